@@ -1,0 +1,59 @@
+"""Faster, pluggable decoding for Hugging Face causal language models, token for token the same output.
+
+    import decoders
+    model = decoders.enable(model, tokenizer=tokenizer)
+    model.generate(**inputs, strategy="prompt_lookup", max_new_tokens=128)
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from . import demo, strategies, testing
+    from .errors import DecodersError
+    from .generate import DecodersOutput, disable, enable
+    from .hookspecs import hookimpl
+    from .report import Report
+    from .settings import Settings
+    from .strategy import Context, Draft, Sequences, Step, Strategy
+    from .tree import Topology, TreeTensors
+
+#: Where each public name lives; loaded on first use, so that ``import decoders`` and the command line start quickly.
+_HOME = {
+    "enable": "generate",
+    "disable": "generate",
+    "DecodersOutput": "generate",
+    "DecodersError": "errors",
+    "Report": "report",
+    "Settings": "settings",
+    "Strategy": "strategy",
+    "Draft": "strategy",
+    "Step": "strategy",
+    "Sequences": "strategy",
+    "Context": "strategy",
+    "Topology": "tree",
+    "TreeTensors": "tree",
+    "hookimpl": "hookspecs",
+}
+_MODULES = ("demo", "strategies", "testing")
+
+__all__ = [
+    "Context", "DecodersError", "DecodersOutput", "Draft", "Report", "Sequences", "Settings", "Step", "Strategy",
+    "Topology", "TreeTensors", "demo", "disable", "enable", "hookimpl", "strategies", "testing",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f".{name}", __name__)
+    if name in _HOME:
+        return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__ + ["__version__"])

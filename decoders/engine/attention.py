@@ -1,0 +1,145 @@
+"""Fused attention over the slot cache, registered with transformers under the name ``"decoders"``.
+
+The mask is made once per pass for every *kind* of layer a model has (full, sliding, chunked …) and stacked along the
+mask's head axis: ``[B, T, N, view]``. Model code hands it through untouched and each layer picks its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers.masking_utils import sdpa_mask
+
+from ..errors import UnsupportedError
+
+NAME = "decoders"
+KIND_ATTRIBUTE = "decoders_layer_kind"
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """How far a layer looks back: ``window`` positions (sliding), within blocks of ``chunk`` positions, or everything."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+
+def layer_kinds(config: PreTrainedConfig) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
+    """The distinct kinds of attention layer of a model and, per layer, the index of its kind.
+
+    The rule is transformers' own for building caches: ``layer_types`` if present, else one kind for all layers.
+
+    Raises:
+        UnsupportedError: a layer keeps a recurrent state instead of keys and values.
+    """
+    text = config.get_text_config(decoder=True)
+    window, chunk = getattr(text, "sliding_window", None), getattr(text, "attention_chunk_size", None)
+    types = getattr(text, "layer_types", None)
+    if types is None:
+        uniform = "sliding_attention" if window else "chunked_attention" if chunk else "full_attention"
+        types = [uniform] * text.num_hidden_layers
+    known = {
+        "full_attention": LayerKind(),
+        "sliding_attention": LayerKind(window=window),
+        "chunked_attention": LayerKind(chunk=chunk),
+    }
+    unknown = sorted(set(types) - set(known))
+    if unknown:
+        raise UnsupportedError(
+            f"{type(config).__name__} has layers of type {', '.join(unknown)}; the shared loop verifies several tokens at "
+            f"once and needs layers that keep keys and values ({', '.join(known)}). Call generate without strategy=."
+        )
+    kinds = tuple(dict.fromkeys(known[t] for t in types))
+    return kinds, tuple(kinds.index(known[t]) for t in types)
+
+
+def build_mask(
+    kinds: tuple[LayerKind, ...], base: Tensor, offsets: Tensor, visible: Tensor, view: int, dtype: torch.dtype
+) -> Tensor:
+    """Additive mask of one pass: 0 where node ``q`` sees slot ``s``, the dtype's minimum elsewhere.
+
+    Node ``q`` sees slot ``s`` if ``s < base`` (committed) or ``s - base`` is a node it may see; sliding and chunked
+    layers narrow that by *position*: ``s`` itself for committed slots, ``base + offset`` for nodes.
+
+    Args:
+        base: ``[B]`` int64, slot of node 0. offsets: ``[B, N]``. visible: ``[B, N, N]`` bool.
+
+    Returns:
+        ``[B, len(kinds), N, view]`` of `dtype`.
+    """
+    rows, n = offsets.shape
+    slot = torch.arange(view, device=base.device)
+    node = slot[None] - base[:, None]  # [B, view]: which node a slot holds, if any
+    in_block = (node >= 0) & (node < n)
+    inside = node.clamp(0, n - 1)
+    seen = (node < 0)[:, None] | (
+        in_block[:, None] & visible.gather(2, inside[:, None].expand(rows, n, view))
+    )
+    position_k = torch.where(in_block, base[:, None] + offsets.gather(1, inside), slot[None])[:, None]
+    position_q = (base[:, None] + offsets)[:, :, None]
+    layers = []
+    for kind in kinds:
+        allowed = seen
+        if kind.window is not None:
+            allowed = allowed & (position_q - position_k < kind.window)
+        if kind.chunk is not None:
+            allowed = allowed & (position_q // kind.chunk == position_k // kind.chunk)
+        layers.append(allowed)
+    bias = torch.zeros((), dtype=dtype, device=base.device)
+    return torch.where(torch.stack(layers, dim=1), bias, torch.finfo(dtype).min)
+
+
+def tree_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """Attention of ``N`` nodes over the cache, queries of a GQA group packed as rows of one head.
+
+    Args:
+        query: ``[B, Hq, N, D]``. key, value: ``[B, Hkv, view, D]``. attention_mask: ``[B, T, N, view]`` additive.
+        softcap: ``cap·tanh(scores/cap)`` before the mask (gemma2). s_aux: ``[Hq]`` attention sinks (gpt-oss).
+
+    Returns:
+        ``[B, N, Hq, Dv]`` and None.
+    """
+    if kwargs.get("position_bias") is not None:
+        raise UnsupportedError(f"{type(module).__name__} adds a position bias to its attention, which has no tree form here")
+    kind = getattr(module, KIND_ATTRIBUTE, 0)
+    rows, q_heads, n, dim = query.shape
+    kv_heads = key.shape[1]
+    group = q_heads // kv_heads
+    packed = query.reshape(rows, kv_heads, group * n, dim)
+    mask = attention_mask[:, kind : kind + 1]
+    if group > 1:
+        mask = mask.unsqueeze(2).expand(rows, 1, group, n, mask.shape[-1]).reshape(rows, 1, group * n, -1)
+    if softcap is None and s_aux is None:
+        out = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
+    else:
+        scores = packed @ key.transpose(2, 3) * (dim**-0.5 if scaling is None else scaling)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.float() + mask.float()
+        if s_aux is not None:
+            sinks = s_aux.float().reshape(1, kv_heads, group, 1).expand(rows, -1, -1, n).reshape(rows, kv_heads, -1, 1)
+            scores = torch.cat([scores, sinks], dim=-1)
+        probabilities = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
+        out = probabilities @ value
+    return out.reshape(rows, q_heads, n, value.shape[-1]).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, tree_attention)
+# The loop passes ready 4-D masks, which transformers returns as they are; registering the plain one keeps models that
+# look the name up happy.
+AttentionMaskInterface.register(NAME, sdpa_mask)

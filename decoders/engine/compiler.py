@@ -1,0 +1,54 @@
+"""How the loop is compiled: one private graph per model and sampling plan, nothing per strategy or call."""
+
+from __future__ import annotations
+
+import itertools
+import types
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+_serial = itertools.count()
+
+
+def private(function: Callable) -> Callable:
+    """A copy of `function` (or bound method) with a code object of its own.
+
+    Dynamo keeps compiled graphs per code object. Two models that shared one would see each other's graphs and use up
+    each other's recompilation limit.
+    """
+    plain = function.__func__ if isinstance(function, types.MethodType) else function
+    code = plain.__code__.replace(co_name=f"{plain.__name__}_{next(_serial)}")
+    copy = types.FunctionType(code, plain.__globals__, code.co_name, plain.__defaults__, plain.__closure__)
+    copy.__kwdefaults__ = plain.__kwdefaults__
+    return types.MethodType(copy, function.__self__) if isinstance(function, types.MethodType) else copy
+
+
+def compile_core(function: Callable, device: torch.device) -> Callable:
+    """Compiles forward + verify + commit as one graph without breaks.
+
+    On the CPU the weights are frozen into the graph, prepacked for its matrix kernels: verification of a few nodes then
+    costs hardly more than one. Guards on modules are dropped; the engine compares weight fingerprints instead.
+    """
+    options = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
+    if device.type == "cpu":
+        options["freezing"] = True
+    return torch.compile(private(function), fullgraph=True, options=options)
+
+
+def compile_hook(function: Callable) -> Callable:
+    """Compiles a strategy's `propose` or `observe`, which hold no weights."""
+    return torch.compile(private(function), fullgraph=True)
+
+
+def mark_dynamic(tensors: dict[Tensor, tuple[int, ...]] | list[tuple[Tensor, tuple[int, ...]]]) -> None:
+    """Declares sizes that vary between calls, so that one graph serves them all."""
+    for tensor, dims in tensors:
+        for dim in dims:
+            torch._dynamo.mark_dynamic(tensor, dim)
+
+
+def compilations() -> int:
+    """Graphs that Dynamo has compiled in this process so far."""
+    return torch._dynamo.utils.counters["stats"].get("unique_graphs", 0)

@@ -1,0 +1,155 @@
+"""Choosing a token: processed logits plus noise that depends on the seed and the position alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# splitmix64 (Steele, Lea & Flood 2014) as signed 64-bit constants: torch has no unsigned multiplication.
+_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_2 = 0x94D049BB133111EB - (1 << 64)
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+
+
+@dataclass(frozen=True)
+class SamplingPlan:
+    """Which processors run inside the step, in order. Hashable: a new plan is a new graph, new values are not.
+
+    Attributes:
+        operations: names out of :data:`OPERATIONS`; each takes one entry of the `values` tensor.
+        sample: draw with noise; otherwise take the argmax.
+        keep_scores: hand the processed scores out of the step.
+    """
+
+    operations: tuple[str, ...] = ()
+    sample: bool = False
+    keep_scores: bool = False
+
+
+@dataclass(frozen=True)
+class SamplingInputs:
+    """The tensors a plan reads.
+
+    Attributes:
+        values: ``[max(1, len(operations))]`` float32, one parameter per operation; for top_p it is ``1 - top_p``,
+            subtracted in double precision as transformers does.
+        keys: ``[B]`` int64, noise key of each row.
+        stop_tokens: ``[E]`` int64, end-of-sequence ids.
+    """
+
+    values: Tensor
+    keys: Tensor
+    stop_tokens: Tensor
+
+
+def mix64(z: Tensor) -> Tensor:
+    """splitmix64's finaliser on int64, bit for bit the same on every device."""
+    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * _MIX_1
+    z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * _MIX_2
+    return z ^ ((z >> 31) & 0x1FFFFFFFF)
+
+
+def row_keys(seed: int, rows: int, device: torch.device) -> Tensor:
+    """``[B]`` int64 noise keys of the rows of a batch, from one seed."""
+    index = torch.arange(1, rows + 1, dtype=torch.int64, device=device)
+    start = torch.full((rows,), seed, dtype=torch.int64, device=device)
+    return mix64(mix64(start) + index * _GOLDEN)
+
+
+def gumbel_noise(keys: Tensor, positions: Tensor, vocab: int) -> Tensor:
+    """Standard Gumbel noise as a pure function of (key, position, token id).
+
+    ``-log E`` with ``E = -log(1 - u)``: written this way the upper tail, which decides unlikely draws, has the full
+    resolution of 32 bits.
+
+    Args:
+        keys: ``[B]`` int64. positions: ``[B, N]`` int64, how many tokens the row has generated before the draw.
+
+    Returns:
+        ``[B, N, V]`` float32.
+    """
+    at = mix64(keys[:, None] + positions * _GOLDEN)
+    tokens = torch.arange(1, vocab + 1, dtype=torch.int64, device=keys.device)
+    bits = mix64(at[..., None] + tokens * _GOLDEN)
+    u = (((bits >> 32) & 0xFFFFFFFF).float() + 0.5) * 2.0**-32
+    return -torch.log(-torch.log1p(-u.clamp(max=1 - 2.0**-24)))
+
+
+def _temperature(scores: Tensor, value: Tensor, **_: Tensor) -> Tensor:
+    return scores / value
+
+
+def _top_k(scores: Tensor, value: Tensor, **_: Tensor) -> Tensor:
+    k = value.long().clamp(1, scores.shape[-1])
+    kth = scores.sort(-1, descending=True).values.index_select(-1, (k - 1)[None])
+    return scores.masked_fill(scores < kth, float("-inf"))
+
+
+def _top_p(scores: Tensor, value: Tensor, **_: Tensor) -> Tensor:
+    ordered, order = scores.sort(-1)
+    drop = ordered.softmax(-1).cumsum(-1) <= value
+    last = torch.arange(scores.shape[-1], device=scores.device) == scores.shape[-1] - 1
+    drop = (drop & ~last).scatter(-1, order, drop & ~last)
+    return scores.masked_fill(drop, float("-inf"))
+
+
+def _min_p(scores: Tensor, value: Tensor, **_: Tensor) -> Tensor:
+    probabilities = scores.softmax(-1)
+    drop = probabilities < value * probabilities.amax(-1, keepdim=True)
+    # The best token always stays, also for min_p = 1 with a tie lost to rounding.
+    drop = drop.scatter(-1, scores.argmax(-1, keepdim=True), False)
+    return scores.masked_fill(drop, float("-inf"))
+
+
+def _typical_p(scores: Tensor, value: Tensor, **_: Tensor) -> Tensor:
+    logp = scores.log_softmax(-1)
+    entropy = -(logp * logp.exp()).nansum(-1, keepdim=True)
+    surprise, order = (-logp - entropy).abs().sort(-1)
+    mass = scores.gather(-1, order).softmax(-1).cumsum(-1)
+    last = (mass < value).sum(-1, keepdim=True).clamp(max=scores.shape[-1] - 1)
+    drop = surprise > surprise.gather(-1, last)
+    first = torch.arange(scores.shape[-1], device=scores.device) == 0
+    drop = (drop & ~first).scatter(-1, order, drop & ~first)
+    return scores.masked_fill(drop, float("-inf"))
+
+
+def _min_new_tokens(scores: Tensor, value: Tensor, positions: Tensor, stop_tokens: Tensor) -> Tensor:
+    tokens = torch.arange(scores.shape[-1], device=scores.device)
+    is_stop = (tokens[:, None] == stop_tokens[None]).any(-1)
+    return scores.masked_fill(is_stop & (positions < value)[..., None], float("-inf"))
+
+
+#: What can run inside the step: name → function of (scores ``[B, N, V]``, value ``[]``), equal to transformers' own.
+OPERATIONS = {
+    "min_new_tokens": _min_new_tokens,
+    "temperature": _temperature,
+    "top_k": _top_k,
+    "top_p": _top_p,
+    "min_p": _min_p,
+    "typical_p": _typical_p,
+}
+
+
+def process(logits: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor) -> Tensor:
+    """Runs the plan's operations over every node: ``[B, N, V]`` float32 logits to scores of the same shape."""
+    scores = logits
+    for i, name in enumerate(plan.operations):
+        scores = OPERATIONS[name](scores, inputs.values[i], positions=positions, stop_tokens=inputs.stop_tokens)
+    return scores
+
+
+def choose(scores: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor) -> Tensor:
+    """The token after each node, ``[B, N]`` int64: ``argmax(scores + noise)``, noise 0 when greedy.
+
+    With Gumbel noise the argmax is an exact draw from ``softmax(scores)`` (Gumbel-max), and the same draw whatever
+    was proposed.
+    """
+    if not plan.sample:
+        return scores.argmax(-1)
+    noisy = scores + gumbel_noise(inputs.keys, positions, scores.shape[-1])
+    # Not argmax: inductor's CPU code for an argmax fused with 64-bit integer arithmetic returns garbage (torch 2.13).
+    tokens = torch.arange(scores.shape[-1], device=scores.device)
+    best = torch.where(noisy == noisy.amax(-1, keepdim=True), tokens, scores.shape[-1]).amin(-1)
+    return best.clamp(max=scores.shape[-1] - 1)  # only NaN logits match nothing

@@ -1,0 +1,181 @@
+"""The target model as the loop sees it: many nodes in, logits out, keys and values in numbered slots."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..errors import UnsupportedError
+from ..tree import Topology, TreeTensors
+from . import attention
+from .cache import CacheBuffers, LayerSpec, LayoutProbe, SlotCache
+
+
+@dataclass(frozen=True)
+class ForwardResult:
+    """Logits ``[B, N, V]`` float32 and the hidden states that the output head read, ``[B, N, H]``."""
+
+    logits: Tensor
+    hidden: Tensor
+
+
+class Target:
+    """A causal language model whose weights are the user's and whose module tree is private.
+
+    The private tree shares every parameter with `model` but has its own config, so that choosing our attention
+    function never shows in a plain ``model.generate`` that another thread may be running.
+
+    Raises:
+        UnsupportedError: the model's design does not fit the loop, or a self-check shows that its tree-verified logits
+            differ from those of a plain forward.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        refuse_unfit(model)
+        self.kinds, kind_of_layer = attention.layer_kinds(model.config)
+        self.model = share_weights(model)
+        self.model.set_attn_implementation(attention.NAME)
+        for module in self.model.modules():
+            layer = getattr(module, "layer_idx", None)
+            if isinstance(layer, int) and layer < len(kind_of_layer):
+                setattr(module, attention.KIND_ATTRIBUTE, kind_of_layer[layer])
+        self.vocab_size = model.get_output_embeddings().weight.shape[0]
+        self.max_positions = context_length(model)
+        self.backbone: nn.Module = getattr(self.model, self.model.base_model_prefix)
+        # The hidden states are taken where the head reads them: no model has to be asked how it names or norms them.
+        self._head_inputs: list[Tensor] = []
+        self.model.get_output_embeddings().register_forward_pre_hook(lambda _, args: self._head_inputs.append(args[0]))
+        self.weights = fingerprint(model)
+        self.layout = probe_layout(self.model)
+        self._head_inputs.clear()
+        self.dtype = self.layout[0].dtype
+        self.device = self.layout[0].device
+        self._self_check(model)
+
+    def forward(self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: int) -> ForwardResult:
+        """One pass over a block of nodes; writes their keys and values to slots ``base … base+N-1``.
+
+        Args:
+            nodes: ``[B, N]`` int64 token ids; negative ids ("no proposal") are run as token 0.
+            base: ``[B]`` int64, position and slot of node 0.
+            view: number of slots that attention looks at, at least ``base + N``.
+        """
+        output = self.model(**self._inputs(nodes, base, tree, buffers, view))
+        return ForwardResult(output.logits.float(), self._head_inputs.pop())
+
+    def prefill(self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: int) -> None:
+        """Writes the keys and values of ``tokens`` ``[B, N]`` to slots ``start …`` without computing logits."""
+        tree = causal_block(*tokens.shape, tokens.device)
+        self.backbone(**self._inputs(tokens, start, tree, buffers, view))
+
+    def _inputs(self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: int) -> dict:
+        slots = base[:, None] + torch.arange(nodes.shape[1], device=nodes.device)
+        return dict(
+            input_ids=nodes.clamp(min=0),
+            attention_mask=attention.build_mask(self.kinds, base, tree.offsets, tree.visible, view, self.dtype),
+            # Guesses may reach past the context; the loop never commits them, but embeddings would be out of range.
+            position_ids=(base[:, None] + tree.offsets).clamp(max=self.max_positions - 1),
+            past_key_values=SlotCache(buffers, slots, view),
+            use_cache=True,
+        )
+
+    @torch.no_grad()
+    def _self_check(self, model: PreTrainedModel) -> None:
+        """Verifies a small tree and compares with plain forwards: catches whatever no flag of the config tells."""
+        vocab = model.get_input_embeddings().num_embeddings
+        prompt, branch = [3 % vocab, 5 % vocab, 7 % vocab], [11 % vocab, 13 % vocab]
+        device = self.device
+        tree = Topology.branches(2, 2)
+        nodes = torch.tensor([[prompt[-1], 1, 2 % vocab, *branch]], device=device)
+        buffers = CacheBuffers.allocate(self.layout, 1, 16)
+        start = torch.zeros(1, dtype=torch.int64, device=device)
+        self.prefill(torch.tensor([prompt[:-1]], device=device), start, buffers, 8)
+        ours = self.forward(nodes, start + 2, tree.tensors(1, device), buffers, 8).logits[0, -1]
+        plain = model(input_ids=torch.tensor([prompt + branch], device=device), use_cache=False).logits[0, -1].float()
+        gap = (ours - plain).abs().max().item()
+        scale = max(plain.abs().max().item(), 1.0)
+        tolerance = 1e-4 if self.dtype == torch.float32 else 0.1
+        if not gap <= tolerance * scale:
+            raise UnsupportedError(
+                f"{type(model).__name__}: logits verified through a token tree differ from a plain forward by {gap:.2g} "
+                f"(largest logit {scale:.2g}), so strategies would not be exact. Call generate without strategy=."
+            )
+
+
+def causal_block(rows: int, n: int, device: torch.device) -> TreeTensors:
+    """An ordinary stretch of text as a block: a chain of `n` nodes, none of which is verified."""
+    index = torch.arange(n, device=device)
+    visible = (index[:, None] >= index[None]).expand(rows, n, n)
+    offsets = index.expand(rows, n)
+    return TreeTensors((offsets - 1).clamp(min=0), offsets, visible, visible)
+
+
+def refuse_unfit(model: PreTrainedModel) -> None:
+    """Raises UnsupportedError for designs that cannot run several nodes at once, judged by capability, not by name."""
+    name, advice = type(model).__name__, "Call generate without strategy=."
+    if model.config.is_encoder_decoder:
+        raise UnsupportedError(f"{name} is an encoder-decoder model; the shared loop decodes causal models. {advice}")
+    if getattr(model, "_is_stateful", False):
+        raise UnsupportedError(
+            f"{name} keeps a recurrent state, which cannot hold several guesses at once or be rolled back. {advice}"
+        )
+    if "position_ids" not in inspect.signature(model.forward).parameters or getattr(model.config, "alibi", False):
+        raise UnsupportedError(
+            f"{name} takes no position_ids (ALiBi derives positions from a 2-D mask), so nodes of a tree cannot be "
+            f"placed. {advice}"
+        )
+    if model.get_output_embeddings() is None:
+        raise UnsupportedError(f"{name} has no output head: load it as a causal language model. {advice}")
+    devices = {p.device for p in model.parameters()}
+    if len(devices) > 1:
+        raise UnsupportedError(
+            f"{name} is spread over {', '.join(sorted(map(str, devices)))}; the shared loop needs one device. {advice}"
+        )
+
+
+def context_length(model: PreTrainedModel) -> int:
+    """How many positions the model can express; unbounded if its config does not say."""
+    text = model.config.get_text_config(decoder=True)
+    return getattr(text, "max_position_embeddings", None) or (1 << 31)
+
+
+def share_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of the module tree with its own config whose parameters and buffers are the very same tensors."""
+    memo: dict[int, object] = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    # What other tools hung on the instance (an overridden generate, a lock) is not part of the network.
+    foreign = {k: v for k, v in vars(model).items() if k == "generate" or k.startswith("decoders_")}
+    memo.update({id(v): None for v in foreign.values()})
+    twin = copy.deepcopy(model, memo)
+    for name in foreign:
+        vars(twin).pop(name, None)
+    return twin.eval()
+
+
+def fingerprint(model: nn.Module) -> tuple:
+    """Changes whenever a weight is replaced, moved, cast or written in place (compiled code holds packed copies)."""
+    return tuple((id(p), p.data_ptr(), p.dtype, p._version) for p in (*model.parameters(), *model.buffers()))
+
+
+@torch.no_grad()
+def probe_layout(model: PreTrainedModel) -> list[LayerSpec]:
+    """What each layer stores per token, learnt by running one token instead of reading configs."""
+    probe = LayoutProbe()
+    device = model.get_input_embeddings().weight.device
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    kinds, _ = attention.layer_kinds(model.config)
+    mask = torch.zeros(1, len(kinds), 1, 1, dtype=dtype, device=device)
+    token = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    model(input_ids=token, attention_mask=mask, position_ids=token, past_key_values=probe, use_cache=True)
+    if not probe.layouts or sorted(probe.layouts) != list(range(len(probe.layouts))):
+        raise UnsupportedError(
+            f"{type(model).__name__} stored keys and values for layers {sorted(probe.layouts)}: every layer must go through "
+            "the cache. Call generate without strategy=."
+        )
+    return [probe.layouts[i] for i in range(len(probe.layouts))]
+
+

@@ -1,0 +1,47 @@
+"""Errors a user can meet. Every message names what was wrong, the allowed values and, for names, the nearest match."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class DecodersError(Exception):
+    """Base class of every error this package raises on purpose."""
+
+
+class UnknownNameError(DecodersError, ValueError):
+    """A name (strategy, verifier, setting …) that nothing is registered under."""
+
+    def __init__(self, kind: str, name: str, choices: Iterable[str]):
+        choices = sorted(choices)
+        super().__init__(f"Unknown {kind} {name!r}. {suggest(name, choices)}")
+        self.kind, self.name, self.choices = kind, name, choices
+
+
+class SettingsError(DecodersError, ValueError):
+    """A setting that does not exist or has a value out of range."""
+
+
+class UnsupportedError(DecodersError, ValueError):
+    """A model or an argument of ``generate`` that the shared loop cannot honour exactly, with the alternative."""
+
+
+class ContextLengthError(DecodersError, ValueError):
+    """Prompt plus new tokens exceed what the model's positions can express, or the prompt is empty."""
+
+
+class DraftError(DecodersError, ValueError):
+    """A strategy broke the contract of :class:`decoders.strategy.Draft` (wrong shape, dtype or topology)."""
+
+
+class PluginError(DecodersError):
+    """A plugin could not be loaded, or two plugins claim the same name."""
+
+
+def suggest(name: str, choices: Iterable[str]) -> str:
+    """``Did you mean …? Choose from …`` for an unknown `name`; the first part only if something is close."""
+    choices = sorted(choices)
+    near = difflib.get_close_matches(name, choices, n=1)
+    hint = f"Did you mean {near[0]!r}? " if near else ""
+    return f"{hint}Choose from: {', '.join(choices) or '(nothing is registered)'}."

@@ -1,0 +1,86 @@
+"""What a call did, measured: returned as ``out.report`` and printed by the command line."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class Timings:
+    """Seconds spent in each part of all steps. ``core`` is forward + verify + commit; ``host`` is what is left."""
+
+    prefill: float = 0.0
+    propose: float = 0.0
+    core: float = 0.0
+    observe: float = 0.0
+    host: float = 0.0
+    compile: float = 0.0
+
+    @property
+    def steps(self) -> float:
+        """Seconds in decoding steps, prefill and compilation excluded."""
+        return self.propose + self.core + self.observe + self.host
+
+
+@dataclass
+class Report:
+    """Figures of one ``generate`` call.
+
+    Attributes:
+        strategy: registry name. settings: the settings in force.
+        exact: False if the strategy or verifier may change the distribution.
+        verifier: how drafts are accepted ("coupled").
+        compiled: whether the core ran compiled.
+        rows: batch size. prompt_tokens, new_tokens: per row.
+        steps: target forwards after prefill.
+        drafted: guesses put to the target, all rows. accepted: those that it confirmed.
+        accepted_lengths: histogram; entry ``n`` counts row-steps that committed ``n + 1`` tokens.
+        nodes: largest block that was verified. timings: see :class:`Timings`.
+        time_to_first_token: seconds from the start of decoding to the first committed token.
+        peak_memory: bytes of the static cache (CPU) or of the device allocator's peak (CUDA).
+        compilations: graphs compiled during this call.
+    """
+
+    strategy: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    exact: bool = True
+    verifier: str = "coupled"
+    compiled: bool = False
+    rows: int = 1
+    prompt_tokens: list[int] = field(default_factory=list)
+    new_tokens: list[int] = field(default_factory=list)
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accepted_lengths: list[int] = field(default_factory=list)
+    nodes: int = 0
+    timings: Timings = field(default_factory=Timings)
+    time_to_first_token: float = 0.0
+    peak_memory: int = 0
+    compilations: int = 0
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Tokens committed per row and step, the bonus token included; 1.0 is plain decoding."""
+        steps = sum(self.accepted_lengths)
+        return sum((n + 1) * count for n, count in enumerate(self.accepted_lengths)) / steps if steps else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of the proposed guesses that were accepted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens of all rows per second of prefill and steps, compilation excluded."""
+        seconds = self.timings.prefill + self.timings.steps
+        return sum(self.new_tokens) / seconds if seconds else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, derived figures included, ready for ``json.dumps``."""
+        return asdict(self) | {
+            "mean_accepted_length": self.mean_accepted_length,
+            "acceptance_rate": self.acceptance_rate,
+            "tokens_per_second": self.tokens_per_second,
+        }

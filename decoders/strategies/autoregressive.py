@@ -1,0 +1,15 @@
+"""Plain decoding in the compiled loop: the yardstick of every other strategy."""
+
+from __future__ import annotations
+
+from ..strategy import Draft, Sequences, Strategy
+
+
+class Autoregressive(Strategy):
+    """One token per step, no guesses."""
+
+    name = "autoregressive"
+    summary = "One token per step in the compiled static-cache loop."
+
+    def propose(self, state: None, sequences: Sequences) -> Draft:
+        return Draft.nothing(sequences.tokens.shape[0], sequences.tokens.device)

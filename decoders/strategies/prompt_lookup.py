@@ -1,0 +1,80 @@
+"""Prompt lookup decoding (Saxena 2023): what followed the same words before is likely to follow them again."""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from ..settings import Settings
+from ..strategy import Draft, Sequences, Strategy
+
+
+class PromptLookupSettings(Settings):
+    """How far to look back and how much to propose."""
+
+    max_ngram: int = Field(3, ge=1, le=16, description="Longest suffix, in tokens, that is looked up.")
+    min_ngram: int = Field(1, ge=1, le=16, description="Shortest suffix that counts as a match.")
+    length: int = Field(8, ge=1, le=64, description="Tokens proposed per continuation.")
+    branches: int = Field(1, ge=1, le=8, description="Distinct continuations proposed, as branches of one tree.")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> PromptLookupSettings:
+        if self.min_ngram > self.max_ngram:
+            raise ValueError(f"min_ngram {self.min_ngram} exceeds max_ngram {self.max_ngram}")
+        return self
+
+
+class PromptLookup(Strategy):
+    """Proposes what followed the most recent occurrence of the longest matching suffix, in prompt and output.
+
+    With several branches the next best occurrence is taken whose first token differs, so that the branches are
+    genuinely different. A match that runs into the end of the row is continued periodically: inside a loop of any
+    period the whole proposal is useful, not only the part that has been written yet.
+    """
+
+    name = "prompt_lookup"
+    summary = "Proposes what followed the same n-gram earlier in the prompt or the output."
+    settings_class = PromptLookupSettings
+    compile_hooks = True
+
+    def propose(self, state: None, sequences: Sequences) -> Draft:
+        s: PromptLookupSettings = self.settings
+        return Draft.branches(
+            continuations(sequences.tokens, sequences.length, s.max_ngram, s.min_ngram, s.length, s.branches)
+        )
+
+
+def continuations(
+    tokens: Tensor, length: Tensor, max_ngram: int, min_ngram: int, count: int, branches: int
+) -> Tensor:
+    """Looks the suffix of every row up in the row itself.
+
+    Args:
+        tokens: ``[B, L]`` int64. length: ``[B]`` int64, valid tokens per row.
+
+    Returns:
+        ``[B, branches, count]`` int64; ``-1`` where there is no (further) match.
+    """
+    rows, slots = tokens.shape
+    end = torch.arange(slots, device=tokens.device)[None]  # candidate position of the suffix's last token
+    last = length[:, None] - 1
+    matched = torch.zeros(rows, slots, dtype=torch.int64, device=tokens.device)
+    unbroken = end < last
+    for back in range(max_ngram):
+        wanted = tokens.gather(1, (last - back).clamp(min=0))
+        shifted = torch.nn.functional.pad(tokens, (back, 0))[:, :slots]  # shifted[p] = tokens[p - back]
+        unbroken = unbroken & (shifted == wanted) & (end >= back) & (last >= back)
+        matched = matched + unbroken
+    # Longest match first, most recent second.
+    score = torch.where(matched >= min_ngram, matched * slots + end, -1)
+    follower = tokens.roll(-1, 1)
+    steps = torch.arange(count, device=tokens.device)[None]
+    found = []
+    for _ in range(branches):
+        best, at = score.max(1, keepdim=True)
+        period = (last - at).clamp(min=1)
+        guess = tokens.gather(1, at + 1 + steps % period)
+        found.append(torch.where(best >= 0, guess, -1))
+        score = torch.where(follower == guess[:, :1], -1, score)
+    return torch.stack(found, 1)

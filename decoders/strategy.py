@@ -1,0 +1,183 @@
+"""The contract of a decoding strategy: propose tokens, observe what became of them. Everything else is the loop's.
+
+A strategy never runs the target, never samples, never touches the cache. Its whole effect on the output is *when* a
+token is found, not *which*: what it proposes is verified against the target's own choice.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from .errors import DraftError
+from .settings import Settings
+from .tree import Topology, TreeTensors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a strategy may prepare itself from, once per ``generate`` call.
+
+    Attributes:
+        model: the user's model (its weights and config; do not change either).
+        tokenizer: the tokenizer given to ``enable`` or ``generate``, if any.
+        assistant_model: the ``assistant_model=`` of the call, if any.
+        rows: number of rows ``B``.
+        slots: capacity of each row in tokens, prompt included.
+        device: where the loop's tensors live.
+        vocab_size: size ``V`` of the target's logits.
+        compile: whether the loop is compiled in this call.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    assistant_model: PreTrainedModel | None
+    rows: int
+    slots: int
+    device: torch.device
+    vocab_size: int
+    compile: bool
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The rows as committed so far; device tensors, updated in place by the loop between steps.
+
+    Attributes:
+        tokens: ``[B, L]`` int64, prompt and output from slot 0 on; what lies behind a row's length is undefined. ``L``
+            covers the longest row and may grow from step to step.
+        length: ``[B]`` int64, committed tokens per row.
+        prompt_length: ``[B]`` int64, how many of them are prompt.
+        finished: ``[B]`` bool, rows that generate no more.
+        noise_keys: ``[B]`` int64, keys of the sampling noise (:func:`decoders.engine.sampling.gumbel_noise`).
+    """
+
+    tokens: Tensor
+    length: Tensor
+    prompt_length: Tensor
+    finished: Tensor
+    noise_keys: Tensor
+
+    @property
+    def last(self) -> Tensor:
+        """``[B, 1]`` int64, the last committed token of each row: node 0 of the next block."""
+        return self.tokens.gather(1, self.length[:, None] - 1)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A small tree of guesses for every row.
+
+    Attributes:
+        tokens: ``[B, N-1]`` int64, the guesses of nodes 1 … N-1 (node 0 is the last committed token). ``-1`` means "no
+            guess here": such a node and whatever continues it is never accepted.
+        topology: the block's shape, one for all rows (:class:`Topology`) or one per row (:class:`TreeTensors`).
+    """
+
+    tokens: Tensor
+    topology: Topology | TreeTensors
+
+    @staticmethod
+    def chain(tokens: Tensor) -> Draft:
+        """One continuation per row: ``tokens`` is ``[B, K]``."""
+        return Draft(tokens, Topology.chain(tokens.shape[1]))
+
+    @staticmethod
+    def branches(tokens: Tensor) -> Draft:
+        """Several continuations per row, all from the root: ``tokens`` is ``[B, branches, K]``."""
+        return Draft(tokens.flatten(1), Topology.branches(tokens.shape[1], tokens.shape[2]))
+
+    @staticmethod
+    def nothing(rows: int, device: torch.device) -> Draft:
+        """No guess at all: plain decoding."""
+        return Draft(torch.empty(rows, 0, dtype=torch.int64, device=device), Topology.chain(0))
+
+    def check(self, rows: int) -> None:
+        """Raises DraftError if shapes or dtype break the contract (values are never trusted anyway)."""
+        if self.tokens.dtype != torch.int64 or self.tokens.dim() != 2 or self.tokens.shape[0] != rows:
+            raise DraftError(
+                f"draft tokens must be int64 [{rows}, N-1], not {self.tokens.dtype} {list(self.tokens.shape)}"
+            )
+        if len(self.topology) != self.tokens.shape[1] + 1:
+            raise DraftError(
+                f"{self.tokens.shape[1]} draft tokens need a topology of {self.tokens.shape[1] + 1} nodes (the root counts), "
+                f"not {len(self.topology)}"
+            )
+
+
+@dataclass(frozen=True)
+class Step:
+    """What became of a draft.
+
+    Attributes:
+        nodes: ``[B, N]`` int64, the block as run: node 0 and the guesses. ``N`` may exceed the draft's (padding).
+        chosen: ``[B, N]`` int64, the target's token after each node.
+        path: ``[B, N]`` int64, accepted node at each depth; valid up to `accepted`.
+        accepted: ``[B]`` int64, how many guesses were accepted.
+        emitted: ``[B]`` int64, tokens committed by this step: accepted guesses and one more, cut at the end of a row.
+        logits: ``[B, N, V]`` float32, the target's raw logits after each node.
+        hidden: ``[B, N, H]``, the hidden states that the output head read.
+        sequences: the rows with this step's tokens committed.
+    """
+
+    nodes: Tensor
+    chosen: Tensor
+    path: Tensor
+    accepted: Tensor
+    emitted: Tensor
+    logits: Tensor
+    hidden: Tensor
+    sequences: Sequences
+
+
+class Strategy(ABC):
+    """Base class of all strategies. Instances hold settings only; what changes during a call lives in the state.
+
+    ``MyStrategy(width=3)`` and ``MyStrategy(MySettings(width=3))`` are the same.
+
+    Class attributes:
+        name: registry name, ``snake_case``.
+        summary: one line for ``decoders strategies``.
+        settings_class: pydantic model of the settings.
+        exact: whether output is token-identical to plain decoding. A lossy strategy is marked in every report.
+        needs_assistant: whether the call must bring ``assistant_model=``; others refuse one.
+        compile_hooks: compile `propose` and `observe` too (they must then be traceable without graph breaks).
+        on_device: `propose` and `observe` never wait for the device or read the host, so a whole step can be captured.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str] = ""
+    settings_class: ClassVar[type[Settings]] = Settings
+    exact: ClassVar[bool] = True
+    needs_assistant: ClassVar[bool] = False
+    compile_hooks: ClassVar[bool] = False
+    on_device: ClassVar[bool] = True
+
+    def __init__(self, settings: Settings | None = None, /, **values: Any) -> None:
+        if settings is not None and values:
+            raise TypeError("give either a settings object or keyword settings, not both")
+        if settings is not None and not isinstance(settings, self.settings_class):
+            raise TypeError(f"{type(self).__name__} takes {self.settings_class.__name__}, not {type(settings).__name__}")
+        self.settings: Any = settings if settings is not None else self.settings_class.parse(values)
+
+    def start(self, context: Context) -> Any:
+        """Makes the state of one ``generate`` call (tensors on ``context.device``), given back to the other hooks."""
+        return None
+
+    @abstractmethod
+    def propose(self, state: Any, sequences: Sequences) -> Draft:
+        """Guesses the next tokens of every row. Runs before each target forward."""
+
+    def observe(self, state: Any, step: Step) -> None:
+        """Learns from a verified step; updates `state` in place."""
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{k}={v!r}" for k, v in self.settings.model_dump().items())
+        return f"{type(self).__name__}({shown})"

@@ -1,0 +1,215 @@
+"""Token trees: which node continues which, who sees whom, and where each node sits.
+
+Letters used everywhere: ``N`` nodes of a block (node 0 is the last committed token, the *root*), ``B`` rows.
+A node is a *candidate* if it may be accepted: the root, and every node that descends from it. Other nodes
+(a lookahead window, padding) take part in the forward pass only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from .errors import DraftError
+
+NO_PARENT = -1
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The static shape of a block of ``N`` nodes; hashable, so that its tensors are made once per device.
+
+    Attributes:
+        parents: for each node the index of its parent, smaller than its own; ``-1`` for the root and for nodes that
+            can never be accepted.
+        offsets: for each node its position relative to the root's (the depth, for candidates).
+        extra_sight: for each node the further nodes it attends to, beyond its ancestors and itself.
+    """
+
+    parents: tuple[int, ...]
+    offsets: tuple[int, ...]
+    extra_sight: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        n = len(self.parents)
+        if n == 0 or self.parents[0] != NO_PARENT or self.offsets[0] != 0:
+            raise DraftError("node 0 must be the root: parent -1, offset 0")
+        if len(self.offsets) != n or (self.extra_sight and len(self.extra_sight) != n):
+            raise DraftError(f"{n} parents, {len(self.offsets)} offsets, {len(self.extra_sight)} sights: lengths differ")
+        for node, parent in enumerate(self.parents):
+            if not NO_PARENT <= parent < max(node, 1):
+                raise DraftError(f"node {node} has parent {parent}: a parent must come before its child")
+            if parent >= 0 and self.offsets[node] != self.offsets[parent] + 1:
+                raise DraftError(
+                    f"node {node} at offset {self.offsets[node]} continues node {parent} at offset {self.offsets[parent]}: "
+                    "a child sits one position after its parent"
+                )
+            if parent > 0 and self.parents[parent] == NO_PARENT:
+                raise DraftError(f"node {node} continues node {parent}, which can never be accepted")
+        for node, seen in enumerate(self.extra_sight):
+            if any(not 0 <= other < n for other in seen):
+                raise DraftError(f"node {node} attends to {seen}: nodes are numbered 0 to {n - 1}")
+            # A candidate's logits must be those of its own path alone, or accepted tokens would not be the target's.
+            if seen and (node == 0 or self.parents[node] >= 0) and not set(seen) <= set(self.path_to(node)):
+                raise DraftError(f"node {node} may be accepted, so it may see its own ancestors only, not {seen}")
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    @cached_property
+    def width(self) -> int:
+        """Number of proposed nodes, ``N - 1``."""
+        return len(self.parents) - 1
+
+    @cached_property
+    def max_depth(self) -> int:
+        """Most tokens a step can accept from this block."""
+        return max(self.offsets[i] for i, p in enumerate(self.parents) if p >= 0 or i == 0)
+
+    def path_to(self, node: int) -> tuple[int, ...]:
+        """Nodes from the first one of the branch down to `node`, both included."""
+        path = [node]
+        while self.parents[path[-1]] >= 0:
+            path.append(self.parents[path[-1]])
+        return tuple(reversed(path))
+
+    @staticmethod
+    def from_parents(parents: Sequence[int]) -> Topology:
+        """A tree given by parent indices: ``[-1, 0, 1, 1]`` is a root, its child and two grandchildren."""
+        offsets: list[int] = []
+        for node, parent in enumerate(parents):
+            if not NO_PARENT <= parent < max(node, 1):
+                raise DraftError(f"node {node} has parent {parent}: a parent must come before its child")
+            offsets.append(offsets[parent] + 1 if parent >= 0 else 0)
+        return Topology(tuple(parents), tuple(offsets))
+
+    @staticmethod
+    @lru_cache
+    def chain(length: int) -> Topology:
+        """The root followed by `length` nodes in a row."""
+        return Topology.branches(1, length)
+
+    @staticmethod
+    @lru_cache
+    def branches(count: int, length: int) -> Topology:
+        """`count` chains of `length` nodes that all start at the root; branch ``b`` takes nodes ``1+b·length …``."""
+        parents = [NO_PARENT]
+        for b in range(count):
+            first = 1 + b * length
+            parents += [0 if j == 0 else first + j - 1 for j in range(length)]
+        return Topology.from_parents(parents)
+
+    @staticmethod
+    def from_paths(paths: Sequence[Sequence[int]]) -> tuple[Topology, tuple[tuple[int, int], ...]]:
+        """A tree in Medusa's notation: every path lists, level by level, which guess (0 = best) is taken.
+
+        Returns:
+            the topology with paths sorted by depth, and for every node after the root ``(level, rank)``: take the
+            `rank`-th best guess for that level.
+        """
+        ordered = sorted({tuple(p) for p in paths}, key=lambda p: (len(p), p))
+        index = {(): 0} | {path: i + 1 for i, path in enumerate(ordered)}
+        missing = [p for p in ordered if p[:-1] not in index]
+        if missing:
+            raise DraftError(f"path {list(missing[0])} has no parent {list(missing[0][:-1])} in the tree")
+        topology = Topology.from_parents([NO_PARENT] + [index[p[:-1]] for p in ordered])
+        return topology, tuple((len(p) - 1, p[-1]) for p in ordered)
+
+    def merge(self, other: Topology) -> Topology:
+        """Both trees under one root: `other`'s nodes follow this one's and are renumbered."""
+        shift = len(self) - 1
+
+        def moved(node: int) -> int:
+            return node if node <= 0 else node + shift
+
+        sights = (self.extra_sight or ((),) * len(self)) + tuple(
+            tuple(moved(s) for s in seen) for seen in (other.extra_sight or ((),) * len(other))[1:]
+        )
+        return Topology(
+            self.parents + tuple(moved(p) for p in other.parents[1:]),
+            self.offsets + other.offsets[1:],
+            sights if any(sights) else (),
+        )
+
+    def head(self, nodes: int) -> Topology:
+        """The first `nodes` nodes: parents come before children, so what is left is a tree."""
+        return self if nodes >= len(self) else Topology(
+            self.parents[:nodes],
+            self.offsets[:nodes],
+            tuple(tuple(s for s in seen if s < nodes) for seen in self.extra_sight[:nodes]),
+        )
+
+    def padded(self, nodes: int) -> Topology:
+        """This block filled up to `nodes` with nodes that are never accepted."""
+        extra = nodes - len(self)
+        if extra <= 0:
+            return self
+        return Topology(
+            self.parents + (NO_PARENT,) * extra,
+            self.offsets + (0,) * extra,
+            self.extra_sight + ((),) * extra if self.extra_sight else (),
+        )
+
+    @lru_cache(maxsize=64)  # noqa: B019 - topologies are few, small and live as long as the process
+    def tensors(self, rows: int, device: torch.device) -> TreeTensors:
+        """This topology as tensors for `rows` rows on `device`, made once."""
+        n = len(self)
+        ancestors = torch.zeros(n, n, dtype=torch.bool)
+        visible = torch.zeros(n, n, dtype=torch.bool)
+        for node in range(n):
+            visible[node, list(self.path_to(node))] = True
+            if node == 0 or self.parents[node] >= 0:
+                ancestors[node, list(self.path_to(node))] = True
+            if self.extra_sight:
+                visible[node, list(self.extra_sight[node])] = True
+        offsets, parents = torch.tensor(self.offsets), torch.tensor(self.parents).clamp(min=0)
+        return TreeTensors(
+            parents.expand(rows, n).contiguous().to(device),
+            offsets.expand(rows, n).contiguous().to(device),
+            visible.expand(rows, n, n).contiguous().to(device),
+            ancestors.expand(rows, n, n).contiguous().to(device),
+        )
+
+
+@dataclass(frozen=True)
+class TreeTensors:
+    """A block's topology on the device, per row, so that rows may hold trees of different shape.
+
+    Attributes:
+        parents: ``[B, N]`` int64; 0 where there is none.
+        offsets: ``[B, N]`` int64, position of each node relative to the root's.
+        visible: ``[B, N, N]`` bool, ``visible[b, q, k]``: node ``q`` attends to node ``k``.
+        ancestors: ``[B, N, N]`` bool, ``ancestors[b, q, k]``: ``k`` lies on the path from the root to candidate ``q``,
+            itself included; the row of a node that is no candidate is all false.
+    """
+
+    parents: Tensor
+    offsets: Tensor
+    visible: Tensor
+    ancestors: Tensor
+
+    def __len__(self) -> int:
+        return self.offsets.shape[1]
+
+    @staticmethod
+    def from_parents(parents: Tensor) -> TreeTensors:
+        """Topology of dynamic trees, on the device and without a sync.
+
+        Args:
+            parents: ``[B, N]`` int64; ``-1`` for the root (node 0) and for nodes that are never accepted. A parent
+                comes before its child.
+        """
+        rows, n = parents.shape
+        identity = torch.eye(n, dtype=torch.bool, device=parents.device)
+        ancestors = identity.expand(rows, n, n).clone()
+        step = torch.nn.functional.one_hot(parents.clamp(min=0), n).bool() & (parents >= 0).unsqueeze(-1)
+        reach = ancestors | step
+        # Squaring the one-step relation doubles the depth that is covered each time.
+        for _ in range(max(1, (n - 1).bit_length())):
+            reach = (reach.float() @ reach.float()) > 0
+        candidate = reach[:, :, 0]
+        return TreeTensors(parents.clamp(min=0), reach.sum(-1) - 1, reach, reach & candidate.unsqueeze(-1))
