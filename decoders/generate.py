@@ -140,12 +140,17 @@ class Generate:
                 aligner.end()
             return assemble(input_ids, decoded, generation_config)
 
-        kwargs["generation_config"] = own_config(config)
+        if config.stop_strings or config.cache_implementation:
+            # What the loop does itself must not reach transformers; with a config of our own its keywords move in too.
+            config = copy.deepcopy(config)
+            config.stop_strings = config.cache_implementation = None
+            kwargs = config.update(**kwargs) | {"generation_config": config}
         return type(self.model).generate(self.model, **kwargs, custom_generate=run)
 
     def _criteria(self, config: GenerationConfig, kwargs: dict, tokenizer: Any) -> StoppingCriteriaList:
         """The user's criteria plus stop strings (transformers loses the tokenizer on the way to a custom loop)."""
         criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
+        kwargs.pop("cache_implementation", None)
         strings = kwargs.pop("stop_strings", None) or config.stop_strings
         if strings:
             if tokenizer is None:
@@ -185,14 +190,6 @@ def resolve_strategy(chosen: Any, call: Mapping[str, Any] | None, configured: Ma
         for c in classes
     ]
     return Merged(parts)
-
-
-def own_config(config: GenerationConfig) -> GenerationConfig:
-    """A copy of the generation config without what the loop does itself (stop strings, the static cache)."""
-    config = copy.deepcopy(config)
-    config.stop_strings = None
-    config.cache_implementation = None
-    return config
 
 
 #: Arguments that the loop cannot honour: name → (test on the value, what to do instead).

@@ -7,6 +7,7 @@ token is found, not *which*: what it proposes is verified against the target's o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -33,7 +34,8 @@ class Context:
         slots: capacity of each row in tokens, prompt included.
         device: where the loop's tensors live.
         vocab_size: size ``V`` of the target's logits.
-        compile: whether the loop is compiled in this call.
+        compile: compiles a plain tensor function without graph breaks, once per model, with sizes left dynamic; gives it
+            back as it is when the call runs eagerly. The time of the first call is booked as compile time.
     """
 
     model: PreTrainedModel
@@ -43,7 +45,7 @@ class Context:
     slots: int
     device: torch.device
     vocab_size: int
-    compile: bool
+    compile: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,6 @@ class Strategy(ABC):
         settings_class: pydantic model of the settings.
         exact: whether output is token-identical to plain decoding. A lossy strategy is marked in every report.
         needs_assistant: whether the call must bring ``assistant_model=``; others refuse one.
-        compile_hooks: compile `propose` and `observe` too (they must then be traceable without graph breaks).
         on_device: `propose` and `observe` never wait for the device or read the host, so a whole step can be captured.
     """
 
@@ -157,7 +158,6 @@ class Strategy(ABC):
     settings_class: ClassVar[type[Settings]] = Settings
     exact: ClassVar[bool] = True
     needs_assistant: ClassVar[bool] = False
-    compile_hooks: ClassVar[bool] = False
     on_device: ClassVar[bool] = True
 
     def __init__(self, settings: Settings | None = None, /, **values: Any) -> None:

@@ -9,7 +9,8 @@ from transformers.generation.streamers import BaseStreamer
 class StreamAligner:
     """Hands a streamer ``[B]`` tokens per position as soon as every row has got that far or has ended.
 
-    A row that ended early is filled with the pad token, as transformers does.
+    A row that ended early is filled with the pad token, as transformers does. A streamer that wants to know which tokens
+    came out of one step may have a method ``on_step(new: list[list[int]])``, called before their ``put``.
     """
 
     def __init__(self, streamer: BaseStreamer, rows: int, pad_token: int) -> None:
@@ -19,6 +20,8 @@ class StreamAligner:
 
     def step(self, new: list[list[int]], ended: list[bool]) -> None:
         """Takes each row's new tokens; `ended` rows hold the others up no longer."""
+        if hasattr(self.streamer, "on_step"):
+            self.streamer.on_step(new)
         for row, tokens in enumerate(new):
             self.tokens[row] += tokens
         self._send(min((len(t) for t, e in zip(self.tokens, ended, strict=True) if not e), default=self._longest()))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import time
 import types
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,12 +39,27 @@ def compile_core(function: Callable, device: torch.device) -> Callable:
     return torch.compile(private(function), fullgraph=True, options=options)
 
 
-def compile_hook(function: Callable) -> Callable:
-    """Compiles a strategy's `propose` or `observe`, which hold no weights."""
-    return torch.compile(private(function), fullgraph=True)
+class CompiledFunction:
+    """A strategy's tensor function, compiled with dynamic sizes; `on_compile` is told the seconds of the first call."""
+
+    def __init__(self, function: Callable) -> None:
+        self.compiled = torch.compile(private(function), fullgraph=True, dynamic=True)
+        self.on_compile: Callable[[float], None] = lambda seconds: None
+        self._known: set[tuple] = set()
+
+    def __call__(self, *args: Any) -> Any:
+        # Dynamo makes one graph for one row and one for several.
+        kind = tuple(a.shape[0] > 1 if isinstance(a, Tensor) else a for a in args)
+        if kind in self._known:
+            return self.compiled(*args)
+        self._known.add(kind)
+        started = time.perf_counter()
+        result = self.compiled(*args)
+        self.on_compile(time.perf_counter() - started)
+        return result
 
 
-def mark_dynamic(tensors: dict[Tensor, tuple[int, ...]] | list[tuple[Tensor, tuple[int, ...]]]) -> None:
+def mark_dynamic(tensors: list[tuple[Tensor, tuple[int, ...]]]) -> None:
     """Declares sizes that vary between calls, so that one graph serves them all."""
     for tensor, dims in tensors:
         for dim in dims:

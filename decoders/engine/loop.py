@@ -82,7 +82,7 @@ class Engine:
         self.lock = threading.Lock()
         self.target = Target(model)
         self._steps: dict[tuple, Callable] = {}
-        self._hooks: dict[tuple, tuple[Callable, Callable]] = {}
+        self._functions: dict[Callable, compiler.CompiledFunction] = {}
 
     def current(self, model: PreTrainedModel) -> bool:
         """Whether the weights are still those this engine was built (and its graphs frozen) for."""
@@ -106,14 +106,18 @@ class Engine:
             report.compilations += compiler.compilations() - before
         return self._steps[key]
 
-    def hooks(self, strategy: Strategy, compiled: bool) -> tuple[Callable, Callable]:
-        """`propose` and `observe`, compiled once per strategy and settings if the strategy wishes so."""
-        if not (compiled and strategy.compile_hooks):
-            return strategy.propose, strategy.observe
-        key = (type(strategy), strategy.settings)
-        if key not in self._hooks:
-            self._hooks[key] = (compiler.compile_hook(strategy.propose), compiler.compile_hook(strategy.observe))
-        return self._hooks[key]
+    def compile_function(self, function: Callable, report: Report) -> Callable:
+        """`function` compiled for use by strategies, one graph for all calls on this engine."""
+        if function not in self._functions:
+            self._functions[function] = compiler.CompiledFunction(function)
+        compiled = self._functions[function]
+
+        def book(seconds: float) -> None:
+            report.timings.compile += seconds
+            report.compilations += 1
+
+        compiled.on_compile = book
+        return compiled
 
 
 def _warm_up(step: Callable, target: Target, plan: SamplingPlan, batch: int) -> None:
@@ -178,19 +182,19 @@ class _Call:
         self._no_guess = torch.full((self.batch, 1), -1, dtype=torch.int64, device=target.device)
         self._prefill()
         context = Context(
-            rows=self.batch, slots=self.rows.tokens.shape[1], device=target.device, compile=request.compile,
+            rows=self.batch, slots=self.rows.tokens.shape[1], device=target.device, compile=self._compile,
             vocab_size=target.vocab_size, **request.context,
         )  # fmt: skip
         state = request.strategy.start(context)
-        propose, observe = self.engine.hooks(request.strategy, request.compile)
-        observes = type(request.strategy).observe is not Strategy.observe
+        strategy = request.strategy
+        observes = type(strategy).observe is not Strategy.observe
         timings = self.report.timings
         timings.prefill = time.perf_counter() - started
 
         finished = [request.new_tokens == 0] * self.batch
         while not all(finished):
-            begun = time.perf_counter()
-            draft = propose(state, self._view(max(self.lengths))[1])
+            begun, compiled = time.perf_counter(), timings.compile
+            draft = strategy.propose(state, self._view(max(self.lengths))[1])
             guesses, tree, view = self._block(draft)
             proposed = time.perf_counter()
             out = step(guesses, tree, self.rows, view)
@@ -200,19 +204,23 @@ class _Call:
             if request.criteria is not None:
                 self._apply_criteria(out, emitted, ended)
             if observes:
-                observe(state, self._as_step(out))
+                strategy.observe(state, self._as_step(out))
             observed = time.perf_counter()
             self._record(out, emitted, accepted, guessed, finished, ended)
             finished = ended
             if self.report.steps == 1:
-                self.report.time_to_first_token = observed - started
-            timings.propose += proposed - begun
+                self.report.time_to_first_token = verified - started - (timings.compile - compiled)
+            # Functions that a strategy had compiled just now are booked as compile time already.
+            timings.propose += proposed - begun - (timings.compile - compiled)
             timings.core += verified - proposed
             timings.observe += observed - verified
             timings.host += time.perf_counter() - observed
         self.report.new_tokens = [len(tokens) for tokens in self.generated]
         self.report.peak_memory = self._memory()
         return Decoded(self.generated, self.report, self.logits, self.scores)
+
+    def _compile(self, function: Callable) -> Callable:
+        return self.engine.compile_function(function, self.report) if self.request.compile else function
 
     def _step_function(self, core: Core) -> Callable[..., StepOutput]:
         """`core.step` in the form this call needs: eager or compiled, with the choice inside the graph or on the host."""

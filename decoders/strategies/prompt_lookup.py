@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from ..settings import Settings
-from ..strategy import Draft, Sequences, Strategy
+from ..strategy import Context, Draft, Sequences, Strategy
 
 
 class PromptLookupSettings(Settings):
@@ -36,12 +38,14 @@ class PromptLookup(Strategy):
     name = "prompt_lookup"
     summary = "Proposes what followed the same n-gram earlier in the prompt or the output."
     settings_class = PromptLookupSettings
-    compile_hooks = True
 
-    def propose(self, state: None, sequences: Sequences) -> Draft:
+    def start(self, context: Context) -> Callable[..., Tensor]:
+        return context.compile(continuations)
+
+    def propose(self, state: Callable[..., Tensor], sequences: Sequences) -> Draft:
         s: PromptLookupSettings = self.settings
         return Draft.branches(
-            continuations(sequences.tokens, sequences.length, s.max_ngram, s.min_ngram, s.length, s.branches)
+            state(sequences.tokens, sequences.length, s.max_ngram, s.min_ngram, s.length, s.branches)
         )
 
 
