@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,7 +22,8 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput, logits_process, stopping_criteria
 from transformers.generation.streamers import BaseStreamer
 
-from .engine.loop import Decoded, Engine, Request
+from .engine.engine import Engine
+from .engine.loop import Decoded, Request, decode
 from .engine.sampling import SamplingPlan
 from .engine.target import context_length, refuse_unfit
 from .errors import ContextLengthError, SettingsError, UnsupportedError
@@ -66,10 +67,10 @@ class Generate:
             return self.previous(*args, **kwargs)
         return type(self.model).generate(self.model, *args, **kwargs)
 
-    def engine(self) -> Engine:
+    def engine(self, attention: Literal["auto", "sdpa", "flex"] = "auto") -> Engine:
         """The engine for the model's present weights; built on first use and again after weights change."""
-        if self._engine is None or not self._engine.current(self.model):
-            self._engine = Engine(self.model)
+        if self._engine is None or not self._engine.current(self.model, attention):
+            self._engine = Engine(self.model, attention)
         return self._engine
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -135,7 +136,7 @@ class Generate:
                 compile=runtime.compile, prefill_chunk=runtime.prefill_chunk, slots=runtime.slots,
                 context=dict(model=model, tokenizer=tokenizer, assistant_model=assistant),
             )  # fmt: skip
-            decoded = self.engine().decode(request)
+            decoded = decode(self.engine(runtime.attention), request)
             if aligner:
                 aligner.end()
             return assemble(input_ids, decoded, generation_config)

@@ -139,7 +139,13 @@ def tree_attention(
     return out.reshape(rows, q_heads, n, value.shape[-1]).transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(NAME, tree_attention)
-# The loop passes ready 4-D masks, which transformers returns as they are; registering the plain one keeps models that
-# look the name up happy.
-AttentionMaskInterface.register(NAME, sdpa_mask)
+
+def register() -> None:
+    """Makes both attention functions known to transformers; safe to call again."""
+    from . import flex
+
+    for name, function in ((NAME, tree_attention), (flex.NAME, flex.flex_tree_attention)):
+        AttentionInterface.register(name, function)
+        # The loop passes ready 4-D masks, which transformers returns as they are; a name without a mask function would
+        # make it drop them.
+        AttentionMaskInterface.register(name, sdpa_mask)

@@ -33,10 +33,11 @@ def compile_core(function: Callable, device: torch.device) -> Callable:
     On the CPU the weights are frozen into the graph, prepacked for its matrix kernels: verification of a few nodes then
     costs hardly more than one. Guards on modules are dropped; the engine compares weight fingerprints instead.
     """
-    options = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
+    options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
     if device.type == "cpu":
-        options["freezing"] = True
-    return torch.compile(private(function), fullgraph=True, options=options)
+        return torch.compile(private(function), fullgraph=True, options=options | {"freezing": True})
+    # On CUDA every block size and cache size is a graph of its own: kernels are tuned to it, and capture needs it static.
+    return torch.compile(private(function), fullgraph=True, dynamic=False, options=options)
 
 
 class CompiledFunction:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -11,16 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ..report import Report
 from ..strategy import Context, Draft, Sequences, Step, Strategy
 from ..tree import Topology, TreeTensors
-from . import compiler
+from .capture import WARM_UP_STEPS, CapturedSteps
 from .core import Core, Rows, StepOutput
+from .engine import Engine, sampling_inputs
 from .host import Prefixes, Processors, choose_along_path
-from .sampling import SamplingInputs, SamplingPlan, row_keys
-from .target import Target, fingerprint
+from .sampling import SamplingPlan
 
 #: Attention looks at a multiple of this many slots.
 VIEW_STEP = 64
@@ -71,83 +69,21 @@ class Decoded:
     scores: list[list[Tensor]]
 
 
-class Engine:
-    """Target and compiled graphs of one model. Calls on one engine run one after the other.
-
-    Raises:
-        UnsupportedError: see :class:`Target`.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.lock = threading.Lock()
-        self.target = Target(model)
-        self._steps: dict[tuple, Callable] = {}
-        self._functions: dict[Callable, compiler.CompiledFunction] = {}
-
-    def current(self, model: PreTrainedModel) -> bool:
-        """Whether the weights are still those this engine was built (and its graphs frozen) for."""
-        return fingerprint(model) == self.target.weights
-
-    def decode(self, request: Request) -> Decoded:
-        """Runs a call to its end."""
-        with self.lock, torch.no_grad():
-            return _Call(self, request).run()
-
-    def step_function(self, core: Core, rows: int, on_host: bool, report: Report) -> Callable:
-        """The compiled `core.step` (or `core.forward` if the choice is made on the host), warmed up for `rows` rows."""
-        key = ("forward" if on_host else core.plan, rows > 1)
-        if key not in self._steps:
-            started, before = time.perf_counter(), compiler.compilations()
-            sibling = self._steps.get((key[0], not key[1]))
-            step = sibling or compiler.compile_core(core.forward if on_host else core.step, self.target.device)
-            _warm_up(step, self.target, core.plan, 1 if rows == 1 else 3)
-            self._steps[key] = step
-            report.timings.compile += time.perf_counter() - started
-            report.compilations += compiler.compilations() - before
-        return self._steps[key]
-
-    def compile_function(self, function: Callable, report: Report) -> Callable:
-        """`function` compiled for use by strategies, one graph for all calls on this engine."""
-        if function not in self._functions:
-            self._functions[function] = compiler.CompiledFunction(function)
-        compiled = self._functions[function]
-
-        def book(seconds: float) -> None:
-            report.timings.compile += seconds
-            report.compilations += 1
-
-        compiled.on_compile = book
-        return compiled
+def decode(engine: Engine, request: Request) -> Decoded:
+    """Runs a call to its end. Calls on one engine run one after the other."""
+    with engine.lock, torch.no_grad():
+        return _Call(engine, request).run()
 
 
-def _warm_up(step: Callable, target: Target, plan: SamplingPlan, batch: int) -> None:
-    """Compiles `step` on made-up rows whose sizes are pairwise different, so that Dynamo takes none for another."""
-    device = target.device
-    sampling = sampling_inputs((0.5,) * len(plan.operations), 0, batch, (), device)
-    rows = Rows.allocate(target, [torch.zeros(2, dtype=torch.int64)] * batch, 176, 1, sampling)
-    tree = Topology.chain(10).tensors(batch, device)
-    guesses, view = torch.full((batch, 10), -1, device=device), rows.range[:80]
-    per_row = [rows.length, rows.prompt_length, rows.finished, rows.limit, sampling.keys]
-    sizes = [(guesses, (1,)), (view, (0,)), (rows.tokens, (1,)), (rows.range, (0,)), (tree.parents, (1,)),
-             (tree.offsets, (1,)), (tree.visible, (1, 2)), (tree.ancestors, (1, 2))]  # fmt: skip
-    sizes += [(t, (2,)) for t in (*rows.buffers.keys, *rows.buffers.values)]
-    if batch > 1:
-        sizes = [(t, (0, *dims) if t is not view and t is not rows.range else dims) for t, dims in sizes]
-        sizes += [(t, (0,)) for t in per_row]
-    compiler.mark_dynamic(sizes)
-    step(guesses, tree, rows, view)
+@dataclass
+class _Outcome:
+    """One step as the host knows it, per row: tokens emitted, guesses accepted and made, ended or not, new tokens."""
 
-
-def sampling_inputs(
-    values: tuple[float, ...], seed: int, rows: int, stop_tokens: tuple[int, ...], device: torch.device
-) -> SamplingInputs:
-    """The tensors of a plan. Stop tokens are padded to a multiple of 8 with -1, so that their number seldom matters."""
-    padded = list(stop_tokens) + [-1] * (max(8, -len(stop_tokens) % 8 + len(stop_tokens)) - len(stop_tokens))
-    return SamplingInputs(
-        torch.tensor(values or (0.0,), dtype=torch.float32, device=device),
-        row_keys(seed, rows, device),
-        torch.tensor(padded, device=device),
-    )
+    emitted: list[int]
+    accepted: list[int]
+    guessed: list[int]
+    ended: list[int]
+    new: list[list[int]]
 
 
 class _Call:
@@ -161,6 +97,7 @@ class _Call:
         self.logits: list[list[Tensor]] = [[] for _ in range(self.batch)]
         self.scores: list[list[Tensor]] = [[] for _ in range(self.batch)]
         strategy = request.strategy
+        self.finished = [False] * self.batch
         self.report = Report(
             strategy=strategy.name, settings=strategy.settings.model_dump(mode="json"), exact=strategy.exact,
             compiled=request.compile, rows=self.batch, prompt_tokens=list(self.lengths),
@@ -174,9 +111,8 @@ class _Call:
         core = Core(target, request.plan)
         step = self._step_function(core)
         started = time.perf_counter()
-        slots = max(self.lengths) + request.new_tokens + BLOCK_MARGIN + VIEW_STEP
         self.rows = Rows.allocate(
-            target, request.prompts, max(slots, request.slots or 0), request.new_tokens,
+            target, request.prompts, self._capacity(), request.new_tokens,
             sampling_inputs(request.values, request.seed, self.batch, request.stop_tokens, target.device),
         )  # fmt: skip
         self._no_guess = torch.full((self.batch, 1), -1, dtype=torch.int64, device=target.device)
@@ -186,28 +122,27 @@ class _Call:
             vocab_size=target.vocab_size, **request.context,
         )  # fmt: skip
         state = request.strategy.start(context)
-        strategy = request.strategy
-        observes = type(strategy).observe is not Strategy.observe
         timings = self.report.timings
         timings.prefill = time.perf_counter() - started
 
-        finished = [request.new_tokens == 0] * self.batch
-        while not all(finished):
+        self.finished = [request.new_tokens == 0] * self.batch
+        while not all(self.finished):
+            if self._can_capture() and self.report.steps == WARM_UP_STEPS:
+                self._run_captured(state, step)
+                break
             begun, compiled = time.perf_counter(), timings.compile
-            draft = strategy.propose(state, self._view(max(self.lengths))[1])
+            draft = request.strategy.propose(state, self._view(max(self.lengths))[1])
             guesses, tree, view = self._block(draft)
             proposed = time.perf_counter()
             out = step(guesses, tree, self.rows, view)
             # The one place where the host waits for the device.
-            emitted, accepted, guessed, ended = out.summary.tolist()
+            outcome = _Outcome(*out.summary.tolist(), new=out.new.tolist())
             verified = time.perf_counter()
             if request.criteria is not None:
-                self._apply_criteria(out, emitted, ended)
-            if observes:
-                strategy.observe(state, self._as_step(out))
+                self._apply_criteria(outcome)
+            self._observe(state, out)
             observed = time.perf_counter()
-            self._record(out, emitted, accepted, guessed, finished, ended)
-            finished = ended
+            self._record(outcome, out)
             if self.report.steps == 1:
                 self.report.time_to_first_token = verified - started - (timings.compile - compiled)
             # Functions that a strategy had compiled just now are booked as compile time already.
@@ -218,6 +153,30 @@ class _Call:
         self.report.new_tokens = [len(tokens) for tokens in self.generated]
         self.report.peak_memory = self._memory()
         return Decoded(self.generated, self.report, self.logits, self.scores)
+
+    def _can_capture(self) -> bool:
+        """Whether nothing in a step needs the host or varies in shape, so that CUDA can replay it."""
+        r = self.request
+        return (
+            self.target.device.type == "cuda" and self.target.flex and self.report.compiled and r.strategy.on_device
+            and r.processors is None and r.criteria is None and not (r.keep_logits or r.keep_scores)
+        )  # fmt: skip
+
+    def _run_captured(self, state: Any, step: Callable[..., StepOutput]) -> None:
+        """The rest of the call as replays of one CUDA graph; its parts cannot be told apart, all time is the core's."""
+
+        def body() -> StepOutput:
+            guesses, tree, view = self._block(self.request.strategy.propose(state, self._view(0)[1]))
+            out = step(guesses, tree, self.rows, view)
+            self._observe(state, out)
+            return out
+
+        begun = time.perf_counter()
+        for summary, new in CapturedSteps(body):
+            self._record(_Outcome(*summary, new=new), None)
+            if all(self.finished):
+                break
+        self.report.timings.core += time.perf_counter() - begun
 
     def _compile(self, function: Callable) -> Callable:
         return self.engine.compile_function(function, self.report) if self.request.compile else function
@@ -250,13 +209,21 @@ class _Call:
         end = max(self.lengths) - 1
         for start in range(0, end, self.request.prefill_chunk):
             stop = min(start + self.request.prefill_chunk, end)
-            view = min(-(-stop // VIEW_STEP) * VIEW_STEP, self.rows.tokens.shape[1])
+            view = self._view(stop)[0].shape[0]
             at = torch.full((self.batch,), start, device=self.target.device)
             self.target.prefill(self.rows.tokens[:, start:stop], at, self.rows.buffers, view)
 
+    def _capacity(self) -> int:
+        """Slots per row: prompt, new tokens and the largest block; on CUDA a power of two, since each size is a graph."""
+        slots = max(max(self.lengths) + self.request.new_tokens + BLOCK_MARGIN + VIEW_STEP, self.request.slots or 0)
+        return 1 << (slots - 1).bit_length() if self.target.flex else slots
+
     def _view(self, length: int) -> tuple[Tensor, Sequences]:
-        """The prefix of the slots that covers `length`, rounded up so that sizes change seldom."""
-        view = -(-length // VIEW_STEP) * VIEW_STEP
+        """The prefix of the slots that covers `length`, rounded up so that sizes change seldom.
+
+        FlexAttention skips unused blocks by itself and wants static sizes: it gets all slots.
+        """
+        view = self.rows.tokens.shape[1] if self.target.flex else -(-length // VIEW_STEP) * VIEW_STEP
         if view not in self._views:
             self._views[view] = (self.rows.range[:view], self.rows.sequences(view))
         return self._views[view]
@@ -272,6 +239,7 @@ class _Call:
                 self._trees[tree] = tree.padded(2).tensors(self.batch, self.target.device)
             tree = self._trees[tree]
         longest = max(self.lengths)
+        # The view must stay smaller than the cache: the graph was made with two different sizes.
         if longest + nodes >= self.rows.tokens.shape[1] - VIEW_STEP:
             self._grow(longest + nodes + VIEW_STEP)
         self.report.nodes = max(self.report.nodes, nodes)
@@ -282,55 +250,52 @@ class _Call:
         self.rows = self.rows.grown(2 * slots)
         self._views.clear()
 
-    def _apply_criteria(self, out: StepOutput, emitted: list[int], ended: list[int]) -> None:
+    def _apply_criteria(self, outcome: _Outcome) -> None:
         """Asks the stopping criteria after every new token and cuts rows where one says stop."""
-        new = out.new.tolist()
-        for row in range(self.batch):
+        assert self.request.criteria is not None
+        for row, tokens in enumerate(outcome.new):
             done = len(self.generated[row])
-            for count in range(1, emitted[row] + 1):
-                ids = self.prefixes.of(row, done, tuple(new[row][:count]))
-                stop = self.request.criteria(ids, None)
+            for count in range(1, outcome.emitted[row] + 1):
+                stop = self.request.criteria(self.prefixes.of(row, done, tuple(tokens[:count])), None)
                 if bool(stop.all() if isinstance(stop, Tensor) else stop):
-                    self.rows.length[row] -= emitted[row] - count
+                    self.rows.length[row] -= outcome.emitted[row] - count
                     self.rows.finished[row] = True
-                    emitted[row], ended[row] = count, 1
+                    outcome.emitted[row], outcome.ended[row] = count, 1
                     break
 
-    def _as_step(self, out: StepOutput) -> Step:
+    def _observe(self, state: Any, out: StepOutput) -> None:
+        strategy = self.request.strategy
+        if type(strategy).observe is Strategy.observe:
+            return
         emitted, accepted = out.summary[0], out.summary[1]
         sequences = self._view(max(self.lengths) + out.nodes.shape[1])[1]
-        return Step(out.nodes, out.chosen, out.path, accepted, emitted, out.logits, out.hidden, sequences)
+        strategy.observe(
+            state, Step(out.nodes, out.chosen, out.path, accepted, emitted, out.logits, out.hidden, sequences)
+        )
 
-    def _record(
-        self,
-        out: StepOutput,
-        emitted: list[int],
-        accepted: list[int],
-        guessed: list[int],
-        finished: list[int],
-        ended: list[int],
-    ) -> None:
-        """Books a step: `finished` rows had ended before it, `ended` rows have now."""
+    def _record(self, outcome: _Outcome, out: StepOutput | None) -> None:
+        """Books a step; `out` is needed for logits and scores only."""
         request, report = self.request, self.report
         report.steps += 1
-        report.accepted += sum(map(min, accepted, emitted))  # criteria may have cut the row
-        report.drafted += sum(guessed)
-        new = out.new.tolist()
-        for row, count in enumerate(emitted):
-            if finished[row]:
+        report.accepted += sum(map(min, outcome.accepted, outcome.emitted))  # criteria may have cut the row
+        report.drafted += sum(outcome.guessed)
+        new = [tokens[:count] for tokens, count in zip(outcome.new, outcome.emitted, strict=True)]
+        for row, tokens in enumerate(new):
+            if self.finished[row]:
                 continue
-            tokens = new[row][:count]
+            count = len(tokens)
             histogram = report.accepted_lengths
             histogram.extend([0] * (count - len(histogram)))
             histogram[count - 1] += 1
-            if request.keep_logits:
+            if out is not None and request.keep_logits:
                 self.logits[row] += out.logits[row, out.path[row, :count]].unbind(0)
-            if request.keep_scores:
+            if out is not None and out.scores is not None:
                 self.scores[row] += out.scores[row, out.path[row, :count]].unbind(0)
             self.generated[row] += tokens
             self.lengths[row] += count
+        self.finished = [bool(ended) for ended in outcome.ended]
         if request.on_step is not None:
-            request.on_step([tokens[:count] for tokens, count in zip(new, emitted, strict=True)], [bool(e) for e in ended])
+            request.on_step(new, self.finished)
 
     def _memory(self) -> int:
         if self.target.device.type == "cuda":

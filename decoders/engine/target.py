@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ..errors import UnsupportedError
 from ..tree import Topology, TreeTensors
-from . import attention
+from . import attention, flex
 from .cache import CacheBuffers, LayerSpec, LayoutProbe, SlotCache
 
 
@@ -35,15 +36,18 @@ class Target:
             differ from those of a plain forward.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, backend: Literal["sdpa", "flex"] = "sdpa") -> None:
         refuse_unfit(model)
+        attention.register()
+        self.flex = backend == "flex"
         self.kinds, kind_of_layer = attention.layer_kinds(model.config)
         self.model = share_weights(model)
-        self.model.set_attn_implementation(attention.NAME)
+        self.model.set_attn_implementation(flex.NAME if self.flex else attention.NAME)
         for module in self.model.modules():
             layer = getattr(module, "layer_idx", None)
             if isinstance(layer, int) and layer < len(kind_of_layer):
                 setattr(module, attention.KIND_ATTRIBUTE, kind_of_layer[layer])
+                setattr(module, flex.KINDS_ATTRIBUTE, self.kinds)
         self.vocab_size = model.get_output_embeddings().weight.shape[0]
         self.max_positions = context_length(model)
         self.backbone: nn.Module = getattr(self.model, self.model.base_model_prefix)
@@ -51,7 +55,7 @@ class Target:
         self._head_inputs: list[Tensor] = []
         self.model.get_output_embeddings().register_forward_pre_hook(lambda _, args: self._head_inputs.append(args[0]))
         self.weights = fingerprint(model)
-        self.layout = probe_layout(self.model)
+        self.layout = probe_layout(self.model, len(self.kinds), self.flex)
         self._head_inputs.clear()
         self.dtype = self.layout[0].dtype
         self.device = self.layout[0].device
@@ -75,9 +79,13 @@ class Target:
 
     def _inputs(self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: int) -> dict:
         slots = base[:, None] + torch.arange(nodes.shape[1], device=nodes.device)
+        if self.flex:
+            mask = flex.pack_mask(base, tree.offsets, tree.visible)
+        else:
+            mask = attention.build_mask(self.kinds, base, tree.offsets, tree.visible, view, self.dtype)
         return dict(
             input_ids=nodes.clamp(min=0),
-            attention_mask=attention.build_mask(self.kinds, base, tree.offsets, tree.visible, view, self.dtype),
+            attention_mask=mask,
             # Guesses may reach past the context; the loop never commits them, but embeddings would be out of range.
             position_ids=(base[:, None] + tree.offsets).clamp(max=self.max_positions - 1),
             past_key_values=SlotCache(buffers, slots, view),
@@ -162,13 +170,15 @@ def fingerprint(model: nn.Module) -> tuple:
 
 
 @torch.no_grad()
-def probe_layout(model: PreTrainedModel) -> list[LayerSpec]:
+def probe_layout(model: PreTrainedModel, kinds: int, packed: bool) -> list[LayerSpec]:
     """What each layer stores per token, learnt by running one token instead of reading configs."""
     probe = LayoutProbe()
     device = model.get_input_embeddings().weight.device
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    kinds, _ = attention.layer_kinds(model.config)
-    mask = torch.zeros(1, len(kinds), 1, 1, dtype=dtype, device=device)
+    mask = torch.zeros(1, kinds, 1, 1, dtype=dtype, device=device)
+    if packed:
+        one = torch.ones(1, 1, 1, dtype=torch.bool, device=device)
+        mask = flex.pack_mask(torch.zeros(1, dtype=torch.int64, device=device), one[0].long() - 1, one)
     token = torch.zeros(1, 1, dtype=torch.int64, device=device)
     model(input_ids=token, attention_mask=mask, position_ids=token, past_key_values=probe, use_cache=True)
     if not probe.layouts or sorted(probe.layouts) != list(range(len(probe.layouts))):

@@ -1,0 +1,107 @@
+"""Block-sparse FlexAttention over the slot cache: the CUDA counterpart of the additive masks.
+
+Slots behind the longest row cost nothing: whole blocks of the cache are skipped by a block mask made on the device from
+the rows' lengths. What a block mask needs travels to the layers as one small 4-D tensor, in the place of the mask that
+model code hands through untouched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from .attention import KIND_ATTRIBUTE, LayerKind
+
+NAME = "decoders_flex"
+KINDS_ATTRIBUTE = "decoders_layer_kinds"
+#: Slots per block of keys.
+BLOCK = 128
+
+
+def pack_mask(base: Tensor, offsets: Tensor, visible: Tensor) -> Tensor:
+    """``[B, 1, N, N+2]`` int32: visibility of the block, then base and offset of every node."""
+    base = base[:, None, None].expand(-1, offsets.shape[1], 1)
+    return torch.cat([visible.int(), base.int(), offsets[..., None].int()], dim=-1)[:, None]
+
+
+def block_mask(packed: Tensor, kind: LayerKind, slots: int) -> BlockMask:
+    """The mask of one kind of layer over `slots` slots; see :func:`decoders.engine.attention.build_mask` for the rule."""
+    n = packed.shape[2]
+    base, offsets, visible = packed[:, 0, 0, n], packed[:, 0, :, n + 1], packed[:, 0, :, :n].bool()
+
+    def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        node = k - base[b]
+        inside = node.clamp(0, n - 1)
+        q = q.clamp(max=n - 1)  # the kernel also evaluates the padding of its query tile
+        in_block = (node >= 0) & (node < n)
+        allowed = (node < 0) | (in_block & visible[b, q, inside])
+        position_q = base[b] + offsets[b, q]
+        position_k = torch.where(in_block, base[b] + offsets[b, inside], k)
+        if kind.window is not None:
+            allowed = allowed & (position_q - position_k < kind.window)
+        if kind.chunk is not None:
+            allowed = allowed & (position_q // kind.chunk == position_k // kind.chunk)
+        return allowed
+
+    blocks = -(-slots // BLOCK)
+    end = (base + n + BLOCK - 1) // BLOCK
+    first = torch.zeros_like(end)
+    if kind.window is not None:
+        first = (base - kind.window + 1).clamp(min=0) // BLOCK
+    count = (end - first)[:, None, None].to(torch.int32)
+    index = (first[:, None] + torch.arange(blocks, device=packed.device)).clamp(max=blocks - 1)
+    tiles = -(-n // BLOCK)
+    return BlockMask.from_kv_blocks(
+        count.expand(-1, 1, tiles).contiguous(),
+        index[:, None, None].to(torch.int32).expand(-1, 1, tiles, -1).contiguous(),
+        BLOCK_SIZE=(BLOCK, BLOCK),
+        mask_mod=sees,
+        seq_lengths=(n, slots),
+        compute_q_blocks=False,
+    )
+
+
+@cache
+def _fused() -> Callable:
+    return torch.compile(flex_attention)
+
+
+def flex_tree_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """Same contract as :func:`decoders.engine.attention.tree_attention`, with a packed mask (:func:`pack_mask`)."""
+    kind = getattr(module, KINDS_ATTRIBUTE)[getattr(module, KIND_ATTRIBUTE, 0)]
+
+    def cap(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    attend = flex_attention
+    if query.device.type == "cuda" and not torch.compiler.is_compiling():
+        attend = _fused()  # prefill runs eagerly, and eager FlexAttention would make the whole score matrix
+    result = attend(
+        query, key, value,
+        score_mod=cap if softcap is not None else None,
+        block_mask=block_mask(attention_mask, kind, key.shape[2]),
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+        return_lse=s_aux is not None,
+    )  # fmt: skip
+    if s_aux is None:
+        return result.transpose(1, 2).contiguous(), None
+    # A sink is one more key with value zero: it takes its share of the softmax and nothing else.
+    out, lse = result
+    out = out * torch.sigmoid(lse - s_aux.float()[None, :, None])[..., None].to(out.dtype)
+    return out.transpose(1, 2).contiguous(), None
