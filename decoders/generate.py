@@ -120,7 +120,9 @@ class Generate:
             generation_config: GenerationConfig,
             **model_kwargs: Any,
         ) -> Any:
-            prompts = unpad(input_ids, model_kwargs.get("attention_mask"))
+            given_on, input_ids = input_ids.device, input_ids.to(model.device)
+            mask = model_kwargs.get("attention_mask")
+            prompts = unpad(input_ids, mask if mask is None else mask.to(model.device))
             new_tokens = generation_config.max_length - input_ids.shape[1]
             check_lengths(model, prompts, new_tokens)
             plan, values, processors = plan_sampling(logits_processor, input_ids.shape[1], generation_config)
@@ -139,7 +141,7 @@ class Generate:
             decoded = decode(self.engine(runtime.attention), request)
             if aligner:
                 aligner.end()
-            return assemble(input_ids, decoded, generation_config)
+            return assemble(input_ids.to(given_on), decoded, generation_config)
 
         if config.stop_strings or config.cache_implementation:
             # What the loop does itself must not reach transformers; with a config of our own its keywords move in too.

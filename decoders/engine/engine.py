@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from typing import Literal
 
@@ -30,7 +31,7 @@ class Engine:
         self.lock = threading.Lock()
         self.attention = attention
         self.target = make_target(model, attention)
-        self._steps: dict[tuple, Callable] = {}
+        self._steps: dict[tuple, Callable | None] = {}
         self._functions: dict[Callable, compiler.CompiledFunction] = {}
 
     def current(self, model: PreTrainedModel, attention: str) -> bool:
@@ -38,18 +39,27 @@ class Engine:
         return attention == self.attention and fingerprint(model) == self.target.weights
 
     def step_function(self, core: Core, rows: int, on_host: bool, report: Report) -> Callable:
-        """The compiled `core.step` (or `core.forward` if the choice is made on the host), warmed up for `rows` rows."""
+        """`core.step` (or `core.forward` if the choice is made on the host), compiled and warmed up for `rows` rows.
+
+        If the compiler fails, a warning says why, once, and the eager function is given back: the tokens are the same.
+        """
+        eager = core.forward if on_host else core.step
         key = ("forward" if on_host else core.plan, rows > 1)
         if key not in self._steps:
             started, before = time.perf_counter(), compiler.compilations()
-            sibling = self._steps.get((key[0], not key[1]))
-            step = sibling or compiler.compile_core(core.forward if on_host else core.step, self.target.device)
-            if self.target.device.type == "cpu":
-                _warm_up(step, self.target, core.plan, 1 if rows == 1 else 3)
-            self._steps[key] = step
+            step = self._steps.get((key[0], not key[1])) or compiler.compile_core(eager, self.target.device)
+            try:
+                if self.target.device.type == "cpu":
+                    _warm_up(step, self.target, core.plan, 1 if rows == 1 else 3)
+                self._steps[key] = step
+            except Exception as error:  # noqa: BLE001 - whatever the compiler met
+                warnings.warn(f"the step could not be compiled, decoding eagerly instead: {error}", stacklevel=2)
+                self._steps[key] = None
             report.timings.compile += time.perf_counter() - started
             report.compilations += compiler.compilations() - before
-        return self._steps[key]
+        step = self._steps[key]
+        report.compiled = step is not None
+        return step or eager
 
     def compile_function(self, function: Callable, report: Report) -> Callable:
         """`function` compiled for use by strategies, one graph for all calls on this engine."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,7 +70,7 @@ class Decoded:
 
 def decode(engine: Engine, request: Request) -> Decoded:
     """Runs a call to its end. Calls on one engine run one after the other."""
-    with engine.lock, torch.no_grad():
+    with engine.lock, torch.inference_mode(False), torch.no_grad():
         return _Call(engine, request).run()
 
 
@@ -185,13 +184,10 @@ class _Call:
         """`core.step` in the form this call needs: eager or compiled, with the choice inside the graph or on the host."""
         request = self.request
         on_host = request.processors is not None
-        whole = core.forward if on_host else core.step
         if request.compile:
-            try:
-                whole = self.engine.step_function(core, self.batch, on_host, self.report)
-            except Exception as error:  # noqa: BLE001 - whatever the compiler met, eager decoding gives the same tokens
-                warnings.warn(f"decoders: the step could not be compiled, decoding eagerly instead: {error}", stacklevel=2)
-                self.report.compiled = False
+            whole = self.engine.step_function(core, self.batch, on_host, self.report)
+        else:
+            whole = core.forward if on_host else core.step
         if not on_host:
             return whole
 

@@ -166,7 +166,10 @@ def share_weights(model: PreTrainedModel) -> PreTrainedModel:
 
 def fingerprint(model: nn.Module) -> tuple:
     """Changes whenever a weight is replaced, moved, cast or written in place (compiled code holds packed copies)."""
-    return tuple((id(p), p.data_ptr(), p.dtype, p._version) for p in (*model.parameters(), *model.buffers()))
+    return tuple(
+        (id(t), t.data_ptr(), t.dtype, 0 if t.is_inference() else t._version)
+        for t in (*model.parameters(), *model.buffers())
+    )
 
 
 @torch.no_grad()
