@@ -159,7 +159,9 @@ def _file() -> tuple[Path | None, dict[str, Any]]:
             state = path.stat()
         except OSError as error:
             if named:
-                raise SettingsError(f"DECODERS_CONFIG names {named!r}, which cannot be read: {error.strerror}") from error
+                raise SettingsError(
+                    f"DECODERS_CONFIG names {named!r}, which cannot be read: {error.strerror}"
+                ) from error
             continue
         content = _read(path.absolute(), state.st_mtime_ns, state.st_size)
         if content or named or path.name != "pyproject.toml":

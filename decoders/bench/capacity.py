@@ -1,0 +1,89 @@
+"""Does the time of a step follow the text's length, or the room in the cache?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from .contestants import Contestant, Workload
+from .contestants import decode as _decode
+from .measure import Decode, rotation
+from .records import Spread
+
+#: Tokens of the prompts used, and cache capacities compared (slots per row).
+LENGTH, SLOTS = 128, (256, 8192)
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Milliseconds per step of the core with `slots` slots per row at texts of `length` tokens; `ratio` to the first."""
+
+    dtype: str
+    batch: int
+    length: int
+    slots: int
+    core_ms: Spread | None
+    ratio: Spread | None
+    reason: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-safe."""
+        return asdict(self)
+
+
+def check_capacity(
+    contestants: Sequence[Contestant],
+    rows: int,
+    *,
+    slots: Sequence[int] = SLOTS,
+    length: int = LENGTH,
+    new_tokens: int = 16,
+    repeats: int = 5,
+    progress: Callable[[str], None] = lambda what: None,
+    decode: Decode = _decode,
+) -> list[Capacity]:
+    """Times the core of `contestants` (one per dtype, of ours) at every capacity, taking turns.
+
+    The prompt is made of random tokens: what they say does not matter to plain decoding.
+    """
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for contestant in contestants:
+        vocabulary = contestant.model.get_input_embeddings().weight.shape[0]
+        ids = torch.randint(vocabulary, (rows, length), generator=generator)
+        workload = Workload("random", "random", ids, torch.ones_like(ids))
+        variants = {
+            count: replace(
+                contestant,
+                arguments={
+                    **contestant.arguments,
+                    "decoders_config": {**contestant.arguments.get("decoders_config", {}), "slots": count},
+                    "eos_token_id": -1,  # random text may say stop at once
+                },
+            )
+            for count in slots
+        }
+        times: dict[int, list[float]] = {count: [] for count in slots}
+        failed: dict[int, str] = {}
+        for turn in range(repeats + 1):
+            for count in rotation(slots, turn):
+                if count not in failed:
+                    try:
+                        report = decode(variants[count], workload, new_tokens).report
+                        if turn:  # the first round warms up
+                            times[count].append(report.timings.core / report.steps * 1e3)
+                    except Exception as error:  # noqa: BLE001 - reported in its row
+                        failed[count] = f"{type(error).__name__}: {error}"
+                progress(f"{count} slots")
+        base = times[slots[0]]
+        made += [
+            Capacity(
+                contestant.dtype, rows, length, count, Spread.of(times[count]),
+                Spread.of([a / b for a, b in zip(times[count], base, strict=False) if b]), failed.get(count, ""),
+            )
+            for count in slots
+        ]  # fmt: skip
+    return made

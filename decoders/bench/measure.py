@@ -1,0 +1,257 @@
+"""Interleaved measurement: everything that is compared runs in turn, in an order that rotates.
+
+A machine gets slower and faster by the minute. Contestants that take turns see the same minutes, and one that always
+ran after the same neighbour would inherit its caches.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
+
+from .contestants import Call, Contestant, Workload, stop_tokens, synchronize
+from .contestants import decode as _decode
+from .memory import PeakMemory
+
+T = TypeVar("T")
+Decode = Callable[..., Call]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One timed call; times in seconds.
+
+    Attributes:
+        repeat: which round. position: place in that round's order.
+        seconds: of the whole call without `compile_seconds`. new_tokens: of all rows.
+        first_token: from the start of a call to its first token, from a call of its own that is cut off there.
+        steps, prefill, propose, core, observe, host: from our report; None for transformers.
+    """
+
+    workload: str
+    repeat: int
+    position: int
+    seconds: float
+    compile_seconds: float
+    compilations: int
+    new_tokens: int
+    first_token: float | None
+    steps: int | None = None
+    prefill: float | None = None
+    propose: float | None = None
+    core: float | None = None
+    observe: float | None = None
+    host: float | None = None
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """The first two calls: seconds each took, and what was compiled in each."""
+
+    first_call: float
+    second_call: float
+    compile_seconds: float
+    compilations: int
+    second_compilations: int
+    peak_memory: int | None
+    memory_kind: str
+    cache_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Check:
+    """What one untimed call wrote: new tokens per row, target forwards after prefill, tokens per row and step."""
+
+    tokens: list[list[int]]
+    steps: int
+    accepted_length: float
+
+
+@dataclass
+class Entry:
+    """A contestant at one batch size. `reason` says why there are no figures: "impossible" before it ran, or "failed"."""
+
+    contestant: Contestant
+    rows: int
+    status: str = "ok"
+    reason: str = ""
+    warmup: Warmup | None = None
+    checks: dict[str, Check] = field(default_factory=dict)
+    samples: list[Sample] = field(default_factory=list)
+    kind_of: dict[str, str] = field(default_factory=dict)
+
+
+def rotation(items: Sequence[T], turn: int) -> list[T]:
+    """`items` started `turn` places further on; odd rounds go backwards, so that no one has a fixed neighbour."""
+    if not items:
+        return []
+    order = deque(items)
+    order.rotate(-(turn % len(items)))
+    return list(reversed(order)) if (turn // len(items)) % 2 else list(order)
+
+
+def measure(
+    contestants: Sequence[Contestant],
+    workloads: Sequence[Workload],
+    *,
+    new_tokens: int,
+    repeats: int = 3,
+    progress: Callable[[str], None] = lambda what: None,
+    decode: Decode = _decode,
+    first_tokens: bool = True,
+) -> list[Entry]:
+    """Measures all contestants on workloads of one batch size.
+
+    Two warm-up calls each (compilation, memory), one untimed call per workload (tokens, warm caches for its shape), then
+    `repeats` rounds over all workloads in which the contestants take turns. A contestant that raises is out, and its
+    entry says why. `progress` is called after every call, :func:`calls` times in all if nothing fails.
+    """
+    rows = {w.rows for w in workloads}
+    if len(rows) != 1:
+        raise ValueError(f"workloads of one run have one number of rows, not {sorted(rows)}")
+    kind_of = {w.name: w.kind for w in workloads}
+    entries = [Entry(c, workloads[0].rows, kind_of=kind_of) for c in contestants]
+    for entry in entries:
+        entry.reason = entry.contestant.refusal(entry.rows)
+        entry.status = "impossible" if entry.reason else "ok"
+
+    def attempt(entry: Entry, what: str, action: Callable[[], None]) -> None:
+        if entry.status == "ok":
+            try:
+                action()
+            except Exception as error:  # noqa: BLE001 - a failure is a result here, and must not end the run
+                entry.status, entry.reason = "failed", f"{what}: {type(error).__name__}: {_first_line(error)}"
+        progress(f"{entry.contestant.name} · {what}")
+
+    for entry in entries:
+        attempt(entry, "warm-up", lambda e=entry: _warm_up(e, workloads[0], new_tokens, decode))
+    for workload in workloads:
+        for entry in entries:
+            attempt(entry, "check", lambda e=entry, w=workload: _check(e, w, new_tokens, decode))
+    turn = 0
+    for repeat in range(repeats):
+        for workload in workloads:
+            for position, entry in enumerate(rotation(entries, turn)):
+                attempt(
+                    entry,
+                    f"round {repeat + 1} of {repeats}",
+                    lambda e=entry, w=workload, r=repeat, p=position: e.samples.append(
+                        _sample(e, w, r, p, new_tokens, decode, first_tokens)
+                    ),
+                )
+            turn += 1
+    return entries
+
+
+def calls(contestants: int, workloads: int, repeats: int) -> int:
+    """How often :func:`measure` reports progress."""
+    return contestants * (1 + workloads * (1 + repeats))
+
+
+def _warm_up(entry: Entry, workload: Workload, new_tokens: int, decode: Decode) -> None:
+    first = decode(entry.contestant, workload, new_tokens)
+    with PeakMemory(entry.contestant.model.device) as memory:
+        second = decode(entry.contestant, workload, new_tokens)
+    # transformers does not say how long it compiled: what the first call took longer, if it compiled at all.
+    compiling = first.compile_seconds
+    if first.report is None and first.compilations:
+        compiling = max(first.seconds - second.seconds, 0.0)
+    entry.warmup = Warmup(
+        first.seconds, second.seconds, compiling, first.compilations, second.compilations, memory.bytes, memory.kind,
+        second.report.peak_memory if second.report is not None and memory.kind != "device" else None,
+    )  # fmt: skip
+
+
+def _check(entry: Entry, workload: Workload, new_tokens: int, decode: Decode) -> None:
+    counter = None if entry.contestant.ours else PutCounter()
+    call = decode(entry.contestant, workload, new_tokens, counter)
+    tokens = written(entry.contestant, workload, call.sequences)
+    if call.report is not None:
+        entry.checks[workload.name] = Check(tokens, call.report.steps, call.report.mean_accepted_length)
+    else:
+        steps = counter.puts if counter is not None and counter.puts else max(map(len, tokens))
+        length = sum(map(len, tokens)) / steps if workload.rows == 1 and steps else 1.0
+        entry.checks[workload.name] = Check(tokens, steps, length)
+
+
+def _sample(
+    entry: Entry, workload: Workload, repeat: int, position: int, new_tokens: int, decode: Decode, first_tokens: bool
+) -> Sample:
+    call = decode(entry.contestant, workload, new_tokens)
+    count = sum(map(len, written(entry.contestant, workload, call.sequences)))
+    first = first_token(entry.contestant, workload, new_tokens, decode) if first_tokens else None
+    parts: dict[str, Any] = {}
+    if call.report is not None:
+        t = call.report.timings
+        parts = dict(steps=call.report.steps, prefill=t.prefill, propose=t.propose, core=t.core, observe=t.observe, host=t.host)
+    return Sample(
+        workload.name, repeat, position, call.decoding, call.compile_seconds, call.compilations, count, first, **parts
+    )
+
+
+class PutCounter(BaseStreamer):
+    """Counts transformers' steps: one `put` each, however many tokens it brings."""
+
+    def __init__(self) -> None:
+        self.puts = -1  # the prompt comes first
+
+    def put(self, value: Tensor) -> None:
+        self.puts += 1
+
+    def end(self) -> None:
+        """Nothing to close."""
+
+
+class _FirstToken(Exception):  # noqa: N818 - it is no error
+    """Ends a call once its first token is there."""
+
+
+class _UntilFirstToken(BaseStreamer):
+    def __init__(self) -> None:
+        self.prompt_seen = False
+
+    def put(self, value: Tensor) -> None:
+        if self.prompt_seen:
+            raise _FirstToken
+        self.prompt_seen = True
+
+    def end(self) -> None:
+        """A call without a token ends here."""
+
+
+def first_token(contestant: Contestant, workload: Workload, new_tokens: int, decode: Decode = _decode) -> float | None:
+    """Seconds from the start of a call to its first token; None if there is none. On CUDA transformers hands tokens
+    over one step late, which is then part of its figure.
+    """
+    device = contestant.model.device
+    synchronize(device)
+    started = time.perf_counter()
+    try:
+        decode(contestant, workload, new_tokens, _UntilFirstToken())
+    except _FirstToken:
+        return time.perf_counter() - started
+    finally:
+        synchronize(device)
+    return None
+
+
+def written(contestant: Contestant, workload: Workload, sequences: Tensor) -> list[list[int]]:
+    """New tokens per row, up to and with the stop token. Without one, padding cannot be told from text and counts."""
+    stops = set(stop_tokens(contestant.model))
+    rows = []
+    for row in sequences[:, workload.input_ids.shape[1] :].tolist():
+        end = next((i + 1 for i, token in enumerate(row) if token in stops), len(row))
+        rows.append(row[:end])
+    return rows
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:300] if lines else ""
+

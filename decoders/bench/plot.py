@@ -1,0 +1,68 @@
+"""Speed as horizontal bars, one panel per dtype, batch size and kind of prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from ..errors import DecodersError
+from .contestants import YARDSTICK
+from .records import Record
+
+
+class PlotError(DecodersError, RuntimeError):
+    """A plot cannot be drawn or written."""
+
+
+def figure_class() -> Any:
+    """matplotlib's ``Figure``; used without pyplot, so that no display is opened.
+
+    Raises:
+        PlotError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise PlotError("--plot needs matplotlib: pip install 'hf-decoders[bench]'") from error
+    return Figure
+
+
+def plot(records: Sequence[Record], path: Path) -> None:
+    """Writes the picture; bars are medians, whiskers the smallest and largest repeat, the dashed line is transformers.
+
+    Raises:
+        PlotError: matplotlib is missing, nothing was measured, or `path` cannot be written.
+    """
+    figure_of = figure_class()
+    usable = [r for r in records if r.tokens_per_second is not None]
+    panels = [
+        (f"{kind}, {batch} row{'s' if batch > 1 else ''}, {dtype}", list(group))
+        for (dtype, batch, kind), group in groupby(usable, key=lambda r: (r.dtype, r.batch, r.kind))
+    ]
+    if not panels:
+        raise PlotError("nothing to plot: no contestant finished")
+    heights = [len(members) for _, members in panels]
+    figure = figure_of(figsize=(8, sum(0.32 * n + 0.9 for n in heights)), layout="constrained")
+    axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axis, (title, members) in zip(axes, panels, strict=True):
+        speeds = [r.tokens_per_second for r in members]
+        medians = [s.median for s in speeds]
+        whiskers = [[s.median - s.low for s in speeds], [s.high - s.median for s in speeds]]
+        colours = ["#2a6fbb" if r.ours else "#9a9a9a" for r in members]
+        bars = axis.barh([r.contestant for r in members], medians, color=colours, height=0.7)
+        axis.errorbar(medians, range(len(members)), xerr=whiskers, fmt="none", ecolor="#333333", elinewidth=1, capsize=2)
+        labels = [f"{r.ratio.median:.2f}×" if r.ratio and r.contestant != YARDSTICK else "" for r in members]
+        axis.bar_label(bars, labels=labels, label_type="center", color="white", fontsize=8)
+        base = next((r.tokens_per_second.median for r in members if r.contestant == YARDSTICK), None)
+        if base is not None:
+            axis.axvline(base, color="#333333", linestyle="--", linewidth=0.8)
+        axis.invert_yaxis()
+        axis.set_title(title, loc="left", fontsize=10)
+        axis.set_xlabel("new tokens per second")
+        axis.spines[["top", "right"]].set_visible(False)
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise PlotError(f"the plot cannot be written to {path}: {error}") from error

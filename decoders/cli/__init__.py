@@ -1,0 +1,82 @@
+"""The command line ``decoders``: one file per command. Nothing here imports torch before a command needs it."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from ..errors import DecodersError
+
+
+class Group(TyperGroup):
+    """Commands whose expected errors (:class:`DecodersError`) end in one red line and exit code 2."""
+
+    def invoke(self, ctx: Any) -> Any:  # a context of click, or of typer's own copy of it, depending on the version
+        try:
+            return super().invoke(ctx)
+        except DecodersError as error:
+            if ctx.params.get("debug"):
+                raise
+            from rich.console import Console
+            from rich.text import Text
+
+            line = Text("error: " + " ".join(str(error).split()), style="red")
+            Console(stderr=True).print(line, soft_wrap=True)
+            raise typer.Exit(2) from error
+
+
+app = typer.Typer(
+    cls=Group,
+    name="decoders",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Faster decoding for Hugging Face causal language models.",
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from .. import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Options of all commands; ``--debug`` is read by :class:`Group`."""
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app(prog_name="decoders")
+    sys.exit(0)
+
+
+def _register() -> None:
+    from . import doctor, generate, listing, train, warmup
+
+    app.command()(generate.generate)
+    app.command()(warmup.warmup)
+    app.command()(listing.strategies)
+    app.command()(listing.plugins)
+    app.command()(doctor.doctor)
+    app.add_typer(train.app, name="train")
+    # Until both files are there; then a plain import like the others.
+    for name in ("demo", "bench"):
+        if find_spec(f"{__name__}.{name}") is not None:
+            app.command()(getattr(import_module(f"{__name__}.{name}"), name))
+
+
+_register()

@@ -1,0 +1,148 @@
+"""``decoders doctor``: what about this installation keeps decoding from being fast, or from working."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Annotated, Literal
+
+import typer
+
+STYLES = {"ok": "green", "warning": "yellow", "problem": "red"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the examination. A "warning" costs speed or attention, a "problem" breaks something."""
+
+    name: str
+    status: Literal["ok", "warning", "problem"]
+    detail: str
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False) -> None:
+    """Examine the installation; exit with 1 if something is broken."""
+    from rich.console import Console
+    from rich.text import Text
+
+    found: list[Finding] = []
+    for check in CHECKS:
+        try:
+            found += check()
+        except Exception as error:  # the examination must get through on broken installations above all
+            found.append(Finding(check.__name__, "problem", f"{type(error).__name__}: {error}"))
+    if as_json:
+        typer.echo(json.dumps([asdict(finding) for finding in found], indent=2))
+    else:
+        for finding in found:
+            line = Text.assemble(
+                (f"{finding.status:8}", STYLES[finding.status]), (f" {finding.name:12} ", "bold"), finding.detail
+            )
+            Console().print(line, soft_wrap=True)
+    if any(finding.status == "problem" for finding in found):
+        raise typer.Exit(1)
+
+
+def versions() -> Iterator[Finding]:
+    """Python and the distributions that matter."""
+    yield Finding("python", "ok", platform.python_version())
+    for name in ("hf-decoders", "torch", "transformers", "outlines", "llguidance"):
+        try:
+            yield Finding(name, "ok", metadata.version(name))
+        except metadata.PackageNotFoundError:
+            yield Finding(name, "problem", f"not installed: pip install {name}")
+
+
+def clash() -> Iterator[Finding]:
+    """Another project on PyPI is called ``decoders`` and installs a package of the same name over ours."""
+    try:
+        other = metadata.distribution("decoders")
+    except metadata.PackageNotFoundError:
+        return
+    yield Finding(
+        "decoders",
+        "problem",
+        f"the distribution 'decoders' {other.version} is another project that installs the same import package: "
+        "pip uninstall decoders, then pip install --force-reinstall --no-deps hf-decoders",
+    )
+
+
+def device() -> Iterator[Finding]:
+    """Where models would run."""
+    import torch
+
+    if torch.cuda.is_available():
+        yield Finding("device", "ok", f"cuda: {torch.cuda.get_device_name()}")
+    else:
+        yield Finding("device", "ok", f"cpu: {torch.backends.cpu.get_cpu_capability()}")
+    yield Finding("threads", "ok", f"{torch.get_num_threads()} (torch.set_num_threads, OMP_NUM_THREADS)")
+
+
+def compiler() -> Iterator[Finding]:
+    """Whether torch.compile can build kernels, and where it keeps them."""
+    from torch._inductor import cpp_builder, exc
+    from torch._inductor.runtime.runtime_utils import cache_dir
+
+    try:
+        yield Finding("compiler", "ok", cpp_builder.get_cpp_compiler())
+    except exc.InvalidCxxCompiler:
+        yield Finding(
+            "compiler",
+            "warning",
+            "no C++ compiler found, so torch.compile cannot work on the CPU: install g++ or clang, set CXX, or run "
+            "uncompiled with DECODERS_COMPILE=0 (slower)",
+        )
+    yield Finding("cache", "ok", f"{cache_dir()} (TORCHINDUCTOR_CACHE_DIR)")
+
+
+def plugins() -> Iterator[Finding]:
+    """Plugins that are not used."""
+    from ..plugins import registry
+
+    found = registry().plugins()
+    for info in found:
+        if info.status in ("failed", "conflict"):
+            yield Finding("plugin", "problem", f"{info.name} ({info.provider} {info.version}): {info.error}")
+    loaded = ", ".join(info.name for info in found if info.status == "loaded")
+    yield Finding("plugins", "ok", f"{loaded or 'none'} loaded")
+
+
+def settings() -> Iterator[Finding]:
+    """Whether the environment and the configuration file can be read, for every strategy."""
+    from ..errors import SettingsError
+    from ..plugins import registry
+    from ..settings import RuntimeSettings, Settings, load_settings, unknown_variables
+
+    entries = registry().strategies()
+    wanted: list[tuple[type[Settings], str | None]] = [(RuntimeSettings, None)]
+    wanted += [(entry.cls.settings_class, name) for name, entry in entries.items()]
+    problems = []
+    for cls, section in wanted:
+        try:
+            load_settings(cls, section, {}, {}, sections=entries)
+        except SettingsError as error:
+            problems.append(str(error))
+    for problem in dict.fromkeys(problems):  # an unreadable file fails for every section alike
+        yield Finding("settings", "problem", problem)
+    for name in unknown_variables(entries):
+        yield Finding("settings", "warning", f"{name} is set but nothing reads it")
+    if not problems:
+        yield Finding("settings", "ok", "environment and file are valid")
+
+
+def demo_models() -> Iterator[Finding]:
+    """Whether ``decoders demo`` has its models."""
+    from .. import demo
+
+    if demo.available():
+        yield Finding("demo", "ok", "models present")
+    else:
+        yield Finding("demo", "warning", "models absent: decoders train demo")
+
+
+CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
+    versions, clash, device, compiler, plugins, settings, demo_models,
+)  # fmt: skip

@@ -1,0 +1,141 @@
+"""``decoders generate``: one prompt, one model, one strategy, the text as it comes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import SettingsError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..report import Report
+
+
+def generate(
+    model: Annotated[str, typer.Argument(help='Path or hub name of a causal language model, or "demo".')],
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; without one, standard input is read.")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, readable=True, help="Read the prompt from a file.")
+    ] = None,
+    strategy: Annotated[str, typer.Option("--strategy", "-s", help="Registry name; a+b merges.")] = "prompt_lookup",
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="A setting of the strategy (of part a in a+b: a.KEY=VALUE)."),
+    ] = None,
+    assistant: Annotated[
+        str | None, typer.Option(help='Draft model for strategies that need one ("demo": ours).')
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Most tokens to write.")] = 128,
+    temperature: Annotated[float | None, typer.Option(min=0, help="Sample; 0 is greedy.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample among the k likeliest.")] = None,
+    top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Sample from the nucleus of this mass.")] = None,
+    min_p: Annotated[float | None, typer.Option(min=0, max=1, help="Drop tokens below this share of the best.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same text, whatever the strategy.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")] = "float32",
+    compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the core of the loop.")] = True,
+    stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print the text as it is written.")] = True,
+    report: Annotated[bool, typer.Option("--report", help="Print the call's figures to standard error.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print text and report as JSON, nothing else.")] = False,
+) -> None:
+    """Continue a prompt. The text goes to standard output, everything else to standard error."""
+    from rich.console import Console
+
+    from . import models
+
+    # What can be wrong is found before minutes go into loading a model.
+    text = read_prompt(prompt, prompt_file)
+    arguments: dict[str, Any] = sampling(temperature, top_k, top_p, min_p, seed)
+    arguments["strategy_config"] = models.parse_assignments(settings or [])
+    needed = models.needs_assistant(strategy)
+    console = Console(stderr=True, quiet=as_json)
+    with console.status(f"loading {model}"):
+        import decoders
+
+        loaded, tokenizer = models.load(model, dtype)
+        draft = models.load_assistant(assistant, model, dtype, needed)
+        decoders.enable(loaded, tokenizer=tokenizer)
+    if draft is not None:
+        arguments["assistant_model"] = draft
+    if not compile:  # left out otherwise, so that environment and file keep their say
+        arguments["decoders_config"] = {"compile": False}
+    if stream and not as_json:
+        from transformers import TextStreamer
+
+        arguments["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    inputs = tokenizer(text, return_tensors="pt").to(loaded.device)
+    output: Any = loaded.generate(  # type: ignore[operator]
+        input_ids=inputs["input_ids"],
+        attention_mask=inputs["attention_mask"],
+        strategy=strategy,
+        max_new_tokens=max_new_tokens,
+        return_dict_in_generate=True,
+        **arguments,
+    )
+    written = tokenizer.decode(output.sequences[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    if as_json:
+        import json
+
+        typer.echo(json.dumps({"text": written, "report": output.report.as_dict()}, indent=2, default=str))
+        return
+    if not stream:
+        typer.echo(written)
+    if report:
+        show_report(output.report, console)
+
+
+def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    """The prompt from argument, file or standard input.
+
+    Raises:
+        SettingsError: two were given, or it is empty or no text.
+    """
+    if prompt is not None and prompt_file is not None:
+        raise SettingsError("give the prompt or --prompt-file, not both")
+    try:
+        text = prompt_file.read_text(encoding="utf-8") if prompt_file else prompt
+        text = sys.stdin.read() if text is None or text == "-" else text
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"the prompt is not UTF-8 text: {error}") from error
+    if not text:
+        raise SettingsError("the prompt is empty")
+    return text
+
+
+def sampling(
+    temperature: float | None, top_k: int | None, top_p: float | None, min_p: float | None, seed: int | None
+) -> dict[str, Any]:
+    """Arguments of ``generate``: greedy unless a sampling option was given, and only those that were."""
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    given = {name: value for name, value in given.items() if value is not None}
+    if temperature == 0 or not given:
+        if len(given) > 1:
+            raise SettingsError("temperature 0 is greedy: leave out --top-k, --top-p and --min-p")
+        # Models often ship sampling defaults; greedy means none of them.
+        return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None, "min_p": None}
+    # transformers' own default of top_k=50 would silently cut what the user asked for.
+    given.setdefault("top_k", 0)
+    return {"do_sample": True, **given, **({"seed": seed} if seed is not None else {})}
+
+
+def show_report(report: Report, console: Console) -> None:
+    """The figures that matter, one per line."""
+    from rich.table import Table
+
+    t = report.timings
+    table = Table(show_header=False, pad_edge=False, box=None)
+    for name, value in (
+        ("strategy", report.strategy + ("" if report.exact else " (lossy)")),
+        ("tokens", f"{sum(report.new_tokens)} new after {sum(report.prompt_tokens)} of prompt"),
+        ("speed", f"{report.tokens_per_second:.1f} tokens/s, first after {report.time_to_first_token:.2f} s"),
+        ("steps", f"{report.steps}, {report.mean_accepted_length:.2f} tokens each"),
+        ("accepted", f"{report.accepted} of {report.drafted} guesses ({report.acceptance_rate:.0%})"),
+        ("seconds", f"prefill {t.prefill:.2f}, propose {t.propose:.2f}, core {t.core:.2f}, observe {t.observe:.2f}"),
+        ("compiled", f"{report.compilations} graphs in {t.compile:.1f} s" if report.compiled else "no"),
+    ):
+        table.add_row(f"[bold]{name}", value)
+    console.print(table)

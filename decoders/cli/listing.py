@@ -1,0 +1,89 @@
+"""``decoders strategies`` and ``decoders plugins``: what there is and where it comes from."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from ..plugins import StrategyEntry
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+STYLES = {"loaded": "green", "blocked": "dim", "failed": "red", "conflict": "yellow"}
+
+
+def strategies(as_json: Json = False) -> None:
+    """List the decoding strategies and their settings."""
+    from ..plugins import registry
+
+    listed = [describe(entry) for entry in registry().strategies().values()]
+    if as_json:
+        typer.echo(json.dumps(listed, indent=2, default=str))
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("strategy", "exact", "assistant", "what it does", "settings", pad_edge=False, show_lines=True)
+    for item in listed:
+        table.add_row(
+            Text(item["name"], style="bold"),
+            "yes" if item["exact"] else "no",
+            "needed" if item["needs_assistant"] else "",
+            Text(item["summary"]),
+            Text("\n".join(f"{s['name']} = {s['default']!r}" for s in item["settings"])),
+        )
+    Console().print(table)
+
+
+def describe(entry: StrategyEntry) -> dict[str, Any]:
+    """A registered strategy as JSON-safe data."""
+    return {
+        "name": entry.name,
+        "summary": entry.cls.summary,
+        "exact": entry.cls.exact,
+        "needs_assistant": entry.cls.needs_assistant,
+        "provider": entry.provider,
+        "version": entry.version,
+        "settings": [
+            {
+                "name": name,
+                "default": None if field.is_required() else field.get_default(call_default_factory=True),
+                "required": field.is_required(),
+                "description": field.description or "",
+            }
+            for name, field in entry.cls.settings_class.model_fields.items()
+        ],
+    }
+
+
+def plugins(
+    as_json: Json = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if any plugin failed or clashes.")] = False,
+) -> None:
+    """List the plugins found, with the reason where one is not used."""
+    from ..plugins import registry
+
+    found = registry().plugins()
+    if as_json:
+        typer.echo(json.dumps([asdict(info) for info in found], indent=2))
+    else:
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table("plugin", "provider", "status", "strategies", "why", pad_edge=False)
+        for info in found:
+            table.add_row(
+                info.name,
+                f"{info.provider} {info.version}".strip(),
+                Text(info.status, style=STYLES[info.status]),
+                Text(", ".join(info.strategies)),
+                Text(info.error or ""),
+            )
+        Console().print(table)
+    if strict and any(info.status in ("failed", "conflict") for info in found):
+        raise typer.Exit(1)

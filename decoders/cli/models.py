@@ -1,0 +1,103 @@
+"""What ``generate`` and ``warmup`` share: models named on the command line, and ``--set key=value``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..errors import DecodersError, SettingsError, UnknownNameError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEMO = "demo"
+
+
+class ModelLoadError(DecodersError, OSError):
+    """A model named on the command line cannot be loaded."""
+
+
+def load(name: str, dtype: str = "float32") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model and tokenizer at the path or hub name `name` ("demo": this project's own), on CUDA if there is one.
+
+    Raises:
+        UnknownNameError: no such dtype. ModelLoadError: no such model, or not a causal language model.
+    """
+    if dtype not in DTYPES:
+        raise UnknownNameError("dtype", dtype, DTYPES)
+    import torch
+
+    wanted: torch.dtype | str = "auto" if dtype == "auto" else getattr(torch, dtype)
+    if name == DEMO:
+        from .. import demo
+
+        model, tokenizer = demo.load("target", None if isinstance(wanted, str) else wanted)
+        return _placed(model), tokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=wanted)
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"Model {name!r} cannot be loaded: {error}") from error
+    return _placed(model.eval()), tokenizer
+
+
+def load_assistant(name: str | None, model: str, dtype: str, needed: bool) -> PreTrainedModel | None:
+    """The draft model: `name` if given; the demo's own draft where one is `needed` beside the demo `model`."""
+    if name is not None and name != DEMO:
+        return load(name, dtype)[0]
+    if name == DEMO or (needed and model == DEMO):
+        import torch
+
+        from .. import demo
+
+        return _placed(demo.load("draft", None if dtype == "auto" else getattr(torch, dtype))[0])
+    return None
+
+
+def needs_assistant(strategy: str) -> bool:
+    """Whether any part of `strategy` (``"a+b"``) wants ``assistant_model=``.
+
+    Raises:
+        UnknownNameError, PluginError: no usable strategy of that name.
+    """
+    from ..plugins import registry
+
+    return any(registry().strategy(part.strip()).needs_assistant for part in strategy.split("+"))
+
+
+def parse_assignments(assignments: Sequence[str]) -> dict[str, Any]:
+    """``["max_ngram=4", "prompt_lookup.length=8"]`` as nested settings; a value is JSON, or else the text itself.
+
+    Raises:
+        SettingsError: an item without ``=``, or a name that is both a value and a table.
+    """
+    settings: dict[str, Any] = {}
+    for item in assignments:
+        name, equals, text = item.partition("=")
+        if not equals or not name:
+            raise SettingsError(f"--set takes key=value, not {item!r}")
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = text
+        *tables, last = name.replace("-", "_").split(".")
+        place = settings
+        for table in tables:
+            place = place.setdefault(table, {})
+            if not isinstance(place, dict):
+                raise SettingsError(f"--set {item}: {table!r} already has a value")
+        place[last] = value
+    return settings
+
+
+def _placed(model: PreTrainedModel) -> PreTrainedModel:
+    import torch
+
+    return model.to("cuda") if torch.cuda.is_available() else model  # type: ignore[arg-type]

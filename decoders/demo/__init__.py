@@ -1,0 +1,83 @@
+"""Two small models that this project trains itself, and prompts from files they never saw.
+
+`load()` gives the target, `load("draft")` its 8 times smaller draft; `prompts()` the prompts that the benchmark uses.
+Nothing here touches the network.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import DecodersError, UnknownNameError
+from .prompt_set import Prompt
+
+if TYPE_CHECKING:
+    import os
+
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["MODELS", "DemoModelMissingError", "Prompt", "available", "load", "prompts"]
+
+MODELS = ("target", "draft")
+KINDS = ("code", "copy", "docstring")
+
+
+class DemoModelMissingError(DecodersError, RuntimeError):
+    """The demo weights are not where they were looked for."""
+
+
+def available(directory: str | os.PathLike[str] | None = None) -> bool:
+    """Whether both demo models can be loaded from `directory` (default: the package)."""
+    return all((_directory(directory) / name / "model.safetensors").is_file() for name in MODELS)
+
+
+def load(
+    name: str = "target",
+    dtype: torch.dtype | None = None,
+    directory: str | os.PathLike[str] | None = None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The demo model `name` ("target" or "draft") in `dtype` (default: float32) and its tokenizer, in eval mode.
+
+    `directory` is where `decoders train demo` wrote; default: the weights in this package.
+    Raises UnknownNameError for another name, DemoModelMissingError when the weights are absent.
+    """
+    if name not in MODELS:
+        raise UnknownNameError("demo model", name, MODELS)
+    path = _directory(directory) / name
+    if not (path / "model.safetensors").is_file():
+        raise DemoModelMissingError(
+            f"There is no demo model in {path}. Train it with `decoders train demo` (about an hour on a laptop CPU) "
+            "and pass the directory it wrote."
+        )
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    bar = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # it takes a blink; a bar is noise in front of a demo's own output
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32 if dtype is None else dtype)
+    finally:
+        if bar:
+            logging.enable_progress_bar()
+    return model.eval(), AutoTokenizer.from_pretrained(path)
+
+
+def prompts(kind: str | None = None) -> list[Prompt]:
+    """The shipped prompts, all from held-out files; only those of `kind` ("code", "copy" or "docstring") if given.
+
+    They are data rather than generated on the spot, because another Python version has other sources.
+    """
+    if kind is not None and kind not in KINDS:
+        raise UnknownNameError("kind of prompt", kind, KINDS)
+    data = json.loads(resources.files(__package__).joinpath("prompts.json").read_text(encoding="utf-8"))
+    every = [Prompt(**prompt) for prompt in data["prompts"]]
+    return [prompt for prompt in every if kind in (None, prompt.kind)]
+
+
+def _directory(directory: str | os.PathLike[str] | None) -> Path:
+    return Path(__file__).parent / "models" if directory is None else Path(directory)

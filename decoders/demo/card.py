@@ -1,0 +1,83 @@
+"""The model card (README.md) that every exported model carries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from . import corpus
+from .batches import EDIT_SHARE
+from .edits import COPY_SHARE
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Files:
+    """How many source files were trained on and how many held out."""
+
+    train: int
+    held_out: int
+
+
+def text(name: str, trainer: Trainer, files: Files, figures: Mapping[str, float] | None = None) -> str:
+    """The card of model `name` as it stands; without `figures` it says that training is not finished."""
+    run, shape = trainer.run, trainer.run.shape
+    parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+    other = "draft" if name == "target" else "target"
+    return f"""---
+language: en
+library_name: transformers
+pipeline_tag: text-generation
+license: other
+license_name: psf-2.0
+license_link: https://docs.python.org/3/license.html
+tags: [code, python, speculative-decoding]
+---
+# {name}: one of two demo models of hf-decoders
+
+A Llama-style model of {parameters:,} parameters for Python code, made to show and measure decoding strategies on a
+laptop CPU. Its partner, `{other}`, has the same tokenizer. It is far too small to write code anyone should run.
+
+| | |
+|---|---|
+| Layers, hidden, intermediate | {shape.layers}, {shape.hidden}, {shape.intermediate} |
+| Heads, key-value heads | {shape.heads}, {shape.kv_heads} |
+| Vocabulary | {len(trainer.tokenizer):,} (byte-level BPE, lossless on any text) |
+| Context | trained on {run.length} tokens; accepts up to {trainer.model.config.max_position_embeddings} |
+| Weights | bf16 safetensors, tied embeddings |
+
+## Data
+The Python standard library's own sources as installed with the interpreter: {files.train} files for training,
+{files.held_out} held out and never trained on, neither by the tokenizer nor by the models. The split is a hash of the
+file's path. Generated tables, invalid-on-purpose test files and per-machine files are left out.
+
+Licence of the data: {corpus.LICENCE} (Python Software Foundation License 2.0; a few files carry their own, compatible
+notices).
+
+About {EDIT_SHARE:.0%} of the training rows are an *edit task* made from training files: `# original`, a function,
+`# rename OLD to NEW` (or, {COPY_SHARE:.0%} of the time, `# copy`), then the function with the edit made. It teaches a
+model of this size to copy from its context, as large models do.
+
+## Training
+{trainer.tokens:,} tokens seen (seed {run.seed}; {run.rows} rows of {run.length} a step), {trainer.seconds / 60:.0f}
+minutes on a CPU. Muon for the hidden matrices, AdamW for embeddings and norms, peak learning rate
+{shape.learning_rate:g}, warm-up, stable, linear decay over the last fifth. Reproduce with `decoders train demo`.
+
+## Held-out figures
+{_figures(figures)}
+"""
+
+
+def _figures(figures: Mapping[str, float] | None) -> str:
+    if figures is None:
+        return "Training is not finished: this is a snapshot."
+    return f"""| | |
+|---|---|
+| Loss | {figures["loss"]:.3f} nats per token |
+| Bits per byte | {figures["bits_per_byte"]:.3f} |
+| Greedy next-token accuracy | {figures["accuracy"]:.1%} |
+| Draft and target choose the same greedy token | {figures["agreement"]:.1%} |
+| Measured on | {figures["tokens"]:,.0f} tokens, {figures["bytes"]:,.0f} bytes of the held-out files |"""

@@ -1,0 +1,74 @@
+"""Figures on the held-out files: loss, bits per byte, and how often draft and target agree."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from .batches import encode
+from .corpus import Source
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+
+def windows(
+    sources: list[Source], tokenizer: PreTrainedTokenizerFast, *, length: int = 512, rows: int = 8
+) -> Iterator[torch.Tensor]:
+    """The sources as ids [B, T + 1] int64, every token predicted once; the last, shorter window comes alone."""
+    import numpy as np
+    import torch
+
+    ids = torch.from_numpy(encode(tokenizer, (source.text for source in sources)).astype(np.int64))
+    whole = (len(ids) - 1) // length
+    cut = [ids[k * length : (k + 1) * length + 1] for k in range(whole)]
+    for first in range(0, whole, rows):
+        yield torch.stack(cut[first : first + rows])
+    if whole * length + 1 < len(ids):
+        yield ids[None, whole * length :]
+
+
+def evaluate(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, sources: list[Source], *, length: int = 512
+) -> dict[str, float]:
+    """Held-out loss: `loss` (nats per token), `bits_per_byte`, `accuracy` (greedy next token), `tokens`, `bytes`."""
+    import torch
+
+    total, correct, count = 0.0, 0, 0
+    with torch.no_grad():
+        for ids in windows(sources, tokenizer, length=length):
+            logits = model(input_ids=ids[:, :-1], use_cache=False).logits.float()
+            labels = ids[:, 1:]
+            total += torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").item()
+            correct += int((logits.argmax(-1) == labels).sum())
+            count += labels.numel()
+    size = sum(len(source.text.encode()) for source in sources)
+    return {
+        "loss": total / count,
+        "bits_per_byte": total / math.log(2) / size,
+        "accuracy": correct / count,
+        "tokens": count,
+        "bytes": size,
+    }
+
+
+def agreement(
+    draft: PreTrainedModel,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    sources: list[Source],
+    *,
+    length: int = 512,
+) -> float:
+    """Share of held-out positions where draft and target choose the same greedy token: a guess at acceptance."""
+    import torch
+
+    same, count = 0, 0
+    with torch.no_grad():
+        for ids in windows(sources, tokenizer, length=length):
+            chosen = [model(input_ids=ids[:, :-1], use_cache=False).logits.argmax(-1) for model in (draft, target)]
+            same += int((chosen[0] == chosen[1]).sum())
+            count += chosen[0].numel()
+    return same / count

@@ -1,0 +1,54 @@
+"""The two demo models' shapes: Llama, tied embeddings, one vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .tokenizer import CONTEXT, VOCABULARY
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A Llama's shape and the peak learning rate that suits it."""
+
+    hidden: int
+    layers: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    learning_rate: float
+    vocabulary: int = VOCABULARY
+
+    def model(self, *, vocabulary: int | None = None) -> LlamaForCausalLM:
+        """A freshly initialised float32 model; token 0 is beginning, end and padding."""
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            vocab_size=self.vocabulary if vocabulary is None else vocabulary,
+            hidden_size=self.hidden,
+            num_hidden_layers=self.layers,
+            intermediate_size=self.intermediate,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            max_position_embeddings=CONTEXT,
+            tie_word_embeddings=True,
+            bos_token_id=0,
+            eos_token_id=0,
+            pad_token_id=0,
+        )
+        model = LlamaForCausalLM(config)
+        generation = model.generation_config
+        generation.bos_token_id = generation.eos_token_id = generation.pad_token_id = 0
+        return model
+
+
+SHAPES = {
+    "target": Shape(hidden=256, layers=6, intermediate=512, heads=8, kv_heads=4, learning_rate=4e-3),
+    # As wide as an eighth of the target allows, with whole heads of 32: two layers of 64 did not learn to copy from
+    # their context, and a draft that cannot copy is of no use where speculation gains most.
+    "draft": Shape(hidden=96, layers=2, intermediate=160, heads=3, kv_heads=3, learning_rate=6e-3),
+}

@@ -1,0 +1,20 @@
+"""For authors of strategies: the conformance kit and tiny models of many designs.
+
+    from decoders.testing import check_strategy
+    check_strategy(MyStrategy())
+
+Needs torch and transformers only; :func:`parametrize_with_checks` also needs pytest.
+"""
+
+from __future__ import annotations
+
+from .exactness import assert_same_tokens, decode, prompts
+from .kit import CHECKS, check_strategy, checks_for, parametrize_with_checks
+from .models import ARCHITECTURES, UNSUPPORTED, tiny_draft, tiny_model
+from .replay import Replay, ReplaySettings
+from .spy import Spy
+
+__all__ = [
+    "ARCHITECTURES", "CHECKS", "Replay", "ReplaySettings", "Spy", "UNSUPPORTED", "assert_same_tokens", "check_strategy",
+    "checks_for", "decode", "parametrize_with_checks", "prompts", "tiny_draft", "tiny_model",
+]  # fmt: skip

@@ -1,0 +1,257 @@
+"""The checks of the conformance kit, one function each; every one raises AssertionError with the reason."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..errors import SettingsError
+from ..generate import disable, enable
+from ..settings import Settings
+from ..strategy import Strategy
+from .exactness import assert_same_tokens, decode, prompts
+from .models import VOCAB, tiny_draft, tiny_model
+from .spy import HostReadError, Spy
+
+NEW_TOKENS = 32
+#: Seeds and temperatures that sampling is compared at.
+DRAWS = (dict(seed=1, temperature=0.3, top_k=0), dict(seed=7, temperature=0.8, top_k=40, top_p=0.95))
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What the checks decode with: tiny models by name (or models of your own), eager or compiled."""
+
+    models: tuple[str | PreTrainedModel, ...] = ("llama", "gemma2")
+    compile: bool = False
+
+    @contextmanager
+    def enabled(self, model: str | PreTrainedModel) -> Iterator[PreTrainedModel]:
+        """`model` with ``generate(strategy=…)``; a model of the caller's is left as it was found."""
+        if isinstance(model, str):
+            yield _tiny(model)
+            return
+        found = "generate" in vars(model)
+        try:
+            yield enable(model)
+        finally:
+            if not found:
+                disable(model)
+
+
+@functools.cache
+def _tiny(name: str) -> PreTrainedModel:
+    return enable(tiny_model(name))
+
+
+@functools.cache
+def _draft(name: str) -> PreTrainedModel:
+    return tiny_draft(name)
+
+
+def run(
+    model: PreTrainedModel, name: str | PreTrainedModel, strategy: Strategy, inputs: dict[str, Tensor],
+    conditions: Conditions, **options: Any,
+) -> Any:  # fmt: skip
+    """One call with `strategy`; a strategy that needs a draft model gets one."""
+    if strategy.needs_assistant:
+        options["assistant_model"] = _draft(name) if isinstance(name, str) else disable(copy.deepcopy(model))
+    options = dict(max_new_tokens=NEW_TOKENS, decoders_config={"compile": conditions.compile}) | options
+    return decode(model, inputs, strategy, **options)
+
+
+def check_class(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
+    """Name, summary and flags can be listed and looked up."""
+    cls = type(strategy)
+    assert isinstance(cls.name, str) and re.fullmatch("[a-z][a-z0-9]*(_[a-z0-9]+)*", cls.name), (
+        f"{cls.__name__}.name must be snake_case, not {cls.name!r}"
+    )
+    assert isinstance(cls.summary, str) and cls.summary.strip() and "\n" not in cls.summary, (
+        f"{cls.__name__}.summary must be one line that says what it does, not {cls.summary!r}"
+    )
+    assert isinstance(cls.settings_class, type) and issubclass(cls.settings_class, Settings), (
+        f"{cls.__name__}.settings_class must be a subclass of decoders.Settings"
+    )
+    for flag in ("exact", "needs_assistant", "on_device"):
+        assert isinstance(getattr(cls, flag), bool), f"{cls.__name__}.{flag} must be True or False"
+
+
+def check_settings(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
+    """Settings are frozen, described, JSON-safe and refuse names they do not know."""
+    cls, settings = strategy.settings_class, strategy.settings
+    assert isinstance(settings, cls), f"settings are a {type(settings).__name__}, not a {cls.__name__}"
+    assert cls.model_config.get("frozen"), f"{cls.__name__} must be frozen"
+    for name, field in cls.model_fields.items():
+        assert field.description, f"{cls.__name__}.{name} has no description"
+        try:
+            setattr(settings, name, getattr(settings, name))
+        except ValidationError:
+            continue
+        raise AssertionError(f"{cls.__name__}.{name} can be changed in place; settings must be frozen")
+    try:
+        cls.parse({"no_such_setting": 1})
+    except SettingsError as error:
+        assert "no_such_setting" in str(error), f"the error of an unknown setting does not name it: {error}"
+    else:
+        raise AssertionError(f"{cls.__name__} accepts unknown settings")
+    hash(settings)
+    again = cls.model_validate_json(settings.model_dump_json())
+    assert again == settings, f"settings do not survive JSON: {settings!r} came back as {again!r}"
+
+
+def check_copies(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
+    """deepcopy and pickle give a strategy with the same settings that decodes the same."""
+    for how, twin in (("deepcopy", copy.deepcopy(strategy)), ("pickle", pickle.loads(pickle.dumps(strategy)))):
+        assert type(twin) is type(strategy), f"{how} gives a {type(twin).__name__}"
+        assert twin.settings == strategy.settings, f"{how} changed the settings to {twin.settings!r}"
+        inputs = prompts(1)
+        with conditions.enabled(conditions.models[0]) as model:
+            first = run(model, conditions.models[0], strategy, inputs, conditions, max_new_tokens=8)
+            second = run(model, conditions.models[0], twin, inputs, conditions, max_new_tokens=8)
+            assert_same_tokens(model, inputs, first.sequences, second.sequences, f"after {how}")
+
+
+def check_drafts(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
+    """Every draft of a real call keeps the contract, and nothing that belongs to the loop is written to."""
+    for name in conditions.models:
+        for rows in (1, 4):
+            for options in ({}, dict(do_sample=True, **DRAWS[0])):
+                with conditions.enabled(name) as model:
+                    run(model, name, Spy(strategy), prompts(rows), conditions, **options)
+
+
+def check_on_device(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
+    """A strategy that claims ``on_device`` never makes the host wait for the device in its hooks."""
+    if not strategy.on_device:
+        return
+    name = conditions.models[0]
+    with conditions.enabled(name) as model:
+        try:
+            run(model, name, Spy(strategy, forbid_host_reads=True), prompts(2), conditions, max_new_tokens=12)
+        except HostReadError as error:
+            raise AssertionError(f"claims on_device = True, but {error}") from error
+
+
+def check_one_new_token(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
+    """``max_new_tokens=1`` gives one token, however much was proposed."""
+    for rows in (1, 3):
+        name, inputs = conditions.models[0], prompts(rows)
+        with conditions.enabled(name) as model:
+            out = run(model, name, strategy, inputs, conditions, max_new_tokens=1)
+            assert out.sequences.shape[1] == inputs["input_ids"].shape[1] + 1, (
+                f"max_new_tokens=1 gave {out.sequences.shape[1] - inputs['input_ids'].shape[1]} tokens"
+            )
+            if strategy.exact:
+                expected = decode(model, inputs, max_new_tokens=1)
+                assert_same_tokens(model, inputs, expected.sequences, out.sequences, f"one new token, batch {rows}")
+
+
+def check_report(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
+    """The report names the strategy and its figures add up."""
+    for rows in (1, 4):
+        name, inputs = conditions.models[0], prompts(rows)
+        with conditions.enabled(name) as model:
+            out = run(model, name, strategy, inputs, conditions)
+        report, new = out.report, out.sequences.shape[1] - inputs["input_ids"].shape[1]
+        assert report.strategy == strategy.name, f"the report names {report.strategy!r}"
+        assert report.exact == strategy.exact, f"the report says exact={report.exact}, the strategy {strategy.exact}"
+        assert report.rows == rows and report.prompt_tokens == inputs["attention_mask"].sum(1).tolist(), (
+            f"rows {report.rows}, prompt tokens {report.prompt_tokens}"
+        )
+        assert report.new_tokens == [new] * rows, f"new tokens {report.new_tokens} where {new} per row came out"
+        total, row_steps = sum(report.new_tokens), sum(report.accepted_lengths)
+        histogram = sum((n + 1) * count for n, count in enumerate(report.accepted_lengths))
+        assert histogram == total, f"accepted_lengths {report.accepted_lengths} account for {histogram} of {total} tokens"
+        assert report.accepted <= report.drafted, f"{report.accepted} accepted of {report.drafted} drafted"
+        assert report.accepted <= total <= report.accepted + row_steps, (
+            f"{report.accepted} accepted and at most one more in each of {row_steps} row-steps do not make {total} tokens"
+        )
+        assert report.steps <= row_steps <= report.steps * rows, f"{row_steps} row-steps in {report.steps} steps"
+
+
+def check_greedy_equals_transformers(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
+    """Greedy output is transformers' own, alone and in a left-padded batch of unequal rows."""
+    for name in conditions.models:
+        for rows in (1, 4):
+            inputs = prompts(rows)
+            with conditions.enabled(name) as model:
+                expected = decode(model, inputs, max_new_tokens=NEW_TOKENS)
+                out = run(model, name, strategy, inputs, conditions)
+                what = f"{type(model).__name__}, greedy, batch {rows}"
+                assert_same_tokens(model, inputs, expected.sequences, out.sequences, what)
+
+
+def check_finished_rows_idle(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
+    """Rows that end early are padded, generate no more and change nothing in the others."""
+    for name in conditions.models:
+        inputs = prompts(4)
+        with conditions.enabled(name) as model:
+            plain = decode(model, inputs, max_new_tokens=NEW_TOKENS).sequences
+            start = inputs["input_ids"].shape[1]
+            stops = [int(plain[row, start + 3 + 6 * row]) for row in range(3)]
+            expected = decode(model, inputs, max_new_tokens=NEW_TOKENS, eos_token_id=stops)
+            out = run(model, name, strategy, inputs, conditions, eos_token_id=stops)
+            assert_same_tokens(model, inputs, expected.sequences, out.sequences, "rows that end at different times")
+            first = [next((i + 1 for i, t in enumerate(row[start:].tolist()) if t in stops), NEW_TOKENS) for row in plain]
+            assert out.report.new_tokens == first, f"new tokens {out.report.new_tokens}, not {first}"
+
+
+def check_sampling_equals_autoregressive(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
+    """With the same seed, sampling gives the tokens that plain decoding gives."""
+    for name in conditions.models:
+        for rows in (1, 4):
+            for draw in DRAWS:
+                inputs = prompts(rows)
+                with conditions.enabled(name) as model:
+                    options = dict(max_new_tokens=NEW_TOKENS, decoders_config={"compile": conditions.compile}, do_sample=True)
+                    expected = decode(model, inputs, "autoregressive", **options, **draw)
+                    out = run(model, name, strategy, inputs, conditions, do_sample=True, **draw)
+                    what = f"{type(model).__name__}, sampling with {draw}, batch {rows}"
+                    assert_same_tokens(model, inputs, expected.sequences, out.sequences, what)
+
+
+def check_end_token_inside_a_draft(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
+    """An end-of-sequence token ends a row even if what follows it was guessed right too."""
+    for name in conditions.models:
+        inputs = prompts(1)
+        start = inputs["input_ids"].shape[1]
+        with conditions.enabled(name) as model:
+            plain = decode(model, inputs, max_new_tokens=NEW_TOKENS).sequences
+            for stop in dict.fromkeys(plain[0, start + 2 :: 5].tolist()):
+                expected = decode(model, inputs, max_new_tokens=NEW_TOKENS, eos_token_id=stop)
+                out = run(model, name, strategy, inputs, conditions, eos_token_id=stop)
+                assert_same_tokens(model, inputs, expected.sequences, out.sequences, f"end token {stop}")
+
+
+def check_prefix_processors(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
+    """Processors that read the prefix see each guess with its own path as prefix."""
+    for options in (dict(repetition_penalty=1.3), dict(no_repeat_ngram_size=3)):
+        for rows in (1, 4):
+            name, inputs = conditions.models[0], prompts(rows)
+            with conditions.enabled(name) as model:
+                expected = decode(model, inputs, max_new_tokens=NEW_TOKENS, **options)
+                out = run(model, name, strategy, inputs, conditions, **options)
+                assert_same_tokens(model, inputs, expected.sequences, out.sequences, f"{options}, batch {rows}")
+
+
+def check_calls_share_no_state(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
+    """The same call gives the same tokens in the same number of steps, whatever was decoded in between."""
+    name, inputs = conditions.models[0], prompts(2)
+    with conditions.enabled(name) as model:
+        first = run(model, name, strategy, inputs, conditions)
+        run(model, name, strategy, prompts(3, length=31, vocab=VOCAB, seed=5), conditions)
+        again = run(model, name, strategy, inputs, conditions)
+        assert_same_tokens(model, inputs, first.sequences, again.sequences, "the second of two equal calls")
+    assert again.report.steps == first.report.steps and again.report.accepted == first.report.accepted, (
+        f"the first of two equal calls took {first.report.steps} steps, the second {again.report.steps}: state leaks"
+    )

@@ -1,0 +1,112 @@
+"""The conformance kit: what every strategy must pass, whoever wrote it.
+
+    check_strategy(MyStrategy(width=3))                        # all checks, AssertionError at the first that fails
+
+    @parametrize_with_checks([MyStrategy(), MyStrategy(width=3)])   # or one pytest case per check
+    def test_strategy(strategy, check):
+        check(strategy)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ..strategy import Strategy
+from . import checks
+from .checks import Conditions
+
+Check = Callable[..., None]
+
+#: All checks, cheap ones first.
+CHECKS: tuple[Check, ...] = (
+    checks.check_class,
+    checks.check_settings,
+    checks.check_copies,
+    checks.check_drafts,
+    checks.check_on_device,
+    checks.check_one_new_token,
+    checks.check_report,
+    checks.check_greedy_equals_transformers,
+    checks.check_finished_rows_idle,
+    checks.check_sampling_equals_autoregressive,
+    checks.check_end_token_inside_a_draft,
+    checks.check_prefix_processors,
+    checks.check_calls_share_no_state,
+)
+
+#: Checks of token equality, which say nothing about a strategy that declares itself lossy (``exact = False``).
+EXACT_ONLY: frozenset[Check] = frozenset(
+    {
+        checks.check_greedy_equals_transformers,
+        checks.check_finished_rows_idle,
+        checks.check_sampling_equals_autoregressive,
+        checks.check_end_token_inside_a_draft,
+        checks.check_prefix_processors,
+    }
+)
+
+
+def checks_for(strategy: Strategy | type[Strategy]) -> tuple[Check, ...]:
+    """The checks that apply to a strategy, by what it declares about itself."""
+    return tuple(check for check in CHECKS if strategy.exact or check not in EXACT_ONLY)
+
+
+def check_strategy(
+    strategy: Strategy | type[Strategy],
+    *,
+    models: Iterable[str | PreTrainedModel] | None = None,
+    compile: bool = False,
+) -> None:
+    """Runs every check that applies.
+
+    Args:
+        strategy: an instance, or a class that works with its default settings.
+        models: names of :data:`~decoders.testing.models.ARCHITECTURES` or models to decode with; by default one with
+            full and one with sliding-window attention.
+        compile: run the loop compiled; slower to start, and closer to real use.
+
+    Raises:
+        AssertionError: the first check that failed and why.
+    """
+    strategy = instance(strategy)
+    conditions = Conditions(tuple(models) if models is not None else Conditions().models, compile)
+    for check in checks_for(strategy):
+        try:
+            check(strategy, conditions)
+        except Exception as error:
+            reason = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+            raise AssertionError(f"{strategy!r} fails {check.__name__}: {reason}") from error
+
+
+def parametrize_with_checks(
+    strategies: Sequence[Strategy | type[Strategy]],
+    *,
+    models: Iterable[str | PreTrainedModel] | None = None,
+    compile: bool = False,
+) -> Any:
+    """A pytest decorator: the test is called once per strategy and check, as ``test(strategy, check)``."""
+    import pytest
+
+    conditions = Conditions(tuple(models) if models is not None else Conditions().models, compile)
+    cases = []
+    for given in strategies:
+        strategy = instance(given)
+        for check in checks_for(strategy):
+            bound = functools.partial(check, conditions=conditions)
+            cases.append(pytest.param(strategy, bound, id=f"{label(strategy)}-{check.__name__}"))
+    return pytest.mark.parametrize("strategy, check", cases)
+
+
+def instance(strategy: Strategy | type[Strategy]) -> Strategy:
+    """`strategy` itself, or an instance with default settings."""
+    return strategy() if isinstance(strategy, type) else strategy
+
+
+def label(strategy: Strategy) -> str:
+    """Name and the settings that differ from their defaults, for a test id."""
+    changed = strategy.settings.model_dump(exclude_defaults=True)
+    return strategy.name + (f"[{','.join(f'{k}={v}' for k, v in changed.items())}]" if changed else "")

@@ -1,0 +1,208 @@
+"""Tiny random models of many designs, built from transformers' own configs: no download, milliseconds to make.
+
+Weights are drawn wide enough that greedy output varies with the context and the best token wins clearly, so that a
+test of token equality neither passes by luck nor fails on a rounding error. Windows and chunks are a few tokens long,
+so that short texts cross them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+
+from ..errors import UnknownNameError
+
+#: Vocabulary size of every tiny model.
+VOCAB = 128
+#: Sliding window, in tokens, of the models that have one. CHUNK: the same for chunked attention.
+WINDOW = 8
+CHUNK = 12
+
+_LLAMA_LIKE = dict(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512
+)  # fmt: skip
+_NO_GQA = {k: v for k, v in _LLAMA_LIKE.items() if k != "num_key_value_heads"}
+_GPT_LIKE = dict(n_embd=32, n_layer=2, n_head=4, n_positions=512)
+_SLIDING_FULL = ["sliding_attention", "full_attention"]
+_DROPLESS = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How to build one tiny model.
+
+    Attributes:
+        model_type: transformers' name of the design. options: config values. seq2seq: an encoder-decoder model.
+        embedding: scale of the embeddings. Small where they are tied to the head or multiplied by the model, or the
+            likeliest next token would always be the last one.
+    """
+
+    model_type: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    embedding: float = 1.0
+    seq2seq: bool = False
+
+    def __call__(self, seed: int = 0) -> PreTrainedModel:
+        """The model, in evaluation mode, the same weights for the same seed; the global generator is left alone."""
+        options = dict(vocab_size=VOCAB, bos_token_id=None, eos_token_id=None, pad_token_id=0) | dict(self.options)
+        config = AutoConfig.for_model(self.model_type, **options)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            auto = AutoModelForSeq2SeqLM if self.seq2seq else AutoModelForCausalLM
+            model = auto.from_config(config, dtype=torch.float32)
+            _spread(model, self.embedding)
+        # No end of sequence unless a test asks for one: texts are then as long as the test needs.
+        model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+        return model.eval()
+
+
+@torch.no_grad()
+def _spread(model: PreTrainedModel, scale: float) -> None:
+    """Redraws matrices at ``1/√fan_in`` (times a gain), jitters vectors, and gives the logits a wide spread."""
+    embedding = model.get_input_embeddings().weight
+    head = model.get_output_embeddings().weight
+    for name, parameter in model.named_parameters():
+        if parameter is embedding:
+            parameter.normal_(0.0, (4.0 if parameter is head else 2.0) * scale * parameter.shape[1] ** -0.5)
+        elif parameter is head:
+            parameter.normal_(0.0, 4.0 * parameter.shape[1] ** -0.5)
+        elif parameter.dim() >= 2:
+            # Peaked attention makes the output depend on single far tokens, so that a wrong mask shows.
+            gain = 2.0 if any(part in name for part in ("q_proj", "k_proj", "qkv", "c_attn", "query")) else 1.0
+            parameter.normal_(0.0, gain * parameter.shape[-1] ** -0.5)
+        else:
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    if head is embedding:
+        # What small embeddings take from the logits, the last norm gives back.
+        outer = [(name, m) for name, m in model.named_modules() if not any(map(str.isdigit, name))]
+        norm = [m for name, m in outer if "norm" in name or "ln_f" in name][-1]
+        gain = scale**-1
+        zero_centred = norm.weight.mean().abs() < 0.5  # gemma's norms multiply by 1 + weight
+        norm.weight.mul_(gain).add_(gain - 1 if zero_centred else 0.0)
+        if getattr(norm, "bias", None) is not None:
+            norm.bias.mul_(gain)
+
+
+def _decoder(model_type: str, embedding: float = 1.0, **options: Any) -> Architecture:
+    return Architecture(model_type, MappingProxyType(_LLAMA_LIKE | options), embedding)
+
+
+def _gpt(model_type: str, embedding: float = 1.0, **options: Any) -> Architecture:
+    return Architecture(model_type, MappingProxyType(_GPT_LIKE | _DROPLESS | options), embedding)
+
+
+#: Designs that the shared loop decodes: name → builder, called with an optional seed.
+ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
+    {
+        "llama": _decoder("llama"),
+        "mistral": _decoder("mistral", sliding_window=WINDOW),
+        "qwen2": _decoder("qwen2", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
+        "qwen3": _decoder("qwen3", head_dim=8),
+        "gemma": _decoder("gemma", embedding=0.03, head_dim=8),
+        "gemma2": _decoder("gemma2", embedding=0.03, head_dim=8, query_pre_attn_scalar=8, sliding_window=WINDOW),
+        "gemma3": _decoder(
+            "gemma3_text", embedding=0.03, head_dim=8, query_pre_attn_scalar=8, sliding_window=WINDOW, layer_types=_SLIDING_FULL
+        ),
+        "phi": _decoder("phi"),
+        "phi3": _decoder("phi3", sliding_window=WINDOW),
+        "gpt2": _gpt("gpt2", embedding=0.1),
+        "gptj": _gpt("gptj", rotary_dim=4),
+        "codegen": _gpt("codegen", rotary_dim=4),
+        "gpt_neox": Architecture("gpt_neox", MappingProxyType(_NO_GQA)),
+        "opt": Architecture(
+            "opt",
+            MappingProxyType(
+                dict(hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=32,
+                     max_position_embeddings=512, dropout=0.0)  # fmt: skip
+            ),
+            embedding=0.1,
+        ),
+        "falcon": Architecture(
+            "falcon",
+            MappingProxyType(
+                dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_kv_heads=2,
+                     new_decoder_architecture=True)  # fmt: skip
+            ),
+            embedding=0.1,
+        ),
+        "falcon_multi_query": Architecture(
+            "falcon",
+            MappingProxyType(dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4)),
+            embedding=0.1,
+        ),
+        "stablelm": _decoder("stablelm"),
+        "mixtral": _decoder("mixtral", num_local_experts=4, num_experts_per_tok=2),
+        "olmo2": _decoder("olmo2"),
+        "granite": _decoder("granite"),
+        "cohere": _decoder("cohere", embedding=0.1, logit_scale=1.0),
+        "cohere2": _decoder("cohere2", embedding=0.1, logit_scale=1.0, sliding_window=WINDOW, layer_types=_SLIDING_FULL),
+        "smollm3": _decoder("smollm3", embedding=0.1, no_rope_layers=[1, 0]),
+        "gpt_oss": _decoder(
+            "gpt_oss", head_dim=8, sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2,
+            max_position_embeddings=131072,
+        ),
+        "deepseek_v3": _decoder(
+            "deepseek_v3", num_key_value_heads=4, moe_intermediate_size=24, n_routed_experts=4, n_group=2, topk_group=1,
+            num_experts_per_tok=2, first_k_dense_replace=1, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8,
+            qk_nope_head_dim=8, v_head_dim=12,
+        ),  # fmt: skip
+        "starcoder2": _decoder("starcoder2", embedding=0.1, sliding_window=WINDOW),
+        "glm4": _decoder("glm4", head_dim=8),
+        "exaone4": _decoder("exaone4", sliding_window=WINDOW, sliding_window_pattern="LG", layer_types=_SLIDING_FULL),
+        "hunyuan": _decoder("hunyuan_v1_dense", head_dim=8),
+        "ministral": _decoder("ministral", head_dim=8, sliding_window=WINDOW, layer_types=_SLIDING_FULL),
+        "llama4": _decoder(
+            "llama4_text", head_dim=8, intermediate_size_mlp=48, num_local_experts=4, interleave_moe_layer_step=2,
+            attention_chunk_size=CHUNK, no_rope_layers=[1, 0],
+        ),  # fmt: skip
+    }
+)
+
+#: Designs that the shared loop must refuse: position biases, recurrent states, encoders.
+UNSUPPORTED: Mapping[str, Architecture] = MappingProxyType(
+    {
+        "bloom": Architecture("bloom", MappingProxyType(dict(hidden_size=32, n_layer=2, n_head=4))),
+        "mpt": Architecture("mpt", MappingProxyType(dict(d_model=32, n_layers=2, n_heads=4, max_seq_len=256))),
+        "falcon_alibi": Architecture(
+            "falcon", MappingProxyType(dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True))
+        ),
+        "mamba": Architecture("mamba", MappingProxyType(dict(hidden_size=32, num_hidden_layers=2, state_size=8))),
+        "recurrent_gemma": Architecture(
+            "recurrent_gemma", MappingProxyType(_LLAMA_LIKE | dict(num_hidden_layers=3, lru_width=32, head_dim=8))
+        ),
+        "t5": Architecture(
+            "t5",
+            MappingProxyType(
+                dict(d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, decoder_start_token_id=0, is_encoder_decoder=True)
+            ),
+            seq2seq=True,
+        ),
+    }
+)
+
+
+@torch.no_grad()
+def tiny_draft(name: str, seed: int = 0, noise: float = 0.05) -> PreTrainedModel:
+    """A draft for ``tiny_model(name, seed)`` that often agrees with it: its weights, each off by a share `noise`."""
+    model = tiny_model(name, seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    for parameter in model.parameters():
+        parameter.mul_(1 + noise * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def tiny_model(name: str, seed: int = 0) -> PreTrainedModel:
+    """The tiny random model `name` of :data:`ARCHITECTURES` or :data:`UNSUPPORTED`.
+
+    Raises:
+        UnknownNameError: no such model.
+    """
+    every = {**ARCHITECTURES, **UNSUPPORTED}
+    if name not in every:
+        raise UnknownNameError("tiny model", name, every)
+    return every[name](seed)

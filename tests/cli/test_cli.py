@@ -1,0 +1,237 @@
+"""The command line: quick to start, JSON for machines, one red line for an expected error."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from decoders import plugins
+from decoders.cli import app, doctor, models
+from decoders.errors import SettingsError
+from decoders.plugins import PluginInfo, registry
+
+
+@pytest.fixture(autouse=True)
+def _plain_surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.delenv("DECODERS_CONFIG", raising=False)
+
+
+def run(*arguments: str, **options: Any) -> Result:
+    return CliRunner().invoke(app, list(arguments), **options)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model with a tokenizer of single bytes, saved as a user would have it."""
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    from decoders.testing import tiny_model
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:128]
+    inner = Tokenizer(BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    path = tmp_path_factory.mktemp("checkpoint")
+    PreTrainedTokenizerFast(tokenizer_object=inner).save_pretrained(path)
+    tiny_model("llama").save_pretrained(path)
+    return str(path)
+
+
+def test_help_imports_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys; from typer.testing import CliRunner; from decoders.cli import app\n"
+        "result = CliRunner().invoke(app, ['--help']); assert result.exit_code == 0, result.output\n"
+        "print(*{'torch', 'transformers', 'numpy'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(plugins.__file__).parents[1]
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+
+
+def test_every_command_and_option_has_help() -> None:
+    from typer.main import get_command
+
+    def commands(command: Any, path: str) -> Any:
+        yield path, command
+        for name, inner in getattr(command, "commands", {}).items():
+            yield from commands(inner, f"{path} {name}")
+
+    for path, command in commands(get_command(app), "decoders"):
+        assert command.help, f"{path} has no help"
+        for parameter in command.params:
+            assert getattr(parameter, "help", True), f"{path}: {parameter.name} has no help"
+
+
+def test_strategies_as_json_lists_settings_with_their_defaults() -> None:
+    result = run("strategies", "--json")
+    assert result.exit_code == 0
+    listed = {item["name"]: item for item in json.loads(result.stdout)}
+    assert set(listed) == set(registry().strategies())
+    lookup = listed["prompt_lookup"]
+    assert (lookup["exact"], lookup["needs_assistant"], lookup["provider"]) == (True, False, "hf-decoders")
+    assert {"name": "max_ngram", "default": 3, "required": False}.items() <= lookup["settings"][0].items()
+    assert all(setting["description"] for item in listed.values() for setting in item["settings"])
+
+
+def test_strategies_table_names_all() -> None:
+    result = run("strategies")
+    assert all(name in result.stdout for name in registry().strategies())
+
+
+def test_plugins_as_json_and_strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    good, bad = (
+        PluginInfo("good", "1", "dist-good"),
+        PluginInfo("bad", "2", "dist-bad", status="failed", error="why [x]"),
+    )
+    monkeypatch.setattr(plugins, "registry", lambda: SimpleNamespace(plugins=lambda: [good, bad]))
+    result = run("plugins", "--json")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)[1] == {
+        "name": "bad", "version": "2", "provider": "dist-bad", "hooks": [], "strategies": [], "status": "failed",
+        "error": "why [x]",
+    }  # fmt: skip
+    assert "why [x]" in run("plugins").stdout
+    assert run("plugins", "--strict").exit_code == 1
+    monkeypatch.setattr(plugins, "registry", lambda: SimpleNamespace(plugins=lambda: [good]))
+    assert run("plugins", "--strict").exit_code == 0
+
+
+def test_expected_error_is_one_line_and_exit_code_2() -> None:
+    result = run("generate", "demo", "hello", "--strategy", "promt_lookup")
+    assert result.exit_code == 2
+    assert result.stderr.count("\n") == 1
+    assert "Did you mean 'prompt_lookup'?" in result.stderr
+    assert "Traceback" not in result.output
+    debugged = run("--debug", "generate", "demo", "hello", "--strategy", "promt_lookup")
+    assert type(debugged.exception).__name__ == "UnknownNameError"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no/such/model", "hello"], "Model 'no/such/model' cannot be loaded"),
+        (["demo", "hello", "--dtype", "float31"], "Did you mean 'float32'?"),
+        (["demo", ""], "the prompt is empty"),
+        (["demo", "hello", "--temperature", "0", "--top-k", "5"], "temperature 0 is greedy"),
+    ],
+)
+def test_bad_argument_of_generate_is_explained(arguments: list[str], message: str) -> None:
+    result = run("generate", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_generate_streams_text_and_reports_on_standard_error(checkpoint: str) -> None:
+    quiet = run("generate", checkpoint, "abcabc", "-n", "12", "--no-compile", "--json")
+    assert quiet.exit_code == 0, quiet.output
+    answer = json.loads(quiet.stdout)
+    assert answer["report"]["new_tokens"] == [12]
+    assert answer["report"]["compiled"] is False
+    streamed = run("generate", checkpoint, "-n", "12", "--no-compile", "--report", input="abcabc")
+    assert streamed.exit_code == 0, streamed.output
+    assert streamed.stdout.rstrip("\n") == answer["text"].rstrip("\n")
+    assert "tokens each" in streamed.stderr
+
+
+def test_strategy_settings_and_sampling_reach_the_call(checkpoint: str, tmp_path: Path) -> None:
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("abcabc")
+    common = ["generate", checkpoint, "--prompt-file", str(prompt), "-n", "12", "--no-compile", "--json"]
+    common += ["--temperature", "0.9", "--seed", "7"]
+    drafted = run(*common, "--set", "max-ngram=2", "--set", "length=3")
+    assert drafted.exit_code == 0, drafted.output
+    plain = run(*common, "--strategy", "autoregressive")
+    assert json.loads(drafted.stdout)["report"]["settings"]["max_ngram"] == 2
+    assert json.loads(drafted.stdout)["text"] == json.loads(plain.stdout)["text"]
+    wrong = run(*common, "--set", "max_ngrm=2")
+    assert wrong.exit_code == 2
+    assert "Did you mean 'max_ngram'?" in wrong.stderr
+
+
+def test_warmup_reports_each_strategy(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DECODERS_COMPILE", "0")
+    result = run("warmup", checkpoint, "--strategy", "autoregressive", "--strategy", "prompt-lookup", "--json")
+    assert result.exit_code == 0, result.output
+    assert [(row["strategy"], row["compilations"]) for row in json.loads(result.stdout)] == [
+        ("autoregressive", 0),
+        ("prompt-lookup", 0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("items", "settings"),
+    [
+        (["a=1", "b-c=text", "d=[1, 2]", "e=true", "f="], {"a": 1, "b_c": "text", "d": [1, 2], "e": True, "f": ""}),
+        (["prompt-lookup.length=4", "medusa.x=a=b"], {"prompt_lookup": {"length": 4}, "medusa": {"x": "a=b"}}),
+    ],
+)
+def test_assignments_are_json_or_text(items: list[str], settings: dict[str, Any]) -> None:
+    assert models.parse_assignments(items) == settings
+
+
+@pytest.mark.parametrize("items", [["a"], ["=1"], ["a=1", "a.b=2"]])
+def test_malformed_assignment_is_refused(items: list[str]) -> None:
+    with pytest.raises(SettingsError, match="--set"):
+        models.parse_assignments(items)
+
+
+def test_doctor_lists_findings_as_json() -> None:
+    result = run("doctor", "--json")
+    found = {item["name"]: item for item in json.loads(result.stdout)}
+    assert {"python", "torch", "transformers", "device", "threads", "cache", "plugins"} <= set(found)
+    assert result.exit_code == any(item["status"] == "problem" for item in found.values())
+
+
+def test_doctor_reports_the_namesake_broken_plugins_and_unread_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "distribution", lambda name: SimpleNamespace(version="0.9"))
+    monkeypatch.setenv("DECODERS_NOBODY_READS_ME", "1")
+    bad = PluginInfo("bad", "2", "dist-bad", status="failed", error="ImportError: x")
+    real = registry()
+    fake = SimpleNamespace(plugins=lambda: [bad], strategies=real.strategies)
+    monkeypatch.setattr(plugins, "registry", lambda: fake)
+    result = run("doctor", "--json")
+    assert result.exit_code == 1
+    found = [(item["name"], item["status"], item["detail"]) for item in json.loads(result.stdout)]
+    assert any(n == "decoders" and s == "problem" and "another project" in d for n, s, d in found)
+    assert any(n == "plugin" and "dist-bad 2): ImportError" in d for n, s, d in found)
+    assert ("settings", "warning", "DECODERS_NOBODY_READS_ME is set but nothing reads it") in found
+
+
+def test_doctor_survives_a_check_that_crashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash() -> Any:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(doctor, "CHECKS", (crash, doctor.versions))
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert "RuntimeError: boom" in result.stdout
+    assert "python" in result.stdout
+
+
+def test_train_demo_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    import decoders.demo.train as training
+
+    calls: list[Any] = []
+
+    def train_demo(out: Path, **options: Any) -> dict[str, dict[str, float]]:
+        calls.append((out, options))
+        return {"draft": {"loss": 1.5}}
+
+    monkeypatch.setattr(training, "train_demo", train_demo)
+    result = run("train", "demo", "somewhere", "--target-tokens", "100", "--no-compile", "--seed", "3", "--json")
+    assert json.loads(result.stdout) == {"draft": {"loss": 1.5}}
+    ((out, options),) = calls
+    assert out == Path("somewhere")
+    assert (options["target_tokens"], options["compile"], options["seed"], options["console"]) == (100, False, 3, None)

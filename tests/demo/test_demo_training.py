@@ -1,0 +1,112 @@
+"""A run is reproducible, and an interrupted one ends where an uninterrupted one does."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from decoders import demo
+from decoders.demo import corpus
+from decoders.demo.shapes import SHAPES, Shape
+from decoders.demo.train import train_demo
+from decoders.demo.trainer import Run, TrainingError, learning_rate
+
+TINY = Shape(hidden=16, layers=1, intermediate=32, heads=2, kv_heads=1, learning_rate=3e-3, vocabulary=300)
+STEP = 2 * 32  # tokens in a step
+
+
+@pytest.fixture(scope="module")
+def sources():
+    # The held-out ones are needed too, for the figures.
+    return [s for s in corpus.read_sources() if s.path in {"bisect.py", "colorsys.py", "stat.py"}]
+
+
+def train(directory, sources, *, steps=4, **settings):
+    return train_demo(
+        directory,
+        sources=sources,
+        shapes={"target": TINY, "draft": TINY},
+        target_tokens=steps * STEP,
+        draft_tokens=2 * STEP,
+        rows=2,
+        length=32,
+        compile=False,
+        **settings,
+    )
+
+
+def weights(directory):
+    return load_file(directory / "target" / "model.safetensors")
+
+
+def same(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_same_seed_same_weights(tmp_path, sources):
+    figures = [train(tmp_path / name, sources) for name in ("a", "b")]
+    train(tmp_path / "c", sources, seed=1)
+    assert figures[0] == figures[1]
+    assert same(weights(tmp_path / "a"), weights(tmp_path / "b"))
+    assert not same(weights(tmp_path / "a"), weights(tmp_path / "c"))
+
+
+def test_resumed_run_equals_uninterrupted_run(tmp_path, sources, monkeypatch):
+    train(tmp_path / "whole", sources)
+
+    from decoders.demo import trainer
+
+    original = trainer.Trainer.steps
+
+    def interrupted(self, batches, *, compile):
+        for step in original(self, batches, compile=compile):
+            yield step
+            if self.run.steps == 4 and step.done == 3:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer.Trainer, "steps", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "cut", sources, checkpoint_minutes=0)
+    monkeypatch.undo()
+    train(tmp_path / "cut", sources)
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "cut"))
+
+
+def test_checkpoint_of_other_settings_is_refused(tmp_path, sources):
+    train(tmp_path, sources)
+    with pytest.raises(TrainingError, match="other settings"):
+        train(tmp_path, sources, seed=1)
+    train(tmp_path, sources, seed=1, resume=False)
+
+
+def test_no_sources_is_a_clear_error(tmp_path):
+    with pytest.raises(TrainingError, match="no Python sources"):
+        train_demo(tmp_path, sources=[])
+
+
+def test_trained_directory_loads_and_its_card_tells(tmp_path, sources):
+    log = io.StringIO()
+    train(tmp_path, sources, checkpoint_minutes=0, console=Console(file=log, width=120))
+    model, tokenizer = demo.load("target", directory=tmp_path)
+    assert demo.available(tmp_path)
+    assert model.dtype == torch.float32
+    assert model.config.vocab_size == len(tokenizer)
+    card = (tmp_path / "target" / "README.md").read_text()
+    assert card.startswith("---\n")
+    for part in ("PSF-2.0", f"{4 * STEP} tokens seen", "nats per token"):
+        assert part in card
+    assert "target: step 4 of 4" in log.getvalue()
+
+
+def test_schedule_warms_up_stays_and_decays_to_zero():
+    run = Run(shape=SHAPES["target"], tokens=8 * 512 * 5000)
+    peak = run.shape.learning_rate
+    rates = [learning_rate(run, step) for step in range(run.steps + 1)]
+    assert rates[0] < 0.01 * peak
+    assert set(rates[200:4000]) == {peak}
+    assert rates[4500] == pytest.approx(peak / 2)
+    assert rates[-1] == 0

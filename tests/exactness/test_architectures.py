@@ -1,0 +1,122 @@
+"""Every design × every kind of draft: the tokens are transformers' own.
+
+Texts are several windows (and chunks) long, prompts repeat themselves, and the prefill runs in small pieces.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+import decoders
+from decoders.errors import UnsupportedError
+from decoders.strategies import Autoregressive, PromptLookup
+from decoders.strategy import Strategy
+from decoders.testing import ARCHITECTURES, UNSUPPORTED, Replay, assert_same_tokens, decode, prompts, tiny_model
+
+NEW = 36
+EAGER = {"compile": False, "prefill_chunk": 8}
+COMPILED = {"compile": True, "prefill_chunk": 8}
+#: One of each kind: full attention, sliding window with tied weights, learnt positions, latent attention, sinks.
+COMPILED_BY_DEFAULT = {("llama", 1), ("llama", 4), ("gemma2", 4), ("gpt2", 1), ("deepseek_v3", 1), ("gpt_oss", 4)}
+DRAFTERS = ("autoregressive", "prompt_lookup", "prompt_lookup, 3 branches", "replay", "replay, 3 branches")
+SAMPLING = dict(do_sample=True, seed=11, temperature=0.7, top_k=50, top_p=0.98)
+
+
+@functools.cache
+def enabled(name: str):
+    return decoders.enable(tiny_model(name))
+
+
+@functools.cache
+def plain(name: str, rows: int) -> torch.Tensor:
+    """What transformers' own greedy loop gives."""
+    return decode(enabled(name), prompts(rows), max_new_tokens=NEW).sequences
+
+
+@functools.cache
+def sampled(name: str) -> torch.Tensor:
+    """Four rows of plain sampling."""
+    return decode(
+        enabled(name), prompts(4), "autoregressive", max_new_tokens=NEW, decoders_config=EAGER, **SAMPLING
+    ).sequences
+
+
+def drafter(kind: str, expected: torch.Tensor) -> Strategy:
+    branches = 3 if "3 branches" in kind else 1
+    if kind == "autoregressive":
+        return Autoregressive()
+    if kind.startswith("prompt_lookup"):
+        return PromptLookup(length=5, branches=branches)
+    start = [int(row.nonzero()[0]) for row in prompts(len(expected))["attention_mask"]]
+    texts = tuple(tuple(row[s:].tolist()) for row, s in zip(expected, start, strict=True))
+    return Replay(texts=texts, branches=branches)
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("rows", [1, 4], ids=["alone", "ragged batch"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_greedy_tokens_are_those_of_transformers(name, rows, kind):
+    model, inputs, expected = enabled(name), prompts(rows), plain(name, rows)
+    out = decode(model, inputs, drafter(kind, expected), max_new_tokens=NEW, decoders_config=EAGER)
+    assert_same_tokens(model, inputs, expected, out.sequences, f"{name}, {kind}")
+    if kind.startswith("replay"):
+        assert out.report.accepted > NEW * rows // 2  # the drafts were put to the test
+        assert 1 < out.report.mean_accepted_length < 7
+
+
+@pytest.mark.parametrize("kind", [k for k in DRAFTERS if k.endswith("branches")])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_sampled_tokens_depend_on_the_seed_alone(name, kind):
+    model, inputs, expected = enabled(name), prompts(4), sampled(name)
+    out = decode(model, inputs, drafter(kind, expected), max_new_tokens=NEW, decoders_config=EAGER, **SAMPLING)
+    assert_same_tokens(model, inputs, expected, out.sequences, f"{name}, {kind}, sampled")
+
+
+def test_sampling_is_not_greedy_and_follows_the_seed():
+    model, inputs = enabled("llama"), prompts(4)
+    assert not torch.equal(sampled("llama"), plain("llama", 4))
+    other = decode(model, inputs, "autoregressive", max_new_tokens=NEW, decoders_config=EAGER, **SAMPLING | {"seed": 12})
+    assert not torch.equal(sampled("llama"), other.sequences)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+def test_prompt_lookup_is_accepted_on_these_texts(name):
+    model, inputs = enabled(name), prompts(4)
+    out = decode(model, inputs, PromptLookup(branches=3), max_new_tokens=120, decoders_config=EAGER)
+    expected = decode(model, inputs, max_new_tokens=120)
+    assert_same_tokens(model, inputs, expected.sequences, out.sequences, name)
+    assert out.report.accepted > 0
+    assert out.report.steps < 120
+
+
+COMPILED_CASES = [
+    pytest.param(name, rows, marks=() if (name, rows) in COMPILED_BY_DEFAULT else pytest.mark.slow, id=f"{name}-{rows}")
+    for name in ARCHITECTURES
+    for rows in (1, 4)
+]
+
+
+# The compiler itself warns about deprecated parts of torch.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize(("name", "rows"), COMPILED_CASES)
+def test_compiled_loop_gives_the_same_tokens_and_compiles_once(name, rows):
+    model, inputs, expected = enabled(name), prompts(rows), plain(name, rows)
+    compilations = []
+    for kind in ("autoregressive", "replay, 3 branches", "replay"):
+        out = decode(model, inputs, drafter(kind, expected), max_new_tokens=NEW, decoders_config=COMPILED)
+        assert_same_tokens(model, inputs, expected, out.sequences, f"{name}, {kind}, compiled, batch {rows}")
+        assert out.report.compiled
+        compilations.append(out.report.compilations)
+    assert compilations[1:] == [0, 0]  # strategies share the graph
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_unfit_design_is_refused_and_keeps_its_own_generate(name):
+    model = decoders.enable(tiny_model(name))
+    ids = prompts(1, length=8)["input_ids"]
+    with pytest.raises(UnsupportedError, match="without strategy="):
+        model.generate(input_ids=ids, strategy="prompt_lookup", max_new_tokens=4)
+    assert model.generate(input_ids=ids, max_new_tokens=4, do_sample=False).shape[0] == 1

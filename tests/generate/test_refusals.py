@@ -1,0 +1,195 @@
+"""What the loop cannot honour is refused in so many words, before anything is touched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+
+import decoders
+from decoders.errors import ContextLengthError, DecodersError, SettingsError, UnknownNameError, UnsupportedError
+from decoders.strategies import Autoregressive, PromptLookup
+from decoders.testing import UNSUPPORTED, prompts, tiny_model
+
+EAGER = {"compile": False}
+
+
+def state_of(model: PreTrainedModel) -> dict[str, Any]:
+    """Everything of a model that a failed call could have changed."""
+    return {
+        "config": model.config.to_dict(),
+        "attention": model.config._attn_implementation,
+        "generation_config": model.generation_config.to_dict(),
+        "weights": {name: (t.data_ptr(), t._version) for name, t in model.state_dict(keep_vars=True).items()},
+        "training": model.training,
+        "attributes": set(vars(model)),
+    }
+
+
+def assert_refused(model: PreTrainedModel, error: type[Exception], message: str, **call: Any) -> str:
+    """The call fails with `error`, and the model decodes plainly and is configured as before."""
+    inputs = {"input_ids": prompts()["input_ids"]}
+    before, plain = state_of(model), model.generate(**inputs, do_sample=False, max_new_tokens=4)
+    with pytest.raises(error, match=message) as caught:
+        model.generate(**(inputs | {"strategy": "prompt_lookup", "max_new_tokens": 4, "decoders_config": EAGER} | call))
+    assert isinstance(caught.value, (DecodersError, error))
+    assert state_of(model) == before
+    assert torch.equal(model.generate(**inputs, do_sample=False, max_new_tokens=4), plain)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "argument, advice",
+    [
+        (dict(num_beams=3), "beam search"),
+        (dict(penalty_alpha=0.6, top_k=4), "contrastive"),
+        (dict(dola_layers="low"), "DoLa"),
+        (dict(use_cache=False), "key-value cache"),
+        (dict(prompt_lookup_num_tokens=4), "prompt_lookup"),
+        (dict(assistant_early_exit=1), "early-exit"),
+        (dict(guidance_scale=1.5), "guidance"),
+        (dict(output_attentions=True), "attention"),
+        (dict(output_hidden_states=True), "output_hidden_states=True"),
+        (dict(past_key_values=DynamicCache()), "input_ids"),
+        (dict(inputs_embeds=torch.zeros(1, 4, 32)), "input_ids"),
+        (dict(cache_implementation="quantized"), "static cache"),
+        (dict(custom_generate=lambda model, **kwargs: None), "custom_generate"),
+        (dict(custom_generate="transformers-community/dola"), "custom_generate"),
+        (dict(synced_gpus=True), "sharded"),
+        (dict(token_healing=True), "token_healing"),
+        (dict(position_ids=torch.arange(24)[None] + 3), "position_ids"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_arguments_that_cannot_be_honoured_name_the_alternative(
+    llama: PreTrainedModel, argument: dict[str, Any], advice: str
+) -> None:
+    message = assert_refused(llama, UnsupportedError, advice, **argument)
+    assert next(iter(argument)) in message
+
+
+@pytest.mark.parametrize(
+    "setting", [dict(num_beams=3), dict(use_cache=False), dict(output_attentions=True), dict(guidance_scale=2.0)], ids=str
+)
+def test_the_same_is_refused_in_a_generation_config(llama: PreTrainedModel, setting: dict[str, Any]) -> None:
+    config = GenerationConfig(pad_token_id=0, return_dict_in_generate=True, **setting)
+    assert_refused(llama, UnsupportedError, next(iter(setting)), generation_config=config)
+
+
+def test_the_same_is_refused_in_the_models_own_generation_config(fresh: PreTrainedModel) -> None:
+    fresh.generation_config.num_beams = 2
+    assert_refused(fresh, UnsupportedError, "num_beams")
+    # transformers fills the gaps of a config given in the call from the model's.
+    assert_refused(fresh, UnsupportedError, "num_beams", generation_config=GenerationConfig(pad_token_id=0))
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_models_that_do_not_fit_are_refused_and_still_decode_plainly(name: str) -> None:
+    model = decoders.enable(tiny_model(name))
+    assert_refused(model, UnsupportedError, "without strategy=")
+
+
+def test_an_unknown_strategy_gets_the_nearest_match(llama: PreTrainedModel) -> None:
+    message = assert_refused(llama, UnknownNameError, "Did you mean 'prompt_lookup'", strategy="promt_lookup")
+    assert "autoregressive" in message
+    assert_refused(llama, UnknownNameError, "Did you mean 'prompt_lookup'", strategy="autoregressive+prompt_lokup")
+
+
+def test_an_unknown_setting_gets_the_nearest_match(llama: PreTrainedModel) -> None:
+    assert_refused(llama, SettingsError, "Did you mean 'max_ngram'", strategy_config={"max_ngrams": 2})
+    assert_refused(llama, SettingsError, "Did you mean 'compile'", decoders_config={"compiel": False})
+
+
+@pytest.mark.parametrize(
+    "config", [{"length": 0}, {"length": "many"}, {"max_ngram": 2, "min_ngram": 3}, {"branches": 99}], ids=str
+)
+def test_a_bad_value_names_the_setting(llama: PreTrainedModel, config: dict[str, Any]) -> None:
+    assert_refused(llama, SettingsError, list(config)[-1], strategy_config=config)
+
+
+def test_settings_of_merged_strategies_are_keyed_by_strategy(llama: PreTrainedModel) -> None:
+    assert_refused(
+        llama, SettingsError, "keyed by strategy", strategy="prompt_lookup+autoregressive", strategy_config={"length": 3}
+    )
+    assert_refused(llama, SettingsError, "only once", strategy="prompt_lookup+prompt_lookup")
+
+
+@pytest.mark.parametrize("strategy", [42, object(), {"name": "prompt_lookup"}, GenerationConfig, True], ids=repr)
+def test_a_strategy_is_a_name_a_class_or_an_object(llama: PreTrainedModel, strategy: Any) -> None:
+    assert_refused(llama, SettingsError, "strategy", strategy=strategy)
+
+
+def test_settings_do_not_go_beside_a_strategy_object(llama: PreTrainedModel) -> None:
+    assert_refused(llama, SettingsError, "already holds", strategy=PromptLookup(), strategy_config={"length": 3})
+
+
+@pytest.mark.parametrize(
+    "own", [dict(strategy_config={"length": 3}), dict(seed=1), dict(generator=torch.Generator()), dict(grammar="a*")], ids=str
+)
+def test_our_keywords_need_a_strategy(llama: PreTrainedModel, own: dict[str, Any]) -> None:
+    assert_refused(llama, SettingsError, f"{next(iter(own))} needs a strategy", strategy=None, decoders_config=None, **own)
+
+
+def test_an_assistant_is_refused_where_none_is_used(llama: PreTrainedModel) -> None:
+    assert_refused(llama, UnsupportedError, "assistant_model", assistant_model=tiny_model("llama", seed=1))
+
+
+def test_a_strategy_that_needs_an_assistant_says_so(llama: PreTrainedModel) -> None:
+    class Needy(Autoregressive):
+        name = "needy"
+        needs_assistant = True
+
+    assert_refused(llama, UnsupportedError, "needs assistant_model=", strategy=Needy)
+
+
+def test_a_grammar_without_a_backend_is_refused(llama: PreTrainedModel) -> None:
+    assert_refused(llama, UnsupportedError, "grammar", grammar="[a-z]+")
+
+
+def test_an_unknown_verifier_is_refused(llama: PreTrainedModel) -> None:
+    assert_refused(llama, UnsupportedError, "verifier", verifier="typical")
+
+
+def test_an_unknown_argument_is_refused_as_by_transformers(llama: PreTrainedModel) -> None:
+    assert_refused(llama, ValueError, "max_new_tokenz", max_new_tokenz=3)
+
+
+def test_seed_and_generator_exclude_each_other(llama: PreTrainedModel) -> None:
+    assert_refused(llama, SettingsError, "not both", do_sample=True, seed=1, generator=torch.Generator())
+
+
+def test_what_exceeds_the_context_is_refused_with_what_would_fit(llama: PreTrainedModel) -> None:
+    message = assert_refused(llama, ContextLengthError, "context of 512", max_new_tokens=500)
+    assert "488" in message
+    exact = llama.generate(
+        prompts()["input_ids"].repeat(1, 21)[:, :500], strategy="prompt_lookup", max_new_tokens=12, decoders_config=EAGER
+    )
+    assert exact.shape == (1, 512)
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        dict(input_ids=torch.empty(1, 0, dtype=torch.int64)),
+        dict(input_ids=torch.tensor([[0, 5], [0, 0]]), attention_mask=torch.tensor([[0, 1], [0, 0]])),
+    ],
+    ids=["no tokens", "padding only"],
+)
+def test_an_empty_prompt_is_refused(llama: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> None:
+    assert_refused(llama, ContextLengthError, "empty", **inputs)
+
+
+@pytest.mark.parametrize("mask", [[1, 1, 1, 0], [1, 0, 1, 1], [0, 1, 0, 1]], ids=["right", "hole", "both"])
+def test_padding_elsewhere_than_on_the_left_is_refused(llama: PreTrainedModel, mask: list[int]) -> None:
+    inputs = dict(input_ids=torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8]]), attention_mask=torch.tensor([mask, [1] * 4]))
+    message = assert_refused(llama, UnsupportedError, "padded on the left", **inputs)
+    assert "padding_side" in message
+
+
+def test_only_generating_models_can_be_enabled() -> None:
+    with pytest.raises(UnsupportedError, match="Linear"):
+        decoders.enable(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match="LlamaModel"):
+        decoders.enable(tiny_model("llama").model)

@@ -1,0 +1,98 @@
+"""Builds the wheel, installs it alone in a clean environment and looks at it the way a user would.
+
+    python tests/packaging/check_wheel.py
+
+Run it where the dependencies are installed: the clean environment borrows them instead of installing them again.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import venv
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+WEIGHTS = [
+    f"decoders/demo/models/{name}/{file}"
+    for name in ("target", "draft")
+    for file in ("config.json", "model.safetensors")
+]
+
+# Nothing but our wheel is installed here yet, so whatever can be imported came with it.
+NOT_IMPORTABLE = """
+import importlib.util
+for name in ("plugins", "grammars", "tests", "docs"):
+    assert importlib.util.find_spec(name) is None, f"the wheel makes {name!r} importable"
+assert importlib.util.find_spec("decoders") is not None
+"""
+
+WORKS = """
+import sys
+import decoders
+assert sys.prefix in decoders.__file__, decoders.__file__
+from decoders import demo, library
+assert "json.lark" in library.names(), library.names()
+for name in library.names():
+    assert library.read(name)
+assert demo.available() and demo.prompts()
+from decoders.plugins import registry
+assert "prompt_lookup" in registry().strategies()
+assert {info.status for info in registry().plugins()} == {"loaded"}, registry().plugins()
+"""
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        wheel = build(work / "dist")
+        check_contents(wheel)
+
+        venv.create(work / "clean", with_pip=True)
+        python = work / "clean" / "bin" / "python"
+        run(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel), cwd=work)
+        run(python, "-I", "-c", NOT_IMPORTABLE, cwd=work)
+
+        # A plain path: the .pth files over there (an editable install of this project, for one) are not followed.
+        site = subprocess.check_output(
+            [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True
+        ).strip()
+        Path(site, "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        run(python, "-I", "-c", WORKS, cwd=work)
+        command = work / "clean" / "bin" / "decoders"
+        for arguments in (["--help"], ["--version"], ["strategies"], ["plugins", "--strict"]):
+            run(command, *arguments, cwd=work)
+    print(f"{wheel.name}: ok")
+
+
+def build(folder: Path) -> Path:
+    """The project's wheel, built as an installer would build it."""
+    run(sys.executable, "-m", "build", "--wheel", "--outdir", str(folder), str(ROOT), cwd=ROOT)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def check_contents(wheel: Path) -> None:
+    """Raises AssertionError if something is missing from the wheel or has no business in it."""
+    with zipfile.ZipFile(wheel) as archive:
+        files = set(archive.namelist())
+    tops = {name.split("/")[0] for name in files}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"decoders"}, sorted(tops)
+    wanted = {"decoders/py.typed", "decoders/demo/prompts.json", *WEIGHTS}
+    wanted |= {f"decoders/_grammars/{path.name}" for path in (ROOT / "grammars").iterdir() if path.is_file()}
+    assert wanted <= files, f"missing from the wheel: {sorted(wanted - files)}"
+
+
+def run(*command: str | Path, cwd: Path) -> None:
+    """Runs `command` quietly; its output is shown only if it fails."""
+    done = subprocess.run([str(part) for part in command], cwd=cwd, text=True, capture_output=True)
+    if done.returncode != 0:
+        print(done.stdout, done.stderr, sep="\n", file=sys.stderr)
+        raise SystemExit(f"failed ({done.returncode}): {' '.join(map(str, command))[:200]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,278 @@
+"""Plugins: isolation of bad ones, name conflicts, lists, and registering by hand."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import decoders
+from decoders import plugins
+from decoders.errors import PluginError, UnknownNameError
+from decoders.plugins import Registry, registry, reset_registry
+from decoders.strategies import PromptLookup
+from decoders.strategy import Draft, Sequences, Strategy
+
+
+@pytest.fixture(autouse=True)
+def _fresh_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("BLOCK", "ALLOW", "STRICT"):
+        monkeypatch.delenv(f"DECODERS_PLUGINS_{name}", raising=False)
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [])
+    reset_registry()
+    yield
+    reset_registry()
+
+
+def strategy_named(name: str) -> type[Strategy]:
+    class Fake(Strategy):
+        def propose(self, state: Any, sequences: Sequences) -> Draft:
+            raise NotImplementedError
+
+    Fake.name = name
+    return Fake
+
+
+def plugin_with(*classes: object) -> object:
+    class Plugin:
+        @decoders.hookimpl
+        def decoders_strategies(self) -> list[object]:
+            return list(classes)
+
+    return Plugin()
+
+
+class FakeEntryPoint(SimpleNamespace):
+    def load(self) -> object:
+        return self.loader()
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Pretends that distributions are installed: ``install(("name", "distribution", plugin or function), …)``."""
+
+    def installed(*points: tuple[str, str, Any]) -> None:
+        found = [
+            FakeEntryPoint(
+                name=name,
+                dist=SimpleNamespace(name=distribution, version="1.2"),
+                loader=plugin if callable(plugin) else lambda plugin=plugin: plugin,
+            )
+            for name, distribution, plugin in points
+        ]
+        monkeypatch.setattr(metadata, "entry_points", lambda group: found if group == "decoders" else [])
+
+    return installed
+
+
+def status_of(name: str, among: Registry) -> plugins.PluginInfo:
+    return next(info for info in among.plugins() if info.name == name)
+
+
+def fail_to_import() -> object:
+    raise ImportError("libmissing.so: cannot open")
+
+
+def test_built_ins_come_through_the_same_hook() -> None:
+    info = registry().plugins()[0]
+    assert (info.name, info.provider, info.status) == ("builtin", "hf-decoders", "loaded")
+    assert info.hooks == ("decoders_strategies",)
+    assert "autoregressive" in info.strategies
+    assert registry().strategy("prompt_lookup") is registry().strategy("prompt-lookup") is PromptLookup
+    assert registry().strategies()["prompt_lookup"].version == decoders.__version__
+
+
+def test_installed_plugin_is_found_with_its_provider(install: Callable[..., None]) -> None:
+    mine = strategy_named("mine")
+    install(("mine", "decoders-mine", plugin_with(mine)))
+    entry = registry().strategies()["mine"]
+    assert (entry.cls, entry.provider, entry.version) == (mine, "decoders-mine", "1.2")
+
+
+def test_unknown_strategy_suggests_the_nearest_and_lists_what_was_not_loaded(install: Callable[..., None]) -> None:
+    install(("lost", "decoders-lost", fail_to_import))
+    with pytest.raises(UnknownNameError, match=r"Did you mean 'prompt_lookup'\?.*Not loaded: lost"):
+        registry().strategy("promt_lookup")
+
+
+def sys_exit() -> object:
+    sys.exit("no licence")
+
+
+class Undrafted(Strategy):
+    name = "undrafted"
+
+
+class BadSettings(PromptLookup):
+    name = "bad_settings"
+    settings_class = dict  # type: ignore[assignment]
+
+
+class RaisingHook:
+    @decoders.hookimpl
+    def decoders_strategies(self) -> list[type[Strategy]]:
+        raise RuntimeError("hook broke")
+
+
+class UnknownHook:
+    @decoders.hookimpl
+    def decoders_stratgies(self) -> list[type[Strategy]]:
+        return []
+
+
+class WrongArguments:
+    @decoders.hookimpl
+    def decoders_strategies(self, wanted: str) -> list[type[Strategy]]:
+        return []
+
+
+class OneClass:
+    @decoders.hookimpl
+    def decoders_strategies(self) -> type[Strategy]:
+        return PromptLookup
+
+
+@pytest.mark.parametrize(
+    ("plugin", "reason"),
+    [
+        (fail_to_import, r"ImportError: libmissing.so: cannot open \(.*test_registry.py:\d+\)"),
+        (sys_exit, "SystemExit: no licence"),
+        (RaisingHook(), r"RuntimeError: hook broke \(.*test_registry.py:\d+\)"),
+        (UnknownHook(), "unknown hook 'decoders_stratgies'"),
+        (WrongArguments(), "wanted"),
+        (OneClass(), "iterable of classes"),
+        (SimpleNamespace(), "no function marked"),
+        (plugin_with(int), "builtins.int is not a subclass"),
+        (plugin_with("lookahead"), "'lookahead' is not a subclass"),
+        (plugin_with(Undrafted), "does not implement: propose"),
+        (plugin_with(strategy_named("Camel-Case")), "snake_case"),
+        (plugin_with(BadSettings), "settings_class"),
+        (plugin_with(strategy_named("twin"), strategy_named("twin")), "two of its strategies"),
+    ],
+)
+def test_broken_plugin_is_listed_with_its_reason_and_stops_nobody(
+    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch, plugin: Any, reason: str
+) -> None:
+    install(("broken", "decoders-broken", plugin), ("fine", "decoders-fine", plugin_with(strategy_named("fine"))))
+    info = status_of("broken", registry())
+    assert (info.status, info.version, info.strategies) == ("failed", "1.2", ())
+    assert info.error is not None
+    assert re.search(reason, info.error)
+    assert set(registry().strategies()) >= {"fine", "prompt_lookup"}
+
+    monkeypatch.setenv("DECODERS_PLUGINS_STRICT", "1")
+    with pytest.raises(PluginError, match=r"'broken' \(decoders-broken 1.2\) failed to load"):
+        Registry()
+
+
+def test_two_providers_of_one_name_leave_it_to_neither(
+    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = strategy_named("eagle"), strategy_named("eagle")
+    install(
+        ("first", "decoders-one", plugin_with(one, strategy_named("other"))), ("second", "dec-two", plugin_with(two))
+    )
+    with pytest.raises(PluginError, match=r"'first' \(decoders-one 1\.2\)") as caught:
+        registry().strategy("eagle")
+    assert "dec-two 1.2" in str(caught.value)
+    assert "DECODERS_PLUGINS_BLOCK=" in str(caught.value)
+    assert "eagle" not in registry().strategies()
+    assert "other" in registry().strategies()
+    assert status_of("first", registry()).status == status_of("second", registry()).status == "conflict"
+
+    monkeypatch.setenv("DECODERS_PLUGINS_BLOCK", "dec_two")
+    assert Registry().strategy("eagle") is one
+    monkeypatch.setenv("DECODERS_PLUGINS_BLOCK", "first, unrelated")
+    assert Registry().strategy("eagle") is two
+    monkeypatch.setenv("DECODERS_PLUGINS_BLOCK", "")
+    monkeypatch.setenv("DECODERS_PLUGINS_STRICT", "1")
+    with pytest.raises(PluginError, match="claimed by"):
+        Registry()
+
+
+def test_built_in_survives_a_plugin_of_the_same_name(install: Callable[..., None]) -> None:
+    install(("impostor", "decoders-impostor", plugin_with(strategy_named("prompt_lookup"), strategy_named("extra"))))
+    assert registry().strategy("prompt_lookup") is PromptLookup
+    assert "extra" in registry().strategies()
+    info = status_of("impostor", registry())
+    assert info.status == "conflict"
+    assert "'builtin'" in str(info.error)
+    assert "The built-in keeps the name" in str(info.error)
+    assert status_of("builtin", registry()).status == "loaded"
+
+
+def test_blocked_plugin_is_not_even_imported(install: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    install(("crasher", "decoders-crasher", fail_to_import))
+    monkeypatch.setenv("DECODERS_PLUGINS_STRICT", "1")
+    for listed in ("crasher", "Decoders_Crasher"):
+        monkeypatch.setenv("DECODERS_PLUGINS_BLOCK", listed)
+        assert status_of("crasher", Registry()).status == "blocked"
+
+
+def test_allow_list_admits_only_the_named_and_always_the_built_ins(
+    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(("a", "dist-a", plugin_with(strategy_named("a"))), ("b", "dist-b", plugin_with(strategy_named("b"))))
+    monkeypatch.setenv("DECODERS_PLUGINS_ALLOW", "dist-b")
+    found = Registry()
+    assert "a" not in found.strategies()
+    assert {"b", "autoregressive"} <= set(found.strategies())
+    assert status_of("a", found).error == "not named in DECODERS_PLUGINS_ALLOW"
+
+
+def test_register_and_unregister_by_hand() -> None:
+    mine = strategy_named("mine")
+    assert registry().register(plugin_with(mine), "notebook").status == "loaded"
+    assert registry().strategy("mine") is mine
+    with pytest.raises(PluginError, match="unregister it first"):
+        registry().register(plugin_with(mine), "notebook")
+    assert registry().register(plugin_with(strategy_named("mine")), "again").status == "conflict"
+    with pytest.raises(PluginError, match="unregister"):
+        registry().strategy("mine")
+    registry().unregister("again")
+    assert registry().strategy("mine") is mine
+    assert status_of("notebook", registry()).status == "loaded"
+    registry().unregister("notebook")
+    with pytest.raises(UnknownNameError):
+        registry().strategy("mine")
+    with pytest.raises(UnknownNameError):
+        registry().unregister("builtin")
+
+
+def test_invalid_plugin_registered_by_hand_leaves_nothing_behind() -> None:
+    before = registry().strategies()
+    with pytest.raises(PluginError, match="'notebook' is invalid"):
+        registry().register(plugin_with(strategy_named("good"), int), "notebook")
+    assert registry().strategies() == before
+    assert registry().register(plugin_with(strategy_named("good")), "notebook").status == "loaded"
+
+
+def test_registry_is_built_once_however_many_threads_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+    monkeypatch.setattr(plugins, "Registry", lambda: built.append(Registry()) or built[-1])
+    gate = threading.Barrier(8)
+    found: list[Registry] = []
+
+    def ask() -> None:
+        gate.wait()
+        found.append(registry())
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(built) == 1
+    assert all(one is built[0] for one in found)
+
+
+def test_plugin_that_needs_the_registry_while_loading_fails_alone(install: Callable[..., None]) -> None:
+    install(("eager", "decoders-eager", registry))
+    assert "while it is being loaded" in str(status_of("eager", registry()).error)
+    assert registry().strategy("autoregressive")

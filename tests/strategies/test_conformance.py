@@ -1,0 +1,226 @@
+"""The conformance kit over every built-in strategy, and over broken ones that it must catch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ConfigDict, Field
+
+from decoders.plugins import registry
+from decoders.settings import Settings
+from decoders.strategies import PromptLookup
+from decoders.strategies.merged import Merged
+from decoders.strategy import Draft, Sequences, Step, Strategy
+from decoders.testing import CHECKS, Replay, check_strategy, checks_for, parametrize_with_checks, tiny_model
+from decoders.testing.checks import Conditions
+from decoders.tree import Topology, TreeTensors
+
+BUILT_IN = [e.cls for e in registry().strategies().values() if e.provider == "hf-decoders"]
+
+
+@parametrize_with_checks([*BUILT_IN, PromptLookup(length=4, branches=3), PromptLookup(max_ngram=1, length=1), Replay()])
+def test_strategy_conforms(strategy, check):
+    check(strategy)
+
+
+@pytest.mark.parametrize("check", [c for c in CHECKS if c.__name__ != "check_class"], ids=lambda c: c.__name__)
+def test_merged_strategies_conform(check):
+    check(Merged([PromptLookup(length=3, branches=2), Replay(length=2)]))
+
+
+class Good(Strategy):
+    """Repeats the last token: sound, seldom right. The broken strategies below are this one with one thing wrong."""
+
+    name = "good"
+    summary = "Repeats the last token."
+
+    def propose(self, state: Any, sequences: Sequences) -> Draft:
+        return Draft.chain(sequences.last.expand(-1, 3))
+
+
+class FlatTokens(Good):
+    def propose(self, state, sequences):
+        return Draft(sequences.last[:, 0], Topology.chain(0))
+
+
+class TooFewNodes(Good):
+    def propose(self, state, sequences):
+        return Draft(sequences.last.expand(-1, 3), Topology.chain(2))
+
+
+class FloatTokens(Good):
+    def propose(self, state, sequences):
+        return Draft.chain(sequences.last.float())
+
+
+class OutOfVocabulary(Good):
+    def propose(self, state, sequences):
+        return Draft.chain(sequences.last + sequences.last.new_tensor(10**6))
+
+
+class WritesTokens(Good):
+    """Plants its own guess in the committed text."""
+
+    def propose(self, state, sequences):
+        sequences.tokens.scatter_(1, sequences.length[:, None] - 1, 5)
+        return super().propose(state, sequences)
+
+
+class WritesLength(Good):
+    def observe(self, state, step: Step) -> None:
+        step.sequences.length.sub_(1)
+
+
+class SeesItsSibling(Good):
+    """A node whose logits depend on more than its own path: accepted tokens would not be the target's."""
+
+    def propose(self, state, sequences):
+        rows = sequences.tokens.shape[0]
+        tree = Topology.branches(2, 1).tensors(rows, sequences.tokens.device)
+        visible = tree.visible.clone()
+        visible[:, 2, 1] = True
+        return Draft(sequences.last.expand(-1, 2), dataclasses.replace(tree, visible=visible))
+
+
+class ParentAfterChild(Good):
+    def propose(self, state, sequences):
+        tree = Topology.chain(2).tensors(sequences.tokens.shape[0], sequences.tokens.device)
+        return Draft(
+            sequences.last.expand(-1, 2), TreeTensors(tree.parents.flip(1), tree.offsets, tree.visible, tree.ancestors)
+        )
+
+
+class ReadsTheHost(Good):
+    def propose(self, state, sequences):
+        return Draft.chain(torch.full_like(sequences.last, sequences.last[0].item()))
+
+
+class HonestHostReader(ReadsTheHost):
+    on_device = False
+
+
+class MutableSettings(Settings):
+    model_config = ConfigDict(frozen=False)
+    width: int = Field(3, description="How many.")
+
+
+class CanBeChanged(Good):
+    settings_class = MutableSettings
+
+
+class SilentSettings(Settings):
+    width: int = 3
+
+
+class Undescribed(Good):
+    settings_class = SilentSettings
+
+
+class LaxSettings(Settings):
+    model_config = ConfigDict(extra="ignore")
+
+
+class TakesAnything(Good):
+    settings_class = LaxSettings
+
+
+class BadName(Good):
+    name = "Bad-Name"
+
+
+class NoSummary(Good):
+    summary = ""
+
+
+class CannotBeCopied(Good):
+    def __reduce__(self):
+        raise TypeError("cannot be copied")
+
+
+@pytest.mark.parametrize(
+    ("broken", "check", "reason"),
+    [
+        (FlatTokens, "check_copies", r"must be int64 \[1, N-1\]"),
+        (TooFewNodes, "check_copies", "need a topology of 4 nodes"),
+        (FloatTokens, "check_copies", "not torch.float32"),
+        (OutOfVocabulary, "check_drafts", "must lie in -1"),
+        (WritesTokens, "check_drafts", "propose changed `tokens`"),
+        (WritesLength, "check_", "observe changed `length`|new token"),
+        (SeesItsSibling, "check_drafts", "must see its ancestors, itself, nothing else"),
+        (ParentAfterChild, "check_drafts", "a parent must come before its child"),
+        (ReadsTheHost, "check_on_device", r"claims on_device = True, but item\(\) waits"),
+        (CanBeChanged, "check_settings", "must be frozen"),
+        (Undescribed, "check_settings", "width has no description"),
+        (TakesAnything, "check_settings", "accepts unknown settings"),
+        (BadName, "check_class", "snake_case"),
+        (NoSummary, "check_class", "summary"),
+        (CannotBeCopied, "check_copies", "cannot be copied"),
+    ],
+)
+def test_kit_catches(broken, check, reason):
+    with pytest.raises(AssertionError, match=rf"{broken.__name__}\(\) fails {check}\w*: .*({reason})"):
+        check_strategy(broken)
+
+
+def test_what_the_broken_ones_are_made_of_passes():
+    check_strategy(Good)
+    check_strategy(HonestHostReader)
+
+
+class Tampers(Good):
+    """Claims to be exact and overrules the target."""
+
+    def observe(self, state, step: Step) -> None:
+        rows = torch.arange(step.sequences.tokens.shape[0])
+        step.sequences.tokens[rows, step.sequences.length - 1] = 5
+
+
+class AdmitsIt(Tampers):
+    exact = False
+
+
+def test_tampering_shows_in_the_tokens_of_every_check_of_exactness():
+    exactness = [c for c in CHECKS if c not in checks_for(AdmitsIt)]
+    assert len(exactness) >= 5
+    for check in exactness:
+        with pytest.raises(AssertionError, match="new token"):
+            check(Tampers())
+
+
+def test_lossy_strategy_is_not_asked_for_equality():
+    names = {c.__name__ for c in checks_for(AdmitsIt)}
+    assert "check_greedy_equals_transformers" not in names
+    assert {"check_drafts", "check_report", "check_one_new_token"} <= names
+
+
+def test_models_of_ones_own_are_left_as_they_were():
+    model = tiny_model("qwen3")
+    check_strategy(Good, models=[model])
+    assert "generate" not in vars(model)
+
+
+def test_state_that_outlives_a_call_is_caught():
+    by_name = {c.__name__: c for c in CHECKS}
+    with pytest.raises(AssertionError, match="state leaks"):
+        by_name["check_calls_share_no_state"](Leaks(), Conditions(models=("gpt2",)))
+
+
+class Leaks(Good):
+    """Guesses well in its first call only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def start(self, context):
+        self.calls += 1
+
+    def propose(self, state, sequences):
+        return super().propose(state, sequences) if self.calls == 1 else Draft.nothing(*_shape(sequences))
+
+
+def _shape(sequences: Sequences):
+    return sequences.tokens.shape[0], sequences.tokens.device

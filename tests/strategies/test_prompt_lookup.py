@@ -1,0 +1,98 @@
+"""Prompt lookup against a search in plain Python."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decoders.errors import SettingsError
+from decoders.strategies import PromptLookup
+from decoders.strategies.prompt_lookup import continuations
+
+
+def look_up(text: list[int], longest: int, shortest: int, count: int, branches: int) -> list[list[int]]:
+    """Every earlier end of a matching suffix, best first; those whose next token was proposed already are left out."""
+    last = len(text) - 1
+    ends = []
+    for end in range(last):
+        matched = 0
+        while matched < longest and matched <= end and text[end - matched] == text[last - matched]:
+            matched += 1
+        if matched >= shortest:
+            ends.append((matched, end))
+    found: list[list[int]] = []
+    for _, end in sorted(ends, reverse=True):
+        # What followed, and when the text ends, the same stretch again and again.
+        stretch = text[end + 1 :]
+        guess = [stretch[i % len(stretch)] for i in range(count)]
+        if all(guess[0] != other[0] for other in found):
+            found.append(guess)
+    return (found + [[-1] * count] * branches)[:branches]
+
+
+def propose(rows: list[list[int]], *args: int, junk: int = 0) -> list[list[list[int]]]:
+    """`continuations` of ragged rows; what lies behind a row's end is `junk`."""
+    width = max(map(len, rows)) + 3
+    tokens = torch.tensor([row + [junk] * (width - len(row)) for row in rows])
+    return continuations(tokens, torch.tensor([len(row) for row in rows]), *args).tolist()
+
+
+texts = st.lists(st.integers(0, 3), min_size=1, max_size=24)
+
+
+@given(st.lists(texts, min_size=1, max_size=4), st.integers(1, 4), st.data(), st.integers(1, 7), st.integers(1, 4))
+def test_proposals_equal_a_search_in_plain_python(rows, longest, data, count, branches):
+    shortest = data.draw(st.integers(1, longest))
+    proposed = propose(rows, longest, shortest, count, branches, junk=data.draw(st.integers(0, 3)))
+    assert proposed == [look_up(row, longest, shortest, count, branches) for row in rows]
+
+
+@given(st.lists(texts, min_size=2, max_size=4))
+def test_rows_do_not_see_each_other(rows):
+    together = propose(rows, 3, 1, 5, 2)
+    assert together == [propose([row], 3, 1, 5, 2)[0] for row in rows]
+
+
+def test_longest_match_beats_the_most_recent():
+    #     match of two        match of one   suffix
+    text = [1, 2, 50, 51, 52, 9, 2, 60, 61, 1, 2]
+    assert propose([text], 3, 1, 3, 1) == [[[50, 51, 52]]]
+
+
+def test_most_recent_of_equal_matches_wins():
+    assert propose([[1, 50, 7, 1, 60, 7, 1]], 1, 1, 2, 1) == [[[60, 7]]]
+
+
+def test_suffix_shorter_than_the_minimum_is_no_match():
+    assert propose([[1, 50, 7, 1]], 3, 2, 2, 1) == [[[-1, -1]]]
+
+
+def test_text_without_repetition_gets_no_guess():
+    assert propose([[1, 2, 3, 4]], 3, 1, 4, 2) == [[[-1] * 4, [-1] * 4]]
+
+
+def test_single_token_gets_no_guess():
+    assert propose([[5]], 3, 1, 2, 1) == [[[-1, -1]]]
+
+
+@pytest.mark.parametrize("period", [1, 2, 3, 5])
+def test_loop_is_continued_beyond_the_end_of_the_text(period):
+    loop = list(range(10, 10 + period))
+    text = [1, 2, 3] + loop * 4
+    assert propose([text], 3, 1, 12, 1)[0][0] == (loop * 12)[:12]
+
+
+def test_branches_begin_differently():
+    text = [1, 50, 51, 1, 60, 61, 1, 50, 52, 1]
+    assert propose([text], 1, 1, 2, 3) == [[[50, 52], [60, 61], [-1, -1]]]
+
+
+def test_nothing_behind_the_end_of_a_row_is_read():
+    assert propose([[1, 2, 3, 1]], 3, 1, 6, 2, junk=1) == propose([[1, 2, 3, 1]], 3, 1, 6, 2, junk=7)
+
+
+def test_minimum_above_the_maximum_is_refused():
+    with pytest.raises(SettingsError, match="min_ngram 4 exceeds max_ngram 2"):
+        PromptLookup(max_ngram=2, min_ngram=4)

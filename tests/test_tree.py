@@ -1,0 +1,180 @@
+"""Topologies: static and on the device, against plain-Python walks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decoders.errors import DraftError
+from decoders.tree import Topology, TreeTensors
+
+CPU = torch.device("cpu")
+
+
+@st.composite
+def parent_lists(draw, max_nodes: int = 12, non_candidates: bool = False) -> list[int]:
+    """Parents of a tree; with `non_candidates`, some nodes have none and no children."""
+    parents = [-1]
+    for node in range(1, draw(st.integers(1, max_nodes))):
+        possible = [p for p in range(node) if p == 0 or parents[p] >= 0]
+        parents.append(draw(st.sampled_from([-1, *possible] if non_candidates else possible)))
+    return parents
+
+
+def walk(parents: list[int], node: int) -> list[int]:
+    path = [node]
+    while parents[path[-1]] >= 0:
+        path.append(parents[path[-1]])
+    return path
+
+
+def same(left: TreeTensors, right: TreeTensors) -> bool:
+    return all(torch.equal(getattr(left, f.name), getattr(right, f.name)) for f in dataclasses.fields(TreeTensors))
+
+
+def test_parents_read_as_an_example():
+    tree = Topology.from_parents([-1, 0, 1, 1])
+    assert tree.offsets == (0, 1, 2, 2)
+    assert tree.path_to(3) == (0, 1, 3)
+    assert (len(tree), tree.width, tree.max_depth) == (4, 3, 2)
+
+
+def test_chain_is_one_branch():
+    assert Topology.chain(3).parents == (-1, 0, 1, 2) == Topology.branches(1, 3).parents
+
+
+def test_no_guess_is_the_root_alone():
+    assert Topology.chain(0).parents == (-1,)
+    assert Topology.chain(0).max_depth == 0
+
+
+def test_branches_start_at_the_root():
+    assert Topology.branches(2, 2).parents == (-1, 0, 1, 0, 3)
+
+
+@given(parent_lists(non_candidates=True))
+def test_ancestors_are_the_walk_to_the_root(parents):
+    tree = Topology.from_parents(parents).tensors(2, CPU)
+    for node in range(len(parents)):
+        path = walk(parents, node)
+        candidate = path[-1] == 0
+        expected = [candidate and k in path for k in range(len(parents))]
+        assert tree.ancestors[0, node].tolist() == tree.ancestors[1, node].tolist() == expected
+        assert tree.visible[0, node].tolist() == [k in path for k in range(len(parents))]
+        assert tree.offsets[0, node] == len(path) - 1
+
+
+@given(parent_lists(non_candidates=True), parent_lists(non_candidates=True))
+def test_topology_made_on_the_device_equals_the_static_one(first, second):
+    nodes = max(len(first), len(second))
+    rows = [Topology.from_parents(p).padded(nodes) for p in (first, second)]
+    made = TreeTensors.from_parents(torch.tensor([r.parents for r in rows]))
+    for row, topology in enumerate(rows):
+        alone = TreeTensors(*(getattr(made, f.name)[row : row + 1] for f in dataclasses.fields(TreeTensors)))
+        assert same(alone, topology.tensors(1, CPU))
+
+
+def test_deep_chain_on_the_device_reaches_its_root():
+    made = TreeTensors.from_parents(torch.arange(-1, 64)[None])
+    assert same(made, Topology.chain(64).tensors(1, CPU))
+
+
+@given(parent_lists(non_candidates=True), parent_lists(non_candidates=True))
+def test_merged_trees_share_only_the_root(left, right):
+    a, b = Topology.from_parents(left), Topology.from_parents(right)
+    merged = a.merge(b)
+    assert len(merged) == len(a) + len(b) - 1
+    assert merged.parents[: len(a)] == a.parents
+    for node in range(1, len(b)):
+        moved = [0 if k == 0 else k + len(a) - 1 for k in walk(right, node)]
+        assert walk(list(merged.parents), node + len(a) - 1) == moved
+        assert merged.offsets[node + len(a) - 1] == b.offsets[node]
+
+
+def test_merging_renumbers_extra_sight():
+    window = Topology((-1, -1, -1), (0, 1, 2), ((), (0,), (0, 1)))
+    merged = Topology.chain(2).merge(window)
+    assert merged.extra_sight == ((), (), (), (0,), (0, 3))
+    assert merged.tensors(1, CPU).visible[0, 4].tolist() == [True, False, False, True, True]
+
+
+@given(parent_lists(non_candidates=True), st.integers(1, 14))
+def test_head_keeps_the_first_nodes(parents, nodes):
+    tree = Topology.from_parents(parents)
+    kept = tree.head(nodes)
+    assert kept.parents == tree.parents[:nodes]
+    assert kept.offsets == tree.offsets[:nodes]
+
+
+def test_head_forgets_sight_of_what_is_gone():
+    tree = Topology((-1, -1, -1), (0, 1, 2), ((), (0, 2), (0,)))
+    assert tree.head(2).extra_sight == ((), (0,))
+
+
+@given(parent_lists(), st.integers(1, 20))
+def test_padding_is_never_accepted_and_changes_nobody(parents, nodes):
+    tree = Topology.from_parents(parents)
+    padded = tree.padded(nodes)
+    assert len(padded) == max(nodes, len(tree))
+    tensors, n = padded.tensors(1, CPU), len(tree)
+    assert not tensors.ancestors[0, n:].any()
+    assert torch.equal(tensors.ancestors[:, :n, :n], tree.tensors(1, CPU).ancestors)
+    assert not tensors.visible[0, :n, n:].any()
+
+
+def test_paths_in_medusas_notation():
+    tree, guesses = Topology.from_paths([[0], [0, 0], [1], [0, 1], [1, 0]])
+    assert tree.parents == (-1, 0, 0, 1, 1, 2)
+    assert guesses == ((0, 0), (0, 1), (1, 0), (1, 1), (1, 0))
+
+
+@given(st.sets(st.lists(st.integers(0, 2), min_size=1, max_size=3).map(tuple), max_size=6))
+def test_every_path_becomes_the_node_that_it_spells(paths):
+    closed = {path[:end] for path in paths for end in range(1, len(path) + 1)}
+    tree, guesses = Topology.from_paths(sorted(closed))
+    spelled = {tuple(guesses[node - 1][1] for node in tree.path_to(n)[1:]) for n in range(1, len(tree))}
+    assert spelled == closed
+    assert all(level == tree.offsets[node + 1] - 1 for node, (level, _) in enumerate(guesses))
+
+
+def test_path_without_its_parent_is_refused():
+    with pytest.raises(DraftError, match=r"\[1, 0\] has no parent \[1\]"):
+        Topology.from_paths([[0], [1, 0]])
+
+
+@pytest.mark.parametrize(
+    ("parents", "offsets", "sight", "message"),
+    [
+        ((), (), (), "node 0 must be the root"),
+        ((0,), (0,), (), "node 0 must be the root"),
+        ((-1,), (1,), (), "node 0 must be the root"),
+        ((-1, 0), (0,), (), "lengths differ"),
+        ((-1, 0), (0, 1), ((),), "lengths differ"),
+        ((-1, 1), (0, 1), (), "a parent must come before its child"),
+        ((-1, 2, 0), (0, 1, 1), (), "a parent must come before its child"),
+        ((-1, -2), (0, 1), (), "a parent must come before its child"),
+        ((-1, 0), (0, 2), (), "one position after its parent"),
+        ((-1, -1, 1), (0, 1, 2), (), "can never be accepted"),
+        ((-1, -1), (0, 1), ((), (2,)), "numbered 0 to 1"),
+        ((-1, 0, 0), (0, 1, 1), ((), (), (1,)), "may see its own ancestors only"),
+        ((-1, -1), (0, 1), ((1,), ()), "may see its own ancestors only"),
+    ],
+)
+def test_broken_topology_is_refused(parents, offsets, sight, message):
+    with pytest.raises(DraftError, match=message):
+        Topology(parents, offsets, sight)
+
+
+@pytest.mark.parametrize("parents", [[-1, 1], [-1, 5], [-1, -2]])
+def test_from_parents_refuses_what_is_no_tree(parents):
+    with pytest.raises(DraftError):
+        Topology.from_parents(parents)
+
+
+def test_topologies_of_the_same_shape_share_their_tensors():
+    assert Topology.branches(2, 3).tensors(2, CPU) is Topology.branches(2, 3).tensors(2, CPU)
+    assert Topology.from_parents([-1, 0]) == Topology.chain(1)
