@@ -9,10 +9,10 @@
 from __future__ import annotations
 
 from .contestants import Call, Contestant, Workload, decode, strategy_contestants, transformers_contestants, workloads
-from .measure import Entry, Sample, measure, rotation
+from .interleave import Entry, Sample, calls, measure, rotation, take_turns, warm_up
 from .records import Record, Spread, summarise
 
 __all__ = [
-    "Call", "Contestant", "Entry", "Record", "Sample", "Spread", "Workload", "decode", "measure", "rotation",
-    "strategy_contestants", "summarise", "transformers_contestants", "workloads",
+    "Call", "Contestant", "Entry", "Record", "Sample", "Spread", "Workload", "calls", "decode", "measure", "rotation",
+    "strategy_contestants", "summarise", "take_turns", "transformers_contestants", "warm_up", "workloads",
 ]  # fmt: skip

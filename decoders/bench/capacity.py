@@ -10,7 +10,7 @@ import torch
 
 from .contestants import Contestant, Workload
 from .contestants import decode as _decode
-from .measure import Decode, rotation
+from .interleave import Decode, rotation
 from .records import Spread
 
 #: Tokens of the prompts used, and cache capacities compared (slots per row).

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from .bandwidth import weight_bytes
 from .contestants import YARDSTICK
-from .measure import Entry, Sample
+from .interleave import Entry, Sample
 
 
 @dataclass(frozen=True)

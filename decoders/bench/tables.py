@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
@@ -13,74 +14,86 @@ from .records import Record, Spread
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
-    """Two tables per dtype, batch size and kind of prompt: speed, and where the time and memory went."""
+    """Three tables per dtype, batch size and kind of prompt: speed, the parts of a step, and start-up and memory."""
     made = []
     for (dtype, batch, kind), group in groupby(records, key=lambda r: (r.dtype, r.batch, r.kind)):
         members = list(group)
         title = f"{kind} · {batch} row{'s' if batch > 1 else ''} · {dtype}"
-        made += [speed_table(members, title), step_table(members, title)]
+        made.append(speed_table(members, title))
+        if any(r.status == "ok" for r in members):
+            made += [step_table(members, f"{title} · ms per step"), start_table(members, f"{title} · start and memory")]
     return made
 
 
 def speed_table(records: Sequence[Record], title: str = "") -> Table:
-    """Speed, with the range over the repeats, and whether the output is transformers' own."""
-    table = Table(title=title, title_justify="left", pad_edge=False)
-    table.add_column("", no_wrap=True)
-    for header in ("tokens/s", "range", "ratio", "range", "first token", "tokens/step", "identical"):
-        table.add_column(header, justify="right", no_wrap=True)
-    table.add_column("")
+    """Medians with the range over the repeats, and whether the output is transformers' own; failures with their reason."""
+    table = _table(title, "tokens/s", "ratio", "first token", "tok/step", "identical")
     for r in records:
         if r.status != "ok":
-            table.add_row(r.contestant, *[""] * 7, reason(r))
             continue
         table.add_row(
-            Text(r.contestant, style="bold" if r.ours else ""),
-            number(r.tokens_per_second, ".1f"), span(r.tokens_per_second, ".1f"),
-            Text(number(r.ratio, ".2f") + ("×" if r.ratio else ""), style=ratio_style(r.ratio)), span(r.ratio, ".2f"),
-            number(r.first_token, ".1f", 1e3) + (" ms" if r.first_token else ""),
-            shown(r.accepted_length, ".2f"), identical(r), Text(r.difference, style="dim"),
+            _name(r), ranged(r.tokens_per_second, ".0f"), ranged(r.ratio, ".2f", ratio_style(r.ratio)),
+            shown(r.first_token and r.first_token.median * 1e3, ".1f", " ms"), shown(r.accepted_length, ".2f"), identical(r),
         )  # fmt: skip
+    absent = [r for r in records if r.status != "ok" or r.difference]
+    if absent:
+        lines = (Text.assemble(f"{r.contestant}: ", reason(r)) for r in absent)
+        table.caption, table.caption_justify = Text("\n").join(lines), "left"
     return table
 
 
 def step_table(records: Sequence[Record], title: str = "") -> Table:
-    """Milliseconds of a step by part, compilation, memory and bandwidth."""
-    table = Table(title=f"{title} · step", title_justify="left", pad_edge=False)
-    table.add_column("", no_wrap=True)
-    headers = ("ms/step", "propose", "core", "observe", "host", "outside core", "first call", "second", "compile",
-               "graphs", "again", "peak memory", "cache", "bandwidth")  # fmt: skip
-    for header in headers:
-        table.add_column(header, justify="right")
+    """Milliseconds of a step by part, and how close the core is to reading the weights at copy speed."""
+    parts = ("total", "propose", "core", "observe", "host")
+    table = _table(title, *parts, "outside core", "bandwidth")
     for r in records:
-        if r.status != "ok":
-            continue
-        s = r.step_ms
-        table.add_row(
-            r.contestant,
-            *(shown(getattr(s, part) if s else None, ".2f") for part in ("total", "propose", "core", "observe", "host")),
-            shown(r.outside_core, ".0%"), shown(r.first_call, ".2f", " s"), shown(r.second_call, ".2f", " s"),
-            shown(r.compile_seconds, ".1f", " s"), shown(r.compilations, "d"), shown(r.recompilations, "d"),
-            size(r.peak_memory), size(r.cache_bytes), shown(r.bandwidth_fraction, ".0%"),
-        )  # fmt: skip
+        if r.step_ms is not None:
+            times = (shown(getattr(r.step_ms, part), ".2f") for part in parts)
+            table.add_row(_name(r), *times, shown(r.outside_core, ".1%"), shown(r.bandwidth_fraction, ".0%"))
+    return table
+
+
+def start_table(records: Sequence[Record], title: str = "") -> Table:
+    """First and second call, compilation, memory. The first strategy pays for the core that all share."""
+    table = _table(title, "first call", "second", "compile", "graphs", "later", "memory", "cache")
+    for r in records:
+        if r.status == "ok":
+            table.add_row(
+                _name(r), shown(r.first_call, ".2f", " s"), shown(r.second_call, ".2f", " s"),
+                shown(r.compile_seconds, ".1f", " s"), shown(r.compilations, "d"), shown(r.recompilations, "d"),
+                size(r.peak_memory), size(r.cache_bytes),
+            )  # fmt: skip
     return table
 
 
 def capacity_table(rows: Sequence[Capacity]) -> Table:
     """Time of the core against the room in the cache."""
-    table = Table(title="step time against cache capacity", title_justify="left", pad_edge=False)
-    for header in ("dtype", "rows", "length", "slots", "core ms/step", "range", "ratio", ""):
-        table.add_column(header, justify="right")
+    table = _table("step time against cache capacity", "rows", "length", "slots", "core ms/step", "ratio")
     for c in rows:
         table.add_row(
-            c.dtype, str(c.batch), str(c.length), str(c.slots), number(c.core_ms, ".2f"), span(c.core_ms, ".2f"),
-            number(c.ratio, ".2f") + ("×" if c.ratio else ""), Text(c.reason, style="yellow"),
+            c.dtype, str(c.batch), str(c.length), str(c.slots),
+            ranged(c.core_ms, ".2f") if not c.reason else Text(c.reason, style="red"), ranged(c.ratio, ".2f"),
         )  # fmt: skip
     return table
 
 
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _name(record: Record) -> Text:
+    return Text(record.contestant, style="bold" if record.ours else "")
+
+
 def reason(record: Record) -> Text:
-    """Why a row has no figures, in the colour of a failure if it is one."""
-    return Text(record.reason, style="red" if record.status == "failed" else "yellow", overflow="fold")
+    """Why a row has no figures, in the colour of a failure if it is one; or where its output differs."""
+    if record.status == "ok":
+        return Text(f"differs from transformers in {record.difference}", style="red" if record.exact else "yellow")
+    return Text(f"{record.status}: {record.reason}", style="red" if record.status == "failed" else "yellow")
 
 
 def identical(record: Record) -> Text:
@@ -97,14 +110,11 @@ def ratio_style(ratio: Spread | None) -> str:
     return "" if ratio is None else "green" if ratio.low > 1 else "red" if ratio.high < 1 else ""
 
 
-def number(spread: Spread | None, form: str, scale: float = 1.0) -> str:
-    """The median, or nothing."""
-    return "" if spread is None else format(spread.median * scale, form)
-
-
-def span(spread: Spread | None, form: str) -> Text:
-    """Smallest and largest of the repeats."""
-    return Text("" if spread is None else f"{spread.low:{form}}–{spread.high:{form}}", style="dim")
+def ranged(spread: Spread | None, form: str, style: str = "") -> Text:
+    """The median and, dimmed, the smallest and largest of the repeats."""
+    if spread is None:
+        return Text("")
+    return Text.assemble((f"{spread.median:{form}}", style), (f" ({spread.low:{form}}–{spread.high:{form}})", "dim"))
 
 
 def shown(value: float | None, form: str, unit: str = "") -> str:

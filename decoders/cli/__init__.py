@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
@@ -65,18 +63,16 @@ def main() -> None:
 
 
 def _register() -> None:
-    from . import doctor, generate, listing, train, warmup
+    from . import bench, demo, doctor, generate, listing, train, warmup
 
+    app.command()(demo.demo)
     app.command()(generate.generate)
     app.command()(warmup.warmup)
+    app.command()(bench.bench)
     app.command()(listing.strategies)
     app.command()(listing.plugins)
     app.command()(doctor.doctor)
     app.add_typer(train.app, name="train")
-    # Until both files are there; then a plain import like the others.
-    for name in ("demo", "bench"):
-        if find_spec(f"{__name__}.{name}") is not None:
-            app.command()(getattr(import_module(f"{__name__}.{name}"), name))
 
 
 _register()

@@ -75,7 +75,7 @@ def bench(
     import torch
 
     from .. import bench as b
-    from ..bench import bandwidth, machine, measure
+    from ..bench import bandwidth, machine
     from ..bench import capacity as c
     from ..bench.tables import capacity_table, tables
     from . import models
@@ -113,7 +113,7 @@ def bench(
     else:
         texts = read_prompts(prompts, limit)
         groups = [b.workloads(tokenizer, texts, rows) for rows in batches]
-        total = sum(measure.calls(len(contestants), len(group), repeats) for group in groups)
+        total = sum(b.calls(len(contestants), len(group), repeats) for group in groups)
         records = []
         with progress_bar(progress_console, total) as advance:
             for group in groups:

@@ -10,18 +10,13 @@ import numpy as np
 
 from . import edits
 from .corpus import Source
+from .tokenizer import ids_of
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerFast
 
-EDIT_SHARE = 0.3
-
-
-def ids_of(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
-    """One text's ids without special tokens; quiet about texts longer than the model's context."""
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return ids
+EDIT_SHARE = 0.25
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: Iterable[str]) -> np.ndarray:
@@ -34,7 +29,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: Iterable[str]) -> np.ndarr
 
 
 class Batches:
-    """Batches of B rows of T + 1 ids: about 30% rows of edit tasks, the others windows of code.
+    """Batches of B rows of T + 1 ids: a quarter of the rows edit tasks, the others windows of code.
 
     Code windows are drawn without replacement: epoch e cuts the stream at its own random offset and permutes the
     windows. Edit rows start at a task and hold random functions with random renames, made on the fly.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -39,7 +40,8 @@ tags: [code, python, speculative-decoding]
 # {name}: one of two demo models of hf-decoders
 
 A Llama-style model of {parameters:,} parameters for Python code, made to show and measure decoding strategies on a
-laptop CPU. Its partner, `{other}`, has the same tokenizer. It is far too small to write code anyone should run.
+laptop CPU. Its partner, `{other}`, has the same tokenizer. It is far too small to write code anyone should run: greedy
+text often falls into a loop, which flatters every strategy that guesses from the text so far.
 
 | | |
 |---|---|
@@ -50,9 +52,9 @@ laptop CPU. Its partner, `{other}`, has the same tokenizer. It is far too small 
 | Weights | bf16 safetensors, tied embeddings |
 
 ## Data
-The Python standard library's own sources as installed with the interpreter: {files.train} files for training,
-{files.held_out} held out and never trained on, neither by the tokenizer nor by the models. The split is a hash of the
-file's path. Generated tables, invalid-on-purpose test files and per-machine files are left out.
+The standard library's own sources as installed with Python {platform.python_version()}: {files.train} files for
+training, {files.held_out} held out and never trained on, neither by the tokenizer nor by the models. The split is a
+hash of the file's path. Generated tables, invalid-on-purpose test files and per-machine files are left out.
 
 Licence of the data: {corpus.LICENCE} (Python Software Foundation License 2.0; a few files carry their own, compatible
 notices).
@@ -62,9 +64,10 @@ About {EDIT_SHARE:.0%} of the training rows are an *edit task* made from trainin
 model of this size to copy from its context, as large models do.
 
 ## Training
-{trainer.tokens:,} tokens seen (seed {run.seed}; {run.rows} rows of {run.length} a step), {trainer.seconds / 60:.0f}
-minutes on a CPU. Muon for the hidden matrices, AdamW for embeddings and norms, peak learning rate
-{shape.learning_rate:g}, warm-up, stable, linear decay over the last fifth. Reproduce with `decoders train demo`.
+{trainer.tokens:,} tokens seen (seed {run.seed}; {run.rows} rows of {run.length} a step).
+{trainer.seconds / 60:.0f} minutes on a CPU. Muon for the hidden matrices, AdamW for embeddings and norms.
+Peak learning rate {shape.learning_rate:g}, warm-up, stable, linear decay over the last fifth.
+Reproduce with `decoders train demo`.
 
 ## Held-out figures
 {_figures(figures)}

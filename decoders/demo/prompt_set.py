@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import corpus, edits
-from .batches import ids_of
 from .corpus import Source
+from .tokenizer import ids_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

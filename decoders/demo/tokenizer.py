@@ -36,3 +36,9 @@ def train_tokenizer(texts: Iterable[str], *, vocabulary: int = VOCABULARY) -> Pr
         model_max_length=CONTEXT,
         clean_up_tokenization_spaces=False,
     )
+
+
+def ids_of(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    """One text's ids without special tokens; quiet about texts longer than the model's context."""
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids

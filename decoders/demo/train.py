@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from . import card, corpus
 from .batches import Batches
 from .evaluate import agreement, evaluate
-from .shapes import SHAPES, Shape
+from .shapes import SHAPES, TOKENS, Shape
 from .tokenizer import train_tokenizer
 from .trainer import Run, Trainer, TrainingError
 
@@ -24,8 +24,8 @@ def train_demo(
     out_dir: str | os.PathLike[str],
     *,
     seed: int = 0,
-    target_tokens: int = 17_469_440,
-    draft_tokens: int = 20_480_000,
+    target_tokens: int = TOKENS["target"],
+    draft_tokens: int = TOKENS["draft"],
     resume: bool = True,
     compile: bool = True,
     bf16: bool = True,

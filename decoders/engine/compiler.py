@@ -6,6 +6,7 @@ import itertools
 import time
 import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -33,11 +34,19 @@ def compile_core(function: Callable, device: torch.device) -> Callable:
     On the CPU the weights are frozen into the graph, prepacked for its matrix kernels: verification of a few nodes then
     costs hardly more than one. Guards on modules are dropped; the engine compares weight fingerprints instead.
     """
-    options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
-    if device.type == "cpu":
-        return torch.compile(private(function), fullgraph=True, options=options | {"freezing": True})
+    options = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
     # On CUDA every block size and cache size is a graph of its own: kernels are tuned to it, and capture needs it static.
-    return torch.compile(private(function), fullgraph=True, dynamic=False, options=options)
+    dynamic = None if device.type == "cpu" else False
+    return torch.compile(private(function), fullgraph=True, dynamic=dynamic, options=options)
+
+
+def frozen_weights(device: torch.device) -> AbstractContextManager:
+    """Settings for what is compiled inside: weights frozen and prepacked, projections of one input joined, kernels
+    called from C++. As an option of ``torch.compile`` freezing has no effect, hence a context.
+    """
+    if device.type != "cpu":
+        return nullcontext()
+    return torch._inductor.config.patch({"freezing": True, "cpp.enable_concat_linear": True, "cpp_wrapper": True})
 
 
 class CompiledFunction:

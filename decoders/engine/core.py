@@ -96,7 +96,7 @@ class Core:
         self.target, self.plan = target, plan
 
     def step(self, guesses: Tensor, tree: TreeTensors, rows: Rows, view_range: Tensor) -> StepOutput:
-        """Runs one block. guesses: ``[B, N-1]`` int64, N at least 2. view_range: ``[view]``, see :class:`Rows`."""
+        """Runs one block. guesses: ``[B, N-1]`` int64, N at least 3. view_range: ``[view]``, see :class:`Rows`."""
         nodes, forwarded = self.forward(guesses, tree, rows, view_range)
         positions = rows.length[:, None] - rows.prompt_length[:, None] + tree.offsets
         scores = process(forwarded.logits, self.plan, rows.sampling, positions)

@@ -50,7 +50,8 @@ class Engine:
             step = self._steps.get((key[0], not key[1])) or compiler.compile_core(eager, self.target.device)
             try:
                 if self.target.device.type == "cpu":
-                    _warm_up(step, self.target, core.plan, 1 if rows == 1 else 3)
+                    with compiler.frozen_weights(self.target.device):
+                        _warm_up(step, self.target, core.plan, 1 if rows == 1 else 3)
                 self._steps[key] = step
             except Exception as error:  # noqa: BLE001 - whatever the compiler met
                 warnings.warn(f"the step could not be compiled, decoding eagerly instead: {error}", stacklevel=2)

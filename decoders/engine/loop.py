@@ -21,6 +21,8 @@ from .sampling import SamplingPlan
 
 #: Attention looks at a multiple of this many slots.
 VIEW_STEP = 64
+#: Smaller blocks are padded: sizes 0 and 1 would get graphs of their own, and two nodes more cost nothing.
+MIN_GUESSES = 2
 #: Blocks up to this size fit behind the longest row without growing the cache.
 BLOCK_MARGIN = 64
 
@@ -114,7 +116,7 @@ class _Call:
             target, request.prompts, self._capacity(), request.new_tokens,
             sampling_inputs(request.values, request.seed, self.batch, request.stop_tokens, target.device),
         )  # fmt: skip
-        self._no_guess = torch.full((self.batch, 1), -1, dtype=torch.int64, device=target.device)
+        self._no_guess = torch.full((self.batch, MIN_GUESSES), -1, dtype=torch.int64, device=target.device)
         self._prefill()
         context = Context(
             rows=self.batch, slots=self.rows.tokens.shape[1], device=target.device, compile=self._compile,
@@ -225,14 +227,16 @@ class _Call:
         return self._views[view]
 
     def _block(self, draft: Draft) -> tuple[Tensor, TreeTensors, Tensor]:
-        """A checked draft as the core wants it: at least two nodes, topology per row, attention's view."""
+        """A checked draft as the core wants it: at least three nodes, topology per row, attention's view."""
         draft.check(self.batch)
-        guesses = draft.tokens if draft.tokens.shape[1] else self._no_guess
+        guesses, missing = draft.tokens, MIN_GUESSES - draft.tokens.shape[1]
+        if missing > 0:
+            guesses = torch.cat([guesses, self._no_guess[:, :missing]], dim=1) if guesses.shape[1] else self._no_guess
         nodes = guesses.shape[1] + 1
         tree = draft.topology
         if isinstance(tree, Topology):
             if tree not in self._trees:
-                self._trees[tree] = tree.padded(2).tensors(self.batch, self.target.device)
+                self._trees[tree] = tree.padded(MIN_GUESSES + 1).tensors(self.batch, self.target.device)
             tree = self._trees[tree]
         longest = max(self.lengths)
         # The view must stay smaller than the cache: the graph was made with two different sizes.

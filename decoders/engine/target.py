@@ -50,7 +50,7 @@ class Target:
                 setattr(module, flex.KINDS_ATTRIBUTE, self.kinds)
         self.vocab_size = model.get_output_embeddings().weight.shape[0]
         self.max_positions = context_length(model)
-        self.backbone: nn.Module = getattr(self.model, self.model.base_model_prefix)
+        self.backbone = backbone_of(self.model)
         # The hidden states are taken where the head reads them: no model has to be asked how it names or norms them.
         self._head_inputs: list[Tensor] = []
         self.model.get_output_embeddings().register_forward_pre_hook(lambda _, args: self._head_inputs.append(args[0]))
@@ -137,6 +137,14 @@ def refuse_unfit(model: PreTrainedModel) -> None:
             f"{name} takes no position_ids (ALiBi derives positions from a 2-D mask), so nodes of a tree cannot be "
             f"placed. {advice}"
         )
+    rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    varying = [r.get("rope_type") for r in (rope, *(v for v in rope.values() if isinstance(v, dict)))]
+    if {"longrope", "dynamic"} & set(varying):
+        # The rotary table is chosen by the longest position of the whole batch, so a draft would change other tokens.
+        raise UnsupportedError(
+            f"{name} scales its rotary positions by the sequence's length (rope_type "
+            f"{' / '.join(str(v) for v in varying if v)}), which no static cache can follow exactly. {advice}"
+        )
     if model.get_output_embeddings() is None:
         raise UnsupportedError(f"{name} has no output head: load it as a causal language model. {advice}")
     devices = {p.device for p in model.parameters()}
@@ -144,6 +152,12 @@ def refuse_unfit(model: PreTrainedModel) -> None:
         raise UnsupportedError(
             f"{name} is spread over {', '.join(sorted(map(str, devices)))}; the shared loop needs one device. {advice}"
         )
+
+
+def backbone_of(model: PreTrainedModel) -> nn.Module:
+    """The model without its output head: the child that holds the input embeddings."""
+    embeddings = model.get_input_embeddings()
+    return next(child for child in model.children() if any(module is embeddings for module in child.modules()))
 
 
 def context_length(model: PreTrainedModel) -> int:

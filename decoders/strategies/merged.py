@@ -37,6 +37,7 @@ class Merged(Strategy):
     """
 
     name = "merged"
+    summary = "The proposals of several strategies, verified as one tree."
     settings_class = MergedSettings
 
     def __init__(self, parts: Sequence[Strategy], settings: MergedSettings | None = None) -> None:

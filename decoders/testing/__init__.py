@@ -1,5 +1,7 @@
 """For authors of strategies: the conformance kit and tiny models of many designs.
 
+For example::
+
     from decoders.testing import check_strategy
     check_strategy(MyStrategy())
 

@@ -55,7 +55,7 @@ def assert_same_tokens(
         if expected.shape == actual.shape:
             return
         raise AssertionError(
-            f"{what}: {actual.shape[1] - prompt} new tokens where {expected.shape[1] - prompt} are right; the common part is equal"
+            f"{what}: {actual.shape[1] - prompt} new tokens, not {expected.shape[1] - prompt}; the common part is equal"
         )
     row, at = min(different, key=lambda place: (place[1], place[0]))
     mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))[row].bool()
@@ -70,5 +70,6 @@ def assert_same_tokens(
         message += f"; plain logits there: {logits[right]:.6f} and {logits[wrong]:.6f}, {gap:.2g} apart"
         message += " (a near-tie: choose another seed)" if near else ""
     raise AssertionError(
-        f"{message}\n  expected {expected[row, prompt : at + 5].tolist()}\n  got      {actual[row, prompt : at + 5].tolist()}"
+        f"{message}\n  expected {expected[row, prompt : at + 5].tolist()}"
+        f"\n  got      {actual[row, prompt : at + 5].tolist()}"
     )

@@ -1,8 +1,10 @@
 """The conformance kit: what every strategy must pass, whoever wrote it.
 
-    check_strategy(MyStrategy(width=3))                        # all checks, AssertionError at the first that fails
+In one call, or as one pytest case per check::
 
-    @parametrize_with_checks([MyStrategy(), MyStrategy(width=3)])   # or one pytest case per check
+    check_strategy(MyStrategy(width=3))
+
+    @parametrize_with_checks([MyStrategy(), MyStrategy(width=3)])
     def test_strategy(strategy, check):
         check(strategy)
 """
@@ -21,13 +23,13 @@ from .checks import Conditions
 
 Check = Callable[..., None]
 
-#: All checks, cheap ones first.
+#: All checks; those whose message is the most precise come first.
 CHECKS: tuple[Check, ...] = (
     checks.check_class,
     checks.check_settings,
-    checks.check_copies,
     checks.check_drafts,
     checks.check_on_device,
+    checks.check_copies,
     checks.check_one_new_token,
     checks.check_report,
     checks.check_greedy_equals_transformers,

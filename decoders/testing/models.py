@@ -24,7 +24,8 @@ WINDOW = 8
 CHUNK = 12
 
 _LLAMA_LIKE = dict(
-    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512
+    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    max_position_embeddings=512,
 )  # fmt: skip
 _NO_GQA = {k: v for k, v in _LLAMA_LIKE.items() if k != "num_key_value_heads"}
 _GPT_LIKE = dict(n_embd=32, n_layer=2, n_head=4, n_positions=512)
@@ -106,7 +107,12 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "gemma": _decoder("gemma", embedding=0.03, head_dim=8),
         "gemma2": _decoder("gemma2", embedding=0.03, head_dim=8, query_pre_attn_scalar=8, sliding_window=WINDOW),
         "gemma3": _decoder(
-            "gemma3_text", embedding=0.03, head_dim=8, query_pre_attn_scalar=8, sliding_window=WINDOW, layer_types=_SLIDING_FULL
+            "gemma3_text",
+            embedding=0.03,
+            head_dim=8,
+            query_pre_attn_scalar=8,
+            sliding_window=WINDOW,
+            layer_types=_SLIDING_FULL,
         ),
         "phi": _decoder("phi"),
         "phi3": _decoder("phi3", sliding_window=WINDOW),
@@ -117,16 +123,28 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "opt": Architecture(
             "opt",
             MappingProxyType(
-                dict(hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=32,
-                     max_position_embeddings=512, dropout=0.0)  # fmt: skip
+                dict(
+                    hidden_size=32,
+                    ffn_dim=48,
+                    num_hidden_layers=2,
+                    num_attention_heads=4,
+                    word_embed_proj_dim=32,
+                    max_position_embeddings=512,
+                    dropout=0.0,
+                )  # fmt: skip
             ),
             embedding=0.1,
         ),
         "falcon": Architecture(
             "falcon",
             MappingProxyType(
-                dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_kv_heads=2,
-                     new_decoder_architecture=True)  # fmt: skip
+                dict(
+                    hidden_size=32,
+                    num_hidden_layers=2,
+                    num_attention_heads=4,
+                    num_kv_heads=2,
+                    new_decoder_architecture=True,
+                )  # fmt: skip
             ),
             embedding=0.1,
         ),
@@ -140,16 +158,32 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "olmo2": _decoder("olmo2"),
         "granite": _decoder("granite"),
         "cohere": _decoder("cohere", embedding=0.1, logit_scale=1.0),
-        "cohere2": _decoder("cohere2", embedding=0.1, logit_scale=1.0, sliding_window=WINDOW, layer_types=_SLIDING_FULL),
+        "cohere2": _decoder(
+            "cohere2", embedding=0.1, logit_scale=1.0, sliding_window=WINDOW, layer_types=_SLIDING_FULL
+        ),
         "smollm3": _decoder("smollm3", embedding=0.1, no_rope_layers=[1, 0]),
         "gpt_oss": _decoder(
-            "gpt_oss", head_dim=8, sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2,
+            "gpt_oss",
+            head_dim=8,
+            sliding_window=WINDOW,
+            num_local_experts=4,
+            num_experts_per_tok=2,
             max_position_embeddings=131072,
         ),
         "deepseek_v3": _decoder(
-            "deepseek_v3", num_key_value_heads=4, moe_intermediate_size=24, n_routed_experts=4, n_group=2, topk_group=1,
-            num_experts_per_tok=2, first_k_dense_replace=1, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8,
-            qk_nope_head_dim=8, v_head_dim=12,
+            "deepseek_v3",
+            num_key_value_heads=4,
+            moe_intermediate_size=24,
+            n_routed_experts=4,
+            n_group=2,
+            topk_group=1,
+            num_experts_per_tok=2,
+            first_k_dense_replace=1,
+            kv_lora_rank=16,
+            q_lora_rank=16,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=8,
+            v_head_dim=12,
         ),  # fmt: skip
         "starcoder2": _decoder("starcoder2", embedding=0.1, sliding_window=WINDOW),
         "glm4": _decoder("glm4", head_dim=8),
@@ -157,8 +191,13 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "hunyuan": _decoder("hunyuan_v1_dense", head_dim=8),
         "ministral": _decoder("ministral", head_dim=8, sliding_window=WINDOW, layer_types=_SLIDING_FULL),
         "llama4": _decoder(
-            "llama4_text", head_dim=8, intermediate_size_mlp=48, num_local_experts=4, interleave_moe_layer_step=2,
-            attention_chunk_size=CHUNK, no_rope_layers=[1, 0],
+            "llama4_text",
+            head_dim=8,
+            intermediate_size_mlp=48,
+            num_local_experts=4,
+            interleave_moe_layer_step=2,
+            attention_chunk_size=CHUNK,
+            no_rope_layers=[1, 0],
         ),  # fmt: skip
     }
 )
@@ -178,7 +217,15 @@ UNSUPPORTED: Mapping[str, Architecture] = MappingProxyType(
         "t5": Architecture(
             "t5",
             MappingProxyType(
-                dict(d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, decoder_start_token_id=0, is_encoder_decoder=True)
+                dict(
+                    d_model=32,
+                    d_kv=8,
+                    d_ff=48,
+                    num_layers=1,
+                    num_heads=4,
+                    decoder_start_token_id=0,
+                    is_encoder_decoder=True,
+                )
             ),
             seq2seq=True,
         ),

@@ -15,8 +15,11 @@ from ..tree import Topology, TreeTensors
 
 #: Tensor methods that make the host wait for the device, or whose result has a size only the device knows.
 HOST_READS = frozenset(
-    "item tolist numpy cpu __bool__ __int__ __float__ __index__ __array__ nonzero masked_select unique bincount".split()
-)
+    {
+        "item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__array__",
+        "nonzero", "masked_select", "unique", "bincount",
+    }
+)  # fmt: skip
 
 
 class HostReadError(AssertionError):
@@ -24,10 +27,11 @@ class HostReadError(AssertionError):
 
 
 class _NoHostReads(TorchFunctionMode):
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # noqa: ANN001 - torch's protocol
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
         by_mask = name == "__getitem__" and any(
-            isinstance(i, Tensor) and i.dtype == torch.bool for i in (args[1] if isinstance(args[1], tuple) else args[1:])
+            isinstance(i, Tensor) and i.dtype == torch.bool
+            for i in (args[1] if isinstance(args[1], tuple) else args[1:])
         )
         if name in HOST_READS or by_mask:
             shown = "indexing with a bool mask" if by_mask else f"{name}()"
@@ -103,7 +107,7 @@ def inspect_draft(draft: Draft, sequences: Sequences, vocab: int) -> None:
     assert draft.tokens.device == device, f"draft tokens are on {draft.tokens.device}, the loop on {device}"
     if draft.tokens.numel():
         low, high = draft.tokens.min().item(), draft.tokens.max().item()
-        assert -1 <= low and high < vocab, f"draft tokens must lie in -1 … {vocab - 1}, not {low} … {high}"
+        assert low >= -1 and high < vocab, f"draft tokens must lie in -1 … {vocab - 1}, not {low} … {high}"
     if isinstance(draft.topology, TreeTensors):
         inspect_tree(draft.topology, rows)
     else:
@@ -124,7 +128,9 @@ def inspect_tree(tree: TreeTensors, rows: int) -> None:
     for row in range(rows):
         parents, offsets = tree.parents[row].tolist(), tree.offsets[row].tolist()
         ancestors, visible = tree.ancestors[row].tolist(), tree.visible[row].tolist()
-        assert ancestors[0] == [True] + [False] * (n - 1) and offsets[0] == 0, "node 0 must be the root, its own ancestor"
+        assert ancestors[0] == [True] + [False] * (n - 1) and offsets[0] == 0, (
+            "node 0 must be the root, its own ancestor"
+        )
         for node in range(1, n):
             if not any(ancestors[node]):
                 continue  # no candidate: it may see and be whatever it likes
@@ -133,6 +139,12 @@ def inspect_tree(tree: TreeTensors, rows: int) -> None:
             wanted = list(ancestors[parent])
             wanted[node] = True
             assert any(ancestors[parent]), f"node {node} continues node {parent}, which can never be accepted"
-            assert ancestors[node] == wanted, f"ancestors of node {node} are not those of its parent {parent} and itself"
-            assert offsets[node] == offsets[parent] + 1, f"node {node} does not sit one position after its parent {parent}"
-            assert visible[node] == wanted, f"node {node} may be accepted, so it must see its ancestors, itself, nothing else"
+            assert ancestors[node] == wanted, (
+                f"ancestors of node {node} are not those of its parent {parent} and itself"
+            )
+            assert offsets[node] == offsets[parent] + 1, (
+                f"node {node} does not sit one position after its parent {parent}"
+            )
+            assert visible[node] == wanted, (
+                f"node {node} may be accepted, so it must see its ancestors, itself, nothing else"
+            )

@@ -127,12 +127,13 @@ def test_stream_separates_documents(tokenizer):
 
 
 def test_batch_depends_on_seed_and_step_alone(few, tokenizer):
-    first = Batches(few, tokenizer, seed=1, rows=4, length=32)
-    second = Batches(few, tokenizer, seed=1, rows=4, length=32)
+    some = few[:25]
+    first = Batches(some, tokenizer, seed=1, rows=4, length=32)
+    second = Batches(some, tokenizer, seed=1, rows=4, length=32)
     second.batch(5000)  # another epoch: leaves nothing behind
     assert first.batch(3).equal(second.batch(3))
     assert not first.batch(3).equal(first.batch(4))
-    assert not first.batch(3).equal(Batches(few, tokenizer, seed=2, rows=4, length=32).batch(3))
+    assert not first.batch(3).equal(Batches(some, tokenizer, seed=2, rows=4, length=32).batch(3))
     assert first.edit_rows == 1
     assert tokenizer.decode(first.batch(3)[-1]).startswith("# original\n")
 

@@ -50,17 +50,20 @@ def test_shipped_tokenizer_is_lossless(models):
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_target_copies_with_the_rename(models):
-    model, tokenizer = models["target"]
-    text = (
-        "# original\ndef area(shape, scale):\n    width = shape.width * scale\n    height = shape.height * scale\n"
-        "    if width < 0:\n        raise ValueError(width)\n    return width * height\n\n# copy\n"
-    )
-    ids = tokenizer(text, return_tensors="pt")
-    expected = tokenizer(text[len("# original\n") : -len("\n# copy\n")])["input_ids"]
-    out = model.generate(**ids, do_sample=False, max_new_tokens=len(expected))[0, ids["input_ids"].shape[1] :].tolist()
-    matches = sum(left == right for left, right in zip(out, expected, strict=False))
-    assert matches >= 0.9 * len(expected)
+def test_target_copies_from_its_context_better_than_the_draft(models):
+    share = {}
+    for name, (model, tokenizer) in models.items():
+        right, count = 0, 0
+        for prompt in demo.prompts("copy"):
+            start = tokenizer(prompt.text, return_tensors="pt")["input_ids"]
+            answer = tokenizer(prompt.answer, return_tensors="pt")["input_ids"]
+            with torch.no_grad():
+                logits = model(torch.cat([start, answer], dim=1)).logits[:, start.shape[1] - 1 : -1]
+            right += int((logits.argmax(-1) == answer).sum())
+            count += answer.numel()
+        share[name] = right / count
+    assert share["target"] > 0.9
+    assert share["target"] > share["draft"] > 0.8
 
 
 def test_cards_name_data_licence_tokens_and_loss():

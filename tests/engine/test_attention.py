@@ -52,7 +52,9 @@ def test_mask_is_its_definition(block, window, chunk):
 
 def test_every_node_sees_at_least_itself():
     tree = Topology.chain(2).padded(5).tensors(1, CPU)
-    mask = build_mask((LayerKind(window=1), LayerKind(chunk=1)), torch.tensor([4]), tree.offsets, tree.visible, 16, torch.float32)
+    mask = build_mask(
+        (LayerKind(window=1), LayerKind(chunk=1)), torch.tensor([4]), tree.offsets, tree.visible, 16, torch.float32
+    )
     assert (mask == 0).any(-1).all()
 
 

@@ -123,7 +123,9 @@ def test_noise_does_not_depend_on_the_other_rows_and_nodes():
 
 
 def test_noise_differs_between_rows_positions_and_seeds():
-    noise = torch.cat([gumbel_noise(row_keys(seed, 3, CPU), torch.arange(3).expand(3, 3), 4).flatten() for seed in (0, 1)])
+    noise = torch.cat(
+        [gumbel_noise(row_keys(seed, 3, CPU), torch.arange(3).expand(3, 3), 4).flatten() for seed in (0, 1)]
+    )
     assert len(noise.unique()) == len(noise)
 
 
@@ -172,7 +174,10 @@ def test_draws_follow_the_softmax():
     scores = 2 * torch.randn(8, generator=torch.Generator().manual_seed(0))
     draws, rows = 40, 1000
     chosen = choose(
-        scores.expand(rows, draws, 8), SamplingPlan(sample=True), inputs(rows=rows), torch.arange(draws).expand(rows, draws)
+        scores.expand(rows, draws, 8),
+        SamplingPlan(sample=True),
+        inputs(rows=rows),
+        torch.arange(draws).expand(rows, draws),
     )
     counts = torch.bincount(chosen.flatten(), minlength=8)
     expected = scores.double().softmax(-1) * draws * rows

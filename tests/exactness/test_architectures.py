@@ -78,7 +78,9 @@ def test_sampled_tokens_depend_on_the_seed_alone(name, kind):
 def test_sampling_is_not_greedy_and_follows_the_seed():
     model, inputs = enabled("llama"), prompts(4)
     assert not torch.equal(sampled("llama"), plain("llama", 4))
-    other = decode(model, inputs, "autoregressive", max_new_tokens=NEW, decoders_config=EAGER, **SAMPLING | {"seed": 12})
+    other = decode(
+        model, inputs, "autoregressive", max_new_tokens=NEW, decoders_config=EAGER, **SAMPLING | {"seed": 12}
+    )
     assert not torch.equal(sampled("llama"), other.sequences)
 
 

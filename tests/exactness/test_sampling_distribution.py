@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from scipy import stats
-from transformers import LogitsProcessorList, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import decoders
@@ -34,7 +34,11 @@ def model():
 def probabilities(model, prefix: torch.Tensor) -> torch.Tensor:
     """``[V]``: what transformers' warpers make of the logits after `prefix`."""
     warpers = LogitsProcessorList(
-        [TemperatureLogitsWarper(OPTIONS["temperature"]), TopKLogitsWarper(OPTIONS["top_k"]), TopPLogitsWarper(OPTIONS["top_p"])]
+        [
+            TemperatureLogitsWarper(OPTIONS["temperature"]),
+            TopKLogitsWarper(OPTIONS["top_k"]),
+            TopPLogitsWarper(OPTIONS["top_p"]),
+        ]
     )
     with torch.no_grad():
         logits = model(prefix).logits[:, -1].float()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models
+from tokenizers import decoders as token_decoders
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import decoders
@@ -24,10 +25,13 @@ def fresh() -> PreTrainedModel:
 
 
 @pytest.fixture(scope="session")
-def words() -> PreTrainedTokenizerFast:
-    """A tokenizer of the tiny models' vocabulary, one word per token: ``w0 w1 … w127``."""
-    backend = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w1"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+def letters() -> PreTrainedTokenizerFast:
+    """A tokenizer of the tiny models' vocabulary: the printable characters and some pairs of them."""
+    single = ["<pad>", "<unk>", *map(chr, range(32, 127))]
+    pairs = [(a, b) for a in "etaoins" for b in "hrdlu"][: VOCAB - len(single)]
+    vocab = {token: i for i, token in enumerate([*single, *(a + b for a, b in pairs)])}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=pairs, unk_token="<unk>"))
+    backend.decoder = token_decoders.Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, unk_token="w1", pad_token="w0", padding_side="left", clean_up_tokenization_spaces=False
+        tokenizer_object=backend, unk_token="<unk>", pad_token="<pad>", padding_side="left", clean_up_tokenization_spaces=False
     )

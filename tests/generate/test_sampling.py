@@ -44,7 +44,8 @@ def transformers_processors(model: PreTrainedModel, inputs: dict[str, Tensor], o
     model._prepare_special_tokens(config, True, device="cpu")
     prompt = inputs["input_ids"].shape[1]
     config.min_length = prompt + (config.min_new_tokens or 0)
-    return model._get_logits_processor(config, prompt, inputs["input_ids"], None, [], device="cpu")
+    masked = {"attention_mask": inputs["attention_mask"]}
+    return model._get_logits_processor(config, prompt, inputs["input_ids"], None, [], device="cpu", model_kwargs=masked)
 
 
 @pytest.mark.parametrize("rows", [1, 3], ids=["alone", "ragged"])
@@ -61,8 +62,8 @@ def test_scores_are_transformers_processors_applied_to_plain_logits(llama: PreTr
             forced = llama(text).logits[0, int(kept.sum()) - 1 : -1]
         for t, token in enumerate(out.sequences[row, 24:].tolist()):
             torch.testing.assert_close(out.logits[t][row], forced[t], atol=2e-4, rtol=1e-4)
-            prefix = out.sequences[row : row + 1, : 24 + t]
-            torch.testing.assert_close(out.scores[t][row], processors(prefix, out.logits[t][row][None])[0])
+            processed = processors(out.sequences[:, : 24 + t], out.logits[t].clone())
+            torch.testing.assert_close(out.scores[t][row], processed[row])
             assert out.scores[t][row, token].isfinite(), "the token drawn is one that the processors left"
             if token in stops:
                 break

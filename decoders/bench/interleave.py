@@ -10,17 +10,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
+from ..errors import DecodersError
 from .contestants import Call, Contestant, Workload, stop_tokens, synchronize
 from .contestants import decode as _decode
 from .memory import PeakMemory
 
 T = TypeVar("T")
 Decode = Callable[..., Call]
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class Check:
 
 @dataclass
 class Entry:
-    """A contestant at one batch size. `reason` says why there are no figures: "impossible" before it ran, or "failed"."""
+    """A contestant at one batch size. `reason` says why there are no figures: "impossible" (refused) or "failed"."""
 
     contestant: Contestant
     rows: int
@@ -102,55 +105,84 @@ def measure(
     *,
     new_tokens: int,
     repeats: int = 3,
-    progress: Callable[[str], None] = lambda what: None,
+    progress: Progress = lambda what: None,
     decode: Decode = _decode,
     first_tokens: bool = True,
 ) -> list[Entry]:
-    """Measures all contestants on workloads of one batch size.
+    """:func:`warm_up`, then :func:`take_turns`, on workloads of one batch size.
 
-    Two warm-up calls each (compilation, memory), one untimed call per workload (tokens, warm caches for its shape), then
-    `repeats` rounds over all workloads in which the contestants take turns. A contestant that raises is out, and its
-    entry says why. `progress` is called after every call, :func:`calls` times in all if nothing fails.
+    A contestant that raises is out, and its entry says why. `progress` is called after every call.
     """
+    entries = warm_up(contestants, workloads, new_tokens=new_tokens, progress=progress, decode=decode)
+    take_turns(
+        entries, workloads, new_tokens=new_tokens, repeats=repeats, progress=progress, decode=decode,
+        first_tokens=first_tokens,
+    )  # fmt: skip
+    return entries
+
+
+def warm_up(
+    contestants: Sequence[Contestant],
+    workloads: Sequence[Workload],
+    *,
+    new_tokens: int,
+    progress: Progress = lambda what: None,
+    decode: Decode = _decode,
+) -> list[Entry]:
+    """Two calls of every contestant on the first workload: what compiles compiles here, and memory is measured."""
     rows = {w.rows for w in workloads}
     if len(rows) != 1:
         raise ValueError(f"workloads of one run have one number of rows, not {sorted(rows)}")
-    kind_of = {w.name: w.kind for w in workloads}
-    entries = [Entry(c, workloads[0].rows, kind_of=kind_of) for c in contestants]
+    entries = [Entry(c, workloads[0].rows, kind_of={w.name: w.kind for w in workloads}) for c in contestants]
     for entry in entries:
         entry.reason = entry.contestant.refusal(entry.rows)
         entry.status = "impossible" if entry.reason else "ok"
+        progress(f"{entry.contestant.name} · compile, warm up")
+        _attempt(entry, partial(_warm_up, entry, workloads[0], new_tokens, decode))
+    return entries
 
-    def attempt(entry: Entry, what: str, action: Callable[[], None]) -> None:
-        if entry.status == "ok":
-            try:
-                action()
-            except Exception as error:  # noqa: BLE001 - a failure is a result here, and must not end the run
-                entry.status, entry.reason = "failed", f"{what}: {type(error).__name__}: {_first_line(error)}"
-        progress(f"{entry.contestant.name} · {what}")
 
-    for entry in entries:
-        attempt(entry, "warm-up", lambda e=entry: _warm_up(e, workloads[0], new_tokens, decode))
+def take_turns(
+    entries: Sequence[Entry],
+    workloads: Sequence[Workload],
+    *,
+    new_tokens: int,
+    repeats: int = 3,
+    progress: Progress = lambda what: None,
+    decode: Decode = _decode,
+    first_tokens: bool = True,
+) -> None:
+    """One untimed call per workload (what is written, warm caches for its shape), then `repeats` timed rounds over all
+    workloads, in each of which the contestants run in another order.
+    """
     for workload in workloads:
         for entry in entries:
-            attempt(entry, "check", lambda e=entry, w=workload: _check(e, w, new_tokens, decode))
+            progress(f"{entry.contestant.name} · check")
+            _attempt(entry, partial(_check, entry, workload, new_tokens, decode))
     turn = 0
     for repeat in range(repeats):
         for workload in workloads:
             for position, entry in enumerate(rotation(entries, turn)):
-                attempt(
-                    entry,
-                    f"round {repeat + 1} of {repeats}",
-                    lambda e=entry, w=workload, r=repeat, p=position: e.samples.append(
-                        _sample(e, w, r, p, new_tokens, decode, first_tokens)
-                    ),
+                progress(f"{entry.contestant.name} · round {repeat + 1} of {repeats}")
+                _attempt(
+                    entry, partial(_sample, entry, workload, repeat, position, new_tokens, decode, first_tokens)
                 )
             turn += 1
-    return entries
+
+
+def _attempt(entry: Entry, action: Callable[[], None]) -> None:
+    if entry.status != "ok":
+        return
+    try:
+        action()
+    except DecodersError as error:  # a refusal, with its reason
+        entry.status, entry.reason = "impossible", _first_line(error)
+    except Exception as error:  # noqa: BLE001 - a failure is a result here, and must not end the run
+        entry.status, entry.reason = "failed", f"{type(error).__name__}: {_first_line(error)}"
 
 
 def calls(contestants: int, workloads: int, repeats: int) -> int:
-    """How often :func:`measure` reports progress."""
+    """How often :func:`measure` reports progress; :func:`take_turns` alone does `contestants` times less."""
     return contestants * (1 + workloads * (1 + repeats))
 
 
@@ -182,7 +214,7 @@ def _check(entry: Entry, workload: Workload, new_tokens: int, decode: Decode) ->
 
 def _sample(
     entry: Entry, workload: Workload, repeat: int, position: int, new_tokens: int, decode: Decode, first_tokens: bool
-) -> Sample:
+) -> None:
     call = decode(entry.contestant, workload, new_tokens)
     count = sum(map(len, written(entry.contestant, workload, call.sequences)))
     first = first_token(entry.contestant, workload, new_tokens, decode) if first_tokens else None
@@ -190,8 +222,10 @@ def _sample(
     if call.report is not None:
         t = call.report.timings
         parts = dict(steps=call.report.steps, prefill=t.prefill, propose=t.propose, core=t.core, observe=t.observe, host=t.host)
-    return Sample(
-        workload.name, repeat, position, call.decoding, call.compile_seconds, call.compilations, count, first, **parts
+    entry.samples.append(
+        Sample(
+            workload.name, repeat, position, call.decoding, call.compile_seconds, call.compilations, count, first, **parts
+        )
     )
 
 

@@ -1,0 +1,112 @@
+"""Text as it is written, with the tokens that a draft got right in a colour of their own."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.text import Text
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
+
+from .contestants import Contestant, Workload, decode
+
+ACCEPTED, OWN = "bold green", "white"
+#: Lines of the prompt that stay in view.
+PROMPT_LINES = 4
+
+
+class ColouredStream(BaseStreamer):
+    """A streamer of one row that knows which of its tokens were accepted guesses.
+
+    Of the tokens of a step all but the last were guessed; the last is the target's own. (Where the end of the row cuts
+    a step short its last token may have been guessed too.)
+
+    Attributes:
+        pieces: (text, accepted) per token; a token that ends within a character has the text of none.
+        steps: steps taken. drawing: seconds spent in `on_change`.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_change: Any = lambda: None) -> None:
+        self.tokenizer, self.on_change = tokenizer, on_change
+        self.pieces: list[tuple[str, bool]] = []
+        self.steps, self.drawing = 0, 0.0
+        self._tokens: list[int] = []
+        self._text = ""
+        self._accepted: deque[bool] = deque()
+        self._prompt_seen = False
+
+    def on_step(self, new: list[list[int]]) -> None:
+        """Told the new tokens of each row before they are put."""
+        self.steps += 1
+        self._accepted.extend([True] * (len(new[0]) - 1) + [False] * bool(new[0]))
+
+    def put(self, value: Tensor) -> None:
+        if not self._prompt_seen:
+            self._prompt_seen = True
+            return
+        for token in value.flatten().tolist():
+            self._tokens.append(token)
+            text = self.tokenizer.decode(self._tokens, skip_special_tokens=True)
+            whole = text if not text.endswith("\ufffd") else self._text
+            accepted = self._accepted.popleft() if self._accepted else False
+            self.pieces.append((whole[len(self._text) :], accepted))
+            self._text = whole
+        if not self._accepted:  # a whole step is there, or the method tells no steps
+            self._draw()
+
+    def end(self) -> None:
+        self._draw()
+
+    def text(self) -> Text:
+        """What has been written, coloured."""
+        return Text.assemble(*((piece, ACCEPTED if accepted else OWN) for piece, accepted in self.pieces))
+
+    def _draw(self) -> None:
+        started = time.perf_counter()
+        self.on_change()
+        self.drawing += time.perf_counter() - started
+
+
+def show(
+    console: Console,
+    contestant: Contestant,
+    workload: Workload,
+    tokenizer: PreTrainedTokenizerBase,
+    name: str,
+    prompt: str,
+    new_tokens: int,
+) -> None:
+    """Decodes `workload` (one row) on the screen; the speed shown leaves the drawing out."""
+    started = time.perf_counter()
+    stream = ColouredStream(tokenizer)
+
+    def panel() -> Panel:
+        seconds = time.perf_counter() - started - stream.drawing
+        count = len(stream.pieces)
+        figures = f"{count / seconds:.0f} tokens/s" if seconds > 0 else ""
+        if stream.steps:
+            figures += f" · {count / stream.steps:.2f} tokens per step"
+        legend = Text.assemble(("guessed ahead", ACCEPTED), " · ", ("the target's own", OWN)) if stream.steps else None
+        return Panel(
+            Text.assemble(*_tail(prompt, stream.text(), console)),
+            title=f"{name} · [bold]{contestant.name}[/]" + (f"   {legend.markup}" if legend else ""),
+            title_align="left", subtitle=figures, subtitle_align="right",
+        )  # fmt: skip
+
+    with Live(panel(), console=console, auto_refresh=False) as view:
+        stream.on_change = lambda: view.update(panel(), refresh=True)
+        decode(contestant, workload, new_tokens, stream)
+
+
+def _tail(prompt: str, written: Text, console: Console) -> list[Any]:
+    """The prompt's last lines, dimmed, and as much of what was written as the screen holds."""
+    width, room = max(console.width - 4, 20), max(console.height - 5 - PROMPT_LINES, 5)
+    shown = Text("\n").join(written.wrap(console, width, no_wrap=None)[-room:]) if written.plain.count("\n") > room else written
+    kept = prompt.split("\n")[-PROMPT_LINES:]
+    return [("…\n" if len(kept) < prompt.count("\n") + 1 else "", "dim"), ("\n".join(kept), "dim"), shown]

@@ -1,0 +1,388 @@
+"""Writes docs/reference/ from the code: ``python docs/generate_reference.py [FOLDER]``.
+
+Whatever is public and undocumented (a name without a docstring, a setting or an option without a description, a hook
+without a contract) is an error here, and so in the tests.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import typing
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import decoders
+from decoders import cli, demo, errors, hookspecs, library, plugins, report, settings, strategies, testing
+from decoders import generate as seam
+from decoders.engine import sampling
+from decoders.strategies import merged
+
+HERE = Path(__file__).parent
+NOTE = "<!-- Made by docs/generate_reference.py from the code. Do not edit. -->\n\n"
+
+
+class UndocumentedError(Exception):
+    """Something public lacks its documentation."""
+
+
+def pages() -> dict[str, str]:
+    """File name to content of every page of the reference."""
+    made = {
+        "README.md": contents, "api.md": api, "generate.md": generate, "strategies.md": strategy_page,
+        "settings.md": settings_page, "hooks.md": hooks, "cli.md": command_line, "testing.md": kit, "errors.md": error_page,
+    }  # fmt: skip
+    return {name: NOTE + "\n".join(make()).rstrip() + "\n" for name, make in made.items()}
+
+
+def contents() -> Iterator[str]:
+    yield "# Reference\n"
+    yield "Made from the code, one page each:\n"
+    yield "- [Python API](api.md): `decoders` and the modules that users call."
+    yield "- [Arguments of generate](generate.md): ours, and those of transformers that are refused."
+    yield "- [Strategies](strategies.md): what each one does, and its settings."
+    yield "- [Settings](settings.md): settings of the loop, variables, files."
+    yield "- [Hooks](hooks.md): what a plugin implements."
+    yield "- [Command line](cli.md): commands and options."
+    yield "- [Testing kit](testing.md): `decoders.testing`."
+    yield "- [Errors](errors.md): every exception raised on purpose."
+
+
+# --- Python -----------------------------------------------------------------------------------------------------------
+
+
+def api() -> Iterator[str]:
+    yield "# Python API\n"
+    yield "## decoders\n"
+    submodules = [name for name in decoders.__all__ if inspect.ismodule(getattr(decoders, name))]
+    for name in sorted(set(decoders.__all__) - set(submodules)):
+        yield from entry("decoders", name, getattr(decoders, name))
+    links = {"testing": "[testing kit](testing.md)", "strategies": "[strategies](strategies.md)", "demo": "below"}
+    yield "Modules: " + ", ".join(f"`decoders.{name}` ({links[name]})" for name in submodules) + ".\n"
+    yield from section("decoders.report", {"Timings": report.Timings})
+    yield from section("decoders.settings", {n: getattr(settings, n) for n in ("RuntimeSettings", "load_settings")})
+    names = ("registry", "reset_registry", "Registry", "PluginInfo", "StrategyEntry")
+    yield from section("decoders.plugins", {n: getattr(plugins, n) for n in names})
+    yield from section("decoders.strategies.merged", {"Merged": merged.Merged})
+    yield from section("decoders.engine.sampling", {"gumbel_noise": sampling.gumbel_noise})
+    yield from section("decoders.demo", {n: getattr(demo, n) for n in demo.__all__})
+    yield from section("decoders.library", {n: getattr(library, n) for n in ("names", "read")})
+
+
+def kit() -> Iterator[str]:
+    yield "# Testing kit\n"
+    yield paragraph(testing, "decoders.testing") + "\n"
+    for name in testing.__all__:
+        if name != "CHECKS":
+            yield from entry("decoders.testing", name, getattr(testing, name))
+    yield "## Checks\n"
+    yield "`decoders.testing.CHECKS`, in this order:\n"
+    yield "| check | what must hold |\n| --- | --- |"
+    for check in testing.CHECKS:
+        yield f"| `{check.__name__}` | {paragraph(check, check.__name__)} |"
+
+
+def error_page() -> Iterator[str]:
+    yield "# Errors\n"
+    yield "All in `decoders.errors`. Every one is a `DecodersError`.\n"
+    yield "| error | also a | raised for |\n| --- | --- | --- |"
+    for name, cls in vars(errors).items():
+        if inspect.isclass(cls) and cls.__module__ == errors.__name__:
+            bases = ", ".join(f"`{b.__name__}`" for b in cls.__bases__ if b not in (errors.DecodersError, Exception))
+            yield f"| `{name}` | {bases} | {paragraph(cls, name)} |"
+
+
+def section(module: str, members: dict[str, Any]) -> Iterator[str]:
+    yield f"## {module}\n"
+    for name, value in members.items():
+        yield from entry(module, name, value)
+
+
+def entry(module: str, name: str, value: Any) -> Iterator[str]:
+    """One public name: signature, docstring and, of a class, its public methods."""
+    where = f"{module}.{name}"
+    yield f"### {where}\n"
+    if not (inspect.isclass(value) or inspect.isroutine(value)):
+        yield f"{constant(where, value)}\n"
+        return
+    yield f"```text\n{kind(value)}{name}{signature(value)}\n```\n"
+    yield body(value, where)
+    if not inspect.isclass(value):
+        return
+    if issubclass(value, settings.Settings) and value.model_fields:
+        yield from fields(value, None, variables=False)
+    for method, raw in vars(value).items():
+        if method.startswith("_") or not isinstance(raw, property | staticmethod | classmethod) and not callable(raw):
+            continue
+        if inspect.isclass(raw):
+            continue
+        function = raw.fget if isinstance(raw, property) else getattr(value, method)
+        if not function.__doc__ and any(method in vars(base) for base in value.__mro__[1:]):
+            continue  # documented where it is declared
+        shown = "" if isinstance(raw, property) else signature(function)
+        yield f"- `{method}{shown}`: {paragraph(function, f'{where}.{method}')}"
+    yield ""
+
+
+#: What a data member of a public list of names is; there is no docstring to read.
+CONSTANTS = {
+    "decoders.testing.ARCHITECTURES": "Names of the tiny models that the loop decodes: {}.",
+    "decoders.testing.UNSUPPORTED": "Names of the tiny models that it must refuse: {}.",
+    "decoders.demo.MODELS": "Names of the demo models: {}.",
+    "decoders.hookimpl": "Decorator that marks a function of a plugin as the implementation of the [hook](hooks.md) of its name.",
+}
+
+
+def constant(where: str, value: Any) -> str:
+    if where not in CONSTANTS:
+        raise UndocumentedError(f"{where} is data: say in CONSTANTS of {Path(__file__).name} what it is")
+    return CONSTANTS[where].format(", ".join(f"`{n}`" for n in value) if isinstance(value, Iterable) else "")
+
+
+def kind(value: Any) -> str:
+    return "class " if inspect.isclass(value) else ""
+
+
+def signature(value: Any) -> str:
+    """The signature as written. What other libraries declare is left out: it differs between their versions."""
+    if inspect.isclass(value) and issubclass(value, Exception | settings.Settings):
+        return ""  # an error is not made by users; settings are shown as a table
+    made = inspect.signature(value)
+    if any(not isinstance(p.annotation, str) and p.annotation is not p.empty for p in made.parameters.values()):
+        return "(…)"
+    text, previous = [], None
+    for p in made.parameters.values():
+        if p.kind is p.KEYWORD_ONLY and previous not in (p.KEYWORD_ONLY, p.VAR_POSITIONAL):
+            text.append("*")
+        star = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
+        text.append(f"{star}{p.name}" + (f": {p.annotation}" if p.annotation is not p.empty else "") + default_of(p))
+        previous = p.kind
+        if p.kind is p.POSITIONAL_ONLY and p.name != "self":
+            text.append("/")
+    returns = f" -> {made.return_annotation}" if isinstance(made.return_annotation, str) and not inspect.isclass(value) else ""
+    return f"({', '.join(t for t in text if t != 'self')}){returns}"
+
+
+def default_of(parameter: inspect.Parameter) -> str:
+    if parameter.default is parameter.empty:
+        return ""
+    shown = repr(parameter.default)
+    return " = …" if shown.startswith("<") else f" = {shown}"
+
+
+def body(value: Any, where: str) -> str:
+    """Prose as prose; from the first heading on (attributes, arguments, errors) the docstring as it stands."""
+    text = plain(doc(value, where))
+    heading = re.search(r"(?m)^(Attributes|Args|Returns|Raises|Class attributes|Yields):", text)
+    prose, rest = (text[: heading.start()], text[heading.start() :]) if heading else (text, "")
+    return prose.rstrip() + "\n" + (f"\n```text\n{rest}\n```\n" if rest else "")
+
+
+def paragraph(value: Any, where: str) -> str:
+    return " ".join(plain(doc(value, where).split("\n\n", 1)[0]).split())
+
+
+def doc(value: Any, where: str) -> str:
+    own = value.__doc__ if inspect.isclass(value) else inspect.getdoc(value)
+    if inspect.isclass(value) and own and own.startswith(f"{value.__name__}("):
+        own = None  # dataclasses write their signature there
+    if not own or not own.strip():
+        raise UndocumentedError(f"{where} has no docstring")
+    return inspect.cleandoc(own)
+
+
+def plain(text: str) -> str:
+    """Docstring markup as Markdown: roles and double backticks become code."""
+    text = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", text)
+    return text.replace("``", "`")
+
+
+# --- generate, strategies, settings, hooks ----------------------------------------------------------------------------
+
+#: What each keyword of ours does.
+OWN = {
+    "strategy": 'Registry name, several joined by `+`, a `Strategy` class or a `Strategy`. Without one, `generate` is '
+    "transformers' own.",
+    "strategy_config": "Settings of the strategy, a dict. For `a+b`: a dict per strategy name.",
+    "decoders_config": "Settings of the loop for this call, a dict: see [settings](settings.md#the-loop).",
+    "seed": "Seed of the sampling noise. The same seed gives the same tokens under every exact strategy.",
+    "generator": "A `torch.Generator` that the seed is drawn from. Not together with `seed`.",
+    "verifier": "The rule that accepts guesses. This version has one, `coupled`.",
+    "grammar": "Refused in this version: there is no grammar backend yet.",
+}
+
+
+def generate() -> Iterator[str]:
+    yield "# Arguments of generate\n"
+    yield "## Ours\n"
+    yield "For an enabled model. All but `strategy` need a strategy.\n"
+    yield "| argument | meaning |\n| --- | --- |"
+    for name in seam.OWN:
+        if name not in OWN:
+            raise UndocumentedError(f"generate's {name}= is not described in OWN of {Path(__file__).name}")
+        yield f"| `{name}` | {OWN[name]} |"
+    yield "\n## Refused together with a strategy\n"
+    yield "Each raises `UnsupportedError` before anything runs, in the call and in the generation config alike.\n"
+    yield "| argument | what to do instead |\n| --- | --- |"
+    for name, (_, advice) in seam._REFUSED.items():
+        yield f"| `{name}` | {advice} |"
+    yield "\nValues that change nothing, such as `num_beams=1` or `use_cache=True`, are accepted.\n"
+    yield "## Inside the step\n"
+    yield "These run vectorised over all nodes, inside the compiled step: " + ", ".join(
+        f"`{name}`" for name in sampling.OPERATIONS
+    ) + ". If the call needs any other logits processor, all of them run on the host along the path that is taken: slower,"
+    yield "with the same result. See [how the loop works](../explanation/how-the-loop-works.md#processors-on-the-host)."
+
+
+def builtin() -> list[type[decoders.Strategy]]:
+    return list(strategies.decoders_strategies())
+
+
+def strategy_page() -> Iterator[str]:
+    yield "# Strategies\n"
+    yield "The built-in ones. `decoders strategies` also lists those of installed plugins.\n"
+    for cls in [*builtin(), merged.Merged]:
+        yield f"## {cls.name if cls is not merged.Merged else 'a+b'}\n"
+        if cls is not merged.Merged and not cls.summary:
+            raise UndocumentedError(f"{cls.__name__}.summary is empty")
+        yield body(cls, cls.__name__)
+        needs = ", needs `assistant_model`" if cls.needs_assistant else ""
+        if cls is merged.Merged:
+            yield "Exact if all its parts are."
+        else:
+            yield f"Class `decoders.strategies.{cls.__name__}`; {'exact' if cls.exact else 'lossy'}{needs}."
+        if not cls.settings_class.model_fields:
+            yield "It has no settings.\n"
+            continue
+        yield f"Settings (`{cls.settings_class.__name__}`):\n"
+        yield from fields(cls.settings_class, cls.name, variables=cls is not merged.Merged)
+        if cls is merged.Merged:
+            yield "Given in Python only: `Merged([PromptLookup(), …], MergedSettings(nodes=32))`.\n"
+
+
+def settings_page() -> Iterator[str]:
+    yield "# Settings\n"
+    yield body(settings, "decoders.settings")
+    yield "Each setting is taken from the first place that has it:\n"
+    yield "1. the call (`strategy=`, `strategy_config=`, `decoders_config=`);"
+    yield "2. the generation config (`strategy`, `strategy_config`);"
+    yield "3. the environment;"
+    yield "4. the file: the one that `DECODERS_CONFIG` names, else `decoders.toml`, else `pyproject.toml`, in the working directory;"
+    yield "5. its default.\n"
+    yield "## The loop\n"
+    yield body(settings.RuntimeSettings, "RuntimeSettings")
+    yield from fields(settings.RuntimeSettings, None)
+    yield "## Strategies\n"
+    for cls in builtin():
+        if cls.settings_class.model_fields:
+            yield f"### {cls.name}\n"
+            yield from fields(cls.settings_class, cls.name)
+    yield "## Variables that are no settings\n"
+    yield "| variable | meaning |\n| --- | --- |"
+    described = {
+        "config": "Path of the configuration file.",
+        "plugins_block": "Plugins not to load: entry-point or distribution names, comma-separated.",
+        "plugins_allow": "If set, the only plugins to load.",
+        "plugins_strict": "`1`: a plugin that fails to load, or a name claimed twice, is an error.",
+    }
+    for name in settings.NOT_SETTINGS:
+        if name not in described:
+            raise UndocumentedError(f"DECODERS_{name.upper()} is not described in {Path(__file__).name}")
+        yield f"| `DECODERS_{name.upper()}` | {described[name]} |"
+
+
+def fields(cls: type[settings.Settings], section: str | None, variables: bool = True) -> Iterator[str]:
+    """A table of a settings class; every field needs a description."""
+    yield f"| setting | default | allowed | meaning |{' variable |' if variables else ''}"
+    yield "| --- | --- | --- | --- |" + (" --- |" if variables else "")
+    schema = cls.model_json_schema()["properties"]
+    for name, field in cls.model_fields.items():
+        if not field.description:
+            raise UndocumentedError(f"{cls.__name__}.{name} has no description")
+        default = "required" if field.is_required() else f"`{field.get_default(call_default_factory=True)!r}`"
+        row = f"| `{name}` | {default} | {allowed(schema[name])} | {field.description} |"
+        yield row + (f" `{settings._variable(section, name)}` |" if variables else "")
+    yield ""
+
+
+def allowed(schema: dict[str, Any]) -> str:
+    """Type and bounds out of a JSON schema."""
+    if "anyOf" in schema:
+        return " or ".join(allowed(option) for option in schema["anyOf"])
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    low, high = schema.get("minimum"), schema.get("maximum")
+    bounds = f" {low} to {high}" if None not in (low, high) else f" ≥ {low}" if low is not None else ""
+    return {"null": "none"}.get(schema.get("type", "any"), schema.get("type", "any")) + bounds
+
+
+def hooks() -> Iterator[str]:
+    yield "# Hooks\n"
+    yield body(hookspecs, "decoders.hookspecs")
+    for name, value in vars(hookspecs).items():
+        if hasattr(value, f"{hookspecs.PROJECT}_spec"):
+            yield f"## {name}\n"
+            yield f"```text\n{name}{signature(value)}\n```\n"
+            yield body(value, name)
+
+
+# --- command line -----------------------------------------------------------------------------------------------------
+
+
+def command_line() -> Iterator[str]:
+    yield "# Command line\n"
+    yield f"{cli.app.info.help}\n"
+    yield "`decoders --debug COMMAND …` shows the traceback of an error, `decoders --version` the version. Every command"
+    yield "has `--help`. Expected errors end with exit code 2.\n"
+    yield from commands(cli.app, "decoders")
+
+
+def commands(app: Any, path: str) -> Iterator[str]:
+    """Read off the functions themselves, so that the version of typer does not show."""
+    for command in app.registered_commands:
+        function: Callable[..., Any] = command.callback
+        yield f"## {path} {command.name or function.__name__.replace('_', '-')}\n"
+        yield body(function, function.__name__)
+        yield "| argument | default | meaning |\n| --- | --- | --- |"
+        hints = typing.get_type_hints(function, include_extras=True)
+        for name, parameter in inspect.signature(function).parameters.items():
+            annotated, info = typing.get_args(hints[name])[:2]
+            if not info.help:
+                raise UndocumentedError(f"{path} {function.__name__}: {name} has no help")
+            default = parameter.default
+            shown = "" if default is parameter.empty or default is None or default is False else f"`{default}`"
+            yield f"| {spelt(name, annotated, info)} | {shown} | {info.help} |"
+        yield ""
+    for group in app.registered_groups:
+        yield from commands(group.typer_instance, f"{path} {group.typer_instance.info.name or group.name}")
+
+
+def spelt(name: str, annotated: Any, info: Any) -> str:
+    """How the argument is written: ``PROMPT``, ``--top-k INTEGER``, ``-s, --strategy TEXT``."""
+    if type(info).__name__ == "ArgumentInfo":
+        return f"`{name.upper()}`"
+    flag = name.replace("_", "-")
+    # In an annotation the first name that is declared arrives as the default.
+    declared = [d for d in (info.default, *(info.param_decls or ())) if isinstance(d, str)]
+    names = declared or [f"--{flag}/--no-{flag}" if annotated is bool else f"--{flag}"]
+    value = "" if annotated is bool else f" {info.metavar or value_name(annotated)}"
+    return f"`{', '.join(sorted(names, key=len))}{value}`"
+
+
+def value_name(annotated: Any) -> str:
+    inner = [a for a in typing.get_args(annotated) if a is not type(None)] or [annotated]
+    one = (typing.get_args(inner[0]) or inner)[0]
+    return {"int": "INTEGER", "float": "NUMBER", "Path": "PATH"}.get(getattr(one, "__name__", ""), "TEXT")
+
+
+def main() -> None:
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "reference"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in pages().items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,280 @@
+"""When a row ends: stop tokens, stop strings, criteria, time, lengths. All as in transformers' own loop."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+import decoders
+from decoders.testing import Replay, decode, prompts, tiny_model
+
+EAGER = dict(decoders_config={"compile": False})
+NEW = 30
+P = 24
+#: A stop token that the texts below never hold: transformers pads ended rows only where there is one.
+UNUSED = 126
+STRATEGIES = ("autoregressive", "prompt_lookup", "replay")
+
+
+@functools.cache
+def unstopped(rows: int) -> Tensor:
+    """Prompts and what plain greedy decoding makes of them when nothing stops it."""
+    return tiny_model("llama").generate(**prompts(rows), do_sample=False, max_new_tokens=NEW)
+
+
+def named(strategy: str, rows: int) -> Any:
+    """The strategy itself; ``replay`` proposes the whole text at once, so that stops fall inside accepted drafts."""
+    if strategy != "replay":
+        return strategy
+    masks = prompts(rows)["attention_mask"]
+    texts = tuple(tuple(t[int(m.argmax()) :].tolist()) for t, m in zip(unstopped(rows), masks, strict=True))
+    return Replay(texts=texts, length=10, wrong_every=0)
+
+
+def assert_like_transformers(model: PreTrainedModel, rows: int, strategy: str, **options: Any) -> Tensor:
+    options = {k: v for k, v in (dict(do_sample=False, max_new_tokens=NEW) | options).items() if v is not None}
+    expected = model.generate(**prompts(rows), **options)
+    actual = model.generate(**prompts(rows), strategy=named(strategy, rows), **options, **EAGER)
+    assert actual.tolist() == expected.tolist()
+    return actual[:, P:]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("rows", [1, 3], ids=["alone", "ragged"])
+def test_a_stop_token_ends_its_row_and_the_rest_is_padded(llama: PreTrainedModel, rows: int, strategy: str) -> None:
+    stop = int(unstopped(rows)[0, P + 4])
+    text = assert_like_transformers(llama, rows, strategy, eos_token_id=stop)
+    assert text[0, : 5].tolist() == unstopped(rows)[0, P : P + 5].tolist()
+    assert (text[0, 5:] == 0).all()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_any_of_several_stop_tokens_ends_a_row(llama: PreTrainedModel, strategy: str) -> None:
+    stops = [int(unstopped(3)[row, P + at]) for row, at in enumerate((2, 7, 5))]
+    assert_like_transformers(llama, 3, strategy, eos_token_id=stops)
+    assert_like_transformers(llama, 3, strategy, eos_token_id=stops + list(range(1, 12)), pad_token_id=2)
+    assert_like_transformers(llama, 3, strategy, generation_config=GenerationConfig(
+        eos_token_id=stops, pad_token_id=0, do_sample=False, max_new_tokens=NEW), max_new_tokens=None, do_sample=None)  # fmt: skip
+
+
+def test_the_stop_token_may_be_the_first_token(llama: PreTrainedModel) -> None:
+    first = int(unstopped(1)[0, P])
+    for strategy in STRATEGIES:
+        assert assert_like_transformers(llama, 1, strategy, eos_token_id=first).tolist() == [[first]]
+
+
+def test_without_a_pad_token_the_stop_token_pads(fresh: PreTrainedModel) -> None:
+    fresh.generation_config.pad_token_id = fresh.config.pad_token_id = None
+    stop = int(unstopped(3)[0, P + 4])
+    for strategy in STRATEGIES:
+        text = assert_like_transformers(fresh, 3, strategy, eos_token_id=[stop, 1])
+        assert (text[0, 5:] == stop).all()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("new", [1, 2, 7, NEW])
+def test_exactly_max_new_tokens_are_generated(llama: PreTrainedModel, new: int, strategy: str) -> None:
+    assert assert_like_transformers(llama, 3, strategy, max_new_tokens=new).shape[1] == new
+
+
+def test_max_length_counts_prompt_and_padding(llama: PreTrainedModel) -> None:
+    for strategy in STRATEGIES:
+        assert assert_like_transformers(llama, 3, strategy, max_new_tokens=None, max_length=P + 6).shape[1] == 6
+        assert assert_like_transformers(llama, 3, strategy, max_new_tokens=4, max_length=P + 9).shape[1] == 4
+
+
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
+def test_the_default_length_is_transformers(llama: PreTrainedModel) -> None:
+    for strategy in STRATEGIES:
+        assert assert_like_transformers(llama, 3, strategy, max_new_tokens=None).shape[1] == 20
+
+
+def test_a_length_criterion_of_the_users_counts(llama: PreTrainedModel) -> None:
+    for strategy in STRATEGIES:
+        for new in (5, 15):  # transformers lets it replace the one made from max_new_tokens
+            criteria = StoppingCriteriaList([MaxLengthCriteria(P + new)])
+            text = assert_like_transformers(llama, 2, strategy, stopping_criteria=criteria, max_new_tokens=12)
+            assert text.shape[1] == new
+
+
+def test_a_stop_token_criterion_of_the_users_counts(llama: PreTrainedModel) -> None:
+    stop = int(unstopped(1)[0, P + 6])
+    for strategy in STRATEGIES:
+        text = assert_like_transformers(llama, 1, strategy, stopping_criteria=[EosTokenCriteria(stop)])
+        assert text[0, -1] == stop
+
+
+class Ends(StoppingCriteria):
+    """Ends a row after one of the given tokens; notes what it was shown."""
+
+    def __init__(self, *tokens: int) -> None:
+        self.tokens, self.seen = torch.tensor(tokens), []
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.seen.append(input_ids.clone())
+        return torch.isin(input_ids[:, -1], self.tokens)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("rows", [1, 2], ids=["alone", "two rows"])
+def test_a_criterion_ends_its_row(llama: PreTrainedModel, rows: int, strategy: str) -> None:
+    stops = [int(unstopped(2)[0, P + 6]), int(unstopped(2)[1, P + 11])]
+    criteria = StoppingCriteriaList([Ends(*stops)])
+    text = assert_like_transformers(llama, rows, strategy, stopping_criteria=criteria, eos_token_id=UNUSED)
+    assert text.shape[1] < NEW
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_row_that_a_criterion_ended_is_padded_also_without_a_stop_token(llama: PreTrainedModel, strategy: str) -> None:
+    """transformers goes on writing such a row, which then means nothing, unless the model has a stop token."""
+    stop = int(unstopped(2)[0, P + 6])
+    out = llama.generate(
+        **prompts(2), strategy=named(strategy, 2), do_sample=False, max_new_tokens=NEW, stopping_criteria=[Ends(stop)], **EAGER
+    )
+    first = unstopped(2)[0, P:].tolist().index(stop)
+    assert out[0].tolist() == unstopped(2)[0, : P + first + 1].tolist() + [0] * (NEW - first - 1)
+    assert out[1].tolist() == unstopped(2)[1].tolist()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_criterion_is_asked_after_every_token_with_the_whole_prefix(llama: PreTrainedModel, strategy: str) -> None:
+    asked = Ends(-1)
+    out = llama.generate(
+        **prompts(), strategy=named(strategy, 1), max_new_tokens=9, do_sample=False, stopping_criteria=[asked], **EAGER
+    )
+    assert [seen.tolist() for seen in asked.seen] == [out[:, : P + t].tolist() for t in range(1, 10)]
+
+
+def test_a_criterion_that_answers_with_a_plain_bool(llama: PreTrainedModel) -> None:
+    class Long(StoppingCriteria):
+        def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> bool:
+            return input_ids.shape[1] >= P + 8
+
+    for strategy in STRATEGIES:
+        for rows in (1, 2):
+            assert assert_like_transformers(llama, rows, strategy, stopping_criteria=[Long()]).shape[1] == 8
+
+
+class PerRow(StoppingCriteria):
+    """Knows each row of the batch by its index, as criteria for batches do."""
+
+    def __init__(self, *lengths: int) -> None:
+        self.lengths = torch.tensor(lengths)
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return input_ids.shape[1] >= self.lengths
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_criterion_may_depend_on_the_row(llama: PreTrainedModel, strategy: str) -> None:
+    assert_like_transformers(llama, 2, strategy, stopping_criteria=[PerRow(P + 4, P + 12)], eos_token_id=UNUSED)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_criterion_may_read_the_scores(llama: PreTrainedModel, strategy: str) -> None:
+    """transformers hands the scores kept so far to criteria when they are kept."""
+
+    class Confident(StoppingCriteria):
+        def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+            assert len(scores) == input_ids.shape[1] - P
+            return scores[-1].softmax(-1).amax(-1) > 0.9
+
+    options = dict(stopping_criteria=[Confident()], max_new_tokens=NEW, output_scores=True)
+    expected = decode(llama, prompts(), **options)
+    actual = decode(llama, prompts(), named(strategy, 1), **options, **EAGER)
+    assert torch.equal(actual.sequences, expected.sequences)
+
+
+def test_max_time_ends_early_with_at_least_one_token(llama: PreTrainedModel) -> None:
+    for strategy in ("autoregressive", "prompt_lookup"):
+        started = time.perf_counter()
+        out = llama.generate(**prompts(2), strategy=strategy, max_new_tokens=400, max_time=0.05, do_sample=False, **EAGER)
+        assert P + 1 <= out.shape[1] < P + 400
+        assert time.perf_counter() - started < 2.0
+        assert llama.generate(**prompts(), strategy=strategy, max_new_tokens=50, max_time=1e-9, **EAGER).shape[1] == P + 1
+
+
+def stop_texts(letters: PreTrainedTokenizerFast, rows: int) -> list[str]:
+    """Strings that plain decoding would write: part of one word, and one that spans two letters."""
+    text = unstopped(rows)[0, P:]
+    return [letters.decode(text[6:8]), letters.decode(unstopped(rows)[-1, P + 9])]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("rows", [1, 2], ids=["alone", "two rows"])
+def test_stop_strings_end_a_row(llama: PreTrainedModel, letters: Any, rows: int, strategy: str) -> None:
+    bare = tiny_model("llama")
+    strings = stop_texts(letters, rows)
+    options = dict(do_sample=False, max_new_tokens=NEW, eos_token_id=UNUSED)
+    expected = bare.generate(**prompts(rows), stop_strings=strings, tokenizer=letters, **options)
+    assert expected.shape[1] < P + NEW
+    options |= dict(strategy=named(strategy, rows), **EAGER)
+    in_call = llama.generate(**prompts(rows), stop_strings=strings, tokenizer=letters, **options)
+    assert in_call.tolist() == expected.tolist()
+    config = GenerationConfig(stop_strings=strings, pad_token_id=0, **(options | dict(strategy=None)))
+    given = llama.generate(
+        **prompts(rows), generation_config=config, tokenizer=letters, strategy=options["strategy"], **EAGER
+    )
+    assert given.tolist() == expected.tolist()
+    assert config.stop_strings == strings, "the user's config is left alone"
+
+
+def test_the_tokenizer_of_enable_serves_stop_strings(letters: PreTrainedTokenizerFast) -> None:
+    model = decoders.enable(tiny_model("llama"), tokenizer=letters)
+    strings = stop_texts(letters, 1)
+    options = dict(do_sample=False, max_new_tokens=NEW)
+    expected = tiny_model("llama").generate(**prompts(), stop_strings=strings, tokenizer=letters, **options)
+    for stop in (strings, strings[:1], strings[0]):
+        ours = model.generate(**prompts(), stop_strings=stop, strategy="prompt_lookup", **options, **EAGER)
+        assert ours.tolist() == expected.tolist()
+
+
+def test_stop_strings_of_the_models_own_config(letters: PreTrainedTokenizerFast) -> None:
+    model = decoders.enable(tiny_model("llama"), tokenizer=letters)
+    model.generation_config.stop_strings = stop_texts(letters, 1)
+    config = copy.deepcopy(model.generation_config)
+    expected = model.generate(**prompts(), tokenizer=letters, do_sample=False, max_new_tokens=NEW)
+    assert expected.shape[1] < P + NEW
+    ours = model.generate(**prompts(), do_sample=False, max_new_tokens=NEW, strategy="prompt_lookup", **EAGER)
+    assert ours.tolist() == expected.tolist()
+    assert model.generation_config == config, "which is left alone"
+
+
+def test_stop_strings_of_the_model_stand_when_the_call_brings_a_config_without(letters: PreTrainedTokenizerFast) -> None:
+    """transformers fills the gaps of a given config from the model's."""
+    model = decoders.enable(tiny_model("llama"), tokenizer=letters)
+    model.generation_config.stop_strings = stop_texts(letters, 1)
+    config = GenerationConfig(do_sample=False, max_new_tokens=NEW)
+    expected = model.generate(**prompts(), tokenizer=letters, generation_config=config)
+    ours = model.generate(**prompts(), generation_config=config, strategy="prompt_lookup", **EAGER)
+    assert ours.tolist() == expected.tolist()
+
+
+def test_stop_strings_without_a_tokenizer_say_what_is_missing(llama: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match="tokenizer= to enable"):
+        llama.generate(**prompts(), stop_strings="w5", strategy="prompt_lookup", max_new_tokens=4)
+
+
+def test_rows_that_end_early_do_not_hold_up_or_change_the_others(llama: PreTrainedModel) -> None:
+    stop = int(unstopped(3)[0, P + 1])
+    for strategy in STRATEGIES:
+        text = assert_like_transformers(llama, 3, strategy, eos_token_id=stop)
+        alone = [row for row in range(1, 3) if stop not in unstopped(3)[row, P:].tolist()]
+        assert alone
+        for row in alone:
+            assert text[row].tolist() == unstopped(3)[row, P:].tolist()
