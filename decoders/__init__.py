@@ -1,8 +1,8 @@
 """Faster, pluggable decoding for Hugging Face causal language models, token for token the same output.
 
-    import decoders
-    model = decoders.enable(model, tokenizer=tokenizer)
-    model.generate(**inputs, strategy="prompt_lookup", max_new_tokens=128)
+import decoders
+model = decoders.enable(model, tokenizer=tokenizer)
+model.generate(**inputs, strategy="prompt_lookup", max_new_tokens=128)
 """
 
 from __future__ import annotations

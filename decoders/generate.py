@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -27,8 +27,10 @@ from .engine.loop import Decoded, Request, decode
 from .engine.sampling import SamplingPlan
 from .engine.target import context_length, refuse_unfit
 from .errors import ContextLengthError, SettingsError, UnsupportedError
+from .plugins import registry
 from .report import Report
-from .settings import RuntimeSettings, load_settings
+from .settings import RuntimeSettings, Settings, load_settings
+from .strategies.merged import Merged
 from .strategy import Strategy
 from .streaming import StreamAligner
 
@@ -65,7 +67,11 @@ class Generate:
         """``generate`` as it was before ``enable``."""
         if self.previous is not None:
             return self.previous(*args, **kwargs)
-        return type(self.model).generate(self.model, *args, **kwargs)
+        return self._transformers_generate(*args, **kwargs)
+
+    def _transformers_generate(self, *args: Any, **kwargs: Any) -> Any:
+        model_class: Any = type(self.model)  # looked up late: a bound method would survive deepcopy on the old model
+        return model_class.generate(self.model, *args, **kwargs)
 
     def engine(self, attention: Literal["auto", "sdpa", "flex"] = "auto") -> Engine:
         """The engine for the model's present weights; built on first use and again after weights change."""
@@ -77,11 +83,14 @@ class Generate:
         kwargs = dict(zip(_POSITIONAL, args, strict=False)) | kwargs
         own = {name: kwargs.pop(name) for name in OWN if name in kwargs}
         config = kwargs.get("generation_config") or self.model.generation_config
+        configured = getattr(config, "strategy", None)
         runtime = load_settings(
             RuntimeSettings,
             None,
-            dict(own.get("decoders_config") or {}) | ({"strategy": own["strategy"]} if isinstance(own.get("strategy"), str) else {}),
-            {"strategy": config.strategy} if isinstance(getattr(config, "strategy", None), str) else {},
+            dict(own.get("decoders_config") or {})
+            | ({"strategy": own["strategy"]} if isinstance(own.get("strategy"), str) else {}),
+            {"strategy": configured} if isinstance(configured, str) else {},
+            sections=registry().strategies(),
         )
         chosen = own.get("strategy") if own.get("strategy") is not None else runtime.strategy
         if chosen is None:
@@ -90,7 +99,9 @@ class Generate:
                 raise SettingsError(f"{', '.join(misplaced)} needs a strategy: pass strategy=… too")
             return self.plain(*args, **{k: v for k, v in kwargs.items() if k not in _POSITIONAL[: len(args)]})
         if own.get("grammar") is not None:
-            raise UnsupportedError("grammar=: no grammar backend is installed in this version; validate the output instead")
+            raise UnsupportedError(
+                "grammar=: no grammar backend is installed in this version; validate the output instead"
+            )
         if own.get("verifier") not in (None, "coupled"):
             raise UnsupportedError(f"verifier={own['verifier']!r}: this version has one verifier, 'coupled'")
         strategy = resolve_strategy(chosen, own.get("strategy_config"), getattr(config, "strategy_config", None))
@@ -106,7 +117,9 @@ class Generate:
         if assistant is None and strategy.needs_assistant:
             raise UnsupportedError(f"strategy {strategy.name!r} needs assistant_model=")
         if assistant is not None and not strategy.needs_assistant:
-            raise UnsupportedError(f"strategy {strategy.name!r} uses no assistant_model; leave it out or choose another strategy")
+            raise UnsupportedError(
+                f"strategy {strategy.name!r} uses no assistant_model; leave it out or choose another strategy"
+            )
         tokenizer = kwargs.pop("tokenizer", None) or self.tokenizer
         kwargs = dict(kwargs)
         kwargs["stopping_criteria"] = self._criteria(config, kwargs, tokenizer)
@@ -148,7 +161,7 @@ class Generate:
             config = copy.deepcopy(config)
             config.stop_strings = config.cache_implementation = None
             kwargs = config.update(**kwargs) | {"generation_config": config}
-        return type(self.model).generate(self.model, **kwargs, custom_generate=run)
+        return self._transformers_generate(**kwargs, custom_generate=run)
 
     def _criteria(self, config: GenerationConfig, kwargs: dict, tokenizer: Any) -> StoppingCriteriaList:
         """The user's criteria plus stop strings (transformers loses the tokenizer on the way to a custom loop)."""
@@ -168,15 +181,12 @@ def resolve_strategy(chosen: Any, call: Mapping[str, Any] | None, configured: Ma
     Raises:
         UnknownNameError, SettingsError, PluginError.
     """
-    from .plugins import registry
-    from .strategies.merged import Merged
-
     if isinstance(chosen, Strategy):
         if call:
             raise SettingsError("strategy_config given beside a strategy object, which already holds its settings")
         return chosen
     if inspect.isclass(chosen) and issubclass(chosen, Strategy):
-        return chosen(load_settings(chosen.settings_class, chosen.name, call or {}, configured or {}))
+        return chosen(_settings_of(chosen, call, configured))
     if not isinstance(chosen, str):
         raise SettingsError(f"strategy must be a name, a Strategy class or a Strategy, not {type(chosen).__name__}")
     names = [part.strip() for part in chosen.split("+")]
@@ -187,12 +197,19 @@ def resolve_strategy(chosen: Any, call: Mapping[str, Any] | None, configured: Ma
     for given in (call, configured):
         unknown = sorted(set(given or {}) - set(own))
         if unknown:
-            raise SettingsError(f"strategy_config of {chosen!r} is keyed by strategy: {', '.join(own)}; not {unknown[0]!r}")
-    parts = [
-        c(load_settings(c.settings_class, c.name, (call or {}).get(c.name, {}), (configured or {}).get(c.name, {})))
-        for c in classes
-    ]
+            raise SettingsError(
+                f"strategy_config of {chosen!r} is keyed by strategy: {', '.join(own)}; not {unknown[0]!r}"
+            )
+    parts = [c(_settings_of(c, (call or {}).get(c.name), (configured or {}).get(c.name))) for c in classes]
     return Merged(parts)
+
+
+def _settings_of(
+    strategy: type[Strategy], call: Mapping[str, Any] | None, configured: Mapping[str, Any] | None
+) -> Settings:
+    """A strategy's settings in force."""
+    sections = registry().strategies()
+    return load_settings(strategy.settings_class, strategy.name, call or {}, configured or {}, sections=sections)
 
 
 #: Arguments that the loop cannot honour: name → (test on the value, what to do instead).
@@ -276,7 +293,7 @@ def plan_sampling(
         operations = [known[type(x)](x) for x in processors]
         plan = SamplingPlan(tuple(name for name, _ in operations), sample, keep_scores)
         return plan, tuple(float(value) for _, value in operations), None
-    return SamplingPlan((), sample, keep_scores), (), processors
+    return SamplingPlan((), sample, keep_scores), (), cast(Callable[[Tensor, Tensor], Tensor], processors)
 
 
 def resolve_seed(seed: int | None, generator: torch.Generator | None, sample: bool) -> int:
@@ -306,7 +323,8 @@ def assemble(input_ids: Tensor, decoded: Decoded, config: GenerationConfig) -> T
         blank = torch.zeros_like(next(t for row in per_row for t in row))
         return tuple(torch.stack([row[t] if t < len(row) else blank for row in per_row]) for t in range(longest))
 
-    return DecodersOutput(
+    output: Any = DecodersOutput  # transformers' annotations are narrower than what it fills in itself
+    return output(
         sequences=sequences,
         scores=by_position(decoded.scores) if config.output_scores else None,
         logits=by_position(decoded.logits) if config.output_logits else None,
@@ -353,7 +371,7 @@ def enable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = N
         if tokenizer is not None:
             present.tokenizer = tokenizer
         return model
-    model.generate = Generate(model, tokenizer, present)  # type: ignore[method-assign]
+    vars(model)["generate"] = Generate(model, tokenizer, present)
     return model
 
 
@@ -362,7 +380,7 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     present = vars(model).get("generate")
     if isinstance(present, Generate):
         if present.previous is None:
-            del model.generate
+            del vars(model)["generate"]
         else:
-            model.generate = present.previous  # type: ignore[method-assign]
+            vars(model)["generate"] = present.previous
     return model

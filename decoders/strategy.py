@@ -164,7 +164,9 @@ class Strategy(ABC):
         if settings is not None and values:
             raise TypeError("give either a settings object or keyword settings, not both")
         if settings is not None and not isinstance(settings, self.settings_class):
-            raise TypeError(f"{type(self).__name__} takes {self.settings_class.__name__}, not {type(settings).__name__}")
+            raise TypeError(
+                f"{type(self).__name__} takes {self.settings_class.__name__}, not {type(settings).__name__}"
+            )
         self.settings: Any = settings if settings is not None else self.settings_class.parse(values)
 
     def start(self, context: Context) -> Any:

@@ -36,7 +36,5 @@ class StreamAligner:
 
     def _send(self, ready: int) -> None:
         for position in range(self.sent, ready):
-            self.streamer.put(
-                torch.tensor([t[position] if position < len(t) else self.pad_token for t in self.tokens])
-            )
+            self.streamer.put(torch.tensor([t[position] if position < len(t) else self.pad_token for t in self.tokens]))
         self.sent = max(self.sent, ready)

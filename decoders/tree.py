@@ -39,7 +39,9 @@ class Topology:
         if n == 0 or self.parents[0] != NO_PARENT or self.offsets[0] != 0:
             raise DraftError("node 0 must be the root: parent -1, offset 0")
         if len(self.offsets) != n or (self.extra_sight and len(self.extra_sight) != n):
-            raise DraftError(f"{n} parents, {len(self.offsets)} offsets, {len(self.extra_sight)} sights: lengths differ")
+            raise DraftError(
+                f"{n} parents, {len(self.offsets)} offsets, {len(self.extra_sight)} sights: lengths differ"
+            )
         for node, parent in enumerate(self.parents):
             if not NO_PARENT <= parent < max(node, 1):
                 raise DraftError(f"node {node} has parent {parent}: a parent must come before its child")
@@ -137,10 +139,14 @@ class Topology:
 
     def head(self, nodes: int) -> Topology:
         """The first `nodes` nodes: parents come before children, so what is left is a tree."""
-        return self if nodes >= len(self) else Topology(
-            self.parents[:nodes],
-            self.offsets[:nodes],
-            tuple(tuple(s for s in seen if s < nodes) for seen in self.extra_sight[:nodes]),
+        return (
+            self
+            if nodes >= len(self)
+            else Topology(
+                self.parents[:nodes],
+                self.offsets[:nodes],
+                tuple(tuple(s for s in seen if s < nodes) for seen in self.extra_sight[:nodes]),
+            )
         )
 
     def padded(self, nodes: int) -> Topology:

@@ -114,7 +114,7 @@ def entry(module: str, name: str, value: Any) -> Iterator[str]:
     if issubclass(value, settings.Settings) and value.model_fields:
         yield from fields(value, None, variables=False)
     for method, raw in vars(value).items():
-        if method.startswith("_") or not isinstance(raw, property | staticmethod | classmethod) and not callable(raw):
+        if method.startswith("_") or (not isinstance(raw, property | staticmethod | classmethod) and not callable(raw)):
             continue
         if inspect.isclass(raw):
             continue
@@ -161,7 +161,11 @@ def signature(value: Any) -> str:
         previous = p.kind
         if p.kind is p.POSITIONAL_ONLY and p.name != "self":
             text.append("/")
-    returns = f" -> {made.return_annotation}" if isinstance(made.return_annotation, str) and not inspect.isclass(value) else ""
+    returns = (
+        f" -> {made.return_annotation}"
+        if isinstance(made.return_annotation, str) and not inspect.isclass(value)
+        else ""
+    )
     return f"({', '.join(t for t in text if t != 'self')}){returns}"
 
 
@@ -203,7 +207,7 @@ def plain(text: str) -> str:
 
 #: What each keyword of ours does.
 OWN = {
-    "strategy": 'Registry name, several joined by `+`, a `Strategy` class or a `Strategy`. Without one, `generate` is '
+    "strategy": "Registry name, several joined by `+`, a `Strategy` class or a `Strategy`. Without one, `generate` is "
     "transformers' own.",
     "strategy_config": "Settings of the strategy, a dict. For `a+b`: a dict per strategy name.",
     "decoders_config": "Settings of the loop for this call, a dict: see [settings](settings.md#the-loop).",
@@ -230,9 +234,11 @@ def generate() -> Iterator[str]:
         yield f"| `{name}` | {advice} |"
     yield "\nValues that change nothing, such as `num_beams=1` or `use_cache=True`, are accepted.\n"
     yield "## Inside the step\n"
-    yield "These run vectorised over all nodes, inside the compiled step: " + ", ".join(
-        f"`{name}`" for name in sampling.OPERATIONS
-    ) + ". If the call needs any other logits processor, all of them run on the host along the path that is taken: slower,"
+    yield (
+        "These run vectorised over all nodes, inside the compiled step: "
+        + ", ".join(f"`{name}`" for name in sampling.OPERATIONS)
+        + ". If the call needs any other logits processor, all of them run on the host along the path that is taken: slower,"
+    )
     yield "with the same result. See [how the loop works](../explanation/how-the-loop-works.md#processors-on-the-host)."
 
 

@@ -1,9 +1,9 @@
 """Decoding measured side by side: strategies, transformers' own ways, prompts, batch sizes and dtypes in one run.
 
-    from decoders import bench
-    contestants = bench.transformers_contestants(model) + bench.strategy_contestants(model, ["prompt_lookup"])
-    entries = bench.measure(contestants, bench.workloads(tokenizer, texts, rows=1), new_tokens=64, repeats=3)
-    bench.summarise(entries)
+from decoders import bench
+contestants = bench.transformers_contestants(model) + bench.strategy_contestants(model, ["prompt_lookup"])
+entries = bench.measure(contestants, bench.workloads(tokenizer, texts, rows=1), new_tokens=64, repeats=3)
+bench.summarise(entries)
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def check_capacity(
                         report = decode(variants[count], workload, new_tokens).report
                         if turn:  # the first round warms up
                             times[count].append(report.timings.core / report.steps * 1e3)
-                    except Exception as error:  # noqa: BLE001 - reported in its row
+                    except Exception as error:
                         failed[count] = f"{type(error).__name__}: {error}"
                 progress(f"{count} slots")
         base = times[slots[0]]

@@ -189,9 +189,14 @@ def strategy_contestants(
                 impossible = impossible or "needs a draft model: --draft"
         made.append(
             Contestant(
-                "+".join(parts), dtype or str(model.dtype).removeprefix("torch."), model, arguments, ours=True,
+                "+".join(parts),
+                dtype or str(model.dtype).removeprefix("torch."),
+                model,
+                arguments,
+                ours=True,
                 exact=resolved.exact if resolved else all(cls.exact for cls in classes),
-                settings=own, impossible=impossible,
+                settings=own,
+                impossible=impossible,
             )  # fmt: skip
         )
     if set(given) - used:

@@ -164,9 +164,7 @@ def take_turns(
         for workload in workloads:
             for position, entry in enumerate(rotation(entries, turn)):
                 progress(f"{entry.contestant.name} · round {repeat + 1} of {repeats}")
-                _attempt(
-                    entry, partial(_sample, entry, workload, repeat, position, new_tokens, decode, first_tokens)
-                )
+                _attempt(entry, partial(_sample, entry, workload, repeat, position, new_tokens, decode, first_tokens))
             turn += 1
 
 
@@ -177,7 +175,7 @@ def _attempt(entry: Entry, action: Callable[[], None]) -> None:
         action()
     except DecodersError as error:  # a refusal, with its reason
         entry.status, entry.reason = "impossible", _first_line(error)
-    except Exception as error:  # noqa: BLE001 - a failure is a result here, and must not end the run
+    except Exception as error:
         entry.status, entry.reason = "failed", f"{type(error).__name__}: {_first_line(error)}"
 
 
@@ -221,10 +219,20 @@ def _sample(
     parts: dict[str, Any] = {}
     if call.report is not None:
         t = call.report.timings
-        parts = dict(steps=call.report.steps, prefill=t.prefill, propose=t.propose, core=t.core, observe=t.observe, host=t.host)
+        parts = dict(
+            steps=call.report.steps, prefill=t.prefill, propose=t.propose, core=t.core, observe=t.observe, host=t.host
+        )
     entry.samples.append(
         Sample(
-            workload.name, repeat, position, call.decoding, call.compile_seconds, call.compilations, count, first, **parts
+            workload.name,
+            repeat,
+            position,
+            call.decoding,
+            call.compile_seconds,
+            call.compilations,
+            count,
+            first,
+            **parts,
         )
     )
 
@@ -242,7 +250,7 @@ class PutCounter(BaseStreamer):
         """Nothing to close."""
 
 
-class _FirstToken(Exception):  # noqa: N818 - it is no error
+class _FirstToken(Exception):
     """Ends a call once its first token is there."""
 
 
@@ -288,4 +296,3 @@ def written(contestant: Contestant, workload: Workload, sequences: Tensor) -> li
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0][:300] if lines else ""
-

@@ -107,6 +107,10 @@ def show(
 def _tail(prompt: str, written: Text, console: Console) -> list[Any]:
     """The prompt's last lines, dimmed, and as much of what was written as the screen holds."""
     width, room = max(console.width - 4, 20), max(console.height - 5 - PROMPT_LINES, 5)
-    shown = Text("\n").join(written.wrap(console, width, no_wrap=None)[-room:]) if written.plain.count("\n") > room else written
+    shown = (
+        Text("\n").join(written.wrap(console, width, no_wrap=None)[-room:])
+        if written.plain.count("\n") > room
+        else written
+    )
     kept = prompt.split("\n")[-PROMPT_LINES:]
     return [("…\n" if len(kept) < prompt.count("\n") + 1 else "", "dim"), ("\n".join(kept), "dim"), shown]

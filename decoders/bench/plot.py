@@ -52,7 +52,9 @@ def plot(records: Sequence[Record], path: Path) -> None:
         whiskers = [[s.median - s.low for s in speeds], [s.high - s.median for s in speeds]]
         colours = ["#2a6fbb" if r.ours else "#9a9a9a" for r in members]
         bars = axis.barh([r.contestant for r in members], medians, color=colours, height=0.7)
-        axis.errorbar(medians, range(len(members)), xerr=whiskers, fmt="none", ecolor="#333333", elinewidth=1, capsize=2)
+        axis.errorbar(
+            medians, range(len(members)), xerr=whiskers, fmt="none", ecolor="#333333", elinewidth=1, capsize=2
+        )
         labels = [f"{r.ratio.median:.2f}×" if r.ratio and r.contestant != YARDSTICK else "" for r in members]
         axis.bar_label(bars, labels=labels, label_type="center", color="white", fontsize=8)
         base = next((r.tokens_per_second.median for r in members if r.contestant == YARDSTICK), None)

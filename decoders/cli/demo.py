@@ -26,7 +26,9 @@ def demo(
     prompt_file: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, readable=True, help="Complete the text of a file.")
     ] = None,
-    kind: Annotated[str | None, typer.Option(help="copy, code or docstring. Default: a copy, then a code prompt.")] = None,
+    kind: Annotated[
+        str | None, typer.Option(help="copy, code or docstring. Default: a copy, then a code prompt.")
+    ] = None,
     strategies: Annotated[
         list[str] | None, typer.Option("--strategy", "-s", help="Strategy, a+b merges; may be repeated. Default: all.")
     ] = None,
@@ -135,7 +137,7 @@ def show_order(
 def completions(entries: list[Entry], tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """What the yardstick wrote, by prompt."""
     checks = entries[0].checks
-    return {name: tokenizer.decode(check.tokens[0], skip_special_tokens=True) for name, check in checks.items()}
+    return {name: str(tokenizer.decode(check.tokens[0], skip_special_tokens=True)) for name, check in checks.items()}
 
 
 def overview(records: list[Record]) -> Table:

@@ -76,9 +76,7 @@ def build_mask(
     node = slot[None] - base[:, None]  # [B, view]: which node a slot holds, if any
     in_block = (node >= 0) & (node < n)
     inside = node.clamp(0, n - 1)
-    seen = (node < 0)[:, None] | (
-        in_block[:, None] & visible.gather(2, inside[:, None].expand(rows, n, view))
-    )
+    seen = (node < 0)[:, None] | (in_block[:, None] & visible.gather(2, inside[:, None].expand(rows, n, view)))
     position_k = torch.where(in_block, base[:, None] + offsets.gather(1, inside), slot[None])[:, None]
     position_q = (base[:, None] + offsets)[:, :, None]
     layers = []
@@ -115,7 +113,9 @@ def tree_attention(
         ``[B, N, Hq, Dv]`` and None.
     """
     if kwargs.get("position_bias") is not None:
-        raise UnsupportedError(f"{type(module).__name__} adds a position bias to its attention, which has no tree form here")
+        raise UnsupportedError(
+            f"{type(module).__name__} adds a position bias to its attention, which has no tree form here"
+        )
     kind = getattr(module, KIND_ATTRIBUTE, 0)
     rows, q_heads, n, dim = query.shape
     kv_heads = key.shape[1]
@@ -137,7 +137,6 @@ def tree_attention(
         probabilities = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
         out = probabilities @ value
     return out.reshape(rows, q_heads, n, value.shape[-1]).transpose(1, 2).contiguous(), None
-
 
 
 def register() -> None:

@@ -36,9 +36,7 @@ class Rows:
     range: Tensor
 
     @staticmethod
-    def allocate(
-        target: Target, prompts: list[Tensor], slots: int, new_tokens: int, sampling: SamplingInputs
-    ) -> Rows:
+    def allocate(target: Target, prompts: list[Tensor], slots: int, new_tokens: int, sampling: SamplingInputs) -> Rows:
         """Rows that hold `prompts` (1-D int64 tensors) in slots 0 … and may grow by `new_tokens` each."""
         device = target.device
         tokens = torch.zeros(len(prompts), slots, dtype=torch.int64, device=device)
@@ -64,9 +62,7 @@ class Rows:
         return replace(self, tokens=tokens, buffers=buffers, range=torch.arange(slots, device=tokens.device))
 
     def sequences(self, view: int) -> Sequences:
-        return Sequences(
-            self.tokens[:, :view], self.length, self.prompt_length, self.finished, self.sampling.keys
-        )
+        return Sequences(self.tokens[:, :view], self.length, self.prompt_length, self.finished, self.sampling.keys)
 
 
 @dataclass(frozen=True)
@@ -103,7 +99,9 @@ class Core:
         chosen = choose(scores, self.plan, rows.sampling, positions)
         return self.commit(nodes, chosen, tree, rows, forwarded, scores if self.plan.keep_scores else None)
 
-    def forward(self, guesses: Tensor, tree: TreeTensors, rows: Rows, view_range: Tensor) -> tuple[Tensor, ForwardResult]:
+    def forward(
+        self, guesses: Tensor, tree: TreeTensors, rows: Rows, view_range: Tensor
+    ) -> tuple[Tensor, ForwardResult]:
         """The block's nodes ``[B, N]`` and the target's results for them."""
         base = rows.length - 1
         nodes = torch.cat([rows.tokens.gather(1, base[:, None]), guesses], dim=1)

@@ -53,7 +53,7 @@ class Engine:
                     with compiler.frozen_weights(self.target.device):
                         _warm_up(step, self.target, core.plan, 1 if rows == 1 else 3)
                 self._steps[key] = step
-            except Exception as error:  # noqa: BLE001 - whatever the compiler met
+            except Exception as error:
                 warnings.warn(f"the step could not be compiled, decoding eagerly instead: {error}", stacklevel=2)
                 self._steps[key] = None
             report.timings.compile += time.perf_counter() - started

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..tree import TreeTensors
-from .sampling import SamplingPlan, choose
 from .core import Rows
+from .sampling import SamplingPlan, choose
 
 #: chosen token of nodes that the walk never reached: equals no proposal, not even "no guess" (-1).
 NOT_REACHED = -2
@@ -80,7 +80,9 @@ def choose_along_path(
         while True:
             ids = prefixes.of(row, extra=path)
             scores[row, node] = call_for_row(processors, ids, logits[row, node][None].clone(), row, batch)
-            inputs = type(rows.sampling)(rows.sampling.values, rows.sampling.keys[row : row + 1], rows.sampling.stop_tokens)
+            inputs = type(rows.sampling)(
+                rows.sampling.values, rows.sampling.keys[row : row + 1], rows.sampling.stop_tokens
+            )
             token = int(choose(scores[row, node][None, None], plan, inputs, generated + len(path)))
             chosen[row, node] = token
             path += (token,)
@@ -92,4 +94,3 @@ def choose_along_path(
                 break
             node = following[0]
     return chosen, scores
-

@@ -61,7 +61,9 @@ class Target:
         self.device = self.layout[0].device
         self._self_check(model)
 
-    def forward(self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: int) -> ForwardResult:
+    def forward(
+        self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: int
+    ) -> ForwardResult:
         """One pass over a block of nodes; writes their keys and values to slots ``base … base+N-1``.
 
         Args:
@@ -204,5 +206,3 @@ def probe_layout(model: PreTrainedModel, kinds: int, packed: bool) -> list[Layer
             "the cache. Call generate without strategy=."
         )
     return [probe.layouts[i] for i in range(len(probe.layouts))]
-
-

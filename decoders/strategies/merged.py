@@ -18,7 +18,9 @@ from ..tree import Topology
 class MergedSettings(Settings):
     """How large the joint tree may grow."""
 
-    nodes: int = Field(64, ge=2, le=1024, description="Node budget of the joint tree, root included; earlier drafters first.")
+    nodes: int = Field(
+        64, ge=2, le=1024, description="Node budget of the joint tree, root included; earlier drafters first."
+    )
 
 
 @dataclass

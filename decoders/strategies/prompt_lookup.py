@@ -44,14 +44,10 @@ class PromptLookup(Strategy):
 
     def propose(self, state: Callable[..., Tensor], sequences: Sequences) -> Draft:
         s: PromptLookupSettings = self.settings
-        return Draft.branches(
-            state(sequences.tokens, sequences.length, s.max_ngram, s.min_ngram, s.length, s.branches)
-        )
+        return Draft.branches(state(sequences.tokens, sequences.length, s.max_ngram, s.min_ngram, s.length, s.branches))
 
 
-def continuations(
-    tokens: Tensor, length: Tensor, max_ngram: int, min_ngram: int, count: int, branches: int
-) -> Tensor:
+def continuations(tokens: Tensor, length: Tensor, max_ngram: int, min_ngram: int, count: int, branches: int) -> Tensor:
     """Looks the suffix of every row up in the row itself.
 
     Args:

@@ -33,5 +33,9 @@ def letters() -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE(vocab=vocab, merges=pairs, unk_token="<unk>"))
     backend.decoder = token_decoders.Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, unk_token="<unk>", pad_token="<pad>", padding_side="left", clean_up_tokenization_spaces=False
+        tokenizer_object=backend,
+        unk_token="<unk>",
+        pad_token="<pad>",
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
     )

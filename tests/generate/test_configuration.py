@@ -77,7 +77,10 @@ def test_the_models_config_fills_the_gaps_of_one_given_in_the_call(fresh: PreTra
     fresh.generation_config.strategy = "prompt_lookup"
     fresh.generation_config.strategy_config = {"length": 5}
     assert report(fresh, GenerationConfig(**GREEDY)).settings["length"] == 5
-    assert report(fresh, GenerationConfig(**GREEDY, strategy="autoregressive", strategy_config={})).strategy == "autoregressive"
+    assert (
+        report(fresh, GenerationConfig(**GREEDY, strategy="autoregressive", strategy_config={})).strategy
+        == "autoregressive"
+    )
 
 
 def test_call_before_generation_config_before_environment_before_file_before_default(
@@ -137,7 +140,9 @@ def test_a_wrong_name_or_setting_says_where_it_stands(
         report(fresh)
 
 
-@pytest.mark.parametrize("wrong", [dict(strategy=7), dict(strategy={"a": 1}), dict(strategy="prompt_lookup", strategy_config=3)])
+@pytest.mark.parametrize(
+    "wrong", [dict(strategy=7), dict(strategy={"a": 1}), dict(strategy="prompt_lookup", strategy_config=3)]
+)
 def test_a_strategy_of_the_wrong_type_in_a_config_is_an_error(llama: PreTrainedModel, wrong: dict[str, Any]) -> None:
     with pytest.raises(SettingsError, match="strategy"):
         report(llama, GenerationConfig(**GREEDY, **wrong))
@@ -156,7 +161,9 @@ def test_settings_of_merged_strategies(llama: PreTrainedModel) -> None:
 
 
 def test_nothing_that_the_user_passed_is_changed(llama: PreTrainedModel) -> None:
-    config = GenerationConfig(**GREEDY, strategy="prompt_lookup", strategy_config={"length": 3}, cache_implementation="static")
+    config = GenerationConfig(
+        **GREEDY, strategy="prompt_lookup", strategy_config={"length": 3}, cache_implementation="static"
+    )
     before, settings, inputs = copy.deepcopy(config), {"length": 4}, prompts(2)
     kept = {name: tensor.clone() for name, tensor in inputs.items()}
     llama.generate(**inputs, generation_config=config, strategy_config=settings)

@@ -100,7 +100,10 @@ def test_arguments_may_be_positional(fresh: PreTrainedModel) -> None:
     expected = plainly(fresh, new=9)
     assert torch.equal(fresh.generate(INPUTS["input_ids"], config), expected)
     assert torch.equal(fresh.generate(INPUTS["input_ids"], config, strategy="prompt_lookup", **EAGER), expected)
-    assert torch.equal(fresh.generate(inputs=INPUTS["input_ids"], generation_config=config, strategy="prompt_lookup", **EAGER), expected)
+    assert torch.equal(
+        fresh.generate(inputs=INPUTS["input_ids"], generation_config=config, strategy="prompt_lookup", **EAGER),
+        expected,
+    )
 
 
 @pytest.mark.parametrize("used", [False, True], ids=["unused", "after a call"])
@@ -237,7 +240,7 @@ def in_threads(*jobs: Callable[[], None]) -> None:
     def guarded(job: Callable[[], None]) -> None:
         try:
             job()
-        except BaseException as error:  # noqa: BLE001 - handed to the test
+        except BaseException as error:
             errors.append(error)
 
     threads = [threading.Thread(target=guarded, args=(job,)) for job in jobs]
@@ -301,6 +304,9 @@ def test_a_streamer_may_call_generate_again(fresh: PreTrainedModel) -> None:
 
 
 def test_output_object_without_and_with_strategy(llama: PreTrainedModel) -> None:
-    plain, ours = decode(llama, INPUTS, max_new_tokens=4), decode(llama, INPUTS, "prompt_lookup", max_new_tokens=4, **EAGER)
+    plain, ours = (
+        decode(llama, INPUTS, max_new_tokens=4),
+        decode(llama, INPUTS, "prompt_lookup", max_new_tokens=4, **EAGER),
+    )
     assert isinstance(ours, type(plain)) and isinstance(ours, decoders.DecodersOutput)
     assert torch.equal(ours["sequences"], plain["sequences"]) and ours[0] is ours.sequences

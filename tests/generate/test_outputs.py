@@ -29,7 +29,10 @@ def test_scores_and_logits_are_transformers(llama: PreTrainedModel, rows: int, s
             torch.testing.assert_close(mine, right, atol=2e-4, rtol=1e-4)
     transitions = llama.compute_transition_scores(ours.sequences, ours.scores, normalize_logits=True)
     torch.testing.assert_close(
-        transitions, llama.compute_transition_scores(plain.sequences, plain.scores, normalize_logits=True), atol=1e-3, rtol=1e-3
+        transitions,
+        llama.compute_transition_scores(plain.sequences, plain.scores, normalize_logits=True),
+        atol=1e-3,
+        rtol=1e-3,
     )
 
 

@@ -36,7 +36,9 @@ def unprocessed(rows: int) -> list[list[int]]:
     return out[:, prompts(rows)["input_ids"].shape[1] :].tolist()
 
 
-def assert_like_transformers(model: PreTrainedModel, inputs: dict[str, Tensor], strategy: Any, make: Callable[[], dict]) -> Any:
+def assert_like_transformers(
+    model: PreTrainedModel, inputs: dict[str, Tensor], strategy: Any, make: Callable[[], dict]
+) -> Any:
     """Greedy with `make()`'s options: tokens equal, scores and logits of every generated token close."""
     kept = dict(output_scores=True, output_logits=True, max_new_tokens=NEW)
     expected = decode(model, inputs, **(kept | make()))
@@ -118,7 +120,9 @@ class Shift(LogitsProcessor):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_processor_that_reads_the_prefix(llama: PreTrainedModel, strategy: str, rows: int) -> None:
     assert_like_transformers(llama, prompts(rows), strategy, lambda: dict(logits_processor=[Shift()]))
-    assert_like_transformers(llama, prompts(rows), strategy, lambda: dict(logits_processor=LogitsProcessorList([Shift()])))
+    assert_like_transformers(
+        llama, prompts(rows), strategy, lambda: dict(logits_processor=LogitsProcessorList([Shift()]))
+    )
 
 
 class PerRow(LogitsProcessor):

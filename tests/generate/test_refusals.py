@@ -71,7 +71,9 @@ def test_arguments_that_cannot_be_honoured_name_the_alternative(
 
 
 @pytest.mark.parametrize(
-    "setting", [dict(num_beams=3), dict(use_cache=False), dict(output_attentions=True), dict(guidance_scale=2.0)], ids=str
+    "setting",
+    [dict(num_beams=3), dict(use_cache=False), dict(output_attentions=True), dict(guidance_scale=2.0)],
+    ids=str,
 )
 def test_the_same_is_refused_in_a_generation_config(llama: PreTrainedModel, setting: dict[str, Any]) -> None:
     config = GenerationConfig(pad_token_id=0, return_dict_in_generate=True, **setting)
@@ -111,7 +113,11 @@ def test_a_bad_value_names_the_setting(llama: PreTrainedModel, config: dict[str,
 
 def test_settings_of_merged_strategies_are_keyed_by_strategy(llama: PreTrainedModel) -> None:
     assert_refused(
-        llama, SettingsError, "keyed by strategy", strategy="prompt_lookup+autoregressive", strategy_config={"length": 3}
+        llama,
+        SettingsError,
+        "keyed by strategy",
+        strategy="prompt_lookup+autoregressive",
+        strategy_config={"length": 3},
     )
     assert_refused(llama, SettingsError, "only once", strategy="prompt_lookup+prompt_lookup")
 
@@ -126,10 +132,14 @@ def test_settings_do_not_go_beside_a_strategy_object(llama: PreTrainedModel) -> 
 
 
 @pytest.mark.parametrize(
-    "own", [dict(strategy_config={"length": 3}), dict(seed=1), dict(generator=torch.Generator()), dict(grammar="a*")], ids=str
+    "own",
+    [dict(strategy_config={"length": 3}), dict(seed=1), dict(generator=torch.Generator()), dict(grammar="a*")],
+    ids=str,
 )
 def test_our_keywords_need_a_strategy(llama: PreTrainedModel, own: dict[str, Any]) -> None:
-    assert_refused(llama, SettingsError, f"{next(iter(own))} needs a strategy", strategy=None, decoders_config=None, **own)
+    assert_refused(
+        llama, SettingsError, f"{next(iter(own))} needs a strategy", strategy=None, decoders_config=None, **own
+    )
 
 
 def test_an_assistant_is_refused_where_none_is_used(llama: PreTrainedModel) -> None:
@@ -164,7 +174,10 @@ def test_what_exceeds_the_context_is_refused_with_what_would_fit(llama: PreTrain
     message = assert_refused(llama, ContextLengthError, "context of 512", max_new_tokens=500)
     assert "488" in message
     exact = llama.generate(
-        prompts()["input_ids"].repeat(1, 21)[:, :500], strategy="prompt_lookup", max_new_tokens=12, decoders_config=EAGER
+        prompts()["input_ids"].repeat(1, 21)[:, :500],
+        strategy="prompt_lookup",
+        max_new_tokens=12,
+        decoders_config=EAGER,
     )
     assert exact.shape == (1, 512)
 

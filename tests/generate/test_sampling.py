@@ -50,7 +50,9 @@ def transformers_processors(model: PreTrainedModel, inputs: dict[str, Tensor], o
 
 @pytest.mark.parametrize("rows", [1, 3], ids=["alone", "ragged"])
 @pytest.mark.parametrize("name", WARPERS)
-def test_scores_are_transformers_processors_applied_to_plain_logits(llama: PreTrainedModel, name: str, rows: int) -> None:
+def test_scores_are_transformers_processors_applied_to_plain_logits(
+    llama: PreTrainedModel, name: str, rows: int
+) -> None:
     inputs, options = prompts(rows), WARPERS[name]
     out = draw(llama, inputs, output_scores=True, output_logits=True, **options)
     processors = transformers_processors(llama, inputs, options)
@@ -75,7 +77,12 @@ def test_every_strategy_draws_the_same_tokens(llama: PreTrainedModel, name: str)
     expected = draw(llama, inputs, "autoregressive", **WARPERS[name]).sequences
     rows = [r[m.bool()].tolist() for r, m in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)]
     texts = tuple(tuple(p + new) for p, new in zip(rows, expected[:, 24:].tolist(), strict=True))
-    for strategy in ("prompt_lookup", "prompt_lookup+autoregressive", Replay(texts=texts), Replay(texts=texts, branches=3)):
+    for strategy in (
+        "prompt_lookup",
+        "prompt_lookup+autoregressive",
+        Replay(texts=texts),
+        Replay(texts=texts, branches=3),
+    ):
         out = draw(llama, inputs, strategy, **WARPERS[name])
         assert torch.equal(out.sequences, expected)
     assert out.report.mean_accepted_length > 1.5, "proposals were accepted"
@@ -87,7 +94,8 @@ def test_a_prefix_reading_processor_keeps_the_draw_independent_of_the_strategy(l
             return scores + (input_ids.sum(-1, keepdim=True) % 5) * torch.linspace(0, 1, scores.shape[-1])
 
     a, b = (
-        draw(llama, prompts(2), s, logits_processor=[Favour()], temperature=1.2) for s in ("autoregressive", "prompt_lookup")
+        draw(llama, prompts(2), s, logits_processor=[Favour()], temperature=1.2)
+        for s in ("autoregressive", "prompt_lookup")
     )
     assert torch.equal(a.sequences, b.sequences)
 

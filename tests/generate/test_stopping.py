@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
-    GenerationConfig,
     EosTokenCriteria,
+    GenerationConfig,
     MaxLengthCriteria,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -59,7 +59,7 @@ def assert_like_transformers(model: PreTrainedModel, rows: int, strategy: str, *
 def test_a_stop_token_ends_its_row_and_the_rest_is_padded(llama: PreTrainedModel, rows: int, strategy: str) -> None:
     stop = int(unstopped(rows)[0, P + 4])
     text = assert_like_transformers(llama, rows, strategy, eos_token_id=stop)
-    assert text[0, : 5].tolist() == unstopped(rows)[0, P : P + 5].tolist()
+    assert text[0, :5].tolist() == unstopped(rows)[0, P : P + 5].tolist()
     assert (text[0, 5:] == 0).all()
 
 
@@ -140,11 +140,18 @@ def test_a_criterion_ends_its_row(llama: PreTrainedModel, rows: int, strategy: s
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_row_that_a_criterion_ended_is_padded_also_without_a_stop_token(llama: PreTrainedModel, strategy: str) -> None:
+def test_a_row_that_a_criterion_ended_is_padded_also_without_a_stop_token(
+    llama: PreTrainedModel, strategy: str
+) -> None:
     """transformers goes on writing such a row, which then means nothing, unless the model has a stop token."""
     stop = int(unstopped(2)[0, P + 6])
     out = llama.generate(
-        **prompts(2), strategy=named(strategy, 2), do_sample=False, max_new_tokens=NEW, stopping_criteria=[Ends(stop)], **EAGER
+        **prompts(2),
+        strategy=named(strategy, 2),
+        do_sample=False,
+        max_new_tokens=NEW,
+        stopping_criteria=[Ends(stop)],
+        **EAGER,
     )
     first = unstopped(2)[0, P:].tolist().index(stop)
     assert out[0].tolist() == unstopped(2)[0, : P + first + 1].tolist() + [0] * (NEW - first - 1)
@@ -203,10 +210,14 @@ def test_a_criterion_may_read_the_scores(llama: PreTrainedModel, strategy: str) 
 def test_max_time_ends_early_with_at_least_one_token(llama: PreTrainedModel) -> None:
     for strategy in ("autoregressive", "prompt_lookup"):
         started = time.perf_counter()
-        out = llama.generate(**prompts(2), strategy=strategy, max_new_tokens=400, max_time=0.05, do_sample=False, **EAGER)
+        out = llama.generate(
+            **prompts(2), strategy=strategy, max_new_tokens=400, max_time=0.05, do_sample=False, **EAGER
+        )
         assert P + 1 <= out.shape[1] < P + 400
         assert time.perf_counter() - started < 2.0
-        assert llama.generate(**prompts(), strategy=strategy, max_new_tokens=50, max_time=1e-9, **EAGER).shape[1] == P + 1
+        assert (
+            llama.generate(**prompts(), strategy=strategy, max_new_tokens=50, max_time=1e-9, **EAGER).shape[1] == P + 1
+        )
 
 
 def stop_texts(letters: PreTrainedTokenizerFast, rows: int) -> list[str]:
@@ -255,7 +266,9 @@ def test_stop_strings_of_the_models_own_config(letters: PreTrainedTokenizerFast)
     assert model.generation_config == config, "which is left alone"
 
 
-def test_stop_strings_of_the_model_stand_when_the_call_brings_a_config_without(letters: PreTrainedTokenizerFast) -> None:
+def test_stop_strings_of_the_model_stand_when_the_call_brings_a_config_without(
+    letters: PreTrainedTokenizerFast,
+) -> None:
     """transformers fills the gaps of a given config from the model's."""
     model = decoders.enable(tiny_model("llama"), tokenizer=letters)
     model.generation_config.stop_strings = stop_texts(letters, 1)

@@ -1,0 +1,171 @@
+"""The code in README and docs runs: Python blocks in order, commands parse, settings files load, outputs are as shown."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shlex
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from tokenizers import decoders as token_decoders
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from decoders import demo, settings
+from decoders.plugins import registry, reset_registry
+from decoders.settings import RuntimeSettings, load_settings
+from decoders.testing import tiny_model
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(p.relative_to(ROOT).as_posix() for p in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: `line` is the fence's, `comment` the HTML comment right before it."""
+
+    language: str
+    text: str
+    line: int
+    comment: str
+
+
+def blocks(page: str) -> list[Block]:
+    found, text = [], (ROOT / page).read_text(encoding="utf-8")
+    for match in re.finditer(r"(?:^<!-- ([^\n]*?) -->\n)?^```(\w*)\n(.*?)^```$", text, re.M | re.S):
+        line = text[: match.start(2)].count("\n") + 1
+        found.append(Block(match[2], match[3], line, match[1] or ""))
+    return found
+
+
+def pages_with(language: str) -> list[str]:
+    return [page for page in PAGES if any(block.language == language for block in blocks(page))]
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Every character of the examples is a token of the tiny models' vocabulary."""
+    characters = ["<pad>", "<unk>", "\n", *map(chr, range(32, 127))]
+    inner = Tokenizer(models.BPE({c: i for i, c in enumerate(characters)}, [], unk_token="<unk>"))
+    inner.decoder = token_decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", pad_token="<pad>")
+
+
+def tiny_demo(
+    name: str = "target", dtype: torch.dtype | None = None, directory: Any = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """What ``decoders.demo.load`` gives, without the trained weights."""
+    return tiny_model("llama"), tiny_tokenizer()
+
+
+@pytest.fixture
+def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A reader's working directory: a checkpoint called my-model, the files that pages name, no compilation."""
+    for name in ("CONFIG", "PLUGINS_BLOCK", "PLUGINS_ALLOW", "PLUGINS_STRICT", "STRATEGY"):
+        monkeypatch.delenv(f"DECODERS_{name}", raising=False)
+    monkeypatch.setenv("DECODERS_COMPILE", "0")
+    monkeypatch.chdir(tmp_path)
+    reset_registry()
+    yield tmp_path
+    reset_registry()
+
+
+def save_checkpoint(folder: Path) -> None:
+    tiny_model("llama").save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+
+
+def run_page(page: str) -> None:
+    """Runs the Python blocks of a page one after the other in one namespace, as a reader would."""
+    namespace: dict[str, Any] = {"__name__": "docs"}
+    written = ""
+    for block in blocks(page):
+        where = f"{page}:{block.line}"
+        if block.comment == "output":
+            assert written.strip() == block.text.strip(), f"{where} shows another output than the block before it gives"
+        elif block.language == "python" and not block.comment.startswith("no-test"):
+            stream = io.StringIO()
+            with contextlib.redirect_stdout(stream), warnings.catch_warnings():
+                # transformers warns about random models' generation flags; what readers see is no matter of a test.
+                warnings.simplefilter("ignore")
+                torch.manual_seed(0)
+                # Blank lines in front make line numbers in a traceback those of the page.
+                code = compile("\n" * block.line + block.text, where, "exec", dont_inherit=True)
+                exec(code, namespace)
+            written = stream.getvalue()
+
+
+@pytest.mark.parametrize("page", pages_with("python"))
+def test_python_blocks_run(page: str, reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_checkpoint(reader / "my-model")
+    monkeypatch.setattr(demo, "load", tiny_demo)
+    run_page(page)
+
+
+@pytest.mark.skipif(not demo.available(), reason="the demo models are not in this checkout")
+@pytest.mark.parametrize("page", ["docs/tutorial.md", "docs/how-to/sampling.md"])
+def test_pages_about_the_demo_model_run_with_it(page: str, reader: Path) -> None:
+    run_page(page)
+
+
+def test_skipped_blocks_say_why() -> None:
+    for page in PAGES:
+        for block in blocks(page):
+            if block.comment.startswith("no-test"):
+                assert re.fullmatch("no-test: .{10,}", block.comment), f"{page}:{block.line}"
+
+
+def commands() -> list[Any]:
+    found = []
+    for page in pages_with("sh"):
+        for block in blocks(page):
+            if block.language == "sh":
+                lines = block.text.replace("\\\n", " ").splitlines()
+                found += [pytest.param(line, id=f"{page}: {line}") for line in lines if line.startswith("decoders ")]
+    return found
+
+
+@pytest.mark.parametrize("line", commands())
+def test_commands_are_understood(line: str, reader: Path) -> None:
+    """Parsed by the command line's own parser, not run."""
+    from typer.main import get_command
+
+    from decoders.cli import app
+
+    command: Any = get_command(app)
+    words = shlex.split(line, comments=True)[1:]
+    while hasattr(command, "commands"):
+        assert words and words[0] in command.commands, f"there is no such command: {line}"
+        command = command.commands[words.pop(0)]
+    command.make_context(line, words)
+
+
+@pytest.mark.parametrize("page", pages_with("toml"))
+def test_settings_files_load(page: str, reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for block in blocks(page):
+        name = re.match(r"# (decoders|pyproject)\.toml\n", block.text)
+        if block.language == "toml" and name:
+            file = reader / f"{name[1]}.toml"
+            file.write_text(block.text)
+            monkeypatch.setenv("DECODERS_CONFIG", str(file))
+            entries = registry().strategies()
+            defaults = load_settings(RuntimeSettings, None, {}, {}, sections=entries), RuntimeSettings()
+            assert defaults[0] != defaults[1].model_copy(update={"compile": False}), f"{page}:{block.line} sets nothing"
+            for entry in entries.values():
+                load_settings(entry.cls.settings_class, entry.name, {}, {}, sections=entries)
+
+
+def test_every_variable_that_is_named_is_read() -> None:
+    """Variables of strategies that a page invents itself are left out."""
+    known = {f"DECODERS_{name.upper()}" for name in (*settings.RuntimeSettings.model_fields, *settings.NOT_SETTINGS)}
+    for name, entry in registry().strategies().items():
+        known |= {f"DECODERS_{name}_{field}".upper() for field in entry.cls.settings_class.model_fields}
+    for page in PAGES:
+        named = set(re.findall(r"DECODERS_[A-Z_]*[A-Z]", (ROOT / page).read_text(encoding="utf-8")))
+        assert not {n for n in named if not n.startswith("DECODERS_SUCCESSORS")} - known, page

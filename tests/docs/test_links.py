@@ -1,0 +1,56 @@
+"""Links inside the documentation resolve, headings included, and no page shows a path of somebody's machine."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted(p.relative_to(ROOT).as_posix() for p in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+
+
+def prose(file: Path) -> str:
+    """The page without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", file.read_text(encoding="utf-8"), flags=re.M | re.S)
+
+
+def anchors(file: Path) -> set[str]:
+    """The headings' anchors, made as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", prose(file), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_links_resolve(name: str) -> None:
+    page = ROOT / name
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"https?:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{name} links to {target}"
+        assert file.is_relative_to(ROOT), f"{name} links out of the project: {target}"
+        if anchor:
+            assert anchor in anchors(file), f"{name} links to {target}; there are {sorted(anchors(file))}"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_paths_of_a_machine(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert not re.search(r"(?<![\w.])/(home|root|work|tmp|Users|usr|opt|mnt|var)/", text)
+    assert not re.search(r"[A-Z]:\\", text)
+    assert str(ROOT) not in text
+
+
+def test_every_page_can_be_reached() -> None:
+    reached, todo = set(), [ROOT / "README.md"]
+    while todo:
+        page = todo.pop()
+        if page in reached or page.suffix != ".md" or not page.exists():
+            continue
+        reached.add(page)
+        targets = (t.partition("#")[0] for t in re.findall(r"\]\(([^)\s]+)\)", prose(page)))
+        todo += [(page.parent / t).resolve() for t in targets if t and not re.match(r"https?:", t)]
+    assert {ROOT / name for name in FILES} <= reached
