@@ -30,7 +30,7 @@ from .errors import ContextLengthError, SettingsError, UnsupportedError
 from .plugins import registry
 from .report import Report
 from .settings import RuntimeSettings, Settings, load_settings
-from .strategies.merged import Merged
+from .strategies.merged import Merged, MergedSettings
 from .strategy import Strategy
 from .streaming import StreamAligner
 
@@ -82,19 +82,24 @@ class Generate:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         kwargs = dict(zip(_POSITIONAL, args, strict=False)) | kwargs
         own = {name: kwargs.pop(name) for name in OWN if name in kwargs}
-        config = kwargs.get("generation_config") or self.model.generation_config
-        configured = getattr(config, "strategy", None)
+        configs = [c for c in (kwargs.get("generation_config"), self.model.generation_config) if c is not None]
+        configured = {name: _first(configs, name) for name in ("strategy", "strategy_config")}
+        for name, kind in (("strategy", str), ("strategy_config", Mapping)):
+            if not isinstance(configured[name], (kind, type(None))):
+                raise SettingsError(
+                    f"{name} in the generation config is {configured[name]!r}: it takes a {kind.__name__.lower()}"
+                )
         runtime = load_settings(
             RuntimeSettings,
             None,
             dict(own.get("decoders_config") or {})
             | ({"strategy": own["strategy"]} if isinstance(own.get("strategy"), str) else {}),
-            {"strategy": configured} if isinstance(configured, str) else {},
+            {"strategy": configured["strategy"]} if configured["strategy"] else {},
             sections=registry().strategies(),
         )
         chosen = own.get("strategy") if own.get("strategy") is not None else runtime.strategy
         if chosen is None:
-            misplaced = sorted(k for k, v in own.items() if v is not None)
+            misplaced = sorted(k for k, v in (configured | own).items() if v is not None)
             if misplaced:
                 raise SettingsError(f"{', '.join(misplaced)} needs a strategy: pass strategy=… too")
             return self.plain(*args, **{k: v for k, v in kwargs.items() if k not in _POSITIONAL[: len(args)]})
@@ -102,17 +107,22 @@ class Generate:
             raise UnsupportedError(
                 "grammar=: no grammar backend is installed in this version; validate the output instead"
             )
-        if own.get("verifier") not in (None, "coupled"):
-            raise UnsupportedError(f"verifier={own['verifier']!r}: this version has one verifier, 'coupled'")
-        strategy = resolve_strategy(chosen, own.get("strategy_config"), getattr(config, "strategy_config", None))
-        return self._decode(strategy, runtime, own, config, kwargs)
+        verifier = own.get("verifier") or runtime.verifier
+        if verifier != "coupled":
+            raise UnsupportedError(f"verifier={verifier!r}: this version has one verifier, 'coupled'")
+        # Settings in a config that names a strategy are that strategy's.
+        theirs = configured["strategy"] is None or _canonical(configured["strategy"]) == _canonical(chosen)
+        strategy = resolve_strategy(
+            chosen, own.get("strategy_config"), configured["strategy_config"] if theirs else None
+        )
+        return self._decode(strategy, runtime, own, configs, kwargs)
 
     def _decode(
-        self, strategy: Strategy, runtime: RuntimeSettings, own: dict, config: GenerationConfig, kwargs: dict
+        self, strategy: Strategy, runtime: RuntimeSettings, own: dict, configs: list[GenerationConfig], kwargs: dict
     ) -> Any:
         """Refuses what cannot be honoured, lets transformers prepare the inputs, and runs the loop."""
         refuse_unfit(self.model)
-        refuse_arguments(config, kwargs)
+        refuse_arguments(configs, kwargs)
         assistant = kwargs.pop("assistant_model", None)
         if assistant is None and strategy.needs_assistant:
             raise UnsupportedError(f"strategy {strategy.name!r} needs assistant_model=")
@@ -122,7 +132,7 @@ class Generate:
             )
         tokenizer = kwargs.pop("tokenizer", None) or self.tokenizer
         kwargs = dict(kwargs)
-        kwargs["stopping_criteria"] = self._criteria(config, kwargs, tokenizer)
+        kwargs["stopping_criteria"] = self._criteria(configs, kwargs, tokenizer)
         streamer: BaseStreamer | None = kwargs.get("streamer")
 
         def run(
@@ -133,41 +143,44 @@ class Generate:
             generation_config: GenerationConfig,
             **model_kwargs: Any,
         ) -> Any:
-            given_on, input_ids = input_ids.device, input_ids.to(model.device)
+            given_on, input_ids = input_ids.device, input_ids.to(self.model.device)
             mask = model_kwargs.get("attention_mask")
-            prompts = unpad(input_ids, mask if mask is None else mask.to(model.device))
-            new_tokens = generation_config.max_length - input_ids.shape[1]
-            check_lengths(model, prompts, new_tokens)
-            plan, values, processors = plan_sampling(logits_processor, input_ids.shape[1], generation_config)
+            prompts = unpad(input_ids, mask if mask is None else mask.to(self.model.device))
+            new_tokens = _max_length(stopping_criteria, generation_config) - input_ids.shape[1]
+            check_lengths(self.model, prompts, new_tokens)
+            stop_tokens = _stop_tokens(stopping_criteria)
+            plan, values, processors = plan_sampling(
+                logits_processor, input_ids.shape[1], generation_config, stop_tokens
+            )
             aligner = StreamAligner(streamer, len(prompts), _pad_token(generation_config)) if streamer else None
             request = Request(
                 strategy=strategy, prompts=prompts, padded_prompt=input_ids, new_tokens=new_tokens,
-                stop_tokens=_stop_tokens(generation_config), plan=plan, values=values,
+                stop_tokens=stop_tokens, pad_token=_pad_token(generation_config), plan=plan, values=values,
                 seed=resolve_seed(own.get("seed"), own.get("generator"), generation_config.do_sample),
                 processors=processors, criteria=_host_criteria(stopping_criteria),
                 on_step=aligner.step if aligner else None,
                 keep_logits=bool(generation_config.return_dict_in_generate and generation_config.output_logits),
                 keep_scores=plan.keep_scores,
                 compile=runtime.compile, prefill_chunk=runtime.prefill_chunk, slots=runtime.slots,
-                context=dict(model=model, tokenizer=tokenizer, assistant_model=assistant),
+                context=dict(model=self.model, tokenizer=tokenizer, assistant_model=assistant),
             )  # fmt: skip
             decoded = decode(self.engine(runtime.attention), request)
             if aligner:
                 aligner.end()
             return assemble(input_ids.to(given_on), decoded, generation_config)
 
-        if config.stop_strings or config.cache_implementation:
-            # What the loop does itself must not reach transformers; with a config of our own its keywords move in too.
-            config = copy.deepcopy(config)
-            config.stop_strings = config.cache_implementation = None
-            kwargs = config.update(**kwargs) | {"generation_config": config}
-        return self._transformers_generate(**kwargs, custom_generate=run)
+        if kwargs.get("generation_config") is not None:
+            kwargs["generation_config"] = _without_own_work(kwargs["generation_config"])
+        # transformers fills gaps from the model's config, which must stay as it is: a shallow copy has a cleaned one.
+        stand_in = copy.copy(self.model)
+        stand_in.generation_config = _without_own_work(self.model.generation_config)
+        return type(stand_in).generate(stand_in, **kwargs, custom_generate=run)  # type: ignore[attr-defined]
 
-    def _criteria(self, config: GenerationConfig, kwargs: dict, tokenizer: Any) -> StoppingCriteriaList:
+    def _criteria(self, configs: list[GenerationConfig], kwargs: dict, tokenizer: Any) -> StoppingCriteriaList:
         """The user's criteria plus stop strings (transformers loses the tokenizer on the way to a custom loop)."""
         criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
         kwargs.pop("cache_implementation", None)
-        strings = kwargs.pop("stop_strings", None) or config.stop_strings
+        strings = kwargs.pop("stop_strings", None) or _first(configs, "stop_strings")
         if strings:
             if tokenizer is None:
                 raise UnsupportedError("stop_strings needs a tokenizer: pass tokenizer= to enable() or generate()")
@@ -195,20 +208,23 @@ def resolve_strategy(chosen: Any, call: Mapping[str, Any] | None, configured: Ma
         return resolve_strategy(classes[0], call, configured)
     own = [c.name for c in classes]
     for given in (call, configured):
-        unknown = sorted(set(given or {}) - set(own))
+        unknown = sorted(set(given or {}) - {*own, Merged.name})
         if unknown:
             raise SettingsError(
                 f"strategy_config of {chosen!r} is keyed by strategy: {', '.join(own)}; not {unknown[0]!r}"
             )
     parts = [c(_settings_of(c, (call or {}).get(c.name), (configured or {}).get(c.name))) for c in classes]
-    return Merged(parts)
+    return Merged(
+        parts,
+        cast(MergedSettings, _settings_of(Merged, (call or {}).get(Merged.name), (configured or {}).get(Merged.name))),
+    )
 
 
 def _settings_of(
     strategy: type[Strategy], call: Mapping[str, Any] | None, configured: Mapping[str, Any] | None
 ) -> Settings:
     """A strategy's settings in force."""
-    sections = registry().strategies()
+    sections = (*registry().strategies(), Merged.name)
     return load_settings(strategy.settings_class, strategy.name, call or {}, configured or {}, sections=sections)
 
 
@@ -229,14 +245,16 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda v: v not in (None, "static", "dynamic", "hybrid"), "the loop always uses its own static cache"),
     "custom_generate": (lambda v: v is not None, "choose either strategy= or custom_generate="),
     "synced_gpus": (lambda v: bool(v), "sharded models cannot be decoded in one loop"),
+    "token_healing": (lambda v: bool(v), "it rewrites the prompt; heal it before the call"),
+    "position_ids": (lambda v: v is not None, "positions are those of the tokens; drop strategy="),
     "negative_prompt_ids": (lambda v: v is not None, "classifier-free guidance is not supported; drop strategy="),
 }  # fmt: skip
 
 
-def refuse_arguments(config: GenerationConfig, kwargs: Mapping[str, Any]) -> None:
+def refuse_arguments(configs: list[GenerationConfig], kwargs: Mapping[str, Any]) -> None:
     """Raises UnsupportedError, before anything is touched, for arguments that cannot be honoured exactly."""
     for name, (refused, advice) in _REFUSED.items():
-        value = kwargs[name] if kwargs.get(name) is not None else getattr(config, name, None)
+        value = kwargs[name] if kwargs.get(name) is not None else _first(configs, name)
         if refused(value):
             raise UnsupportedError(f"{name}={value!r} does not go with strategy=: {advice}.")
 
@@ -270,7 +288,7 @@ def check_lengths(model: PreTrainedModel, prompts: list[Tensor], new_tokens: int
 
 
 def plan_sampling(
-    processors: LogitsProcessorList, prompt_length: int, config: GenerationConfig
+    processors: LogitsProcessorList, prompt_length: int, config: GenerationConfig, stop_tokens: tuple[int, ...]
 ) -> tuple[SamplingPlan, tuple[float, ...], Callable[[Tensor, Tensor], Tensor] | None]:
     """Turns transformers' prepared processors into operations of the step, or keeps them all for the host.
 
@@ -289,7 +307,17 @@ def plan_sampling(
     }
     keep_scores = bool(config.return_dict_in_generate and config.output_scores)
     sample = bool(config.do_sample)
-    if all(type(x) in known and getattr(x, "min_tokens_to_keep", 1) == 1 for x in processors):
+
+    def expressible(x: Any) -> bool:
+        stops = getattr(x, "eos_token_id", None)
+        return (
+            type(x) in known
+            and getattr(x, "min_tokens_to_keep", 1) == 1
+            and (stops is None or set(stops.tolist()) == set(stop_tokens))
+            and getattr(x, "prompt_length_to_skip", prompt_length) == prompt_length
+        )
+
+    if all(expressible(x) for x in processors):
         operations = [known[type(x)](x) for x in processors]
         plan = SamplingPlan(tuple(name for name, _ in operations), sample, keep_scores)
         return plan, tuple(float(value) for _, value in operations), None
@@ -301,6 +329,8 @@ def resolve_seed(seed: int | None, generator: torch.Generator | None, sample: bo
     if seed is not None and generator is not None:
         raise SettingsError("give seed= or generator=, not both")
     if seed is not None:
+        if not -(2**63) <= seed < 2**63:
+            raise SettingsError(f"seed {seed} does not fit 64 bits")
         return int(seed)
     if not sample:
         return 0
@@ -332,15 +362,37 @@ def assemble(input_ids: Tensor, decoded: Decoded, config: GenerationConfig) -> T
     )
 
 
-def _stop_tokens(config: GenerationConfig) -> tuple[int, ...]:
-    tokens = getattr(config, "_eos_token_tensor", None)
-    return tuple(tokens.tolist()) if tokens is not None else ()
+def _first(configs: list[GenerationConfig], name: str) -> Any:
+    """The first value that one of `configs` gives to `name`; transformers fills gaps in the same order."""
+    return next((v for c in configs if (v := getattr(c, name, None)) is not None), None)
+
+
+def _canonical(strategy: Any) -> str:
+    """The name that a strategy, class or spelling of a name stands for."""
+    return (strategy if isinstance(strategy, str) else strategy.name).replace("-", "_")
+
+
+def _without_own_work(config: GenerationConfig) -> GenerationConfig:
+    """A copy without what the loop does itself: stop strings (their tokenizer would get lost) and the static cache."""
+    config = copy.deepcopy(config)
+    config.stop_strings = config.cache_implementation = None
+    return config
+
+
+def _max_length(criteria: StoppingCriteriaList, config: GenerationConfig) -> int:
+    """A length criterion of the user's replaces the one that transformers makes, so the list is what counts."""
+    lengths = [c.max_length for c in criteria if type(c) is stopping_criteria.MaxLengthCriteria]
+    return min(lengths, default=config.max_length)
+
+
+def _stop_tokens(criteria: StoppingCriteriaList) -> tuple[int, ...]:
+    tokens = [t for c in criteria if type(c) is stopping_criteria.EosTokenCriteria for t in c.eos_token_id.tolist()]
+    return tuple(dict.fromkeys(tokens))
 
 
 def _pad_token(config: GenerationConfig) -> int:
-    pad = getattr(config, "_pad_token_tensor", None)
-    stops = _stop_tokens(config)
-    return int(pad) if pad is not None else stops[0] if stops else 0
+    pad, stops = getattr(config, "_pad_token_tensor", None), getattr(config, "_eos_token_tensor", None)
+    return int(pad) if pad is not None else int(stops[0]) if stops is not None else 0
 
 
 def _host_criteria(criteria: StoppingCriteriaList) -> StoppingCriteriaList | None:

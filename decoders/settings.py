@@ -50,9 +50,7 @@ class RuntimeSettings(Settings):
     attention: Literal["auto", "sdpa", "flex"] = Field(
         "auto", description="Attention kernel: auto takes flex on CUDA where it applies, sdpa elsewhere."
     )
-    slots: int | None = Field(
-        None, ge=1, description="Least cache capacity in tokens per row; raise it to avoid regrowth between calls."
-    )
+    slots: int | None = Field(None, ge=1, description="Least capacity of a call's cache, in tokens per row.")
     verifier: str = Field("coupled", description="Rule that decides which proposed tokens are accepted.")
 
 

@@ -120,7 +120,8 @@ class Step:
 
     Attributes:
         nodes: ``[B, N]`` int64, the block as run: node 0 and the guesses. ``N`` may exceed the draft's (padding).
-        chosen: ``[B, N]`` int64, the target's token after each node.
+        chosen: ``[B, N]`` int64, the target's token after each node; -2 for nodes off the path when logits processors
+            run on the host.
         path: ``[B, N]`` int64, accepted node at each depth; valid up to `accepted`.
         accepted: ``[B]`` int64, how many guesses were accepted.
         emitted: ``[B]`` int64, tokens committed by this step: accepted guesses and one more, cut at the end of a row.

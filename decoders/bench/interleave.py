@@ -180,7 +180,7 @@ def _attempt(entry: Entry, action: Callable[[], None]) -> None:
 
 
 def calls(contestants: int, workloads: int, repeats: int) -> int:
-    """How often :func:`measure` reports progress; :func:`take_turns` alone does `contestants` times less."""
+    """How often :func:`measure` reports progress: once per contestant in the warm-up, the rest in :func:`take_turns`."""
     return contestants * (1 + workloads * (1 + repeats))
 
 

@@ -26,14 +26,15 @@ def tables(records: Sequence[Record]) -> list[Table]:
 
 
 def speed_table(records: Sequence[Record], title: str = "") -> Table:
-    """Medians with the range over the repeats, and whether the output is transformers' own; failures with their reason."""
+    """Medians with the range over the repeats, whether the output is transformers' own, and why a row is absent."""
     table = _table(title, "tokens/s", "ratio", "first token", "tok/step", "identical")
     for r in records:
         if r.status != "ok":
             continue
         table.add_row(
             _name(r), ranged(r.tokens_per_second, ".0f"), ranged(r.ratio, ".2f", ratio_style(r.ratio)),
-            shown(r.first_token and r.first_token.median * 1e3, ".1f", " ms"), shown(r.accepted_length, ".2f"), identical(r),
+            shown(r.first_token and r.first_token.median * 1e3, ".1f", " ms"), shown(r.accepted_length, ".2f"),
+            identical(r),
         )  # fmt: skip
     absent = [r for r in records if r.status != "ok" or r.difference]
     if absent:

@@ -21,8 +21,8 @@ def demo(
         "demo-models"
     ),
     seed: Annotated[int, typer.Option(help="Seed of weights and data order.")] = 0,
-    target_tokens: Annotated[int, typer.Option(min=1, help="Training tokens of the target.")] = 20_000_000,
-    draft_tokens: Annotated[int, typer.Option(min=1, help="Training tokens of the draft.")] = 10_000_000,
+    target_tokens: Annotated[int, typer.Option(min=1, help="Training tokens of the target.")] = 17_469_440,
+    draft_tokens: Annotated[int, typer.Option(min=1, help="Training tokens of the draft.")] = 20_480_000,
     resume: Annotated[bool, typer.Option(help="Continue from checkpoints under the directory.")] = True,
     compile: Annotated[bool, typer.Option(help="Compile the training step.")] = True,
     bf16: Annotated[bool, typer.Option(help="Compute in bfloat16.")] = True,

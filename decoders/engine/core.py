@@ -108,9 +108,16 @@ class Core:
         return nodes, self.target.forward(nodes, base, tree, rows.buffers, view_range.shape[0])
 
     def commit(
-        self, nodes: Tensor, chosen: Tensor, tree: TreeTensors, rows: Rows, result: ForwardResult, scores: Tensor | None
+        self,
+        nodes: Tensor,
+        chosen: Tensor,
+        tree: TreeTensors,
+        rows: Rows,
+        result: ForwardResult,
+        scores: Tensor | None,
+        most: Tensor | None = None,
     ) -> StepOutput:
-        """Accepts the matching path, moves its keys and values into place and appends its tokens."""
+        """Accepts the matching path, `most` tokens of it (``[B]``), moves its keys and values and appends its tokens."""
         n = nodes.shape[1]
         index = torch.arange(n, device=nodes.device)
         base = (rows.length - 1)[:, None]
@@ -119,6 +126,8 @@ class Core:
 
         new = chosen.gather(1, acceptance.path)
         room = torch.where(rows.finished, 0, rows.limit - rows.length)
+        if most is not None:
+            room = torch.minimum(room, most)
         guessed = torch.where(rows.finished, 0, (nodes[:, 1:] >= 0).sum(-1))
         emitted = torch.minimum(acceptance.depth + 1, room)
         is_stop = (new[:, :, None] == rows.sampling.stop_tokens).any(-1) & (index < emitted[:, None])

@@ -28,7 +28,7 @@ class Engine:
     """
 
     def __init__(self, model: PreTrainedModel, attention: Literal["auto", "sdpa", "flex"] = "auto") -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # a streamer or processor may call generate again
         self.attention = attention
         self.target = make_target(model, attention)
         self._steps: dict[tuple, Callable | None] = {}

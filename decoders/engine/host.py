@@ -1,7 +1,7 @@
 """What needs the host between forward and commit: logits processors and stopping criteria that read the prefix.
 
-Processors are run along the path the target actually takes, node by node: exactly the calls plain decoding would make,
-in the same order, however large the tree is. Stateful processors therefore work.
+Processors are run along the path the target actually takes, depth by depth: exactly the calls plain decoding would
+make, in the same order, however large the tree is. Stateful processors therefore work.
 """
 
 from __future__ import annotations
@@ -25,30 +25,21 @@ class Prefixes:
     """Each row as transformers would show it: prompt with its left padding, then what has been generated.
 
     Attributes:
-        prompt: ``[B, P]`` int64 as passed to ``generate``. generated: token ids per row.
+        prompt: ``[B, P]`` int64 as passed to ``generate``. generated: token ids per row. pad_token: follows a row's end.
     """
 
     prompt: Tensor
     generated: list[list[int]]
+    pad_token: int = 0
 
-    def of(self, row: int, length: int | None = None, extra: tuple[int, ...] = ()) -> Tensor:
-        """``[1, P + length + len(extra)]``: the row's first `length` generated tokens (all by default), then `extra`."""
-        tail = self.generated[row][:length] + list(extra)
+    def of(self, row: int, length: int, extra: tuple[int, ...] = ()) -> Tensor:
+        """``[1, P + length]``: the row's generated tokens, then `extra`, cut or padded to `length`."""
+        tail = (self.generated[row] + list(extra))[:length]
+        tail += [self.pad_token] * (length - len(tail))
         return torch.cat([self.prompt[row], torch.tensor(tail, dtype=torch.int64, device=self.prompt.device)])[None]
 
 
 Processors = Callable[[Tensor, Tensor], Tensor]
-
-
-def call_for_row(processors: Processors, ids: Tensor, scores: Tensor, row: int, rows: int) -> Tensor:
-    """``processors(ids, scores)`` for one row of a batch: ids ``[1, P]``, scores ``[1, V]`` to ``[V]``.
-
-    Processors may hold per-row data (padding lengths, allowed tokens by batch index). Rows have different lengths here,
-    so each is shown a batch that repeats it, of which its own row counts.
-    """
-    if rows == 1:
-        return processors(ids, scores)[0]
-    return processors(ids.expand(rows, -1).contiguous(), scores.expand(rows, -1).contiguous())[row]
 
 
 def choose_along_path(
@@ -59,11 +50,15 @@ def choose_along_path(
     prefixes: Prefixes,
     processors: Processors,
     plan: SamplingPlan,
-) -> tuple[Tensor, Tensor]:
-    """Walks every row's tree along the target's own choices.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Walks all rows' trees down the target's own choices, one depth of all rows at a time.
+
+    Processors see whole batches at one length, as in plain decoding. The walk therefore ends for all rows where it ends
+    for the first: rows stay level, at the price of some accepted guesses.
 
     Returns:
-        chosen ``[B, N]`` int64, :data:`NOT_REACHED` off the path, and scores ``[B, N, V]``, zero off the path.
+        chosen ``[B, N]`` int64, :data:`NOT_REACHED` off the path; scores ``[B, N, V]``, zero off the path; and how many
+        tokens each row may commit, ``[B]`` int64.
     """
     batch, n = nodes.shape
     chosen = torch.full((batch, n), NOT_REACHED, dtype=torch.int64, device=nodes.device)
@@ -71,26 +66,28 @@ def choose_along_path(
     tokens, parents = nodes.tolist(), tree.parents.tolist()
     candidate = tree.ancestors[:, :, 0].tolist()
     stops = set(rows.sampling.stop_tokens.tolist())
-    room = (rows.limit - rows.length).tolist()
-    for row in range(batch):
-        if rows.finished[row]:
-            continue
-        node, path = 0, ()
-        generated = torch.tensor([[len(prefixes.generated[row])]], device=nodes.device)
-        while True:
-            ids = prefixes.of(row, extra=path)
-            scores[row, node] = call_for_row(processors, ids, logits[row, node][None].clone(), row, batch)
-            inputs = type(rows.sampling)(
-                rows.sampling.values, rows.sampling.keys[row : row + 1], rows.sampling.stop_tokens
-            )
-            token = int(choose(scores[row, node][None, None], plan, inputs, generated + len(path)))
-            chosen[row, node] = token
-            path += (token,)
+    room, finished = (rows.limit - rows.length).tolist(), rows.finished.tolist()
+    active = [row for row in range(batch) if not finished[row]]
+    generated = len(prefixes.generated[active[0]])
+    at, paths = dict.fromkeys(active, 0), {row: () for row in active}
+    depth, going = 0, True
+    while going:
+        ids = torch.cat([prefixes.of(row, generated + depth, paths.get(row, ())) for row in range(batch)])
+        here = torch.stack(
+            [logits[row, at[row]] if row in at else torch.zeros_like(logits[0, 0]) for row in range(batch)]
+        )
+        processed = processors(ids, here)
+        positions = torch.full((batch, 1), generated + depth, device=nodes.device)
+        drawn = choose(processed[:, None], plan, rows.sampling, positions)[:, 0].tolist()
+        for row in active:
+            node, token = at[row], drawn[row]
+            scores[row, node], chosen[row, node] = processed[row], token
+            paths[row] += (token,)
             following = [
                 child for child in range(node + 1, n)
                 if parents[row][child] == node and candidate[row][child] and tokens[row][child] == token
             ]  # fmt: skip
-            if not following or token in stops or len(path) >= room[row]:
-                break
-            node = following[0]
-    return chosen, scores
+            at[row] = following[0] if following else node
+            going = going and bool(following) and token not in stops and depth + 1 < room[row]
+        depth += 1
+    return chosen, scores, torch.full((batch,), depth, dtype=torch.int64, device=nodes.device)

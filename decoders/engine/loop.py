@@ -33,7 +33,7 @@ class Request:
 
     Attributes:
         prompts: one 1-D int64 tensor per row, padding removed. padded_prompt: ``[B, P]`` as the user passed it.
-        new_tokens: most tokens to generate per row. stop_tokens: end-of-sequence ids.
+        new_tokens: most tokens to generate per row. stop_tokens: end-of-sequence ids. pad_token: follows them.
         plan, values: what runs on logits inside the step (see :class:`SamplingPlan`). seed: of the noise.
         processors: called on the host instead, if the plan cannot express them. criteria: asked after every token.
         on_step: told the new tokens of every row and which rows have ended, after every step.
@@ -46,11 +46,12 @@ class Request:
     padded_prompt: Tensor
     new_tokens: int
     stop_tokens: tuple[int, ...] = ()
+    pad_token: int = 0
     plan: SamplingPlan = SamplingPlan()
     values: tuple[float, ...] = ()
     seed: int = 0
     processors: Processors | None = None
-    criteria: Callable[[Tensor, Any], Any] | None = None
+    criteria: Callable[..., Any] | None = None
     on_step: Callable[[list[list[int]], list[bool]], None] | None = None
     keep_logits: bool = False
     keep_scores: bool = False
@@ -103,7 +104,7 @@ class _Call:
             strategy=strategy.name, settings=strategy.settings.model_dump(mode="json"), exact=strategy.exact,
             compiled=request.compile, rows=self.batch, prompt_tokens=list(self.lengths),
         )  # fmt: skip
-        self.prefixes = Prefixes(request.padded_prompt, self.generated)
+        self.prefixes = Prefixes(request.padded_prompt, self.generated, request.pad_token)
         self._trees: dict[Topology, TreeTensors] = {}
         self._views: dict[int, tuple[Tensor, Sequences]] = {}
 
@@ -140,7 +141,7 @@ class _Call:
             outcome = _Outcome(*out.summary.tolist(), new=out.new.tolist())
             verified = time.perf_counter()
             if request.criteria is not None:
-                self._apply_criteria(outcome)
+                self._apply_criteria(outcome, out)
             self._observe(state, out)
             observed = time.perf_counter()
             self._record(outcome, out)
@@ -195,10 +196,11 @@ class _Call:
 
         def step(guesses: Tensor, tree: TreeTensors, rows: Rows, view: Tensor) -> StepOutput:
             nodes, forwarded = whole(guesses, tree, rows, view)
-            chosen, scores = choose_along_path(
+            chosen, scores, most = choose_along_path(
                 nodes, tree, forwarded.logits, rows, self.prefixes, request.processors, request.plan
             )
-            return core.commit(nodes, chosen, tree, rows, forwarded, scores if request.keep_scores else None)
+            kept = scores if request.keep_scores else None
+            return core.commit(nodes, chosen, tree, rows, forwarded, kept, most)
 
         return step
 
@@ -250,14 +252,23 @@ class _Call:
         self.rows = self.rows.grown(2 * slots)
         self._views.clear()
 
-    def _apply_criteria(self, outcome: _Outcome) -> None:
-        """Asks the stopping criteria after every new token and cuts rows where one says stop."""
+    def _apply_criteria(self, outcome: _Outcome, out: StepOutput) -> None:
+        """Asks the stopping criteria after every new token and cuts rows where one says stop.
+
+        Criteria may know rows by their index. Rows have different lengths here, so each is shown a batch that repeats
+        it, of which its own row counts.
+        """
         assert self.request.criteria is not None
         for row, tokens in enumerate(outcome.new):
             done = len(self.generated[row])
             for count in range(1, outcome.emitted[row] + 1):
-                stop = self.request.criteria(self.prefixes.of(row, done, tuple(tokens[:count])), None)
-                if bool(stop.all() if isinstance(stop, Tensor) else stop):
+                ids = self.prefixes.of(row, done + count, tuple(tokens)).expand(self.batch, -1)
+                scores = None
+                if out.scores is not None:
+                    new = out.scores[row, out.path[row, :count]]
+                    scores = tuple(t.expand(self.batch, -1) for t in (*self.scores[row], *new))
+                stop = self.request.criteria(ids, scores)
+                if bool(stop.expand(self.batch)[row] if isinstance(stop, Tensor) else stop):
                     self.rows.length[row] -= outcome.emitted[row] - count
                     self.rows.finished[row] = True
                     outcome.emitted[row], outcome.ended[row] = count, 1

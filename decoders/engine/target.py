@@ -106,7 +106,10 @@ class Target:
         start = torch.zeros(1, dtype=torch.int64, device=device)
         self.prefill(torch.tensor([prompt[:-1]], device=device), start, buffers, 8)
         ours = self.forward(nodes, start + 2, tree.tensors(1, device), buffers, 8).logits[0, -1]
-        plain = model(input_ids=torch.tensor([prompt + branch], device=device), use_cache=False).logits[0, -1].float()
+        reference = share_weights(model)  # as in evaluation, whatever mode the user's model is in
+        plain = (
+            reference(input_ids=torch.tensor([prompt + branch], device=device), use_cache=False).logits[0, -1].float()
+        )
         gap = (ours - plain).abs().max().item()
         scale = max(plain.abs().max().item(), 1.0)
         tolerance = 1e-4 if self.dtype == torch.float32 else 0.1
@@ -181,11 +184,21 @@ def share_weights(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def fingerprint(model: nn.Module) -> tuple:
-    """Changes whenever a weight is replaced, moved, cast or written in place (compiled code holds packed copies)."""
-    return tuple(
+    """Changes whenever a weight is replaced, moved, cast or written in place (compiled code holds packed copies), and
+    whenever a module is exchanged, hooked or switched.
+    """
+    tensors = tuple(
         (id(t), t.data_ptr(), t.dtype, 0 if t.is_inference() else t._version)
         for t in (*model.parameters(), *model.buffers())
     )
+    modules = tuple(
+        (
+            id(module), *module._forward_hooks, *module._forward_pre_hooks,
+            *(v for k, v in vars(module).items() if isinstance(v, (bool, int, float, str)) and k != "training"),
+        )
+        for module in model.modules()
+    )  # fmt: skip
+    return tensors, modules
 
 
 @torch.no_grad()

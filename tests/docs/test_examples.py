@@ -6,6 +6,8 @@ import contextlib
 import io
 import re
 import shlex
+import sys
+import types
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -81,9 +83,10 @@ def save_checkpoint(folder: Path) -> None:
     tiny_tokenizer().save_pretrained(folder)
 
 
-def run_page(page: str) -> None:
+def run_page(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the Python blocks of a page one after the other in one namespace, as a reader would."""
-    namespace: dict[str, Any] = {"__name__": "docs"}
+    module = types.ModuleType("page_of_the_docs")
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # classes of a page can be pickled, as those of a script
     written = ""
     for block in blocks(page):
         where = f"{page}:{block.line}"
@@ -97,7 +100,7 @@ def run_page(page: str) -> None:
                 torch.manual_seed(0)
                 # Blank lines in front make line numbers in a traceback those of the page.
                 code = compile("\n" * block.line + block.text, where, "exec", dont_inherit=True)
-                exec(code, namespace)
+                exec(code, vars(module))
             written = stream.getvalue()
 
 
@@ -105,13 +108,13 @@ def run_page(page: str) -> None:
 def test_python_blocks_run(page: str, reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_checkpoint(reader / "my-model")
     monkeypatch.setattr(demo, "load", tiny_demo)
-    run_page(page)
+    run_page(page, monkeypatch)
 
 
 @pytest.mark.skipif(not demo.available(), reason="the demo models are not in this checkout")
 @pytest.mark.parametrize("page", ["docs/tutorial.md", "docs/how-to/sampling.md"])
-def test_pages_about_the_demo_model_run_with_it(page: str, reader: Path) -> None:
-    run_page(page)
+def test_pages_about_the_demo_model_run_with_it(page: str, reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_page(page, monkeypatch)
 
 
 def test_skipped_blocks_say_why() -> None:

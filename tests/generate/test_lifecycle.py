@@ -196,6 +196,22 @@ def test_calls_under_inference_mode_and_gradients_work(fresh: PreTrainedModel) -
     assert all(p.requires_grad and p.grad is None for p in fresh.parameters())
 
 
+def test_calls_under_autocast_work(fresh: PreTrainedModel) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert with_strategy(fresh).shape == plainly(fresh).shape
+
+
+def test_an_argument_given_twice_or_too_many_are_errors(fresh: PreTrainedModel) -> None:
+    with pytest.raises(TypeError, match="inputs"):
+        fresh.generate(INPUTS["input_ids"], inputs=INPUTS["input_ids"], max_new_tokens=2)
+    with pytest.raises(TypeError, match="inputs"):
+        fresh.generate(
+            INPUTS["input_ids"], inputs=INPUTS["input_ids"], max_new_tokens=2, strategy="prompt_lookup", **EAGER
+        )
+    with pytest.raises(TypeError, match="argument"):
+        fresh.generate(*[None] * 20, strategy="prompt_lookup", **EAGER)
+
+
 def test_a_model_made_under_inference_mode_works() -> None:
     with torch.inference_mode():
         model = decoders.enable(tiny_model("llama"))
@@ -298,7 +314,7 @@ def test_a_streamer_may_call_generate_again(fresh: PreTrainedModel) -> None:
 
     worker = threading.Thread(target=lambda: with_strategy(fresh, streamer=Nested()), daemon=True)
     worker.start()
-    worker.join(timeout=20)
+    worker.join(timeout=6)
     assert not worker.is_alive(), "deadlock"
     assert torch.equal(inner[0], expected)
 

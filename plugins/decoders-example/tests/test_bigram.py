@@ -20,7 +20,7 @@ def propose(rows: list[list[int]], length: int) -> list[list[int]]:
     context = Context(
         model=None,  # type: ignore[arg-type]
         tokenizer=None, assistant_model=None, rows=len(rows), slots=longest, device=tokens.device, vocab_size=10,
-        compile=False,
+        compile=lambda function: function,
     )  # fmt: skip
     sequences = Sequences(tokens, lengths, lengths, zeros.bool(), zeros)
     return strategy.propose(strategy.start(context), sequences).tokens.tolist()
