@@ -80,7 +80,12 @@ class Generate:
         return self._engine
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        kwargs = dict(zip(_POSITIONAL, args, strict=False)) | kwargs
+        if len(args) > len(_POSITIONAL):
+            raise TypeError(f"generate() takes {len(_POSITIONAL)} positional arguments, {len(args)} were given")
+        positional = dict(zip(_POSITIONAL, args, strict=False))
+        if twice := positional.keys() & kwargs.keys():
+            raise TypeError(f"generate() got two values for {', '.join(sorted(twice))}")
+        kwargs = positional | kwargs
         own = {name: kwargs.pop(name) for name in OWN if name in kwargs}
         configs = [c for c in (kwargs.get("generation_config"), self.model.generation_config) if c is not None]
         configured = {name: _first(configs, name) for name in ("strategy", "strategy_config")}

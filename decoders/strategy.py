@@ -107,6 +107,8 @@ class Draft:
             raise DraftError(
                 f"draft tokens must be int64 [{rows}, N-1], not {self.tokens.dtype} {list(self.tokens.shape)}"
             )
+        if isinstance(self.topology, TreeTensors) and self.topology.offsets.shape[0] != rows:
+            raise DraftError(f"trees per row are given for {self.topology.offsets.shape[0]} rows, the batch has {rows}")
         if len(self.topology) != self.tokens.shape[1] + 1:
             raise DraftError(
                 f"{self.tokens.shape[1]} draft tokens need a topology of {self.tokens.shape[1] + 1} nodes (the root counts), "

@@ -69,7 +69,7 @@ def choose_along_path(
     room, finished = (rows.limit - rows.length).tolist(), rows.finished.tolist()
     active = [row for row in range(batch) if not finished[row]]
     generated = len(prefixes.generated[active[0]])
-    at, paths = dict.fromkeys(active, 0), {row: () for row in active}
+    at, paths = dict.fromkeys(active, 0), dict.fromkeys(active, ())
     depth, going = 0, True
     while going:
         ids = torch.cat([prefixes.of(row, generated + depth, paths.get(row, ())) for row in range(batch)])

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import DraftError
 from ..report import Report
 from ..strategy import Context, Draft, Sequences, Step, Strategy
 from ..tree import Topology, TreeTensors
@@ -230,6 +231,10 @@ class _Call:
 
     def _block(self, draft: Draft) -> tuple[Tensor, TreeTensors, Tensor]:
         """A checked draft as the core wants it: at least three nodes, topology per row, attention's view."""
+        if not isinstance(draft, Draft):
+            raise DraftError(
+                f"propose of {self.request.strategy.name!r} must return a Draft, not {type(draft).__name__}"
+            )
         draft.check(self.batch)
         guesses, missing = draft.tokens, MIN_GUESSES - draft.tokens.shape[1]
         if missing > 0:

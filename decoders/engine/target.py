@@ -48,6 +48,7 @@ class Target:
             if isinstance(layer, int) and layer < len(kind_of_layer):
                 setattr(module, attention.KIND_ATTRIBUTE, kind_of_layer[layer])
                 setattr(module, flex.KINDS_ATTRIBUTE, self.kinds)
+        self.embeddings = model.get_input_embeddings().num_embeddings
         self.vocab_size = model.get_output_embeddings().weight.shape[0]
         self.max_positions = context_length(model)
         self.backbone = backbone_of(self.model)
@@ -67,7 +68,7 @@ class Target:
         """One pass over a block of nodes; writes their keys and values to slots ``base … base+N-1``.
 
         Args:
-            nodes: ``[B, N]`` int64 token ids; negative ids ("no proposal") are run as token 0.
+            nodes: ``[B, N]`` int64 token ids; ids outside the vocabulary (-1, "no guess") are run as some token.
             base: ``[B]`` int64, position and slot of node 0.
             view: number of slots that attention looks at, at least ``base + N``.
         """
@@ -86,7 +87,7 @@ class Target:
         else:
             mask = attention.build_mask(self.kinds, base, tree.offsets, tree.visible, view, self.dtype)
         return dict(
-            input_ids=nodes.clamp(min=0),
+            input_ids=nodes.clamp(0, self.embeddings - 1),
             attention_mask=mask,
             # Guesses may reach past the context; the loop never commits them, but embeddings would be out of range.
             position_ids=(base[:, None] + tree.offsets).clamp(max=self.max_positions - 1),
