@@ -61,7 +61,7 @@ def check_capacity(
                 arguments={
                     **contestant.arguments,
                     "decoders_config": {**contestant.arguments.get("decoders_config", {}), "slots": count},
-                    "eos_token_id": -1,  # random text may say stop at once
+                    "eos_token_id": vocabulary,  # never chosen: random text may say stop at once
                 },
             )
             for count in slots

@@ -107,7 +107,11 @@ def bench(
     }  # fmt: skip
     if check_capacity:
         with progress_bar(progress_console, len(contestants) * len(batches) * len(c.SLOTS) * (repeats + 1)) as advance:
-            checked = [x for n in batches for x in c.check_capacity(contestants, n, repeats=repeats, progress=advance)]
+            checked = [
+                x
+                for n in batches
+                for x in c.check_capacity(contestants, n, slots=c.SLOTS, repeats=repeats, progress=advance)
+            ]
         result["capacity"] = [x.as_dict() for x in checked]
         shown = [capacity_table(checked)]
     else:

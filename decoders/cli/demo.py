@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import SettingsError
+from ..errors import SettingsError, UnknownNameError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -110,6 +110,8 @@ def choose_prompts(prompt: str | None, prompt_file: Path | None, kind: str | Non
         if not text:
             raise SettingsError("the prompt is empty")
         return [("prompt" if prompt_file is None else prompt_file.name, "prompt", text)]
+    if kind is not None and kind not in models.KINDS:
+        raise UnknownNameError("kind of prompt", kind, models.KINDS)
     kinds = KINDS if kind is None else (kind,)
     first = [models.prompts(name)[0] for name in kinds]
     return [(p.id, p.kind, p.text) for p in first]

@@ -228,15 +228,15 @@ def test_a_hook_that_steers_the_model_counts_from_the_next_call_until_it_is_remo
 
 
 class Adapter(torch.nn.Module):
-    """What adapter libraries put around a linear layer: weights of its own and a switch."""
+    """What adapter libraries put around a linear layer: weights of its own, a switch, and the names of those in use."""
 
     def __init__(self, inner: torch.nn.Linear) -> None:
         super().__init__()
-        self.inner, self.enabled = inner, True
+        self.inner, self.enabled, self.active = inner, True, ["first"]
         self.delta = torch.nn.Linear(inner.in_features, inner.out_features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) + 2 * self.delta(x) if self.enabled else self.inner(x)
+        return self.inner(x) + 2 * self.delta(x) if self.enabled and "first" in self.active else self.inner(x)
 
 
 def test_an_adapter_counts_from_the_next_call_until_it_is_switched_off(fresh: PreTrainedModel) -> None:
@@ -246,6 +246,10 @@ def test_an_adapter_counts_from_the_next_call_until_it_is_switched_off(fresh: Pr
     adapted = with_strategy(fresh)
     assert torch.equal(adapted, plainly(fresh)) and not torch.equal(adapted, before)
     mlp.down_proj.enabled = False
+    assert torch.equal(with_strategy(fresh), before)
+    mlp.down_proj.enabled = True
+    assert torch.equal(with_strategy(fresh), adapted)
+    mlp.down_proj.active = ["second"]
     assert torch.equal(with_strategy(fresh), before)
 
 

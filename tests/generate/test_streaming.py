@@ -66,6 +66,21 @@ def test_a_streamer_gets_what_transformers_gives_it(
     assert ours.ends == right.ends == 1
 
 
+def test_an_empty_streamer_is_still_a_streamer(llama: PreTrainedModel) -> None:
+    class Tokens(list, BaseStreamer):
+        """Falsy as long as it holds nothing."""
+
+        def put(self, value: Tensor) -> None:
+            if value.dim() == 1:
+                self.append(int(value))
+
+        def end(self) -> None: ...
+
+    tokens = Tokens()
+    out = stream(llama, 1, tokens, "prompt_lookup")
+    assert tokens == out[0, P:].tolist()
+
+
 @pytest.mark.parametrize("skip_prompt", [False, True])
 def test_text_streamer_prints_the_text_once(
     llama: PreTrainedModel, letters: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture, skip_prompt: bool

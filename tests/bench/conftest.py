@@ -1,0 +1,55 @@
+"""A tiny model, a tokenizer of single bytes, and contestants that never compile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from decoders import bench
+from decoders.testing import tiny_model
+
+TEXTS = [
+    ("one", "copy", "one two one two one"),
+    ("two", "copy", "a b c a b c a b c"),
+    ("three", "code", "x = 1; y = x; x"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _plain_surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.delenv("DECODERS_CONFIG", raising=False)
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return tiny_model("llama")
+
+
+@pytest.fixture
+def draft() -> PreTrainedModel:
+    return tiny_model("llama", seed=1)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerBase:
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:128]
+    inner = Tokenizer(BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+@pytest.fixture
+def contestants(model: PreTrainedModel) -> list[Any]:
+    ours = bench.strategy_contestants(
+        model, ["autoregressive", "prompt_lookup"], decoders_config={"compile": False, "prefill_chunk": 64}
+    )
+    return [*bench.transformers_contestants(model, names=[]), *ours]

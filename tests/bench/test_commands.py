@@ -1,0 +1,230 @@
+"""``decoders bench`` and ``decoders demo`` on a tiny model."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from decoders import bench, demo
+from decoders.bench.live import ACCEPTED, ColouredStream, show
+from decoders.bench.plot import PlotError, plot
+from decoders.cli import app
+from decoders.demo import Prompt
+from decoders.testing import tiny_model
+
+from .conftest import TEXTS
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+@pytest.fixture
+def tiny_demo(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
+    """The demo with tiny models in the place of its own."""
+    kinds = {"copy": "one two one two", "code": "x = 1; y = x", "docstring": "def f(): '''"}
+
+    def load(name: str = "target", dtype: Any = None, directory: Any = None) -> Any:
+        return tiny_model("llama", seed=name == "draft").to(dtype), tokenizer
+
+    def prompts(kind: str | None = None) -> list[Prompt]:
+        return [Prompt(f"{k}-01", k, text, "nowhere.py") for k, text in kinds.items() if kind in (None, k)]
+
+    monkeypatch.setattr(demo, "load", load)
+    monkeypatch.setattr(demo, "prompts", prompts)
+
+
+BENCH = ("bench", "--no-compile", "-n", "5", "--repeats", "1", "--baseline", "transformers")
+DEMO = ("demo", "--no-compile", "-n", "6", "--repeats", "1", "-s", "autoregressive", "-s", "prompt_lookup")
+
+
+@pytest.mark.usefixtures("tiny_demo")
+def test_bench_writes_json_with_machine_and_records(tmp_path: Path) -> None:
+    done = run(
+        *BENCH, "-s", "prompt_lookup", "--prompts", "all", "--batch", "1,2", "--json", str(tmp_path / "out.json")
+    )
+    assert done.exit_code == 0, done.output
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert set(result) == {"machine", "run", "records"}
+    assert result["machine"]["copy_bandwidth"] > 0
+    assert {(r["contestant"], r["batch"], r["kind"]) for r in result["records"]} == {
+        (c, b, k) for c in ("transformers", "prompt_lookup") for b in (1, 2) for k in ("copy", "code", "docstring")
+    }
+    assert all(r["identical"] for r in result["records"])
+    assert {
+        "tokens_per_second", "ratio", "first_token", "accepted_length", "step_ms", "outside_core", "first_call",
+        "second_call", "compile_seconds", "compilations", "recompilations", "peak_memory", "cache_bytes",
+        "bandwidth_fraction", "identical", "status", "reason", "samples",
+    } <= set(result["records"][0])  # fmt: skip
+    assert "prompt_lookup" in done.output
+
+
+@pytest.mark.usefixtures("tiny_demo")
+def test_bench_json_to_standard_output_is_nothing_but_json() -> None:
+    done = run(*BENCH, "-s", "prompt_lookup", "--prompts", "copy", "--json", "-")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["records"][1]["contestant"] == "prompt_lookup"
+
+
+@pytest.mark.usefixtures("tiny_demo")
+def test_bench_measures_dtypes_side_by_side_and_passes_settings_on() -> None:
+    done = run(
+        *BENCH, "-s", "prompt_lookup", "--prompts", "copy", "--dtype", "float32,bfloat16", "--capacity", "300",
+        "--set", "prompt_lookup.length=3", "--json", "-",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    records = json.loads(done.stdout)["records"]
+    assert [(r["dtype"], r["contestant"]) for r in records] == [
+        (d, c) for d in ("float32", "bfloat16") for c in ("transformers", "prompt_lookup")
+    ]
+    assert records[1]["settings"] == {"prompt_lookup": {"length": 3}}
+
+
+@pytest.mark.usefixtures("tiny_demo")
+def test_bench_says_why_a_row_is_missing() -> None:
+    done = run(
+        *BENCH, "--baseline", "transformers-assisted", "-s", "prompt_lookup", "--prompts", "copy", "--batch", "2"
+    )
+    assert done.exit_code == 0, done.output
+    assert "transformers' assisted generation takes one row" in " ".join(done.output.split())
+
+
+@pytest.mark.usefixtures("tiny_demo")
+def test_bench_reads_prompts_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text('{"text": "abc abc"}\n{"text": "xyz xyz"}\n')
+    done = run(*BENCH, "-s", "prompt_lookup", "--prompts", str(tmp_path / "mine.jsonl"), "--json", "-")
+    assert {s["workload"] for s in json.loads(done.stdout)["records"][0]["samples"]} == {"mine-01", "mine-02"}
+
+
+@pytest.mark.usefixtures("tiny_demo")
+def test_bench_checks_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
+    from decoders.bench import capacity
+
+    monkeypatch.setattr(capacity, "SLOTS", (256, 320))
+    done = run("bench", "--no-compile", "--check-capacity", "--repeats", "1", "--json", "-")
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout)["capacity"]
+    assert {"dtype", "batch", "length", "slots", "core_ms", "ratio", "reason"} == set(rows[0])
+    assert [row["reason"] for row in rows] == ["", ""]
+
+
+@pytest.mark.usefixtures("tiny_demo")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--batch", "one"), "batch sizes such as 1,4"),
+        (("--batch", "0"), "batch sizes such as 1,4"),
+        (("--prompts", "nowhere.txt"), "neither one of"),
+        (("--set", "length=3"), "name the strategy too"),
+        (("-s", "prompt_lokup"), "prompt_lookup"),
+        (("--dtype", "float23"), "float32"),
+        (("--json", "no/such/directory.json", "-s", "prompt_lookup", "--prompts", "copy"), "directory.json"),
+    ],
+)
+def test_bench_mistakes_end_in_one_line(arguments: tuple[str, ...], said: str) -> None:
+    done = run(*BENCH, *arguments)
+    assert done.exit_code == 2, done.output
+    assert said in " ".join(done.output.split())
+
+
+def test_a_plot_is_written(contestants: list[Any], tokenizer: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    records = bench.summarise(bench.measure(contestants, bench.workloads(tokenizer, TEXTS), new_tokens=4, repeats=1))
+    plot(records, tmp_path / "speed.png")
+    assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(PlotError, match=r"hf-decoders\[bench\]"):
+        plot([], tmp_path / "speed.png")
+
+
+@pytest.mark.usefixtures("tiny_demo")
+def test_demo_reports_identical_output() -> None:
+    done = run(*DEMO, "--json")
+    assert done.exit_code == 0, done.output
+    result = json.loads(done.stdout)
+    assert result["identical"] is True
+    assert result["prompts"] == ["copy-01", "code-01"]
+    assert set(result["completions"]) == {"copy-01", "code-01"}
+    assert [r["contestant"] for r in result["records"] if r["kind"] == "copy"] == [
+        "transformers", "autoregressive", "prompt_lookup"
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("tiny_demo")
+def test_demo_shows_text_and_one_table() -> None:
+    done = run(*DEMO, "--prompt", "ab ab ab")
+    assert done.exit_code == 0, done.output
+    assert done.output.count("identical output") == 1
+    assert "prompt_lookup" in done.output
+
+
+@pytest.mark.usefixtures("tiny_demo")
+def test_demo_exits_with_1_if_an_exact_strategy_writes_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    from decoders.bench import interleave
+
+    real = interleave.written
+    monkeypatch.setattr(interleave, "written", lambda c, w, s: [[t + c.ours for t in row] for row in real(c, w, s)])
+    done = run(*DEMO, "--json")
+    assert done.exit_code == 1
+    assert json.loads(done.stdout)["identical"] is False
+
+
+@pytest.mark.usefixtures("tiny_demo")
+def test_demo_takes_one_prompt() -> None:
+    done = run(*DEMO, "--prompt", "ab", "--kind", "copy")
+    assert done.exit_code == 2
+    assert "give one of" in done.output
+
+
+def test_demo_names_the_kinds_there_are() -> None:
+    done = run(*DEMO, "--kind", "poem")
+    assert done.exit_code == 2
+    assert "docstring" in done.output
+
+
+def test_accepted_guesses_have_a_colour_of_their_own(tokenizer: Any) -> None:
+    import torch
+
+    stream = ColouredStream(tokenizer)
+    stream.put(torch.tensor([[1, 2]]))  # the prompt
+    stream.on_step([tokenizer("abc")["input_ids"]])
+    for token in tokenizer("abc")["input_ids"]:
+        stream.put(torch.tensor([token]))
+    stream.on_step([tokenizer("d")["input_ids"]])
+    stream.put(torch.tensor(tokenizer("d")["input_ids"]))
+    stream.end()
+    assert stream.pieces == [("a", True), ("b", True), ("c", False), ("d", False)]
+    assert stream.text().plain == "abcd"
+    assert [span.style for span in stream.text().spans[:2]] == [ACCEPTED, ACCEPTED]
+
+
+def test_a_character_in_several_tokens_appears_when_it_is_whole() -> None:
+    import torch
+
+    spelled = {1: b"\xc3", 2: b"\xa9", 3: b"!"}
+    tokenizer = SimpleNamespace(
+        decode=lambda tokens, skip_special_tokens: b"".join(spelled[t] for t in tokens).decode(errors="replace")
+    )
+    stream = ColouredStream(tokenizer)  # type: ignore[arg-type]
+    for token in (0, 1, 2, 3):
+        stream.put(torch.tensor([token]))
+    assert [piece for piece, _ in stream.pieces] == ["", "é", "!"]
+
+
+def test_live_text_ends_with_everything_written(contestants: list[Any], tokenizer: Any) -> None:
+    (work,) = bench.workloads(tokenizer, TEXTS[:1])
+    for contestant in contestants:
+        console = Console(force_terminal=True, width=100, height=40, record=True, file=io.StringIO())
+        show(console, contestant, work, tokenizer, "one", TEXTS[0][2], 6)
+        assert contestant.name in console.export_text()
