@@ -157,20 +157,22 @@ class Generate:
             plan, values, processors = plan_sampling(
                 logits_processor, input_ids.shape[1], generation_config, stop_tokens
             )
-            aligner = StreamAligner(streamer, len(prompts), _pad_token(generation_config)) if streamer else None
+            aligner = (
+                StreamAligner(streamer, len(prompts), _pad_token(generation_config)) if streamer is not None else None
+            )
             request = Request(
                 strategy=strategy, prompts=prompts, padded_prompt=input_ids, new_tokens=new_tokens,
                 stop_tokens=stop_tokens, pad_token=_pad_token(generation_config), plan=plan, values=values,
                 seed=resolve_seed(own.get("seed"), own.get("generator"), generation_config.do_sample),
                 processors=processors, criteria=_host_criteria(stopping_criteria),
-                on_step=aligner.step if aligner else None,
+                on_step=aligner.step if aligner is not None else None,
                 keep_logits=bool(generation_config.return_dict_in_generate and generation_config.output_logits),
                 keep_scores=plan.keep_scores,
                 compile=runtime.compile, prefill_chunk=runtime.prefill_chunk, slots=runtime.slots,
                 context=dict(model=self.model, tokenizer=tokenizer, assistant_model=assistant),
             )  # fmt: skip
             decoded = decode(self.engine(runtime.attention), request)
-            if aligner:
+            if aligner is not None:
                 aligner.end()
             return assemble(input_ids.to(given_on), decoded, generation_config)
 

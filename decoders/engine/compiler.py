@@ -63,9 +63,10 @@ class CompiledFunction:
         if kind in self._known:
             return self.compiled(*args)
         self._known.add(kind)
-        started = time.perf_counter()
+        started, before = time.perf_counter(), compilations()
         result = self.compiled(*args)
-        self.on_compile(time.perf_counter() - started)
+        if compilations() > before:
+            self.on_compile(time.perf_counter() - started)
         return result
 
 

@@ -69,25 +69,25 @@ def choose_along_path(
     room, finished = (rows.limit - rows.length).tolist(), rows.finished.tolist()
     active = [row for row in range(batch) if not finished[row]]
     generated = len(prefixes.generated[active[0]])
-    at, paths = dict.fromkeys(active, 0), dict.fromkeys(active, ())
+    # Equal siblings stand for the same text: all nodes of a depth that match are followed together.
+    at, paths = {row: [0] for row in active}, dict.fromkeys(active, ())
     depth, going = 0, True
     while going:
         ids = torch.cat([prefixes.of(row, generated + depth, paths.get(row, ())) for row in range(batch)])
-        here = torch.stack(
-            [logits[row, at[row]] if row in at else torch.zeros_like(logits[0, 0]) for row in range(batch)]
-        )
+        nothing = torch.zeros_like(logits[0, 0])
+        here = torch.stack([logits[row, at[row][0]] if row in at else nothing for row in range(batch)])
         processed = processors(ids, here)
         positions = torch.full((batch, 1), generated + depth, device=nodes.device)
         drawn = choose(processed[:, None], plan, rows.sampling, positions)[:, 0].tolist()
         for row in active:
-            node, token = at[row], drawn[row]
-            scores[row, node], chosen[row, node] = processed[row], token
+            token = drawn[row]
+            scores[row, at[row]], chosen[row, at[row]] = processed[row], token
             paths[row] += (token,)
             following = [
-                child for child in range(node + 1, n)
-                if parents[row][child] == node and candidate[row][child] and tokens[row][child] == token
+                child for child in range(1, n)
+                if parents[row][child] in at[row] and candidate[row][child] and tokens[row][child] == token
             ]  # fmt: skip
-            at[row] = following[0] if following else node
+            at[row] = following or at[row]
             going = going and bool(following) and token not in stops and depth + 1 < room[row]
         depth += 1
     return chosen, scores, torch.full((batch,), depth, dtype=torch.int64, device=nodes.device)

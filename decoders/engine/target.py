@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -193,13 +194,22 @@ def fingerprint(model: nn.Module) -> tuple:
         for t in (*model.parameters(), *model.buffers())
     )
     modules = tuple(
-        (
-            id(module), *module._forward_hooks, *module._forward_pre_hooks,
-            *(v for k, v in vars(module).items() if isinstance(v, (bool, int, float, str)) and k != "training"),
-        )
+        (id(module), *module._forward_hooks, *module._forward_pre_hooks, *_switches(module))
         for module in model.modules()
-    )  # fmt: skip
+    )
     return tensors, modules
+
+
+def _switches(module: nn.Module) -> Iterator[object]:
+    """A module's plain attributes, by which adapters and the like are switched; ``training`` does not count here."""
+    for name, value in vars(module).items():
+        if isinstance(value, (bool, int, float, str)):
+            if name != "training":
+                yield value
+        elif isinstance(value, (list, tuple, dict)) and not name.startswith("_forward"):
+            items = value.values() if isinstance(value, dict) else value
+            if value and all(isinstance(item, (bool, int, float, str)) for item in items):
+                yield repr(value)
 
 
 @torch.no_grad()
