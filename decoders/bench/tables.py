@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -12,12 +11,16 @@ from rich.text import Text
 from .capacity import Capacity
 from .records import Record, Spread
 
+#: Repeats whose fastest is this many times as fast as their slowest are called noisy.
+WIDE = 1.5
+
 
 def tables(records: Sequence[Record]) -> list[Table]:
     """Three tables per dtype, batch size and kind of prompt: speed, the parts of a step, and start-up and memory."""
     made = []
-    for (dtype, batch, kind), group in groupby(records, key=lambda r: (r.dtype, r.batch, r.kind)):
-        members = list(group)
+    cells = dict.fromkeys((r.dtype, r.batch, r.kind) for r in records)
+    for dtype, batch, kind in cells:
+        members = [r for r in records if (r.dtype, r.batch, r.kind) == (dtype, batch, kind)]
         title = f"{kind} · {batch} row{'s' if batch > 1 else ''} · {dtype}"
         made.append(speed_table(members, title))
         if any(r.status == "ok" for r in members):
@@ -88,6 +91,15 @@ def _table(title: str, *columns: str) -> Table:
 
 def _name(record: Record) -> Text:
     return Text(record.contestant, style="bold" if record.ours else "")
+
+
+def noise(records: Sequence[Record]) -> str:
+    """A warning if the repeats of any contestant lie far apart, else nothing."""
+    wide = [r for r in records if (s := r.tokens_per_second) and s.high > WIDE * s.low]
+    if not wide:
+        return ""
+    names = ", ".join(dict.fromkeys(r.contestant for r in wide))
+    return f"Noisy: the repeats of {names} lie more than {WIDE}× apart. Leave the machine alone, or raise --repeats."
 
 
 def reason(record: Record) -> Text:

@@ -43,7 +43,7 @@ def bench(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16; comma-separated.")] = "float32",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; default: CUDA if there is one.")] = None,
     new_tokens: Annotated[int, typer.Option("--new-tokens", "-n", min=1, help="Most new tokens per row.")] = 64,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds over all prompts.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds over all prompts.")] = 5,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of the CPU.")] = None,
     capacity: Annotated[int | None, typer.Option(min=1, help="Least cache slots per row.")] = None,
     check_capacity: Annotated[
@@ -77,7 +77,7 @@ def bench(
     from .. import bench as b
     from ..bench import bandwidth, machine
     from ..bench import capacity as c
-    from ..bench.tables import capacity_table, tables
+    from ..bench.tables import capacity_table, noise, tables
     from . import models
 
     if threads is not None:
@@ -129,6 +129,8 @@ def bench(
     for table in shown:
         console.print(table)
     console.print(footnote(result["machine"]), style="dim")
+    if not check_capacity and (warning := noise(records)):
+        console.print(warning, style="yellow")
     if json_file is not None:
         write_json(result, json_file)
     if plot_file is not None and not check_capacity:

@@ -83,7 +83,11 @@ def demo(
         }  # fmt: skip
         typer.echo(json.dumps(result, indent=2, default=str))
     else:
+        from ..bench.tables import noise
+
         console.print(overview(records))
+        if warning := noise(records):
+            console.print(warning, style="yellow")
         console.print(f"{facts['cpu']}, {facts['threads']} threads, device {facts['device']}, {dtype}", style="dim")
         for record in wrong if dtype != "float32" else []:
             console.print(f"{record.contestant}: {dtype} rounds near-ties, which may flip a token; float32 does not.")

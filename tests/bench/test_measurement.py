@@ -14,6 +14,7 @@ import torch
 from decoders import bench
 from decoders.bench.capacity import check_capacity
 from decoders.bench.interleave import Check, Entry, first_token, written
+from decoders.bench.tables import noise
 from decoders.errors import SettingsError, UnknownNameError
 from decoders.report import Report, Timings
 
@@ -78,6 +79,13 @@ def test_median_spread_and_ratio_follow_the_clock(contestants: list[Any], tokeni
     assert ours.tokens_per_second == bench.Spread(20.0, 10.0, 20.0, 3)
     assert ours.ratio == bench.Spread(2.5, 2.0, 4.0, 3), "each repeat against the same repeat's yardstick"
     assert theirs.ratio == bench.Spread(1.0, 1.0, 1.0, 3)
+
+
+def test_repeats_far_apart_are_called_noisy() -> None:
+    quiet = bench.Record("quiet", "float32", 1, "copy", tokens_per_second=bench.Spread(10, 9, 11, 3))
+    loud = replace(quiet, contestant="loud", tokens_per_second=bench.Spread(10, 4, 11, 3))
+    assert noise([quiet, bench.Record("absent", "float32", 1, "copy", "failed")]) == ""
+    assert "repeats of loud lie" in noise([quiet, loud])
 
 
 def test_compilation_is_in_no_speed(contestants: list[Any], tokenizer: Any) -> None:
