@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -19,14 +19,25 @@ from transformers import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
-from transformers.generation import GenerateDecoderOnlyOutput, logits_process, stopping_criteria
+from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
+from .arguments import (
+    check_lengths,
+    first_of,
+    host_criteria,
+    max_length,
+    pad_token_of,
+    plan_sampling,
+    refuse_arguments,
+    resolve_seed,
+    stop_tokens_of,
+    unpad,
+)
 from .engine.engine import Engine
 from .engine.loop import Decoded, Request, decode
-from .engine.sampling import SamplingPlan
-from .engine.target import context_length, refuse_unfit
-from .errors import ContextLengthError, SettingsError, UnsupportedError
+from .engine.target import refuse_unfit
+from .errors import SettingsError, UnsupportedError
 from .plugins import registry
 from .report import Report
 from .settings import RuntimeSettings, Settings, load_settings
@@ -88,7 +99,7 @@ class Generate:
         kwargs = positional | kwargs
         own = {name: kwargs.pop(name) for name in OWN if name in kwargs}
         configs = [c for c in (kwargs.get("generation_config"), self.model.generation_config) if c is not None]
-        configured = {name: _first(configs, name) for name in ("strategy", "strategy_config")}
+        configured = {name: first_of(configs, name) for name in ("strategy", "strategy_config")}
         for name, kind in (("strategy", str), ("strategy_config", Mapping)):
             if not isinstance(configured[name], (kind, type(None))):
                 raise SettingsError(
@@ -151,20 +162,20 @@ class Generate:
             given_on, input_ids = input_ids.device, input_ids.to(self.model.device)
             mask = model_kwargs.get("attention_mask")
             prompts = unpad(input_ids, mask if mask is None else mask.to(self.model.device))
-            new_tokens = _max_length(stopping_criteria, generation_config) - input_ids.shape[1]
+            new_tokens = max_length(stopping_criteria, generation_config) - input_ids.shape[1]
             check_lengths(self.model, prompts, new_tokens)
-            stop_tokens = _stop_tokens(stopping_criteria)
+            stop_tokens = stop_tokens_of(stopping_criteria)
             plan, values, processors = plan_sampling(
                 logits_processor, input_ids.shape[1], generation_config, stop_tokens
             )
             aligner = (
-                StreamAligner(streamer, len(prompts), _pad_token(generation_config)) if streamer is not None else None
+                StreamAligner(streamer, len(prompts), pad_token_of(generation_config)) if streamer is not None else None
             )
             request = Request(
                 strategy=strategy, prompts=prompts, padded_prompt=input_ids, new_tokens=new_tokens,
-                stop_tokens=stop_tokens, pad_token=_pad_token(generation_config), plan=plan, values=values,
+                stop_tokens=stop_tokens, pad_token=pad_token_of(generation_config), plan=plan, values=values,
                 seed=resolve_seed(own.get("seed"), own.get("generator"), generation_config.do_sample),
-                processors=processors, criteria=_host_criteria(stopping_criteria),
+                processors=processors, criteria=host_criteria(stopping_criteria),
                 on_step=aligner.step if aligner is not None else None,
                 keep_logits=bool(generation_config.return_dict_in_generate and generation_config.output_logits),
                 keep_scores=plan.keep_scores,
@@ -187,7 +198,7 @@ class Generate:
         """The user's criteria plus stop strings (transformers loses the tokenizer on the way to a custom loop)."""
         criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
         kwargs.pop("cache_implementation", None)
-        strings = kwargs.pop("stop_strings", None) or _first(configs, "stop_strings")
+        strings = kwargs.pop("stop_strings", None) or first_of(configs, "stop_strings")
         if strings:
             if tokenizer is None:
                 raise UnsupportedError("stop_strings needs a tokenizer: pass tokenizer= to enable() or generate()")
@@ -235,120 +246,10 @@ def _settings_of(
     return load_settings(strategy.settings_class, strategy.name, call or {}, configured or {}, sections=sections)
 
 
-#: Arguments that the loop cannot honour: name → (test on the value, what to do instead).
-_REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "num_beams": (lambda v: (v or 1) > 1, "beam search is not a strategy here; drop strategy= to use transformers' own"),
-    "penalty_alpha": (lambda v: (v or 0) > 0, "contrastive search re-ranks; drop strategy="),
-    "dola_layers": (lambda v: v is not None, "DoLa changes the logits by layer; drop strategy="),
-    "use_cache": (lambda v: v is False, "strategies need the key-value cache; leave use_cache out"),
-    "prompt_lookup_num_tokens": (lambda v: bool(v), 'use strategy="prompt_lookup" with strategy_config={"length": …}'),
-    "assistant_early_exit": (lambda v: v is not None, "early-exit drafting is not a strategy here; drop strategy="),
-    "guidance_scale": (lambda v: v not in (None, 1, 1.0), "classifier-free guidance runs the model twice; drop strategy="),
-    "output_attentions": (lambda v: bool(v), "fused attention has no weights to return; drop strategy="),
-    "output_hidden_states": (lambda v: bool(v), "run model(sequences, output_hidden_states=True) on the result"),
-    "past_key_values": (lambda v: v is not None, "the loop owns its static cache; pass the whole conversation as input_ids"),
-    "inputs_embeds": (lambda v: v is not None, "tokens are verified by id; pass input_ids"),
-    "cache_implementation": (
-        lambda v: v not in (None, "static", "dynamic", "hybrid"), "the loop always uses its own static cache"),
-    "custom_generate": (lambda v: v is not None, "choose either strategy= or custom_generate="),
-    "synced_gpus": (lambda v: bool(v), "sharded models cannot be decoded in one loop"),
-    "token_healing": (lambda v: bool(v), "it rewrites the prompt; heal it before the call"),
-    "position_ids": (lambda v: v is not None, "positions are those of the tokens; drop strategy="),
-    "negative_prompt_ids": (lambda v: v is not None, "classifier-free guidance is not supported; drop strategy="),
-}  # fmt: skip
-
-
-def refuse_arguments(configs: list[GenerationConfig], kwargs: Mapping[str, Any]) -> None:
-    """Raises UnsupportedError, before anything is touched, for arguments that cannot be honoured exactly."""
-    for name, (refused, advice) in _REFUSED.items():
-        value = kwargs[name] if kwargs.get(name) is not None else _first(configs, name)
-        if refused(value):
-            raise UnsupportedError(f"{name}={value!r} does not go with strategy=: {advice}.")
-
-
-def unpad(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tensor]:
-    """Rows of ``[B, P]`` without their left padding.
-
-    Raises:
-        ContextLengthError: a row is empty. UnsupportedError: a mask with holes or right padding.
-    """
-    if attention_mask is None:
-        return list(input_ids)
-    mask = attention_mask.bool()
-    if (mask[:, 1:] < mask[:, :-1]).any():
-        raise UnsupportedError(
-            "attention_mask has zeros after ones: rows must be padded on the left (tokenizer.padding_side='left')"
-        )
-    return [ids[keep] for ids, keep in zip(input_ids, mask, strict=True)]
-
-
-def check_lengths(model: PreTrainedModel, prompts: list[Tensor], new_tokens: int) -> None:
-    """Raises ContextLengthError if a prompt is empty or prompt and new tokens do not fit the model's positions."""
-    longest, context = max(len(p) for p in prompts), context_length(model)
-    if min(len(p) for p in prompts) == 0:
-        raise ContextLengthError("a prompt is empty: give every row at least one token (the BOS token, say)")
-    if longest + new_tokens > context:
-        raise ContextLengthError(
-            f"{longest} prompt tokens plus {new_tokens} new ones exceed the model's context of {context}: "
-            f"max_new_tokens can be {max(context - longest, 0)} at most"
-        )
-
-
-def plan_sampling(
-    processors: LogitsProcessorList, prompt_length: int, config: GenerationConfig, stop_tokens: tuple[int, ...]
-) -> tuple[SamplingPlan, tuple[float, ...], Callable[[Tensor, Tensor], Tensor] | None]:
-    """Turns transformers' prepared processors into operations of the step, or keeps them all for the host.
-
-    Only exact types are recognised: a subclass may do anything. One processor that needs the prefix sends all to the
-    host, since their order matters.
-    """
-    p = logits_process
-    known: dict[type, Callable[[Any], tuple[str, float]]] = {
-        p.TemperatureLogitsWarper: lambda x: ("temperature", x.temperature),
-        p.TopKLogitsWarper: lambda x: ("top_k", x.top_k),
-        p.TopPLogitsWarper: lambda x: ("top_p", 1 - x.top_p),
-        p.MinPLogitsWarper: lambda x: ("min_p", x.min_p),
-        p.TypicalLogitsWarper: lambda x: ("typical_p", x.mass),
-        p.MinLengthLogitsProcessor: lambda x: ("min_new_tokens", x.min_length - prompt_length),
-        p.MinNewTokensLengthLogitsProcessor: lambda x: ("min_new_tokens", x.min_new_tokens),
-    }
-    keep_scores = bool(config.return_dict_in_generate and config.output_scores)
-    sample = bool(config.do_sample)
-
-    def expressible(x: Any) -> bool:
-        stops = getattr(x, "eos_token_id", None)
-        return (
-            type(x) in known
-            and getattr(x, "min_tokens_to_keep", 1) == 1
-            and (stops is None or set(stops.tolist()) == set(stop_tokens))
-            and getattr(x, "prompt_length_to_skip", prompt_length) == prompt_length
-        )
-
-    if all(expressible(x) for x in processors):
-        operations = [known[type(x)](x) for x in processors]
-        plan = SamplingPlan(tuple(name for name, _ in operations), sample, keep_scores)
-        return plan, tuple(float(value) for _, value in operations), None
-    return SamplingPlan((), sample, keep_scores), (), cast(Callable[[Tensor, Tensor], Tensor], processors)
-
-
-def resolve_seed(seed: int | None, generator: torch.Generator | None, sample: bool) -> int:
-    """The seed of the sampling noise: given, or drawn from `generator`, or from torch's global generator."""
-    if seed is not None and generator is not None:
-        raise SettingsError("give seed= or generator=, not both")
-    if seed is not None:
-        if not -(2**63) <= seed < 2**63:
-            raise SettingsError(f"seed {seed} does not fit 64 bits")
-        return int(seed)
-    if not sample:
-        return 0
-    device = generator.device if generator is not None else "cpu"
-    return int(torch.randint(0, 2**63 - 1, (), generator=generator, device=device))
-
-
 def assemble(input_ids: Tensor, decoded: Decoded, config: GenerationConfig) -> Tensor | DecodersOutput:
     """The result in transformers' form: ``[B, P + longest]`` with finished rows padded, or an output object."""
     rows, longest = len(decoded.tokens), max(map(len, decoded.tokens))
-    new = torch.full((rows, longest), _pad_token(config), dtype=input_ids.dtype)
+    new = torch.full((rows, longest), pad_token_of(config), dtype=input_ids.dtype)
     for row, tokens in enumerate(decoded.tokens):
         new[row, : len(tokens)] = torch.tensor(tokens, dtype=input_ids.dtype)
     sequences = torch.cat([input_ids, new.to(input_ids.device)], dim=1)
@@ -369,11 +270,6 @@ def assemble(input_ids: Tensor, decoded: Decoded, config: GenerationConfig) -> T
     )
 
 
-def _first(configs: list[GenerationConfig], name: str) -> Any:
-    """The first value that one of `configs` gives to `name`; transformers fills gaps in the same order."""
-    return next((v for c in configs if (v := getattr(c, name, None)) is not None), None)
-
-
 def _canonical(strategy: Any) -> str:
     """The name that a strategy, class or spelling of a name stands for."""
     return (strategy if isinstance(strategy, str) else strategy.name).replace("-", "_")
@@ -384,28 +280,6 @@ def _without_own_work(config: GenerationConfig) -> GenerationConfig:
     config = copy.deepcopy(config)
     config.stop_strings = config.cache_implementation = None
     return config
-
-
-def _max_length(criteria: StoppingCriteriaList, config: GenerationConfig) -> int:
-    """A length criterion of the user's replaces the one that transformers makes, so the list is what counts."""
-    lengths = [c.max_length for c in criteria if type(c) is stopping_criteria.MaxLengthCriteria]
-    return min(lengths, default=config.max_length)
-
-
-def _stop_tokens(criteria: StoppingCriteriaList) -> tuple[int, ...]:
-    tokens = [t for c in criteria if type(c) is stopping_criteria.EosTokenCriteria for t in c.eos_token_id.tolist()]
-    return tuple(dict.fromkeys(tokens))
-
-
-def _pad_token(config: GenerationConfig) -> int:
-    pad, stops = getattr(config, "_pad_token_tensor", None), getattr(config, "_eos_token_tensor", None)
-    return int(pad) if pad is not None else int(stops[0]) if stops is not None else 0
-
-
-def _host_criteria(criteria: StoppingCriteriaList) -> StoppingCriteriaList | None:
-    """The criteria that the step does not decide itself."""
-    inside = (stopping_criteria.MaxLengthCriteria, stopping_criteria.EosTokenCriteria)
-    return StoppingCriteriaList(c for c in criteria if type(c) not in inside) or None
 
 
 def enable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> PreTrainedModel:

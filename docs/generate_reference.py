@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import decoders
-from decoders import cli, demo, errors, hookspecs, library, plugins, report, settings, strategies, testing
+from decoders import arguments, cli, demo, errors, hookspecs, library, plugins, report, settings, strategies, testing
 from decoders import generate as seam
 from decoders.engine import sampling
 from decoders.strategies import merged
@@ -230,7 +230,7 @@ def generate() -> Iterator[str]:
     yield "\n## Refused together with a strategy\n"
     yield "Each raises `UnsupportedError` before anything runs, in the call and in the generation config alike.\n"
     yield "| argument | what to do instead |\n| --- | --- |"
-    for name, (_, advice) in seam._REFUSED.items():
+    for name, (_, advice) in arguments.REFUSED.items():
         yield f"| `{name}` | {advice} |"
     yield "\nValues that change nothing, such as `num_beams=1` or `use_cache=True`, are accepted.\n"
     yield "## Inside the step\n"
