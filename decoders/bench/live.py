@@ -99,6 +99,10 @@ def show(
             title_align="left", subtitle=figures, subtitle_align="right",
         )  # fmt: skip
 
+    if not console.is_terminal:
+        decode(contestant, workload, new_tokens, stream)
+        console.print(panel())
+        return
     with Live(panel(), console=console, auto_refresh=False) as view:
         stream.on_change = lambda: view.update(panel(), refresh=True)
         decode(contestant, workload, new_tokens, stream)

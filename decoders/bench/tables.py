@@ -127,6 +127,8 @@ def ranged(spread: Spread | None, form: str, style: str = "") -> Text:
     """The median and, dimmed, the smallest and largest of the repeats."""
     if spread is None:
         return Text("")
+    if spread.low == spread.high:
+        return Text(f"{spread.median:{form}}", style)
     return Text.assemble((f"{spread.median:{form}}", style), (f" ({spread.low:{form}}–{spread.high:{form}})", "dim"))
 
 
