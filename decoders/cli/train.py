@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from ..demo.shapes import TOKENS
+
 app = typer.Typer(no_args_is_help=True, help="Train models.")
 
 
@@ -21,8 +23,8 @@ def demo(
         "demo-models"
     ),
     seed: Annotated[int, typer.Option(help="Seed of weights and data order.")] = 0,
-    target_tokens: Annotated[int, typer.Option(min=1, help="Training tokens of the target.")] = 17_469_440,
-    draft_tokens: Annotated[int, typer.Option(min=1, help="Training tokens of the draft.")] = 20_480_000,
+    target_tokens: Annotated[int, typer.Option(min=1, help="Training tokens of the target.")] = TOKENS["target"],
+    draft_tokens: Annotated[int, typer.Option(min=1, help="Training tokens of the draft.")] = TOKENS["draft"],
     resume: Annotated[bool, typer.Option(help="Continue from checkpoints under the directory.")] = True,
     compile: Annotated[bool, typer.Option(help="Compile the training step.")] = True,
     bf16: Annotated[bool, typer.Option(help="Compute in bfloat16.")] = True,

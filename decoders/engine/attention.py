@@ -27,6 +27,14 @@ class LayerKind:
     window: int | None = None
     chunk: int | None = None
 
+    def narrow(self, allowed: Tensor, position_q: Tensor, position_k: Tensor) -> Tensor:
+        """`allowed`, less the pairs of positions that are too far apart for this kind of layer."""
+        if self.window is not None:
+            allowed = allowed & (position_q - position_k < self.window)
+        if self.chunk is not None:
+            allowed = allowed & (position_q // self.chunk == position_k // self.chunk)
+        return allowed
+
 
 def layer_kinds(config: PreTrainedConfig) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
     """The distinct kinds of attention layer of a model and, per layer, the index of its kind.
@@ -79,14 +87,7 @@ def build_mask(
     seen = (node < 0)[:, None] | (in_block[:, None] & visible.gather(2, inside[:, None].expand(rows, n, view)))
     position_k = torch.where(in_block, base[:, None] + offsets.gather(1, inside), slot[None])[:, None]
     position_q = (base[:, None] + offsets)[:, :, None]
-    layers = []
-    for kind in kinds:
-        allowed = seen
-        if kind.window is not None:
-            allowed = allowed & (position_q - position_k < kind.window)
-        if kind.chunk is not None:
-            allowed = allowed & (position_q // kind.chunk == position_k // kind.chunk)
-        layers.append(allowed)
+    layers = [kind.narrow(seen, position_q, position_k) for kind in kinds]
     bias = torch.zeros((), dtype=dtype, device=base.device)
     return torch.where(torch.stack(layers, dim=1), bias, torch.finfo(dtype).min)
 

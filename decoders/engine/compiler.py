@@ -6,7 +6,7 @@ import itertools
 import time
 import types
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -40,12 +40,10 @@ def compile_core(function: Callable, device: torch.device) -> Callable:
     return torch.compile(private(function), fullgraph=True, dynamic=dynamic, options=options)
 
 
-def frozen_weights(device: torch.device) -> AbstractContextManager:
-    """Settings for what is compiled inside: weights frozen and prepacked, projections of one input joined, kernels
+def frozen_weights() -> AbstractContextManager:
+    """Settings of the CPU for what is compiled inside: weights frozen and prepacked, projections of one input joined, kernels
     called from C++. As an option of ``torch.compile`` freezing has no effect, hence a context.
     """
-    if device.type != "cpu":
-        return nullcontext()
     return torch._inductor.config.patch({"freezing": True, "cpp.enable_concat_linear": True, "cpp_wrapper": True})
 
 

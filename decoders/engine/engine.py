@@ -50,7 +50,7 @@ class Engine:
             step = self._steps.get((key[0], not key[1])) or compiler.compile_core(eager, self.target.device)
             try:
                 if self.target.device.type == "cpu":
-                    with compiler.frozen_weights(self.target.device):
+                    with compiler.frozen_weights():
                         _warm_up(step, self.target, core.plan, 1 if rows == 1 else 3)
                 self._steps[key] = step
             except Exception as error:

@@ -41,11 +41,7 @@ def block_mask(packed: Tensor, kind: LayerKind, slots: int) -> BlockMask:
         allowed = (node < 0) | (in_block & visible[b, q, inside])
         position_q = base[b] + offsets[b, q]
         position_k = torch.where(in_block, base[b] + offsets[b, inside], k)
-        if kind.window is not None:
-            allowed = allowed & (position_q - position_k < kind.window)
-        if kind.chunk is not None:
-            allowed = allowed & (position_q // kind.chunk == position_k // kind.chunk)
-        return allowed
+        return kind.narrow(allowed, position_q, position_k)
 
     blocks = -(-slots // BLOCK)
     end = (base + n + BLOCK - 1) // BLOCK
