@@ -12,7 +12,7 @@ from functools import cache
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from .attention import KIND_ATTRIBUTE, LayerKind
 
@@ -93,11 +93,11 @@ def flex_tree_attention(
         block_mask=block_mask(attention_mask, kind, key.shape[2]),
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
-        return_lse=s_aux is not None,
+        return_aux=None if s_aux is None else AuxRequest(lse=True),
     )  # fmt: skip
     if s_aux is None:
         return result.transpose(1, 2).contiguous(), None
     # A sink is one more key with value zero: it takes its share of the softmax and nothing else.
-    out, lse = result
-    out = out * torch.sigmoid(lse - s_aux.float()[None, :, None])[..., None].to(out.dtype)
+    out, aux = result
+    out = out * torch.sigmoid(aux.lse - s_aux.float()[None, :, None])[..., None].to(out.dtype)
     return out.transpose(1, 2).contiguous(), None
