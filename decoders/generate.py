@@ -34,6 +34,7 @@ from .arguments import (
     stop_tokens_of,
     unpad,
 )
+from .assistants import Assistants
 from .engine.engine import Engine
 from .engine.loop import Decoded, Request, decode
 from .engine.target import refuse_unfit
@@ -66,6 +67,7 @@ class Generate:
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, previous: Any) -> None:
         self.model, self.tokenizer, self.previous = model, tokenizer, previous
         self._engine: Engine | None = None
+        self._assistants = Assistants()
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_engine": None}  # compiled graphs and locks stay with this copy
@@ -147,6 +149,7 @@ class Generate:
                 f"strategy {strategy.name!r} uses no assistant_model; leave it out or choose another strategy"
             )
         tokenizer = kwargs.pop("tokenizer", None) or self.tokenizer
+        assistant_tokenizer = kwargs.pop("assistant_tokenizer", None)
         kwargs = dict(kwargs)
         kwargs["stopping_criteria"] = self._criteria(configs, kwargs, tokenizer)
         streamer: BaseStreamer | None = kwargs.get("streamer")
@@ -171,6 +174,7 @@ class Generate:
             aligner = (
                 StreamAligner(streamer, len(prompts), pad_token_of(generation_config)) if streamer is not None else None
             )
+            engine = self.engine(runtime.attention)
             request = Request(
                 strategy=strategy, prompts=prompts, padded_prompt=input_ids, new_tokens=new_tokens,
                 stop_tokens=stop_tokens, pad_token=pad_token_of(generation_config), plan=plan, values=values,
@@ -180,9 +184,12 @@ class Generate:
                 keep_logits=bool(generation_config.return_dict_in_generate and generation_config.output_logits),
                 keep_scores=plan.keep_scores,
                 compile=runtime.compile, prefill_chunk=runtime.prefill_chunk, slots=runtime.slots,
-                context=dict(model=self.model, tokenizer=tokenizer, assistant_model=assistant),
+                engine_of=self._assistants.opener(self.model, engine, tokenizer, assistant_tokenizer),
+                context=dict(
+                    model=self.model, tokenizer=tokenizer, assistant_model=assistant, strategy=resolve_strategy
+                ),
             )  # fmt: skip
-            decoded = decode(self.engine(runtime.attention), request)
+            decoded = decode(engine, request)
             if aligner is not None:
                 aligner.end()
             return assemble(input_ids.to(given_on), decoded, generation_config)
@@ -206,7 +213,9 @@ class Generate:
         return criteria
 
 
-def resolve_strategy(chosen: Any, call: Mapping[str, Any] | None, configured: Mapping[str, Any] | None) -> Strategy:
+def resolve_strategy(
+    chosen: Any, call: Mapping[str, Any] | None = None, configured: Mapping[str, Any] | None = None
+) -> Strategy:
     """A strategy object from what the user wrote: a name, ``"a+b"``, a class, or an object.
 
     Raises:

@@ -24,6 +24,31 @@ class Timings:
 
 
 @dataclass
+class Stage:
+    """What a draft model did in a call, and the drafter that helps it, if it has one.
+
+    Attributes:
+        model: name or path. drafter: strategy that drafts for this model, None if it writes token by token.
+        passes: forward passes of this model, its prefill excluded.
+        tokens: tokens it wrote with its drafter's help, all rows. drafted, accepted: guesses of the drafter that were put
+            to it, and those that it confirmed. accepted_lengths: histogram of tokens per row and pass, as in the report.
+        forward_seconds: in its passes. drafter_seconds: in its drafter, which holds the passes of `stages`.
+        stages: the draft models of its drafter.
+    """
+
+    model: str
+    drafter: str | None = None
+    passes: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accepted_lengths: list[int] = field(default_factory=list)
+    forward_seconds: float = 0.0
+    drafter_seconds: float = 0.0
+    stages: list[Stage] = field(default_factory=list)
+
+
+@dataclass
 class Report:
     """Figures of one ``generate`` call.
 
@@ -40,6 +65,7 @@ class Report:
         time_to_first_token: seconds from the start of decoding to the first committed token.
         peak_memory: bytes of the static cache (CPU) or of the device allocator's peak (CUDA).
         compilations: graphs compiled during this call.
+        stages: the draft models that took part, see :class:`Stage`; their time is part of ``timings.propose``.
     """
 
     strategy: str
@@ -59,6 +85,7 @@ class Report:
     time_to_first_token: float = 0.0
     peak_memory: int = 0
     compilations: int = 0
+    stages: list[Stage] = field(default_factory=list)
 
     @property
     def mean_accepted_length(self) -> float:
@@ -72,6 +99,16 @@ class Report:
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
+    def overhead(self) -> float:
+        """Share of the decoding steps' seconds outside the forward passes of target and draft models."""
+
+        def inside(stages: list[Stage]) -> float:
+            return sum(stage.forward_seconds + inside(stage.stages) for stage in stages)
+
+        steps = self.timings.steps
+        return 1 - (self.timings.core + inside(self.stages)) / steps if steps else 0.0
+
+    @property
     def tokens_per_second(self) -> float:
         """New tokens of all rows per second of prefill and steps, compilation excluded."""
         seconds = self.timings.prefill + self.timings.steps
@@ -82,5 +119,6 @@ class Report:
         return asdict(self) | {
             "mean_accepted_length": self.mean_accepted_length,
             "acceptance_rate": self.acceptance_rate,
+            "overhead": self.overhead,
             "tokens_per_second": self.tokens_per_second,
         }

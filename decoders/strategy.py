@@ -14,12 +14,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from .errors import DraftError
+from .errors import DraftError, UnsupportedError
 from .settings import Settings
 from .tree import Topology, TreeTensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from .engine.drafter import Drafter
+
+
+def _outside_a_call(*args: Any, **kwargs: Any) -> Any:
+    raise UnsupportedError("this Context was made by hand; draft models and strategies by name exist in a call only")
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,12 @@ class Context:
         vocab_size: size ``V`` of the target's logits.
         compile: compiles a plain tensor function without graph breaks, once per model, with sizes left dynamic; gives it
             back as it is when the call runs eagerly. The time of the first call is booked as compile time.
+        draft: opens a draft model for this call: ``draft(model, ahead=K)`` gives a
+            :class:`~decoders.engine.drafter.Drafter`, with its own cache and compiled passes.
+        strategy: makes a strategy from a registry name and settings, for strategies that are built of others.
+        coupled: whether target and drafts share their noise, so that a guess drawn with it is likely the target's token. If
+            not, a draft says what it was drawn from (:attr:`Draft.scores`).
+        level: 0 if the strategy drafts for the target, 1 if it drafts for the target's draft model, and so on.
     """
 
     model: PreTrainedModel
@@ -46,6 +58,10 @@ class Context:
     device: torch.device
     vocab_size: int
     compile: Callable[[Callable[..., Any]], Callable[..., Any]]
+    draft: Callable[..., Drafter] = _outside_a_call
+    strategy: Callable[..., Strategy] = _outside_a_call
+    coupled: bool = True
+    level: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,7 +74,9 @@ class Sequences:
         length: ``[B]`` int64, committed tokens per row.
         prompt_length: ``[B]`` int64, how many of them are prompt.
         finished: ``[B]`` bool, rows that generate no more.
-        noise_keys: ``[B]`` int64, keys of the sampling noise (:func:`decoders.engine.sampling.gumbel_noise`).
+        noise_keys: ``[B]`` int64, keys of the noise that drafts are drawn with
+            (:func:`decoders.engine.sampling.gumbel_noise`). With the coupled verifier they are those of the call and the
+            target's own draws; with others they are fresh in every step.
     """
 
     tokens: Tensor
@@ -81,15 +99,19 @@ class Draft:
         tokens: ``[B, N-1]`` int64, the guesses of nodes 1 … N-1 (node 0 is the last committed token). ``-1`` means "no
             guess here": such a node and whatever continues it is never accepted.
         topology: the block's shape, one for all rows (:class:`Topology`) or one per row (:class:`TreeTensors`).
+        scores: ``[B, N-1, V]`` float32, what each guess was drawn from (``softmax``), given its parent; siblings are drawn
+            without replacement, in node order. None: the guesses were not drawn by chance. The coupled verifier needs
+            none.
     """
 
     tokens: Tensor
     topology: Topology | TreeTensors
+    scores: Tensor | None = None
 
     @staticmethod
-    def chain(tokens: Tensor) -> Draft:
+    def chain(tokens: Tensor, scores: Tensor | None = None) -> Draft:
         """One continuation per row: ``tokens`` is ``[B, K]``."""
-        return Draft(tokens, Topology.chain(tokens.shape[1]))
+        return Draft(tokens, Topology.chain(tokens.shape[1]), scores)
 
     @staticmethod
     def branches(tokens: Tensor) -> Draft:
@@ -114,6 +136,8 @@ class Draft:
                 f"{self.tokens.shape[1]} draft tokens need a topology of {self.tokens.shape[1] + 1} nodes (the root counts), "
                 f"not {len(self.topology)}"
             )
+        if self.scores is not None and self.scores.shape[:2] != self.tokens.shape:
+            raise DraftError(f"draft scores are {list(self.scores.shape)}, tokens {list(self.tokens.shape)}")
 
 
 @dataclass(frozen=True)

@@ -202,20 +202,61 @@ class TreeTensors:
         return self.offsets.shape[1]
 
     @staticmethod
-    def from_parents(parents: Tensor) -> TreeTensors:
+    def from_parents(parents: Tensor, depth: int | None = None) -> TreeTensors:
         """Topology of dynamic trees, on the device and without a sync.
 
         Args:
             parents: ``[B, N]`` int64; ``-1`` for the root (node 0) and for nodes that are never accepted. A parent
                 comes before its child.
+            depth: bound of the trees' depth, if one is known that is smaller than ``N - 1``.
         """
-        rows, n = parents.shape
-        identity = torch.eye(n, dtype=torch.bool, device=parents.device)
-        ancestors = identity.expand(rows, n, n).clone()
-        step = torch.nn.functional.one_hot(parents.clamp(min=0), n).bool() & (parents >= 0).unsqueeze(-1)
-        reach = ancestors | step
+        n = parents.shape[1]
+        index = torch.arange(n, device=parents.device)
+        reach = (index[:, None] == index) | (parents[..., None] == index)
         # Squaring the one-step relation doubles the depth that is covered each time.
-        for _ in range(max(1, (n - 1).bit_length())):
+        for _ in range(max(1, (n - 1 if depth is None else depth).bit_length())):
             reach = (reach.float() @ reach.float()) > 0
         candidate = reach[:, :, 0]
         return TreeTensors(parents.clamp(min=0), reach.sum(-1) - 1, reach, reach & candidate.unsqueeze(-1))
+
+    def padded(self, nodes: int) -> TreeTensors:
+        """These trees filled up to `nodes` with nodes that are never accepted and see themselves alone."""
+        n = len(self)
+        extra = nodes - n
+        if extra <= 0:
+            return self
+        pad = torch.nn.functional.pad
+        visible = pad(self.visible, (0, extra, 0, extra))
+        visible = visible | torch.diag(torch.arange(nodes, device=visible.device) >= n)
+        return TreeTensors(
+            pad(self.parents, (0, extra)),
+            pad(self.offsets, (0, extra)),
+            visible,
+            pad(self.ancestors, (0, extra, 0, extra)),
+        )
+
+    def head(self, nodes: int) -> TreeTensors:
+        """The first `nodes` nodes of every row."""
+        return TreeTensors(
+            self.parents[:, :nodes], self.offsets[:, :nodes],
+            self.visible[:, :nodes, :nodes], self.ancestors[:, :nodes, :nodes],
+        )  # fmt: skip
+
+    def merge(self, other: TreeTensors) -> TreeTensors:
+        """Both trees of every row under one root: `other`'s nodes follow these and are renumbered."""
+        n, shift = len(self), len(self) - 1
+        parents = torch.where(other.parents > 0, other.parents + shift, 0)[:, 1:]
+
+        def joined(own: Tensor, theirs: Tensor) -> Tensor:
+            """Sight within each tree, and of the common root."""
+            wide = torch.nn.functional.pad(theirs, (shift, 0, shift, 0))[:, n:]
+            wide[:, :, shift] = False
+            wide[:, :, 0] = theirs[:, 1:, 0]
+            return torch.cat([torch.nn.functional.pad(own, (0, len(other) - 1)), wide], dim=1)
+
+        return TreeTensors(
+            torch.cat([self.parents, parents], dim=1),
+            torch.cat([self.offsets, other.offsets[:, 1:]], dim=1),
+            joined(self.visible, other.visible),
+            joined(self.ancestors, other.ancestors),
+        )

@@ -74,19 +74,21 @@ def build_mask(
     layers narrow that by *position*: ``s`` itself for committed slots, ``base + offset`` for nodes.
 
     Args:
-        base: ``[B]`` int64, slot of node 0. offsets: ``[B, N]``. visible: ``[B, N, N]`` bool.
+        base: ``[B]`` int64, slot of node 0. offsets: ``[B, K]`` of all nodes of the block. visible: ``[B, N, K]`` bool, for
+            the ``N`` last of them: those before have been run and are in the cache already.
 
     Returns:
         ``[B, len(kinds), N, view]`` of `dtype`.
     """
     rows, n = offsets.shape
+    queries = visible.shape[1]
     slot = torch.arange(view, device=base.device)
     node = slot[None] - base[:, None]  # [B, view]: which node a slot holds, if any
     in_block = (node >= 0) & (node < n)
     inside = node.clamp(0, n - 1)
-    seen = (node < 0)[:, None] | (in_block[:, None] & visible.gather(2, inside[:, None].expand(rows, n, view)))
+    seen = (node < 0)[:, None] | (in_block[:, None] & visible.gather(2, inside[:, None].expand(rows, queries, view)))
     position_k = torch.where(in_block, base[:, None] + offsets.gather(1, inside), slot[None])[:, None]
-    position_q = (base[:, None] + offsets)[:, :, None]
+    position_q = (base[:, None] + offsets[:, -queries:])[:, :, None]
     layers = [kind.narrow(seen, position_q, position_k) for kind in kinds]
     bias = torch.zeros((), dtype=dtype, device=base.device)
     return torch.where(torch.stack(layers, dim=1), bias, torch.finfo(dtype).min)

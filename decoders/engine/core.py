@@ -91,9 +91,17 @@ class Core:
     def __init__(self, target: Target, plan: SamplingPlan) -> None:
         self.target, self.plan = target, plan
 
+    def key(self, method: str) -> tuple:
+        """What the graph of `method` depends on, besides the model."""
+        return () if method == "forward" else (self.plan,)
+
     def step(self, guesses: Tensor, tree: TreeTensors, rows: Rows, view_range: Tensor) -> StepOutput:
         """Runs one block. guesses: ``[B, N-1]`` int64, N at least 3. view_range: ``[view]``, see :class:`Rows`."""
         nodes, forwarded = self.forward(guesses, tree, rows, view_range)
+        return self.decide(nodes, forwarded, tree, rows)
+
+    def decide(self, nodes: Tensor, forwarded: ForwardResult, tree: TreeTensors, rows: Rows) -> StepOutput:
+        """Draws the target's token after every node and commits the path that agrees."""
         positions = rows.length[:, None] - rows.prompt_length[:, None] + tree.offsets
         scores = process(forwarded.logits, self.plan, rows.sampling, positions)
         chosen = choose(scores, self.plan, rows.sampling, positions)

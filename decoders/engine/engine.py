@@ -31,36 +31,36 @@ class Engine:
         self.lock = threading.RLock()  # a streamer or processor may call generate again
         self.attention = attention
         self.target = make_target(model, attention)
-        self._steps: dict[tuple, Callable | None] = {}
+        self._compiled: dict[tuple, Callable | None] = {}
         self._functions: dict[Callable, compiler.CompiledFunction] = {}
 
     def current(self, model: PreTrainedModel, attention: str) -> bool:
         """Whether weights and attention are still those this engine was built (and its graphs frozen) for."""
         return attention == self.attention and fingerprint(model) == self.target.weights
 
-    def step_function(self, core: Core, rows: int, on_host: bool, report: Report) -> Callable:
-        """`core.step` (or `core.forward` if the choice is made on the host), compiled and warmed up for `rows` rows.
+    def compiled(self, core: Core, method: str, rows: int, report: Report) -> tuple[Callable, bool]:
+        """A method of `core` compiled and warmed up for `rows` rows, and whether it is.
 
-        If the compiler fails, a warning says why, once, and the eager function is given back: the tokens are the same.
+        If the compiler fails, a warning says why, once, and the eager method is given back: the tokens are the same.
         """
-        eager = core.forward if on_host else core.step
-        key = ("forward" if on_host else core.plan, rows > 1)
-        if key not in self._steps:
+        eager = getattr(core, method)
+        key = (method, *core.key(method), rows > 1)
+        if key not in self._compiled:
             started, before = time.perf_counter(), compiler.compilations()
-            step = self._steps.get((key[0], not key[1])) or compiler.compile_core(eager, self.target.device)
+            twin = self._compiled.get((*key[:-1], not key[-1]))
+            function = twin or compiler.compile_core(eager, self.target.device)
             try:
                 if self.target.device.type == "cpu":
                     with compiler.frozen_weights():
-                        _warm_up(step, self.target, core.plan, 1 if rows == 1 else 3)
-                self._steps[key] = step
+                        warm_up(function, method, self.target, core.plan, 1 if rows == 1 else 3)
+                self._compiled[key] = function
             except Exception as error:
-                warnings.warn(f"the step could not be compiled, decoding eagerly instead: {error}", stacklevel=2)
-                self._steps[key] = None
+                warnings.warn(f"{method} could not be compiled, decoding eagerly instead: {error}", stacklevel=2)
+                self._compiled[key] = None
             report.timings.compile += time.perf_counter() - started
             report.compilations += compiler.compilations() - before
-        step = self._steps[key]
-        report.compiled = step is not None
-        return step or eager
+        found = self._compiled[key]
+        return found or eager, found is not None
 
     def compile_function(self, function: Callable, report: Report) -> Callable:
         """`function` compiled for use by strategies, one graph for all calls on this engine."""
@@ -86,22 +86,30 @@ def make_target(model: PreTrainedModel, attention: Literal["auto", "sdpa", "flex
     return Target(model, "flex" if attention == "flex" else "sdpa")
 
 
-def _warm_up(step: Callable, target: Target, plan: SamplingPlan, batch: int) -> None:
-    """Compiles `step` on made-up rows whose sizes are pairwise different, so that Dynamo takes none for another."""
+def warm_up(function: Callable, method: str, target: Target, plan: SamplingPlan, batch: int) -> None:
+    """Compiles `function` on made-up rows whose sizes are pairwise different, so that Dynamo takes none for another."""
     device = target.device
     sampling = sampling_inputs((0.5,) * len(plan.operations), 0, batch, (), device)
-    rows = Rows.allocate(target, [torch.zeros(2, dtype=torch.int64)] * batch, 176, 1, sampling)
-    tree = Topology.chain(10).tensors(batch, device)
-    guesses, view = torch.full((batch, 10), -1, device=device), rows.range[:80]
-    per_row = [rows.length, rows.prompt_length, rows.finished, rows.limit, sampling.keys]
-    sizes = [(guesses, (1,)), (view, (0,)), (rows.tokens, (1,)), (rows.range, (0,)), (tree.parents, (1,)),
-             (tree.offsets, (1,)), (tree.visible, (1, 2)), (tree.ancestors, (1, 2))]  # fmt: skip
-    sizes += [(t, (2,)) for t in (*rows.buffers.keys, *rows.buffers.values)]
+    rows = Rows.allocate(target, [torch.zeros(20, dtype=torch.int64)] * batch, 176, 64, sampling)
+    view, unread = rows.range[:80], torch.arange(5, device=device)
+    tree, bigger = (Topology.chain(n).tensors(batch, device) for n in (10, 12))
+    guesses = torch.full((batch, 10), -1, device=device)
+    nodes = guesses[:, :6].clone()
+    arguments = {
+        "step": (guesses, tree, rows, view), "forward": (guesses, tree, rows, view),
+        "advance": (guesses, tree, rows, view, unread), "extend": (rows, view, unread),
+        "root": (rows, view, unread), "grow": (nodes, bigger, rows, view),
+    }  # fmt: skip
+    sizes = [(view, (0,)), (unread, (0,)), (rows.range, (0,))]
+    per_row = [(guesses, (1,)), (nodes, (1,)), (rows.tokens, (1,))]
+    per_row += [(t, (1,)) for b in (tree, bigger) for t in (b.parents, b.offsets)]
+    per_row += [(t, (1, 2)) for b in (tree, bigger) for t in (b.visible, b.ancestors)]
+    per_row += [(t, (2,)) for t in (*rows.buffers.keys, *rows.buffers.values)]
     if batch > 1:
-        sizes = [(t, (0, *dims) if t is not view and t is not rows.range else dims) for t, dims in sizes]
-        sizes += [(t, (0,)) for t in per_row]
-    compiler.mark_dynamic(sizes)
-    step(guesses, tree, rows, view)
+        per_row = [(t, (0, *dims)) for t, dims in per_row]
+        per_row += [(t, (0,)) for t in (rows.length, rows.prompt_length, rows.finished, rows.limit, sampling.keys)]
+    compiler.mark_dynamic(sizes + per_row)
+    function(*arguments[method])
 
 
 def sampling_inputs(

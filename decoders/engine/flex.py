@@ -23,23 +23,25 @@ BLOCK = 128
 
 
 def pack_mask(base: Tensor, offsets: Tensor, visible: Tensor) -> Tensor:
-    """``[B, 1, N, N+2]`` int32: visibility of the block, then base and offset of every node."""
-    base = base[:, None, None].expand(-1, offsets.shape[1], 1)
-    return torch.cat([visible.int(), base.int(), offsets[..., None].int()], dim=-1)[:, None]
+    """``[B, 1, N+1, K+1]`` int32: visibility ``[B, N, K]`` with the nodes' offsets ``[B, K]`` as one more row and their base
+    ``[B]`` as one more column.
+    """
+    table = torch.cat([visible.int(), offsets[:, None].int()], dim=1)
+    return torch.cat([table, base[:, None, None].int().expand(-1, table.shape[1], 1)], dim=2)[:, None]
 
 
 def block_mask(packed: Tensor, kind: LayerKind, slots: int) -> BlockMask:
     """The mask of one kind of layer over `slots` slots; see :func:`decoders.engine.attention.build_mask` for the rule."""
-    n = packed.shape[2]
-    base, offsets, visible = packed[:, 0, 0, n], packed[:, 0, :, n + 1], packed[:, 0, :, :n].bool()
+    queries, n = packed.shape[2] - 1, packed.shape[3] - 1
+    base, offsets, visible = packed[:, 0, 0, n], packed[:, 0, queries, :n], packed[:, 0, :queries, :n].bool()
 
     def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         node = k - base[b]
         inside = node.clamp(0, n - 1)
-        q = q.clamp(max=n - 1)  # the kernel also evaluates the padding of its query tile
+        q = q.clamp(max=queries - 1)  # the kernel also evaluates the padding of its query tile
         in_block = (node >= 0) & (node < n)
         allowed = (node < 0) | (in_block & visible[b, q, inside])
-        position_q = base[b] + offsets[b, q]
+        position_q = base[b] + offsets[b, n - queries + q]
         position_k = torch.where(in_block, base[b] + offsets[b, inside], k)
         return kind.narrow(allowed, position_q, position_k)
 
@@ -50,13 +52,13 @@ def block_mask(packed: Tensor, kind: LayerKind, slots: int) -> BlockMask:
         first = (base - kind.window + 1).clamp(min=0) // BLOCK
     count = (end - first)[:, None, None].to(torch.int32)
     index = (first[:, None] + torch.arange(blocks, device=packed.device)).clamp(max=blocks - 1)
-    tiles = -(-n // BLOCK)
+    tiles = -(-queries // BLOCK)
     return BlockMask.from_kv_blocks(
         count.expand(-1, 1, tiles).contiguous(),
         index[:, None, None].to(torch.int32).expand(-1, 1, tiles, -1).contiguous(),
         BLOCK_SIZE=(BLOCK, BLOCK),
         mask_mod=sees,
-        seq_lengths=(n, slots),
+        seq_lengths=(queries, slots),
         compute_q_blocks=False,
     )
 

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import DraftError
 from ..report import Report
-from ..strategy import Context, Draft, Sequences, Step, Strategy
-from ..tree import Topology, TreeTensors
+from ..strategy import Context, Draft, Step, Strategy
+from ..tree import TreeTensors
+from ..verifier import Verifier
+from .blocks import Blocks, Views, capacity, prefill
 from .capture import WARM_UP_STEPS, CapturedSteps
 from .core import Core, Rows, StepOutput
+from .drafter import Drafter, Terms, opener
 from .engine import Engine, sampling_inputs
 from .host import Prefixes, Processors, choose_along_path
 from .sampling import SamplingPlan
-
-#: Attention looks at a multiple of this many slots.
-VIEW_STEP = 64
-#: Smaller blocks are padded: sizes 0 and 1 would get graphs of their own, and two nodes more cost nothing.
-MIN_GUESSES = 2
-#: Blocks up to this size fit behind the longest row without growing the cache.
-BLOCK_MARGIN = 64
 
 
 @dataclass
@@ -39,7 +34,8 @@ class Request:
         processors: called on the host instead, if the plan cannot express them. criteria: asked after every token.
         on_step: told the new tokens of every row and which rows have ended, after every step.
         keep_logits, keep_scores: return them per generated token.
-        context: fields of :class:`Context` that only the caller knows.
+        verifier: decides what is accepted; None is the coupled rule, which the step has built in.
+        engine_of: engine of a draft model. context: fields of :class:`Context` that only the caller knows.
     """
 
     strategy: Strategy
@@ -59,6 +55,8 @@ class Request:
     compile: bool = True
     prefill_chunk: int = 512
     slots: int | None = None
+    verifier: Verifier | None = None
+    engine_of: Callable[..., Engine] | None = None
     context: dict[str, Any] = field(default_factory=dict)
 
 
@@ -106,25 +104,24 @@ class _Call:
             compiled=request.compile, rows=self.batch, prompt_tokens=list(self.lengths),
         )  # fmt: skip
         self.prefixes = Prefixes(request.padded_prompt, self.generated, request.pad_token)
-        self._trees: dict[Topology, TreeTensors] = {}
-        self._views: dict[int, tuple[Tensor, Sequences]] = {}
+        self.drafters: list[Drafter] = []
+
+    @property
+    def rows(self) -> Rows:
+        return self.views.rows
 
     def run(self) -> Decoded:
         request, target = self.request, self.target
         core = Core(target, request.plan)
         step = self._step_function(core)
         started = time.perf_counter()
-        self.rows = Rows.allocate(
-            target, request.prompts, self._capacity(), request.new_tokens,
-            sampling_inputs(request.values, request.seed, self.batch, request.stop_tokens, target.device),
-        )  # fmt: skip
-        self._no_guess = torch.full((self.batch, MIN_GUESSES), -1, dtype=torch.int64, device=target.device)
-        self._prefill()
-        context = Context(
-            rows=self.batch, slots=self.rows.tokens.shape[1], device=target.device, compile=self._compile,
-            vocab_size=target.vocab_size, **request.context,
-        )  # fmt: skip
-        state = request.strategy.start(context)
+        longest = max(self.lengths)
+        sampling = sampling_inputs(request.values, request.seed, self.batch, request.stop_tokens, target.device)
+        slots = capacity(max(longest + request.new_tokens, request.slots or 0), 0, target.flex)
+        rows = Rows.allocate(target, request.prompts, slots, request.new_tokens, sampling)
+        self.views, self.blocks = Views(rows, target.flex), Blocks(self.batch, target.device)
+        prefill(target, self.views, longest, request.prefill_chunk)
+        state = request.strategy.start(self._context())
         timings = self.report.timings
         timings.prefill = time.perf_counter() - started
 
@@ -134,7 +131,7 @@ class _Call:
                 self._run_captured(state, step)
                 break
             begun, compiled = time.perf_counter(), timings.compile
-            draft = request.strategy.propose(state, self._view(max(self.lengths))[1])
+            draft = request.strategy.propose(state, self.views.at(max(self.lengths))[1])
             guesses, tree, view = self._block(draft)
             proposed = time.perf_counter()
             out = step(guesses, tree, self.rows, view)
@@ -155,6 +152,7 @@ class _Call:
             timings.host += time.perf_counter() - observed
         self.report.new_tokens = [len(tokens) for tokens in self.generated]
         self.report.peak_memory = self._memory()
+        self.report.stages = [drafter.report() for drafter in self.drafters]
         return Decoded(self.generated, self.report, self.logits, self.scores)
 
     def _can_capture(self) -> bool:
@@ -169,7 +167,7 @@ class _Call:
         """The rest of the call as replays of one CUDA graph; its parts cannot be told apart, all time is the core's."""
 
         def body() -> StepOutput:
-            guesses, tree, view = self._block(self.request.strategy.propose(state, self._view(0)[1]))
+            guesses, tree, view = self._block(self.request.strategy.propose(state, self.views.at(0)[1]))
             out = step(guesses, tree, self.rows, view)
             self._observe(state, out)
             return out
@@ -181,17 +179,14 @@ class _Call:
                 break
         self.report.timings.core += time.perf_counter() - begun
 
-    def _compile(self, function: Callable) -> Callable:
-        return self.engine.compile_function(function, self.report) if self.request.compile else function
-
     def _step_function(self, core: Core) -> Callable[..., StepOutput]:
         """`core.step` in the form this call needs: eager or compiled, with the choice inside the graph or on the host."""
         request = self.request
         on_host = request.processors is not None
+        method = "forward" if on_host else "step"
+        whole, self.report.compiled = getattr(core, method), False
         if request.compile:
-            whole = self.engine.step_function(core, self.batch, on_host, self.report)
-        else:
-            whole = core.forward if on_host else core.step
+            whole, self.report.compiled = self.engine.compiled(core, method, self.batch, self.report)
         if not on_host:
             return whole
 
@@ -205,57 +200,28 @@ class _Call:
 
         return step
 
-    def _prefill(self) -> None:
-        """Stores keys and values of all prompt tokens but the last, which is node 0 of the first block."""
-        end = max(self.lengths) - 1
-        for start in range(0, end, self.request.prefill_chunk):
-            stop = min(start + self.request.prefill_chunk, end)
-            view = self._view(stop)[0].shape[0]
-            at = torch.full((self.batch,), start, device=self.target.device)
-            self.target.prefill(self.rows.tokens[:, start:stop], at, self.rows.buffers, view)
-
-    def _capacity(self) -> int:
-        """Slots per row: prompt, new tokens and the largest block; on CUDA a power of two, since each size is a graph."""
-        slots = max(max(self.lengths) + self.request.new_tokens + BLOCK_MARGIN + VIEW_STEP, self.request.slots or 0)
-        return 1 << (slots - 1).bit_length() if self.target.flex else slots
-
-    def _view(self, length: int) -> tuple[Tensor, Sequences]:
-        """The prefix of the slots that covers `length`, rounded up so that sizes change seldom.
-
-        FlexAttention skips unused blocks by itself and wants static sizes: it gets all slots.
-        """
-        view = self.rows.tokens.shape[1] if self.target.flex else -(-length // VIEW_STEP) * VIEW_STEP
-        if view not in self._views:
-            self._views[view] = (self.rows.range[:view], self.rows.sequences(view))
-        return self._views[view]
+    def _context(self) -> Context:
+        """What the strategy may prepare itself from."""
+        request, rows = self.request, self.rows
+        coupled = request.verifier is None
+        terms = Terms(
+            prompts=request.prompts,
+            plan=replace(request.plan, keep_scores=not coupled and request.plan.sample), sampling=rows.sampling,
+            engine_of=request.engine_of, compile=request.compile, prefill_chunk=request.prefill_chunk, report=self.report,
+        )  # fmt: skip
+        context = Context(
+            rows=self.batch, slots=rows.tokens.shape[1], device=self.target.device, compile=terms.compiler(self.engine),
+            vocab_size=self.target.vocab_size, coupled=coupled, **request.context,
+        )  # fmt: skip
+        return replace(context, draft=opener(terms, context, self.drafters))
 
     def _block(self, draft: Draft) -> tuple[Tensor, TreeTensors, Tensor]:
-        """A checked draft as the core wants it: at least three nodes, topology per row, attention's view."""
-        if not isinstance(draft, Draft):
-            raise DraftError(
-                f"propose of {self.request.strategy.name!r} must return a Draft, not {type(draft).__name__}"
-            )
-        draft.check(self.batch)
-        guesses, missing = draft.tokens, MIN_GUESSES - draft.tokens.shape[1]
-        if missing > 0:
-            guesses = torch.cat([guesses, self._no_guess[:, :missing]], dim=1) if guesses.shape[1] else self._no_guess
-        nodes = guesses.shape[1] + 1
-        tree = draft.topology
-        if isinstance(tree, Topology):
-            if tree not in self._trees:
-                self._trees[tree] = tree.padded(MIN_GUESSES + 1).tensors(self.batch, self.target.device)
-            tree = self._trees[tree]
-        longest = max(self.lengths)
-        # The view must stay smaller than the cache: the graph was made with two different sizes.
-        if longest + nodes >= self.rows.tokens.shape[1] - VIEW_STEP:
-            self._grow(longest + nodes + VIEW_STEP)
-        self.report.nodes = max(self.report.nodes, nodes)
-        return guesses, tree, self._view(longest + nodes)[0]
-
-    def _grow(self, slots: int) -> None:
-        """More room, for a block larger than the margin."""
-        self.rows = self.rows.grown(2 * slots)
-        self._views.clear()
+        """A checked draft as the core wants it, and attention's view."""
+        guesses, tree = self.blocks.of(draft, self.request.strategy.name)
+        end = max(self.lengths) + guesses.shape[1] + 1
+        self.views = self.views.covering(end)
+        self.report.nodes = max(self.report.nodes, guesses.shape[1] + 1)
+        return guesses, tree, self.views.at(end)[0]
 
     def _apply_criteria(self, outcome: _Outcome, out: StepOutput) -> None:
         """Asks the stopping criteria after every new token and cuts rows where one says stop.
@@ -284,7 +250,7 @@ class _Call:
         if type(strategy).observe is Strategy.observe:
             return
         emitted, accepted = out.summary[0], out.summary[1]
-        sequences = self._view(max(self.lengths) + out.nodes.shape[1])[1]
+        sequences = self.views.at(max(self.lengths) + out.nodes.shape[1])[1]
         strategy.observe(
             state, Step(out.nodes, out.chosen, out.path, accepted, emitted, out.logits, out.hidden, sequences)
         )

@@ -69,8 +69,10 @@ class Target:
         """One pass over a block of nodes; writes their keys and values to slots ``base … base+N-1``.
 
         Args:
-            nodes: ``[B, N]`` int64 token ids; ids outside the vocabulary (-1, "no guess") are run as some token.
-            base: ``[B]`` int64, position and slot of node 0.
+            nodes: ``[B, N]`` int64 token ids; ids outside the vocabulary (-1, "no guess") are run as some token. If `tree` has
+                more nodes, these are its last ones, and the others have been run before.
+            base: ``[B]`` int64, position and slot of the tree's node 0. Negative if a block starts before the row does:
+                the nodes in front of position 0 are run for nothing, in slots counted from the end of the cache.
             view: number of slots that attention looks at, at least ``base + N``.
         """
         output = self.model(**self._inputs(nodes, base, tree, buffers, view))
@@ -82,16 +84,17 @@ class Target:
         self.backbone(**self._inputs(tokens, start, tree, buffers, view))
 
     def _inputs(self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: int) -> dict:
-        slots = base[:, None] + torch.arange(nodes.shape[1], device=nodes.device)
+        n = nodes.shape[1]
+        slots = base[:, None] + torch.arange(tree.offsets.shape[1], device=nodes.device)[-n:]
         if self.flex:
-            mask = flex.pack_mask(base, tree.offsets, tree.visible)
+            mask = flex.pack_mask(base, tree.offsets, tree.visible[:, -n:])
         else:
-            mask = attention.build_mask(self.kinds, base, tree.offsets, tree.visible, view, self.dtype)
+            mask = attention.build_mask(self.kinds, base, tree.offsets, tree.visible[:, -n:], view, self.dtype)
         return dict(
             input_ids=nodes.clamp(0, self.embeddings - 1),
             attention_mask=mask,
             # Guesses may reach past the context; the loop never commits them, but embeddings would be out of range.
-            position_ids=(base[:, None] + tree.offsets).clamp(max=self.max_positions - 1),
+            position_ids=(base[:, None] + tree.offsets[:, -n:]).clamp(0, self.max_positions - 1),
             past_key_values=SlotCache(buffers, slots, view),
             use_cache=True,
         )

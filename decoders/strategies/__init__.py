@@ -6,10 +6,11 @@ from ..hookspecs import hookimpl
 from ..strategy import Strategy
 from .autoregressive import Autoregressive
 from .prompt_lookup import PromptLookup, PromptLookupSettings
+from .speculative import Speculative, SpeculativeSettings
 
-__all__ = ["Autoregressive", "PromptLookup", "PromptLookupSettings"]
+__all__ = ["Autoregressive", "PromptLookup", "PromptLookupSettings", "Speculative", "SpeculativeSettings"]
 
 
 @hookimpl
 def decoders_strategies() -> list[type[Strategy]]:
-    return [Autoregressive, PromptLookup]
+    return [Autoregressive, Speculative, PromptLookup]

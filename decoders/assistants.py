@@ -1,0 +1,120 @@
+"""Draft models beside an enabled model: loaded once, checked against its vocabulary, each with an engine of its own."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Literal
+
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from .engine.engine import Engine
+from .engine.target import refuse_unfit
+from .errors import UnsupportedError
+
+#: Heads are padded to multiples of up to this many ids; a larger difference means another vocabulary.
+PADDING = 256
+
+Attention = Literal["auto", "sdpa", "flex"]
+
+
+class Assistants:
+    """The draft models of one enabled model. They are not its parts: each engine goes when its model goes."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase | None]] = {}
+        self._engines: weakref.WeakKeyDictionary[PreTrainedModel, Engine] = weakref.WeakKeyDictionary()
+
+    def __reduce__(self) -> tuple:
+        return Assistants, ()  # engines stay with this copy
+
+    def opener(
+        self,
+        target: PreTrainedModel,
+        engine: Engine,
+        tokenizer: PreTrainedTokenizerBase | None,
+        assistant_tokenizer: PreTrainedTokenizerBase | None,
+    ) -> Callable[[PreTrainedModel | str], Engine]:
+        """For one call on `target`: the engine of a draft model, given loaded or as a path.
+
+        The function raises UnsupportedError: no such model, another vocabulary or device than the target's, or a design
+        that does not fit the loop.
+        """
+
+        def engine_of(model: PreTrainedModel | str) -> Engine:
+            other = assistant_tokenizer
+            if isinstance(model, str):
+                model, other = self._load(model, target)
+            check_vocabulary(target, model, tokenizer, other)
+            if model is target:
+                return engine
+            if model.device != target.device:
+                raise UnsupportedError(
+                    f"the draft model is on {model.device}, the target on {target.device}: move one, draft.to({str(target.device)!r})"
+                )
+            known = self._engines.get(model)
+            if known is None or not known.current(model, engine.attention):
+                refuse_unfit(model)
+                known = self._engines[model] = Engine(model, engine.attention)
+            return known
+
+        return engine_of
+
+    def _load(self, path: str, target: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+        if path not in self._loaded:
+            try:
+                model = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype).eval().to(target.device)
+            except (OSError, ValueError) as error:
+                raise UnsupportedError(f"draft model {path!r} cannot be loaded: {error}") from error
+            try:
+                tokenizer = AutoTokenizer.from_pretrained(path)
+            except (OSError, ValueError):
+                tokenizer = None  # weights alone will do; sizes are compared then
+            self._loaded[path] = model, tokenizer
+        return self._loaded[path]
+
+
+def check_vocabulary(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    draft_tokenizer: PreTrainedTokenizerBase | None,
+) -> None:
+    """Raises UnsupportedError unless ids mean the same to both models. Heads padded to different sizes are fine.
+
+    Tokenizers are compared where both are known; otherwise the sizes of the heads have to be explained by padding.
+    """
+    if draft is target:
+        return
+    if tokenizer is not None and draft_tokenizer is not None:
+        if tokenizer is not draft_tokenizer:
+            _compare(tokenizer.get_vocab(), draft_tokenizer.get_vocab())
+        return
+    sizes = [
+        m.get_output_embeddings().weight.shape[0] for m in (target, draft) if m.get_output_embeddings() is not None
+    ]
+    if len(sizes) < 2:
+        return  # the engine refuses a model without a head, with its own words
+    enough = tokenizer is not None and min(sizes) >= len(tokenizer)
+    if abs(sizes[0] - sizes[1]) >= PADDING and not enough:
+        raise UnsupportedError(
+            f"the draft model has another vocabulary: {sizes[1]} ids against the target's {sizes[0]}, more than padding "
+            "explains. Use a draft of the same family; if the tokenizers are the same, pass tokenizer= and "
+            "assistant_tokenizer= to show it"
+        )
+
+
+def _compare(target: dict[str, int], draft: dict[str, int]) -> None:
+    moved = [(token, id, draft.get(token)) for token, id in target.items() if draft.get(token) != id]
+    extra = len(draft.keys() - target.keys())
+    # Tokens that only the draft knows are never proposed if their ids lie behind the target's.
+    if not moved and all(draft[token] >= len(target) for token in draft.keys() - target.keys()):
+        return
+    shown = "; ".join(
+        f"{token!r} is {id} for the target and {'absent' if other is None else other} for the draft"
+        for token, id, other in sorted(moved, key=lambda item: item[1])[:3]
+    )
+    raise UnsupportedError(
+        f"the draft model's tokenizer differs from the target's ({len(target)} and {len(draft)} tokens, {len(moved)} of the "
+        f"target's under another id, {extra} unknown to it): {shown}. Use a draft of the same family"
+    )

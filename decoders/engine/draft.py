@@ -1,0 +1,123 @@
+"""What a draft model computes: the next token of every row, a verified block of its own, or a level of a tree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..tree import TreeTensors
+from .core import Core, Rows, StepOutput
+from .sampling import SamplingPlan, choose, gumbel_noise, process
+from .target import ForwardResult, Target, causal_block
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Continuations that a draft model proposes for ``Q`` nodes.
+
+    Attributes:
+        tokens: ``[B, Q, C]`` int64, its ``C`` best next tokens of every node; when sampling, of the scores with noise.
+        weights: ``[B, Q, C]`` float32, their log-probabilities: of ``softmax(scores + noise)``, noise 0 when greedy.
+        scores: ``[B, Q, V]`` float32, the processed scores themselves, if the plan keeps them; ``-inf`` for tokens of the
+            target that the draft does not have.
+    """
+
+    tokens: Tensor
+    weights: Tensor
+    scores: Tensor | None
+
+
+class DraftCore(Core):
+    """Steps of a draft model over rows that another model decides about.
+
+    A block starts before its root, with the row's last ``U`` committed tokens besides it. Their keys and values may be
+    missing: the last token of a fully accepted draft was never run, and accepted nodes of a tree lie in other slots.
+    Running a few tokens more costs a forward pass next to nothing, and there is no hole and nothing to move.
+
+    Args:
+        vocab: size of the target's vocabulary. What the draft's head has beyond it is padding and never proposed.
+        children: how many continuations :meth:`root`, :meth:`grow` and :meth:`advance` give per node, ``C``.
+    """
+
+    def __init__(self, target: Target, plan: SamplingPlan, vocab: int, children: int = 1) -> None:
+        super().__init__(target, plan)
+        self.vocab, self.padding = min(vocab, target.vocab_size), max(vocab - target.vocab_size, 0)
+        self.children = min(children, self.vocab)
+
+    def key(self, method: str) -> tuple:
+        return self.plan, self.vocab, self.padding, 1 if method == "extend" else self.children
+
+    def extend(self, rows: Rows, view_range: Tensor, unread: Tensor) -> Growth:
+        """Appends the draft's own choice to every row. unread: ``[U]``, any values, ``U >= 2``. ``C`` and ``Q`` are 1."""
+        result = self._read(rows, view_range, unread)
+        positions = (rows.length - rows.prompt_length)[:, None]
+        scores = process(result.logits, self.plan, rows.sampling, positions)
+        tokens = choose(scores, self.plan, rows.sampling, positions)
+        row = torch.arange(tokens.shape[0], device=tokens.device)
+        rows.tokens[row, rows.length] = tokens[:, 0]
+        rows.length.add_(1)
+        weights = scores.log_softmax(-1).gather(2, tokens[..., None])
+        return Growth(tokens[..., None], weights, self._kept(scores))
+
+    def advance(
+        self, guesses: Tensor, tree: TreeTensors, rows: Rows, view_range: Tensor, unread: Tensor
+    ) -> tuple[StepOutput, Growth]:
+        """As :meth:`Core.step`, with `unread` tokens before the root: the draft's own draft is verified and committed.
+
+        The growth is that of all ``N`` nodes of the block; its best continuations are those chosen.
+        """
+        u, n = unread.shape[0], guesses.shape[1] + 1
+        base = rows.length - 1 - u
+        nodes = torch.cat([self._tail(rows, unread), guesses], dim=1)
+        head = causal_block(nodes.shape[0], u, nodes.device)
+        pad = torch.nn.functional.pad
+        index = torch.arange(u + n, device=nodes.device)
+        # What is in front of the root is seen by everything from the root on.
+        in_front = (index[:, None] >= u) & (index[None] < u)
+        visible = pad(tree.visible, (u, 0, u, 0)) | pad(head.visible, (0, n, 0, n)) | in_front
+        offsets = torch.cat([head.offsets, tree.offsets + u], dim=1)
+        block = TreeTensors(offsets, offsets, visible, visible)  # a forward pass reads offsets and sight only
+        result = self.target.forward(nodes, base, block, rows.buffers, view_range.shape[0])
+        cut = ForwardResult(result.logits[:, u:, : self.vocab], result.hidden[:, u:])
+        growth = self._grown(cut.logits, rows, (rows.length - rows.prompt_length)[:, None] + tree.offsets)
+        return self.decide(nodes[:, u:], cut, tree, rows), growth
+
+    def root(self, rows: Rows, view_range: Tensor, unread: Tensor) -> Growth:
+        """The first level of a tree: continuations of every row's last token. ``Q`` is 1."""
+        result = self._read(rows, view_range, unread)
+        return self._grown(result.logits, rows, (rows.length - rows.prompt_length)[:, None])
+
+    def grow(self, nodes: Tensor, tree: TreeTensors, rows: Rows, view_range: Tensor) -> Growth:
+        """A further level: continuations of `nodes` ``[B, Q]``, the last ``Q`` nodes of `tree`; the others were run before."""
+        result = self.target.forward(nodes, rows.length - 1, tree, rows.buffers, view_range.shape[0])
+        positions = (rows.length - rows.prompt_length)[:, None] + tree.offsets[:, -nodes.shape[1] :]
+        return self._grown(result.logits[..., : self.vocab], rows, positions)
+
+    def _grown(self, logits: Tensor, rows: Rows, positions: Tensor) -> Growth:
+        scores = process(logits, self.plan, rows.sampling, positions)
+        noisy = scores
+        if self.plan.sample:
+            noisy = scores + gumbel_noise(rows.sampling.keys, positions, scores.shape[-1])
+        best = noisy.log_softmax(-1).topk(self.children)
+        return Growth(best.indices, best.values, self._kept(scores))
+
+    def _kept(self, scores: Tensor) -> Tensor | None:
+        if not self.plan.keep_scores:
+            return None
+        return torch.nn.functional.pad(scores, (0, self.padding), value=float("-inf")) if self.padding else scores
+
+    def _read(self, rows: Rows, view_range: Tensor, unread: Tensor) -> ForwardResult:
+        """Runs the end of every row; results ``[B, 1, …]`` of its last token."""
+        nodes = self._tail(rows, unread)
+        block = causal_block(*nodes.shape, nodes.device)
+        base = rows.length - 1 - unread.shape[0]
+        result = self.target.forward(nodes, base, block, rows.buffers, view_range.shape[0])
+        return ForwardResult(result.logits[:, -1:, : self.vocab], result.hidden[:, -1:])
+
+    @staticmethod
+    def _tail(rows: Rows, unread: Tensor) -> Tensor:
+        """``[B, U+1]``: every row's last tokens; at the start of a short row its first token stands in."""
+        at = rows.length[:, None] - 1 - unread.shape[0] + torch.arange(unread.shape[0] + 1, device=unread.device)
+        return rows.tokens.gather(1, at.clamp(min=0))

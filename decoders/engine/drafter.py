@@ -1,0 +1,230 @@
+"""A draft model for the length of a call: rows of its own that follow what is committed and write ahead of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..report import Report, Stage
+from ..strategy import Context, Sequences, Step, Strategy
+from ..tree import TreeTensors
+from .blocks import Blocks, Views, capacity, prefill
+from .core import Rows, StepOutput
+from .draft import DraftCore, Growth
+from .engine import Engine
+from .sampling import SamplingInputs, SamplingPlan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+#: Fewest tokens that are run before the root: smaller sizes would get graphs of their own.
+MIN_UNREAD = 2
+#: Longest stretch of accepted tokens per pass that a stage's histogram can hold.
+LONGEST = 64
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a call has settled for every model that takes part in it.
+
+    Attributes:
+        prompts: 1-D int64 tensors, one per row.
+        plan: what runs on the draft's logits; scores are kept if the verifier asks for the draft's distribution.
+        sampling: parameters, noise keys (the very tensor of the call: fresh keys show up in it) and stop tokens.
+        engine_of: the engine of a loaded model, or of a path; checks that its vocabulary is the target's.
+        compile, prefill_chunk: as in the request. report: where compilation is booked.
+    """
+
+    prompts: list[Tensor]
+    plan: SamplingPlan
+    sampling: SamplingInputs
+    engine_of: Callable[[PreTrainedModel | str], Engine]
+    compile: bool
+    prefill_chunk: int
+    report: Report
+
+    def compiler(self, engine: Engine) -> Callable[[Callable], Callable]:
+        """``Context.compile`` for strategies on `engine`."""
+        return lambda f: engine.compile_function(f, self.report) if self.compile else f
+
+
+class Drafter:
+    """A draft model beside the target: one round is :meth:`begin`, then passes, then a draft made of what they gave.
+
+    Two ways to use it. In a chain, :meth:`extend` appends the model's own choice to every row; with a stage,
+    :meth:`advance` verifies the stage's guesses as the shared loop does and may append several. In a tree, :meth:`root`
+    and :meth:`grow` give the best continuations of nodes, level by level. Everything stays on the device.
+
+    Args:
+        context: of the strategy that drafts with it. model: the draft model, or a path to load it from.
+        ahead: most nodes that a round writes behind the committed tokens. children: see :class:`DraftCore`.
+        stage: a strategy that drafts for the draft model.
+
+    Attributes:
+        length: ``[B]`` int64, tokens per row including what has been drafted.
+        vocab_size: how many of the target's tokens the draft can propose.
+    """
+
+    def __init__(
+        self, terms: Terms, context: Context, model: PreTrainedModel | str, ahead: int, children: int = 1,
+        stage: Strategy | None = None,
+    ) -> None:  # fmt: skip
+        self.terms, self.level, self.ahead, self.stage = terms, context.level + 1, ahead, stage
+        self.engine = terms.engine_of(model)
+        target, batch = self.engine.target, len(terms.prompts)
+        self.core = DraftCore(target, terms.plan, context.vocab_size, children)
+        self.vocab_size = self.core.vocab
+        slots = capacity(context.slots + ahead, ahead, target.flex)
+        # Rows of a draft never end by themselves: the target's lengths are set anew in every round.
+        rows = Rows.allocate(target, terms.prompts, slots, 1 << 40, terms.sampling)
+        self.views, self.blocks = Views(rows, target.flex), Blocks(batch, target.device)
+        self._ranges = {MIN_UNREAD: torch.arange(MIN_UNREAD, device=target.device)}
+        self._functions: dict[str, Callable] = {}
+        self._begun = rows.length.clone()
+        self._reach = max(map(len, terms.prompts))
+        self._unread = self.level
+        self._seconds = {"forward": 0.0, "stage": 0.0}
+        self._passes = 0
+        self._tally = torch.zeros(3 + LONGEST, dtype=torch.int64, device=target.device)
+        self._name = model if isinstance(model, str) else model.config.name_or_path or type(model).__name__
+        self.inner: list[Drafter] = []
+        prefill(target, self.views, self._reach, terms.prefill_chunk)
+        if stage is not None:
+            self._stage_state = stage.start(self._context(context))
+
+    @property
+    def rows(self) -> Rows:
+        return self.views.rows
+
+    @property
+    def length(self) -> Tensor:
+        return self.rows.length
+
+    def begin(self, sequences: Sequences) -> None:
+        """Takes over what is committed; drafts of the last round that were rejected are forgotten."""
+        self._reach = sequences.tokens.shape[1]
+        rows = self.rows
+        rows.tokens[:, : self._reach].copy_(sequences.tokens)
+        rows.length.copy_(sequences.length)
+        rows.finished.copy_(sequences.finished)
+        self._begun.copy_(sequences.length)
+
+    def extend(self) -> Growth:
+        """One pass: every row gets the model's own next token, whose log-probability is the growth's weight."""
+        return self._run("extend", self.rows, self._view(1)[0], self._range())
+
+    def advance(self) -> tuple[StepOutput, Growth]:
+        """One pass with the stage's guesses in it: every row gets one token or more."""
+        stage = self.stage
+        assert stage is not None, "a drafter without a stage extends"
+        with self._clock("stage"):
+            draft = stage.propose(self._stage_state, self._view(0)[1])
+            guesses, tree = self.blocks.of(draft, stage.name)
+            view, sequences = self._view(guesses.shape[1] + 1)
+        out, growth = self._run("advance", guesses, tree, self.rows, view, self._range())
+        with self._clock("stage"):
+            emitted, accepted, _ = out.summary[:3]
+            if type(stage).observe is not Strategy.observe:
+                step = Step(out.nodes, out.chosen, out.path, accepted, emitted, out.logits, out.hidden, sequences)
+                stage.observe(self._stage_state, step)
+            self._tally[:3] += out.summary[:3].sum(1)
+            self._tally[3:].scatter_add_(0, (emitted - 1).clamp(0, LONGEST - 1), (emitted > 0).long())
+        return out, growth
+
+    def root(self) -> Growth:
+        """One pass: the best continuations of every row's last token."""
+        return self._run("root", self.rows, self._view(1)[0], self._range())
+
+    def grow(self, nodes: Tensor, tree: TreeTensors) -> Growth:
+        """One pass: the best continuations of `nodes` ``[B, Q]``, the last ``Q`` of `tree` (whose node 0 is the last token)."""
+        if nodes.shape[1] == 1:  # one node would get a graph of its own
+            nodes, tree = torch.cat([nodes, self.blocks.no_guess[:, :1]], dim=1), tree.padded(len(tree) + 1)
+            growth = self._run("grow", nodes, tree, self.rows, self._view(len(tree))[0])
+            scores = growth.scores[:, :1] if growth.scores is not None else None
+            return Growth(growth.tokens[:, :1], growth.weights[:, :1], scores)
+        return self._run("grow", nodes, tree, self.rows, self._view(len(tree))[0])
+
+    def drafted(self, count: int) -> Tensor:
+        """``[B, count]`` int64: the tokens written since :meth:`begin`; -1 behind the last one of a row."""
+        at = self._begun[:, None] + torch.arange(count, device=self._begun.device)
+        tokens = self.rows.tokens.gather(1, at)
+        return torch.where(at < self.length[:, None], tokens, -1)
+
+    def observe(self, step: Step, own_nodes: int, displaced: int = 0) -> None:
+        """Learns how many tokens at a row's end this model has not read, or not where they belong.
+
+        Args:
+            own_nodes: nodes of the draft that this drafter made, the root included. If the block held others (merged
+                strategies), any of them may have been accepted. displaced: most accepted nodes whose keys and values
+                are not in the slots of their positions: 0 for a chain, the depth of a tree.
+        """
+        others = step.nodes.shape[1] > max(own_nodes, self.blocks.no_guess.shape[1] + 1)
+        self._unread = self.level + (step.nodes.shape[1] - 1 if others else displaced)
+
+    def report(self) -> Stage:
+        """What it did in this call. Reads the device: not for use between steps."""
+        tokens, accepted, drafted, *lengths = self._tally.tolist()
+        while lengths and not lengths[-1]:
+            lengths.pop()
+        return Stage(
+            model=self._name, drafter=self.stage.name if self.stage is not None else None, passes=self._passes,
+            tokens=tokens, drafted=drafted, accepted=accepted, accepted_lengths=lengths,
+            forward_seconds=self._seconds["forward"], drafter_seconds=self._seconds["stage"],
+            stages=[drafter.report() for drafter in self.inner],
+        )  # fmt: skip
+
+    def _run(self, method: str, *arguments: Any) -> Any:
+        if method not in self._functions:
+            function = getattr(self.core, method)
+            if self.terms.compile:
+                function, _ = self.engine.compiled(self.core, method, self.blocks.rows, self.terms.report)
+            self._functions[method] = function
+        with self._clock("forward"):
+            result = self._functions[method](*arguments)
+        self._passes += 1
+        self._unread = 0
+        return result
+
+    def _range(self) -> Tensor:
+        """``[U]``: as many entries as tokens are unread."""
+        unread = max(self._unread, MIN_UNREAD)
+        if unread not in self._ranges:
+            self._ranges[unread] = torch.arange(unread, device=self.rows.tokens.device)
+        return self._ranges[unread]
+
+    def _view(self, nodes: int) -> tuple[Tensor, Sequences]:
+        """What covers a block of so many nodes behind the tokens written so far in this round."""
+        end = self._reach + self.ahead + nodes
+        if not self.views.whole:
+            self.views = self.views.covering(end)
+        return self.views.at(end)
+
+    @contextmanager
+    def _clock(self, part: str) -> Iterator[None]:
+        begun, compiled = time.perf_counter(), self.terms.report.timings.compile
+        yield
+        self._seconds[part] += time.perf_counter() - begun - (self.terms.report.timings.compile - compiled)
+
+    def _context(self, outer: Context) -> Context:
+        """What the stage is told: this model is the target of its world."""
+        context = replace(
+            outer, slots=self.rows.tokens.shape[1], vocab_size=self.vocab_size, level=self.level,
+            compile=self.terms.compiler(self.engine),
+        )  # fmt: skip
+        return replace(context, draft=opener(self.terms, context, self.inner))
+
+
+def opener(terms: Terms, context: Context, opened: list[Drafter]) -> Callable[..., Drafter]:
+    """``Context.draft`` for the strategy that gets `context`; what it opens is listed in `opened`."""
+
+    def draft(model: PreTrainedModel | str, *, ahead: int, children: int = 1, stage: Strategy | None = None) -> Drafter:
+        opened.append(Drafter(terms, context, model, ahead, children, stage))
+        return opened[-1]
+
+    return draft

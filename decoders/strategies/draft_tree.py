@@ -1,0 +1,185 @@
+"""Trees of guesses: which nodes a draft model expands, and which of the nodes found are put to the target."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..engine.drafter import Drafter
+from ..strategy import Draft
+from ..tree import Topology, TreeTensors
+
+#: How often the target's token is the draft's best, second best … guess: the shape of the default tree rests on this
+#: guess (Chen et al. 2024, "Sequoia", measure such a vector and build the best tree for it).
+RANK_SHARES = (0.66, 0.14, 0.06, 0.035, 0.02, 0.015, 0.01, 0.01)
+
+
+def likely_paths(depth: int, children: int, nodes: int) -> tuple[tuple[int, ...], ...]:
+    """The `nodes` paths most likely to be accepted if ranks are accepted with :data:`RANK_SHARES`, in Medusa's notation."""
+    shares = RANK_SHARES[:children]
+    waiting = [(-share, (rank,)) for rank, share in enumerate(shares)]
+    heapq.heapify(waiting)
+    chosen: list[tuple[int, ...]] = []
+    while waiting and len(chosen) < nodes:
+        share, path = heapq.heappop(waiting)
+        chosen.append(path)
+        if len(path) < depth:
+            for rank, own in enumerate(shares):
+                heapq.heappush(waiting, (share * own, (*path, rank)))
+    return tuple(chosen)
+
+
+class StaticTree:
+    """A tree of one shape: every level's inner nodes are run in one pass of the draft model.
+
+    The shape is settled before anything is drawn, so it suits every verifier.
+
+    Args:
+        paths: the tree in Medusa's notation, see :meth:`Topology.from_paths`.
+    """
+
+    def __init__(self, paths: Sequence[Sequence[int]], rows: int, device: torch.device) -> None:
+        self.topology, picks = Topology.from_paths(paths)
+        self.children = max(rank for _, rank in picks) + 1
+        parents, offsets = self.topology.parents, self.topology.offsets
+        inner = [0, *sorted(set(parents[1:]) - {0})]  # by depth, as the nodes are
+        inner_tree = Topology.from_parents([-1] + [inner.index(parents[node]) for node in inner[1:]])
+        self._levels: list[tuple[Tensor, Tensor, Tensor, TreeTensors]] = []
+        for depth in range(self.topology.max_depth):
+            frontier = [node for node in inner if offsets[node] == depth]
+            born = [node for node in range(1, len(self.topology)) if offsets[node] == depth + 1]
+            run = inner_tree.head(sum(offsets[node] <= depth for node in inner)).tensors(rows, device)
+            where = [frontier.index(parents[node]) for node in born]
+            ranks = [picks[node - 1][1] for node in born]
+            self._levels.append((*(torch.tensor(x, device=device) for x in (frontier, where, ranks)), run))
+
+    def draft(self, drafter: Drafter) -> Draft:
+        """Fills the tree for every row, level by level."""
+        tokens: list[Tensor] = []
+        scores: list[Tensor] = []
+        for depth, (frontier, where, ranks, run) in enumerate(self._levels):
+            if depth == 0:
+                growth = drafter.root()
+            else:
+                growth = drafter.grow(torch.cat(tokens, dim=1)[:, frontier - 1], run)
+            tokens.append(growth.tokens[:, where, ranks])
+            if growth.scores is not None:
+                scores.append(growth.scores[:, where])
+        return Draft(torch.cat(tokens, dim=1), self.topology, torch.cat(scores, dim=1) if scores else None)
+
+
+class DynamicTree:
+    """The best nodes by cumulative draft probability, found level by level (as in Spector & Ré 2023; Li et al. 2024,
+    "EAGLE-2"): each pass expands a beam of the likeliest nodes of the deepest level, at the end the likeliest of all are
+    kept. Rows get trees of different shape.
+
+    When sampling, the probability of a node is that of ``softmax(log q + noise)``: the noise is the target's too, whose
+    token is therefore most often the draft's best *perturbed* one. Nodes are chosen by what was drawn, which no rejection
+    rule survives: for the coupled verifier only.
+
+    Args:
+        depth: levels. beam: nodes expanded per level. nodes: budget of the tree, root excluded.
+        compile: see :class:`~decoders.strategy.Context`.
+    """
+
+    def __init__(self, depth: int, beam: int, nodes: int, compile: Callable[[Callable], Callable]) -> None:
+        self.depth, self.beam, self.nodes = depth, beam, nodes
+        self._frontier, self._born, self._best = compile(frontier), compile(born), compile(best_nodes)
+
+    def draft(self, drafter: Drafter, floor: Tensor | None = None) -> tuple[Draft, Tensor]:
+        """Grows trees for all rows.
+
+        Args:
+            floor: ``[B]``, log-probability below which a node is not continued. With one, growth ends when no row has
+                anything to continue (the host looks once per level).
+
+        Returns:
+            the draft and the cumulative log-probability of its nodes, ``[B, N-1]``.
+        """
+        growth = drafter.root()
+        tokens, weights = growth.tokens[:, 0], growth.weights[:, 0]
+        nowhere = torch.zeros_like(tokens)
+        level = (tokens, weights, nowhere - 1, nowhere)  # tokens, weights, parents, the parents' places in the cache
+        levels, found = [level], tokens.shape[1]
+        offsets, visible = nowhere[:, :1], torch.ones_like(nowhere[:, :1, None], dtype=torch.bool)
+        for _ in range(1, self.depth):
+            if floor is not None and not bool((level[1] >= floor[:, None]).any()):
+                break
+            width = min(self.beam, level[0].shape[1])
+            nodes, reached, chosen, offsets, visible = self._frontier(
+                level[0], level[1], level[3], offsets, visible, floor, width
+            )
+            growth = drafter.grow(nodes, TreeTensors(offsets, offsets, visible, visible))
+            start = found - level[0].shape[1]
+            level = self._born(growth.tokens, growth.weights, reached, chosen + start, offsets)
+            levels.append(level)
+            found += level[0].shape[1]
+        tokens, weights, parents, _ = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
+        tokens, weights, *tree = self._best(tokens, weights, parents, min(self.nodes, found), self.depth)
+        return Draft(tokens, TreeTensors(*tree)), weights
+
+
+def frontier(
+    tokens: Tensor, weights: Tensor, places: Tensor, offsets: Tensor, visible: Tensor, floor: Tensor | None, width: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The `width` likeliest nodes of a level, appended to the nodes that the draft model has run.
+
+    Args:
+        tokens, weights, places: ``[B, n]``, the level. offsets: ``[B, K]``, visible: ``[B, K, K]``, nodes run.
+
+    Returns:
+        tokens ``[B, W]``, cumulative log-probabilities ``[B, W]``, indices in the level ``[B, W]``, and offsets and
+        visible of the ``K + W`` nodes.
+    """
+    if floor is not None:
+        weights = weights.masked_fill(weights < floor[:, None], float("-inf"))
+    best = weights.topk(width)
+    place = places.gather(1, best.indices)
+    rows, k = offsets.shape
+    sight = visible.gather(1, place[:, :, None].expand(-1, -1, k))
+    own = torch.eye(width, dtype=torch.bool, device=tokens.device).expand(rows, -1, -1)
+    below = torch.cat([sight, own], dim=2)
+    return (
+        tokens.gather(1, best.indices), best.values, best.indices,
+        torch.cat([offsets, offsets.gather(1, place) + 1], dim=1),
+        torch.cat([torch.nn.functional.pad(visible, (0, width)), below], dim=1),
+    )  # fmt: skip
+
+
+def born(
+    tokens: Tensor, weights: Tensor, reached: Tensor, parents: Tensor, offsets: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The next level: all continuations ``[B, W, C]`` of a frontier whose nodes are the last ``W`` that were run."""
+    width, children = tokens.shape[1:]
+    places = torch.arange(width, device=tokens.device) + offsets.shape[1] - width
+    places = places[None, :, None].expand(tokens.shape[0], -1, children)
+    return (
+        tokens.flatten(1), (reached[..., None] + weights).flatten(1),
+        parents[..., None].expand(-1, -1, children).flatten(1), places.flatten(1),
+    )  # fmt: skip
+
+
+def best_nodes(tokens: Tensor, weights: Tensor, parents: Tensor, nodes: int, depth: int) -> tuple[Tensor, ...]:
+    """The `nodes` likeliest of all nodes found, which are at most `depth` levels deep.
+
+    Args:
+        tokens, weights, parents: ``[B, M]``; weights are cumulative log-probabilities, ``-inf`` for what does not count;
+            parents come before their children, -1 is the root.
+
+    Returns:
+        tokens and weights ``[B, nodes]`` (-1 for what does not count), then the fields of :class:`TreeTensors`.
+    """
+    chosen = weights.topk(nodes).indices.sort(1).values
+    place = torch.full_like(parents, -1).scatter(
+        1, chosen, torch.arange(1, nodes + 1, device=tokens.device).expand_as(chosen)
+    )
+    above = parents.gather(1, chosen)
+    # A tie may choose a child and not its parent: such a node has no place in the tree and is not a candidate.
+    within = torch.where(above < 0, 0, place.gather(1, above.clamp(min=0)))
+    tree = TreeTensors.from_parents(torch.nn.functional.pad(within, (1, 0), value=-1), depth)
+    weights = weights.gather(1, chosen)
+    tokens = torch.where(weights > float("-inf"), tokens.gather(1, chosen), -1)
+    return tokens, weights, tree.parents, tree.offsets, tree.visible, tree.ancestors

@@ -1,0 +1,130 @@
+"""Speculative decoding (Leviathan et al. 2023; Chen et al. 2023): a smaller model drafts, the target verifies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from ..engine.drafter import Drafter
+from ..errors import UnsupportedError
+from ..settings import Settings
+from ..strategy import Context, Draft, Sequences, Step
+from .draft_model import DraftModelSettings, DraftModelStrategy
+from .draft_tree import DynamicTree, StaticTree, likely_paths
+
+
+class SpeculativeSettings(DraftModelSettings):
+    """How much the draft model proposes, and in which shape."""
+
+    length: int = Field(
+        5, ge=1, le=32, description="Tokens drafted per step (K, the papers' gamma); the depth of a tree."
+    )
+    schedule: Literal["constant", "heuristic"] = Field(
+        "constant",
+        description="heuristic: a row drafts two tokens more after a draft that was accepted whole, one less otherwise "
+        "(transformers' rule). Chains only.",
+    )
+    max_length: int = Field(16, ge=1, le=32, description="Most tokens that schedule heuristic drafts per step.")
+    tree: Literal["none", "static", "dynamic"] = Field(
+        "none",
+        description="none: a chain. static: a tree of one shape. dynamic: the likeliest nodes, chosen in every step.",
+    )
+    nodes: int = Field(24, ge=2, le=256, description="Node budget of a tree, root excluded.")
+    children: int = Field(4, ge=2, le=32, description="Most continuations of a node of a tree.")
+    beam: int = Field(4, ge=1, le=32, description="Nodes of a dynamic tree that are continued per level.")
+    template: tuple[tuple[int, ...], ...] | None = Field(
+        None, description="Shape of a static tree: paths of ranks, level by level, as Medusa writes them."
+    )
+
+
+@dataclass
+class _State:
+    """`lengths`: tokens that each row drafts (schedule heuristic). `proposed`: those of the last step."""
+
+    drafter: Drafter
+    tree: StaticTree | DynamicTree | None
+    lengths: Tensor
+    own_nodes: int = 1
+
+
+class Speculative(DraftModelStrategy):
+    """Drafts a chain (Leviathan et al. 2023, Algorithm 1, with our verifiers in its place), or a tree of the draft's best
+    continuations.
+
+    When sampling, the draft draws with the noise that the target will draw with (Daliri et al. 2024), so that both mostly
+    draw the same token; under other verifiers with noise of its own.
+    """
+
+    name = "speculative"
+    summary = "A smaller model of the same family drafts a chain or a tree of tokens."
+    settings_class = SpeculativeSettings
+
+    def __init__(self, settings: Settings | None = None, /, **values: Any) -> None:
+        super().__init__(settings, **values)
+        vars(self)["on_device"] = self.settings.schedule == "constant"
+
+    def start(self, context: Context) -> _State:
+        s: SpeculativeSettings = self.settings
+        tree: StaticTree | DynamicTree | None = None
+        ahead, children = s.length if s.schedule == "constant" else max(s.length, s.max_length), 1
+        if s.tree == "static":
+            paths = s.template or likely_paths(s.length, s.children, s.nodes)
+            tree = StaticTree(paths, context.rows, context.device)
+            ahead, children = len(tree.topology), tree.children
+        elif s.tree == "dynamic":
+            require_coupled(context, self.name)
+            tree = DynamicTree(s.length, s.beam, s.nodes, context.compile)
+            ahead, children = s.beam * s.length + 1, s.children
+        drafter = context.draft(self.draft_model(context), ahead=ahead, children=children)
+        return _State(drafter, tree, torch.full((context.rows,), s.length, device=context.device))
+
+    def propose(self, state: _State, sequences: Sequences) -> Draft:
+        drafter = state.drafter
+        drafter.begin(sequences)
+        if isinstance(state.tree, StaticTree):
+            draft = state.tree.draft(drafter)
+        elif isinstance(state.tree, DynamicTree):
+            draft, _ = state.tree.draft(drafter)
+        else:
+            draft = self._chain(state, sequences)
+        state.own_nodes = draft.tokens.shape[1] + 1
+        return draft
+
+    def observe(self, state: _State, step: Step) -> None:
+        s: SpeculativeSettings = self.settings
+        displaced = 0 if state.tree is None else step.nodes.shape[1]
+        if isinstance(state.tree, StaticTree):
+            displaced = state.tree.topology.max_depth
+        elif isinstance(state.tree, DynamicTree):
+            displaced = s.length
+        state.drafter.observe(step, state.own_nodes, displaced)
+        if s.schedule == "heuristic":
+            whole = step.accepted >= state.lengths
+            state.lengths = torch.where(whole, state.lengths + 2, state.lengths - 1).clamp(1, s.max_length)
+
+    def _chain(self, state: _State, sequences: Sequences) -> Draft:
+        s: SpeculativeSettings = self.settings
+        length, varies = s.length, s.schedule == "heuristic"
+        if varies:  # the host decides how many passes to make
+            length = int(torch.where(sequences.finished, 1, state.lengths).max())
+        scores = [state.drafter.extend().scores for _ in range(length)]
+        tokens = state.drafter.drafted(length)
+        if varies:
+            index = torch.arange(length, device=tokens.device)
+            tokens = torch.where(index < state.lengths[:, None], tokens, -1)
+        return Draft.chain(
+            tokens, torch.cat([x for x in scores if x is not None], dim=1) if scores[0] is not None else None
+        )
+
+
+def require_coupled(context: Context, what: str) -> None:
+    """Raises UnsupportedError where guesses chosen by what was drawn would change the distribution."""
+    if not context.coupled:
+        raise UnsupportedError(
+            f"{what}: a tree whose nodes are chosen by what was drawn is exact with the coupled verifier only; take a "
+            "static tree, or verifier='coupled'"
+        )
