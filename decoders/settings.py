@@ -8,6 +8,7 @@ In ``pyproject.toml`` the same stands under ``[tool.decoders]``.
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import tomllib
 from collections.abc import Collection, Mapping
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import core_schema
 
 from .errors import SettingsError, suggest
 
@@ -39,6 +41,17 @@ class Settings(BaseModel):
             return cls(**values)
         except ValidationError as error:
             raise SettingsError(_explain(cls, error, {})) from error
+
+
+class Table(dict):
+    """A mapping as the value of a setting: JSON-safe, and hashable, as frozen settings are."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(json.dumps(self, sort_keys=True, default=repr))
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        return core_schema.no_info_after_validator_function(cls, core_schema.dict_schema(core_schema.str_schema()))
 
 
 class RuntimeSettings(Settings):

@@ -68,7 +68,7 @@ class Drafter:
 
     Attributes:
         length: ``[B]`` int64, tokens per row including what has been drafted.
-        vocab_size: how many of the target's tokens the draft can propose.
+        vocab_size: how many of the target's tokens the draft can propose. passes: forward passes so far.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Drafter:
         self._reach = max(map(len, terms.prompts))
         self._unread = self.level
         self._seconds = {"forward": 0.0, "stage": 0.0}
-        self._passes = 0
+        self.passes = 0
         self._tally = torch.zeros(3 + LONGEST, dtype=torch.int64, device=target.device)
         self._name = model if isinstance(model, str) else model.config.name_or_path or type(model).__name__
         self.inner: list[Drafter] = []
@@ -101,6 +101,11 @@ class Drafter:
     @property
     def rows(self) -> Rows:
         return self.views.rows
+
+    @property
+    def on_device(self) -> bool:
+        """Whether a round never waits for the device."""
+        return (self.stage is None or self.stage.on_device) and all(drafter.on_device for drafter in self.inner)
 
     @property
     def length(self) -> Tensor:
@@ -173,7 +178,7 @@ class Drafter:
         while lengths and not lengths[-1]:
             lengths.pop()
         return Stage(
-            model=self._name, drafter=self.stage.name if self.stage is not None else None, passes=self._passes,
+            model=self._name, drafter=self.stage.name if self.stage is not None else None, passes=self.passes,
             tokens=tokens, drafted=drafted, accepted=accepted, accepted_lengths=lengths,
             forward_seconds=self._seconds["forward"], drafter_seconds=self._seconds["stage"],
             stages=[drafter.report() for drafter in self.inner],
@@ -187,7 +192,7 @@ class Drafter:
             self._functions[method] = function
         with self._clock("forward"):
             result = self._functions[method](*arguments)
-        self._passes += 1
+        self.passes += 1
         self._unread = 0
         return result
 

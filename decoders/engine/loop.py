@@ -160,6 +160,7 @@ class _Call:
         r = self.request
         return (
             self.target.device.type == "cuda" and self.target.flex and self.report.compiled and r.strategy.on_device
+            and all(drafter.on_device for drafter in self.drafters)
             and r.processors is None and r.criteria is None and not (r.keep_logits or r.keep_scores)
         )  # fmt: skip
 

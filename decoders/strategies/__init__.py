@@ -7,10 +7,15 @@ from ..strategy import Strategy
 from .autoregressive import Autoregressive
 from .prompt_lookup import PromptLookup, PromptLookupSettings
 from .speculative import Speculative, SpeculativeSettings
+from .staged import Staged, StagedSettings
+from .threshold import Threshold, ThresholdSettings
 
-__all__ = ["Autoregressive", "PromptLookup", "PromptLookupSettings", "Speculative", "SpeculativeSettings"]
+__all__ = [
+    "Autoregressive", "PromptLookup", "PromptLookupSettings", "Speculative", "SpeculativeSettings", "Staged",
+    "StagedSettings", "Threshold", "ThresholdSettings",
+]  # fmt: skip
 
 
 @hookimpl
 def decoders_strategies() -> list[type[Strategy]]:
-    return [Autoregressive, Speculative, PromptLookup]
+    return [Autoregressive, Speculative, Threshold, Staged, PromptLookup]

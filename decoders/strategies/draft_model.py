@@ -50,3 +50,12 @@ class DraftModelStrategy(Strategy):
         if context.level > 0 or context.assistant_model is None:
             raise UnsupportedError(f"{self.name!r} as a stage needs a model of its own: set its draft_model")
         return context.assistant_model
+
+
+def require_coupled(context: Context, what: str) -> None:
+    """Raises UnsupportedError where guesses chosen by what was drawn would change the distribution."""
+    if not context.coupled:
+        raise UnsupportedError(
+            f"{what}: a tree whose nodes are chosen by what was drawn is exact with the coupled verifier only; take a "
+            "static tree, or verifier='coupled'"
+        )

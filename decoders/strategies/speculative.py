@@ -10,10 +10,9 @@ from pydantic import Field
 from torch import Tensor
 
 from ..engine.drafter import Drafter
-from ..errors import UnsupportedError
 from ..settings import Settings
 from ..strategy import Context, Draft, Sequences, Step
-from .draft_model import DraftModelSettings, DraftModelStrategy
+from .draft_model import DraftModelSettings, DraftModelStrategy, require_coupled
 from .draft_tree import DynamicTree, StaticTree, likely_paths
 
 
@@ -118,13 +117,4 @@ class Speculative(DraftModelStrategy):
             tokens = torch.where(index < state.lengths[:, None], tokens, -1)
         return Draft.chain(
             tokens, torch.cat([x for x in scores if x is not None], dim=1) if scores[0] is not None else None
-        )
-
-
-def require_coupled(context: Context, what: str) -> None:
-    """Raises UnsupportedError where guesses chosen by what was drawn would change the distribution."""
-    if not context.coupled:
-        raise UnsupportedError(
-            f"{what}: a tree whose nodes are chosen by what was drawn is exact with the coupled verifier only; take a "
-            "static tree, or verifier='coupled'"
         )

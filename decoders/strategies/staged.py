@@ -1,0 +1,141 @@
+"""Staged speculative decoding (Spector & Ré 2023, arXiv 2308.04623): the draft model is helped by a drafter of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from ..engine.drafter import Drafter
+from ..settings import Table
+from ..strategy import Context, Draft, Sequences, Step
+from ..tree import Topology, TreeTensors
+from .draft_model import DraftModelSettings, DraftModelStrategy
+from .draft_tree import best_nodes
+
+
+class StagedSettings(DraftModelSettings):
+    """What helps the draft model, and what is made of its tokens."""
+
+    stage: str = Field(
+        "ngram", description="Strategy that drafts for the draft model: a registry name, a+b merges. staged nests."
+    )
+    stage_config: Table = Field(Table(), description="Settings of that strategy, its own draft_model for instance.")
+    passes: int = Field(4, ge=1, le=32, description="Passes of the draft model per step.")
+    length: int = Field(16, ge=1, le=32, description="Most tokens of the draft's likeliest path; the paper's depth.")
+    children: int = Field(4, ge=1, le=32, description="Continuations proposed per node of that path; 1 is a chain.")
+    nodes: int = Field(36, ge=2, le=256, description="Node budget of the tree, root excluded; the paper's size.")
+
+
+@dataclass
+class _State:
+    """`lay` and `leaves` are the functions of this file, compiled. `fixed`: the tree's shape if it does not vary."""
+
+    drafter: Drafter
+    lay: Callable[..., tuple[Tensor, Tensor, Tensor | None]]
+    leaves: Callable[..., tuple[Tensor, ...]]
+    fixed: Topology | None
+    own_nodes: int = 1
+
+
+class Staged(DraftModelStrategy):
+    """The draft model decodes in the shared loop itself, with any strategy as its drafter: what that strategy guesses right
+    costs the draft model no pass of its own. Drafts therefore grow longer at equal cost.
+
+    The tokens that the draft model settles on form a path; its next best tokens at every node, which come out of the same
+    passes, become leaves beside it. The `nodes` likeliest of them all are put to the target.
+    """
+
+    name = "staged"
+    summary = "A draft model, itself sped up by n-grams or a smaller model, drafts a tree."
+    settings_class = StagedSettings
+
+    def start(self, context: Context) -> _State:
+        s: StagedSettings = self.settings
+        stage = context.strategy(s.stage, s.stage_config)
+        fixed, children = None, s.children
+        if not context.coupled:
+            # Which leaves there are must not depend on what was drawn: the same number everywhere.
+            children = max(1, min(children, s.nodes // s.length))
+            fixed = Topology.from_paths([(0,) * j + (r,) for j in range(s.length) for r in range(children)])[0]
+        elif children == 1:
+            fixed = Topology.chain(s.length)
+        drafter = context.draft(self.draft_model(context), ahead=s.length, children=children, stage=stage)
+        return _State(drafter, context.compile(lay), context.compile(path_with_leaves), fixed)
+
+    def propose(self, state: _State, sequences: Sequences) -> Draft:
+        s: StagedSettings = self.settings
+        drafter = state.drafter
+        drafter.begin(sequences)
+        # One place more than needed: what comes behind the last place goes there.
+        shape = (len(drafter.length), s.length + 1, drafter.core.children)
+        tokens = torch.full(shape, -1, dtype=torch.int64, device=drafter.length.device)
+        weights = torch.full(shape, float("-inf"), device=tokens.device)
+        scores: Tensor | None = None
+        for _ in range(s.passes):
+            written = drafter.length - sequences.length
+            out, growth = drafter.advance()
+            if scores is None and growth.scores is not None:
+                scores = growth.scores.new_zeros(*shape[:2], growth.scores.shape[-1])
+            tokens, weights, scores = state.lay(
+                out.path, out.summary[0], written, growth.tokens, growth.weights, growth.scores, tokens, weights, scores
+            )
+        path = drafter.drafted(s.length)
+        if state.fixed is None:
+            chosen, _, *tree = state.leaves(path, tokens, weights, s.nodes)
+            draft = Draft(chosen, TreeTensors(*tree))
+        else:
+            tokens[:, :-1, 0] = path
+            if scores is not None:
+                scores = scores[:, :-1].repeat_interleave(shape[2], dim=1)
+            draft = Draft(tokens[:, :-1].flatten(1), state.fixed, scores)
+        state.own_nodes = draft.tokens.shape[1] + 1
+        return draft
+
+    def observe(self, state: _State, step: Step) -> None:
+        # Of the accepted nodes only a leaf is not where it belongs, and that is the last one: read again in any case.
+        state.drafter.observe(step, state.own_nodes)
+
+
+def lay(
+    path: Tensor, emitted: Tensor, written: Tensor, tokens: Tensor, weights: Tensor, scores: Tensor | None,
+    all_tokens: Tensor, all_weights: Tensor, all_scores: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Puts the continuations found along a pass's accepted path behind those of the passes before.
+
+    Args:
+        path: ``[B, n]``, accepted node per depth. emitted, written: ``[B]``, tokens of this pass and of those before.
+        tokens, weights: ``[B, n, C]`` and scores ``[B, n, V]`` of all nodes of the pass.
+        all_tokens, all_weights: ``[B, L+1, C]`` and all_scores ``[B, L+1, V]``, what has been laid; the last place is waste.
+    """
+    index = torch.arange(path.shape[1], device=path.device)
+    last = all_tokens.shape[1] - 1
+    at = torch.where(index < emitted[:, None], written[:, None] + index, last).clamp(max=last)
+
+    def placed(source: Tensor, into: Tensor) -> Tensor:
+        along = source.gather(1, path[..., None].expand(-1, -1, source.shape[2]))
+        return into.scatter(1, at[..., None].expand_as(along), along)
+
+    with_scores = placed(scores, all_scores) if scores is not None and all_scores is not None else None
+    return placed(tokens, all_tokens), placed(weights, all_weights), with_scores
+
+
+def path_with_leaves(path: Tensor, tokens: Tensor, weights: Tensor, nodes: int) -> tuple[Tensor, ...]:
+    """The likeliest `nodes` nodes of a path and the other continuations of its nodes; result as :func:`best_nodes`.
+
+    Args:
+        path: ``[B, L]``, -1 behind its end. tokens, weights: ``[B, L+1, C]``; entry ``[:, d, 0]`` is the path's own.
+    """
+    rows, length = path.shape
+    children = tokens.shape[2]
+    tokens = torch.cat([path[..., None], tokens[:, :-1, 1:]], dim=2)
+    weights = torch.where(path[..., None] >= 0, weights[:, :-1], float("-inf"))
+    reached = torch.nn.functional.pad(weights[:, :-1, 0].cumsum(1), (1, 0))
+    above = torch.arange(length, device=path.device) * children - children  # the path's node one level up
+    parents = torch.where(above < 0, -1, above)[:, None].expand(length, children).reshape(1, -1).expand(rows, -1)
+    return best_nodes(
+        tokens.flatten(1), (reached[..., None] + weights).flatten(1), parents, min(nodes, length * children), length
+    )

@@ -1,0 +1,161 @@
+"""Drafts as long as the draft model is sure enough of them (vgel 2023, "How to make LLMs go fast")."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from ..engine.drafter import Drafter
+from ..strategy import Context, Draft, Sequences, Step
+from ..tree import Topology
+from .calibration import Calibration
+from .draft_model import DraftModelSettings, DraftModelStrategy, require_coupled
+from .draft_tree import DynamicTree
+
+#: Where the host must wait for the device to look at it, it looks once: after a number of passes out of these.
+BUCKETS = (2, 4, 8, 16, 32)
+
+
+class ThresholdSettings(DraftModelSettings):
+    """When to stop drafting."""
+
+    threshold: float = Field(
+        0.4, gt=0, lt=1, description="Cumulative draft probability below which drafting stops, at the start."
+    )
+    rule: Literal["adaptive", "calibrated"] = Field(
+        "adaptive",
+        description="adaptive: after a rejection the mean with the probability reached there, less `decrease` otherwise. "
+        "calibrated: what pays by the measured cost of drafting and verifying and the measured acceptance.",
+    )
+    decrease: float = Field(0.1, ge=0, le=1, description="What the threshold loses when a draft is accepted whole.")
+    lowest: float = Field(0.05, gt=0, lt=1, description="Lower bound of the threshold.")
+    highest: float = Field(0.95, gt=0, lt=1, description="Upper bound of the threshold.")
+    max_length: int = Field(16, ge=1, le=32, description="Most tokens drafted per step; the depth of a tree.")
+    tree: Literal["none", "dynamic"] = Field(
+        "none", description="dynamic: a tree whose nodes are continued while their probability is above the threshold."
+    )
+    nodes: int = Field(24, ge=2, le=256, description="Node budget of a tree, root excluded.")
+    children: int = Field(4, ge=2, le=32, description="Most continuations of a node of a tree.")
+    beam: int = Field(4, ge=1, le=32, description="Nodes of a tree that are continued per level.")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> ThresholdSettings:
+        if not self.lowest <= self.threshold <= self.highest:
+            raise ValueError(f"threshold {self.threshold} must lie between {self.lowest} and {self.highest}")
+        return self
+
+
+@dataclass
+class _State:
+    """`threshold`: ``[B]`` float32. `weights`: ``[B, n]``, log-probability reached at each node of the last draft."""
+
+    drafter: Drafter
+    tree: DynamicTree | None
+    calibration: Calibration | None
+    threshold: Tensor
+    waits: bool
+    bucket: int = BUCKETS[0]
+    weights: Tensor | None = None
+    draft: Draft | None = None
+
+
+class Threshold(DraftModelStrategy):
+    """Drafts a chain until the product of the draft's probabilities falls below a threshold; the token that crosses it is
+    still proposed. The threshold adapts, for every row by itself.
+
+    In a tree, a node is continued while its own cumulative probability is above the threshold.
+    """
+
+    name = "threshold"
+    summary = "A draft model drafts until it is no longer sure; how sure it must be adapts."
+    settings_class = ThresholdSettings
+    on_device: ClassVar[bool] = False  # the host looks whether any row goes on
+
+    def start(self, context: Context) -> _State:
+        s: ThresholdSettings = self.settings
+        tree, ahead, children = None, s.max_length, 1
+        if s.tree == "dynamic":
+            require_coupled(context, self.name)
+            tree = DynamicTree(s.max_length, s.beam, s.nodes, context.compile)
+            ahead, children = s.max_length * s.beam + 1, s.children
+        drafter = context.draft(self.draft_model(context), ahead=ahead, children=children)
+        calibration = Calibration(context.rows) if s.rule == "calibrated" else None
+        threshold = torch.full((context.rows,), s.threshold, device=context.device)
+        return _State(drafter, tree, calibration, threshold, waits=context.device.type != "cpu")
+
+    def propose(self, state: _State, sequences: Sequences) -> Draft:
+        if state.calibration is not None:
+            state.calibration.drafting()
+        state.drafter.begin(sequences)
+        floor = state.threshold.log()
+        if state.tree is not None:
+            state.draft, state.weights = state.tree.draft(state.drafter, floor)
+        else:
+            state.draft = self._chain(state, sequences, floor)
+        if state.calibration is not None:
+            state.calibration.drafted(state.drafter.passes)
+        return state.draft
+
+    def observe(self, state: _State, step: Step) -> None:
+        s: ThresholdSettings = self.settings
+        draft, weights = state.draft, state.weights
+        assert draft is not None and weights is not None
+        state.drafter.observe(step, draft.tokens.shape[1] + 1, 0 if state.tree is None else s.max_length)
+        rejected = first_rejected(draft, weights, step)
+        if state.calibration is not None:
+            expected = torch.where(draft.tokens >= 0, weights.exp(), 0.0).sum() if state.tree is None else None
+            value = state.calibration.threshold(step, expected)
+            if value is not None:
+                state.threshold.fill_(min(max(value, s.lowest), s.highest))
+            return
+        lower = state.threshold - s.decrease
+        mean = (state.threshold + rejected) / 2
+        state.threshold = torch.where(rejected >= 0, mean, lower).clamp(s.lowest, s.highest)
+
+    def _chain(self, state: _State, sequences: Sequences, floor: Tensor) -> Draft:
+        s: ThresholdSettings = self.settings
+        reached = torch.where(sequences.finished, float("-inf"), 0.0)
+        products: list[Tensor] = []
+        scores: list[Tensor] = []
+        last = s.max_length
+        while len(products) < last:
+            growth = state.drafter.extend()
+            reached = reached + growth.weights[:, 0, 0]
+            products.append(reached)
+            if growth.scores is not None:
+                scores.append(growth.scores)
+            if not state.waits:
+                if not bool((reached >= floor).any()):
+                    break
+            elif len(products) == state.bucket:
+                # One look per step: where some row goes on, all go on to the next bucket and no further.
+                needed = int(self._kept(torch.stack(products, 1), floor).sum(1).max())
+                going = bool((reached >= floor).any())
+                last = min(2 * len(products), s.max_length) if going else len(products)
+                state.bucket = min(next(b for b in BUCKETS if b >= (last if going else needed)), s.max_length)
+        state.weights = torch.stack(products, dim=1)
+        tokens = state.drafter.drafted(len(products))
+        tokens = torch.where(self._kept(state.weights, floor), tokens, -1)
+        return Draft.chain(tokens, torch.cat(scores, dim=1) if scores else None)
+
+    @staticmethod
+    def _kept(products: Tensor, floor: Tensor) -> Tensor:
+        """``[B, n]`` bool: tokens before which no product was below the floor. products: ``[B, n]``."""
+        above = (products >= floor[:, None]).long().cumprod(1)
+        return torch.nn.functional.pad(above, (1, -1), value=1).bool()
+
+
+def first_rejected(draft: Draft, weights: Tensor, step: Step) -> Tensor:
+    """``[B]`` float32: cumulative probability of the likeliest guess after the last accepted node, the first to be rejected.
+    -1 where nothing was rejected: the path ends where the draft does.
+    """
+    end = step.path.gather(1, step.accepted[:, None])  # [B, 1]
+    tree = draft.topology
+    if isinstance(tree, Topology):
+        tree = tree.tensors(len(end), end.device)
+    guesses = (tree.parents[:, 1:] == end) & tree.ancestors[:, 1:, 0] & (draft.tokens >= 0)
+    return torch.where(guesses, weights.exp(), -1.0).amax(1)
