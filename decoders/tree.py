@@ -72,6 +72,12 @@ class Topology:
         """Most tokens a step can accept from this block."""
         return max(self.offsets[i] for i, p in enumerate(self.parents) if p >= 0 or i == 0)
 
+    @cached_property
+    def max_siblings(self) -> int:
+        """Most children of one node that can be accepted."""
+        children = [parent for parent in self.parents if parent >= 0]
+        return max((children.count(parent) for parent in children), default=0)
+
     def path_to(self, node: int) -> tuple[int, ...]:
         """Nodes from the first one of the branch down to `node`, both included."""
         path = [node]
@@ -200,6 +206,11 @@ class TreeTensors:
 
     def __len__(self) -> int:
         return self.offsets.shape[1]
+
+    @property
+    def candidates(self) -> Tensor:
+        """``[B, N]`` bool: nodes that may be accepted, the root among them."""
+        return self.ancestors.any(-1)
 
     @staticmethod
     def from_parents(parents: Tensor, depth: int | None = None) -> TreeTensors:

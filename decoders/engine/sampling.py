@@ -148,8 +148,14 @@ def choose(scores: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions
     """
     if not plan.sample:
         return scores.argmax(-1)
-    noisy = scores + gumbel_noise(inputs.keys, positions, scores.shape[-1])
-    # Not argmax: inductor's CPU code for an argmax fused with 64-bit integer arithmetic returns garbage (torch 2.13).
-    tokens = torch.arange(scores.shape[-1], device=scores.device)
-    best = torch.where(noisy == noisy.amax(-1, keepdim=True), tokens, scores.shape[-1]).amin(-1)
-    return best.clamp(max=scores.shape[-1] - 1)  # only NaN logits match nothing
+    return first_best(scores + gumbel_noise(inputs.keys, positions, scores.shape[-1]))
+
+
+def first_best(noisy: Tensor) -> Tensor:
+    """Index of the largest entry of the last axis, of equals the first: what argmax says, for scores with noise.
+
+    Not argmax: inductor's CPU code for an argmax fused with 64-bit integer arithmetic returns garbage (torch 2.13).
+    """
+    index = torch.arange(noisy.shape[-1], device=noisy.device)
+    best = torch.where(noisy == noisy.amax(-1, keepdim=True), index, noisy.shape[-1]).amin(-1)
+    return best.clamp(max=noisy.shape[-1] - 1)  # only NaN scores match nothing

@@ -1,4 +1,4 @@
-"""One rule for all trees: follow the children whose token is the one the target chose at their parent."""
+"""How much of a block is kept: by the target's own choices, or by a draw from what a verifier allows."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ import torch
 from torch import Tensor
 
 from ..tree import TreeTensors
+from ..verifier import Outcomes
+from .sampling import first_best, gumbel_noise, mix64
+
+# In place of a position, which is never negative: the two draws of a step and the draft's own noise stay independent.
+_END_NODE = -1
+_NEXT_TOKEN = -2
 
 
 @dataclass(frozen=True)
@@ -42,8 +48,50 @@ def follow_matches(nodes: Tensor, chosen: Tensor, tree: TreeTensors) -> Acceptan
     accepted = (~on_branch | match[:, None]).all(-1) & on_branch.any(-1)
     # Deepest first, then the lower index: ties (equal siblings) must not depend on how argmax breaks them.
     best = torch.where(accepted, tree.offsets * n + (n - 1 - index), -1).argmax(-1, keepdim=True)  # [B, 1]
+    return _path_to(best, tree)
+
+
+def step_keys(keys: Tensor, positions: Tensor) -> Tensor:
+    """``[B]`` int64 keys for the draws of one step, from the rows' keys ``[B]`` and the tokens ``[B]`` they have so far.
+
+    A step always adds a token, so no two steps of a row share a key; nor does a step share one with the row.
+    """
+    return mix64(mix64(keys) + positions)
+
+
+def draw(nodes: Tensor, tree: TreeTensors, outcomes: Outcomes, keys: Tensor) -> tuple[Acceptance, Tensor]:
+    """Draws what comes out of a step from the law that a verifier gave.
+
+    Args:
+        nodes: ``[B, N]`` int64, as verified. A node without a guess is never accepted, whatever a plug-in's law says.
+        outcomes: the law.
+        keys: ``[B]`` int64, a key per row *and step* (:func:`step_keys`): equal keys give equal draws.
+
+    Returns:
+        the accepted path, and the token after it ``[B]`` int64.
+    """
+    n = nodes.shape[1]
+    index = torch.arange(n, device=nodes.device)
+    possible = tree.candidates & ((nodes >= 0) | (index == 0))
+    end = torch.where(possible, outcomes.end, 0.0).log()
+    best = first_best(end + gumbel_noise(keys, _salt(keys, _END_NODE), n)[:, 0])[:, None]  # [B, 1]
+    vocab = outcomes.next.shape[-1]
+    after = outcomes.next.gather(1, best[..., None].expand(-1, 1, vocab))[:, 0].log()
+    token = first_best(after + gumbel_noise(keys, _salt(keys, _NEXT_TOKEN), vocab)[:, 0])
+    return _path_to(best, tree), token
+
+
+def _salt(keys: Tensor, value: int) -> Tensor:
+    """`value` as a position for every row, ``[B, 1]``."""
+    return torch.full_like(keys, value)[:, None]
+
+
+def _path_to(best: Tensor, tree: TreeTensors) -> Acceptance:
+    """The path from the root to node `best` ``[B, 1]``."""
+    n = len(tree)
+    index = torch.arange(n, device=best.device)
     deepest = tree.offsets.gather(1, best)  # [B, 1]
-    on_path = on_branch.gather(1, best[:, :, None].expand(-1, 1, n))  # [B, 1, N]
+    on_path = tree.ancestors.gather(1, best[:, :, None].expand(-1, 1, n))  # [B, 1, N]
     at_depth = tree.offsets[:, None, :] == index[None, :, None]  # [B, depth, node]
     path = torch.where(on_path & at_depth, index, 0).sum(-1)
     return Acceptance(torch.where(index[None] <= deepest, path, index), deepest[:, 0])

@@ -1,9 +1,10 @@
-"""For authors of strategies: the conformance kit and tiny models of many designs.
+"""For authors of strategies and verifiers: the conformance kit and tiny models of many designs.
 
 For example::
 
-    from decoders.testing import check_strategy
+    from decoders.testing import check_strategy, check_verifier
     check_strategy(MyStrategy())
+    check_verifier(MyVerifier())
 
 Needs torch and transformers only; :func:`parametrize_with_checks` also needs pytest.
 """
@@ -15,8 +16,9 @@ from .kit import CHECKS, check_strategy, checks_for, parametrize_with_checks
 from .models import ARCHITECTURES, UNSUPPORTED, tiny_draft, tiny_model
 from .replay import Replay, ReplaySettings
 from .spy import Spy
+from .verifiers import check_verifier
 
 __all__ = [
     "ARCHITECTURES", "CHECKS", "Replay", "ReplaySettings", "Spy", "UNSUPPORTED", "assert_same_tokens", "check_strategy",
-    "checks_for", "decode", "parametrize_with_checks", "prompts", "tiny_draft", "tiny_model",
+    "check_verifier", "checks_for", "decode", "parametrize_with_checks", "prompts", "tiny_draft", "tiny_model",
 ]  # fmt: skip

@@ -1,0 +1,202 @@
+"""The check that every verifier must pass: with all drafts enumerated, what comes out is what the target says."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..tree import NO_PARENT, Topology
+from ..verifier import Block, Outcomes, Verifier
+from .enumeration import Case, Enumeration, Tables
+
+VOCAB = 4
+CHAINS = {
+    "root alone": (-1,),
+    "chain of 1": (-1, 0),
+    "chain of 2": (-1, 0, 1),
+    "chain of 3": (-1, 0, 1, 2),
+    "padded chain": (-1, 0, 1, -1, -1),
+}
+TREES = {
+    "three siblings": (-1, 0, 0, 0),
+    "more siblings than tokens": (-1, 0, 0, 0, 0, 0),
+    "two branches": (-1, 0, 0, 1, 2),
+    "branching at two depths": (-1, 0, 1, 1, 0, 3),
+    "three, then two, then one": (-1, 0, 0, 0, 2, 2, 4),
+    "window before guesses": (-1, -1, 0, 0, -1, 2),
+}
+#: Largest deviation of a probability, and of a sum from 1.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
+
+
+def check_verifier(verifier: Verifier | type[Verifier], *, seed: int = 0) -> None:
+    """Computes the distribution of the tokens that a verifier lets out, and compares it with the target's.
+
+    On four tokens, chains and small trees, every draft is enumerated with its probability; what the verifier ends with
+    is continued by the target. In double precision the result must equal the target's own joint distribution to 1e-9,
+    in single precision to 1e-5. A lossy verifier (``exact = False``) is held to the contract only.
+
+    Raises:
+        AssertionError: what is wrong, and for which drafts.
+    """
+    verifier = verifier() if isinstance(verifier, type) else verifier
+    _check_class(verifier)
+    for case in cases(trees=verifier.trees, seed=seed):
+        drafts = case.drafts()
+        try:
+            check_case(verifier, case, drafts)
+        except AssertionError as error:
+            raise AssertionError(f"{verifier!r} on {case.name}: {error}") from error
+    _check_no_graph_break(verifier, drafts.block)
+
+
+def check_case(verifier: Verifier, case: Case, drafts: Enumeration) -> None:
+    """One target, drafter and tree, in both precisions."""
+    double = replace(drafts.block, siblings=Topology.from_parents(case.parents).max_siblings)
+    single = replace(drafts.block, target=double.target.float(), draft=double.draft.float())
+    for block in (double, single):
+        inputs = block.nodes, block.target, block.draft
+        copies = [tensor.clone() for tensor in inputs]
+        outcomes = verifier.outcomes(block)
+        assert all(map(torch.equal, inputs, copies)), "outcomes() writes into the block"
+        check_contract(block, outcomes)
+        some = slice(None, None, 3)
+        alone = verifier.outcomes(rows_of(block, some))
+        assert torch.allclose(alone.end, outcomes.end[some], atol=1e-6) and torch.allclose(
+            alone.next, outcomes.next[some], atol=1e-6
+        ), "rows depend on the other rows of the batch"
+        if verifier.exact:
+            law = Outcomes(outcomes.end.double(), outcomes.next.double())
+            _compare(case, case.emitted(drafts, law), TOLERANCE[block.target.dtype])
+
+
+def check_contract(block: Block, outcomes: Outcomes) -> None:
+    """Shapes, dtypes and sums; no node without a guess is accepted."""
+    end, after, dtype = outcomes.end, outcomes.next, block.target.dtype
+    assert end.shape == block.nodes.shape, f"end is {list(end.shape)}, the block's nodes are {list(block.nodes.shape)}"
+    assert after.shape == block.target.shape, f"next is {list(after.shape)}, the target {list(block.target.shape)}"
+    assert end.dtype == after.dtype == dtype, f"end is {end.dtype}, next {after.dtype}, the target {dtype}"
+    assert end.isfinite().all() and after.isfinite().all(), "end or next is not finite"
+    assert (end >= 0).all() and (after >= 0).all(), "a probability in end or next is negative"
+    _refuse(block, ((end.sum(1) - 1).abs() > TOLERANCE[dtype])[:, None], end, "end does not sum to 1")
+    off = ((after.sum(2) - 1).abs() > TOLERANCE[dtype]) & (end > 0)
+    _refuse(block, off, after.sum(2), "the path may end at a node, but next does not sum to 1 there; sums are")
+    missing = block.nodes < 0
+    missing[:, 0] = False
+    on_path = block.tree.ancestors
+    possible = block.tree.candidates & ~(on_path & missing[:, None]).any(-1)
+    _refuse(block, ~possible & (end > 0), end, "a node without a guess, behind one, or no candidate is accepted")
+
+
+def cases(*, trees: bool, seed: int = 0) -> Iterator[Case]:
+    """Targets and drafts of several kinds, on chains and (if `trees`) trees, drawn and sure, with gaps and without."""
+    shapes = CHAINS | (TREES if trees else {})
+    generator = torch.Generator().manual_seed(seed)
+    for (shape, parents), kind in itertools.product(shapes.items(), KINDS):
+        target, draft = _models(kind, Case("", parents, (), ()).depths, generator)
+        nodes = frozenset(range(1, len(parents)))
+        guesses = {
+            "drawn": {},
+            "sure": {"sure": nodes},
+            "some sure": {"sure": frozenset(n for n in nodes if n % 2)},
+            "tails missing": {"silent": frozenset(n for n in nodes if n > 1)},
+        }
+        for how, options in guesses.items():
+            yield Case(f"{shape}, guesses {how}, {kind}", parents, target, draft, **options)
+
+
+KINDS = (
+    "random models",
+    "draft equal to the target",
+    "disjoint supports",
+    "zeros as after top-k",
+    "sharp models",
+    "certain target",
+    "certain draft",
+    "nearly equal models",
+)
+
+
+def _models(kind: str, depths: list[int], generator: torch.Generator) -> tuple[Tables, Tables]:
+    """Tables of a target and a draft."""
+    levels = max(depths) + 1
+
+    def random(sharpness: float = 1.0) -> Tables:
+        scores = [torch.randn(VOCAB**d, VOCAB, generator=generator, dtype=torch.float64) for d in range(levels)]
+        return tuple((sharpness * s).softmax(-1) for s in scores)
+
+    def only(tables: Tables, kept: int, *, largest: bool = True) -> Tables:
+        best = [t.topk(kept, largest=largest).indices for t in tables]
+        masks = [torch.zeros_like(t).scatter(1, b, 1.0) for t, b in zip(tables, best, strict=True)]
+        return tuple(t * m / (t * m).sum(1, keepdim=True) for t, m in zip(tables, masks, strict=True))
+
+    target, draft = random(), random()
+    if kind == "draft equal to the target":
+        draft = target
+    elif kind == "disjoint supports":
+        target, draft = only(target, 2), only(target, 2, largest=False)
+    elif kind == "zeros as after top-k":
+        target, draft = only(target, 3), only(draft, 2)
+    elif kind == "sharp models":
+        target, draft = random(15.0), random(15.0)
+    elif kind == "certain target":
+        target = only(target, 1)
+    elif kind == "certain draft":
+        draft = only(draft, 1)
+    elif kind == "nearly equal models":
+        draft = tuple((t.log() + 1e-6 * d).softmax(-1) for t, d in zip(target, draft, strict=True))
+    return target, draft
+
+
+def rows_of(block: Block, rows: slice) -> Block:
+    """Some rows of a block, as a block."""
+    tree = block.tree
+    tree = type(tree)(tree.parents[rows], tree.offsets[rows], tree.visible[rows], tree.ancestors[rows])
+    return Block(block.nodes[rows], tree, block.target[rows], block.draft[rows], block.siblings)
+
+
+def _compare(case: Case, got: Tensor, tolerance: float) -> None:
+    want = case.wanted()
+    worst = int((got - want).abs().argmax())
+    digits = [(worst // case.vocab**d) % case.vocab for d in reversed(range(len(case.target)))]
+    assert abs(got[worst] - want[worst]) <= tolerance, (
+        f"tokens {digits} come out with probability {float(got[worst]):.9f}, the target says {float(want[worst]):.9f}"
+    )
+
+
+def _refuse(block: Block, wrong: Tensor, shown: Tensor, reason: str) -> None:
+    """Raises with the first row for which something is wrong: ``[R, N]`` or ``[R, 1]``."""
+    if wrong.any():
+        row = int(wrong.any(1).nonzero()[0])
+        candidates = block.tree.candidates[row]
+        parents = torch.where(candidates, block.tree.parents[row], NO_PARENT).tolist()
+        parents[0] = NO_PARENT
+        raise AssertionError(
+            f"{reason}: {[round(x, 6) for x in shown[row].tolist()]} (tokens {block.nodes[row].tolist()}, parents {parents})"
+        )
+
+
+def _check_class(verifier: Verifier) -> None:
+    """Name and summary can be listed and looked up."""
+    cls = type(verifier)
+    name, summary = getattr(cls, "name", None), cls.summary
+    assert isinstance(name, str) and re.fullmatch("[a-z][a-z0-9]*(_[a-z0-9]+)*", name), (
+        f"{cls.__name__}.name must be snake_case, not {name!r}"
+    )
+    assert isinstance(summary, str) and summary.strip() and "\n" not in summary, (
+        f"{cls.__name__}.summary must be one line that says what it does, not {summary!r}"
+    )
+
+
+def _check_no_graph_break(verifier: Verifier, block: Block) -> None:
+    """Traces the rule as the compiled core does; nothing is compiled."""
+    try:
+        traced = torch.compile(verifier.outcomes, fullgraph=True, backend="eager")(block)
+    except Exception as error:
+        raise AssertionError(f"{verifier!r} cannot be compiled without graph breaks: {error}") from error
+    assert torch.allclose(traced.end, verifier.outcomes(block).end), f"{verifier!r} says something else when compiled"
