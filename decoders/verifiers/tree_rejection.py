@@ -44,7 +44,8 @@ class TreeRejection(Verifier):
             child = torch.where(on_turn, index, 0).sum(-1)  # [B, N] of each parent; 0: it has no further one
             token = block.nodes.gather(1, child).clamp(min=0)[..., None]
             q = draft.gather(1, (child - 1).clamp(min=0)[..., None].expand_as(p))
-            q = self.left(q, tried)
+            if turn > 0:  # before, scaling would only add rounding: p equal to q must stay equal
+                q = self.left(q, tried)
             drawn = q.gather(2, token)
             proposed = (child > 0)[..., None] & (drawn > 0)  # [B, N, 1]
             accept = torch.where(proposed, (r.gather(2, token) / drawn).clamp(max=1), 0.0)

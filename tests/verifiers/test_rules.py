@@ -61,6 +61,14 @@ def test_draft_equal_to_the_target_is_always_accepted(verifier):
     assert outcomes.end[0].tolist() == [0, 0, 1]  # exactly
 
 
+@pytest.mark.parametrize("verifier", SAMPLED)
+def test_draft_equal_to_the_target_is_accepted_whatever_its_rounding(verifier):
+    p = torch.randn(200, 2, 50, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    nodes = torch.arange(200)[:, None] % 50 * torch.tensor([0, 1])
+    block = Block(nodes, Topology.chain(1).tensors(200, CPU), p, p[:, :1])
+    assert torch.equal(verifier().outcomes(block).end, torch.tensor([[0.0, 1.0]]).expand(200, -1))
+
+
 @pytest.mark.parametrize("verifier", ALL)
 def test_token_the_target_rules_out_is_never_accepted(verifier):
     outcomes = judge(verifier, [-1, 0, 1], [A, B], [[0, 0.5, 0.5, 0], UNIFORM, UNIFORM], [UNIFORM, UNIFORM])
