@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from .engine.engine import Engine
 from .engine.target import refuse_unfit
@@ -62,10 +63,15 @@ class Assistants:
 
     def _load(self, path: str, target: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
         if path not in self._loaded:
+            bar = logging.is_progress_bar_enabled()
+            logging.disable_progress_bar()  # this happens inside generate, whose output is the user's
             try:
                 model = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype).eval().to(target.device)
             except (OSError, ValueError) as error:
                 raise UnsupportedError(f"draft model {path!r} cannot be loaded: {error}") from error
+            finally:
+                if bar:
+                    logging.enable_progress_bar()
             try:
                 tokenizer = AutoTokenizer.from_pretrained(path)
             except (OSError, ValueError):

@@ -45,6 +45,7 @@ from .settings import RuntimeSettings, Settings, load_settings
 from .strategies.merged import Merged, MergedSettings
 from .strategy import Strategy
 from .streaming import StreamAligner
+from .verifier import Verifier
 
 #: Keywords of ``generate`` that are ours.
 OWN = ("strategy", "strategy_config", "decoders_config", "grammar", "verifier", "seed", "generator")
@@ -125,19 +126,18 @@ class Generate:
             raise UnsupportedError(
                 "grammar=: no grammar backend is installed in this version; validate the output instead"
             )
-        verifier = own.get("verifier") or runtime.verifier
-        if verifier != "coupled":
-            raise UnsupportedError(f"verifier={verifier!r}: this version has one verifier, 'coupled'")
+        verifier = resolve_verifier(own.get("verifier") or runtime.verifier)
         # Settings in a config that names a strategy are that strategy's.
         theirs = configured["strategy"] is None or _canonical(configured["strategy"]) == _canonical(chosen)
         strategy = resolve_strategy(
             chosen, own.get("strategy_config"), configured["strategy_config"] if theirs else None
         )
-        return self._decode(strategy, runtime, own, configs, kwargs)
+        return self._decode(strategy, verifier, runtime, own, configs, kwargs)
 
     def _decode(
-        self, strategy: Strategy, runtime: RuntimeSettings, own: dict, configs: list[GenerationConfig], kwargs: dict
-    ) -> Any:
+        self, strategy: Strategy, verifier: Verifier, runtime: RuntimeSettings, own: dict,
+        configs: list[GenerationConfig], kwargs: dict,
+    ) -> Any:  # fmt: skip
         """Refuses what cannot be honoured, lets transformers prepare the inputs, and runs the loop."""
         refuse_unfit(self.model)
         refuse_arguments(configs, kwargs)
@@ -171,6 +171,11 @@ class Generate:
             plan, values, processors = plan_sampling(
                 logits_processor, input_ids.shape[1], generation_config, stop_tokens
             )
+            if processors is not None and not verifier.coupled:
+                raise UnsupportedError(
+                    f"verifier={verifier.name!r} needs the distribution after every guess at once, and a logits processor of "
+                    "this call reads the text before it: take verifier='coupled'"
+                )
             aligner = (
                 StreamAligner(streamer, len(prompts), pad_token_of(generation_config)) if streamer is not None else None
             )
@@ -179,7 +184,7 @@ class Generate:
                 strategy=strategy, prompts=prompts, padded_prompt=input_ids, new_tokens=new_tokens,
                 stop_tokens=stop_tokens, pad_token=pad_token_of(generation_config), plan=plan, values=values,
                 seed=resolve_seed(own.get("seed"), own.get("generator"), generation_config.do_sample),
-                processors=processors, criteria=host_criteria(stopping_criteria),
+                processors=processors, verifier=verifier, criteria=host_criteria(stopping_criteria),
                 on_step=aligner.step if aligner is not None else None,
                 keep_logits=bool(generation_config.return_dict_in_generate and generation_config.output_logits),
                 keep_scores=plan.keep_scores,
@@ -245,6 +250,21 @@ def resolve_strategy(
         parts,
         cast(MergedSettings, _settings_of(Merged, (call or {}).get(Merged.name), (configured or {}).get(Merged.name))),
     )
+
+
+def resolve_verifier(chosen: Any) -> Verifier:
+    """A verifier object from what the user wrote: a name, a class or an object.
+
+    Raises:
+        UnknownNameError, SettingsError, PluginError.
+    """
+    if isinstance(chosen, str):
+        chosen = registry().verifier(chosen)
+    if inspect.isclass(chosen) and issubclass(chosen, Verifier):
+        chosen = chosen()
+    if not isinstance(chosen, Verifier):
+        raise SettingsError(f"verifier must be a name, a Verifier class or a Verifier, not {type(chosen).__name__}")
+    return chosen
 
 
 def _settings_of(

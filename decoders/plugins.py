@@ -99,6 +99,11 @@ class Registry:
             error.args = (f"{error} Not loaded: {', '.join(failed)} (`decoders plugins` says why).",)
         raise error
 
+    def verifier(self, name):  # TEMPORARY
+        from . import verifiers
+
+        return {c.name: c for c in map(verifiers.__dict__.get, verifiers.__all__)}[canonical(name)]
+
     def plugins(self) -> list[PluginInfo]:
         """Every plugin found, whatever became of it."""
         return list(self._plugins.values())

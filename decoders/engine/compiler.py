@@ -56,8 +56,7 @@ class CompiledFunction:
         self._known: set[tuple] = set()
 
     def __call__(self, *args: Any) -> Any:
-        # Dynamo makes one graph for one row and one for several.
-        kind = tuple(a.shape[0] > 1 if isinstance(a, Tensor) else a for a in args)
+        kind = tuple(_kind(a) for a in args)
         if kind in self._known:
             return self.compiled(*args)
         self._known.add(kind)
@@ -66,6 +65,13 @@ class CompiledFunction:
         if compilations() > before:
             self.on_compile(time.perf_counter() - started)
         return result
+
+
+def _kind(argument: Any) -> Any:
+    """What graphs are told apart by: Dynamo makes one for one row and one for several."""
+    if isinstance(argument, Tensor):
+        return argument.shape[0] > 1
+    return argument if isinstance(argument, bool | int | float | str | None) else type(argument)
 
 
 def mark_dynamic(tensors: list[tuple[Tensor, tuple[int, ...]]]) -> None:

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from ..strategy import Sequences
 from ..tree import TreeTensors
+from ..verifier import Block, Verifier
 from .cache import CacheBuffers, move_slots
 from .sampling import SamplingInputs, SamplingPlan, choose, process
 from .target import ForwardResult, Target
-from .verify import follow_matches
+from .verify import Acceptance, draw, follow_matches
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,34 @@ class Core:
         chosen = choose(scores, self.plan, rows.sampling, positions)
         return self.commit(nodes, chosen, tree, rows, forwarded, scores if self.plan.keep_scores else None)
 
+    def judge(
+        self, nodes: Tensor, forwarded: ForwardResult, tree: TreeTensors, rows: Rows, drawn_from: Tensor | None,
+        verifier: Verifier, siblings: int | None,
+    ) -> StepOutput:  # fmt: skip
+        """Lets `verifier` decide in the place of :meth:`decide`; the rows' keys must be those of this step.
+
+        Args:
+            drawn_from: ``[B, N-1, V]``, scores that the guesses were drawn from, None if they were not drawn.
+            siblings: most children of a node, None if the host does not know.
+        """
+        positions = rows.length[:, None] - rows.prompt_length[:, None] + tree.offsets
+        scores = process(forwarded.logits, self.plan, rows.sampling, positions)
+        vocab, dtype = scores.shape[-1], scores.dtype
+        target = scores.softmax(-1) if self.plan.sample else one_hot(scores.argmax(-1), vocab, dtype)
+        draft = one_hot(nodes[:, 1:], vocab, dtype) if drawn_from is None else drawn_from.softmax(-1)
+        outcomes = verifier.outcomes(Block(nodes, tree, target, draft, siblings))
+        acceptance, last = draw(nodes, tree, outcomes, rows.sampling.keys)
+        # What was decided, as choices: every accepted node is its parent's, and `last` that of the deepest one.
+        end = acceptance.path.gather(1, acceptance.depth[:, None])
+        accepted = tree.ancestors.gather(1, end[..., None].expand(-1, 1, len(tree)))[:, 0]
+        accepted = accepted & (torch.arange(len(tree), device=nodes.device) > 0)
+        chosen = torch.nn.functional.pad(choose(scores, self.plan, rows.sampling, positions), (0, 1))
+        chosen = chosen.scatter(1, torch.where(accepted, tree.parents, len(tree)), nodes)[:, :-1]
+        chosen = chosen.scatter(1, end, last[:, None])
+        return self.commit(
+            nodes, chosen, tree, rows, forwarded, scores if self.plan.keep_scores else None, acceptance=acceptance
+        )
+
     def forward(
         self, guesses: Tensor, tree: TreeTensors, rows: Rows, view_range: Tensor
     ) -> tuple[Tensor, ForwardResult]:
@@ -124,12 +153,17 @@ class Core:
         result: ForwardResult,
         scores: Tensor | None,
         most: Tensor | None = None,
+        acceptance: Acceptance | None = None,
     ) -> StepOutput:
-        """Accepts the matching path, `most` tokens of it (``[B]``), moves its keys and values and appends its tokens."""
+        """Moves the accepted path's keys and values and appends its tokens, `most` of them (``[B]``).
+
+        Unless a verifier has decided already, the path is that which matches the choices.
+        """
         n = nodes.shape[1]
         index = torch.arange(n, device=nodes.device)
         base = (rows.length - 1)[:, None]
-        acceptance = follow_matches(nodes, chosen, tree)
+        if acceptance is None:
+            acceptance = follow_matches(nodes, chosen, tree)
         move_slots(rows.buffers, base + acceptance.path, base + index)
 
         new = chosen.gather(1, acceptance.path)
@@ -149,3 +183,8 @@ class Core:
         accepted = torch.minimum(acceptance.depth, emitted)  # an accepted stop token has no bonus token after it
         summary = torch.stack([emitted, accepted, guessed, rows.finished.long()])
         return StepOutput(nodes, chosen, acceptance.path, new, summary, result.logits, scores, result.hidden)
+
+
+def one_hot(tokens: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
+    """``[…, V]``: all of the probability on one token, none anywhere for -1."""
+    return (tokens[..., None] == torch.arange(vocab, device=tokens.device)).to(dtype)

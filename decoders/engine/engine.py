@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from ..errors import UnsupportedError
 from ..report import Report
 from ..tree import Topology
+from ..verifier import Verifier
 from . import compiler
 from .core import Core, Rows
 from .sampling import SamplingInputs, SamplingPlan, row_keys
@@ -33,6 +34,7 @@ class Engine:
         self.target = make_target(model, attention)
         self._compiled: dict[tuple, Callable | None] = {}
         self._functions: dict[Callable, compiler.CompiledFunction] = {}
+        self._judges: dict[tuple, compiler.CompiledFunction] = {}
 
     def current(self, model: PreTrainedModel, attention: str) -> bool:
         """Whether weights and attention are still those this engine was built (and its graphs frozen) for."""
@@ -62,12 +64,21 @@ class Engine:
         found = self._compiled[key]
         return found or eager, found is not None
 
+    def judge_function(self, core: Core, verifier: Verifier, report: Report) -> Callable:
+        """`core.judge` compiled; one graph per verifier, plan and shape of tree."""
+        key = ("judge", *core.key("judge"), type(verifier))
+        if key not in self._judges:
+            self._judges[key] = compiler.CompiledFunction(core.judge)
+        return self._booked(self._judges[key], report)
+
     def compile_function(self, function: Callable, report: Report) -> Callable:
         """`function` compiled for use by strategies, one graph for all calls on this engine."""
         if function not in self._functions:
             self._functions[function] = compiler.CompiledFunction(function)
-        compiled = self._functions[function]
+        return self._booked(self._functions[function], report)
 
+    @staticmethod
+    def _booked(compiled: compiler.CompiledFunction, report: Report) -> compiler.CompiledFunction:
         def book(seconds: float) -> None:
             report.timings.compile += seconds
             report.compilations += 1

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import UnsupportedError
 from ..report import Report
 from ..strategy import Context, Draft, Step, Strategy
-from ..tree import TreeTensors
+from ..tree import Topology, TreeTensors
 from ..verifier import Verifier
 from .blocks import Blocks, Views, capacity, prefill
 from .capture import WARM_UP_STEPS, CapturedSteps
@@ -21,6 +22,7 @@ from .drafter import Drafter, Terms, opener
 from .engine import Engine, sampling_inputs
 from .host import Prefixes, Processors, choose_along_path
 from .sampling import SamplingPlan
+from .verify import step_keys
 
 
 @dataclass
@@ -34,7 +36,7 @@ class Request:
         processors: called on the host instead, if the plan cannot express them. criteria: asked after every token.
         on_step: told the new tokens of every row and which rows have ended, after every step.
         keep_logits, keep_scores: return them per generated token.
-        verifier: decides what is accepted; None is the coupled rule, which the step has built in.
+        verifier: decides what is accepted, None is the coupled rule; it cannot be had with host processors.
         engine_of: engine of a draft model. context: fields of :class:`Context` that only the caller knows.
     """
 
@@ -97,10 +99,15 @@ class _Call:
         self.generated: list[list[int]] = [[] for _ in range(self.batch)]
         self.logits: list[list[Tensor]] = [[] for _ in range(self.batch)]
         self.scores: list[list[Tensor]] = [[] for _ in range(self.batch)]
-        strategy = request.strategy
+        strategy, chosen = request.strategy, request.verifier
+        # Where nothing is drawn, all exact rules are one: keep what matches.
+        built_in = chosen is None or chosen.coupled or (chosen.exact and not request.plan.sample)
+        self.verifier = None if built_in else chosen
         self.finished = [False] * self.batch
         self.report = Report(
-            strategy=strategy.name, settings=strategy.settings.model_dump(mode="json"), exact=strategy.exact,
+            strategy=strategy.name, settings=strategy.settings.model_dump(mode="json"),
+            exact=strategy.exact and (chosen is None or chosen.exact),
+            verifier=chosen.name if chosen is not None else "coupled",
             compiled=request.compile, rows=self.batch, prompt_tokens=list(self.lengths),
         )  # fmt: skip
         self.prefixes = Prefixes(request.padded_prompt, self.generated, request.pad_token)
@@ -120,6 +127,7 @@ class _Call:
         slots = capacity(max(longest + request.new_tokens, request.slots or 0), 0, target.flex)
         rows = Rows.allocate(target, request.prompts, slots, request.new_tokens, sampling)
         self.views, self.blocks = Views(rows, target.flex), Blocks(self.batch, target.device)
+        self._keys = rows.sampling.keys.clone()
         prefill(target, self.views, longest, request.prefill_chunk)
         state = request.strategy.start(self._context())
         timings = self.report.timings
@@ -131,10 +139,11 @@ class _Call:
                 self._run_captured(state, step)
                 break
             begun, compiled = time.perf_counter(), timings.compile
+            self._renew_keys()
             draft = request.strategy.propose(state, self.views.at(max(self.lengths))[1])
             guesses, tree, view = self._block(draft)
-            proposed = time.perf_counter()
-            out = step(guesses, tree, self.rows, view)
+            proposed, compiling = time.perf_counter(), timings.compile
+            out = step(draft, guesses, tree, view)
             # The one place where the host waits for the device.
             outcome = _Outcome(*out.summary.tolist(), new=out.new.tolist())
             verified = time.perf_counter()
@@ -146,8 +155,8 @@ class _Call:
             if self.report.steps == 1:
                 self.report.time_to_first_token = verified - started - (timings.compile - compiled)
             # Functions that a strategy had compiled just now are booked as compile time already.
-            timings.propose += proposed - begun - (timings.compile - compiled)
-            timings.core += verified - proposed
+            timings.propose += proposed - begun - (compiling - compiled)
+            timings.core += verified - proposed - (timings.compile - compiling)
             timings.observe += observed - verified
             timings.host += time.perf_counter() - observed
         self.report.new_tokens = [len(tokens) for tokens in self.generated]
@@ -168,8 +177,9 @@ class _Call:
         """The rest of the call as replays of one CUDA graph; its parts cannot be told apart, all time is the core's."""
 
         def body() -> StepOutput:
-            guesses, tree, view = self._block(self.request.strategy.propose(state, self.views.at(0)[1]))
-            out = step(guesses, tree, self.rows, view)
+            self._renew_keys()
+            draft = self.request.strategy.propose(state, self.views.at(0)[1])
+            out = step(draft, *self._block(draft))
             self._observe(state, out)
             return out
 
@@ -181,30 +191,57 @@ class _Call:
         self.report.timings.core += time.perf_counter() - begun
 
     def _step_function(self, core: Core) -> Callable[..., StepOutput]:
-        """`core.step` in the form this call needs: eager or compiled, with the choice inside the graph or on the host."""
-        request = self.request
-        on_host = request.processors is not None
-        method = "forward" if on_host else "step"
-        whole, self.report.compiled = getattr(core, method), False
+        """One step in the form this call needs: eager or compiled, decided in the graph, by a verifier or on the host."""
+        request, report = self.request, self.report
+        fused = request.processors is None and self.verifier is None
+        method = "step" if fused else "forward"
+        whole, report.compiled = getattr(core, method), False
         if request.compile:
-            whole, self.report.compiled = self.engine.compiled(core, method, self.batch, self.report)
-        if not on_host:
-            return whole
+            whole, report.compiled = self.engine.compiled(core, method, self.batch, report)
+        if fused:
+            return lambda draft, guesses, tree, view: whole(guesses, tree, self.rows, view)
+        if self.verifier is not None:
+            return self._judged(core, whole, self.verifier)
 
-        def step(guesses: Tensor, tree: TreeTensors, rows: Rows, view: Tensor) -> StepOutput:
-            nodes, forwarded = whole(guesses, tree, rows, view)
+        def on_host(draft: Draft, guesses: Tensor, tree: TreeTensors, view: Tensor) -> StepOutput:
+            nodes, forwarded = whole(guesses, tree, self.rows, view)
             chosen, scores, most = choose_along_path(
-                nodes, tree, forwarded.logits, rows, self.prefixes, request.processors, request.plan
+                nodes, tree, forwarded.logits, self.rows, self.prefixes, request.processors, request.plan
             )
             kept = scores if request.keep_scores else None
-            return core.commit(nodes, chosen, tree, rows, forwarded, kept, most)
+            return core.commit(nodes, chosen, tree, self.rows, forwarded, kept, most)
+
+        return on_host
+
+    def _judged(self, core: Core, forward: Callable, verifier: Verifier) -> Callable[..., StepOutput]:
+        judge = self.engine.judge_function(core, verifier, self.report) if self.report.compiled else core.judge
+
+        def step(draft: Draft, guesses: Tensor, tree: TreeTensors, view: Tensor) -> StepOutput:
+            shape, drawn_from = draft.topology, draft.scores
+            chain = Topology.chain(draft.tokens.shape[1])
+            if not verifier.trees and shape != chain:
+                raise UnsupportedError(
+                    f"verifier {verifier.name!r} judges chains, and {self.request.strategy.name!r} proposes a tree: take "
+                    "verifier='tree_rejection', or 'coupled'"
+                )
+            missing = guesses.shape[1] - draft.tokens.shape[1]
+            if drawn_from is not None and missing:
+                drawn_from = torch.nn.functional.pad(drawn_from, (0, 0, 0, missing))
+            siblings = shape.max_siblings if isinstance(shape, Topology) else None
+            nodes, forwarded = forward(guesses, tree, self.rows, view)
+            return judge(nodes, forwarded, tree, self.rows, drawn_from, verifier, siblings)
 
         return step
+
+    def _renew_keys(self) -> None:
+        """Other verifiers than the coupled one want noise that no step has seen before."""
+        if self.verifier is not None:
+            self.rows.sampling.keys.copy_(step_keys(self._keys, self.rows.length))
 
     def _context(self) -> Context:
         """What the strategy may prepare itself from."""
         request, rows = self.request, self.rows
-        coupled = request.verifier is None
+        coupled = self.verifier is None
         terms = Terms(
             prompts=request.prompts,
             plan=replace(request.plan, keep_scores=not coupled and request.plan.sample), sampling=rows.sampling,
