@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
-from ..errors import SettingsError
+from ..errors import SettingsError, UnsupportedError
 from ..settings import Settings
 from ..strategy import Context, Draft, Sequences, Step, Strategy
-from ..tree import Topology
+from ..tree import Topology, TreeTensors
 
 
 class MergedSettings(Settings):
@@ -56,24 +58,55 @@ class Merged(Strategy):
         return MergedState([part.start(context) for part in self.parts], [])
 
     def propose(self, state: MergedState, sequences: Sequences) -> Draft:
-        topology, tokens, owned = Topology.chain(0), [], []
+        drafts, owned, size = [], [], 1
         for part, own in zip(self.parts, state.parts, strict=True):
             draft = part.propose(own, sequences)
-            if not isinstance(draft.topology, Topology):
-                raise SettingsError(f"{part.name} proposes trees of varying shape, which cannot be merged yet")
-            kept = draft.topology.head(self.settings.nodes - len(topology) + 1)
-            owned.append(range(len(topology), len(topology) + kept.width))
-            tokens.append(draft.tokens[:, : kept.width])
-            topology = topology.merge(kept)
-        everything = range(1, len(topology))
+            kept = draft.topology.head(self.settings.nodes - size + 1)
+            owned.append(range(size, size + len(kept) - 1))
+            size += len(kept) - 1
+            scores = draft.scores[:, : len(kept) - 1] if draft.scores is not None else None
+            drafts.append(Draft(draft.tokens[:, : len(kept) - 1], kept, scores))
+        everything = range(1, size)
         state.orders = [[0, *mine, *(n for n in everything if n not in mine)] for mine in owned]
-        return Draft(torch.cat(tokens, dim=1), topology)
+        tokens = torch.cat([draft.tokens for draft in drafts], dim=1)
+        return Draft(tokens, joined([draft.topology for draft in drafts], tokens), self._scores(drafts))
+
+    def _scores(self, drafts: list[Draft]) -> Tensor | None:
+        """What the guesses were drawn from; those of drafters that draw nothing are certain."""
+        drawn = [draft.scores for draft in drafts if draft.scores is not None]
+        if not drawn:
+            return None
+        if len(drawn) > 1:
+            raise UnsupportedError(
+                f"{self.name!r}: two of these draw their guesses with the same noise, which only verifier='coupled' allows"
+            )
+        vocabulary = torch.arange(drawn[0].shape[-1], device=drawn[0].device)
+        return torch.cat(
+            [
+                draft.scores
+                if draft.scores is not None
+                else torch.where(draft.tokens[..., None] == vocabulary, 0.0, float("-inf"))
+                for draft in drafts
+            ],
+            dim=1,
+        )
 
     def observe(self, state: MergedState, step: Step) -> None:
         for part, own, order in zip(self.parts, state.parts, state.orders, strict=True):
             if type(part).observe is not Strategy.observe:
                 # The block may be padded behind the joint tree.
                 part.observe(own, _reordered(step, order + list(range(len(order), step.nodes.shape[1]))))
+
+
+def joined(trees: Sequence[Topology | TreeTensors], like: Tensor) -> Topology | TreeTensors:
+    """All trees under one root; of fixed shape if each of them is. like: ``[B, …]``, on the device wanted."""
+    fixed = [tree for tree in trees if isinstance(tree, Topology)]
+    if len(fixed) == len(trees):
+        return functools.reduce(Topology.merge, fixed)
+    rows, device = len(like), like.device
+    return functools.reduce(
+        TreeTensors.merge, [t.tensors(rows, device) if isinstance(t, Topology) else t for t in trees]
+    )
 
 
 def _reordered(step: Step, order: list[int]) -> Step:
