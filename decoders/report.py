@@ -63,7 +63,7 @@ class Report:
         accepted_lengths: histogram; entry ``n`` counts row-steps that committed ``n + 1`` tokens.
         nodes: largest block that was verified. timings: see :class:`Timings`.
         time_to_first_token: seconds from the start of decoding to the first committed token.
-        peak_memory: bytes of the static cache (CPU) or of the device allocator's peak (CUDA).
+        peak_memory: bytes of the static caches (CPU) or of the device allocator's peak (CUDA).
         compilations: graphs compiled during this call.
         stages: the draft models that took part, see :class:`Stage`; their time is part of ``timings.propose``.
     """

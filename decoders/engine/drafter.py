@@ -90,7 +90,7 @@ class Drafter:
         self._reach = max(map(len, terms.prompts))
         self._unread = self.level
         self._seconds = {"forward": 0.0, "stage": 0.0}
-        self.passes = 0
+        self.passes = self._marked = 0
         self._tally = torch.zeros(3 + LONGEST, dtype=torch.int64, device=target.device)
         self._name = model if isinstance(model, str) else model.config.name_or_path or type(model).__name__
         self.inner: list[Drafter] = []
@@ -106,6 +106,11 @@ class Drafter:
     def on_device(self) -> bool:
         """Whether a round never waits for the device."""
         return (self.stage is None or self.stage.on_device) and all(drafter.on_device for drafter in self.inner)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of its cache and those of its drafter."""
+        return self.rows.buffers.nbytes + sum(drafter.nbytes for drafter in self.inner)
 
     @property
     def length(self) -> Tensor:
@@ -171,6 +176,18 @@ class Drafter:
         """
         others = step.nodes.shape[1] > max(own_nodes, self.blocks.no_guess.shape[1] + 1)
         self._unread = self.level + (step.nodes.shape[1] - 1 if others else displaced)
+
+    def recorded(self) -> None:
+        """What follows is a round that a CUDA graph records."""
+        self._marked = self.passes
+        for drafter in self.inner:
+            drafter.recorded()
+
+    def replayed(self, steps: int) -> None:
+        """The round recorded has been run so many times, unseen by Python."""
+        self.passes = self._marked + steps * (self.passes - self._marked)
+        for drafter in self.inner:
+            drafter.replayed(steps)
 
     def report(self) -> Stage:
         """What it did in this call. Reads the device: not for use between steps."""

@@ -183,11 +183,16 @@ class _Call:
             self._observe(state, out)
             return out
 
-        begun = time.perf_counter()
-        for summary, new in CapturedSteps(body):
+        begun, first = time.perf_counter(), self.report.steps
+        for drafter in self.drafters:
+            drafter.recorded()
+        steps = CapturedSteps(body)  # runs the body's Python once and nothing on the device
+        for summary, new in steps:
             self._record(_Outcome(*summary, new=new), None)
             if all(self.finished):
                 break
+        for drafter in self.drafters:
+            drafter.replayed(self.report.steps - first)
         self.report.timings.core += time.perf_counter() - begun
 
     def _step_function(self, core: Core) -> Callable[..., StepOutput]:
@@ -320,4 +325,4 @@ class _Call:
     def _memory(self) -> int:
         if self.target.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.target.device)
-        return self.rows.buffers.nbytes
+        return self.rows.buffers.nbytes + sum(drafter.nbytes for drafter in self.drafters)
