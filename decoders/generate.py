@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -41,8 +41,8 @@ from .engine.target import refuse_unfit
 from .errors import SettingsError, UnsupportedError
 from .plugins import registry
 from .report import Report
-from .settings import RuntimeSettings, Settings, load_settings
-from .strategies.merged import Merged, MergedSettings
+from .resolve import resolve_strategy, resolve_verifier, strategy_name
+from .settings import RuntimeSettings, load_settings
 from .strategy import Strategy
 from .streaming import StreamAligner
 from .verifier import Verifier
@@ -128,7 +128,7 @@ class Generate:
             )
         verifier = resolve_verifier(own.get("verifier") or runtime.verifier)
         # Settings in a config that names a strategy are that strategy's.
-        theirs = configured["strategy"] is None or _canonical(configured["strategy"]) == _canonical(chosen)
+        theirs = configured["strategy"] is None or strategy_name(configured["strategy"]) == strategy_name(chosen)
         strategy = resolve_strategy(
             chosen, own.get("strategy_config"), configured["strategy_config"] if theirs else None
         )
@@ -218,63 +218,6 @@ class Generate:
         return criteria
 
 
-def resolve_strategy(
-    chosen: Any, call: Mapping[str, Any] | None = None, configured: Mapping[str, Any] | None = None
-) -> Strategy:
-    """A strategy object from what the user wrote: a name, ``"a+b"``, a class, or an object.
-
-    Raises:
-        UnknownNameError, SettingsError, PluginError.
-    """
-    if isinstance(chosen, Strategy):
-        if call:
-            raise SettingsError("strategy_config given beside a strategy object, which already holds its settings")
-        return chosen
-    if inspect.isclass(chosen) and issubclass(chosen, Strategy):
-        return chosen(_settings_of(chosen, call, configured))
-    if not isinstance(chosen, str):
-        raise SettingsError(f"strategy must be a name, a Strategy class or a Strategy, not {type(chosen).__name__}")
-    names = [part.strip() for part in chosen.split("+")]
-    classes = [registry().strategy(name) for name in names]
-    if len(classes) == 1:
-        return resolve_strategy(classes[0], call, configured)
-    own = [c.name for c in classes]
-    for given in (call, configured):
-        unknown = sorted(set(given or {}) - {*own, Merged.name})
-        if unknown:
-            raise SettingsError(
-                f"strategy_config of {chosen!r} is keyed by strategy: {', '.join(own)}; not {unknown[0]!r}"
-            )
-    parts = [c(_settings_of(c, (call or {}).get(c.name), (configured or {}).get(c.name))) for c in classes]
-    return Merged(
-        parts,
-        cast(MergedSettings, _settings_of(Merged, (call or {}).get(Merged.name), (configured or {}).get(Merged.name))),
-    )
-
-
-def resolve_verifier(chosen: Any) -> Verifier:
-    """A verifier object from what the user wrote: a name, a class or an object.
-
-    Raises:
-        UnknownNameError, SettingsError, PluginError.
-    """
-    if isinstance(chosen, str):
-        chosen = registry().verifier(chosen)
-    if inspect.isclass(chosen) and issubclass(chosen, Verifier):
-        chosen = chosen()
-    if not isinstance(chosen, Verifier):
-        raise SettingsError(f"verifier must be a name, a Verifier class or a Verifier, not {type(chosen).__name__}")
-    return chosen
-
-
-def _settings_of(
-    strategy: type[Strategy], call: Mapping[str, Any] | None, configured: Mapping[str, Any] | None
-) -> Settings:
-    """A strategy's settings in force."""
-    sections = (*registry().strategies(), Merged.name)
-    return load_settings(strategy.settings_class, strategy.name, call or {}, configured or {}, sections=sections)
-
-
 def assemble(input_ids: Tensor, decoded: Decoded, config: GenerationConfig) -> Tensor | DecodersOutput:
     """The result in transformers' form: ``[B, P + longest]`` with finished rows padded, or an output object."""
     rows, longest = len(decoded.tokens), max(map(len, decoded.tokens))
@@ -297,11 +240,6 @@ def assemble(input_ids: Tensor, decoded: Decoded, config: GenerationConfig) -> T
         logits=by_position(decoded.logits) if config.output_logits else None,
         report=decoded.report,
     )
-
-
-def _canonical(strategy: Any) -> str:
-    """The name that a strategy, class or spelling of a name stands for."""
-    return (strategy if isinstance(strategy, str) else strategy.name).replace("-", "_")
 
 
 def _without_own_work(config: GenerationConfig) -> GenerationConfig:

@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedError
 from ..report import Report
 from ..strategy import Context, Draft, Step, Strategy
-from ..tree import Topology, TreeTensors
+from ..tree import TreeTensors
 from ..verifier import Verifier
 from .blocks import Blocks, Views, capacity, prefill
 from .capture import WARM_UP_STEPS, CapturedSteps
-from .core import Core, Rows, StepOutput
+from .core import Rows, StepOutput
 from .drafter import Drafter, Terms, opener
 from .engine import Engine, sampling_inputs
-from .host import Prefixes, Processors, choose_along_path
+from .host import Prefixes, Processors
 from .sampling import SamplingPlan
+from .steps import make_step
 from .verify import step_keys
 
 
@@ -119,8 +119,7 @@ class _Call:
 
     def run(self) -> Decoded:
         request, target = self.request, self.target
-        core = Core(target, request.plan)
-        step = self._step_function(core)
+        step = make_step(self.engine, request, self.verifier, self.prefixes, self.report)
         started = time.perf_counter()
         longest = max(self.lengths)
         sampling = sampling_inputs(request.values, request.seed, self.batch, request.stop_tokens, target.device)
@@ -143,7 +142,7 @@ class _Call:
             draft = request.strategy.propose(state, self.views.at(max(self.lengths))[1])
             guesses, tree, view = self._block(draft)
             proposed, compiling = time.perf_counter(), timings.compile
-            out = step(draft, guesses, tree, view)
+            out = step(draft, guesses, tree, self.rows, view)
             # The one place where the host waits for the device.
             outcome = _Outcome(*out.summary.tolist(), new=out.new.tolist())
             verified = time.perf_counter()
@@ -179,7 +178,8 @@ class _Call:
         def body() -> StepOutput:
             self._renew_keys()
             draft = self.request.strategy.propose(state, self.views.at(0)[1])
-            out = step(draft, *self._block(draft))
+            guesses, tree, view = self._block(draft)
+            out = step(draft, guesses, tree, self.rows, view)
             self._observe(state, out)
             return out
 
@@ -194,49 +194,6 @@ class _Call:
         for drafter in self.drafters:
             drafter.replayed(self.report.steps - first)
         self.report.timings.core += time.perf_counter() - begun
-
-    def _step_function(self, core: Core) -> Callable[..., StepOutput]:
-        """One step in the form this call needs: eager or compiled, decided in the graph, by a verifier or on the host."""
-        request, report = self.request, self.report
-        fused = request.processors is None and self.verifier is None
-        method = "step" if fused else "forward"
-        whole, report.compiled = getattr(core, method), False
-        if request.compile:
-            whole, report.compiled = self.engine.compiled(core, method, self.batch, report)
-        if fused:
-            return lambda draft, guesses, tree, view: whole(guesses, tree, self.rows, view)
-        if self.verifier is not None:
-            return self._judged(core, whole, self.verifier)
-
-        def on_host(draft: Draft, guesses: Tensor, tree: TreeTensors, view: Tensor) -> StepOutput:
-            nodes, forwarded = whole(guesses, tree, self.rows, view)
-            chosen, scores, most = choose_along_path(
-                nodes, tree, forwarded.logits, self.rows, self.prefixes, request.processors, request.plan
-            )
-            kept = scores if request.keep_scores else None
-            return core.commit(nodes, chosen, tree, self.rows, forwarded, kept, most)
-
-        return on_host
-
-    def _judged(self, core: Core, forward: Callable, verifier: Verifier) -> Callable[..., StepOutput]:
-        judge = self.engine.judge_function(core, verifier, self.report) if self.report.compiled else core.judge
-
-        def step(draft: Draft, guesses: Tensor, tree: TreeTensors, view: Tensor) -> StepOutput:
-            shape, drawn_from = draft.topology, draft.scores
-            chain = Topology.chain(draft.tokens.shape[1])
-            if not verifier.trees and shape != chain:
-                raise UnsupportedError(
-                    f"verifier {verifier.name!r} judges chains, and {self.request.strategy.name!r} proposes a tree: take "
-                    "verifier='tree_rejection', or 'coupled'"
-                )
-            missing = guesses.shape[1] - draft.tokens.shape[1]
-            if drawn_from is not None and missing:
-                drawn_from = torch.nn.functional.pad(drawn_from, (0, 0, 0, missing))
-            siblings = shape.max_siblings if isinstance(shape, Topology) else None
-            nodes, forwarded = forward(guesses, tree, self.rows, view)
-            return judge(nodes, forwarded, tree, self.rows, drawn_from, verifier, siblings)
-
-        return step
 
     def _renew_keys(self) -> None:
         """Other verifiers than the coupled one want noise that no step has seen before."""
