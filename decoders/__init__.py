@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from . import demo, strategies, testing
+    from . import demo, strategies, testing, verifiers
     from .errors import DecodersError
     from .generate import DecodersOutput, disable, enable
     from .hookspecs import hookimpl
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .settings import Settings
     from .strategy import Context, Draft, Sequences, Step, Strategy
     from .tree import Topology, TreeTensors
+    from .verifier import Block, Outcomes, Verifier
 
 #: Where each public name lives; loaded on first use, so that ``import decoders`` and the command line start quickly.
 _HOME = {
@@ -37,13 +38,17 @@ _HOME = {
     "Context": "strategy",
     "Topology": "tree",
     "TreeTensors": "tree",
+    "Verifier": "verifier",
+    "Block": "verifier",
+    "Outcomes": "verifier",
     "hookimpl": "hookspecs",
 }
-_MODULES = ("demo", "strategies", "testing")
+_MODULES = ("demo", "strategies", "testing", "verifiers")
 
 __all__ = [
-    "Context", "DecodersError", "DecodersOutput", "Draft", "Report", "Sequences", "Settings", "Step", "Strategy",
-    "Topology", "TreeTensors", "demo", "disable", "enable", "hookimpl", "strategies", "testing",
+    "Block", "Context", "DecodersError", "DecodersOutput", "Draft", "Outcomes", "Report", "Sequences", "Settings", "Step",
+    "Strategy", "Topology", "TreeTensors", "Verifier", "demo", "disable", "enable", "hookimpl", "strategies", "testing",
+    "verifiers",
 ]  # fmt: skip
 
 

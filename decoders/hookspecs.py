@@ -1,7 +1,7 @@
 """Every hook there is. A plugin is a module (or object) with functions marked ``@decoders.hookimpl``.
 
-Third-party distributions expose theirs through the entry-point group ``decoders``; the built-in strategies register
-through the very same hooks.
+Third-party distributions expose theirs through the entry-point group ``decoders``; the built-ins register through
+the very same hooks.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import pluggy
 
 if TYPE_CHECKING:
     from .strategy import Strategy
+    from .verifier import Verifier
 
 #: Entry-point group and pluggy project name.
 PROJECT = "decoders"
@@ -25,6 +26,16 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 def decoders_strategies() -> Iterable[type[Strategy]]:  # type: ignore[empty-body]
     """Strategy classes that this plugin provides.
 
-    Called once, when strategies are first listed or named. Names must be unique among all plugins: a name that two
-    plugins claim belongs to neither until one of them is blocked.
+    Called once, when strategies or verifiers are first listed or named. Names must be unique among all plugins: a name
+    that two plugins claim belongs to neither until one of them is blocked.
+    """
+
+
+@hookspec
+def decoders_verifiers() -> Iterable[type[Verifier]]:  # type: ignore[empty-body]
+    """Verifier classes that this plugin provides.
+
+    Subclasses of :class:`decoders.Verifier` with a ``snake_case`` name, made without arguments, that pass
+    :func:`decoders.testing.check_verifier`. Called once; names are shared out as those of strategies are, but apart from
+    them: a verifier may be called like a strategy.
     """

@@ -171,7 +171,7 @@ class Strategy(ABC):
 
     ``MyStrategy(width=3)`` and ``MyStrategy(MySettings(width=3))`` are the same.
 
-    Class attributes:
+    Class attributes (those after `settings_class` an instance may refine, by its settings):
         name: registry name, ``snake_case``.
         summary: one line for ``decoders strategies``.
         settings_class: pydantic model of the settings.
@@ -180,12 +180,12 @@ class Strategy(ABC):
         on_device: `propose` and `observe` never wait for the device or read the host, so a whole step can be captured.
     """
 
-    name: ClassVar[str]
+    name: str
     summary: ClassVar[str] = ""
     settings_class: ClassVar[type[Settings]] = Settings
-    exact: ClassVar[bool] = True
-    needs_assistant: ClassVar[bool] = False
-    on_device: ClassVar[bool] = True
+    exact: bool = True
+    needs_assistant: bool = False
+    on_device: bool = True
 
     def __init__(self, settings: Settings | None = None, /, **values: Any) -> None:
         if settings is not None and values:

@@ -15,7 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import decoders
-from decoders import arguments, cli, demo, errors, hookspecs, library, plugins, report, settings, strategies, testing
+from decoders import (
+    arguments,
+    cli,
+    demo,
+    errors,
+    hookspecs,
+    library,
+    plugins,
+    report,
+    settings,
+    strategies,
+    testing,
+    verifier,
+    verifiers,
+)
 from decoders import generate as seam
 from decoders.engine import sampling
 from decoders.strategies import merged
@@ -32,7 +46,8 @@ def pages() -> dict[str, str]:
     """File name to content of every page of the reference."""
     made = {
         "README.md": contents, "api.md": api, "generate.md": generate, "strategies.md": strategy_page,
-        "settings.md": settings_page, "hooks.md": hooks, "cli.md": command_line, "testing.md": kit, "errors.md": error_page,
+        "verifiers.md": verifier_page, "settings.md": settings_page, "hooks.md": hooks, "cli.md": command_line,
+        "testing.md": kit, "errors.md": error_page,
     }  # fmt: skip
     return {name: NOTE + "\n".join(make()).rstrip() + "\n" for name, make in made.items()}
 
@@ -43,6 +58,7 @@ def contents() -> Iterator[str]:
     yield "- [Python API](api.md): `decoders` and the modules that users call."
     yield "- [Arguments of generate](generate.md): ours, and those of transformers that are refused."
     yield "- [Strategies](strategies.md): what each one does, and its settings."
+    yield "- [Verifiers](verifiers.md): the rules that decide how much of a draft is kept."
     yield "- [Settings](settings.md): settings of the loop, variables, files."
     yield "- [Hooks](hooks.md): what a plugin implements."
     yield "- [Command line](cli.md): commands and options."
@@ -59,13 +75,19 @@ def api() -> Iterator[str]:
     submodules = [name for name in decoders.__all__ if inspect.ismodule(getattr(decoders, name))]
     for name in sorted(set(decoders.__all__) - set(submodules)):
         yield from entry("decoders", name, getattr(decoders, name))
-    links = {"testing": "[testing kit](testing.md)", "strategies": "[strategies](strategies.md)", "demo": "below"}
+    links = {
+        "testing": "[testing kit](testing.md)",
+        "strategies": "[strategies](strategies.md)",
+        "verifiers": "[verifiers](verifiers.md)",
+        "demo": "below",
+    }
     yield "Modules: " + ", ".join(f"`decoders.{name}` ({links[name]})" for name in submodules) + ".\n"
     yield from section("decoders.report", {"Timings": report.Timings})
     yield from section("decoders.settings", {n: getattr(settings, n) for n in ("RuntimeSettings", "load_settings")})
-    names = ("registry", "reset_registry", "Registry", "PluginInfo", "StrategyEntry")
+    names = ("registry", "reset_registry", "Registry", "PluginInfo", "Entry")
     yield from section("decoders.plugins", {n: getattr(plugins, n) for n in names})
     yield from section("decoders.strategies.merged", {"Merged": merged.Merged})
+    yield from section("decoders.verifier", {"normalised": verifier.normalised})
     yield from section("decoders.engine.sampling", {"gumbel_noise": sampling.gumbel_noise})
     yield from section("decoders.demo", {n: getattr(demo, n) for n in demo.__all__})
     yield from section("decoders.library", {n: getattr(library, n) for n in ("names", "read")})
@@ -116,8 +138,8 @@ def entry(module: str, name: str, value: Any) -> Iterator[str]:
     for method, raw in vars(value).items():
         if method.startswith("_") or (not isinstance(raw, property | staticmethod | classmethod) and not callable(raw)):
             continue
-        if inspect.isclass(raw):
-            continue
+        if inspect.isclass(raw) or method in getattr(value, "__dataclass_fields__", {}):
+            continue  # a field is described under Attributes, whatever its default
         function = raw.fget if isinstance(raw, property) else getattr(value, method)
         if not function.__doc__ and any(method in vars(base) for base in value.__mro__[1:]):
             continue  # documented where it is declared
@@ -242,14 +264,10 @@ def generate() -> Iterator[str]:
     yield "with the same result. See [how the loop works](../explanation/how-the-loop-works.md#processors-on-the-host)."
 
 
-def builtin() -> list[type[decoders.Strategy]]:
-    return list(strategies.decoders_strategies())
-
-
 def strategy_page() -> Iterator[str]:
     yield "# Strategies\n"
     yield "The built-in ones. `decoders strategies` also lists those of installed plugins.\n"
-    for cls in [*builtin(), merged.Merged]:
+    for cls in [*strategies.BUILT_IN, merged.Merged]:
         yield f"## {cls.name if cls is not merged.Merged else 'a+b'}\n"
         if cls is not merged.Merged and not cls.summary:
             raise UndocumentedError(f"{cls.__name__}.summary is empty")
@@ -268,6 +286,23 @@ def strategy_page() -> Iterator[str]:
             yield "Given in Python only: `Merged([PromptLookup(), …], MergedSettings(nodes=32))`.\n"
 
 
+def verifier_page() -> Iterator[str]:
+    yield "# Verifiers\n"
+    yield "The built-in ones. `decoders verifiers` also lists those of installed plugins;"
+    yield "[writing a verifier](../plugins/writing-a-verifier.md) says how to make one.\n"
+    yield "| name | what it does | exact | trees |\n| --- | --- | --- | --- |"
+    for cls in verifiers.BUILT_IN:
+        if not cls.summary:
+            raise UndocumentedError(f"{cls.__name__}.summary is empty")
+        exact, trees = ("yes" if flag else "no" for flag in (cls.exact, cls.trees))
+        yield f"| [`{cls.name}`](#{cls.name}) | {cls.summary} | {exact} | {trees} |"
+    yield "\nA verifier without trees judges chains only. Verifiers have no settings.\n"
+    for cls in verifiers.BUILT_IN:
+        yield f"## {cls.name}\n"
+        yield body(cls, cls.__name__)
+        yield f"Class `decoders.verifiers.{cls.__name__}`.\n"
+
+
 def settings_page() -> Iterator[str]:
     yield "# Settings\n"
     yield body(settings, "decoders.settings")
@@ -281,7 +316,7 @@ def settings_page() -> Iterator[str]:
     yield body(settings.RuntimeSettings, "RuntimeSettings")
     yield from fields(settings.RuntimeSettings, None)
     yield "## Strategies\n"
-    for cls in builtin():
+    for cls in strategies.BUILT_IN:
         if cls.settings_class.model_fields:
             yield f"### {cls.name}\n"
             yield from fields(cls.settings_class, cls.name)

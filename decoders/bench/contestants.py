@@ -160,7 +160,8 @@ def strategy_contestants(
         UnknownNameError, PluginError: no such strategy. SettingsError: no such setting, or of no strategy chosen.
     """
     from ..errors import SettingsError
-    from ..plugins import canonical, registry
+    from ..names import canonical
+    from ..plugins import registry
 
     _generate.enable(model, tokenizer)
     given = {canonical(name): dict(values) for name, values in (settings or {}).items()}

@@ -70,6 +70,7 @@ def _register() -> None:
     app.command()(warmup.warmup)
     app.command()(bench.bench)
     app.command()(listing.strategies)
+    app.command()(listing.verifiers)
     app.command()(listing.plugins)
     app.command()(doctor.doctor)
     app.add_typer(train.app, name="train")

@@ -1,4 +1,4 @@
-"""``decoders strategies`` and ``decoders plugins``: what there is and where it comes from."""
+"""``decoders strategies``, ``verifiers`` and ``plugins``: what there is and where it comes from."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from ..plugins import StrategyEntry
+    from ..plugins import Entry
+    from ..strategy import Strategy
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 STYLES = {"loaded": "green", "blocked": "dim", "failed": "red", "conflict": "yellow"}
@@ -39,7 +40,7 @@ def strategies(as_json: Json = False) -> None:
     Console().print(table)
 
 
-def describe(entry: StrategyEntry) -> dict[str, Any]:
+def describe(entry: Entry[Strategy]) -> dict[str, Any]:
     """A registered strategy as JSON-safe data."""
     return {
         "name": entry.name,
@@ -60,6 +61,37 @@ def describe(entry: StrategyEntry) -> dict[str, Any]:
     }
 
 
+def verifiers(as_json: Json = False) -> None:
+    """List the verifiers: rules that decide how much of a draft is kept."""
+    from ..plugins import registry
+
+    entries = registry().verifiers().values()
+    if as_json:
+        told = ("summary", "exact", "trees", "coupled")
+        listed = [
+            {"name": entry.name}
+            | {attribute: getattr(entry.cls, attribute) for attribute in told}
+            | {"provider": entry.provider, "version": entry.version}
+            for entry in entries
+        ]
+        typer.echo(json.dumps(listed, indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("verifier", "exact", "trees", "what it does", "provider", pad_edge=False, show_lines=True)
+    for entry in entries:
+        table.add_row(
+            Text(entry.name, style="bold"),
+            "yes" if entry.cls.exact else "no",
+            "yes" if entry.cls.trees else "no",
+            Text(entry.cls.summary),
+            f"{entry.provider} {entry.version}".strip(),
+        )
+    Console().print(table)
+
+
 def plugins(
     as_json: Json = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if any plugin failed or clashes.")] = False,
@@ -75,13 +107,14 @@ def plugins(
         from rich.table import Table
         from rich.text import Text
 
-        table = Table("plugin", "provider", "status", "strategies", "why", pad_edge=False)
+        table = Table("plugin", "provider", "status", "strategies", "verifiers", "why", pad_edge=False)
         for info in found:
             table.add_row(
                 info.name,
                 f"{info.provider} {info.version}".strip(),
                 Text(info.status, style=STYLES[info.status]),
                 Text(", ".join(info.strategies)),
+                Text(", ".join(info.verifiers)),
                 Text(info.error or ""),
             )
         Console().print(table)

@@ -1,8 +1,7 @@
-"""The built-in strategies, one file each, registered through the same hook as anybody else's."""
+"""The built-in strategies, one file each."""
 
 from __future__ import annotations
 
-from ..hookspecs import hookimpl
 from ..strategy import Strategy
 from .autoregressive import Autoregressive
 from .prompt_lookup import PromptLookup, PromptLookupSettings
@@ -15,7 +14,5 @@ __all__ = [
     "StagedSettings", "Threshold", "ThresholdSettings",
 ]  # fmt: skip
 
-
-@hookimpl
-def decoders_strategies() -> list[type[Strategy]]:
-    return [Autoregressive, Speculative, Threshold, Staged, PromptLookup]
+#: In the order in which they are listed.
+BUILT_IN: tuple[type[Strategy], ...] = (Autoregressive, Speculative, Threshold, Staged, PromptLookup)

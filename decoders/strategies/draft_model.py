@@ -31,13 +31,13 @@ class DraftModelSettings(Settings):
 class DraftModelStrategy(Strategy):
     """Base of strategies with a draft model: ``assistant_model=`` of the call, or ``draft_model`` of the settings."""
 
-    settings_class = DraftModelSettings
-    needs_assistant: ClassVar[bool] = True
+    settings_class: ClassVar[type[Settings]] = DraftModelSettings
+    needs_assistant = True
 
     def __init__(self, settings: Settings | None = None, /, **values: Any) -> None:
         super().__init__(settings, **values)
         # Seen by `generate`, which then neither asks for an assistant model nor takes one.
-        vars(self)["needs_assistant"] = self.settings.draft_model is None
+        self.needs_assistant = self.settings.draft_model is None
 
     def draft_model(self, context: Context) -> PreTrainedModel | str:
         """The model to draft with.

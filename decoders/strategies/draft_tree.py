@@ -20,7 +20,7 @@ RANK_SHARES = (0.66, 0.14, 0.06, 0.035, 0.02, 0.015, 0.01, 0.01)
 def likely_paths(depth: int, children: int, nodes: int) -> tuple[tuple[int, ...], ...]:
     """The `nodes` paths most likely to be accepted if ranks are accepted with :data:`RANK_SHARES`, in Medusa's notation."""
     shares = RANK_SHARES[:children]
-    waiting = [(-share, (rank,)) for rank, share in enumerate(shares)]
+    waiting: list[tuple[float, tuple[int, ...]]] = [(-share, (rank,)) for rank, share in enumerate(shares)]
     heapq.heapify(waiting)
     chosen: list[tuple[int, ...]] = []
     while waiting and len(chosen) < nodes:
@@ -54,7 +54,8 @@ class StaticTree:
             run = inner_tree.head(sum(offsets[node] <= depth for node in inner)).tensors(rows, device)
             where = [frontier.index(parents[node]) for node in born]
             ranks = [picks[node - 1][1] for node in born]
-            self._levels.append((*(torch.tensor(x, device=device) for x in (frontier, where, ranks)), run))
+            at, above, taken = (torch.tensor(x, device=device) for x in (frontier, where, ranks))
+            self._levels.append((at, above, taken, run))
 
     def draft(self, drafter: Drafter) -> Draft:
         """Fills the tree for every row, level by level."""

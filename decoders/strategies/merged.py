@@ -45,7 +45,7 @@ class Merged(Strategy):
     settings_class = MergedSettings
 
     def __init__(self, parts: Sequence[Strategy], settings: MergedSettings | None = None) -> None:
-        super().__init__(settings or MergedSettings())
+        super().__init__(settings or MergedSettings.parse({}))
         if len({part.name for part in parts}) < len(parts):
             raise SettingsError(f"a strategy can be merged only once: {'+'.join(p.name for p in parts)}")
         self.parts = tuple(parts)

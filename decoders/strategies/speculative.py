@@ -64,7 +64,7 @@ class Speculative(DraftModelStrategy):
 
     def __init__(self, settings: Settings | None = None, /, **values: Any) -> None:
         super().__init__(settings, **values)
-        vars(self)["on_device"] = self.settings.schedule == "constant"
+        self.on_device = self.settings.schedule == "constant"
 
     def start(self, context: Context) -> _State:
         s: SpeculativeSettings = self.settings

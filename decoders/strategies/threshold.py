@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -73,7 +73,7 @@ class Threshold(DraftModelStrategy):
     name = "threshold"
     summary = "A draft model drafts until it is no longer sure; how sure it must be adapts."
     settings_class = ThresholdSettings
-    on_device: ClassVar[bool] = False  # the host looks whether any row goes on
+    on_device = False  # the host looks whether any row goes on
 
     def start(self, context: Context) -> _State:
         s: ThresholdSettings = self.settings

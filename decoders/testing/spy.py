@@ -59,8 +59,8 @@ class Spy(Strategy):
         self.inner, self.settings = inner, inner.settings
         self.forbid_host_reads = forbid_host_reads
         self.seen: list[Seen] = []
-        self.name, self.exact = inner.name, inner.exact  # type: ignore[misc]
-        self.needs_assistant, self.on_device = inner.needs_assistant, inner.on_device  # type: ignore[misc]
+        self.name, self.exact = inner.name, inner.exact
+        self.needs_assistant, self.on_device = inner.needs_assistant, inner.on_device
         self.vocab = 0
 
     def start(self, context: Context) -> Any:

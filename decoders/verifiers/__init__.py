@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from ..verifier import Verifier
 from .block import BlockVerification
 from .coupled import Coupled
 from .rejection import Rejection
 from .tree_rejection import TreeRejection
 
 __all__ = ["BlockVerification", "Coupled", "Rejection", "TreeRejection"]
+
+#: In the order in which they are listed.
+BUILT_IN: tuple[type[Verifier], ...] = (Coupled, Rejection, BlockVerification, TreeRejection)

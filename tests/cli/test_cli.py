@@ -90,6 +90,24 @@ def test_strategies_table_names_all() -> None:
     assert all(name in result.stdout for name in registry().strategies())
 
 
+def test_verifiers_as_json_and_as_a_table() -> None:
+    result = run("verifiers", "--json")
+    assert result.exit_code == 0
+    listed = {item["name"]: item for item in json.loads(result.stdout)}
+    assert set(listed) == set(registry().verifiers())
+    block = listed["block"]
+    assert (block["exact"], block["trees"], block["coupled"], block["provider"]) == (True, False, False, "hf-decoders")
+    assert all(item["summary"] for item in listed.values())
+    table = run("verifiers").stdout
+    assert all(name in table for name in listed)
+
+
+def test_plugins_table_names_what_each_provides() -> None:
+    table = run("plugins").stdout
+    assert "prompt_lookup" in table
+    assert "tree_rejection" in table
+
+
 def test_plugins_as_json_and_strict(monkeypatch: pytest.MonkeyPatch) -> None:
     good, bad = (
         PluginInfo("good", "1", "dist-good"),
@@ -99,8 +117,8 @@ def test_plugins_as_json_and_strict(monkeypatch: pytest.MonkeyPatch) -> None:
     result = run("plugins", "--json")
     assert result.exit_code == 0
     assert json.loads(result.stdout)[1] == {
-        "name": "bad", "version": "2", "provider": "dist-bad", "hooks": [], "strategies": [], "status": "failed",
-        "error": "why [x]",
+        "name": "bad", "version": "2", "provider": "dist-bad", "hooks": [], "strategies": [], "verifiers": [],
+        "status": "failed", "error": "why [x]",
     }  # fmt: skip
     assert "why [x]" in run("plugins").stdout
     assert run("plugins", "--strict").exit_code == 1

@@ -12,7 +12,7 @@ import pytest
 from pydantic import Field
 
 import decoders
-from decoders import errors, hookspecs, strategies, testing
+from decoders import errors, hookspecs, strategies, testing, verifiers
 from decoders.settings import RuntimeSettings, Settings
 
 ROOT = Path(__file__).parents[2]
@@ -65,12 +65,18 @@ def test_every_hook_is_there(pages: dict[str, str]) -> None:
 
 
 def test_every_strategy_and_setting_is_there(pages: dict[str, str]) -> None:
-    for cls in strategies.decoders_strategies():
+    for cls in strategies.BUILT_IN:
         assert f"## {cls.name}\n" in pages["strategies.md"]
         for field in cls.settings_class.model_fields:
             assert f"DECODERS_{cls.name}_{field}".upper() in pages["settings.md"]
     for field in RuntimeSettings.model_fields:
         assert f"`DECODERS_{field.upper()}`" in pages["settings.md"]
+
+
+def test_every_verifier_is_there(pages: dict[str, str]) -> None:
+    for cls in verifiers.BUILT_IN:
+        assert f"[`{cls.name}`]" in pages["verifiers.md"]
+        assert f"## {cls.name}\n" in pages["verifiers.md"]
 
 
 def test_every_command_and_option_is_there(pages: dict[str, str]) -> None:

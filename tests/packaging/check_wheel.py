@@ -41,6 +41,7 @@ for name in library.names():
 assert demo.available() and demo.prompts()
 from decoders.plugins import registry
 assert "prompt_lookup" in registry().strategies()
+assert "coupled" in registry().verifiers()
 assert {info.status for info in registry().plugins()} == {"loaded"}, registry().plugins()
 """
 

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 import decoders
-from decoders import plugins
+from decoders import plugins, verifiers
 from decoders.errors import PluginError, UnknownNameError
 from decoders.plugins import Registry, registry, reset_registry
 from decoders.strategies import PromptLookup
 from decoders.strategy import Draft, Sequences, Strategy
+from decoders.verifier import Block, Outcomes, Verifier
+from decoders.verifiers import Coupled, TreeRejection
 
 
 @pytest.fixture(autouse=True)
@@ -39,11 +41,24 @@ def strategy_named(name: str) -> type[Strategy]:
     return Fake
 
 
-def plugin_with(*classes: object) -> object:
+def verifier_named(name: str) -> type[Verifier]:
+    class Fake(Verifier):
+        def outcomes(self, block: Block) -> Outcomes:
+            raise NotImplementedError
+
+    Fake.name = name
+    return Fake
+
+
+def plugin_with(*classes: object, verifiers: tuple[object, ...] = ()) -> object:
     class Plugin:
         @decoders.hookimpl
         def decoders_strategies(self) -> list[object]:
             return list(classes)
+
+        @decoders.hookimpl
+        def decoders_verifiers(self) -> tuple[object, ...]:
+            return verifiers
 
     return Plugin()
 
@@ -82,10 +97,14 @@ def fail_to_import() -> object:
 def test_built_ins_come_through_the_same_hook() -> None:
     info = registry().plugins()[0]
     assert (info.name, info.provider, info.status) == ("builtin", "hf-decoders", "loaded")
-    assert info.hooks == ("decoders_strategies",)
+    assert info.hooks == ("decoders_strategies", "decoders_verifiers")
     assert "autoregressive" in info.strategies
+    assert "coupled" in info.verifiers
     assert registry().strategy("prompt_lookup") is registry().strategy("prompt-lookup") is PromptLookup
     assert registry().strategies()["prompt_lookup"].version == decoders.__version__
+    assert registry().verifier("tree_rejection") is registry().verifier("Tree-Rejection") is TreeRejection
+    assert [entry.cls for entry in registry().verifiers().values()] == list(verifiers.BUILT_IN)
+    assert registry().verifiers()["coupled"].version == decoders.__version__
 
 
 def test_installed_plugin_is_found_with_its_provider(install: Callable[..., None]) -> None:
@@ -95,10 +114,30 @@ def test_installed_plugin_is_found_with_its_provider(install: Callable[..., None
     assert (entry.cls, entry.provider, entry.version) == (mine, "decoders-mine", "1.2")
 
 
-def test_unknown_strategy_suggests_the_nearest_and_lists_what_was_not_loaded(install: Callable[..., None]) -> None:
+class OnlyVerifiers:
+    @decoders.hookimpl
+    def decoders_verifiers(self) -> list[type[Verifier]]:
+        return [verifier_named("mine")]
+
+
+def test_plugin_may_provide_verifiers_alone(install: Callable[..., None]) -> None:
+    install(("rules", "decoders-rules", OnlyVerifiers()))
+    info = status_of("rules", registry())
+    assert (info.hooks, info.strategies, info.verifiers) == (("decoders_verifiers",), (), ("mine",))
+    entry = registry().verifiers()["mine"]
+    assert (entry.cls, entry.provider, entry.version) == (registry().verifier("mine"), "decoders-rules", "1.2")
+
+
+def test_unknown_name_suggests_the_nearest_and_lists_what_was_not_loaded(install: Callable[..., None]) -> None:
     install(("lost", "decoders-lost", fail_to_import))
-    with pytest.raises(UnknownNameError, match=r"Did you mean 'prompt_lookup'\?.*Not loaded: lost"):
+    with pytest.raises(UnknownNameError, match=r"strategy.*Did you mean 'prompt_lookup'\?.*Not loaded: lost"):
         registry().strategy("promt_lookup")
+    with pytest.raises(
+        UnknownNameError, match=r"verifier.*Did you mean 'rejection'\?.*block, coupled.*Not loaded: lost"
+    ):
+        registry().verifier("rejektion")
+    with pytest.raises(UnknownNameError):
+        registry().verifier("prompt_lookup")
 
 
 def sys_exit() -> object:
@@ -112,6 +151,17 @@ class Undrafted(Strategy):
 class BadSettings(PromptLookup):
     name = "bad_settings"
     settings_class = dict  # type: ignore[assignment]
+
+
+class Undecided(Verifier):
+    name = "undecided"
+
+
+class Tuned(Coupled):
+    name = "tuned"
+
+    def __init__(self, threshold: float) -> None:
+        self.threshold = threshold
 
 
 class RaisingHook:
@@ -138,6 +188,12 @@ class OneClass:
         return PromptLookup
 
 
+class OneVerifier:
+    @decoders.hookimpl
+    def decoders_verifiers(self) -> type[Verifier]:
+        return Coupled
+
+
 @pytest.mark.parametrize(
     ("plugin", "reason"),
     [
@@ -154,6 +210,17 @@ class OneClass:
         (plugin_with(strategy_named("Camel-Case")), "snake_case"),
         (plugin_with(BadSettings), "settings_class"),
         (plugin_with(strategy_named("twin"), strategy_named("twin")), "two of its strategies"),
+        (OneVerifier(), "decoders_verifiers must return an iterable of classes"),
+        (plugin_with(verifiers=(PromptLookup,)), "PromptLookup is not a subclass of decoders.Verifier"),
+        (plugin_with(verifiers=(Coupled(),)), "Coupled.* is not a subclass of decoders.Verifier"),
+        (plugin_with(verifiers=(Undecided,)), "Undecided does not implement: outcomes"),
+        (plugin_with(verifiers=(verifier_named("Camel-Case"),)), "snake_case"),
+        (plugin_with(verifiers=(Tuned,)), "Tuned must be made without arguments.*'threshold'"),
+        (
+            plugin_with(verifiers=(verifier_named("twin"), verifier_named("twin"))),
+            "two of its verifiers are named 'twin'",
+        ),
+        (plugin_with(strategy_named("sound"), verifiers=(int,)), "builtins.int is not a subclass of decoders.Verifier"),
     ],
 )
 def test_broken_plugin_is_listed_with_its_reason_and_stops_nobody(
@@ -161,10 +228,12 @@ def test_broken_plugin_is_listed_with_its_reason_and_stops_nobody(
 ) -> None:
     install(("broken", "decoders-broken", plugin), ("fine", "decoders-fine", plugin_with(strategy_named("fine"))))
     info = status_of("broken", registry())
-    assert (info.status, info.version, info.strategies) == ("failed", "1.2", ())
+    assert (info.status, info.version, info.strategies, info.verifiers) == ("failed", "1.2", (), ())
     assert info.error is not None
     assert re.search(reason, info.error)
     assert set(registry().strategies()) >= {"fine", "prompt_lookup"}
+    assert set(registry().verifiers()) >= {"coupled", "rejection"}
+    assert "sound" not in registry().strategies()
 
     monkeypatch.setenv("DECODERS_PLUGINS_STRICT", "1")
     with pytest.raises(PluginError, match=r"'broken' \(decoders-broken 1.2\) failed to load"):
@@ -194,6 +263,58 @@ def test_two_providers_of_one_name_leave_it_to_neither(
     monkeypatch.setenv("DECODERS_PLUGINS_STRICT", "1")
     with pytest.raises(PluginError, match="claimed by"):
         Registry()
+
+
+def test_two_providers_of_one_verifier_leave_it_to_neither(
+    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = verifier_named("typical"), verifier_named("typical")
+    install(
+        ("first", "decoders-one", plugin_with(strategy_named("other"), verifiers=(one,))),
+        ("second", "dec-two", plugin_with(verifiers=(two,))),
+    )
+    with pytest.raises(PluginError, match=r"Verifier 'typical' is claimed by 'second' \(dec-two 1\.2\) and 'first'"):
+        registry().verifier("typical")
+    assert "typical" not in registry().verifiers()
+    assert "other" in registry().strategies()
+    assert status_of("first", registry()).status == status_of("second", registry()).status == "conflict"
+
+    monkeypatch.setenv("DECODERS_PLUGINS_BLOCK", "dec_two")
+    assert Registry().verifier("typical") is one
+    monkeypatch.setenv("DECODERS_PLUGINS_BLOCK", "")
+    monkeypatch.setenv("DECODERS_PLUGINS_STRICT", "1")
+    with pytest.raises(PluginError, match="Verifier 'typical' is claimed by"):
+        Registry()
+
+
+def test_strategy_and_verifier_may_share_a_name(install: Callable[..., None]) -> None:
+    strategy, verifier = strategy_named("typical"), verifier_named("typical")
+    install(
+        ("first", "decoders-one", plugin_with(strategy)),
+        ("second", "dec-two", plugin_with(strategy_named("coupled"), verifiers=(verifier,))),
+    )
+    assert status_of("first", registry()).status == status_of("second", registry()).status == "loaded"
+    assert registry().strategy("typical") is strategy
+    assert registry().verifier("typical") is verifier
+    assert registry().verifier("coupled") is Coupled
+
+
+def test_clashes_of_both_kinds_are_told_together(install: Callable[..., None]) -> None:
+    greedy = plugin_with(
+        strategy_named("prompt_lookup"), verifiers=(verifier_named("coupled"), verifier_named("extra"))
+    )
+    install(("greedy", "decoders-greedy", greedy))
+    error = str(status_of("greedy", registry()).error)
+    assert re.search("Strategy 'prompt_lookup' is claimed by.*Verifier 'coupled' is claimed by", error)
+    assert registry().verifier("coupled") is Coupled
+    assert "extra" in registry().verifiers()
+    assert status_of("builtin", registry()).status == "loaded"
+
+
+def test_plugin_of_no_known_distribution_is_to_be_blocked_not_unregistered(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = FakeEntryPoint(name="stray", dist=None, loader=lambda: plugin_with(verifiers=(verifier_named("coupled"),)))
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [point])
+    assert "Block one, for instance with DECODERS_PLUGINS_BLOCK=stray." in str(status_of("stray", registry()).error)
 
 
 def test_built_in_survives_a_plugin_of_the_same_name(install: Callable[..., None]) -> None:
@@ -243,6 +364,19 @@ def test_register_and_unregister_by_hand() -> None:
         registry().strategy("mine")
     with pytest.raises(UnknownNameError):
         registry().unregister("builtin")
+
+
+def test_verifiers_come_and_go_with_a_plugin_registered_by_hand() -> None:
+    mine = verifier_named("mine")
+    assert registry().register(plugin_with(verifiers=(mine,)), "notebook").verifiers == ("mine",)
+    assert registry().verifier("mine") is mine
+    assert registry().register(plugin_with(verifiers=(verifier_named("mine"),)), "again").status == "conflict"
+    with pytest.raises(PluginError, match=r"registry\(\).unregister\('again'\)"):
+        registry().verifier("mine")
+    registry().unregister("again")
+    registry().unregister("notebook")
+    with pytest.raises(UnknownNameError):
+        registry().verifier("mine")
 
 
 def test_invalid_plugin_registered_by_hand_leaves_nothing_behind() -> None:

@@ -7,16 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+from decoders.plugins import registry
 from decoders.testing import check_verifier
 from decoders.testing.enumeration import Case
 from decoders.testing.verifiers import cases
 from decoders.verifier import Block, Outcomes, Verifier
 from decoders.verifiers import BlockVerification, Coupled, Rejection, TreeRejection
 
-VERIFIERS = [Coupled, Rejection, TreeRejection, BlockVerification]
+BUILT_IN = [entry.cls for entry in registry().verifiers().values() if entry.provider == "hf-decoders"]
 
 
-@pytest.mark.parametrize("verifier", VERIFIERS, ids=lambda v: v.name)
+@pytest.mark.parametrize("verifier", BUILT_IN, ids=lambda v: v.name)
 def test_tokens_follow_the_target(verifier):
     check_verifier(verifier)
 
