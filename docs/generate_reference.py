@@ -235,7 +235,7 @@ OWN = {
     "decoders_config": "Settings of the loop for this call, a dict: see [settings](settings.md#the-loop).",
     "seed": "Seed of the sampling noise. The same seed gives the same tokens under every exact strategy.",
     "generator": "A `torch.Generator` that the seed is drawn from. Not together with `seed`.",
-    "verifier": "The rule that accepts guesses. This version has one, `coupled`.",
+    "verifier": "The rule that decides which guesses are kept: a name ([list](verifiers.md)), a class or an object. Default `coupled`.",
     "grammar": "Refused in this version: there is no grammar backend yet.",
 }
 
