@@ -5,11 +5,12 @@ from __future__ import annotations
 from ..hookspecs import hookimpl
 from ..strategy import Strategy
 from .autoregressive import Autoregressive
+from .ngram import Ngram, NgramSettings
 from .prompt_lookup import PromptLookup, PromptLookupSettings
 
-__all__ = ["Autoregressive", "PromptLookup", "PromptLookupSettings"]
+__all__ = ["Autoregressive", "PromptLookup", "PromptLookupSettings", "Ngram", "NgramSettings"]
 
 
 @hookimpl
 def decoders_strategies() -> list[type[Strategy]]:
-    return [Autoregressive, PromptLookup]
+    return [Autoregressive, PromptLookup, Ngram]
