@@ -28,10 +28,13 @@ SCORE_BITS = 40
 
 
 class NgramSettings(Settings):
-    """How many guesses, and what they are counted in."""
+    """How many guesses, and what they are counted in.
+
+    The default tree costs as much as a chain of 7. Wider ones, such as the paper's, pay where nodes are nearly free.
+    """
 
     widths: tuple[int, ...] = Field(
-        (3, 2, 1, 1),
+        (2, 1, 1, 1, 1, 1),
         min_length=1,
         max_length=16,
         description="Guesses at each depth, continuing the best guess of the depth before. The paper: 12, 7, 4, 1, 1, 1.",
@@ -39,6 +42,10 @@ class NgramSettings(Settings):
     max_ngram: int = Field(3, ge=1, le=MAX_NGRAM, description="Longest n-gram, in tokens: 3 reads two tokens back.")
     table: Path | None = Field(
         None, description="Counts saved by `decoders train ngram`, added to those of the text so far."
+    )
+
+    text_weight: int = Field(
+        512, ge=1, le=10**6, description="How many occurrences in the table one occurrence in the text is worth."
     )
 
     @field_validator("widths")
@@ -83,14 +90,15 @@ class Ngram(Strategy):
         return NgramState(context.compile(followers), scratch, table)
 
     def propose(self, state: NgramState, sequences: Sequences) -> Draft:
-        widths: tuple[int, ...] = self.settings.widths
-        context = last_tokens(sequences.tokens, sequences.length, self.settings.max_ngram - 1)
+        s: NgramSettings = self.settings
+        widths = s.widths
+        context = last_tokens(sequences.tokens, sequences.length, s.max_ngram - 1)
         guesses = []
         for width in widths:
-            # As many for each depth, cut afterwards: one graph serves all. The whole tree in one graph would be 0.1 ms
-            # faster and take four times as long to compile.
+            # As many at each depth, cut afterwards: one graph serves every depth. All depths in one graph run 0.1 ms
+            # faster and compile four times as long.
             best, context = state.followers(
-                sequences.tokens, sequences.length, context, max(widths), state.scratch, *state.table
+                sequences.tokens, sequences.length, context, max(widths), s.text_weight, state.scratch, *state.table
             )
             guesses.append(best[:, :width])
         return Draft(torch.cat(guesses, 1), spine(widths))
@@ -112,17 +120,18 @@ def last_tokens(tokens: Tensor, length: Tensor, count: int) -> Tensor:
 
 
 def followers(
-    tokens: Tensor, length: Tensor, context: Tensor, width: int, scratch: Tensor, *table: Tensor
+    tokens: Tensor, length: Tensor, context: Tensor, width: int, text_weight: int, scratch: Tensor, *table: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The likeliest followers of `context` in each row.
 
     The score of a follower is its share among all followers of the longest context that it was seen in, times 0.4 for
     each token by which that is shorter than `context`. Of equal scores the one seen last in that context is better;
-    those that only the table has seen there come behind, in the table's order.
+    those that only the table has seen there come behind: after more context first, then in the table's order.
 
     Args:
         tokens: ``[B, L]`` int64, ids below V. length: ``[B]`` int64, valid tokens per row.
         context: ``[B, 0 … 2]`` int64, the most recent token first; -1 where there is none.
+        text_weight: what an occurrence in the text counts beside one in the table.
         scratch: ``[B, V]`` int32, overwritten. table: tensors of :class:`NgramOrder`, order by order.
 
     Returns:
@@ -136,7 +145,7 @@ def followers(
         earlier = pad(tokens, (back, 0), value=-1)[:, :slots]  # earlier[p] = tokens[p - back]
         matches.append(matches[-1] & (earlier == token) & (token >= 0))
     entries = _entries(table, last, length[:, None], scratch.shape[1])
-    best = _ranked(torch.where(inside, tokens, 0), matches, entries, width, scratch)
+    best = _ranked(torch.where(inside, tokens, 0), matches, entries, width, text_weight, scratch)
     return best, torch.cat([best[:, :1], context], 1)[:, : context.shape[1]]
 
 
@@ -149,16 +158,16 @@ def _entries(
     """
     found = []
     for n in range(len(table) // 4):
-        keys, followers, counts, totals = table[4 * n : 4 * n + 4]
+        keys, tokens, counts, totals = table[4 * n : 4 * n + 4]
         key = context_key(context[:n], vocab_size, like)
         at = torch.searchsorted(keys, key).clamp(max=keys.shape[0] - 1)
         known = keys[at] == key
-        for token in context[:n]:  # a missing token makes a key that may be another context's
+        for token in context[:n]:  # with a token missing, the key may be another context's
             known = known & (token >= 0)
         row = at[:, 0]
         found.append(
             (
-                torch.where(known, followers[row].long(), -1),
+                torch.where(known, tokens[row].long(), -1),
                 torch.where(known, counts[row], 0).double(),
                 torch.where(known, totals[at], 0).double(),
             )
@@ -167,36 +176,43 @@ def _entries(
 
 
 def _ranked(
-    text: Tensor, matches: list[Tensor], entries: list[tuple[Tensor, Tensor, Tensor]], width: int, scratch: Tensor
+    text: Tensor,
+    matches: list[Tensor],
+    entries: list[tuple[Tensor, Tensor, Tensor]],
+    width: int,
+    text_weight: int,
+    scratch: Tensor,
 ) -> Tensor:
     """The `width` best followers ``[B, width]``, best first, -1 where there are fewer.
 
     Args:
-        text: ``[B, L]`` int64. matches: by order, ``[B, L]`` bool: a token of the text that follows the context.
+        text: ``[B, L]`` int64. matches: by order, ``[B, L]`` bool: the tokens of the text that follow the context.
         entries: by order, what the table adds.
     """
-    rows = text.shape[0]
-    # M candidates with repetitions: the table's, then the text's tokens, so that what came later is further behind.
-    tokens = torch.cat([*(f.flip(1) for f, _, _ in entries), text], 1).clamp(min=0)
+    # M candidates with repetitions: the table's, then the text's tokens, so that the later of equals has the higher slot.
+    tokens = torch.cat([*(tokens.flip(1) for tokens, _, _ in entries), text], 1).clamp(min=0)
     slot = torch.arange(tokens.shape[1], device=text.device)[None].expand_as(tokens)
-    # Equal tokens are counted in one place, that of any of them: whichever slot wins the scatter. Only what was
-    # written is read back, so nothing of size V is filled or read through.
+    # Equal tokens are counted in one place, the slot of any of them: whichever wins the scatter. Only what was written
+    # is read back, so nothing of size V is filled or read through.
     place = scratch.scatter_(1, tokens, slot.int()).gather(1, tokens).long()
-    score = torch.zeros(rows, tokens.shape[1], dtype=torch.float64, device=text.device)
-    current = torch.zeros_like(score, dtype=torch.bool)
+    score = torch.zeros_like(tokens, dtype=torch.float64)
+    eligible = torch.zeros_like(
+        tokens, dtype=torch.bool
+    )  # slots that follow the longest context their token was seen in
     for n, matched in enumerate(matches):
         # float64 sums of whole numbers are exact in any order, so that every device finds the same ties.
-        total = matched.sum(1, keepdim=True).double()
-        weights = [torch.zeros_like(count) for _, count, _ in entries]
+        own = matched.double() * text_weight
+        total = own.sum(1, keepdim=True)
+        theirs = [torch.zeros_like(counts) for _, counts, _ in entries]
         if n < len(entries):
-            weights[n] = entries[n][1].flip(1)
+            theirs[n] = entries[n][1].flip(1)
             total = total + entries[n][2]
-        weight = torch.cat([*weights, matched.double()], 1)
+        weight = torch.cat([*theirs, own], 1)
         count = torch.zeros_like(score).scatter_add_(1, place, weight).gather(1, place)
         score = torch.where(count > 0, count / total, BACK_OFF * score)
-        current = torch.where(count > 0, weight > 0, current)
-    # One whole number that orders by score and then by slot; no two are equal.
-    worth = (score * 2.0**SCORE_BITS).long() * tokens.shape[1] + slot
-    worth = torch.full_like(worth, -1).scatter_reduce_(1, place, torch.where(current, worth, -1), "amax")
+        eligible = torch.where(count > 0, weight > 0, eligible)
+    # One whole number that orders by score and then by slot; of the slots of a token the best remains.
+    worth = torch.where(eligible, (score * 2.0**SCORE_BITS).long() * tokens.shape[1] + slot, -1)
+    worth = torch.full_like(worth, -1).scatter_reduce_(1, place, worth, "amax")
     best = pad(worth, (0, width), value=-1).topk(width, 1).values
     return torch.where(best >= 0, tokens.gather(1, best % tokens.shape[1]), -1)

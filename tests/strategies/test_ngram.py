@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -29,11 +29,11 @@ V = 100
 
 
 def propose(
-    rows: list[list[int]], table: NgramTable | None = None, junk: int = 0, vocab: int = V, **settings: Any
+    rows: list[list[int]], table: NgramTable | None = None, junk: int = 0, vocab: int = V, **values: Any
 ) -> list[list[int]]:
     """The guesses for ragged rows; what lies behind a row's end is `junk`."""
     width = max(map(len, rows)) + 3
-    strategy = Ngram(**settings)
+    strategy = Ngram(**values)
     orders = table.orders[: strategy.settings.max_ngram] if table else ()
     scratch = torch.full((len(rows), vocab), 10**6, dtype=torch.int32)  # whatever a step before left there
     state = NgramState(followers, scratch, tuple(tensor for order in orders for tensor in order.tensors()))
@@ -58,7 +58,11 @@ def count_in_python(texts: list[list[int]], longest: int, kept: int) -> dict[tup
 
 
 def guess_in_python(
-    text: list[int], widths: tuple[int, ...], longest: int, table: dict[tuple[int, ...], tuple[Counter, int]]
+    text: list[int],
+    widths: tuple[int, ...],
+    longest: int,
+    table: dict[tuple[int, ...], tuple[Counter, int]],
+    text_weight: int = 1,
 ) -> list[int]:
     """Stupid back-off by its definition, one depth after the other."""
     own = count_in_python([text], longest, V)
@@ -71,7 +75,8 @@ def guess_in_python(
                 break
             key = tuple(context[len(context) - n :])
             mine, theirs = own.get(key, (Counter(), 0)), table.get(key, (Counter(), 0))
-            counts, total = mine[0] + theirs[0], mine[1] + theirs[1]
+            counts = Counter({token: text_weight * count for token, count in mine[0].items()}) + theirs[0]
+            total = text_weight * mine[1] + theirs[1]
             score = {token: 0.4 * value for token, value in score.items()}
             for token, count in counts.items():
                 seen = [at for at in range(n, len(text)) if text[at] == token and tuple(text[at - n : at]) == key]
@@ -87,6 +92,7 @@ def guess_in_python(
 texts = st.lists(st.integers(0, 4), min_size=1, max_size=24)
 
 
+@settings(deadline=None)
 @given(st.lists(texts, min_size=1, max_size=4), st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
 def test_guesses_equal_counts_in_plain_python(rows, widths, data):
     longest, junk = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 4))
@@ -94,15 +100,17 @@ def test_guesses_equal_counts_in_plain_python(rows, widths, data):
     assert proposed == [guess_in_python(row, tuple(widths), longest, {}) for row in rows]
 
 
+@settings(deadline=None)
 @given(st.lists(texts, min_size=1, max_size=3), st.lists(texts.filter(lambda t: len(t) > 2), min_size=1), st.data())
 def test_guesses_from_text_and_table_equal_counts_in_plain_python(rows, corpus, data):
-    longest, kept = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 5))
+    longest, kept, weight = (data.draw(st.integers(1, most)) for most in (3, 5, 4))
     table = NgramTable.count([(torch.tensor(text), 0) for text in corpus], V, followers=kept)
-    proposed = propose(rows, table, widths=(3, 2, 1), max_ngram=longest)
+    proposed = propose(rows, table, widths=(3, 2, 1), max_ngram=longest, text_weight=weight)
     expected = count_in_python(corpus, longest, kept)
-    assert proposed == [guess_in_python(row, (3, 2, 1), longest, expected) for row in rows]
+    assert proposed == [guess_in_python(row, (3, 2, 1), longest, expected, weight) for row in rows]
 
 
+@settings(deadline=None)
 @given(st.lists(texts, min_size=2, max_size=4))
 def test_rows_do_not_see_each_other(rows):
     assert propose(rows) == [propose([row])[0] for row in rows]
@@ -164,9 +172,16 @@ def table_of(*texts: list[int], **options: Any) -> NgramTable:
 
 def test_counts_of_text_and_table_add_up():
     table = table_of([1, 8, 1, 8, 1, 9])
-    assert propose([[1]], table, widths=(2,), max_ngram=2) == [[8, 9]]
-    assert propose([[1, 9, 1]], table, widths=(2,), max_ngram=2) == [[9, 8]], "two each, and 9 was seen in the text"
-    assert propose([[1, 9, 1, 9, 1]], table, widths=(2,), max_ngram=2) == [[9, 8]]
+    options = dict(widths=(2,), max_ngram=2, text_weight=1)
+    assert propose([[1]], table, **options) == [[8, 9]]
+    assert propose([[1, 9, 1]], table, **options) == [[9, 8]], "two each, and the text has seen 9"
+    assert propose([[1, 9, 7, 1]], table_of([1, 8] * 3), **options) == [[8, 9]]
+
+
+def test_text_outweighs_a_table_as_much_as_it_is_told_to():
+    table = table_of([1, 8] * 10)
+    assert propose([[1, 9, 7, 1]], table, widths=(1,), text_weight=9) == [[8]]
+    assert propose([[1, 9, 7, 1]], table, widths=(1,), text_weight=11) == [[9]]
 
 
 def test_what_a_table_knows_is_proposed_without_any_text_to_look_in():
@@ -299,6 +314,6 @@ def test_compiled_guesses_are_those_of_plain_tensor_code():
         tokens = torch.randint(0, 5, (3, slots), generator=generator)
         length = torch.tensor([slots, 2, 1])
         context = torch.tensor([[3, 4], [1, 2], [2, -1]])
-        given = tokens, length, context, 4, torch.zeros(3, V, dtype=torch.int32)
+        given = tokens, length, context, 4, 2, torch.zeros(3, V, dtype=torch.int32)
         for ours, theirs in zip(compiled(*given, *table), followers(*given, *table), strict=True):
             assert torch.equal(ours, theirs)
