@@ -64,9 +64,7 @@ def ngram(
     model: Annotated[str, typer.Option(help='Path or hub name of a causal language model, "demo" or "demo:draft".')],
     prompts: Annotated[
         list[Path] | None,
-        typer.Option(
-            exists=True, dir_okay=False, readable=True, help="Text file to cut prompts from; may be repeated."
-        ),
+        typer.Option(help="Text file to cut prompts from; may be repeated."),
     ] = None,
     prompt_length: Annotated[int, typer.Option(min=1, help="Tokens per prompt from --prompts.")] = 32,
     tokens: Annotated[int, typer.Option(min=3, help="Tokens to sample and count.")] = 200_000,
@@ -115,14 +113,13 @@ def ngram(
             **({} if compile else {"decoders_config": {"compile": False}}),
         )  # fmt: skip
     table.save(out)
-    figures = {
-        "path": str(out), "vocab_size": table.vocab_size, "tokens": table.tokens, "source": table.source,
-        "contexts": [order.keys.numel() for order in table.orders], "bytes": out.stat().st_size,
-    }  # fmt: skip
+    contexts, size = [order.keys.numel() for order in table.orders], out.stat().st_size
     if as_json:
+        figures = {
+            "path": str(out), "vocab_size": table.vocab_size, "tokens": table.tokens, "source": table.source,
+            "contexts": contexts, "bytes": size,
+        }  # fmt: skip
         typer.echo(json.dumps(figures, indent=2))
         return
-    contexts = ", ".join(f"{count} of {n}" for n, count in enumerate(figures["contexts"]))
-    typer.echo(
-        f"{table.tokens} tokens; contexts: {contexts} tokens; {figures['bytes'] / 1e6:.1f} MB. Written to {out}."
-    )
+    shown = ", ".join(f"{count} of {n}" for n, count in enumerate(contexts))
+    typer.echo(f"{table.tokens} tokens; contexts: {shown} tokens; {size / 1e6:.1f} MB. Written to {out}.")

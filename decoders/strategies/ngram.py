@@ -37,13 +37,12 @@ class NgramSettings(Settings):
         (2, 1, 1, 1, 1, 1),
         min_length=1,
         max_length=16,
-        description="Guesses at each depth, continuing the best guess of the depth before. The paper: 12, 7, 4, 1, 1, 1.",
+        description="Guesses at each depth, continuing the best of the depth before. The paper: 12, 7, 4, 1, 1, 1.",
     )
     max_ngram: int = Field(3, ge=1, le=MAX_NGRAM, description="Longest n-gram, in tokens: 3 reads two tokens back.")
     table: Path | None = Field(
         None, description="Counts saved by `decoders train ngram`, added to those of the text so far."
     )
-
     text_weight: int = Field(
         512, ge=1, le=10**6, description="How many occurrences in the table one occurrence in the text is worth."
     )
@@ -142,8 +141,9 @@ def followers(
     last = [context[:, k : k + 1] for k in range(context.shape[1])]
     matches = [inside]
     for back, token in enumerate(last, 1):
-        earlier = pad(tokens, (back, 0), value=-1)[:, :slots]  # earlier[p] = tokens[p - back]
-        matches.append(matches[-1] & (earlier == token) & (token >= 0))
+        # earlier[p] = tokens[p - back], and before the start what equals nothing, not even a missing token.
+        earlier = pad(tokens, (back, 0), value=-2)[:, :slots]
+        matches.append(matches[-1] & (earlier == token))
     entries = _entries(table, last, length[:, None], scratch.shape[1])
     best = _ranked(torch.where(inside, tokens, 0), matches, entries, width, text_weight, scratch)
     return best, torch.cat([best[:, :1], context], 1)[:, : context.shape[1]]
@@ -159,11 +159,9 @@ def _entries(
     found = []
     for n in range(len(table) // 4):
         keys, tokens, counts, totals = table[4 * n : 4 * n + 4]
-        key = context_key(context[:n], vocab_size, like)
+        key = context_key(context[:n], vocab_size, like)  # negative, so in no table, if the text is too short
         at = torch.searchsorted(keys, key).clamp(max=keys.shape[0] - 1)
         known = keys[at] == key
-        for token in context[:n]:  # with a token missing, the key may be another context's
-            known = known & (token >= 0)
         row = at[:, 0]
         found.append(
             (
@@ -189,16 +187,16 @@ def _ranked(
         text: ``[B, L]`` int64. matches: by order, ``[B, L]`` bool: the tokens of the text that follow the context.
         entries: by order, what the table adds.
     """
-    # M candidates with repetitions: the table's, then the text's tokens, so that the later of equals has the higher slot.
+    # Candidates, with repetitions: the table's, then the text's tokens; what comes later wins among equals.
     tokens = torch.cat([*(tokens.flip(1) for tokens, _, _ in entries), text], 1).clamp(min=0)
     slot = torch.arange(tokens.shape[1], device=text.device)[None].expand_as(tokens)
     # Equal tokens are counted in one place, the slot of any of them: whichever wins the scatter. Only what was written
-    # is read back, so nothing of size V is filled or read through.
-    place = scratch.scatter_(1, tokens, slot.int()).gather(1, tokens).long()
+    # is read back, so nothing of size V is filled or read through. (Compiled, an indexed assignment works in place where
+    # scatter_ would copy all of `scratch` to and fro.)
+    scratch[torch.arange(len(tokens), device=text.device)[:, None], tokens] = slot.int()
+    place = scratch.gather(1, tokens).long()
     score = torch.zeros_like(tokens, dtype=torch.float64)
-    eligible = torch.zeros_like(
-        tokens, dtype=torch.bool
-    )  # slots that follow the longest context their token was seen in
+    eligible = torch.zeros_like(tokens, dtype=torch.bool)  # slots behind the longest context that had their token
     for n, matched in enumerate(matches):
         # float64 sums of whole numbers are exact in any order, so that every device finds the same ties.
         own = matched.double() * text_weight

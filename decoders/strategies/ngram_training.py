@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,28 +51,25 @@ def train_table(
     counted, generator = 0, torch.Generator().manual_seed(seed)
     while counted < tokens:
         drawn = [prompts[i] for i in torch.randint(len(prompts), (rows,), generator=generator).tolist()]
-        texts += sample(model, drawn, seed=int(torch.randint(2**62, (), generator=generator)), **options)
-        counted = sum(text.numel() - start for text, start in texts)
+        batch = sample(model, drawn, seed=int(torch.randint(2**62, (), generator=generator)), **options)
+        texts += batch
+        counted += sum(text.numel() - start for text, start in batch)
         on_progress(counted)
     vocab_size = model.get_output_embeddings().weight.shape[0]
     return NgramTable.count(texts, vocab_size, followers=followers, source=source)
 
 
-def sample(model: PreTrainedModel, prompts: Sequence[Sequence[int]], **options: Any) -> Iterator[tuple[Tensor, int]]:
+def sample(model: PreTrainedModel, prompts: Sequence[Sequence[int]], **options: Any) -> list[tuple[Tensor, int]]:
     """One batch: each prompt with what was sampled after it, on the CPU, and the place where that begins."""
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device)
-    out: Any = model.generate(  # type: ignore[operator]
-        input_ids=ids,
-        attention_mask=mask,
-        strategy="autoregressive",
-        do_sample=True,
-        return_dict_in_generate=True,
-        **options,
-    )
-    for row, prompt, new in zip(out.sequences.cpu(), prompts, out.report.new_tokens, strict=True):
-        yield row[width - len(prompt) : width + new], len(prompt)
+    options = dict(strategy="autoregressive", do_sample=True, return_dict_in_generate=True) | options
+    out: Any = model.generate(input_ids=ids, attention_mask=mask, **options)  # type: ignore[operator]
+    return [
+        (row[width - len(prompt) : width + new], len(prompt))
+        for row, prompt, new in zip(out.sequences.cpu(), prompts, out.report.new_tokens, strict=True)
+    ]
 
 
 def excerpts(text: Sequence[int], length: int) -> list[Sequence[int]]:
