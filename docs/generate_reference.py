@@ -32,7 +32,7 @@ from decoders import (
 )
 from decoders import generate as seam
 from decoders.engine import sampling
-from decoders.strategies import merged
+from decoders.strategies import merged, ngram_table, ngram_training
 
 HERE = Path(__file__).parent
 NOTE = "<!-- Made by docs/generate_reference.py from the code. Do not edit. -->\n\n"
@@ -88,6 +88,8 @@ def api() -> Iterator[str]:
     yield from section("decoders.plugins", {n: getattr(plugins, n) for n in names})
     yield from section("decoders.strategies.merged", {"Merged": merged.Merged})
     yield from section("decoders.verifier", {"normalised": verifier.normalised})
+    yield from section("decoders.strategies.ngram_table", {"NgramTable": ngram_table.NgramTable})
+    yield from section("decoders.strategies.ngram_training", {"train_table": ngram_training.train_table})
     yield from section("decoders.engine.sampling", {"gumbel_noise": sampling.gumbel_noise})
     yield from section("decoders.demo", {n: getattr(demo, n) for n in demo.__all__})
     yield from section("decoders.library", {n: getattr(library, n) for n in ("names", "read")})

@@ -92,7 +92,7 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     """The prompt from argument, file or standard input.
 
     Raises:
-        SettingsError: two were given, or it is empty or no text.
+        SettingsError: two were given, or it cannot be read, is empty or no text.
     """
     if prompt is not None and prompt_file is not None:
         raise SettingsError("give the prompt or --prompt-file, not both")
@@ -101,6 +101,8 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
         text = sys.stdin.read() if text is None or text == "-" else text
     except UnicodeDecodeError as error:
         raise SettingsError(f"the prompt is not UTF-8 text: {error}") from error
+    except OSError as error:
+        raise SettingsError(f"{prompt_file} cannot be read: {error.strerror}") from error
     if not text:
         raise SettingsError("the prompt is empty")
     return text

@@ -21,20 +21,22 @@ class ModelLoadError(DecodersError, OSError):
 
 
 def load(name: str, dtype: str = "float32") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model and tokenizer at the path or hub name `name` ("demo": this project's own), on CUDA if there is one.
+    """Model and tokenizer at the path or hub name `name`, on CUDA if there is one.
+
+    "demo" and "demo:target" are this project's own target, "demo:draft" its draft.
 
     Raises:
-        UnknownNameError: no such dtype. ModelLoadError: no such model, or not a causal language model.
+        UnknownNameError: no such dtype or demo model. ModelLoadError: no such model, or not a causal language model.
     """
     if dtype not in DTYPES:
         raise UnknownNameError("dtype", dtype, DTYPES)
     import torch
 
     wanted: torch.dtype | str = "auto" if dtype == "auto" else getattr(torch, dtype)
-    if name == DEMO:
+    if name.partition(":")[0] == DEMO:
         from .. import demo
 
-        model, tokenizer = demo.load("target", None if isinstance(wanted, str) else wanted)
+        model, tokenizer = demo.load(name.partition(":")[2] or "target", None if isinstance(wanted, str) else wanted)
         return _placed(model), tokenizer
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ..demo.shapes import TOKENS
+from ..errors import SettingsError
 
 app = typer.Typer(no_args_is_help=True, help="Train models.")
 
@@ -55,3 +56,70 @@ def demo(
     for name, values in figures.items():
         typer.echo(f"{name}: " + ", ".join(f"{key} {value:.4g}" for key, value in values.items()))
     typer.echo(f"Written to {out}.")
+
+
+@app.command()
+def ngram(
+    out: Annotated[Path, typer.Argument(help="File to write, customarily *.safetensors.", dir_okay=False)],
+    model: Annotated[str, typer.Option(help='Path or hub name of a causal language model, "demo" or "demo:draft".')],
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(help="Text file to cut prompts from; may be repeated."),
+    ] = None,
+    prompt_length: Annotated[int, typer.Option(min=1, help="Tokens per prompt from --prompts.")] = 32,
+    tokens: Annotated[int, typer.Option(min=3, help="Tokens to sample and count.")] = 200_000,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling and of the choice of prompts.")] = 0,
+    temperature: Annotated[float, typer.Option(help="Temperature to sample at.")] = 1.0,
+    rows: Annotated[int, typer.Option(min=1, help="Texts sampled together.")] = 16,
+    length: Annotated[int, typer.Option(min=3, help="Most tokens per text.")] = 256,
+    followers: Annotated[int, typer.Option(min=1, max=256, help="Followers kept of each context.")] = 16,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")] = "float32",
+    compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the core of the loop.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, no progress.")] = False,
+) -> None:
+    """Sample from a model and count its n-grams, for the strategy ngram. Without --prompts texts start from nothing."""
+    import json
+
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from . import models
+    from .generate import read_prompt
+
+    # What can be wrong is found before minutes go into loading and sampling.
+    if not out.absolute().parent.is_dir():
+        raise SettingsError(f"{out} cannot be written: there is no folder {out.absolute().parent}")
+    texts = [read_prompt(None, path) for path in prompts or ()]
+    console = Console(stderr=True, quiet=as_json)
+    with console.status(f"loading {model}"):
+        import decoders
+
+        from ..strategies.ngram_training import excerpts, train_table
+
+        loaded, tokenizer = models.load(model, dtype)
+        decoders.enable(loaded, tokenizer=tokenizer)
+    starts = [start for text in texts for start in excerpts(tokenizer(text, verbose=False)["input_ids"], prompt_length)]
+    if not texts and tokenizer.bos_token_id is None:
+        raise SettingsError(f"the tokenizer of {model} has no token that begins a text: give files with --prompts")
+    after = ", ".join(path.name for path in prompts or ()) or "nothing"
+    columns = (TextColumn("sampling"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=as_json) as bar:
+        task = bar.add_task("sampling", total=tokens)
+        table = train_table(
+            loaded, starts or [[tokenizer.bos_token_id]], tokens=tokens, rows=rows, length=length,
+            temperature=temperature, seed=seed, followers=followers,
+            source=f"{model} at temperature {temperature:g}, seed {seed}, after {after}",
+            on_progress=lambda counted: bar.update(task, completed=min(counted, tokens)),
+            **({} if compile else {"decoders_config": {"compile": False}}),
+        )  # fmt: skip
+    table.save(out)
+    contexts, size = [order.keys.numel() for order in table.orders], out.stat().st_size
+    if as_json:
+        figures = {
+            "path": str(out), "vocab_size": table.vocab_size, "tokens": table.tokens, "source": table.source,
+            "contexts": contexts, "bytes": size,
+        }  # fmt: skip
+        typer.echo(json.dumps(figures, indent=2))
+        return
+    shown = ", ".join(f"{count} of {n}" for n, count in enumerate(contexts))
+    typer.echo(f"{table.tokens} tokens; contexts: {shown} tokens; {size / 1e6:.1f} MB. Written to {out}.")

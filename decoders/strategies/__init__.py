@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from ..strategy import Strategy
 from .autoregressive import Autoregressive
+from .ngram import Ngram, NgramSettings
 from .prompt_lookup import PromptLookup, PromptLookupSettings
 from .speculative import Speculative, SpeculativeSettings
 from .staged import Staged, StagedSettings
 from .threshold import Threshold, ThresholdSettings
 
 __all__ = [
-    "Autoregressive", "PromptLookup", "PromptLookupSettings", "Speculative", "SpeculativeSettings", "Staged",
+    "Autoregressive", "Ngram", "NgramSettings", "PromptLookup", "PromptLookupSettings", "Speculative", "SpeculativeSettings", "Staged",
     "StagedSettings", "Threshold", "ThresholdSettings",
 ]  # fmt: skip
 
 #: In the order in which they are listed.
-BUILT_IN: tuple[type[Strategy], ...] = (Autoregressive, Speculative, Threshold, Staged, PromptLookup)
+BUILT_IN: tuple[type[Strategy], ...] = (Autoregressive, Speculative, Threshold, Staged, PromptLookup, Ngram)

@@ -11,12 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
-from decoders import plugins
+from decoders import demo, plugins
 from decoders.cli import app, doctor, models
-from decoders.errors import SettingsError
+from decoders.errors import SettingsError, UnknownNameError
 from decoders.plugins import PluginInfo, registry
+from decoders.strategies.ngram_table import NgramTable
 
 
 @pytest.fixture(autouse=True)
@@ -161,6 +163,57 @@ def test_generate_streams_text_and_reports_on_standard_error(checkpoint: str) ->
     assert streamed.exit_code == 0, streamed.output
     assert streamed.stdout.rstrip("\n") == answer["text"].rstrip("\n")
     assert "tokens each" in streamed.stderr
+
+
+def test_ngram_table_is_trained_and_used(checkpoint: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abcabc and so on " * 8)
+    train = ["train", "ngram", "t.safetensors", "--model", checkpoint]
+    train += ["--tokens", "500", "--length", "40", "--no-compile"]
+    result = run(*train, "--prompts", "a.txt", "--json")
+    assert result.exit_code == 0, result.output
+    figures = json.loads(result.stdout)
+    assert figures["tokens"] >= 500 and figures["vocab_size"] == 128
+    assert figures["source"].endswith("at temperature 1, seed 0, after a.txt")
+    assert figures["contexts"][0] == 1 and figures["bytes"] == (tmp_path / "t.safetensors").stat().st_size
+    plain = run("generate", checkpoint, "abcabc", "-n", "8", "--no-compile", "--json")
+    use = ("-s", "ngram", "--set", "table=t.safetensors")
+    drafted = run("generate", checkpoint, "abcabc", *use, "-n", "8", "--no-compile", "--json")
+    assert drafted.exit_code == 0, drafted.output
+    assert json.loads(drafted.stdout)["text"] == json.loads(plain.stdout)["text"]
+    first = NgramTable.load(tmp_path / "t.safetensors").orders[2]
+    again = run(*train, "--prompts", "a.txt")
+    assert "contexts: 1 of 0" in again.stdout
+    assert torch.equal(NgramTable.load(tmp_path / "t.safetensors").orders[2].keys, first.keys)
+    run(*train, "--prompts", "a.txt", "--seed", "1")
+    assert not torch.equal(NgramTable.load(tmp_path / "t.safetensors").orders[2].keys, first.keys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere/t.safetensors", "--prompts", "a.txt"], "there is no folder"),
+        (["t.safetensors"], "has no token that begins a text: give files with --prompts"),
+        (["t.safetensors", "--prompts", "empty.txt"], "is empty"),
+        (["t.safetensors", "--prompts", "none.txt"], "none.txt cannot be read: No such file"),
+        (["t.safetensors", "--prompts", "a.txt", "--temperature", "0"], "must be above 0"),
+    ],
+)
+def test_ngram_table_that_cannot_be_trained_is_explained(
+    checkpoint: str, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    (tmp_path / "a.txt").write_text("abc")
+    (tmp_path / "empty.txt").write_text("")
+    result = run("train", "ngram", *arguments, "--model", checkpoint)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+@pytest.mark.skipif(not demo.available(), reason="the demo models are not in this checkout")
+def test_both_demo_models_can_be_named() -> None:
+    sizes = [models.load(name)[0].num_parameters() for name in ("demo", "demo:target", "demo:draft")]
+    assert sizes[0] == sizes[1] > sizes[2]
+    with pytest.raises(UnknownNameError, match="Did you mean 'draft'"):
+        models.load("demo:drft")
 
 
 def test_strategy_settings_and_sampling_reach_the_call(checkpoint: str, tmp_path: Path) -> None:

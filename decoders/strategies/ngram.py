@@ -1,0 +1,225 @@
+"""N-gram drafting: the likeliest followers of the last two tokens, as the lowest stage of Spector & Ré (2023) guesses.
+
+Stupid back-off (Brants et al. 2007) scores a follower by the longest context it was seen in; the mini-tree along the
+likeliest spine is that of "Accelerating LLM Inference with Staged Speculative Decoding" (arXiv 2308.04623).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from pydantic import Field, field_validator
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..settings import Settings
+from ..strategy import Context, Draft, Sequences, Strategy
+from ..tree import NO_PARENT, Topology
+from .ngram_table import MAX_NGRAM, context_key, load_table
+
+#: What a shorter context's share is worth beside a longer one's.
+BACK_OFF = 0.4
+#: Bits of a score that count when two are compared; the others are rounding.
+SCORE_BITS = 40
+
+
+class NgramSettings(Settings):
+    """How many guesses, and what they are counted in.
+
+    The default tree costs as much as a chain of 7. Wider ones, such as the paper's, pay where nodes are nearly free.
+    """
+
+    widths: tuple[int, ...] = Field(
+        (2, 1, 1, 1, 1, 1),
+        min_length=1,
+        max_length=16,
+        description="Guesses at each depth, continuing the best of the depth before. The paper: 12, 7, 4, 1, 1, 1.",
+    )
+    max_ngram: int = Field(3, ge=1, le=MAX_NGRAM, description="Longest n-gram, in tokens: 3 reads two tokens back.")
+    table: Path | None = Field(
+        None, description="Counts saved by `decoders train ngram`, added to those of the text so far."
+    )
+    text_weight: int = Field(
+        512, ge=1, le=10**6, description="How many occurrences in the table one occurrence in the text is worth."
+    )
+
+    @field_validator("widths")
+    @classmethod
+    def _some_at_each_depth(cls, widths: tuple[int, ...]) -> tuple[int, ...]:
+        if not all(1 <= width <= 64 for width in widths):
+            raise ValueError("every width must lie between 1 and 64")
+        return widths
+
+
+@dataclass(frozen=True)
+class NgramState:
+    """What a call works with; nothing in it remembers the text.
+
+    Attributes:
+        guess: :func:`mini_tree`, compiled if the call is.
+        scratch: ``[B, V]`` int32, where equal tokens meet; written before it is read.
+        table: tensors of the table's orders, four per order.
+    """
+
+    guess: Callable[..., Tensor]
+    scratch: Tensor
+    table: tuple[Tensor, ...]
+
+
+class Ngram(Strategy):
+    """Proposes what most often followed the last tokens: in prompt and output, in a saved table, or in both.
+
+    Everything is counted afresh from the text in every step, so rows may be rolled back between steps, as happens
+    when this strategy drafts for a draft model.
+    """
+
+    name = "ngram"
+    summary = "Proposes the likeliest followers by n-gram counts of the text so far, a saved table, or both."
+    settings_class = NgramSettings
+
+    def start(self, context: Context) -> NgramState:
+        s: NgramSettings = self.settings
+        orders = load_table(s.table, context.vocab_size, context.device)[: s.max_ngram] if s.table else ()
+        table = tuple(tensor for order in orders for tensor in order.tensors())
+        scratch = torch.zeros(context.rows, context.vocab_size, dtype=torch.int32, device=context.device)
+        return NgramState(context.compile(mini_tree), scratch, table)
+
+    def propose(self, state: NgramState, sequences: Sequences) -> Draft:
+        s: NgramSettings = self.settings
+        guesses = state.guess(
+            sequences.tokens, sequences.length, s.widths, s.max_ngram, s.text_weight, state.scratch, *state.table
+        )
+        return Draft(guesses, spine(s.widths))
+
+
+@lru_cache
+def spine(widths: tuple[int, ...]) -> Topology:
+    """The tree in which the first node of each depth is continued: ``(3, 2)`` has parents ``-1, 0, 0, 0, 1, 1``."""
+    parents, best = [NO_PARENT], 0
+    for width in widths:
+        best, parents = len(parents), parents + [best] * width
+    return Topology.from_parents(parents)
+
+
+def mini_tree(
+    tokens: Tensor,
+    length: Tensor,
+    widths: tuple[int, ...],
+    max_ngram: int,
+    text_weight: int,
+    scratch: Tensor,
+    *table: Tensor,
+) -> Tensor:
+    """The likeliest followers at each depth of the spine: ``[B, sum(widths)]`` int64. Arguments as of :func:`followers`.
+
+    All depths are one graph: compiled one by one, they would spend more time in being called than in counting.
+    """
+    at = length[:, None] - 1 - torch.arange(max_ngram - 1, device=tokens.device)[None]
+    context = torch.where(at >= 0, tokens.gather(1, at.clamp(min=0)), -1)
+    guesses = []
+    for width in widths:
+        best, context = followers(tokens, length, context, width, text_weight, scratch, *table)
+        guesses.append(best)
+    return torch.cat(guesses, 1)
+
+
+def followers(
+    tokens: Tensor, length: Tensor, context: Tensor, width: int, text_weight: int, scratch: Tensor, *table: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The likeliest followers of `context` in each row.
+
+    The score of a follower is its share among all followers of the longest context that it was seen in, times 0.4 for
+    each token by which that is shorter than `context`. Of equal scores the one seen last in that context is better;
+    those that only the table has seen there come behind: after more context first, then in the table's order.
+
+    Args:
+        tokens: ``[B, L]`` int64, ids below V. length: ``[B]`` int64, valid tokens per row.
+        context: ``[B, 0 … 2]`` int64, the most recent token first; -1 where there is none.
+        text_weight: what an occurrence in the text counts beside one in the table.
+        scratch: ``[B, V]`` int32, overwritten. table: tensors of :class:`NgramOrder`, order by order.
+
+    Returns:
+        ``[B, width]`` int64, best first, all different, -1 where no more are known; and the context behind the first.
+    """
+    slots = tokens.shape[1]
+    inside = torch.arange(slots, device=tokens.device)[None] < length[:, None]
+    last = [context[:, k : k + 1] for k in range(context.shape[1])]
+    matches = [inside]
+    for back, token in enumerate(last, 1):
+        # earlier[p] = tokens[p - back], and before the start what equals nothing, not even a missing token.
+        earlier = pad(tokens, (back, 0), value=-2)[:, :slots]
+        matches.append(matches[-1] & (earlier == token))
+    entries = _entries(table, last, length[:, None], scratch.shape[1])
+    best = _ranked(torch.where(inside, tokens, 0), matches, entries, width, text_weight, scratch)
+    return best, torch.cat([best[:, :1], context], 1)[:, : context.shape[1]]
+
+
+def _entries(
+    table: tuple[Tensor, ...], context: list[Tensor], like: Tensor, vocab_size: int
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """What the table holds on `context`, by order: followers and counts ``[B, C]``, the total ``[B, 1]``.
+
+    Where the context is not in the table, followers are -1 and counts 0.
+    """
+    found = []
+    for n in range(len(table) // 4):
+        keys, tokens, counts, totals = table[4 * n : 4 * n + 4]
+        key = context_key(context[:n], vocab_size, like)  # negative, so in no table, if the text is too short
+        at = torch.searchsorted(keys, key).clamp(max=keys.shape[0] - 1)
+        known = keys[at] == key
+        row = at[:, 0]
+        found.append(
+            (
+                torch.where(known, tokens[row].long(), -1),
+                torch.where(known, counts[row], 0).double(),
+                torch.where(known, totals[at], 0).double(),
+            )
+        )
+    return found
+
+
+def _ranked(
+    text: Tensor,
+    matches: list[Tensor],
+    entries: list[tuple[Tensor, Tensor, Tensor]],
+    width: int,
+    text_weight: int,
+    scratch: Tensor,
+) -> Tensor:
+    """The `width` best followers ``[B, width]``, best first, -1 where there are fewer.
+
+    Args:
+        text: ``[B, L]`` int64. matches: by order, ``[B, L]`` bool: the tokens of the text that follow the context.
+        entries: by order, what the table adds.
+    """
+    # Candidates, with repetitions: the table's, then the text's tokens; what comes later wins among equals.
+    tokens = torch.cat([*(tokens.flip(1) for tokens, _, _ in entries), text], 1).clamp(min=0)
+    slot = torch.arange(tokens.shape[1], device=text.device)[None].expand_as(tokens)
+    # Equal tokens are counted in one place, the slot of any of them: whichever wins the scatter. Only what was written
+    # is read back, so nothing of size V is filled or read through. (Compiled, an indexed assignment works in place where
+    # scatter_ would copy all of `scratch` to and fro.)
+    scratch[torch.arange(len(tokens), device=text.device)[:, None], tokens] = slot.int()
+    place = scratch.gather(1, tokens).long()
+    score = torch.zeros_like(tokens, dtype=torch.float64)
+    eligible = torch.zeros_like(tokens, dtype=torch.bool)  # slots behind the longest context that had their token
+    for n, matched in enumerate(matches):
+        # float64 sums of whole numbers are exact in any order, so that every device finds the same ties.
+        own = matched.double() * text_weight
+        total = own.sum(1, keepdim=True)
+        theirs = [torch.zeros_like(counts) for _, counts, _ in entries]
+        if n < len(entries):
+            theirs[n] = entries[n][1].flip(1)
+            total = total + entries[n][2]
+        weight = torch.cat([*theirs, own], 1)
+        count = torch.zeros_like(score).scatter_add_(1, place, weight).gather(1, place)
+        score = torch.where(count > 0, count / total, BACK_OFF * score)
+        eligible = torch.where(count > 0, weight > 0, eligible)
+    # One whole number that orders by score and then by slot; of the slots of a token the best remains.
+    worth = torch.where(eligible, (score * 2.0**SCORE_BITS).long() * tokens.shape[1] + slot, -1)
+    worth = torch.full_like(worth, -1).scatter_reduce_(1, place, worth, "amax")
+    best = pad(worth, (0, width), value=-1).topk(width, 1).values
+    return torch.where(best >= 0, tokens.gather(1, best % tokens.shape[1]), -1)

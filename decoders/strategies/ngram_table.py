@@ -1,0 +1,213 @@
+"""A table of n-gram counts: which tokens follow a context of up to two tokens, and how often."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..errors import SettingsError
+
+FORMAT = "decoders-ngram-table"
+VERSION = "1"
+#: Longest n-gram of a table and of the strategy: the keys of its contexts must fit 64 bits together with a follower.
+MAX_NGRAM = 3
+
+
+@dataclass(frozen=True)
+class NgramOrder:
+    """Counts of the n-grams of one length. ``K`` contexts, ``C`` followers kept of each, the most frequent first.
+
+    Attributes:
+        keys: ``[K]`` int64, the contexts in ascending order (:func:`context_key`).
+        followers: ``[K, C]`` int32 token ids; -1 where a context has fewer.
+        counts: ``[K, C]`` int32, how often each of them followed; 0 where there is none.
+        totals: ``[K]`` int64, how often anything followed, followers that were not kept included.
+    """
+
+    keys: Tensor
+    followers: Tensor
+    counts: Tensor
+    totals: Tensor
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """``keys, followers, counts, totals``."""
+        return self.keys, self.followers, self.counts, self.totals
+
+
+@dataclass(frozen=True)
+class NgramTable:
+    """What was counted, and on what.
+
+    Attributes:
+        orders: unigrams, bigrams, trigrams, as far as they were counted.
+        vocab_size: size ``V`` of the vocabulary that the tokens belong to.
+        tokens: number of tokens that were counted.
+        source: what the text was, in words.
+    """
+
+    orders: tuple[NgramOrder, ...]
+    vocab_size: int
+    tokens: int
+    source: str
+
+    @staticmethod
+    def count(
+        texts: Iterable[tuple[Tensor, int]], vocab_size: int, *, max_ngram: int = MAX_NGRAM, followers: int = 16,
+        source: str = "",
+    ) -> NgramTable:  # fmt: skip
+        """Counts n-grams up to `max_ngram` tokens long.
+
+        Args:
+            texts: pairs of a text ``[T]`` int64 and the place of its first token to count; what stands before is
+                context only.
+            followers: how many of a context's followers to keep.
+
+        Raises:
+            SettingsError: a vocabulary too large for 64-bit keys, a token outside of it, or nothing to count.
+        """
+        if vocab_size**MAX_NGRAM >= 2**63:
+            raise SettingsError(f"n-grams of {vocab_size} different tokens do not fit 64 bits: at most 2097151")
+        pairs: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(max_ngram)]
+        for given, start in texts:
+            text = given.to("cpu", torch.int64)
+            if text.numel() and not 0 <= int(text.min()) <= int(text.max()) < vocab_size:
+                raise SettingsError(f"tokens {int(text.min())} to {int(text.max())} in a vocabulary of {vocab_size}")
+            for context, kept in enumerate(pairs):
+                first = max(start, context)
+                window = [text[first - back : text.numel() - back] for back in range(1, context + 1)]
+                kept.append((context_key(window, vocab_size, text[first:]), text[first:]))
+        orders = []
+        for kept in pairs:
+            keys, tokens = (torch.cat(parts) if parts else torch.empty(0) for parts in zip(*kept, strict=True))
+            if not keys.numel():
+                raise SettingsError(f"there is no n-gram of {len(orders) + 1} tokens to count")
+            orders.append(_count(keys, tokens, vocab_size, followers))
+        return NgramTable(tuple(orders), vocab_size, int(orders[0].totals.sum()), source)
+
+    def save(self, path: Path) -> None:
+        """Writes the table as safetensors, its description in the metadata."""
+        names = ("keys", "followers", "counts", "totals")
+        tensors = {
+            f"{n}.{name}": tensor
+            for n, order in enumerate(self.orders, 1)
+            for name, tensor in zip(names, order.tensors(), strict=True)
+        }
+        about = {
+            "format": FORMAT, "version": VERSION, "vocab_size": self.vocab_size, "max_ngram": len(self.orders),
+            "tokens": self.tokens, "source": self.source,
+        }  # fmt: skip
+        save_file(tensors, path, metadata={name: str(value) for name, value in about.items()})
+
+    @staticmethod
+    def load(path: Path) -> NgramTable:
+        """Reads what :meth:`save` wrote.
+
+        Raises:
+            SettingsError: no such file, no table, or one that does not hold together.
+        """
+        try:
+            with safe_open(path, framework="pt") as file:
+                about = file.metadata() or {}
+                if about.get("format") != FORMAT:
+                    raise SettingsError(
+                        f"{path} is no n-gram table: its format is {about.get('format')!r}, not {FORMAT!r}"
+                    )
+                if about.get("version") != VERSION:
+                    raise SettingsError(
+                        f"n-gram table {path} has version {about.get('version')!r}, this package reads {VERSION!r}"
+                    )
+                orders = tuple(
+                    NgramOrder(*(file.get_tensor(f"{n}.{name}") for name in ("keys", "followers", "counts", "totals")))
+                    for n in range(1, int(about["max_ngram"]) + 1)
+                )
+                table = NgramTable(orders, int(about["vocab_size"]), int(about["tokens"]), about["source"])
+        except OSError as error:
+            raise SettingsError(f"n-gram table {path} cannot be read: {error.strerror or error}") from error
+        except (SafetensorError, KeyError, ValueError) as error:
+            if isinstance(error, SettingsError):
+                raise
+            raise SettingsError(f"{path} is no n-gram table: {error}") from error
+        table._check(path)
+        return table
+
+    def _check(self, path: Path) -> None:
+        """A follower outside the vocabulary would be an index out of bounds in compiled code, so look here once."""
+        for n, order in enumerate(self.orders, 1):
+            keys, followers, counts, totals = order.tensors()
+            shape = followers.shape
+            if (
+                keys.dim() != 1 or not keys.numel() or followers.dim() != 2 or not followers.numel()
+                or shape[0] != keys.numel() or counts.shape != shape or totals.shape != keys.shape
+                or not -1 <= int(followers.min()) <= int(followers.max()) < self.vocab_size
+                or int(counts.min()) < 0 or bool((keys.diff() <= 0).any())
+            ):  # fmt: skip
+                raise SettingsError(f"n-gram table {path} is damaged: its {n}-grams do not hold together")
+
+
+def context_key(context: Sequence[Tensor], vocab_size: int, like: Tensor) -> Tensor:
+    """The key of contexts of any length: base-`vocab_size` digits, the most recent token (`context[0]`) last.
+
+    Args:
+        context: tensors of the shape of `like`, the most recent token first; none for unigrams.
+    """
+    key = torch.zeros_like(like)
+    for token in reversed(context):
+        key = key * vocab_size + token
+    return key
+
+
+def load_table(path: Path, vocab_size: int, device: torch.device) -> tuple[NgramOrder, ...]:
+    """The orders of the table in `path` on `device`, read once per process and state of the file.
+
+    Raises:
+        SettingsError: no such table, or one of another vocabulary.
+    """
+    try:
+        state = path.stat()
+    except OSError as error:
+        raise SettingsError(f"n-gram table {path} cannot be read: {error.strerror}") from error
+    table = _read(path.absolute(), state.st_mtime_ns, state.st_size)
+    if table.vocab_size != vocab_size:
+        raise SettingsError(
+            f"n-gram table {path} counts tokens of a vocabulary of {table.vocab_size}, the model's has {vocab_size}. "
+            "Train one with `decoders train ngram` for this model"
+        )
+    return _placed(path.absolute(), state.st_mtime_ns, state.st_size, device)
+
+
+@lru_cache(maxsize=4)
+def _read(path: Path, mtime_ns: int, size: int) -> NgramTable:
+    """Modification time and size are in the key, so a file that was written again is read again."""
+    return NgramTable.load(path)
+
+
+@lru_cache(maxsize=4)
+def _placed(path: Path, mtime_ns: int, size: int, device: torch.device) -> tuple[NgramOrder, ...]:
+    orders = _read(path, mtime_ns, size).orders
+    return tuple(NgramOrder(*(tensor.to(device) for tensor in order.tensors())) for order in orders)
+
+
+def _count(keys: Tensor, tokens: Tensor, vocab_size: int, followers: int) -> NgramOrder:
+    """`keys` and `tokens`, both ``[T]``: the context and the token of every n-gram."""
+    grams, counts = torch.unique(keys * vocab_size + tokens, return_counts=True)
+    contexts, size = torch.unique_consecutive(grams // vocab_size, return_counts=True)
+    row = torch.arange(contexts.numel()).repeat_interleave(size)
+    totals = torch.zeros(contexts.numel(), dtype=torch.int64).scatter_add_(0, row, counts)
+    # By context, then by count; the sorts are stable, so that of equal counts the smaller token id comes first.
+    order = counts.argsort(descending=True, stable=True)
+    order = order[row[order].argsort(stable=True)]
+    rank = torch.arange(grams.numel()) - (size.cumsum(0) - size).repeat_interleave(size)
+    kept = rank < followers
+    order, rank, row = order[kept], rank[kept], row[kept]
+    best = torch.full((contexts.numel(), min(followers, int(size.max()))), -1, dtype=torch.int32)
+    best[row, rank] = (grams[order] % vocab_size).int()
+    often = torch.zeros_like(best)
+    often[row, rank] = counts[order].int()
+    return NgramOrder(contexts, best, often, totals)

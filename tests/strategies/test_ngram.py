@@ -1,0 +1,316 @@
+"""N-gram drafting against counts in plain Python."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+import decoders
+from decoders import demo
+from decoders.engine.compiler import CompiledFunction
+from decoders.errors import SettingsError
+from decoders.strategies import Ngram
+from decoders.strategies.ngram import NgramState, mini_tree, spine
+from decoders.strategies.ngram_table import NgramTable, load_table
+from decoders.strategy import Sequences
+from decoders.testing import tiny_model
+from decoders.testing.exactness import decode, prompts
+
+EAGER = {"compile": False}
+V = 100
+
+
+def propose(
+    rows: list[list[int]], table: NgramTable | None = None, junk: int = 0, vocab: int = V, **values: Any
+) -> list[list[int]]:
+    """The guesses for ragged rows; what lies behind a row's end is `junk`."""
+    width = max(map(len, rows)) + 3
+    strategy = Ngram(**values)
+    orders = table.orders[: strategy.settings.max_ngram] if table else ()
+    scratch = torch.full((len(rows), vocab), 10**6, dtype=torch.int32)  # whatever a step before left there
+    state = NgramState(mini_tree, scratch, tuple(tensor for order in orders for tensor in order.tensors()))
+    length = torch.tensor([len(row) for row in rows])
+    sequences = Sequences(
+        torch.tensor([row + [junk] * (width - len(row)) for row in rows]), length, length, length < 0, length
+    )
+    draft = strategy.propose(state, sequences)
+    draft.check(len(rows))
+    return draft.tokens.tolist()
+
+
+def count_in_python(texts: list[list[int]], longest: int, kept: int) -> dict[tuple[int, ...], tuple[Counter, int]]:
+    """Context to its most frequent followers (smaller token ids first among equals) and the count of all of them."""
+    every: dict[tuple[int, ...], Counter] = {}
+    for text in texts:
+        for n in range(longest):
+            for at in range(n, len(text)):
+                every.setdefault(tuple(text[at - n : at]), Counter())[text[at]] += 1
+    best = {key: sorted(counts.items(), key=lambda item: (-item[1], item[0])) for key, counts in every.items()}
+    return {key: (Counter(dict(best[key][:kept])), counts.total()) for key, counts in every.items()}
+
+
+def guess_in_python(
+    text: list[int],
+    widths: tuple[int, ...],
+    longest: int,
+    table: dict[tuple[int, ...], tuple[Counter, int]],
+    text_weight: int = 1,
+) -> list[int]:
+    """Stupid back-off by its definition, one depth after the other."""
+    own = count_in_python([text], longest, V)
+    context, guesses = list(text), []
+    for width in widths:
+        score: dict[int, float] = {}
+        order: dict[int, tuple] = {}
+        for n in range(longest):  # the longest context has the last word
+            if n > len(context):
+                break
+            key = tuple(context[len(context) - n :])
+            mine, theirs = own.get(key, (Counter(), 0)), table.get(key, (Counter(), 0))
+            counts = Counter({token: text_weight * count for token, count in mine[0].items()}) + theirs[0]
+            total = text_weight * mine[1] + theirs[1]
+            score = {token: 0.4 * value for token, value in score.items()}
+            for token, count in counts.items():
+                seen = [at for at in range(n, len(text)) if text[at] == token and tuple(text[at - n : at]) == key]
+                rank = list(theirs[0]).index(token) if token in theirs[0] else 0
+                score[token] = count / total
+                order[token] = (max(seen), 0, 0) if seen else (-1, n, -rank)
+        best = sorted(score, key=lambda token: (int(score[token] * 2**40), order[token]), reverse=True)[:width]
+        guesses += best + [-1] * (width - len(best))
+        context.append(best[0])
+    return guesses
+
+
+texts = st.lists(st.integers(0, 4), min_size=1, max_size=24)
+
+
+@settings(deadline=None)
+@given(st.lists(texts, min_size=1, max_size=4), st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
+def test_guesses_equal_counts_in_plain_python(rows, widths, data):
+    longest, junk = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 4))
+    proposed = propose(rows, junk=junk, widths=widths, max_ngram=longest)
+    assert proposed == [guess_in_python(row, tuple(widths), longest, {}) for row in rows]
+
+
+@settings(deadline=None)
+@given(st.lists(texts, min_size=1, max_size=3), st.lists(texts.filter(lambda t: len(t) > 2), min_size=1), st.data())
+def test_guesses_from_text_and_table_equal_counts_in_plain_python(rows, corpus, data):
+    longest, kept, weight = (data.draw(st.integers(1, most)) for most in (3, 5, 4))
+    table = NgramTable.count([(torch.tensor(text), 0) for text in corpus], V, followers=kept)
+    proposed = propose(rows, table, widths=(3, 2, 1), max_ngram=longest, text_weight=weight)
+    expected = count_in_python(corpus, longest, kept)
+    assert proposed == [guess_in_python(row, (3, 2, 1), longest, expected, weight) for row in rows]
+
+
+@settings(deadline=None)
+@given(st.lists(texts, min_size=2, max_size=4))
+def test_rows_do_not_see_each_other(rows):
+    assert propose(rows) == [propose([row])[0] for row in rows]
+
+
+def test_longer_context_beats_more_frequent_followers_of_a_shorter_one():
+    #       8 after 1, 2        9 after 2, often     suffix
+    text = [1, 2, 8] + [7, 2, 9] * 3 + [1, 2]
+    assert propose([text], widths=(3,)) == [[8, 9, 2]]
+    assert propose([text], widths=(1,), max_ngram=2) == [[9]]
+    assert propose([text], widths=(1,), max_ngram=1) == [[2]]
+
+
+def test_unseen_context_backs_off_to_the_most_frequent_token():
+    assert propose([[5, 6, 5, 7, 8]], widths=(1,)) == [[5]]
+
+
+def test_most_recent_of_equally_frequent_followers_wins():
+    assert propose([[1, 50, 7, 1, 60, 7, 1]], widths=(2,), max_ngram=2) == [[60, 50]]
+
+
+def test_first_guess_of_each_depth_is_continued_and_its_siblings_are_others():
+    assert spine((3, 2, 1)).parents == (-1, 0, 0, 0, 1, 1, 4)
+    text = [1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3, 5, 1, 2]
+    [guesses] = propose([text], widths=(3, 2, 1))
+    assert [guesses[0], guesses[3], guesses[5]] == [3, 5, 1]
+    assert guesses[4] == 4
+    assert len(set(guesses[:3])) == 3
+
+
+@pytest.mark.parametrize("text", [[5], [5, 6], [5, 5], [0], [0, 0, 0]])
+@pytest.mark.parametrize("max_ngram", [1, 2, 3])
+def test_short_rows_propose_what_little_they_have_seen(text, max_ngram):
+    [guesses] = propose([text], widths=(4, 2), max_ngram=max_ngram)
+    for depth in (guesses[:4], guesses[4:]):
+        known = [token for token in depth if token != -1]
+        assert set(known) <= set(text) and len(known) == min(len(set(text)), len(depth))
+
+
+def test_nothing_behind_the_end_of_a_row_is_counted():
+    rows = [[1, 2, 3, 1], [1], [4, 5, 4, 5, 4, 5, 4]]
+    assert propose(rows, junk=1) == propose(rows, junk=7) == propose(rows, junk=99)
+
+
+def test_loop_is_continued_for_as_long_as_the_spine():
+    assert propose([[1, 2, 3] * 4], widths=(1,) * 8) == [[1, 2, 3, 1, 2, 3, 1, 2]]
+
+
+def test_large_vocabulary():
+    text = [149_999, 149_998, 7, 149_999, 149_998]
+    table = NgramTable.count([(torch.tensor([149_998, 7, 149_999, 149_999, 149_999]), 0)], 150_000)
+    assert propose([text] * 3, vocab=150_000, widths=(1, 1, 1)) == [[7, 149_999, 149_998]] * 3
+    assert propose([text], table, vocab=150_000, widths=(1, 1), max_ngram=2)[0] == [7, 149_999]
+
+
+def table_of(*texts: list[int], **options: Any) -> NgramTable:
+    return NgramTable.count([(torch.tensor(text), 0) for text in texts], V, **options)
+
+
+def test_counts_of_text_and_table_add_up():
+    table = table_of([1, 8, 1, 8, 1, 9])
+    options = dict(widths=(2,), max_ngram=2, text_weight=1)
+    assert propose([[1]], table, **options) == [[8, 9]]
+    assert propose([[1, 9, 1]], table, **options) == [[9, 8]], "two each, and the text has seen 9"
+    assert propose([[1, 9, 7, 1]], table_of([1, 8] * 3), **options) == [[8, 9]]
+
+
+def test_text_outweighs_a_table_as_much_as_it_is_told_to():
+    table = table_of([1, 8] * 10)
+    assert propose([[1, 9, 7, 1]], table, widths=(1,), text_weight=9) == [[8]]
+    assert propose([[1, 9, 7, 1]], table, widths=(1,), text_weight=11) == [[9]]
+
+
+def test_what_a_table_knows_is_proposed_without_any_text_to_look_in():
+    table = table_of([1, 2, 3, 4, 5])
+    assert propose([[2, 3]], table, widths=(1, 1)) == [[4, 5]]
+
+
+def test_only_what_stands_behind_the_start_is_counted():
+    table = NgramTable.count([(torch.tensor([1, 2, 3, 4]), 2)], V)
+    assert table.tokens == 2
+    assert [order.keys.tolist() for order in table.orders] == [[0], [2, 3], [1 * V + 2, 2 * V + 3]]
+    assert table.orders[0].followers.tolist() == [[3, 4]]
+
+
+def test_followers_that_are_not_kept_still_count_in_the_total():
+    order = table_of([1, 2, 1, 2, 1, 3, 1, 4], followers=2).orders[1]
+    row = order.keys.tolist().index(1)
+    assert (order.followers[row].tolist(), order.counts[row].tolist(), int(order.totals[row])) == ([2, 3], [2, 1], 4)
+
+
+def test_table_comes_back_from_its_file(tmp_path):
+    table = table_of([1, 2, 3, 1, 2, 4], source="six tokens")
+    table.save(tmp_path / "t.safetensors")
+    again = NgramTable.load(tmp_path / "t.safetensors")
+    assert (again.vocab_size, again.tokens, again.source) == (V, 6, "six tokens")
+    for a, b in zip(table.orders, again.orders, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a.tensors(), b.tensors(), strict=True))
+
+
+def test_file_is_read_again_only_when_it_was_written_again(tmp_path, monkeypatch):
+    path, reads, load = tmp_path / "t.safetensors", [], NgramTable.load
+    monkeypatch.setattr(NgramTable, "load", staticmethod(lambda p: reads.append(p) or load(p)))
+    table_of([1, 2, 3]).save(path)
+    cpu = torch.device("cpu")
+    assert load_table(path, V, cpu) is load_table(path, V, cpu)
+    assert len(reads) == 1
+    table_of([1, 2, 3, 4]).save(path)
+    os.utime(path, ns=(1, 1))
+    assert load_table(path, V, cpu)[0].followers.tolist() == [[1, 2, 3, 4]]
+    assert len(reads) == 2
+
+
+def broken_tables(folder: Path) -> dict[str, tuple[Path, str]]:
+    """Kind of defect to a file that has it and what the error must say."""
+    good = table_of([1, 2, 3])
+    made = {name: folder / f"{name}.safetensors" for name in ("text", "other", "version", "half", "range", "vocab")}
+    made["text"].write_text("no safetensors")
+    save_file({"x": torch.zeros(1)}, made["other"])
+    about = {"format": "decoders-ngram-table", "version": "1", "vocab_size": "100", "max_ngram": "1", "tokens": "3"}
+    save_file({"x": torch.zeros(1)}, made["version"], metadata=about | {"version": "9"})
+    save_file({"x": torch.zeros(1)}, made["half"], metadata=about | {"source": ""})
+    good.orders[0].followers[0, 0] = V
+    good.save(made["range"])
+    NgramTable.count([(torch.tensor([1, 2, 3]), 0)], 4000).save(made["vocab"])
+    return {
+        "missing": (folder / "none.safetensors", "none.safetensors cannot be read: No such file"),
+        "folder": (folder, "cannot be read|is no n-gram table"),
+        "text": (made["text"], "is no n-gram table"),
+        "other": (made["other"], "its format is None, not 'decoders-ngram-table'"),
+        "version": (made["version"], "version '9', this package reads '1'"),
+        "half": (made["half"], "is no n-gram table"),
+        "range": (made["range"], "is damaged"),
+        "vocab": (made["vocab"], "vocabulary of 4000, the model's has 128"),
+    }
+
+
+@pytest.mark.parametrize("kind", ["missing", "folder", "text", "other", "version", "half", "range", "vocab"])
+def test_table_that_cannot_be_used_is_explained(kind, tmp_path):
+    path, message = broken_tables(tmp_path)[kind]
+    model = decoders.enable(tiny_model("llama"))
+    with pytest.raises(SettingsError, match=message):
+        decode(model, prompts(), Ngram(table=path), max_new_tokens=2, decoders_config=EAGER)
+
+
+@pytest.mark.parametrize(
+    ("text", "vocab", "message"),
+    [
+        ([1, 2], 100, "no n-gram of 3 tokens"),
+        ([1, 2, 100], 100, "1 to 100 in a vocabulary of 100"),
+        ([1], 2**21, "64 bits"),
+    ],
+)
+def test_text_that_cannot_be_counted_is_explained(text, vocab, message):
+    with pytest.raises(SettingsError, match=message):
+        NgramTable.count([(torch.tensor(text), 0)], vocab)
+
+
+@pytest.mark.parametrize("widths", [(), (0,), (65,), (1,) * 17])
+def test_widths_out_of_range_are_refused(widths):
+    with pytest.raises(SettingsError, match="widths"):
+        Ngram(widths=widths)
+
+
+def test_table_in_the_settings_is_used_and_changes_no_token(tmp_path):
+    model = decoders.enable(tiny_model("llama"))
+    plain = decode(model, prompts(2), "autoregressive", max_new_tokens=24, decoders_config=EAGER)
+    table = NgramTable.count([(row, 0) for row in plain.sequences], 128)
+    table.save(tmp_path / "t.safetensors")
+    without = decode(model, prompts(2), "ngram", max_new_tokens=24, decoders_config=EAGER)
+    config = {"table": str(tmp_path / "t.safetensors"), "widths": [1] * 6}
+    out = decode(model, prompts(2), "ngram", strategy_config=config, max_new_tokens=24, decoders_config=EAGER)
+    assert torch.equal(out.sequences, plain.sequences) and torch.equal(without.sequences, plain.sequences)
+    assert out.report.mean_accepted_length > 3 > without.report.mean_accepted_length
+
+
+def test_merges_with_prompt_lookup():
+    model = decoders.enable(tiny_model("llama"))
+    plain = decode(model, prompts(3), max_new_tokens=24)
+    out = decode(model, prompts(3), "prompt_lookup+ngram", max_new_tokens=24, decoders_config=EAGER)
+    assert torch.equal(out.sequences, plain.sequences)
+
+
+@pytest.mark.skipif(not demo.available(), reason="the demo models are not in this checkout")
+def test_demo_model_writes_the_same_text_in_fewer_steps():
+    model, tokenizer = demo.load("draft")
+    decoders.enable(model, tokenizer=tokenizer)
+    inputs = dict(tokenizer(demo.prompts("copy")[0].text, return_tensors="pt"))
+    inputs.pop("token_type_ids", None)
+    plain = decode(model, inputs, max_new_tokens=48)
+    out = decode(model, inputs, "ngram", max_new_tokens=48, decoders_config=EAGER)
+    assert torch.equal(out.sequences, plain.sequences)
+    assert out.report.mean_accepted_length > 1.5
+
+
+def test_compiled_guesses_are_those_of_plain_tensor_code():
+    compiled = CompiledFunction(mini_tree)
+    table = tuple(t for order in table_of([1, 2, 3, 4, 1, 2, 4, 4, 2]).orders for t in order.tensors())
+    generator = torch.Generator().manual_seed(0)
+    for slots in (40, 57):
+        tokens, length = torch.randint(0, 5, (3, slots), generator=generator), torch.tensor([slots, 2, 1])
+        given = tokens, length, (3, 2), 3, 2, torch.zeros(3, V, dtype=torch.int32), *table
+        assert torch.equal(compiled(*given), mini_tree(*given))
