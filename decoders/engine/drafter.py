@@ -120,7 +120,10 @@ class Drafter:
         """Takes over what is committed; drafts of the last round that were rejected are forgotten."""
         self._reach = sequences.tokens.shape[1]
         rows = self.rows
-        rows.tokens[:, : self._reach].copy_(sequences.tokens)
+        tokens = sequences.tokens
+        if self.core.padding:  # ids that only the target has would be out of range for a stage
+            tokens = tokens.clamp(max=self.vocab_size - 1)
+        rows.tokens[:, : self._reach].copy_(tokens)
         rows.length.copy_(sequences.length)
         rows.finished.copy_(sequences.finished)
         self._begun.copy_(sequences.length)

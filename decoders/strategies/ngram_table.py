@@ -83,7 +83,7 @@ class NgramTable:
                 first = max(start, context)
                 window = [text[first - back : text.numel() - back] for back in range(1, context + 1)]
                 kept.append((context_key(window, vocab_size, text[first:]), text[first:]))
-        orders = []
+        orders: list[NgramOrder] = []
         for kept in pairs:
             keys, tokens = (torch.cat(parts) if parts else torch.empty(0) for parts in zip(*kept, strict=True))
             if not keys.numel():
