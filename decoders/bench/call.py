@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from ..engine.compiler import compilations
 
@@ -60,7 +61,7 @@ def decode(contestant: Contestant, workload: Workload, new_tokens: int, streamer
         arguments["streamer"] = streamer
     # transformers' own must not pass through ours, whose default strategy may be set in the environment.
     generate = model.generate if contestant.ours else type(model).generate.__get__(model)
-    with lent_configs(contestant):
+    with lent_configs(contestant), _unwarned(contestant):
         graphs = compilations()
         synchronize(model.device)
         started = time.perf_counter()
@@ -91,6 +92,18 @@ def lent_configs(contestant: Contestant) -> Iterator[None]:
     finally:
         for model, config in zip(models, kept, strict=True):
             model.generation_config = config
+
+
+@contextlib.contextmanager
+def _unwarned(contestant: Contestant) -> Iterator[None]:
+    """Assisted generation warns of arguments that transformers itself passes to the assistant: no news to who reads figures."""
+    level = logging.get_verbosity()
+    if contestant.assistant is not None:
+        logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
 
 
 def pad_token(model: PreTrainedModel) -> int:

@@ -41,7 +41,9 @@ def split(text: str, separator: str = ",") -> list[str]:
     Raises:
         SettingsError: brackets that do not match.
     """
-    pieces, closing, quoted, start = [], [], False, 0
+    pieces: list[str] = []
+    closing: list[str] = []
+    quoted, start = False, 0
     for at, letter in enumerate(text):
         if letter == '"' and closing:  # JSON text; outside brackets a quote means nothing
             quoted = not quoted
