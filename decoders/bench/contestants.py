@@ -55,10 +55,8 @@ class Sampling:
 
     def arguments(self) -> dict[str, Any]:
         """Of ``generate``, the seed apart."""
-        # Models often ship sampling defaults; none of them may come on top.
-        return {
-            "do_sample": True, "temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p, "min_p": None,
-        }  # fmt: skip
+        # All three, though they may cut nothing off: what is left out is filled from the model's config.
+        return {"do_sample": True, "temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
 
 
 @dataclass(frozen=True)
