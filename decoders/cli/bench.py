@@ -32,8 +32,9 @@ def bench(
             "--strategy",
             "--strategies",
             "-s",
-            help="Strategies, comma-separated or repeated; a+b merges, settings in brackets make variants: "
-            "speculative[length=2,verifier=block]. Default: all.",
+            # In capitals: rich would take lower-case brackets for markup.
+            help="Strategies, comma-separated or repeated; a+b merges, STRATEGY[KEY=VALUE,…] is a variant with other "
+            "settings. Default: all.",
         ),
     ] = None,
     baselines: Annotated[
