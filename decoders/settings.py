@@ -11,7 +11,7 @@ import difflib
 import json
 import os
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
@@ -118,6 +118,31 @@ def unknown_variables(sections: Collection[str]) -> list[str]:
     prefixes = tuple(_variable(name.replace("-", "_"), "") for name in sections)
     own = {_variable(None, name) for name in (*RuntimeSettings.model_fields, *NOT_SETTINGS)}
     return sorted(v for v in os.environ if v.startswith("DECODERS_") and v not in own and not v.startswith(prefixes))
+
+
+def parse_assignments(assignments: Sequence[str], place: str = "--set") -> dict[str, Any]:
+    """``["max_ngram=4", "prompt_lookup.length=8"]`` as nested settings; a value is JSON, or else the text itself.
+
+    Raises:
+        SettingsError: an item without ``=``, or a name that is both a value and a table. `place` says where it stands.
+    """
+    settings: dict[str, Any] = {}
+    for item in assignments:
+        name, equals, text = item.partition("=")
+        if not equals or not name.strip():
+            raise SettingsError(f"{place} takes key=value, not {item!r}")
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = text
+        *tables, last = name.strip().replace("-", "_").split(".")
+        table = settings
+        for key in tables:
+            table = table.setdefault(key, {})
+            if not isinstance(table, dict):
+                raise SettingsError(f"{place} {item}: {key!r} already has a value")
+        table[last] = value
+    return settings
 
 
 def _variable(section: str | None, name: str) -> str:

@@ -8,11 +8,12 @@ bench.summarise(entries)
 
 from __future__ import annotations
 
-from .contestants import Call, Contestant, Workload, decode, strategy_contestants, transformers_contestants, workloads
+from .call import Call, decode
+from .contestants import Contestant, Sampling, Workload, strategy_contestants, transformers_contestants, workloads
 from .interleave import Entry, Sample, calls, measure, rotation, take_turns, warm_up
 from .records import Record, Spread, summarise
 
 __all__ = [
-    "Call", "Contestant", "Entry", "Record", "Sample", "Spread", "Workload", "calls", "decode", "measure", "rotation",
-    "strategy_contestants", "summarise", "take_turns", "transformers_contestants", "warm_up", "workloads",
+    "Call", "Contestant", "Entry", "Record", "Sample", "Sampling", "Spread", "Workload", "calls", "decode", "measure",
+    "rotation", "strategy_contestants", "summarise", "take_turns", "transformers_contestants", "warm_up", "workloads",
 ]  # fmt: skip

@@ -7,7 +7,7 @@ import time
 import torch
 from transformers import PreTrainedModel
 
-from .contestants import synchronize
+from .call import synchronize
 
 
 def copy_bandwidth(device: torch.device, size: int | None = None, repeats: int = 5) -> float:

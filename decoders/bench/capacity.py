@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from .call import decode as _decode
 from .contestants import Contestant, Workload
-from .contestants import decode as _decode
-from .interleave import Decode, rotation
+from .interleave import rotation
 from .records import Spread
+from .streams import Decode
 
 #: Tokens of the prompts used, and cache capacities compared (slots per row).
 LENGTH, SLOTS = 128, (256, 8192)

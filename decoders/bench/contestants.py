@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from transformers import CompileConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import generate as _generate
-from ..engine.compiler import compilations
-from ..errors import UnknownNameError
+from ..errors import SettingsError, UnknownNameError
+from ..names import canonical
+from ..plugins import registry
+from ..settings import RuntimeSettings, load_settings
+from .variants import Variant, assistant_tokens, parse
 
-if TYPE_CHECKING:
-    from ..report import Report
-
-#: transformers' generate with its dynamic cache: what every ratio and every "identical" refers to.
+#: transformers' generate with its dynamic cache: what every ratio refers to, and greedy "identical" too.
 YARDSTICK = "transformers"
+#: What "identical" refers to when sampling: transformers draws its tokens from another generator of random numbers.
+PLAIN = "autoregressive"
 #: Tokens that transformers' own prompt lookup proposes per step (the value its documentation uses).
 LOOKUP_TOKENS = 10
-_GREEDY = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None, "min_p": None}
+ASSISTED = "transformers-assisted"
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,32 @@ class Workload:
 
 
 @dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. `top_k` 0 and `top_p` 1 cut nothing off. `seed`: of the first round, the next takes the next."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def arguments(self) -> dict[str, Any]:
+        """Of ``generate``, the seed apart."""
+        # All three, though they may cut nothing off: what is left out is filled from the model's config.
+        return {"do_sample": True, "temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+
+
+@dataclass(frozen=True)
 class Contestant:
     """One way to generate.
 
     Attributes:
-        name: a strategy's registry name (``a+b``), or ``transformers…``. dtype: of the weights.
+        name: a strategy's registry name (``a+b``) with the settings as written, or ``transformers…``. dtype: of the weights.
         arguments: of ``generate``. ours: whether they are for an enabled model's ``generate``.
-        exact: whether its output must be transformers' own. settings: given by hand, for the record.
+        exact: whether its output must be plain decoding's own. settings: given by hand, for the record.
         impossible: why it cannot run at all. one_row_only: why it cannot run on batches.
+        sampling: None is greedy. verifier: the rule that accepts our drafts, "" for transformers' own ways.
+        coupled: whether that rule makes every strategy draw the same tokens from the same seed.
+        assistant: transformers' assistant model. assistant_config: what its generation config holds during a call.
     """
 
     name: str
@@ -64,28 +83,28 @@ class Contestant:
     settings: Mapping[str, Any] = field(default_factory=dict)
     impossible: str = ""
     one_row_only: str = ""
+    sampling: Sampling | None = None
+    verifier: str = ""
+    coupled: bool = True
+    assistant: PreTrainedModel | None = None
+    assistant_config: Mapping[str, Any] = field(default_factory=dict)
 
     def refusal(self, rows: int) -> str:
         """Why it cannot decode `rows` rows; empty if it can."""
         return self.impossible or (self.one_row_only if rows > 1 else "")
 
-
-@dataclass(frozen=True)
-class Call:
-    """One finished call: `sequences` ``[B, P + new]``, wall `seconds` with and seconds spent in compilation,
-    `compilations` graphs compiled on the way, and the loop's own report if it ran.
-    """
-
-    sequences: Tensor
-    seconds: float
-    compile_seconds: float
-    compilations: int
-    report: Report | None
-
     @property
-    def decoding(self) -> float:
-        """Wall seconds, compilation excluded."""
-        return self.seconds - self.compile_seconds
+    def incomparable(self) -> str:
+        """What is shown in the place of "identical" where tokens need not be the yardstick's; empty where they must."""
+        if self.sampling is None or (self.ours and self.coupled):
+            return ""
+        return "n/a" if not self.ours else "same distribution" if self.exact else "other distribution"
+
+    def in_round(self, repeat: int) -> Self:
+        """As it is in a round: every round draws other tokens, the same ones for all who draw from the seed."""
+        if self.sampling is None or not repeat:
+            return self
+        return replace(self, sampling=replace(self.sampling, seed=self.sampling.seed + repeat))
 
 
 def workloads(
@@ -110,11 +129,21 @@ def workloads(
 
 
 def transformers_contestants(
-    model: PreTrainedModel, draft: PreTrainedModel | None = None, names: Sequence[str] | None = None, dtype: str = ""
+    model: PreTrainedModel,
+    draft: PreTrainedModel | None = None,
+    names: Sequence[str] | None = None,
+    dtype: str = "",
+    sampling: Sampling | None = None,
 ) -> list[Contestant]:
     """transformers' own ways: all that apply, or those of `names`. The yardstick always comes first.
 
+    ``transformers-assisted`` drafts as transformers does unless told otherwise; ``transformers-assisted[5]`` drafts five
+    tokens in every step, whatever the assistant thinks of them.
+
     Off CUDA transformers compiles nothing by itself; ``transformers-compiled`` makes it compile its static-cache decoding.
+
+    Raises:
+        UnknownNameError: no such way. SettingsError: brackets that say nothing.
     """
     dtype = dtype or str(model.dtype).removeprefix("torch.")
     one_row = "transformers' assisted generation takes one row"
@@ -128,18 +157,31 @@ def transformers_contestants(
             "transformers-compiled", dtype, model, {"cache_implementation": "static", "compile_config": everything}),
         "transformers-prompt-lookup": Contestant(
             "transformers-prompt-lookup", dtype, model, {"prompt_lookup_num_tokens": LOOKUP_TOKENS}, one_row_only=one_row),
-        "transformers-assisted": Contestant(
-            "transformers-assisted", dtype, model, {"assistant_model": draft}, one_row_only=one_row,
+        ASSISTED: Contestant(
+            ASSISTED, dtype, model, {"assistant_model": draft}, one_row_only=one_row, assistant=draft,
             impossible="" if draft is not None else "needs a draft model: --draft"),
     }  # fmt: skip
     if names is None:
         wanted = [name for name in ways if name != "transformers-compiled" or model.device.type != "cuda"]
     else:
-        for name in names:
-            if name not in ways:
-                raise UnknownNameError("baseline", name, ways)
         wanted = list(dict.fromkeys([YARDSTICK, *names]))
-    return [ways[name] for name in wanted]
+    chosen = []
+    for text in wanted:
+        name, tokens = assistant_tokens(text)
+        if name not in ways:
+            raise UnknownNameError("baseline", name, ways)
+        way = replace(ways[name], sampling=sampling)
+        if tokens is not None:
+            if name != ASSISTED:
+                raise SettingsError(f"{text!r}: only {ASSISTED} takes a number of draft tokens")
+            # A threshold above 0 ends drafts early; 0 rather than None, which is filled with transformers' default.
+            config = {
+                "num_assistant_tokens": tokens, "num_assistant_tokens_schedule": "constant",
+                "assistant_confidence_threshold": 0,
+            }  # fmt: skip
+            way = replace(way, name=f"{name}[{tokens}]", assistant_config=config, settings=config)
+        chosen.append(way)
+    return chosen
 
 
 def strategy_contestants(
@@ -150,102 +192,72 @@ def strategy_contestants(
     decoders_config: Mapping[str, Any] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     dtype: str = "",
+    sampling: Sampling | None = None,
 ) -> list[Contestant]:
-    """Registered strategies, all or those of `names` (``a+b`` merges). Enables `model`.
+    """Registered strategies, all or those of `names`. Enables `model`.
+
+    A name may carry settings, ``speculative[length=2]``, and be there several times with other ones; ``verifier=…`` among
+    them names the verifier. ``a+b`` merges, each part with brackets of its own. When sampling, plain decoding comes first:
+    it is what the others are compared with.
 
     Args:
-        settings: by strategy name. decoders_config: of every call, for instance ``{"compile": False}``.
+        settings: by strategy name, for all its variants; brackets go before. decoders_config: of every call, for instance
+            ``{"compile": False}``.
 
     Raises:
         UnknownNameError, PluginError: no such strategy. SettingsError: no such setting, or of no strategy chosen.
     """
-    from ..errors import SettingsError
-    from ..names import canonical
-    from ..plugins import registry
-
     _generate.enable(model, tokenizer)
     given = {canonical(name): dict(values) for name, values in (settings or {}).items()}
-    names = list(registry().strategies()) if names is None else names
-    made, used = [], set()
-    for name in names:
-        classes = [registry().strategy(part) for part in name.split("+")]
-        parts = [cls.name for cls in classes]
-        own = {part: given[part] for part in parts if part in given}
-        used |= set(own)
-        config = own if len(parts) > 1 else own.get(parts[0], {})
-        impossible = ""
-        try:
-            # A misspelt setting ends the run before it starts.
-            resolved = _generate.resolve_strategy("+".join(parts), config, None)
-        except SettingsError as error:
-            if own:
-                raise
-            resolved, impossible = None, str(error)  # a required setting was not given
-        arguments: dict[str, Any] = {"strategy": "+".join(parts), "decoders_config": dict(decoders_config or {})}
-        if config:
-            arguments["strategy_config"] = config
-        if any(cls.needs_assistant for cls in classes):
-            arguments["assistant_model"] = draft
-            if draft is None:
-                impossible = impossible or "needs a draft model: --draft"
-        made.append(
-            Contestant(
-                "+".join(parts),
-                dtype or str(model.dtype).removeprefix("torch."),
-                model,
-                arguments,
-                ours=True,
-                exact=resolved.exact if resolved else all(cls.exact for cls in classes),
-                settings=own,
-                impossible=impossible,
-            )  # fmt: skip
-        )
+    names = list(registry().strategies()) if names is None else list(names)
+    if sampling is not None:
+        names = [PLAIN, *(name for name in names if name != PLAIN)]
+    made: dict[str, Contestant] = {}
+    used: set[str] = set()
+    for text in names:
+        variant = parse(text)
+        own, contestant = _contestant(variant, model, draft, given, decoders_config or {}, sampling)
+        used |= own
+        made[contestant.name] = replace(contestant, dtype=dtype or str(model.dtype).removeprefix("torch."))
     if set(given) - used:
         raise SettingsError(f"settings given for {', '.join(sorted(set(given) - used))}, which is not measured")
-    return made
+    return list(made.values())
 
 
-def decode(contestant: Contestant, workload: Workload, new_tokens: int, streamer: Any = None) -> Call:
-    """One greedy call, timed as a whole with the device waited for at both ends."""
-    model = contestant.model
-    arguments: dict[str, Any] = {
-        "input_ids": workload.input_ids.to(model.device),
-        "attention_mask": workload.attention_mask.to(model.device),
-        "max_new_tokens": new_tokens,
-        "pad_token_id": pad_token(model),
-        "return_dict_in_generate": True,
-        **_GREEDY,
-        **contestant.arguments,
-    }
-    if streamer is not None:
-        arguments["streamer"] = streamer
-    # transformers' own must not pass through ours, whose default strategy may be set in the environment.
-    generate = model.generate if contestant.ours else type(model).generate.__get__(model)
-    graphs = compilations()
-    synchronize(model.device)
-    started = time.perf_counter()
-    output = generate(**arguments)
-    synchronize(model.device)
-    seconds = time.perf_counter() - started
-    report = output.report if contestant.ours else None
-    compiling = report.timings.compile if report is not None else 0.0
-    return Call(output.sequences.cpu(), seconds, compiling, compilations() - graphs, report)
-
-
-def pad_token(model: PreTrainedModel) -> int:
-    """The token that fills rows that have ended: the model's pad token, else its first stop token, else 0."""
-    stops = stop_tokens(model)
-    pad = model.generation_config.pad_token_id
-    return pad if pad is not None else stops[0] if stops else 0
-
-
-def stop_tokens(model: PreTrainedModel) -> list[int]:
-    """End-of-sequence ids of the model's generation config."""
-    stops = model.generation_config.eos_token_id
-    return [] if stops is None else [stops] if isinstance(stops, int) else list(stops)
-
-
-def synchronize(device: torch.device) -> None:
-    """Waits until the device has done its work; nothing to wait for on the CPU."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+def _contestant(
+    variant: Variant, model: PreTrainedModel, draft: PreTrainedModel | None, given: Mapping[str, dict[str, Any]],
+    decoders_config: Mapping[str, Any], sampling: Sampling | None,
+) -> tuple[set[str], Contestant]:  # fmt: skip
+    """The contestant, and which strategies of `given` it took settings from."""
+    classes = [registry().strategy(part) for part in variant.parts]
+    parts = [cls.name for cls in classes]
+    bracketed = {canonical(part): values for part, values in variant.settings.items()}
+    used = {part for part in parts if part in given}
+    own = {p: {**given.get(p, {}), **bracketed.get(p, {})} for p in parts if p in given or p in bracketed}
+    config = own if len(parts) > 1 else own.get(parts[0], {})
+    name, impossible, resolved = "+".join(parts), "", None
+    try:
+        # A misspelt setting ends the run before it starts.
+        resolved = _generate.resolve_strategy(name, config, None)
+    except SettingsError as error:
+        if own:
+            raise
+        impossible = str(error)  # a required setting was not given
+    rule = variant.verifier or load_settings(RuntimeSettings, None, {}, {}, sections=registry().strategies()).verifier
+    verifier = _generate.resolve_verifier(rule)
+    arguments: dict[str, Any] = {"strategy": name, "verifier": rule, "decoders_config": dict(decoders_config)}
+    if config:
+        arguments["strategy_config"] = config
+    # Asked of the object: one with a draft_model of its own needs no other beside it, and takes none.
+    needs = resolved.needs_assistant if resolved else any(cls.needs_assistant for cls in classes)
+    if needs:
+        arguments["assistant_model"] = draft
+        if draft is None:
+            impossible = impossible or "needs a draft model: --draft, or its setting draft_model"
+    exact = resolved.exact if resolved else all(cls.exact for cls in classes)
+    contestant = Contestant(
+        variant.shown(parts), "", model, arguments, ours=True,
+        exact=exact and verifier.exact, settings=own, impossible=impossible, sampling=sampling, verifier=verifier.name,
+        coupled=verifier.coupled,
+    )  # fmt: skip
+    return used, contestant

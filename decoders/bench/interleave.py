@@ -6,23 +6,20 @@ ran after the same neighbour would inherit its caches.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from torch import Tensor
-from transformers.generation.streamers import BaseStreamer
-
 from ..errors import DecodersError
-from .contestants import Call, Contestant, Workload, stop_tokens, synchronize
-from .contestants import decode as _decode
+from ..report import Report, Stage
+from .call import decode as _decode
+from .contestants import Contestant, Workload
 from .memory import PeakMemory
+from .streams import Decode, PutCounter, first_token, forwards, written
 
 T = TypeVar("T")
-Decode = Callable[..., Call]
 Progress = Callable[[str], None]
 
 
@@ -34,7 +31,8 @@ class Sample:
         repeat: which round. position: place in that round's order.
         seconds: of the whole call without `compile_seconds`. new_tokens: of all rows.
         first_token: from the start of a call to its first token, from a call of its own that is cut off there.
-        steps, prefill, propose, core, observe, host: from our report; None for transformers.
+        steps, prefill, propose, core, observe, host, overhead, accepted_lengths, stages: from our report; None (no
+            stages) for transformers. draft_passes: of the draft models that the strategy asks itself.
     """
 
     workload: str
@@ -51,6 +49,10 @@ class Sample:
     core: float | None = None
     observe: float | None = None
     host: float | None = None
+    overhead: float | None = None
+    accepted_lengths: list[int] | None = None
+    draft_passes: int | None = None
+    stages: list[Stage] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -69,11 +71,14 @@ class Warmup:
 
 @dataclass(frozen=True)
 class Check:
-    """What one untimed call wrote: new tokens per row, target forwards after prefill, tokens per row and step."""
+    """What one untimed call wrote: new tokens per row, target forwards after prefill, tokens per row and step, and the
+    forward passes of the draft model if there is one.
+    """
 
     tokens: list[list[int]]
     steps: int
     accepted_length: float
+    draft_passes: int | None = None
 
 
 @dataclass
@@ -200,28 +205,32 @@ def _warm_up(entry: Entry, workload: Workload, new_tokens: int, decode: Decode) 
 
 def _check(entry: Entry, workload: Workload, new_tokens: int, decode: Decode) -> None:
     counter = None if entry.contestant.ours else PutCounter()
-    call = decode(entry.contestant, workload, new_tokens, counter)
+    with forwards(entry.contestant.assistant) as drafted:
+        call = decode(entry.contestant, workload, new_tokens, counter)
     tokens = written(entry.contestant, workload, call.sequences)
-    if call.report is not None:
-        entry.checks[workload.name] = Check(tokens, call.report.steps, call.report.mean_accepted_length)
+    if (report := call.report) is not None:
+        entry.checks[workload.name] = Check(tokens, report.steps, report.mean_accepted_length, draft_passes(report))
     else:
         steps = counter.puts if counter is not None and counter.puts else max(map(len, tokens))
         length = sum(map(len, tokens)) / steps if workload.rows == 1 and steps else 1.0
-        entry.checks[workload.name] = Check(tokens, steps, length)
+        entry.checks[workload.name] = Check(tokens, steps, length, drafted[0] or None)
 
 
 def _sample(
     entry: Entry, workload: Workload, repeat: int, position: int, new_tokens: int, decode: Decode, first_tokens: bool
 ) -> None:
-    call = decode(entry.contestant, workload, new_tokens)
-    count = sum(map(len, written(entry.contestant, workload, call.sequences)))
-    first = first_token(entry.contestant, workload, new_tokens, decode) if first_tokens else None
+    contestant = entry.contestant.in_round(repeat)
+    call = decode(contestant, workload, new_tokens)
+    count = sum(map(len, written(contestant, workload, call.sequences)))
+    first = first_token(contestant, workload, new_tokens, decode) if first_tokens else None
     parts: dict[str, Any] = {}
-    if call.report is not None:
-        t = call.report.timings
+    if (report := call.report) is not None:
+        t = report.timings
         parts = dict(
-            steps=call.report.steps, prefill=t.prefill, propose=t.propose, core=t.core, observe=t.observe, host=t.host
-        )
+            steps=report.steps, prefill=t.prefill, propose=t.propose, core=t.core, observe=t.observe, host=t.host,
+            overhead=report.overhead, accepted_lengths=report.accepted_lengths, draft_passes=draft_passes(report),
+            stages=report.stages,
+        )  # fmt: skip
     entry.samples.append(
         Sample(
             workload.name,
@@ -233,64 +242,13 @@ def _sample(
             count,
             first,
             **parts,
-        )
+        )  # fmt: skip
     )
 
 
-class PutCounter(BaseStreamer):
-    """Counts transformers' steps: one `put` each, however many tokens it brings."""
-
-    def __init__(self) -> None:
-        self.puts = -1  # the prompt comes first
-
-    def put(self, value: Tensor) -> None:
-        self.puts += 1
-
-    def end(self) -> None:
-        """Nothing to close."""
-
-
-class _FirstToken(Exception):
-    """Ends a call once its first token is there."""
-
-
-class _UntilFirstToken(BaseStreamer):
-    def __init__(self) -> None:
-        self.prompt_seen = False
-
-    def put(self, value: Tensor) -> None:
-        if self.prompt_seen:
-            raise _FirstToken
-        self.prompt_seen = True
-
-    def end(self) -> None:
-        """A call without a token ends here."""
-
-
-def first_token(contestant: Contestant, workload: Workload, new_tokens: int, decode: Decode = _decode) -> float | None:
-    """Seconds from the start of a call to its first token; None if there is none. On CUDA transformers hands tokens
-    over one step late, which is then part of its figure.
-    """
-    device = contestant.model.device
-    synchronize(device)
-    started = time.perf_counter()
-    try:
-        decode(contestant, workload, new_tokens, _UntilFirstToken())
-    except _FirstToken:
-        return time.perf_counter() - started
-    finally:
-        synchronize(device)
-    return None
-
-
-def written(contestant: Contestant, workload: Workload, sequences: Tensor) -> list[list[int]]:
-    """New tokens per row, up to and with the stop token. Without one, padding cannot be told from text and counts."""
-    stops = set(stop_tokens(contestant.model))
-    rows = []
-    for row in sequences[:, workload.input_ids.shape[1] :].tolist():
-        end = next((i + 1 for i, token in enumerate(row) if token in stops), len(row))
-        rows.append(row[:end])
-    return rows
+def draft_passes(report: Report) -> int | None:
+    """Forward passes of the draft models that the strategy asks itself; None if there is none."""
+    return sum(stage.passes for stage in report.stages) if report.stages else None
 
 
 def _first_line(error: Exception) -> str:

@@ -8,13 +8,15 @@ from typing import Any
 
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.panel import Panel
 from rich.text import Text
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from .contestants import Contestant, Workload, decode
+from .call import decode
+from .contestants import Contestant, Workload
 
 ACCEPTED, OWN = "bold green", "white"
 #: Lines of the prompt that stay in view.
@@ -95,7 +97,7 @@ def show(
         legend = Text.assemble(("guessed ahead", ACCEPTED), " · ", ("the target's own", OWN)) if stream.steps else None
         return Panel(
             Text.assemble(*_tail(prompt, stream.text(), console)),
-            title=f"{name} · [bold]{contestant.name}[/]" + (f"   {legend.markup}" if legend else ""),
+            title=f"{escape(name)} · [bold]{escape(contestant.name)}[/]" + (f"   {legend.markup}" if legend else ""),
             title_align="left", subtitle=figures, subtitle_align="right",
         )  # fmt: skip
 

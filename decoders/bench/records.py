@@ -8,9 +8,10 @@ from itertools import groupby
 from statistics import median
 from typing import Any, Self
 
+from ..report import Stage
 from .bandwidth import weight_bytes
-from .contestants import YARDSTICK
-from .interleave import Entry, Sample
+from .contestants import PLAIN, YARDSTICK
+from .interleave import Check, Entry, Sample
 
 
 @dataclass(frozen=True)
@@ -39,19 +40,41 @@ class StepTimes:
     host: float | None = None
 
 
+@dataclass(frozen=True)
+class StageFigures:
+    """What a draft model did per target step; medians over the calls.
+
+    Attributes:
+        model: name or path. depth: 0 drafts for the target, 1 for its draft model. drafter: what drafts for this model.
+        passes: forward passes per target step. tokens_per_pass: written per row and pass with the drafter's help, None
+            without one. forward_share: seconds of its passes, as a share of those of the target's steps.
+    """
+
+    model: str
+    depth: int
+    drafter: str | None
+    passes: float
+    tokens_per_pass: float | None
+    forward_share: float | None
+
+
 @dataclass
 class Record:
     """Figures of one contestant on one kind of prompt.
 
     Attributes:
         status, reason: "ok", or why there are no figures ("impossible", "failed").
-        identical: whether the new tokens equal the yardstick's in every row; None if there is no yardstick.
-            difference: where they first differ.
+        identical: whether the new tokens equal the yardstick's in every row; None if there is nothing to compare with.
+            yardstick: what they were compared with: transformers, or our plain decoding when sampling. difference: where
+            they first differ. incomparable: what to expect instead where they need not be equal ("same distribution").
+        verifier: the rule that accepts our drafts.
         tokens_per_second: new tokens of all rows per second of wall time, compilation excluded; one value per repeat,
             over all prompts of the kind. ratio: the same repeat's value over the yardstick's.
         first_token: seconds to the first token, the mean over prompts of each repeat.
-        accepted_length: tokens per row and step; 1 is plain decoding. outside_core: share of the step outside
-            forward, verification and commit.
+        accepted_length: tokens per row and step; 1 is plain decoding. Of ours over all repeats, of transformers in one
+            call per prompt. draft_passes: forward passes per step of the models that draft for the target.
+        outside_core: share of the step outside forward, verification and commit. overhead: share outside the forward
+            passes of target and draft models. stages: one entry per draft model, see :class:`StageFigures`.
         first_call, second_call: seconds of the first two calls, on one prompt of the run. compilations: graphs
             compiled in the first call, recompilations: in all later ones.
         peak_memory: bytes, of `memory_kind` "device" or "process". cache_bytes: of the loop's key-value cache.
@@ -68,14 +91,20 @@ class Record:
     ours: bool = False
     exact: bool = True
     settings: dict[str, Any] = field(default_factory=dict)
+    verifier: str = ""
     identical: bool | None = None
+    yardstick: str = ""
     difference: str = ""
+    incomparable: str = ""
     tokens_per_second: Spread | None = None
     ratio: Spread | None = None
     first_token: Spread | None = None
     accepted_length: float | None = None
+    draft_passes: float | None = None
     step_ms: StepTimes | None = None
     outside_core: float | None = None
+    overhead: float | None = None
+    stages: list[StageFigures] = field(default_factory=list)
     first_call: float | None = None
     second_call: float | None = None
     compile_seconds: float | None = None
@@ -97,45 +126,48 @@ def summarise(entries: Sequence[Entry], bandwidth: float | None = None) -> list[
     """One record per entry and kind; `bandwidth` of the device in bytes per second."""
     records = []
     for entry in entries:
-        yardstick = next(
-            (
-                e
-                for e in entries
-                if e.contestant.name == YARDSTICK
-                and (e.contestant.dtype, e.rows, e.status) == (entry.contestant.dtype, entry.rows, "ok")
-            ),
-            None,
-        )
+        plain = PLAIN if entry.contestant.sampling is not None else YARDSTICK
+        beside, same = (_beside(entry, entries, name) for name in (YARDSTICK, plain))
         for kind in dict.fromkeys(entry.kind_of.values()):
-            records.append(_record(entry, kind, yardstick, bandwidth))
+            records.append(_record(entry, kind, beside, same, bandwidth))
     return records
 
 
-def _record(entry: Entry, kind: str, yardstick: Entry | None, bandwidth: float | None) -> Record:
+def _beside(entry: Entry, entries: Sequence[Entry], name: str) -> Entry | None:
+    """The entry of the contestant `name` with the same dtype and number of rows, if it has figures."""
+    wanted = (name, entry.contestant.dtype, entry.rows, "ok")
+    return next((e for e in entries if (e.contestant.name, e.contestant.dtype, e.rows, e.status) == wanted), None)
+
+
+def _record(entry: Entry, kind: str, beside: Entry | None, same: Entry | None, bandwidth: float | None) -> Record:
+    """`beside`: whose speed the ratio refers to. `same`: whose tokens "identical" refers to."""
     contestant = entry.contestant
     record = Record(
         contestant.name, contestant.dtype, entry.rows, kind, entry.status, entry.reason, contestant.ours,
-        contestant.exact, dict(contestant.settings),
+        contestant.exact, dict(contestant.settings), contestant.verifier,
     )  # fmt: skip
     if entry.status != "ok":
         return record
     names = [name for name, other in entry.kind_of.items() if other == kind]
     record.samples = [s for s in entry.samples if s.workload in names]
-    if yardstick is not None:
-        record.difference = next(filter(None, (_difference(entry, yardstick, name) for name in names)), "")
+    record.incomparable = contestant.incomparable
+    if same is not None and not record.incomparable:
+        record.yardstick = same.contestant.name
+        record.difference = next(filter(None, (_difference(entry, same, name) for name in names)), "")
         record.identical = not record.difference
     speeds = _per_repeat(record.samples)
     record.tokens_per_second = Spread.of(list(speeds.values()))
-    if yardstick is not None:
-        theirs = _per_repeat([s for s in yardstick.samples if s.workload in names])
+    if beside is not None:
+        theirs = _per_repeat([s for s in beside.samples if s.workload in names])
         record.ratio = Spread.of([speeds[r] / theirs[r] for r in speeds if r in theirs])
     record.first_token = _first_tokens(record.samples)
-    checks = [entry.checks[name] for name in names]
-    steps = sum(check.steps for check in checks)
-    record.accepted_length = sum(check.accepted_length * check.steps for check in checks) / steps if steps else None
+    _count(record, [entry.checks[name] for name in names])
     record.step_ms = _step_times(record.samples, {name: entry.checks[name].steps for name in names})
     if record.step_ms is not None and record.step_ms.core is not None and record.step_ms.total:
         record.outside_core = 1 - record.step_ms.core / record.step_ms.total
+    overheads = [s.overhead for s in record.samples if s.overhead is not None]
+    record.overhead = median(overheads) if overheads else None
+    record.stages = _stages([(s.stages, s) for s in record.samples if s.stages])
     if entry.warmup is not None:
         w = entry.warmup
         record.first_call, record.second_call = w.first_call, w.second_call
@@ -147,6 +179,47 @@ def _record(entry: Entry, kind: str, yardstick: Entry | None, bandwidth: float |
         seconds = (record.step_ms.core or record.step_ms.total) / 1e3
         record.bandwidth_fraction = record.weight_bytes / seconds / bandwidth if seconds > 0 else None
     return record
+
+
+def _count(record: Record, checks: Sequence[Check]) -> None:
+    """Tokens and draft passes per step: of the timed calls, which differ when sampling, or else of the untimed ones."""
+    lengths = [s.accepted_lengths for s in record.samples if s.accepted_lengths]
+    steps = sum(check.steps for check in checks)
+    if lengths:
+        tokens = sum((n + 1) * count for histogram in lengths for n, count in enumerate(histogram))
+        record.accepted_length = tokens / sum(map(sum, lengths))
+    elif steps:
+        record.accepted_length = sum(check.accepted_length * check.steps for check in checks) / steps
+    passes = [s.draft_passes / s.steps for s in record.samples if s.draft_passes is not None and s.steps]
+    if not passes:
+        passes = [c.draft_passes / c.steps for c in checks if c.draft_passes is not None and c.steps]
+    record.draft_passes = median(passes) if passes else None
+
+
+def _stages(calls: Sequence[tuple[list[Stage], Sample]], depth: int = 0) -> list[StageFigures]:
+    """Figures of the draft models, each followed by those of its drafter. `calls`: a call's stages, and the call."""
+    figures: list[StageFigures] = []
+    for stages in zip(*(stages for stages, _ in calls), strict=False):  # the same model in every call
+        passes, lengths, shares = [], [0, 0], []
+        for stage, (_, sample) in zip(stages, calls, strict=True):
+            passes.append(stage.passes / sample.steps if sample.steps else 0.0)
+            lengths[0] += sum((n + 1) * count for n, count in enumerate(stage.accepted_lengths))
+            lengths[1] += sum(stage.accepted_lengths)
+            seconds = sum(getattr(sample, part) or 0.0 for part in ("propose", "core", "observe", "host"))
+            shares += [stage.forward_seconds / seconds] if seconds else []
+        figures.append(
+            StageFigures(
+                stages[0].model,
+                depth,
+                stages[0].drafter,
+                median(passes),
+                lengths[0] / lengths[1] if lengths[1] else None,
+                median(shares) if shares else None,
+            )  # fmt: skip
+        )
+        inner = [(stage.stages, sample) for stage, (_, sample) in zip(stages, calls, strict=True)]
+        figures += _stages(inner, depth + 1)
+    return figures
 
 
 def _per_repeat(samples: Sequence[Sample]) -> dict[int, float]:

@@ -13,10 +13,12 @@ from .records import Record, Spread
 
 #: Repeats whose fastest is this many times as fast as their slowest are called noisy.
 WIDE = 1.5
+#: Longer names, of strategies with many settings, go on in the next line and leave room for the figures.
+NAME_WIDTH = 48
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
-    """Three tables per dtype, batch size and kind of prompt: speed, the parts of a step, and start-up and memory."""
+    """Per dtype, batch size and kind of prompt: speed, the parts of a step, draft models if any, start-up and memory."""
     made = []
     cells = dict.fromkeys((r.dtype, r.batch, r.kind) for r in records)
     for dtype, batch, kind in cells:
@@ -24,20 +26,25 @@ def tables(records: Sequence[Record]) -> list[Table]:
         title = f"{kind} · {batch} row{'s' if batch > 1 else ''} · {dtype}"
         made.append(speed_table(members, title))
         if any(r.status == "ok" for r in members):
-            made += [step_table(members, f"{title} · ms per step"), start_table(members, f"{title} · start and memory")]
+            made.append(step_table(members, f"{title} · ms per step"))
+            if any(r.stages for r in members):
+                made.append(stage_table(members, f"{title} · draft models"))
+            made.append(start_table(members, f"{title} · start and memory"))
     return made
 
 
 def speed_table(records: Sequence[Record], title: str = "") -> Table:
-    """Medians with the range over the repeats, whether the output is transformers' own, and why a row is absent."""
-    table = _table(title, "tokens/s", "ratio", "first token", "tok/step", "identical")
+    """Medians with the range over the repeats, whether the output is the yardstick's, and why a row is absent."""
+    drafted = any(r.draft_passes is not None for r in records)
+    columns = ("tokens/s", "ratio", "first token", "tok/step", *(["draft/step"] if drafted else []), "identical")
+    table = _table(title, *columns)
     for r in records:
         if r.status != "ok":
             continue
         table.add_row(
             _name(r), ranged(r.tokens_per_second, ".0f"), ranged(r.ratio, ".2f", ratio_style(r.ratio)),
             shown(r.first_token and r.first_token.median * 1e3, ".1f", " ms"), shown(r.accepted_length, ".2f"),
-            identical(r),
+            *([shown(r.draft_passes, ".2f")] if drafted else []), identical(r),
         )  # fmt: skip
     absent = [r for r in records if r.status != "ok" or r.difference]
     if absent:
@@ -49,11 +56,25 @@ def speed_table(records: Sequence[Record], title: str = "") -> Table:
 def step_table(records: Sequence[Record], title: str = "") -> Table:
     """Milliseconds of a step by part, and how close the core is to reading the weights at copy speed."""
     parts = ("total", "propose", "core", "observe", "host")
-    table = _table(title, *parts, "outside core", "bandwidth")
+    table = _table(title, *parts, "outside core", "overhead", "bandwidth")
     for r in records:
         if r.step_ms is not None:
             times = (shown(getattr(r.step_ms, part), ".2f") for part in parts)
-            table.add_row(_name(r), *times, shown(r.outside_core, ".1%"), shown(r.bandwidth_fraction, ".0%"))
+            shares = shown(r.outside_core, ".1%"), shown(r.overhead, ".1%"), shown(r.bandwidth_fraction, ".0%")
+            table.add_row(_name(r), *times, *shares)
+    return table
+
+
+def stage_table(records: Sequence[Record], title: str = "") -> Table:
+    """What the draft models did per target step; the drafter of a draft model stands below it, further in."""
+    table = _table(title, "model", "drafter", "passes/step", "tok/pass", "forward")
+    for r in records:
+        for stage in r.stages:
+            model = Text("  " * stage.depth + (stage.model.rstrip("/").rpartition("/")[2] or stage.model))
+            table.add_row(
+                _name(r), model, stage.drafter or "", shown(stage.passes, ".2f"), shown(stage.tokens_per_pass, ".2f"),
+                shown(stage.forward_share, ".1%"),
+            )  # fmt: skip
     return table
 
 
@@ -83,7 +104,7 @@ def capacity_table(rows: Sequence[Capacity]) -> Table:
 
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("", no_wrap=True)
+    table.add_column("", overflow="fold", min_width=20, max_width=NAME_WIDTH)
     for column in columns:
         table.add_column(column, justify="right")
     return table
@@ -105,14 +126,16 @@ def noise(records: Sequence[Record]) -> str:
 def reason(record: Record) -> Text:
     """Why a row has no figures, in the colour of a failure if it is one; or where its output differs."""
     if record.status == "ok":
-        return Text(f"differs from transformers in {record.difference}", style="red" if record.exact else "yellow")
+        return Text(
+            f"differs from {record.yardstick} in {record.difference}", style="red" if record.exact else "yellow"
+        )
     return Text(f"{record.status}: {record.reason}", style="red" if record.status == "failed" else "yellow")
 
 
 def identical(record: Record) -> Text:
     """Whether the output is the yardstick's; red only where it had to be."""
     if record.identical is None:
-        return Text("?")
+        return Text(record.incomparable or "?", style="dim")
     if record.identical:
         return Text("yes", style="green")
     return Text("no", style="red" if record.exact else "yellow")

@@ -6,6 +6,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,17 +27,35 @@ def bench(
     model: Annotated[str, typer.Option(help='Path or hub name of a causal language model, or "demo".')] = "demo",
     draft: Annotated[str | None, typer.Option(help="Draft model; the demo model has its own.")] = None,
     strategies: Annotated[
-        list[str] | None, typer.Option("--strategy", "-s", help="Strategy, a+b merges; may be repeated. Default: all.")
+        list[str] | None,
+        typer.Option(
+            "--strategy",
+            "--strategies",
+            "-s",
+            # In capitals: rich would take lower-case brackets for markup.
+            help="Strategies, comma-separated or repeated; a+b merges, STRATEGY[KEY=VALUE,…] is a variant with other "
+            "settings. Default: all.",
+        ),
     ] = None,
     baselines: Annotated[
         list[str] | None,
-        typer.Option("--baseline", help="transformers' way to compare with; may be repeated. Default: all."),
+        typer.Option(
+            "--baseline",
+            "--baselines",
+            help="transformers' ways to compare with, comma-separated or repeated; transformers-assisted[K] drafts K "
+            "tokens in every step. Default: all.",
+        ),
     ] = None,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="STRATEGY.KEY=VALUE", help="A setting; may be repeated.")
+        list[str] | None,
+        typer.Option("--set", metavar="STRATEGY.KEY=VALUE", help="A setting, of all variants; may be repeated."),
     ] = None,
     prompts: Annotated[
-        str, typer.Option(help="copy, code, docstring, all, or a file: text, or JSON lines with a field text.")
+        str,
+        typer.Option(
+            help="copy, code, docstring (all: these three), predictable, random, comma-separated; or a file: text, or "
+            "JSON lines with a field text."
+        ),
     ] = "all",
     limit: Annotated[int | None, typer.Option(min=1, help="Most prompts of a kind.")] = 4,
     batch: Annotated[str, typer.Option(help="Batch sizes, comma-separated.")] = "1",
@@ -44,6 +63,10 @@ def bench(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; default: CUDA if there is one.")] = None,
     new_tokens: Annotated[int, typer.Option("--new-tokens", "-n", min=1, help="Most new tokens per row.")] = 64,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds over all prompts.")] = 5,
+    temperature: Annotated[float | None, typer.Option(min=0, help="Sample; 0 is greedy, the default.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample among the k likeliest.")] = None,
+    top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Sample from the nucleus of this mass.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the first round when sampling; each round takes the next.")] = 0,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of the CPU.")] = None,
     capacity: Annotated[int | None, typer.Option(min=1, help="Least cache slots per row.")] = None,
     check_capacity: Annotated[
@@ -78,13 +101,19 @@ def bench(
     from ..bench import bandwidth, machine
     from ..bench import capacity as c
     from ..bench.tables import capacity_table, noise, tables
-    from . import models
+    from ..settings import parse_assignments
+    from . import generate
+    from .prompts import read_prompts
 
     if threads is not None:
         torch.set_num_threads(threads)
-    nested = by_strategy(models.parse_assignments(settings or []))
+    nested = by_strategy(parse_assignments(settings or []))
+    given = generate.sampling(temperature, top_k, top_p, None, None)
+    chosen = {name: given[name] for name in ("temperature", "top_k", "top_p") if name in given}
+    sampling = b.Sampling(**chosen, seed=seed) if given["do_sample"] else None
     config: dict[str, Any] = ({} if compile else {"compile": False}) | ({"slots": capacity} if capacity else {})
-    names = ["autoregressive"] if check_capacity else strategies
+    names = ["autoregressive"] if check_capacity else pieces(strategies)
+    texts = [] if check_capacity else read_prompts(prompts, limit)
     contestants: list[Contestant] = []
     tokenizer: PreTrainedTokenizerBase | None = None
     for name in dtypes:
@@ -92,8 +121,8 @@ def bench(
             target, tokenizer, assistant = load(model, draft, name, device)
         label = str(target.dtype).removeprefix("torch.")
         if not check_capacity:
-            contestants += b.transformers_contestants(target, assistant, baselines, label)
-        contestants += b.strategy_contestants(target, names, assistant, nested, config, tokenizer, label)
+            contestants += b.transformers_contestants(target, assistant, pieces(baselines), label, sampling)
+        contestants += b.strategy_contestants(target, names, assistant, nested, config, tokenizer, label, sampling)
     assert tokenizer is not None
     where = contestants[0].model.device
     with progress_console.status("measuring the memory's bandwidth"):
@@ -102,7 +131,7 @@ def bench(
         "machine": machine.facts(where) | {"copy_bandwidth": speed},
         "run": {
             "model": model, "draft": draft, "new_tokens": new_tokens, "repeats": repeats, "compile": compile,
-            "slots": capacity, "prompts": prompts,
+            "slots": capacity, "prompts": prompts, "sampling": sampling and asdict(sampling),
         },
     }  # fmt: skip
     if check_capacity:
@@ -115,7 +144,6 @@ def bench(
         result["capacity"] = [x.as_dict() for x in checked]
         shown = [capacity_table(checked)]
     else:
-        texts = read_prompts(prompts, limit)
         groups = [b.workloads(tokenizer, texts, rows) for rows in batches]
         total = sum(b.calls(len(contestants), len(group), repeats) for group in groups)
         records = []
@@ -159,6 +187,13 @@ def load(
     return target, tokenizer, assistant
 
 
+def pieces(texts: Sequence[str] | None) -> list[str] | None:
+    """Comma-separated and repeated options as one list; None if the option was not given."""
+    from ..bench.variants import split
+
+    return None if texts is None else [piece for text in texts for piece in split(text)]
+
+
 def by_strategy(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """`settings` if they are keyed by strategy.
 
@@ -186,38 +221,12 @@ def numbers(text: str) -> list[int]:
     return list(dict.fromkeys(found))
 
 
-def read_prompts(chosen: str, limit: int | None) -> list[tuple[str, str, str]]:
-    """(name, kind, text) of the demo's prompts of a kind, or of all; or those in a file.
-
-    Raises:
-        SettingsError: no such file, or no prompt in it.
-    """
-    from .. import demo
-
-    if chosen in ("all", *demo.KINDS):
-        kinds = demo.KINDS if chosen == "all" else [chosen]
-        return [(p.id, p.kind, p.text) for kind in kinds for p in demo.prompts(kind)[:limit]]
-    path = Path(chosen)
-    try:
-        content = path.read_text(encoding="utf-8")
-        if path.suffix == ".jsonl":
-            texts = [json.loads(line)["text"] for line in content.splitlines() if line.strip()]
-        else:
-            texts = [content]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        known = ", ".join([*demo.KINDS, "all"])
-        raise SettingsError(f"--prompts {chosen!r} is neither one of {known} nor a readable file: {error}") from error
-    if not any(texts):
-        raise SettingsError(f"--prompts {chosen}: there is no text in it")
-    return [(f"{path.stem}-{number:02}", path.stem, text) for number, text in enumerate(texts[:limit], 1)]
-
-
 @contextlib.contextmanager
 def progress_bar(console: Console, total: int) -> Iterator[Callable[[str], None]]:
     """A progress bar of `total` calls; yields what to call after each, with what was done."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False))
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("compiling", total=total)
         yield lambda what: bar.update(task, advance=1, description=what)

@@ -1,9 +1,9 @@
-"""``decoders demo``: the demo model completes a prompt under every strategy, live, then in a table of figures."""
+"""``decoders demo``: the demo model completes a prompt under a few strategies, live, then in a table of figures."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 #: Kinds of prompt shown unless others are asked for.
 KINDS = ("copy", "code")
+#: Strategies shown unless others are asked for: each further one would add its compilation to the wait.
+STRATEGIES = ("autoregressive", "prompt_lookup", "speculative")
 
 
 def demo(
@@ -30,7 +32,13 @@ def demo(
         str | None, typer.Option(help="copy, code or docstring. Default: a copy, then a code prompt.")
     ] = None,
     strategies: Annotated[
-        list[str] | None, typer.Option("--strategy", "-s", help="Strategy, a+b merges; may be repeated. Default: all.")
+        list[str] | None,
+        typer.Option(
+            "--strategy",
+            "-s",
+            help="Strategy, a+b merges; may be repeated. Default: autoregressive, prompt_lookup and speculative, beside "
+            "transformers' assisted generation.",
+        ),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Most tokens to write.")] = 96,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds for the table.")] = 3,
@@ -40,7 +48,7 @@ def demo(
     compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the core of the loop.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, nothing else.")] = False,
 ) -> None:
-    """Show every strategy at work on the model that comes with this package; nothing is downloaded.
+    """Show strategies at work on the model that comes with this package; nothing is downloaded.
 
     Exits with 1 if a strategy that promises transformers' own output writes anything else.
     """
@@ -52,12 +60,13 @@ def demo(
     with progress.status("loading the demo models"):
         from .. import bench as b
         from ..bench import machine
+        from ..bench.contestants import ASSISTED
         from .bench import load, progress_bar
 
         model, tokenizer, draft = load("demo", None, dtype, device)
         config: dict[str, Any] = {} if compile else {"compile": False}
-        contestants = b.transformers_contestants(model, names=[])
-        contestants += b.strategy_contestants(model, strategies, draft, None, config, tokenizer)
+        contestants = b.transformers_contestants(model, draft, names=[] if strategies else [ASSISTED])
+        contestants += b.strategy_contestants(model, strategies or STRATEGIES, draft, None, config, tokenizer)
         workloads = b.workloads(tokenizer, texts)
         facts = machine.facts(model.device)
     runs = b.calls(len(contestants), len(workloads), repeats)
@@ -74,7 +83,7 @@ def demo(
             entries, workloads, new_tokens=max_new_tokens, repeats=repeats, progress=advance, first_tokens=False
         )
     records = b.summarise(entries)
-    wrong = [r for r in records if r.exact and (r.identical is False or r.status == "failed")]
+    wrong = [r for r in records if r.ours and r.exact and (r.identical is False or r.status == "failed")]
     if as_json:
         result = {
             "machine": facts, "prompts": [name for name, _, _ in texts], "max_new_tokens": max_new_tokens,
@@ -92,6 +101,8 @@ def demo(
         for record in wrong if dtype != "float32" else []:
             console.print(f"{record.contestant}: {dtype} rounds near-ties, which may flip a token; float32 does not.")
             break
+        if not strategies and (rest := others(STRATEGIES)):
+            console.print(f"There is also {rest}: decoders bench measures all, with settings of your choice.")
     if wrong:
         raise typer.Exit(1)
 
@@ -138,6 +149,13 @@ def show_order(
     for text, workload in zip(texts, workloads, strict=True):
         for entry in runnable if terminal else runnable[-1:]:
             yield entry, text, workload
+
+
+def others(shown: Iterable[str]) -> str:
+    """The registered strategies that were not shown, in a line."""
+    from ..plugins import registry
+
+    return ", ".join(name for name in registry().strategies() if name not in shown)
 
 
 def completions(entries: list[Entry], tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:

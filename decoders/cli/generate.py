@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +14,7 @@ from ..errors import SettingsError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..report import Report
+    from ..report import Report, Stage
 
 
 def generate(
@@ -45,13 +46,14 @@ def generate(
     """Continue a prompt. The text goes to standard output, everything else to standard error."""
     from rich.console import Console
 
+    from ..settings import parse_assignments
     from . import models
 
     # What can be wrong is found before minutes go into loading a model.
     text = read_prompt(prompt, prompt_file)
     arguments: dict[str, Any] = sampling(temperature, top_k, top_p, min_p, seed)
-    arguments["strategy_config"] = models.parse_assignments(settings or [])
-    needed = models.needs_assistant(strategy)
+    arguments["strategy_config"] = parse_assignments(settings or [])
+    needed = models.needs_assistant(strategy, arguments["strategy_config"])
     console = Console(stderr=True, quiet=as_json)
     with console.status(f"loading {model}"):
         import decoders
@@ -127,17 +129,43 @@ def sampling(
 def show_report(report: Report, console: Console) -> None:
     """The figures that matter, one per line."""
     from rich.table import Table
+    from rich.text import Text
 
     t = report.timings
     table = Table(show_header=False, pad_edge=False, box=None)
-    for name, value in (
+    lines = [
         ("strategy", report.strategy + ("" if report.exact else " (lossy)")),
+        *([("verifier", report.verifier)] if report.verifier != "coupled" else []),
         ("tokens", f"{sum(report.new_tokens)} new after {sum(report.prompt_tokens)} of prompt"),
         ("speed", f"{report.tokens_per_second:.1f} tokens/s, first after {report.time_to_first_token:.2f} s"),
         ("steps", f"{report.steps}, {report.mean_accepted_length:.2f} tokens each"),
+        ("lengths", histogram(report.accepted_lengths)),
         ("accepted", f"{report.accepted} of {report.drafted} guesses ({report.acceptance_rate:.0%})"),
-        ("seconds", f"prefill {t.prefill:.2f}, propose {t.propose:.2f}, core {t.core:.2f}, observe {t.observe:.2f}"),
+        ("seconds", f"prefill {t.prefill:.2f}, draft {t.propose:.2f}, verify {t.core:.2f}, observe {t.observe:.2f}"),
+        ("overhead", f"{report.overhead:.1%} of the steps outside the models' forward passes"),
+        *(line for stage in report.stages for line in stage_lines(stage)),
         ("compiled", f"{report.compilations} graphs in {t.compile:.1f} s" if report.compiled else "no"),
-    ):
-        table.add_row(f"[bold]{name}", value)
+    ]
+    for name, value in lines:
+        table.add_row(Text(name, style="bold"), Text(value))
     console.print(table)
+
+
+def histogram(lengths: Sequence[int]) -> str:
+    """How often a step brought how many tokens: ``"1: 4×, 3: 7×"``."""
+    return ", ".join(f"{tokens}: {count}×" for tokens, count in enumerate(lengths, 1) if count) or "none"
+
+
+def stage_lines(stage: Stage, depth: int = 0) -> Iterator[tuple[str, str]]:
+    """A draft model's figures; those of its drafter's models follow, further in."""
+    text = f"{stage.model}: {stage.passes} passes in {stage.forward_seconds:.2f} s"
+    if stage.drafter is not None:
+        passes = sum(stage.accepted_lengths)
+        each = sum((n + 1) * count for n, count in enumerate(stage.accepted_lengths)) / passes if passes else 0.0
+        text += (
+            f", {each:.2f} tokens each with {stage.drafter} ({stage.accepted} of {stage.drafted} guesses, "
+            f"{stage.drafter_seconds:.2f} s)"
+        )
+    yield "  " * depth + "draft", text
+    for inner in stage.stages:
+        yield from stage_lines(inner, depth + 1)

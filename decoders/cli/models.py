@@ -1,12 +1,11 @@
-"""What ``generate`` and ``warmup`` share: models named on the command line, and ``--set key=value``."""
+"""What the commands share: models named on the command line, and whether a draft model has to be among them."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..errors import DecodersError, SettingsError, UnknownNameError
+from ..errors import DecodersError, UnknownNameError
 
 if TYPE_CHECKING:
     import torch
@@ -63,40 +62,15 @@ def load_assistant(name: str | None, model: str, dtype: str, needed: bool) -> Pr
     return None
 
 
-def needs_assistant(strategy: str) -> bool:
-    """Whether any part of `strategy` (``"a+b"``) wants ``assistant_model=``.
+def needs_assistant(strategy: str, settings: Mapping[str, Any] | None = None) -> bool:
+    """Whether `strategy` (``"a+b"`` merges) with `settings` wants ``assistant_model=``: one that names its own draft does not.
 
     Raises:
-        UnknownNameError, PluginError: no usable strategy of that name.
+        UnknownNameError, PluginError: no usable strategy of that name. SettingsError: a bad setting.
     """
-    from ..plugins import registry
+    from ..generate import resolve_strategy
 
-    return any(registry().strategy(part.strip()).needs_assistant for part in strategy.split("+"))
-
-
-def parse_assignments(assignments: Sequence[str]) -> dict[str, Any]:
-    """``["max_ngram=4", "prompt_lookup.length=8"]`` as nested settings; a value is JSON, or else the text itself.
-
-    Raises:
-        SettingsError: an item without ``=``, or a name that is both a value and a table.
-    """
-    settings: dict[str, Any] = {}
-    for item in assignments:
-        name, equals, text = item.partition("=")
-        if not equals or not name:
-            raise SettingsError(f"--set takes key=value, not {item!r}")
-        try:
-            value = json.loads(text)
-        except ValueError:
-            value = text
-        *tables, last = name.replace("-", "_").split(".")
-        place = settings
-        for table in tables:
-            place = place.setdefault(table, {})
-            if not isinstance(place, dict):
-                raise SettingsError(f"--set {item}: {table!r} already has a value")
-        place[last] = value
-    return settings
+    return resolve_strategy(strategy, settings).needs_assistant
 
 
 def _placed(model: PreTrainedModel) -> PreTrainedModel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from typer.testing import CliRunner, Result
 from decoders import bench, demo
 from decoders.bench.live import ACCEPTED, ColouredStream, show
 from decoders.bench.plot import PlotError, plot
+from decoders.bench.prompts import MADE_UP
 from decoders.cli import app
 from decoders.demo import Prompt
 from decoders.testing import tiny_model
@@ -105,6 +107,60 @@ def test_bench_reads_prompts_from_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("tiny_demo")
+def test_bench_measures_variants_of_one_strategy() -> None:
+    names = "speculative[length=2],speculative[length=3,tree=static,nodes=4],prompt_lookup+autoregressive"
+    done = run(
+        *BENCH[:-1], "transformers,transformers-assisted[2]", "--strategies", names, "--set", "speculative.children=2",
+        "--prompts", "copy", "--json", "-",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    records = {r["contestant"]: r for r in json.loads(done.stdout)["records"]}
+    assert list(records) == [
+        "transformers", "transformers-assisted[2]", "speculative[length=2]",
+        "speculative[length=3,tree=static,nodes=4]", "prompt_lookup+autoregressive",
+    ]  # fmt: skip
+    assert [r["reason"] for r in records.values() if r["status"] != "ok"] == []
+    assert records["speculative[length=2]"]["settings"] == {"speculative": {"children": 2, "length": 2}}
+    assert records["speculative[length=2]"]["draft_passes"] == 2.0
+    assert records["speculative[length=2]"]["stages"][0]["passes"] == 2.0
+    assert 0 < records["speculative[length=2]"]["overhead"] < 1
+    assert records["transformers-assisted[2]"]["draft_passes"] > 1
+    # Whole names stand in the tables: rich would take brackets for markup.
+    assert "transformers-assisted[2]" in done.stderr
+    assert "draft/step" in done.stderr
+
+
+@pytest.mark.usefixtures("tiny_demo")
+def test_bench_samples() -> None:
+    arguments = ("-s", "prompt_lookup", "--prompts", "copy", "--temperature", "0.8", "--seed", "5", "--top-k", "9")
+    done = run(*BENCH, *arguments, "--json", "-")
+    assert done.exit_code == 0, done.output
+    result = json.loads(done.stdout)
+    assert result["run"]["sampling"] == {"temperature": 0.8, "top_k": 9, "top_p": 1.0, "seed": 5}
+    assert [(r["contestant"], r["identical"], r["incomparable"]) for r in result["records"]] == [
+        ("transformers", None, "n/a"), ("autoregressive", True, ""), ("prompt_lookup", True, "")
+    ]  # fmt: skip
+    greedy = run(*BENCH, "-s", "prompt_lookup", "--prompts", "copy", "--temperature", "0", "--json", "-")
+    assert json.loads(greedy.stdout)["run"]["sampling"] is None
+
+
+@pytest.mark.usefixtures("tiny_demo")
+def test_bench_takes_several_kinds_of_prompt() -> None:
+    done = run(*BENCH, "-s", "autoregressive", "--prompts", "code,predictable,random", "--limit", "2", "--json", "-")
+    assert done.exit_code == 0, done.output
+    samples = [s["workload"] for r in json.loads(done.stdout)["records"] for s in r["samples"]]
+    assert set(samples) == {"code-01", "predictable-01", "predictable-02", "random-01", "random-02"}
+
+
+def test_made_up_prompts_are_the_same_in_every_run() -> None:
+    for make in MADE_UP.values():
+        assert make() == make()
+        assert len(set(make())) == len(make()) == 4
+    assert all(text.isascii() and text.isprintable() for text in MADE_UP["random"]())
+    assert all(text.count("\n") > 10 for text in MADE_UP["predictable"]())
+
+
+@pytest.mark.usefixtures("tiny_demo")
 def test_bench_checks_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
     from decoders.bench import capacity
 
@@ -125,6 +181,11 @@ def test_bench_checks_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--prompts", "nowhere.txt"), "neither one of"),
         (("--set", "length=3"), "name the strategy too"),
         (("-s", "prompt_lokup"), "prompt_lookup"),
+        (("-s", "prompt_lookup[length=3"), "no ']' at the end"),
+        (("-s", "prompt_lookup[lenght=3]"), "Did you mean 'length'?"),
+        (("--baseline", "transformers-static[3]"), "only transformers-assisted takes"),
+        (("--prompts", "code,random,poem"), "predictable, random"),
+        (("--temperature", "0", "--top-k", "3"), "temperature 0 is greedy"),
         (("--dtype", "float23"), "float32"),
         (("--json", "no/such/directory.json", "-s", "prompt_lookup", "--prompts", "copy"), "directory.json"),
     ],
@@ -159,6 +220,18 @@ def test_demo_reports_identical_output() -> None:
     assert [r["contestant"] for r in result["records"] if r["kind"] == "copy"] == [
         "transformers", "autoregressive", "prompt_lookup"
     ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("tiny_demo")
+def test_demo_shows_few_strategies_and_names_the_others() -> None:
+    common = ("demo", "--no-compile", "-n", "6", "--repeats", "1", "--no-live", "--prompt", "ab ab ab")
+    listed = json.loads(run(*common, "--json").stdout)["records"]
+    assert [r["contestant"] for r in listed] == [
+        "transformers", "transformers-assisted", "autoregressive", "prompt_lookup", "speculative"
+    ]  # fmt: skip
+    last = run(*common).output.rstrip().rpartition("There is also ")[2]
+    assert "threshold" in last
+    assert "decoders bench" in last
 
 
 @pytest.mark.usefixtures("tiny_demo")
@@ -224,7 +297,7 @@ def test_a_character_in_several_tokens_appears_when_it_is_whole() -> None:
 
 def test_live_text_ends_with_everything_written(contestants: list[Any], tokenizer: Any) -> None:
     (work,) = bench.workloads(tokenizer, TEXTS[:1])
-    for contestant in contestants:
+    for contestant in (*contestants, replace(contestants[-1], name="prompt_lookup[length=3]")):
         console = Console(force_terminal=True, width=100, height=40, record=True, file=io.StringIO())
         show(console, contestant, work, tokenizer, "one", TEXTS[0][2], 6)
         assert contestant.name in console.export_text()

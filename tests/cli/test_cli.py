@@ -18,6 +18,7 @@ from decoders import demo, plugins
 from decoders.cli import app, doctor, models
 from decoders.errors import SettingsError, UnknownNameError
 from decoders.plugins import PluginInfo, registry
+from decoders.settings import parse_assignments
 from decoders.strategies.ngram_table import NgramTable
 
 
@@ -163,6 +164,28 @@ def test_generate_streams_text_and_reports_on_standard_error(checkpoint: str) ->
     assert streamed.exit_code == 0, streamed.output
     assert streamed.stdout.rstrip("\n") == answer["text"].rstrip("\n")
     assert "tokens each" in streamed.stderr
+    assert "draft 0." in streamed.stderr
+    assert "1: " in streamed.stderr, "the histogram of accepted lengths"
+
+
+def test_a_draft_model_in_the_settings_needs_no_other(checkpoint: str) -> None:
+    common = ["generate", checkpoint, "abcabc", "-n", "8", "--no-compile", "-s"]
+    lone = run(*common, "speculative", "--set", f"draft_model={checkpoint}", "--set", "length=3", "--report")
+    assert lone.exit_code == 0, lone.output
+    assert "guesses (" in lone.stderr
+    assert "6 passes in" in lone.stderr, "two steps of three"
+    both = run(*common, "speculative", "--set", f"draft_model={checkpoint}", "--assistant", checkpoint)
+    assert both.exit_code == 2
+    assert "uses no assistant_model" in both.stderr
+    neither = run(*common, "speculative")
+    assert neither.exit_code == 2
+    assert "needs assistant_model" in neither.stderr
+    staged = run(
+        *common, "staged", "--assistant", checkpoint, "--report", "--set", "stage=speculative", "--set", "passes=2",
+        "--set", f"stage_config.draft_model={checkpoint}", "--set", "stage_config.length=2",
+    )  # fmt: skip
+    assert staged.exit_code == 0, staged.output
+    assert "tokens each with speculative" in staged.stderr
 
 
 def test_ngram_table_is_trained_and_used(checkpoint: str, tmp_path: Path) -> None:
@@ -249,13 +272,13 @@ def test_warmup_reports_each_strategy(checkpoint: str, monkeypatch: pytest.Monke
     ],
 )
 def test_assignments_are_json_or_text(items: list[str], settings: dict[str, Any]) -> None:
-    assert models.parse_assignments(items) == settings
+    assert parse_assignments(items) == settings
 
 
 @pytest.mark.parametrize("items", [["a"], ["=1"], ["a=1", "a.b=2"]])
 def test_malformed_assignment_is_refused(items: list[str]) -> None:
     with pytest.raises(SettingsError, match="--set"):
-        models.parse_assignments(items)
+        parse_assignments(items)
 
 
 def test_doctor_lists_findings_as_json() -> None:

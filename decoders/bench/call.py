@@ -1,0 +1,125 @@
+"""One timed call of one contestant, with the models' own configs left as they were found."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from ..engine.compiler import compilations
+
+if TYPE_CHECKING:
+    from ..report import Report
+    from .contestants import Contestant, Workload
+
+_GREEDY = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None, "min_p": None}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One finished call: `sequences` ``[B, P + new]``, wall `seconds` with and seconds spent in compilation,
+    `compilations` graphs compiled on the way, and the loop's own report if it ran.
+    """
+
+    sequences: Tensor
+    seconds: float
+    compile_seconds: float
+    compilations: int
+    report: Report | None
+
+    @property
+    def decoding(self) -> float:
+        """Wall seconds, compilation excluded."""
+        return self.seconds - self.compile_seconds
+
+
+def decode(contestant: Contestant, workload: Workload, new_tokens: int, streamer: Any = None) -> Call:
+    """One call, timed as a whole with the device waited for at both ends. Greedy, unless the contestant samples."""
+    model, sampling = contestant.model, contestant.sampling
+    arguments: dict[str, Any] = {
+        "input_ids": workload.input_ids.to(model.device),
+        "attention_mask": workload.attention_mask.to(model.device),
+        "max_new_tokens": new_tokens,
+        "pad_token_id": pad_token(model),
+        "return_dict_in_generate": True,
+        **(_GREEDY if sampling is None else sampling.arguments()),
+        **contestant.arguments,
+    }
+    if sampling is not None and contestant.ours:
+        arguments["seed"] = sampling.seed
+    elif sampling is not None:
+        torch.manual_seed(sampling.seed)
+    if streamer is not None:
+        arguments["streamer"] = streamer
+    # transformers' own must not pass through ours, whose default strategy may be set in the environment.
+    generate = model.generate if contestant.ours else type(model).generate.__get__(model)
+    with lent_configs(contestant), _unwarned(contestant):
+        graphs = compilations()
+        synchronize(model.device)
+        started = time.perf_counter()
+        output = generate(**arguments)
+        synchronize(model.device)
+        seconds = time.perf_counter() - started
+    report = output.report if contestant.ours else None
+    compiling = report.timings.compile if report is not None else 0.0
+    return Call(output.sequences.cpu(), seconds, compiling, compilations() - graphs, report)
+
+
+@contextlib.contextmanager
+def lent_configs(contestant: Contestant) -> Iterator[None]:
+    """For the length of a call of transformers' own, copies in the place of both models' generation configs.
+
+    transformers reads how many tokens to draft from the assistant's config, not from the call, and under its heuristic
+    schedule writes there what it ended with: later calls, of others too, would start from that.
+    """
+    models = [] if contestant.ours else [m for m in (contestant.model, contestant.assistant) if m is not None]
+    kept = [m.generation_config for m in models]
+    try:
+        for model in models:
+            model.generation_config = copy.deepcopy(model.generation_config)
+        if models and contestant.assistant is not None:
+            for name, value in contestant.assistant_config.items():
+                setattr(contestant.assistant.generation_config, name, value)
+        yield
+    finally:
+        for model, config in zip(models, kept, strict=True):
+            model.generation_config = config
+
+
+@contextlib.contextmanager
+def _unwarned(contestant: Contestant) -> Iterator[None]:
+    """Assisted generation warns of arguments that transformers itself passes to the assistant: no news to who reads figures."""
+    level = logging.get_verbosity()
+    if contestant.assistant is not None:
+        logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+def pad_token(model: PreTrainedModel) -> int:
+    """The token that fills rows that have ended: the model's pad token, else its first stop token, else 0."""
+    stops = stop_tokens(model)
+    pad = model.generation_config.pad_token_id
+    return pad if pad is not None else stops[0] if stops else 0
+
+
+def stop_tokens(model: PreTrainedModel) -> list[int]:
+    """End-of-sequence ids of the model's generation config."""
+    stops = model.generation_config.eos_token_id
+    return [] if stops is None else [stops] if isinstance(stops, int) else list(stops)
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done its work; nothing to wait for on the CPU."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

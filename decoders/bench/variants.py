@@ -1,0 +1,116 @@
+"""Contestants as they are written: ``speculative[length=2]``, ``a[x=1]+b``, ``transformers-assisted[5]``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import SettingsError
+from ..settings import parse_assignments
+
+#: A key in the brackets that is no setting of the strategy: it names the rule that accepts drafts.
+VERIFIER = "verifier"
+_OPENING = {"[": "]", "{": "}", "(": ")"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One strategy, or several merged, with settings.
+
+    Attributes:
+        parts: names as written. brackets: the text in each part's brackets, "" without.
+        settings: by part, nested as in ``strategy_config``. verifier: named in the brackets, if any.
+    """
+
+    parts: tuple[str, ...]
+    brackets: tuple[str, ...]
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    verifier: str | None = None
+
+    def shown(self, names: Sequence[str]) -> str:
+        """What stands in tables and records; `names` are the registry names of the parts."""
+        texts = zip(names, self.brackets, strict=True)
+        return "+".join(name + (f"[{text}]" if text else "") for name, text in texts)
+
+
+def split(text: str, separator: str = ",") -> list[str]:
+    """`text` at every `separator` outside brackets and quotes; empty pieces are left out.
+
+    Raises:
+        SettingsError: brackets that do not match.
+    """
+    pieces: list[str] = []
+    closing: list[str] = []
+    quoted, start = False, 0
+    for at, letter in enumerate(text):
+        if letter == '"' and closing:  # JSON text; outside brackets a quote means nothing
+            quoted = not quoted
+        elif quoted:
+            continue
+        elif letter in _OPENING:
+            closing.append(_OPENING[letter])
+        elif letter in _OPENING.values():
+            if not closing or closing.pop() != letter:
+                raise SettingsError(f"{text!r}: {letter!r} closes nothing")
+        elif letter == separator and not closing:
+            pieces.append(text[start:at])
+            start = at + 1
+    if closing or quoted:
+        raise SettingsError(f"{text!r}: there is no {closing[-1]!r} at the end of what was opened")
+    return [piece.strip() for piece in (*pieces, text[start:]) if piece.strip()]
+
+
+def bracketed(text: str) -> tuple[str, str | None]:
+    """Name and what stands in the brackets behind it; None without brackets.
+
+    Raises:
+        SettingsError: text behind the brackets, or no name before them.
+    """
+    name, opened, inside = text.partition("[")
+    if not opened:
+        return name.strip(), None
+    if not name.strip() or not inside.rstrip().endswith("]"):
+        raise SettingsError(f"{text!r}: settings stand in brackets right behind a name, as in speculative[length=2]")
+    return name.strip(), inside.rstrip()[:-1].strip()
+
+
+def parse(text: str) -> Variant:
+    """``speculative[length=2,verifier=block]``, or parts merged with ``+``, each with brackets of its own.
+
+    Values are parsed as in ``--set``: JSON, or else the text itself.
+
+    Raises:
+        SettingsError: malformed, or two verifiers.
+    """
+    parts, brackets, verifiers = [], [], []
+    settings: dict[str, Mapping[str, Any]] = {}
+    for piece in split(text, "+"):
+        name, inside = bracketed(piece)
+        own = parse_assignments(split(inside or ""), f"{name}[…]")
+        if VERIFIER in own:
+            verifiers.append(own.pop(VERIFIER))
+        if own:
+            settings[name] = own
+        parts.append(name)
+        brackets.append(inside or "")
+    if not parts:
+        raise SettingsError("a strategy has a name: it is empty here")
+    if len(set(map(str, verifiers))) > 1:
+        raise SettingsError(f"{text!r}: one verifier judges the whole tree, {len(verifiers)} are named")
+    return Variant(tuple(parts), tuple(brackets), settings, str(verifiers[0]) if verifiers else None)
+
+
+def assistant_tokens(text: str) -> tuple[str, int | None]:
+    """Name of one of transformers' ways, and the number in the brackets behind ``transformers-assisted[5]``.
+
+    Raises:
+        SettingsError: brackets without a positive number in them.
+    """
+    name, inside = bracketed(text)
+    if inside is None:
+        return name, None
+    if not re.fullmatch("[1-9][0-9]*", inside):
+        raise SettingsError(f"{text!r}: the brackets hold the draft tokens per step, as in transformers-assisted[5]")
+    return name, int(inside)
