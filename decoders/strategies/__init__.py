@@ -5,11 +5,12 @@ from __future__ import annotations
 from ..hookspecs import hookimpl
 from ..strategy import Strategy
 from .autoregressive import Autoregressive
+from .lookahead import Lookahead, LookaheadSettings
 from .prompt_lookup import PromptLookup, PromptLookupSettings
 
-__all__ = ["Autoregressive", "PromptLookup", "PromptLookupSettings"]
+__all__ = ["Autoregressive", "Lookahead", "LookaheadSettings", "PromptLookup", "PromptLookupSettings"]
 
 
 @hookimpl
 def decoders_strategies() -> list[type[Strategy]]:
-    return [Autoregressive, PromptLookup]
+    return [Autoregressive, Lookahead, PromptLookup]
