@@ -27,15 +27,15 @@ class LookaheadSettings(Settings):
     """Shape of the block, ``(W + G) · (N - 1)`` nodes, and what the pool holds."""
 
     window: int = Field(
-        5, ge=1, le=64, description="W: columns of the window, positions ahead that are iterated on. Paper, 7B: 15."
+        2, ge=1, le=64, description="W: columns of the window, positions ahead that are iterated on. Paper, 7B: 15."
     )
     ngram: int = Field(
-        4, ge=2, le=16, description="N: tokens of an n-gram, of which N - 1 can be accepted in a step. Paper, 7B: 5."
+        5, ge=2, le=16, description="N: tokens of an n-gram, of which N - 1 can be accepted in a step. Paper, 7B: 5."
     )
     guesses: int = Field(
-        5, ge=1, le=64, description="G: n-grams verified per step, and kept per first token. Paper, 7B: 15."
+        2, ge=1, le=64, description="G: n-grams verified per step, and kept per first token. Paper, 7B: 15."
     )
-    capacity: int = Field(1024, ge=16, le=4096, description="N-grams per row that the pool holds, all keys together.")
+    capacity: int = Field(512, ge=16, le=4096, description="N-grams per row that the pool holds, all keys together.")
     seed_from_prompt: bool = Field(True, description="Put the n-grams of the prompt into the pool.")
     keep_output: bool = Field(True, description="Put the n-grams of the text that is generated into the pool.")
 
@@ -45,17 +45,14 @@ class LookaheadState:
     """One call's state; tensors are updated in place.
 
     Attributes:
-        levels: ``[B, N-1, W]`` int64, the window; column 0 of level 0 stands for the root and is never read.
-        guesses: ``[B, G, N-1]`` int64, what the pool holds for the last committed token; -1 where there is none.
-        ngrams, rank: the pool, see :mod:`.ngram_pool`.
+        block: ``[B, (W + G)(N - 1) - 1]`` int64, the next draft: window without the root, then guesses.
+        pool: ``[B, N + 1, C]`` int64, see :mod:`.ngram_pool`.
         advance: the compiled update.
         begun: whether the prompt has been read.
     """
 
-    levels: Tensor
-    guesses: Tensor
-    ngrams: Tensor
-    rank: Tensor
+    block: Tensor
+    pool: Tensor
     advance: Callable[..., None]
     begun: bool = False
 
@@ -73,41 +70,35 @@ class Lookahead(Strategy):
 
     def start(self, context: Context) -> LookaheadState:
         s: LookaheadSettings = self.settings
-
-        def integers(*shape: int) -> Tensor:
-            return torch.full((context.rows, *shape), EMPTY, dtype=torch.int64, device=context.device)
-
-        return LookaheadState(
-            integers(s.ngram - 1, s.window), integers(s.guesses, s.ngram - 1), integers(s.ngram, s.capacity),
-            integers(s.capacity), context.compile(advance_for(s.window, s.ngram, s.keep_output)),
-        )  # fmt: skip
+        width = (s.window + s.guesses) * (s.ngram - 1) - 1
+        block = torch.full((context.rows, width), EMPTY, dtype=torch.int64, device=context.device)
+        pool = torch.full((context.rows, s.ngram + 1, s.capacity), EMPTY, dtype=torch.int64, device=context.device)
+        return LookaheadState(block, pool, context.compile(advance_for(s.window, s.ngram, s.keep_output)))
 
     def propose(self, state: LookaheadState, sequences: Sequences) -> Draft:
         s: LookaheadSettings = self.settings
         if not state.begun:
             self._read_prompt(state, sequences)
             state.begun = True
-        tokens = torch.cat([state.levels.flatten(1)[:, 1:], state.guesses.flatten(1)], 1)
-        return Draft(tokens, lookahead_block(s.window, s.ngram, s.guesses))
+        # A copy, since `observe` writes the next block in place.
+        return Draft(state.block.clone(), lookahead_block(s.window, s.ngram, s.guesses))
 
     def observe(self, state: LookaheadState, step: Step) -> None:
         text = step.sequences
         state.advance(
-            state.levels, state.guesses, state.ngrams, state.rank,
-            step.nodes, step.chosen, step.logits, text.tokens, text.length, step.emitted,
-        )  # fmt: skip
+            state.block, state.pool, step.nodes, step.chosen, step.logits, text.tokens, text.length, step.emitted
+        )
 
     def _read_prompt(self, state: LookaheadState, sequences: Sequences) -> None:
         """The first window, and the pool's first n-grams and guesses."""
         s: LookaheadSettings = self.settings
-        state.levels.copy_(first_window(sequences.tokens, sequences.length, s.window, s.ngram))
+        window = first_window(sequences.tokens, sequences.length, s.window, s.ngram)
         # What is older than the last `capacity` n-grams would not stay.
         count = min(sequences.tokens.shape[1], s.capacity)
         new, valid = last_ngrams(sequences.tokens, sequences.length, s.ngram, count)
-        ngrams, rank = make_pool(new, valid & s.seed_from_prompt, s.guesses, s.capacity)
-        state.ngrams.copy_(ngrams)
-        state.rank.copy_(rank)
-        state.guesses.copy_(recall(ngrams, rank, sequences.last, s.guesses))
+        state.pool.copy_(make_pool(new, valid & s.seed_from_prompt, s.guesses, s.capacity))
+        guesses = recall(state.pool, sequences.last, s.guesses)
+        state.block.copy_(torch.cat([window.flatten(1)[:, 1:], guesses.flatten(1)], 1))
 
 
 @lru_cache
@@ -156,10 +147,8 @@ def advance_for(window: int, ngram: int, keep_output: bool) -> Callable[..., Non
     """The update after a step. One function and graph for each window and n-gram length: loops over them are unrolled."""
 
     def advance(
-        levels: Tensor,
-        guesses: Tensor,
-        ngrams: Tensor,
-        rank: Tensor,
+        block: Tensor,
+        pool: Tensor,
         nodes: Tensor,
         chosen: Tensor,
         logits: Tensor,
@@ -169,9 +158,10 @@ def advance_for(window: int, ngram: int, keep_output: bool) -> Callable[..., Non
     ) -> None:
         """Shifts the window by one, whatever was accepted, stores its n-grams and looks the new root up.
 
-        The first four are written in place. Shapes are those of :class:`LookaheadState` and :class:`Step`.
+        The first two are written in place. Shapes are those of :class:`LookaheadState` and :class:`Step`.
         """
-        per_key, size = guesses.shape[1], window * (ngram - 1)
+        size = window * (ngram - 1)
+        per_key = (block.shape[1] + 1 - size) // (ngram - 1)
         last = slice(size - window, size)
         # Off the accepted path there is no choice if processors run on the host: the likeliest token stands in.
         level = torch.where(chosen[:, last] >= 0, chosen[:, last], logits[:, last].argmax(-1))  # [B, W]
@@ -182,10 +172,9 @@ def advance_for(window: int, ngram: int, keep_output: bool) -> Callable[..., Non
             written, whole = last_ngrams(tokens, length, ngram, ngram)
             whole = whole & (torch.arange(ngram, device=tokens.device) < emitted[:, None])
             new, valid = torch.cat([written, new], 2), torch.cat([whole, valid], 1)
-        remembered, ranks = remember(ngrams, rank, new, valid, per_key)
-        ngrams.copy_(remembered)
-        rank.copy_(ranks)
-        levels.copy_(columns[:, 1:])
-        guesses.copy_(recall(remembered, ranks, tokens.gather(1, length[:, None] - 1), per_key))
+        remembered = remember(pool, new, valid, per_key)
+        guesses = recall(remembered, tokens.gather(1, length[:, None] - 1), per_key)
+        pool.copy_(remembered)
+        block.copy_(torch.cat([columns[:, 1:].flatten(1)[:, 1:], guesses.flatten(1)], 1))
 
     return advance

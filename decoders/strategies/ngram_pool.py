@@ -1,11 +1,11 @@
-"""A pool of n-grams in two tensors: the most recent distinct ones, at most a few per first token.
+"""A pool of n-grams in one tensor: the most recent distinct ones, at most a few per first token.
 
 Letters: ``B`` rows, ``n`` tokens of an n-gram, ``C`` capacity, ``M`` n-grams that come in at once, ``G`` kept per first
 token (the *key*). Everything is comparison and one scatter: the cost is ``M·C`` whatever the size of the vocabulary,
 nothing waits for the device, and it compiles into a few kernels.
 
-Invariants: entries stand most recent first, without gaps and without doubles; ``rank`` counts the more recent entries
-with the same key and is below ``G``.
+A pool is ``[B, n + 1, C]`` int64: the tokens of each entry, and in the last place its *rank*, the number of more recent
+entries with the same key. Entries stand most recent first, without gaps and without doubles, and every rank is below ``G``.
 """
 
 from __future__ import annotations
@@ -17,34 +17,28 @@ from torch import Tensor
 EMPTY = -1
 
 
-def make_pool(new: Tensor, valid: Tensor, per_key: int, capacity: int) -> tuple[Tensor, Tensor]:
+def make_pool(new: Tensor, valid: Tensor, per_key: int, capacity: int) -> Tensor:
     """A pool that holds `new`. Compares each with each: ``M²`` in time and memory.
 
     Args:
         new: ``[B, n, M]`` int64, most recent first. valid: ``[B, M]`` bool, false for those to be ignored.
         per_key: ``G``. capacity: ``C``.
-
-    Returns:
-        the n-grams ``[B, n, C]`` int64 and their rank ``[B, C]`` int64.
     """
     kept, rank = _first_of_each(new, valid)
     return _close_gaps(new, rank, kept & (rank < per_key), capacity)
 
 
-def remember(
-    ngrams: Tensor, rank: Tensor, new: Tensor, valid: Tensor, per_key: int | Tensor
-) -> tuple[Tensor, Tensor]:
+def remember(pool: Tensor, new: Tensor, valid: Tensor, per_key: int | Tensor) -> Tensor:
     """The pool with `new` in front of what it held.
 
     An n-gram that is there already moves to the front. What exceeds `per_key` n-grams of one key goes, oldest first; so
     does what exceeds the capacity.
 
     Args:
-        ngrams: ``[B, n, C]`` int64. rank: ``[B, C]`` int64.
-        new, valid, per_key: as in :func:`make_pool`.
+        pool: ``[B, n + 1, C]`` int64. new, valid, per_key: as in :func:`make_pool`.
     """
-    capacity = ngrams.shape[2]
-    slot = torch.arange(capacity, device=new.device)
+    ngrams, rank, capacity = pool[:, :-1], pool[:, -1], pool.shape[2]
+    slot = torch.arange(capacity, device=pool.device)
     kept, new_rank = _first_of_each(new, valid)
     double = _equal(new, ngrams) & kept[:, :, None]  # [B, M, C]
     stood = torch.where(double, slot, capacity).amin(-1)  # [B, M]
@@ -63,21 +57,21 @@ def remember(
     return _close_gaps(torch.cat([new, ngrams], 2), ranks, alive, capacity)
 
 
-def recall(ngrams: Tensor, rank: Tensor, key: Tensor, count: int) -> Tensor:
+def recall(pool: Tensor, key: Tensor, count: int) -> Tensor:
     """What followed `key`, most recent first.
 
     Args:
-        ngrams: ``[B, n, C]`` int64. rank: ``[B, C]`` int64. key: ``[B, 1]`` int64. count: how many are wanted.
+        pool: ``[B, n + 1, C]`` int64. key: ``[B, 1]`` int64. count: how many are wanted.
 
     Returns:
-        ``[B, count, n-1]`` int64; ``-1`` where the pool holds fewer.
+        ``[B, count, n - 1]`` int64; ``-1`` where the pool holds fewer.
     """
-    capacity = ngrams.shape[2]
+    tails, capacity = pool[:, 1:-1], pool.shape[2]
     slot = torch.arange(capacity, device=key.device)
     wanted = torch.arange(count, device=key.device)
-    hit = (ngrams[:, 0] == key)[:, None] & (rank[:, None] == wanted[:, None])  # [B, count, C]
+    hit = (pool[:, 0] == key)[:, None] & (pool[:, -1:] == wanted[:, None])  # [B, count, C]
     at = torch.where(hit, slot, capacity).amin(-1)[:, None]  # [B, 1, count]
-    found = ngrams[:, 1:].gather(2, at.clamp(max=capacity - 1).expand(-1, ngrams.shape[1] - 1, -1))
+    found = tails.gather(2, at.clamp(max=capacity - 1).expand(-1, tails.shape[1], -1))
     return torch.where(at < capacity, found, EMPTY).transpose(1, 2)
 
 
@@ -90,14 +84,13 @@ def _first_of_each(new: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     return kept, (same_key & earlier & kept[:, None, :]).sum(-1)
 
 
-def _close_gaps(ngrams: Tensor, rank: Tensor, alive: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+def _close_gaps(ngrams: Tensor, rank: Tensor, alive: Tensor, capacity: int) -> Tensor:
     """The entries that are alive, in their order, as a pool of `capacity`; the last ones go if there are more."""
     target = alive.long().cumsum(1) - 1
     target = torch.where(alive & (target < capacity), target, capacity)  # one slot more takes what goes
-    rows, n, _ = ngrams.shape
-    closed = ngrams.new_full((rows, n, capacity + 1), EMPTY).scatter(2, target[:, None].expand_as(ngrams), ngrams)
-    ranks = rank.new_zeros(rows, capacity + 1).scatter(1, target, rank)
-    return closed[:, :, :capacity], ranks[:, :capacity]
+    entries = torch.cat([ngrams, rank[:, None]], 1)
+    closed = entries.new_full((*entries.shape[:2], capacity + 1), EMPTY)
+    return closed.scatter(2, target[:, None].expand_as(entries), entries)[:, :, :capacity]
 
 
 def _equal(left: Tensor, right: Tensor) -> Tensor:
