@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field
 
 from decoders.plugins import registry
 from decoders.settings import Settings
-from decoders.strategies import PromptLookup
+from decoders.strategies import Lookahead, PromptLookup
 from decoders.strategies.merged import Merged
 from decoders.strategy import Draft, Sequences, Step, Strategy
 from decoders.testing import CHECKS, Replay, check_strategy, checks_for, parametrize_with_checks, tiny_model
@@ -21,7 +21,15 @@ from decoders.tree import Topology, TreeTensors
 BUILT_IN = [e.cls for e in registry().strategies().values() if e.provider == "hf-decoders"]
 
 
-@parametrize_with_checks([*BUILT_IN, PromptLookup(length=4, branches=3), PromptLookup(max_ngram=1, length=1), Replay()])
+VARIANTS = [
+    PromptLookup(length=4, branches=3),
+    PromptLookup(max_ngram=1, length=1),
+    Lookahead(window=4, ngram=3, guesses=3),
+    Replay(),
+]
+
+
+@parametrize_with_checks([*BUILT_IN, *VARIANTS])
 def test_strategy_conforms(strategy, check):
     check(strategy)
 

@@ -100,7 +100,9 @@ class Reference:
     def __init__(self, model: PreTrainedModel, lookahead: Lookahead, prompt: list[int], key: Tensor | None) -> None:
         s = lookahead.settings
         self.model, self.settings, self.key, self.prompt, self.text = model, s, key, len(prompt), list(prompt)
-        cells = [[prompt[scrambled(j * s.window + i + 1) % len(prompt)] for i in range(s.window)] for j in range(s.ngram - 1)]
+        cells = [
+            [prompt[scrambled(j * s.window + i + 1) % len(prompt)] for i in range(s.window)] for j in range(s.ngram - 1)
+        ]
         self.levels: list[list[int]] = cells
         self.pool: list[tuple[int, ...]] = []
         if s.seed_from_prompt:
@@ -198,5 +200,81 @@ def test_every_step_is_that_of_plain_python(name, shape, sampling, rows):
         while done < NEW:
             counts.append(reference.step(NEW - done))
             done += counts[-1]
+        assert max(counts) > 1, "nothing was accepted, so nothing was tested"
         assert reference.text[len(prompt) :] == out.sequences[row, -NEW:].tolist()
         assert counts == [emitted[row] for emitted in strategy.emitted if emitted[row]], f"row {row}"
+
+
+# --- in the loop ------------------------------------------------------------------------------------------------------
+
+
+def test_the_token_after_a_full_match_is_never_lost():
+    model, strategy = enabled("gpt2"), Recorded(window=3, ngram=3, guesses=2)
+    decode(model, prompts(1), strategy, max_new_tokens=NEW, decoders_config=EAGER)
+    assert [2] in strategy.accepted[:-1], "whole n-grams are accepted on this text"
+    for accepted, emitted in zip(strategy.accepted[:-1], strategy.emitted[:-1], strict=True):
+        assert emitted[0] == accepted[0] + 1
+
+
+def test_sampling_depends_on_the_seed_alone():
+    model, inputs = enabled("gpt2"), prompts(3)
+    plain = decode(model, inputs, "autoregressive", max_new_tokens=NEW, decoders_config=EAGER, **SAMPLING)
+    out = decode(model, inputs, Lookahead(), max_new_tokens=NEW, decoders_config=EAGER, **SAMPLING)
+    assert_same_tokens(model, inputs, plain.sequences, out.sequences, "sampled")
+    assert out.report.mean_accepted_length > 1.2
+
+
+def test_window_alone_finds_ngrams():
+    """Neither prompt nor output feed the pool: what is accepted comes from the Jacobi iteration."""
+    strategy = Lookahead(window=6, ngram=3, guesses=3, seed_from_prompt=False, keep_output=False)
+    out = decode(enabled("gpt2"), prompts(1), strategy, max_new_tokens=120, decoders_config=EAGER)
+    assert out.report.mean_accepted_length > 1.5
+
+
+class Untouched(LogitsProcessor):
+    """Forces the choice to the host and changes nothing."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores
+
+
+def test_window_goes_on_when_processors_run_on_the_host():
+    model, shape = enabled("gpt2"), Lookahead(window=4, ngram=3, guesses=3)
+    options = dict(max_new_tokens=NEW, decoders_config=EAGER)
+    plain = decode(model, prompts(1), shape, **options).report
+    hosted = decode(model, prompts(1), shape, logits_processor=[Untouched()], **options).report
+    assert hosted.accepted_lengths == plain.accepted_lengths
+
+
+def test_report_counts_guesses_and_not_the_window():
+    report = decode(enabled(), prompts(1), Lookahead(window=9, ngram=3, guesses=1), max_new_tokens=NEW,
+                    decoders_config=EAGER).report  # fmt: skip
+    assert report.nodes == 20
+    assert report.accepted < report.drafted <= 2 * report.steps
+
+
+def test_merged_with_prompt_lookup():
+    model, inputs = enabled("gpt2"), prompts(3)
+    options = dict(max_new_tokens=NEW, decoders_config=EAGER)
+    expected = decode(model, inputs, max_new_tokens=NEW).sequences
+    out = decode(model, inputs, "lookahead+prompt_lookup", **options)
+    assert_same_tokens(model, inputs, expected, out.sequences, "lookahead+prompt_lookup")
+    assert out.report.steps <= decode(model, inputs, Lookahead(), **options).report.steps
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # the compiler's own
+def test_a_second_call_compiles_nothing():
+    # As many rows as columns, guesses and tokens of an n-gram: none of these sizes may be taken for another.
+    model, strategy = enabled("gpt2"), Lookahead(window=3, ngram=3, guesses=3)
+    reports = []
+    for rows, length in ((3, 24), (2, 40), (3, 90)):
+        inputs = prompts(rows, length=length)
+        expected = decode(model, inputs, max_new_tokens=NEW).sequences
+        out = decode(model, inputs, strategy, max_new_tokens=NEW)
+        assert_same_tokens(model, inputs, expected, out.sequences, f"compiled, {rows} rows")
+        reports.append(out.report)
+    first, *later = reports
+    assert first.compiled and first.compilations == 2  # the core and the update
+    assert first.timings.observe < first.timings.compile
+    assert all(t >= 0 for t in (first.timings.propose, first.timings.observe))
+    assert [report.compilations for report in later] == [0, 0]
