@@ -12,7 +12,7 @@ from pydantic import Field
 from ..errors import SettingsError
 from ..settings import Settings
 from ..strategy import Context, Draft, Sequences, Step, Strategy
-from ..tree import Topology
+from ..tree import NO_PARENT, Topology
 
 
 class MergedSettings(Settings):
@@ -62,6 +62,11 @@ class Merged(Strategy):
             if not isinstance(draft.topology, Topology):
                 raise SettingsError(f"{part.name} proposes trees of varying shape, which cannot be merged yet")
             kept = draft.topology.head(self.settings.nodes - len(topology) + 1)
+            if kept.parents.count(NO_PARENT) < draft.topology.parents.count(NO_PARENT):
+                raise SettingsError(
+                    f"{part.name} needs {len(draft.topology)} nodes, of which guesses alone can be left out; a budget of "
+                    f"{self.settings.nodes} nodes leaves it {len(kept)}"
+                )
             owned.append(range(len(topology), len(topology) + kept.width))
             tokens.append(draft.tokens[:, : kept.width])
             topology = topology.merge(kept)

@@ -13,9 +13,11 @@ from transformers import LogitsProcessor, PreTrainedModel
 
 import decoders
 from decoders.engine.sampling import gumbel_noise, row_keys
-from decoders.strategies import Lookahead
+from decoders.errors import SettingsError
+from decoders.strategies import Lookahead, PromptLookup
 from decoders.strategies.lookahead import lookahead_block
-from decoders.strategy import Step
+from decoders.strategies.merged import Merged, MergedSettings
+from decoders.strategy import Step, Strategy
 from decoders.testing import assert_same_tokens, decode, prompts, tiny_model
 
 EAGER = {"compile": False}
@@ -262,6 +264,21 @@ def test_merged_with_prompt_lookup():
     assert out.report.steps <= decode(model, inputs, Lookahead(), **options).report.steps
 
 
+def test_merged_budget_may_cut_guesses_but_not_the_window():
+    model, lookahead = enabled("gpt2"), Lookahead(window=4, ngram=3, guesses=3)  # 8 nodes of window, 6 of guesses
+
+    def merged(nodes: int, *parts: Strategy) -> Tensor:
+        strategy = Merged(parts, MergedSettings(nodes=nodes))
+        return decode(model, prompts(1), strategy, max_new_tokens=NEW, decoders_config=EAGER).sequences
+
+    expected = decode(model, prompts(1), max_new_tokens=NEW).sequences
+    assert torch.equal(merged(10, lookahead, PromptLookup()), expected)
+    assert torch.equal(merged(16, PromptLookup(length=8), lookahead), expected)
+    for nodes, parts in ((7, (lookahead, PromptLookup())), (9, (PromptLookup(length=8), lookahead))):
+        with pytest.raises(SettingsError, match=f"lookahead needs 14 nodes.* a budget of {nodes} nodes leaves it"):
+            merged(nodes, *parts)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # the compiler's own
 def test_a_second_call_compiles_nothing():
     # As many rows as columns, guesses and tokens of an n-gram: none of these sizes may be taken for another.
@@ -274,6 +291,8 @@ def test_a_second_call_compiles_nothing():
         assert_same_tokens(model, inputs, expected, out.sequences, f"compiled, {rows} rows")
         reports.append(out.report)
     first, *later = reports
+    eager = decode(model, prompts(3), strategy, max_new_tokens=NEW, decoders_config=EAGER).report
+    assert first.accepted_lengths == eager.accepted_lengths
     assert first.compiled and first.compilations == 2  # the core and the update
     assert first.timings.observe < first.timings.compile
     assert all(t >= 0 for t in (first.timings.propose, first.timings.observe))
