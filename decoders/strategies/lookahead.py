@@ -24,7 +24,11 @@ from .ngram_pool import EMPTY, make_pool, recall, remember
 
 
 class LookaheadSettings(Settings):
-    """Shape of the block, ``(W + G) · (N - 1)`` nodes, and what the pool holds."""
+    """Shape of the block, ``(W + G) · (N - 1)`` nodes, and what the pool holds.
+
+    The defaults are for small models on a CPU, where every node costs time: of the shapes whose window finds n-grams by
+    itself (W above 1) they gave the most tokens per second on the demo target. Large models want wider blocks.
+    """
 
     window: int = Field(
         2, ge=1, le=64, description="W: columns of the window, positions ahead that are iterated on. Paper, 7B: 15."
@@ -93,7 +97,7 @@ class Lookahead(Strategy):
         """The first window, and the pool's first n-grams and guesses."""
         s: LookaheadSettings = self.settings
         window = first_window(sequences.tokens, sequences.length, s.window, s.ngram)
-        # What is older than the last `capacity` n-grams would not stay.
+        # No more than the pool can hold: each is compared with each, and long prompts would take long.
         count = min(sequences.tokens.shape[1], s.capacity)
         new, valid = last_ngrams(sequences.tokens, sequences.length, s.ngram, count)
         state.pool.copy_(make_pool(new, valid & s.seed_from_prompt, s.guesses, s.capacity))
@@ -110,9 +114,7 @@ def lookahead_block(window: int, ngram: int, guesses: int) -> Topology:
     the root. Neither part sees the other.
     """
     levels = [(j, i) for j in range(ngram - 1) for i in range(window)]
-    sights = tuple(
-        (*range(i + 1), *(k * window + i for k in range(1, j))) if (j, i) != (0, 0) else () for j, i in levels
-    )
+    sights = tuple((*range(i + 1), *(k * window + i for k in range(1, j))) for j, i in levels)
     lookahead = Topology((NO_PARENT,) * len(levels), tuple(j + i for j, i in levels), sights)
     return lookahead.merge(Topology.branches(guesses, ngram - 1))
 
@@ -169,6 +171,7 @@ def advance_for(window: int, ngram: int, keep_output: bool) -> Callable[..., Non
         # Column 0 counts as the most recent: its context is the text itself, not a guess at it.
         new, valid = columns, torch.ones_like(level, dtype=torch.bool)
         if keep_output:
+            # A step of lookahead alone writes at most N tokens; merged with others it may write more: the last N count.
             written, whole = last_ngrams(tokens, length, ngram, ngram)
             whole = whole & (torch.arange(ngram, device=tokens.device) < emitted[:, None])
             new, valid = torch.cat([written, new], 2), torch.cat([whole, valid], 1)

@@ -108,7 +108,7 @@ class Reference:
         self.levels: list[list[int]] = cells
         self.pool: list[tuple[int, ...]] = []
         if s.seed_from_prompt:
-            self.store(self.written(len(prompt)))
+            self.store(self.written(len(prompt))[: s.capacity])
 
     def written(self, count: int) -> list[tuple[int, ...]]:
         """The n-grams that end in the last `count` tokens, latest first."""
