@@ -27,7 +27,7 @@ class LookaheadSettings(Settings):
     """Shape of the block, ``(W + G) · (N - 1)`` nodes, and what the pool holds.
 
     The defaults are for small models on a CPU, where every node costs time: of the shapes whose window finds n-grams by
-    itself (W above 1) they gave the most tokens per second on the demo target. Large models want wider blocks.
+    itself (W above 1) they are among the fastest in tokens per second on the demo target. Large models want wider blocks.
     """
 
     window: int = Field(
