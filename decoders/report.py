@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -21,6 +22,20 @@ class Timings:
     def steps(self) -> float:
         """Seconds in decoding steps, prefill and compilation excluded."""
         return self.propose + self.core + self.observe + self.host
+
+
+class Laps:
+    """A stopwatch that does not count compilation, which is booked by itself."""
+
+    def __init__(self, timings: Timings) -> None:
+        self._timings = timings
+        self._begun, self._compiled = time.perf_counter(), timings.compile
+
+    def next(self) -> float:
+        """Seconds since the last call, or since the start."""
+        begun, compiled = self._begun, self._compiled
+        self._begun, self._compiled = time.perf_counter(), self._timings.compile
+        return self._begun - begun - (self._compiled - compiled)
 
 
 @dataclass

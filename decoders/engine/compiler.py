@@ -48,7 +48,7 @@ def frozen_weights() -> AbstractContextManager:
 
 
 class CompiledFunction:
-    """A strategy's tensor function, compiled with dynamic sizes; `on_compile` is told the seconds of the first call."""
+    """A strategy's tensor function, compiled with dynamic sizes; `on_compile` is told the seconds of calls that compile."""
 
     def __init__(self, function: Callable) -> None:
         self.compiled = torch.compile(private(function), fullgraph=True, dynamic=True)
@@ -57,11 +57,14 @@ class CompiledFunction:
 
     def __call__(self, *args: Any) -> Any:
         kind = tuple(_kind(a) for a in args)
-        if kind in self._known:
-            return self.compiled(*args)
-        self._known.add(kind)
         started, before = time.perf_counter(), compilations()
-        result = self.compiled(*args)
+        if kind in self._known:
+            result = self.compiled(*args)
+        else:
+            self._known.add(kind)
+            # Sizes that happen to be equal, such as rows and guesses, must not be taken for one and the same.
+            with torch.fx.experimental._config.patch(use_duck_shape=False):
+                result = self.compiled(*args)
         if compilations() > before:
             self.on_compile(time.perf_counter() - started)
         return result

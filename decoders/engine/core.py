@@ -170,7 +170,8 @@ class Core:
         room = torch.where(rows.finished, 0, rows.limit - rows.length)
         if most is not None:
             room = torch.minimum(room, most)
-        guessed = torch.where(rows.finished, 0, (nodes[:, 1:] >= 0).sum(-1))
+        candidate = tree.ancestors[:, 1:, 0]  # a lookahead window is not guessed: it can never be accepted
+        guessed = torch.where(rows.finished, 0, ((nodes[:, 1:] >= 0) & candidate).sum(-1))
         emitted = torch.minimum(acceptance.depth + 1, room)
         is_stop = (new[:, :, None] == rows.sampling.stop_tokens).any(-1) & (index < emitted[:, None])
         first_stop = torch.where(is_stop, index, n).amin(-1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..report import Report, Stage
+from ..report import Laps, Report, Stage
 from ..strategy import Context, Sequences, Step, Strategy
 from ..tree import TreeTensors
 from .blocks import Blocks, Views, capacity, prefill
@@ -232,9 +231,9 @@ class Drafter:
 
     @contextmanager
     def _clock(self, part: str) -> Iterator[None]:
-        begun, compiled = time.perf_counter(), self.terms.report.timings.compile
+        laps = Laps(self.terms.report.timings)
         yield
-        self._seconds[part] += time.perf_counter() - begun - (self.terms.report.timings.compile - compiled)
+        self._seconds[part] += laps.next()
 
     def _context(self, outer: Context) -> Context:
         """What the stage is told: this model is the target of its world."""

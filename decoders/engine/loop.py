@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..report import Report
+from ..report import Laps, Report
 from ..strategy import Context, Draft, Step, Strategy
 from ..tree import TreeTensors
 from ..verifier import Verifier
@@ -120,7 +120,7 @@ class _Call:
     def run(self) -> Decoded:
         request, target = self.request, self.target
         step = make_step(self.engine, request, self.verifier, self.prefixes, self.report)
-        started = time.perf_counter()
+        laps = Laps(self.report.timings)
         longest = max(self.lengths)
         sampling = sampling_inputs(request.values, request.seed, self.batch, request.stop_tokens, target.device)
         slots = capacity(max(longest + request.new_tokens, request.slots or 0), 0, target.flex)
@@ -130,34 +130,30 @@ class _Call:
         prefill(target, self.views, longest, request.prefill_chunk)
         state = request.strategy.start(self._context())
         timings = self.report.timings
-        timings.prefill = time.perf_counter() - started
+        timings.prefill = laps.next()
 
         self.finished = [request.new_tokens == 0] * self.batch
         while not all(self.finished):
             if self._can_capture() and self.report.steps == WARM_UP_STEPS:
                 self._run_captured(state, step)
                 break
-            begun, compiled = time.perf_counter(), timings.compile
+            laps = Laps(timings)
             self._renew_keys()
             draft = request.strategy.propose(state, self.views.at(max(self.lengths))[1])
             guesses, tree, view = self._block(draft)
-            proposed, compiling = time.perf_counter(), timings.compile
+            timings.propose += laps.next()
             out = step(draft, guesses, tree, self.rows, view)
             # The one place where the host waits for the device.
             outcome = _Outcome(*out.summary.tolist(), new=out.new.tolist())
-            verified = time.perf_counter()
+            timings.core += laps.next()
+            if not self.report.steps:
+                self.report.time_to_first_token = timings.prefill + timings.propose + timings.core
             if request.criteria is not None:
                 self._apply_criteria(outcome, out)
             self._observe(state, out)
-            observed = time.perf_counter()
+            timings.observe += laps.next()
             self._record(outcome, out)
-            if self.report.steps == 1:
-                self.report.time_to_first_token = verified - started - (timings.compile - compiled)
-            # Functions that a strategy had compiled just now are booked as compile time already.
-            timings.propose += proposed - begun - (compiling - compiled)
-            timings.core += verified - proposed - (timings.compile - compiling)
-            timings.observe += observed - verified
-            timings.host += time.perf_counter() - observed
+            timings.host += laps.next()
         self.report.new_tokens = [len(tokens) for tokens in self.generated]
         self.report.peak_memory = self._memory()
         self.report.stages = [drafter.report() for drafter in self.drafters]

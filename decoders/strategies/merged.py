@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import SettingsError, UnsupportedError
 from ..settings import Settings
 from ..strategy import Context, Draft, Sequences, Step, Strategy
-from ..tree import Topology, TreeTensors
+from ..tree import NO_PARENT, Topology, TreeTensors
 
 
 class MergedSettings(Settings):
@@ -62,6 +62,7 @@ class Merged(Strategy):
         for part, own in zip(self.parts, state.parts, strict=True):
             draft = part.propose(own, sequences)
             kept = draft.topology.head(self.settings.nodes - size + 1)
+            self._check_cut(part, draft, len(kept))
             owned.append(range(size, size + len(kept) - 1))
             size += len(kept) - 1
             scores = draft.scores[:, : len(kept) - 1] if draft.scores is not None else None
@@ -70,6 +71,15 @@ class Merged(Strategy):
         state.orders = [[0, *mine, *(n for n in everything if n not in mine)] for mine in owned]
         tokens = torch.cat([draft.tokens for draft in drafts], dim=1)
         return Draft(tokens, joined([draft.topology for draft in drafts], tokens), self._scores(drafts))
+
+    def _check_cut(self, part: Strategy, draft: Draft, kept: int) -> None:
+        """Refuses a budget that would cut nodes which are no guesses: the part needs them for itself."""
+        shape = draft.topology
+        if isinstance(shape, Topology) and shape.parents[:kept].count(NO_PARENT) < shape.parents.count(NO_PARENT):
+            raise SettingsError(
+                f"{part.name} needs {len(shape)} nodes, of which guesses alone can be left out; a budget of "
+                f"{self.settings.nodes} nodes leaves it {kept}"
+            )
 
     def _scores(self, drafts: list[Draft]) -> Tensor | None:
         """What the guesses were drawn from; those of drafters that draw nothing are certain."""

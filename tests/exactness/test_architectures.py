@@ -12,7 +12,7 @@ import torch
 
 import decoders
 from decoders.errors import UnsupportedError
-from decoders.strategies import Autoregressive, PromptLookup
+from decoders.strategies import Autoregressive, Lookahead, PromptLookup
 from decoders.strategy import Strategy
 from decoders.testing import ARCHITECTURES, UNSUPPORTED, Replay, assert_same_tokens, decode, prompts, tiny_model
 
@@ -21,7 +21,7 @@ EAGER = {"compile": False, "prefill_chunk": 8}
 COMPILED = {"compile": True, "prefill_chunk": 8}
 #: One of each kind: full attention, sliding window with tied weights, learnt positions, latent attention, sinks.
 COMPILED_BY_DEFAULT = {("llama", 1), ("llama", 4), ("gemma2", 4), ("gpt2", 1), ("deepseek_v3", 1), ("gpt_oss", 4)}
-DRAFTERS = ("autoregressive", "prompt_lookup", "prompt_lookup, 3 branches", "replay", "replay, 3 branches")
+DRAFTERS = ("autoregressive", "prompt_lookup", "prompt_lookup, 3 branches", "lookahead", "replay", "replay, 3 branches")
 SAMPLING = dict(do_sample=True, seed=11, temperature=0.7, top_k=50, top_p=0.98)
 
 
@@ -48,6 +48,8 @@ def drafter(kind: str, expected: torch.Tensor) -> Strategy:
     branches = 3 if "3 branches" in kind else 1
     if kind == "autoregressive":
         return Autoregressive()
+    if kind == "lookahead":
+        return Lookahead(window=3, ngram=3, guesses=2)
     if kind.startswith("prompt_lookup"):
         return PromptLookup(length=5, branches=branches)
     start = [int(row.nonzero()[0]) for row in prompts(len(expected))["attention_mask"]]
@@ -67,7 +69,7 @@ def test_greedy_tokens_are_those_of_transformers(name, rows, kind):
         assert 1 < out.report.mean_accepted_length < 7
 
 
-@pytest.mark.parametrize("kind", [k for k in DRAFTERS if k.endswith("branches")])
+@pytest.mark.parametrize("kind", [k for k in DRAFTERS if k.endswith("branches") or k == "lookahead"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_sampled_tokens_depend_on_the_seed_alone(name, kind):
     model, inputs, expected = enabled(name), prompts(4), sampled(name)

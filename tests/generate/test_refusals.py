@@ -159,7 +159,8 @@ def test_a_grammar_without_a_backend_is_refused(llama: PreTrainedModel) -> None:
 
 
 def test_an_unknown_verifier_is_refused(llama: PreTrainedModel) -> None:
-    assert_refused(llama, UnsupportedError, "verifier", verifier="typical")
+    assert_refused(llama, UnknownNameError, "Did you mean 'rejection'", verifier="rejektion")
+    assert_refused(llama, SettingsError, "must be a name, a Verifier class or a Verifier, not int", verifier=3)
 
 
 def test_an_unknown_argument_is_refused_as_by_transformers(llama: PreTrainedModel) -> None:

@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field
 
 from decoders.plugins import registry
 from decoders.settings import Settings
-from decoders.strategies import Ngram, PromptLookup
+from decoders.strategies import Lookahead, Ngram, PromptLookup
 from decoders.strategies.merged import Merged
 from decoders.strategy import Draft, Sequences, Step, Strategy
 from decoders.testing import CHECKS, Replay, check_strategy, checks_for, parametrize_with_checks, tiny_model
@@ -22,8 +22,12 @@ BUILT_IN = [e.cls for e in registry().strategies().values() if e.provider == "hf
 
 
 VARIANTS = [
-    PromptLookup(length=4, branches=3), PromptLookup(max_ngram=1, length=1), Ngram(widths=(3, 2, 1)), Replay(),
-]  # fmt: skip
+    PromptLookup(length=4, branches=3),
+    PromptLookup(max_ngram=1, length=1),
+    Lookahead(window=4, ngram=3, guesses=3),
+    Ngram(widths=(3, 2, 1)),
+    Replay(),
+]
 
 
 @parametrize_with_checks([*BUILT_IN, *VARIANTS])

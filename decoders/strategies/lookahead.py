@@ -1,0 +1,183 @@
+"""Lookahead decoding (Fu et al. 2024, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding").
+
+The target guesses for itself. Beside the tokens to be verified, its forward pass carries a *window*: ``W`` columns of a
+Jacobi iteration over the text to come, of which the last ``N-1`` rounds (*levels*) are kept. Read along a column, these
+and the token that the target now puts behind them are an n-gram. N-grams go to a pool; those that begin with
+the current token are the next step's guesses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from ..engine.sampling import mix64
+from ..settings import Settings
+from ..strategy import Context, Draft, Sequences, Step, Strategy
+from ..tree import NO_PARENT, Topology
+from .ngram_pool import EMPTY, make_pool, recall, remember
+
+
+class LookaheadSettings(Settings):
+    """Shape of the block, ``(W + G) · (N - 1)`` nodes, and what the pool holds.
+
+    The defaults are for small models on a CPU, where every node costs time: of the shapes whose window finds n-grams by
+    itself (W above 1) they are among the fastest in tokens per second on the demo target. Large models want wider blocks.
+    """
+
+    window: int = Field(
+        2, ge=1, le=64, description="W: columns of the window, positions ahead that are iterated on. Paper, 7B: 15."
+    )
+    ngram: int = Field(
+        5, ge=2, le=16, description="N: tokens of an n-gram, of which N - 1 can be accepted in a step. Paper, 7B: 5."
+    )
+    guesses: int = Field(
+        2, ge=1, le=64, description="G: n-grams verified per step, and kept per first token. Paper, 7B: 15."
+    )
+    capacity: int = Field(512, ge=16, le=4096, description="N-grams per row that the pool holds, all keys together.")
+    seed_from_prompt: bool = Field(True, description="Put the n-grams of the prompt into the pool.")
+    keep_output: bool = Field(True, description="Put the n-grams of the text that is generated into the pool.")
+
+
+@dataclass
+class LookaheadState:
+    """One call's state; tensors are updated in place.
+
+    Attributes:
+        block: ``[B, (W + G)(N - 1) - 1]`` int64, the next draft: window without the root, then guesses.
+        pool: ``[B, N + 1, C]`` int64, see :mod:`.ngram_pool`.
+        advance: the compiled update.
+        begun: whether the prompt has been read.
+    """
+
+    block: Tensor
+    pool: Tensor
+    advance: Callable[..., None]
+    begun: bool = False
+
+
+class Lookahead(Strategy):
+    """Verifies n-grams that the target itself wrote while it iterated on the text to come.
+
+    Needs no draft model and no repetition in the text. Each step costs a block of ``(W + G) · (N - 1)`` nodes, so it
+    pays where a forward pass of that many nodes costs little more than one of one node.
+    """
+
+    name = "lookahead"
+    summary = "Collects n-grams from a Jacobi iteration that runs beside verification; needs no draft."
+    settings_class = LookaheadSettings
+
+    def start(self, context: Context) -> LookaheadState:
+        s: LookaheadSettings = self.settings
+        width = (s.window + s.guesses) * (s.ngram - 1) - 1
+        block = torch.full((context.rows, width), EMPTY, dtype=torch.int64, device=context.device)
+        pool = torch.full((context.rows, s.ngram + 1, s.capacity), EMPTY, dtype=torch.int64, device=context.device)
+        return LookaheadState(block, pool, context.compile(advance_for(s.window, s.ngram, s.keep_output)))
+
+    def propose(self, state: LookaheadState, sequences: Sequences) -> Draft:
+        s: LookaheadSettings = self.settings
+        if not state.begun:
+            self._read_prompt(state, sequences)
+            state.begun = True
+        # A copy, since `observe` writes the next block in place.
+        return Draft(state.block.clone(), lookahead_block(s.window, s.ngram, s.guesses))
+
+    def observe(self, state: LookaheadState, step: Step) -> None:
+        text = step.sequences
+        state.advance(
+            state.block, state.pool, step.nodes, step.chosen, step.logits, text.tokens, text.length, step.emitted
+        )
+
+    def _read_prompt(self, state: LookaheadState, sequences: Sequences) -> None:
+        """The first window, and the pool's first n-grams and guesses."""
+        s: LookaheadSettings = self.settings
+        window = first_window(sequences.tokens, sequences.length, s.window, s.ngram)
+        # No more than the pool can hold: each is compared with each, and long prompts would take long.
+        count = min(sequences.tokens.shape[1], s.capacity)
+        new, valid = last_ngrams(sequences.tokens, sequences.length, s.ngram, count)
+        state.pool.copy_(make_pool(new, valid & s.seed_from_prompt, s.guesses, s.capacity))
+        guesses = recall(state.pool, sequences.last, s.guesses)
+        state.block.copy_(torch.cat([window.flatten(1)[:, 1:], guesses.flatten(1)], 1))
+
+
+@lru_cache
+def lookahead_block(window: int, ngram: int, guesses: int) -> Topology:
+    """The block of a step: ``(W + G) · (N - 1)`` nodes, of which the window's are never accepted.
+
+    Node ``j·W + i`` is level ``j``, column ``i`` of the window, at position ``i + j`` after the root; the root is level 0,
+    column 0. It sees the columns up to ``i`` of level 0 and its own column up to level ``j``. The guesses follow as branches of
+    the root. Neither part sees the other.
+    """
+    levels = [(j, i) for j in range(ngram - 1) for i in range(window)]
+    sights = tuple((*range(i + 1), *(k * window + i for k in range(1, j))) for j, i in levels)
+    lookahead = Topology((NO_PARENT,) * len(levels), tuple(j + i for j, i in levels), sights)
+    return lookahead.merge(Topology.branches(guesses, ngram - 1))
+
+
+def first_window(tokens: Tensor, length: Tensor, window: int, ngram: int) -> Tensor:
+    """``[B, N-1, W]`` int64: tokens of each row's prompt, scattered over the window, the same ones for the same prompt.
+
+    The paper begins with random tokens as well; which ones matters for the first few steps only.
+    """
+    cell = torch.arange((ngram - 1) * window, device=tokens.device)
+    place = torch.remainder(mix64(cell + 1), length[:, None])
+    return tokens.gather(1, place).unflatten(1, (ngram - 1, window))
+
+
+def last_ngrams(tokens: Tensor, length: Tensor, ngram: int, count: int) -> tuple[Tensor, Tensor]:
+    """The last `count` n-grams of every row, latest first.
+
+    Args:
+        tokens: ``[B, L]`` int64. length: ``[B]`` int64.
+
+    Returns:
+        ``[B, N, count]`` int64, and ``[B, count]`` bool, false where the row is too short.
+    """
+    first = length[:, None] - ngram - torch.arange(count, device=tokens.device)  # [B, count]
+    place = first[:, None] + torch.arange(ngram, device=tokens.device)[:, None]  # [B, N, count]
+    found = tokens.gather(1, place.clamp(min=0).flatten(1)).unflatten(1, (ngram, count))
+    return found, first >= 0
+
+
+@lru_cache
+def advance_for(window: int, ngram: int, keep_output: bool) -> Callable[..., None]:
+    """The update after a step. One function and graph for each window and n-gram length: loops over them are unrolled."""
+
+    def advance(
+        block: Tensor,
+        pool: Tensor,
+        nodes: Tensor,
+        chosen: Tensor,
+        logits: Tensor,
+        tokens: Tensor,
+        length: Tensor,
+        emitted: Tensor,
+    ) -> None:
+        """Shifts the window by one, whatever was accepted, stores its n-grams and looks the new root up.
+
+        The first two are written in place. Shapes are those of :class:`LookaheadState` and :class:`Step`.
+        """
+        size = window * (ngram - 1)
+        per_key = (block.shape[1] + 1 - size) // (ngram - 1)
+        last = slice(size - window, size)
+        # Off the accepted path there is no choice if processors run on the host: the likeliest token stands in.
+        level = torch.where(chosen[:, last] >= 0, chosen[:, last], logits[:, last].argmax(-1))  # [B, W]
+        columns = torch.cat([nodes[:, :size].unflatten(1, (ngram - 1, window)), level[:, None]], 1)  # [B, N, W]
+        # Column 0 counts as the most recent: its context is the text itself, not a guess at it.
+        new, valid = columns, torch.ones_like(level, dtype=torch.bool)
+        if keep_output:
+            # A step of lookahead alone writes at most N tokens; merged with others it may write more: the last N count.
+            written, whole = last_ngrams(tokens, length, ngram, ngram)
+            whole = whole & (torch.arange(ngram, device=tokens.device) < emitted[:, None])
+            new, valid = torch.cat([written, new], 2), torch.cat([whole, valid], 1)
+        remembered = remember(pool, new, valid, per_key)
+        guesses = recall(remembered, tokens.gather(1, length[:, None] - 1), per_key)
+        pool.copy_(remembered)
+        block.copy_(torch.cat([columns[:, 1:].flatten(1)[:, 1:], guesses.flatten(1)], 1))
+
+    return advance
