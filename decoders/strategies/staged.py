@@ -56,14 +56,12 @@ class Staged(DraftModelStrategy):
     def start(self, context: Context) -> _State:
         s: StagedSettings = self.settings
         stage = context.strategy(s.stage, s.stage_config)
-        fixed, children = None, s.children
-        if not context.coupled:
-            # Which leaves there are must not depend on what was drawn: the same number everywhere.
-            children = max(1, min(children, s.nodes // s.length))
-            fixed = Topology.from_paths([(0,) * j + (r,) for j in range(s.length) for r in range(children)])[0]
-        elif children == 1:
-            fixed = Topology.chain(s.length)
+        # Unless coupled, which leaves there are must not depend on what was drawn: the same number everywhere.
+        children = s.children if context.coupled else max(1, min(s.children, s.nodes // s.length))
         drafter = context.draft(self.draft_model(context), ahead=s.length, children=children, stage=stage)
+        children, fixed = drafter.core.children, None  # a small vocabulary has fewer
+        if children == 1 or not context.coupled:
+            fixed = Topology.from_paths([(0,) * j + (r,) for j in range(s.length) for r in range(children)])[0]
         return _State(drafter, context.compile(lay), context.compile(path_with_leaves), fixed)
 
     def propose(self, state: _State, sequences: Sequences) -> Draft:
