@@ -172,12 +172,12 @@ def best_nodes(tokens: Tensor, weights: Tensor, parents: Tensor, nodes: int, dep
     Returns:
         tokens and weights ``[B, nodes]`` (-1 for what does not count), then the fields of :class:`TreeTensors`.
     """
-    chosen = weights.topk(nodes).indices.sort(1).values
+    # Stable, unlike topk: of equally likely nodes (a sure draft has many) parents come before their children.
+    chosen = weights.sort(dim=1, descending=True, stable=True).indices[:, :nodes].sort(1).values
     place = torch.full_like(parents, -1).scatter(
         1, chosen, torch.arange(1, nodes + 1, device=tokens.device).expand_as(chosen)
     )
     above = parents.gather(1, chosen)
-    # A tie may choose a child and not its parent: such a node has no place in the tree and is not a candidate.
     within = torch.where(above < 0, 0, place.gather(1, above.clamp(min=0)))
     tree = TreeTensors.from_parents(torch.nn.functional.pad(within, (1, 0), value=-1), depth)
     weights = weights.gather(1, chosen)

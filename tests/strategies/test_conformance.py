@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field
 
 from decoders.plugins import registry
 from decoders.settings import Settings
-from decoders.strategies import PromptLookup
+from decoders.strategies import PromptLookup, Speculative, Staged, Threshold
 from decoders.strategies.merged import Merged
 from decoders.strategy import Draft, Sequences, Step, Strategy
 from decoders.testing import CHECKS, Replay, check_strategy, checks_for, parametrize_with_checks, tiny_model
@@ -21,7 +21,21 @@ from decoders.tree import Topology, TreeTensors
 BUILT_IN = [e.cls for e in registry().strategies().values() if e.provider == "hf-decoders"]
 
 
-@parametrize_with_checks([*BUILT_IN, PromptLookup(length=4, branches=3), PromptLookup(max_ngram=1, length=1), Replay()])
+VARIANTS = [
+    PromptLookup(length=4, branches=3),
+    PromptLookup(max_ngram=1, length=1),
+    Speculative(length=3),
+    Speculative(tree="static"),
+    Speculative(tree="dynamic", nodes=8),
+    Speculative(schedule="heuristic"),
+    Threshold(tree="dynamic"),
+    Staged(stage="prompt_lookup"),
+    Staged(stage="prompt_lookup", children=1),
+    Replay(),
+]
+
+
+@parametrize_with_checks([*BUILT_IN, *VARIANTS])
 def test_strategy_conforms(strategy, check):
     check(strategy)
 

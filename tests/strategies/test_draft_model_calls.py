@@ -329,11 +329,11 @@ def test_a_draft_model_reads_what_other_drafters_got_accepted(target, sample, fi
 def test_a_node_budget_that_cuts_the_own_nodes_hides_no_others(target):
     """Of twelve own nodes one is left, and that must be right wherever the other drafter is wrong at once."""
     inputs = prompts(2)
-    known = replay(target, inputs, False, length=9, wrong_every=4)
-    strategy = Merged([known, Speculative(length=12)], MergedSettings(nodes=11))
+    known = replay(target, inputs, False, length=3, wrong_every=5)
+    strategy = Merged([known, Speculative(length=12)], MergedSettings(nodes=5))
     out = decode(target, inputs, strategy, assistant_model=target, max_new_tokens=60, decoders_config=EAGER)
     assert out.report.accepted_lengths[0] <= 2, "but for the ends of the rows"
-    assert sum(out.report.accepted_lengths[2:]) > 8
+    assert sum(out.report.accepted_lengths[3:]) > 8
 
 
 def test_more_nodes_of_others_than_there_are_tokens(target, near):
