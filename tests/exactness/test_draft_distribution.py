@@ -223,4 +223,4 @@ def demo_models() -> tuple[PreTrainedModel, PreTrainedModel]:
 
 def demo_prompt() -> Tensor:
     tokenizer = demo.load()[1]
-    return tokenizer("def read(path):\n    ", return_tensors="pt")["input_ids"]
+    return tokenizer("for i in range(", return_tensors="pt")["input_ids"]
