@@ -209,7 +209,9 @@ def test_trees_per_row_are_cut_and_padded_as_topologies_are(parents):
 @pytest.mark.parametrize("second", SHAPES, ids=str)
 @pytest.mark.parametrize("first", SHAPES, ids=str)
 def test_trees_per_row_are_merged_as_topologies_are(first, second):
-    merged = TreeTensors.from_parents(torch.tensor([first] * 2)).merge(TreeTensors.from_parents(torch.tensor([second] * 2)))
+    merged = TreeTensors.from_parents(torch.tensor([first] * 2)).merge(
+        TreeTensors.from_parents(torch.tensor([second] * 2))
+    )
     same_candidates(merged, Topology.from_parents(first).merge(Topology.from_parents(second)))
 
 
@@ -218,7 +220,9 @@ def test_rows_of_different_shape_are_merged_each_by_itself():
     second = [[-1, 0, 0, 1], [-1, -1, 0, 2]]
     merged = TreeTensors.from_parents(torch.tensor(first)).merge(TreeTensors.from_parents(torch.tensor(second)))
     for row in range(2):
-        alone = TreeTensors(*(getattr(merged, f)[row : row + 1] for f in ("parents", "offsets", "visible", "ancestors")))
+        alone = TreeTensors(
+            *(getattr(merged, f)[row : row + 1] for f in ("parents", "offsets", "visible", "ancestors"))
+        )
         same_candidates(alone, Topology.from_parents(first[row]).merge(Topology.from_parents(second[row])))
 
 

@@ -87,6 +87,7 @@ class DynamicTree:
 
     def __init__(self, depth: int, beam: int, nodes: int, compile: Callable[[Callable], Callable]) -> None:
         self.depth, self.beam, self.nodes = depth, beam, nodes
+        self._bound = depth_bound(depth)
         self._frontier, self._born, self._best = compile(frontier), compile(born), compile(best_nodes)
 
     def draft(self, drafter: Drafter, floor: Tensor | None = None) -> tuple[Draft, Tensor]:
@@ -118,8 +119,13 @@ class DynamicTree:
             levels.append(level)
             found += level[0].shape[1]
         tokens, weights, parents, _ = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
-        tokens, weights, *tree = self._best(tokens, weights, parents, min(self.nodes, found), self.depth)
+        tokens, weights, *tree = self._best(tokens, weights, parents, min(self.nodes, found), self._bound)
         return Draft(tokens, TreeTensors(*tree)), weights
+
+
+def depth_bound(depth: int) -> int:
+    """`depth` rounded up for :func:`best_nodes`, which unrolls it: a graph for every depth would soon exceed Dynamo's limit."""
+    return (1 << depth.bit_length()) - 1 | 15
 
 
 def frontier(

@@ -14,7 +14,7 @@ from ..settings import Table
 from ..strategy import Context, Draft, Sequences, Step
 from ..tree import Topology, TreeTensors
 from .draft_model import DraftModelSettings, DraftModelStrategy
-from .draft_tree import best_nodes
+from .draft_tree import best_nodes, depth_bound
 
 
 class StagedSettings(DraftModelSettings):
@@ -83,7 +83,7 @@ class Staged(DraftModelStrategy):
             )
         path = drafter.drafted(s.length)
         if state.fixed is None:
-            chosen, _, *tree = state.leaves(path, tokens, weights, s.nodes)
+            chosen, _, *tree = state.leaves(path, tokens, weights, s.nodes, depth_bound(s.length))
             draft = Draft(chosen, TreeTensors(*tree))
         else:
             tokens[:, :-1, 0] = path
@@ -121,11 +121,12 @@ def lay(
     return placed(tokens, all_tokens), placed(weights, all_weights), with_scores
 
 
-def path_with_leaves(path: Tensor, tokens: Tensor, weights: Tensor, nodes: int) -> tuple[Tensor, ...]:
+def path_with_leaves(path: Tensor, tokens: Tensor, weights: Tensor, nodes: int, depth: int) -> tuple[Tensor, ...]:
     """The likeliest `nodes` nodes of a path and the other continuations of its nodes; result as :func:`best_nodes`.
 
     Args:
         path: ``[B, L]``, -1 behind its end. tokens, weights: ``[B, L+1, C]``; entry ``[:, d, 0]`` is the path's own.
+        depth: ``L`` or more, see :func:`best_nodes`.
     """
     rows, length = path.shape
     children = tokens.shape[2]
@@ -135,5 +136,5 @@ def path_with_leaves(path: Tensor, tokens: Tensor, weights: Tensor, nodes: int) 
     above = torch.arange(length, device=path.device) * children - children  # the path's node one level up
     parents = torch.where(above < 0, -1, above)[:, None].expand(length, children).reshape(1, -1).expand(rows, -1)
     return best_nodes(
-        tokens.flatten(1), (reached[..., None] + weights).flatten(1), parents, min(nodes, length * children), length
+        tokens.flatten(1), (reached[..., None] + weights).flatten(1), parents, min(nodes, length * children), depth
     )

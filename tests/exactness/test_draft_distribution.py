@@ -101,7 +101,9 @@ def assert_follows(events: Tensor, expected: Tensor, what: str) -> None:
     assert test.pvalue > 1e-3, f"{what}: p = {test.pvalue:.2g}, {observed.tolist()} for {wanted.round().tolist()}"
 
 
-def draw(model: PreTrainedModel, strategy: Strategy, verifier: str, draft: PreTrainedModel | None, **options: Any) -> Any:
+def draw(
+    model: PreTrainedModel, strategy: Strategy, verifier: str, draft: PreTrainedModel | None, **options: Any
+) -> Any:
     assistant = {"assistant_model": draft} if strategy.needs_assistant else {}
     options = dict(num_return_sequences=ROWS, seed=1, max_new_tokens=3) | OPTIONS | assistant | options
     return model.generate(
@@ -171,7 +173,9 @@ def test_greedy_tokens_are_the_same_under_every_verifier(verifier, rows):
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "block", "tree_rejection"])
-@pytest.mark.parametrize("strategy", [Speculative(tree="dynamic"), Threshold(tree="dynamic")], ids=["speculative", "threshold"])
+@pytest.mark.parametrize(
+    "strategy", [Speculative(tree="dynamic"), Threshold(tree="dynamic")], ids=["speculative", "threshold"]
+)
 def test_a_dynamic_tree_is_refused_where_something_is_drawn(model, draft, verifier, strategy):
     with pytest.raises(UnsupportedError, match=f"{strategy.name}: a tree whose nodes are chosen.*coupled"):
         draw(model, strategy, verifier, draft, num_return_sequences=2)

@@ -84,7 +84,9 @@ def test_heads_of_sizes_that_padding_explains_are_accepted(llama, size):
 
 def test_sizes_too_far_apart_are_refused_unless_the_tokenizers_speak_for_them(llama):
     draft = sized(VOCAB + PADDING)
-    with pytest.raises(UnsupportedError, match=f"{VOCAB + PADDING} ids against the target's {VOCAB}.*assistant_tokenizer="):
+    with pytest.raises(
+        UnsupportedError, match=f"{VOCAB + PADDING} ids against the target's {VOCAB}.*assistant_tokenizer="
+    ):
         call(llama, assistant_model=draft)
     out = call(llama, assistant_model=draft, tokenizer=words(), assistant_tokenizer=words())
     assert torch.equal(out, plain(llama))

@@ -99,7 +99,9 @@ def test_rows_that_have_all_ended_say_nothing(clock):
 
 
 @pytest.mark.parametrize("tree", ["none", "dynamic"])
-@pytest.mark.parametrize("draw", [{}, dict(do_sample=True, seed=5, temperature=0.8, top_k=40)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "draw", [{}, dict(do_sample=True, seed=5, temperature=0.8, top_k=40)], ids=["greedy", "sampled"]
+)
 def test_calibrated_output_is_exact(target, near, tree, draw):
     options = dict(max_new_tokens=48, decoders_config={"compile": False, "prefill_chunk": 8}, **draw)
     expected = decode(target, prompts(3), "autoregressive", **options).sequences

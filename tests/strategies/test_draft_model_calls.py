@@ -319,8 +319,10 @@ def test_a_draft_model_reads_what_other_drafters_got_accepted(target, sample, fi
         target, inputs, strategy, assistant_model=target, max_new_tokens=60, decoders_config=EAGER,
         **(SAMPLING if sample else {}),
     )  # fmt: skip
-    assert tuple(tuple(r[m:].tolist()) for r, m in zip(out.sequences, inputs["attention_mask"].argmax(1), strict=True)) \
+    assert (
+        tuple(tuple(r[m:].tolist()) for r, m in zip(out.sequences, inputs["attention_mask"].argmax(1), strict=True))
         == known.settings.texts
+    )
     lengths = out.report.accepted_lengths
     assert sum(lengths[:3]) <= 4, f"but for the ends of the rows, every step brings four tokens: {lengths}"
     assert sum(lengths[4:]) > 8, "the other drafter was often right for longer"

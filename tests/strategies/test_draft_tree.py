@@ -27,7 +27,11 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("depth, children, nodes", [(5, 4, 24), (1, 2, 2), (3, 8, 60), (8, 2, 7), (2, 3, 12)])
 def test_likely_paths_are_the_likeliest_of_all_paths(depth, children, nodes):
     paths = likely_paths(depth, children, nodes)
-    every = [p for d in range(1, depth + 1) for p in itertools.product(range(min(children, 8)), repeat=d)] if depth < 6 else []
+    every = (
+        [p for d in range(1, depth + 1) for p in itertools.product(range(min(children, 8)), repeat=d)]
+        if depth < 6
+        else []
+    )
     assert len(set(paths)) == len(paths) == min(nodes, len(every) or nodes)
     assert all(path[:-1] in paths for path in paths if len(path) > 1), "no node without its parent"
     assert paths == likely_paths(depth, children, nodes)
@@ -35,7 +39,9 @@ def test_likely_paths_are_the_likeliest_of_all_paths(depth, children, nodes):
     def chance(path: tuple[int, ...]) -> float:
         return math.prod(RANK_SHARES[rank] for rank in path)
 
-    assert sorted(map(chance, paths), reverse=True) == pytest.approx(sorted(map(chance, every), reverse=True)[:nodes] or list(map(chance, paths)))
+    assert sorted(map(chance, paths), reverse=True) == pytest.approx(
+        sorted(map(chance, every), reverse=True)[:nodes] or list(map(chance, paths))
+    )
 
 
 def test_fewer_paths_than_nodes_are_all_of_them():
@@ -119,7 +125,9 @@ def test_a_template_of_the_users_own(target, near):
     assert spy.seen[0].draft.topology == Topology.from_parents([-1, 0, 0, 0, 3, 4]) and out.report.nodes == 6
 
 
-def beam_search(rows: Tensor, depth: int, beam: int, children: int, floor: float | None) -> dict[tuple[int, ...], float]:
+def beam_search(
+    rows: Tensor, depth: int, beam: int, children: int, floor: float | None
+) -> dict[tuple[int, ...], float]:
     """All nodes that the search finds in one row, with cumulative log-probability, in plain Python."""
 
     def after(path: tuple[int, ...], weight: float) -> dict[tuple[int, ...], float]:

@@ -48,7 +48,7 @@ def test_the_likeliest_leaves_stand_beside_the_path():
     log = [math.log(p) for p in (0.6, 0.3, 0.9, 0.1)]
     tokens = torch.tensor([[[1, 7], [2, 8], [-1, -1]]])
     weights = torch.tensor([[[log[0], log[1]], [log[2], log[3]], [-INF, -INF]]])
-    chosen, reached, parents, offsets, _, ancestors = path_with_leaves(torch.tensor([[1, 2]]), tokens, weights, 3)
+    chosen, reached, parents, offsets, _, ancestors = path_with_leaves(torch.tensor([[1, 2]]), tokens, weights, 3, 2)
     assert chosen.tolist() == [[1, 7, 2]]
     assert parents[0].tolist() == [0, 0, 0, 1] and offsets[0].tolist() == [0, 1, 1, 2]
     assert reached[0].exp().tolist() == pytest.approx([0.6, 0.3, 0.54])
@@ -58,7 +58,7 @@ def test_the_likeliest_leaves_stand_beside_the_path():
 def test_a_path_that_ends_early_has_nothing_behind_its_end():
     tokens = torch.tensor([[[1, 7], [2, 8], [-1, -1]]])
     weights = torch.tensor([[[-0.1, -2.0], [-0.1, -2.0], [-INF, -INF]]])
-    chosen, reached, *_ = path_with_leaves(torch.tensor([[1, -1]]), tokens, weights, 4)
+    chosen, reached, *_ = path_with_leaves(torch.tensor([[1, -1]]), tokens, weights, 4, 2)
     assert sorted(chosen[0].tolist()) == [-1, -1, 1, 7]
     assert (reached[chosen == -1] == -INF).all()
 
@@ -95,7 +95,9 @@ def test_a_draft_of_a_draft_of_a_draft(target, near):
 
 @pytest.mark.parametrize("stage", ["speculative", "threshold"])
 def test_stages_with_a_model_of_their_own(target, near, stage):
-    report = assert_exact(target, Staged(stage=stage, stage_config={"draft_model": tiny_draft("llama", noise=0.1)}), near)
+    report = assert_exact(
+        target, Staged(stage=stage, stage_config={"draft_model": tiny_draft("llama", noise=0.1)}), near
+    )
     assert report.stages[0].accepted > 0
 
 
@@ -178,7 +180,7 @@ def test_the_tree_of_a_path_is_the_same_as_by_enumeration():
         weights = torch.rand(1, length + 1, children, generator=generator).log().sort(-1, descending=True).values
         tokens = torch.arange((length + 1) * children).view(1, length + 1, children)
         path = tokens[:, :length, 0]
-        chosen, reached, *_ = path_with_leaves(path, tokens, weights, nodes)
+        chosen, reached, *_ = path_with_leaves(path, tokens, weights, nodes, length)
         spine = [float(weights[0, :d, 0].sum()) for d in range(length)]
         every = {
             int(tokens[0, d, c]): spine[d] + float(weights[0, d, c]) for d in range(length) for c in range(children)
