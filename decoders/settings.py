@@ -51,7 +51,20 @@ class Table(dict):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
-        return core_schema.no_info_after_validator_function(cls, core_schema.dict_schema(core_schema.str_schema()))
+        return core_schema.no_info_after_validator_function(
+            cls,
+            core_schema.dict_schema(core_schema.str_schema()),
+            serialization=core_schema.plain_serializer_function_ser_schema(_json_safe, when_used="json"),
+        )
+
+
+def _json_safe(value: Any) -> Any:
+    """`value` with whatever JSON has no word for (a loaded model, say) as the name of its type."""
+    if isinstance(value, dict):
+        return {str(key): _json_safe(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json_safe(item) for item in value]
+    return value if isinstance(value, (str, int, float, bool, type(None))) else type(value).__name__
 
 
 class RuntimeSettings(Settings):

@@ -178,3 +178,61 @@ def test_from_parents_refuses_what_is_no_tree(parents):
 def test_topologies_of_the_same_shape_share_their_tensors():
     assert Topology.branches(2, 3).tensors(2, CPU) is Topology.branches(2, 3).tensors(2, CPU)
     assert Topology.from_parents([-1, 0]) == Topology.chain(1)
+
+
+SHAPES = [[-1], [-1, 0], [-1, 0, 0, 1, 1, 2], [-1, 0, 1, 2], [-1, -1, 0, 2], [-1, 0, 0, 0, -1, 3]]
+
+
+def same_candidates(trees: TreeTensors, topology: Topology) -> None:
+    """`trees` are `topology` in every row, as far as it may be accepted; of other nodes nothing is asked here."""
+    rows = len(trees.offsets)
+    wanted = topology.tensors(rows, CPU)
+    assert len(trees) == len(topology)
+    assert torch.equal(trees.ancestors, wanted.ancestors) and torch.equal(trees.candidates, wanted.candidates)
+    may = wanted.candidates
+    for field in ("parents", "offsets", "visible"):
+        assert torch.equal(getattr(trees, field)[may], getattr(wanted, field)[may]), field
+
+
+@pytest.mark.parametrize("parents", SHAPES, ids=str)
+def test_trees_per_row_are_cut_and_padded_as_topologies_are(parents):
+    topology = Topology.from_parents(parents)
+    trees = TreeTensors.from_parents(torch.tensor([parents] * 2))
+    same_candidates(trees, topology)
+    for nodes in range(1, len(parents) + 1):
+        same_candidates(trees.head(nodes), topology.head(nodes))
+    for nodes in range(len(parents), len(parents) + 4):
+        same_candidates(trees.padded(nodes), topology.padded(nodes))
+        assert bool(trees.padded(nodes).visible.diagonal(dim1=1, dim2=2).all()), "a row that sees nothing gives NaN"
+
+
+@pytest.mark.parametrize("second", SHAPES, ids=str)
+@pytest.mark.parametrize("first", SHAPES, ids=str)
+def test_trees_per_row_are_merged_as_topologies_are(first, second):
+    merged = TreeTensors.from_parents(torch.tensor([first] * 2)).merge(
+        TreeTensors.from_parents(torch.tensor([second] * 2))
+    )
+    same_candidates(merged, Topology.from_parents(first).merge(Topology.from_parents(second)))
+
+
+def test_rows_of_different_shape_are_merged_each_by_itself():
+    first = [[-1, 0, 1], [-1, 0, 0]]
+    second = [[-1, 0, 0, 1], [-1, -1, 0, 2]]
+    merged = TreeTensors.from_parents(torch.tensor(first)).merge(TreeTensors.from_parents(torch.tensor(second)))
+    for row in range(2):
+        alone = TreeTensors(
+            *(getattr(merged, f)[row : row + 1] for f in ("parents", "offsets", "visible", "ancestors"))
+        )
+        same_candidates(alone, Topology.from_parents(first[row]).merge(Topology.from_parents(second[row])))
+
+
+@given(st.lists(st.integers(-1, 6), min_size=1, max_size=10))
+def test_trees_made_on_the_device_are_those_made_on_the_host(raw):
+    parents = [-1]
+    for node, parent in enumerate(raw, start=1):
+        parent = min(parent, node - 1)
+        sound = parent <= 0 or parents[parent] >= 0
+        parents.append(parent if sound else -1)
+    topology = Topology.from_parents(parents)
+    for depth in (None, topology.max_depth):
+        same_candidates(TreeTensors.from_parents(torch.tensor([parents]), depth), topology)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import time
 import types
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 _serial = itertools.count()
 
@@ -48,9 +50,13 @@ def frozen_weights() -> AbstractContextManager:
 
 
 class CompiledFunction:
-    """A strategy's tensor function, compiled with dynamic sizes; `on_compile` is told the seconds of calls that compile."""
+    """A strategy's tensor function, compiled with dynamic sizes; `on_compile` is told the seconds of calls that compile.
+
+    Where the compiler fails, after too many shapes for instance, a warning says why, once, and the function runs as it is.
+    """
 
     def __init__(self, function: Callable) -> None:
+        self.function, self._warned = function, False
         self.compiled = torch.compile(private(function), fullgraph=True, dynamic=True)
         self.on_compile: Callable[[float], None] = lambda seconds: None
         self._known: set[tuple] = set()
@@ -59,15 +65,25 @@ class CompiledFunction:
         kind = tuple(_kind(a) for a in args)
         started, before = time.perf_counter(), compilations()
         if kind in self._known:
-            result = self.compiled(*args)
+            result = self._run(*args)
         else:
             self._known.add(kind)
             # Sizes that happen to be equal, such as rows and guesses, must not be taken for one and the same.
             with torch.fx.experimental._config.patch(use_duck_shape=False):
-                result = self.compiled(*args)
+                result = self._run(*args)
         if compilations() > before:
             self.on_compile(time.perf_counter() - started)
         return result
+
+    def _run(self, *args: Any) -> Any:
+        try:
+            return self.compiled(*args)
+        except (TorchDynamoException, FailOnRecompileLimitHit, AssertionError) as error:
+            if not self._warned:
+                name = getattr(self.function, "__name__", repr(self.function))
+                warnings.warn(f"{name} could not be compiled, running it eagerly instead: {error}", stacklevel=3)
+                self._warned = True
+            return self.function(*args)
 
 
 def _kind(argument: Any) -> Any:

@@ -62,7 +62,8 @@ class Drafter:
 
     Args:
         context: of the strategy that drafts with it. model: the draft model, or a path to load it from.
-        ahead: most nodes that a round writes behind the committed tokens. children: see :class:`DraftCore`.
+        ahead: most nodes that a round writes behind the committed tokens; :meth:`advance` stops there by itself.
+        children: see :class:`DraftCore`.
         stage: a strategy that drafts for the draft model.
 
     Attributes:
@@ -80,8 +81,8 @@ class Drafter:
         self.core = DraftCore(target, terms.plan, context.vocab_size, children)
         self.vocab_size = self.core.vocab
         slots = capacity(context.slots + ahead, ahead, target.flex)
-        # Rows of a draft never end by themselves: the target's lengths are set anew in every round.
-        rows = Rows.allocate(target, terms.prompts, slots, 1 << 40, terms.sampling)
+        # How far a row may be drafted is set anew in every round, as its length is.
+        rows = Rows.allocate(target, terms.prompts, slots, ahead, terms.sampling)
         self.views, self.blocks = Views(rows, target.flex), Blocks(batch, target.device)
         self._ranges = {MIN_UNREAD: torch.arange(MIN_UNREAD, device=target.device)}
         self._functions: dict[str, Callable] = {}
@@ -118,12 +119,14 @@ class Drafter:
     def begin(self, sequences: Sequences) -> None:
         """Takes over what is committed; drafts of the last round that were rejected are forgotten."""
         self._reach = sequences.tokens.shape[1]
+        self.views = self.views.covering(self._reach)  # a wide block may have given the target's rows more room
         rows = self.rows
         tokens = sequences.tokens
         if self.core.padding:  # ids that only the target has would be out of range for a stage
             tokens = tokens.clamp(max=self.vocab_size - 1)
         rows.tokens[:, : self._reach].copy_(tokens)
         rows.length.copy_(sequences.length)
+        torch.add(sequences.length, self.ahead, out=rows.limit)
         rows.finished.copy_(sequences.finished)
         self._begun.copy_(sequences.length)
 
@@ -176,8 +179,18 @@ class Drafter:
                 strategies), any of them may have been accepted. displaced: most accepted nodes whose keys and values
                 are not in the slots of their positions: 0 for a chain, the depth of a tree.
         """
-        others = step.nodes.shape[1] > max(own_nodes, self.blocks.no_guess.shape[1] + 1)
-        self._unread = self.level + (step.nodes.shape[1] - 1 if others else displaced)
+        # Fewer nodes than its own: a node budget has cut them, so there are others.
+        others = step.nodes.shape[1] != max(own_nodes, self.blocks.no_guess.shape[1] + 1)
+        behind = step.nodes.shape[1] - 1 if others else displaced
+        self._unread = self.level + behind
+        for drafter in self.inner:
+            drafter.fall_behind(behind)
+
+    def fall_behind(self, tokens: int) -> None:
+        """The model that this one drafts for has committed so many tokens that were not its own."""
+        self._unread += tokens
+        for drafter in self.inner:
+            drafter.fall_behind(tokens)
 
     def recorded(self) -> None:
         """What follows is a round that a CUDA graph records."""
@@ -217,7 +230,7 @@ class Drafter:
 
     def _range(self) -> Tensor:
         """``[U]``: as many entries as tokens are unread."""
-        unread = max(self._unread, MIN_UNREAD)
+        unread = max(min(self._unread, self._reach), MIN_UNREAD)  # no row is longer than the reach
         if unread not in self._ranges:
             self._ranges[unread] = torch.arange(unread, device=self.rows.tokens.device)
         return self._ranges[unread]

@@ -18,8 +18,9 @@ class Calibration:
     """The threshold on the probability of a guess that gives most tokens per second.
 
     Another guess costs ``c`` seconds to draft and ``v`` to verify and brings, with cumulative probability ``P``, ``P``
-    tokens. In the long run a second is worth ``R`` tokens, the present rate. By the renewal-reward argument (Dinkelbach
-    1967 for the ratio of tokens to seconds) guessing goes on as long as ``P >= (c + v) R``. A draft model is more or
+    tokens; rows share a pass and so its seconds. In the long run a second is worth ``R`` tokens, the present rate. By the
+    renewal-reward argument (Dinkelbach 1967 for the ratio of tokens to seconds) guessing goes on as long as
+    ``P >= (c + v) R``. A draft model is more or
     less sure than it is right: ``P`` is its product of probabilities times the measured ratio of accepted to expected.
 
     Times differ from run to run, so the number of steps may; the tokens do not.
@@ -63,11 +64,14 @@ class Calibration:
             self._hits.append((float(step.accepted.sum()), float(expected)))
         if len(self._steps) < ENOUGH or not emitted:
             return None
-        rate = sum(tokens for tokens, _ in self._steps) / sum(seconds for _, seconds in self._steps)
+        seconds = sum(seconds for _, seconds in self._steps)
+        if not seconds > 0:  # a clock too coarse to say
+            return None
+        rate = sum(tokens for tokens, _ in self._steps) / seconds
         try:
             per_node = max(linear_regression(*zip(*self._verify, strict=True)).slope, 0.0)
         except StatisticsError:  # all blocks had the same size
             per_node = 0.0
         accepted, expectation = (sum(values) for values in zip(*self._hits, strict=True)) if self._hits else (1.0, 1.0)
         trust = min(max(accepted / expectation, 0.1), 10.0) if expectation > 0 else 1.0
-        return (median(self._draft) / self.rows + per_node) * rate / trust
+        return (median(self._draft) + per_node) / self.rows * rate / trust

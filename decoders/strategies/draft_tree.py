@@ -88,6 +88,7 @@ class DynamicTree:
 
     def __init__(self, depth: int, beam: int, nodes: int, compile: Callable[[Callable], Callable]) -> None:
         self.depth, self.beam, self.nodes = depth, beam, nodes
+        self._bound = depth_bound(depth)
         self._frontier, self._born, self._best = compile(frontier), compile(born), compile(best_nodes)
 
     def draft(self, drafter: Drafter, floor: Tensor | None = None) -> tuple[Draft, Tensor]:
@@ -119,8 +120,13 @@ class DynamicTree:
             levels.append(level)
             found += level[0].shape[1]
         tokens, weights, parents, _ = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
-        tokens, weights, *tree = self._best(tokens, weights, parents, min(self.nodes, found), self.depth)
+        tokens, weights, *tree = self._best(tokens, weights, parents, min(self.nodes, found), self._bound)
         return Draft(tokens, TreeTensors(*tree)), weights
+
+
+def depth_bound(depth: int) -> int:
+    """`depth` rounded up for :func:`best_nodes`, which unrolls it: a graph for every depth would soon exceed Dynamo's limit."""
+    return (1 << depth.bit_length()) - 1 | 15
 
 
 def frontier(
@@ -173,12 +179,12 @@ def best_nodes(tokens: Tensor, weights: Tensor, parents: Tensor, nodes: int, dep
     Returns:
         tokens and weights ``[B, nodes]`` (-1 for what does not count), then the fields of :class:`TreeTensors`.
     """
-    chosen = weights.topk(nodes).indices.sort(1).values
+    # Stable, unlike topk: of equally likely nodes (a sure draft has many) parents come before their children.
+    chosen = weights.sort(dim=1, descending=True, stable=True).indices[:, :nodes].sort(1).values
     place = torch.full_like(parents, -1).scatter(
         1, chosen, torch.arange(1, nodes + 1, device=tokens.device).expand_as(chosen)
     )
     above = parents.gather(1, chosen)
-    # A tie may choose a child and not its parent: such a node has no place in the tree and is not a candidate.
     within = torch.where(above < 0, 0, place.gather(1, above.clamp(min=0)))
     tree = TreeTensors.from_parents(torch.nn.functional.pad(within, (1, 0), value=-1), depth)
     weights = weights.gather(1, chosen)

@@ -14,7 +14,7 @@ from ..settings import Table
 from ..strategy import Context, Draft, Sequences, Step
 from ..tree import Topology, TreeTensors
 from .draft_model import DraftModelSettings, DraftModelStrategy
-from .draft_tree import best_nodes
+from .draft_tree import best_nodes, depth_bound
 
 
 class StagedSettings(DraftModelSettings):
@@ -56,14 +56,12 @@ class Staged(DraftModelStrategy):
     def start(self, context: Context) -> _State:
         s: StagedSettings = self.settings
         stage = context.strategy(s.stage, s.stage_config)
-        fixed, children = None, s.children
-        if not context.coupled:
-            # Which leaves there are must not depend on what was drawn: the same number everywhere.
-            children = max(1, min(children, s.nodes // s.length))
-            fixed = Topology.from_paths([(0,) * j + (r,) for j in range(s.length) for r in range(children)])[0]
-        elif children == 1:
-            fixed = Topology.chain(s.length)
+        # Unless coupled, which leaves there are must not depend on what was drawn: the same number everywhere.
+        children = s.children if context.coupled else max(1, min(s.children, s.nodes // s.length))
         drafter = context.draft(self.draft_model(context), ahead=s.length, children=children, stage=stage)
+        children, fixed = drafter.core.children, None  # a small vocabulary has fewer
+        if children == 1 or not context.coupled:
+            fixed = Topology.from_paths([(0,) * j + (r,) for j in range(s.length) for r in range(children)])[0]
         return _State(drafter, context.compile(lay), context.compile(path_with_leaves), fixed)
 
     def propose(self, state: _State, sequences: Sequences) -> Draft:
@@ -85,7 +83,7 @@ class Staged(DraftModelStrategy):
             )
         path = drafter.drafted(s.length)
         if state.fixed is None:
-            chosen, _, *tree = state.leaves(path, tokens, weights, s.nodes)
+            chosen, _, *tree = state.leaves(path, tokens, weights, s.nodes, depth_bound(s.length))
             draft = Draft(chosen, TreeTensors(*tree))
         else:
             tokens[:, :-1, 0] = path
@@ -123,11 +121,12 @@ def lay(
     return placed(tokens, all_tokens), placed(weights, all_weights), with_scores
 
 
-def path_with_leaves(path: Tensor, tokens: Tensor, weights: Tensor, nodes: int) -> tuple[Tensor, ...]:
+def path_with_leaves(path: Tensor, tokens: Tensor, weights: Tensor, nodes: int, depth: int) -> tuple[Tensor, ...]:
     """The likeliest `nodes` nodes of a path and the other continuations of its nodes; result as :func:`best_nodes`.
 
     Args:
         path: ``[B, L]``, -1 behind its end. tokens, weights: ``[B, L+1, C]``; entry ``[:, d, 0]`` is the path's own.
+        depth: ``L`` or more, see :func:`best_nodes`.
     """
     rows, length = path.shape
     children = tokens.shape[2]
@@ -137,5 +136,5 @@ def path_with_leaves(path: Tensor, tokens: Tensor, weights: Tensor, nodes: int) 
     above = torch.arange(length, device=path.device) * children - children  # the path's node one level up
     parents = torch.where(above < 0, -1, above)[:, None].expand(length, children).reshape(1, -1).expand(rows, -1)
     return best_nodes(
-        tokens.flatten(1), (reached[..., None] + weights).flatten(1), parents, min(nodes, length * children), length
+        tokens.flatten(1), (reached[..., None] + weights).flatten(1), parents, min(nodes, length * children), depth
     )

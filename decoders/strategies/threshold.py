@@ -121,7 +121,7 @@ class Threshold(DraftModelStrategy):
         reached = torch.where(sequences.finished, float("-inf"), 0.0)
         products: list[Tensor] = []
         scores: list[Tensor] = []
-        last = s.max_length
+        last, look = s.max_length, state.bucket
         while len(products) < last:
             growth = state.drafter.extend()
             reached = reached + growth.weights[:, 0, 0]
@@ -131,7 +131,7 @@ class Threshold(DraftModelStrategy):
             if not state.waits:
                 if not bool((reached >= floor).any()):
                     break
-            elif len(products) == state.bucket:
+            elif len(products) == look:
                 # One look per step: where some row goes on, all go on to the next bucket and no further.
                 needed = int(self._kept(torch.stack(products, 1), floor).sum(1).max())
                 going = bool((reached >= floor).any())

@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field
 
 from decoders.plugins import registry
 from decoders.settings import Settings
-from decoders.strategies import Lookahead, Ngram, PromptLookup
+from decoders.strategies import Lookahead, Ngram, PromptLookup, Speculative, Staged, Threshold
 from decoders.strategies.merged import Merged
 from decoders.strategy import Draft, Sequences, Step, Strategy
 from decoders.testing import CHECKS, Replay, check_strategy, checks_for, parametrize_with_checks, tiny_model
@@ -26,6 +26,13 @@ VARIANTS = [
     PromptLookup(max_ngram=1, length=1),
     Lookahead(window=4, ngram=3, guesses=3),
     Ngram(widths=(3, 2, 1)),
+    Speculative(length=3),
+    Speculative(tree="static"),
+    Speculative(tree="dynamic", nodes=8),
+    Speculative(schedule="heuristic"),
+    Threshold(tree="dynamic"),
+    Staged(stage="prompt_lookup"),
+    Staged(stage="prompt_lookup", children=1),
     Replay(),
 ]
 

@@ -1,0 +1,117 @@
+"""Every design with draft models: good ones, strangers, and the target itself. The tokens are those of plain decoding.
+
+Not the full product, which would take ten minutes: every design meets every strategy with a draft that is often right
+(the draft's cache is rolled back at every depth), greedy in a batch and sampled alone or the other way round, in turns;
+every design drafts for itself, where a single wrong slot would cost acceptance; and every design is drafted for by a
+stranger, with another strategy from design to design.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import MappingProxyType
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import decoders
+from decoders.strategies import Speculative, Staged, Threshold
+from decoders.strategy import Strategy
+from decoders.testing import ARCHITECTURES, assert_same_tokens, decode, prompts, tiny_draft, tiny_model
+from decoders.testing.models import Architecture
+
+NEW = 25
+EAGER = {"compile": False, "prefill_chunk": 8}
+SAMPLING = dict(do_sample=True, seed=11, temperature=0.7, top_k=50, top_p=0.98)
+STRATEGIES: dict[str, Strategy] = {
+    "chain": Speculative(length=4),
+    "static tree": Speculative(tree="static", length=4, nodes=12),
+    "dynamic tree": Speculative(tree="dynamic", length=4, nodes=12, beam=3),
+    "threshold": Threshold(),
+    "threshold tree": Threshold(tree="dynamic", max_length=6),
+    "staged": Staged(stage="prompt_lookup"),
+}
+NAMES = list(ARCHITECTURES)
+
+
+@functools.cache
+def enabled(name: str) -> PreTrainedModel:
+    return decoders.enable(tiny_model(name))
+
+
+@functools.cache
+def near(name: str) -> PreTrainedModel:
+    return tiny_draft(name)
+
+
+@functools.cache
+def stranger(name: str) -> PreTrainedModel:
+    """A model that has nothing to do with `name` but the vocabulary: one layer, other weights, mostly another design."""
+    if name == "llama":
+        return tiny_model("gpt2", seed=9)
+    return Architecture("llama", MappingProxyType(dict(ARCHITECTURES["llama"].options) | {"num_hidden_layers": 1}))(9)
+
+
+@functools.cache
+def plain(name: str, rows: int, sample: bool) -> torch.Tensor:
+    """transformers' own greedy loop, or plain sampling."""
+    if sample:
+        options = dict(strategy="autoregressive", decoders_config=EAGER, **SAMPLING)
+    else:
+        options = {}
+    return decode(enabled(name), prompts(rows), max_new_tokens=NEW, **options).sequences
+
+
+def assert_exact(name: str, kind: str, draft: PreTrainedModel, rows: int, sample: bool):
+    model, inputs = enabled(name), prompts(rows)
+    options = SAMPLING if sample else {}
+    out = decode(
+        model, inputs, STRATEGIES[kind], assistant_model=draft, max_new_tokens=NEW, decoders_config=EAGER, **options
+    )
+    what = f"{name}, {kind}, {'sampled' if sample else 'greedy'}, batch {rows}"
+    assert_same_tokens(model, inputs, plain(name, rows, sample), out.sequences, what)
+    return out.report
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_draft_that_is_often_right(name, kind):
+    turn = (NAMES.index(name) + list(STRATEGIES).index(kind)) % 2 == 0
+    for rows, sample in ((4, turn), (1, not turn)):
+        report = assert_exact(name, kind, near(name), rows, sample)
+        assert report.accepted > 0 and report.exact and report.verifier == "coupled"
+        assert report.steps < NEW
+
+
+@pytest.mark.parametrize("kind", ["chain", "static tree"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_target_as_its_own_draft_is_always_right(name, kind):
+    for rows, sample in ((4, False), (4, True)):
+        report = assert_exact(name, kind, enabled(name), rows, sample)
+        assert report.accepted_lengths == [0, 0, 0, 0, rows * NEW // 5], "four guesses and one more in every step"
+        if kind == "chain":
+            assert report.acceptance_rate == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_target_as_its_own_staged_draft_is_always_right_when_greedy(name):
+    strategy = Staged(stage="prompt_lookup", children=1, length=4, passes=4)
+    out = decode(
+        enabled(name), prompts(4), strategy, assistant_model=enabled(name), max_new_tokens=NEW, decoders_config=EAGER
+    )
+    assert_same_tokens(enabled(name), prompts(4), plain(name, 4, False), out.sequences, f"{name}, staged, greedy")
+    assert out.report.accepted_lengths == [0, 0, 0, 0, 4 * NEW // 5]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_stranger_as_draft_costs_steps_only(name):
+    kind = list(STRATEGIES)[NAMES.index(name) % len(STRATEGIES)]
+    for rows, sample in ((4, True), (1, False)):
+        assert_exact(name, kind, stranger(name), rows, sample)
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "deepseek_v3"])
+def test_every_strategy_with_a_stranger(name, kind):
+    assert_exact(name, kind, stranger(name), 4, False)

@@ -1,0 +1,81 @@
+"""Draft models in the compiled loop: the same tokens, and what has been compiled once serves every later call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import decoders
+from decoders.strategies import Speculative, Staged, Threshold
+from decoders.strategy import Strategy
+from decoders.testing import assert_same_tokens, decode, prompts, tiny_draft, tiny_model
+
+#: For each strategy a first call, and later ones that differ in what may vary without a new graph.
+CASES: dict[str, tuple[Strategy, list[Strategy]]] = {
+    "chain": (
+        Speculative(length=3),
+        [
+            Speculative(length=5),
+            Speculative(length=1),
+            Threshold(threshold=0.3),
+            Threshold(threshold=0.8, max_length=7),
+        ],
+    ),
+    "dynamic tree": (
+        Speculative(tree="dynamic", length=4, nodes=12),
+        [Speculative(tree="dynamic", length=5, nodes=20), Speculative(tree="dynamic", length=6, nodes=9)],
+    ),
+    "staged": (
+        Staged(stage="prompt_lookup"),
+        [
+            Staged(stage="prompt_lookup", passes=2, length=9),
+            Staged(stage="prompt_lookup", stage_config={"length": 5}, nodes=20),
+        ],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[PreTrainedModel, PreTrainedModel]:
+    return decoders.enable(tiny_model("llama")), tiny_draft("llama")
+
+
+# The compiler itself warns about deprecated parts of torch.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("kind", CASES)
+def test_later_calls_compile_nothing(pair, kind, rows):
+    (model, draft), (first, later) = pair, CASES[kind]
+
+    def call(strategy: Strategy, length: int = 24, new: int = 20, **options: Any) -> Any:
+        inputs = prompts(rows, length)
+        out = decode(model, inputs, strategy, assistant_model=draft, max_new_tokens=new, **options)
+        expected = decode(model, inputs, max_new_tokens=new)
+        assert_same_tokens(model, inputs, expected.sequences, out.sequences, f"{strategy!r}, compiled, batch {rows}")
+        assert out.report.compiled and out.report.accepted > 0
+        return out.report
+
+    assert call(first).timings.compile > 0
+    for strategy, length, new in ((first, 24, 20), (first, 40, 20), (first, 9, 100), *((s, 30, 20) for s in later)):
+        report = call(strategy, length, new)
+        assert (report.compilations, report.timings.compile) == (0, 0), f"{strategy!r}, prompt of {length}"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("verifier, strategy", [
+    ("coupled", Speculative(length=3)), ("coupled", Speculative(tree="dynamic")), ("coupled", Staged(stage="prompt_lookup")),
+    ("rejection", Speculative(length=3)), ("tree_rejection", Speculative(tree="static")),
+])  # fmt: skip
+def test_sampling_compiled_gives_the_tokens_of_the_eager_loop(pair, verifier, strategy):
+    model, draft = pair
+    options = dict(do_sample=True, seed=4, temperature=0.8, top_k=40, max_new_tokens=20, verifier=verifier)
+    eager, first, second = (
+        decode(model, prompts(3), strategy, assistant_model=draft, decoders_config={"compile": compile}, **options)
+        for compile in (False, True, True)
+    )
+    assert torch.equal(first.sequences, eager.sequences) and torch.equal(second.sequences, eager.sequences)
+    assert second.report.compilations == 0

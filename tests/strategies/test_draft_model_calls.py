@@ -1,0 +1,351 @@
+"""Draft models in unusual calls: short prompts, long texts, odd drafts, everything that ``generate`` can be asked for."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import decoders
+from decoders.strategies import PromptLookup, Speculative, Staged, Threshold
+from decoders.strategies.merged import Merged, MergedSettings
+from decoders.strategy import Strategy
+from decoders.testing import Replay, assert_same_tokens, decode, prompts, tiny_draft, tiny_model
+from decoders.testing.models import ARCHITECTURES, VOCAB, Architecture
+
+EAGER = {"compile": False, "prefill_chunk": 8}
+SAMPLING = dict(do_sample=True, seed=5, temperature=0.8, top_k=40)
+KINDS: dict[str, Strategy] = {
+    "chain": Speculative(),
+    "heuristic chain": Speculative(schedule="heuristic"),
+    "one token": Speculative(length=1),
+    "static tree": Speculative(tree="static"),
+    "dynamic tree": Speculative(tree="dynamic"),
+    "threshold": Threshold(),
+    "threshold tree": Threshold(tree="dynamic", max_length=8),
+    "staged": Staged(stage="prompt_lookup"),
+    "staged chain": Staged(stage="prompt_lookup", children=1),
+}
+every_kind = pytest.mark.parametrize("strategy", KINDS.values(), ids=KINDS.keys())
+
+
+def llama(seed: int = 0, **options: Any) -> PreTrainedModel:
+    return Architecture("llama", MappingProxyType(dict(ARCHITECTURES["llama"].options) | options))(seed)
+
+
+def ids(*lengths: int) -> dict[str, Tensor]:
+    """A left-padded batch of random prompts."""
+    width, generator = max(lengths), torch.Generator().manual_seed(3)
+    tokens = torch.randint(3, VOCAB, (len(lengths), width), generator=generator)
+    mask = torch.arange(width) >= width - torch.tensor(lengths)[:, None]
+    return {"input_ids": torch.where(mask, tokens, 0), "attention_mask": mask.long()}
+
+
+def assert_exact(
+    model: PreTrainedModel, draft: PreTrainedModel | None, strategy: Any, inputs: dict[str, Tensor], new: int = 24,
+    **options: Any,
+) -> Any:  # fmt: skip
+    """Greedy and sampled text are those without a draft. Returns the report of the greedy call."""
+    options = dict(max_new_tokens=new) | options
+    assistant = {} if draft is None else {"assistant_model": draft}
+    for draw in (SAMPLING, {}):
+        expected = (
+            decode(model, inputs, "autoregressive", decoders_config=EAGER, **options, **draw)
+            if draw
+            else decode(model, inputs, **options)
+        )
+        out = decode(model, inputs, strategy, decoders_config=EAGER, **assistant, **options, **draw)
+        assert_same_tokens(model, inputs, expected.sequences, out.sequences, f"{strategy!r}, {draw}")
+    return out.report
+
+
+@every_kind
+@pytest.mark.parametrize("lengths", [(1,), (2,), (1, 2, 9)], ids=str)
+def test_prompts_of_one_and_two_tokens(target, near, strategy, lengths):
+    assert_exact(target, near, strategy, ids(*lengths))
+
+
+@every_kind
+def test_one_new_token(target, near, strategy):
+    report = assert_exact(target, near, strategy, prompts(3), new=1)
+    assert report.steps == 1 and report.new_tokens == [1, 1, 1]
+
+
+@every_kind
+def test_an_end_token_inside_a_draft_ends_its_row_alone(target, strategy):
+    """The target drafts for itself: what follows the end token is guessed right, and must not come out."""
+    plain = decode(target, prompts(4), max_new_tokens=24).sequences[:, 24:]
+    stops = [int(plain[row, 2 + 5 * row]) for row in range(4)]
+    report = assert_exact(target, target, strategy, prompts(4), eos_token_id=stops)
+    assert len(set(report.new_tokens)) > 1
+
+
+@every_kind
+def test_a_long_text_outgrows_every_view(target, near, strategy):
+    assert_exact(target, near, strategy, prompts(2), new=120)
+
+
+def test_the_target_as_its_own_draft_is_right_over_the_whole_of_a_long_text(target):
+    for strategy in (Speculative(length=4), Speculative(tree="static", length=4)):
+        report = assert_exact(target, target, strategy, prompts(2), new=150)
+        assert report.accepted_lengths == [0, 0, 0, 0, 60]
+
+
+@pytest.mark.parametrize("length", [1, 4, 16, 32])
+def test_staged_drafts_of_a_repeating_text_stay_within_their_length(looping, length):
+    """The stage is right so often that the passes could write many times the length."""
+    strategy = Staged(stage="prompt_lookup", stage_config={"length": 64}, passes=6, length=length, children=1)
+    report = assert_exact(looping, looping, strategy, prompts(2), new=60)
+    assert len(report.accepted_lengths) <= length + 1 and report.mean_accepted_length > (length + 1) / 2
+    assert report.stages[0].tokens <= 2 * report.steps * length
+
+
+@every_kind
+def test_a_draft_whose_context_ends_before_the_text_does(target, strategy):
+    draft = llama(max_position_embeddings=32)
+    draft.load_state_dict(tiny_draft("llama").state_dict())
+    assert_exact(target, draft, strategy, prompts(2), new=48)
+    assert_exact(target, tiny_model("gpt2", seed=1), strategy, prompts(2), new=8)
+
+
+def test_a_draft_with_learnt_positions_and_a_short_context(target):
+    draft = Architecture("gpt2", MappingProxyType(dict(ARCHITECTURES["gpt2"].options) | {"n_positions": 16}))(0)
+    for strategy in KINDS.values():
+        assert_exact(target, draft, strategy, prompts(2), new=12)
+
+
+@every_kind
+def test_a_draft_with_a_sliding_window(target, strategy):
+    draft = tiny_model("mistral")
+    draft.load_state_dict(tiny_draft("llama").state_dict())
+    assert_exact(target, draft, strategy, prompts(3), new=40)
+
+
+@pytest.mark.parametrize("vocab", [112, 160])
+@every_kind
+def test_heads_padded_to_another_size(target, strategy, vocab):
+    draft = llama(vocab_size=vocab)
+    with torch.no_grad():
+        for own, other in zip(draft.parameters(), tiny_draft("llama").parameters(), strict=True):
+            rows = min(len(own), len(other))
+            own[:rows] = other[:rows]
+        if vocab > VOCAB:
+            draft.lm_head.weight[VOCAB:] *= 5  # padding that the draft would love to propose
+    report = assert_exact(target, draft, strategy, prompts(3))
+    assert report.accepted > 0
+
+
+@pytest.mark.parametrize("vocab", [112, 160])
+@pytest.mark.parametrize(
+    "verifier, strategy",
+    [
+        ("rejection", Speculative()),
+        ("block", Threshold()),
+        ("tree_rejection", Speculative(tree="static")),
+        ("tree_rejection", Staged(stage="prompt_lookup")),
+    ],
+    ids=str,
+)
+def test_other_verifiers_with_heads_padded_to_another_size(target, verifier, strategy, vocab):
+    draft, options = llama(vocab_size=vocab), dict(max_new_tokens=12, decoders_config=EAGER, verifier=verifier)
+    assert torch.equal(
+        decode(target, prompts(2), strategy, assistant_model=draft, **options).sequences,
+        decode(target, prompts(2), max_new_tokens=12).sequences,
+    )
+    drawn = [
+        decode(target, prompts(2), strategy, assistant_model=draft, **options, **SAMPLING).sequences for _ in range(2)
+    ]
+    assert torch.equal(*drawn) and int(drawn[0].max()) < VOCAB
+
+
+@every_kind
+def test_a_draft_in_bfloat16(target, strategy):
+    report = assert_exact(target, tiny_draft("llama").to(torch.bfloat16), strategy, prompts(3))
+    assert report.accepted > 0
+
+
+@every_kind
+@pytest.mark.parametrize(
+    "options", [dict(repetition_penalty=1.3), dict(min_new_tokens=9, eos_token_id=list(range(40)))], ids=str
+)
+def test_processors(target, near, strategy, options):
+    assert_exact(target, near, strategy, prompts(3), **options)
+
+
+@every_kind
+def test_several_sequences_of_one_prompt_are_drawn_by_themselves(target, near, strategy):
+    options = dict(num_return_sequences=3, max_new_tokens=16, decoders_config=EAGER, **SAMPLING)
+    expected = decode(target, prompts(2), "autoregressive", **options).sequences
+    out = decode(target, prompts(2), strategy, assistant_model=near, **options).sequences
+    assert torch.equal(out, expected) and len({tuple(row) for row in out.tolist()}) == 6
+
+
+class Collected:
+    """A streamer that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.ended = False
+
+    def put(self, value: Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.ended = True
+
+
+@every_kind
+def test_a_streamer_gets_every_token_once(target, near, strategy):
+    streamer = Collected()
+    out = target.generate(
+        **prompts(), strategy=strategy, assistant_model=near, max_new_tokens=20, do_sample=False, streamer=streamer,
+        decoders_config=EAGER,
+    )  # fmt: skip
+    assert streamer.tokens == out[0].tolist() and streamer.ended
+
+
+@every_kind
+def test_stopping_criteria_are_asked_after_every_token(target, near, strategy):
+    seen: list[int] = []
+
+    def after_seven(input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        seen.append(input_ids.shape[1])
+        return torch.full((len(input_ids),), input_ids.shape[1] >= 24 + 7)
+
+    out = decode(
+        target, prompts(), strategy, assistant_model=near, max_new_tokens=20, stopping_criteria=[after_seven],
+        decoders_config=EAGER,
+    )  # fmt: skip
+    assert torch.equal(out.sequences, decode(target, prompts(), max_new_tokens=7).sequences)
+    assert seen == list(range(25, 32))
+
+
+def test_the_draft_is_left_as_it_was_and_still_generates(target, near):
+    weights = {name: tensor.clone() for name, tensor in near.state_dict().items()}
+    config, attributes, plain = near.config.to_dict(), set(vars(near)), decode(near, prompts(), max_new_tokens=8)
+    for strategy in KINDS.values():
+        decode(target, prompts(2), strategy, assistant_model=near, max_new_tokens=12, decoders_config=EAGER)
+    assert near.config.to_dict() == config and set(vars(near)) == attributes
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in near.state_dict().items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in near.modules())
+    assert torch.equal(decode(near, prompts(), max_new_tokens=8).sequences, plain.sequences)
+    assisted = type(target).generate(target, **prompts(), assistant_model=near, max_new_tokens=12, do_sample=False)
+    assert torch.equal(assisted, decode(target, prompts(), max_new_tokens=12).sequences)
+
+
+def test_a_draft_in_training_mode_drafts_as_in_evaluation_and_stays_in_training(target):
+    draft = tiny_draft("llama").train()
+    assert_exact(target, draft, Speculative(), prompts(2))
+    assert draft.training
+
+
+def test_weights_of_the_draft_changed_between_calls_are_seen(target):
+    draft = tiny_model("llama")
+    first = assert_exact(target, draft, Speculative(length=3), prompts())
+    assert first.acceptance_rate == 1
+    with torch.no_grad():
+        draft.lm_head.weight.neg_()
+    assert assert_exact(target, draft, Speculative(length=3), prompts()).accepted < first.accepted / 4
+    with torch.no_grad():
+        draft.lm_head.weight.neg_()
+    assert assert_exact(target, draft, Speculative(length=3), prompts()).acceptance_rate == 1
+
+
+def test_one_draft_for_two_targets(target, near):
+    other = decoders.enable(tiny_model("qwen3"))
+    for model in (target, other, target):
+        assert_exact(model, near, Speculative(), prompts(2))
+
+
+def test_an_enabled_draft(target):
+    draft = decoders.enable(tiny_draft("llama"))
+    own = vars(draft)["generate"]
+    assert_exact(target, draft, Speculative(tree="dynamic"), prompts(2))
+    assert vars(draft)["generate"] is own
+    assert_exact(draft, target, Speculative(), prompts(2))
+
+
+def test_a_draft_is_not_kept_alive():
+    model, draft = decoders.enable(tiny_model("llama")), tiny_draft("llama")
+    decode(model, prompts(), Speculative(), assistant_model=draft, max_new_tokens=8, decoders_config=EAGER)
+    gone = weakref.ref(draft)
+    del draft
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_copies_of_an_enabled_model_that_has_drafted(near, copied):
+    model = decoders.enable(tiny_model("llama"))
+    assert_exact(model, near, Speculative(), prompts(2))
+    assert_exact(copied(model), near, Speculative(), prompts(2))
+
+
+MERGED = ["speculative+prompt_lookup", "prompt_lookup+speculative", "threshold+prompt_lookup", "speculative+threshold"]
+
+
+@pytest.mark.parametrize("strategy", MERGED)
+@pytest.mark.parametrize("rows", [1, 4])
+def test_merged_with_other_drafters(target, near, strategy, rows):
+    assert_exact(target, near, strategy, prompts(rows), new=48)
+
+
+def replay(model: PreTrainedModel, inputs: dict[str, Tensor], sample: bool, **options: Any) -> Replay:
+    """A drafter that knows the text but for some tokens."""
+    draw = SAMPLING if sample else {}
+    out = decode(model, inputs, "autoregressive", max_new_tokens=60, decoders_config=EAGER, **draw).sequences
+    start = inputs["attention_mask"].argmax(1).tolist()
+    return Replay(texts=tuple(tuple(row[s:].tolist()) for row, s in zip(out, start, strict=True)), **options)
+
+
+@pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("tree", ["none", "static"])
+def test_a_draft_model_reads_what_other_drafters_got_accepted(target, sample, first, tree):
+    """The target drafts for itself: three guesses are accepted in every step, whoever was right in the step before."""
+    inputs = prompts(4)
+    known = replay(target, inputs, sample, length=7, wrong_every=6)
+    own = Speculative(length=3, tree=tree, nodes=6)
+    strategy = Merged([own, known] if first else [known, own])
+    out = decode(
+        target, inputs, strategy, assistant_model=target, max_new_tokens=60, decoders_config=EAGER,
+        **(SAMPLING if sample else {}),
+    )  # fmt: skip
+    assert (
+        tuple(tuple(r[m:].tolist()) for r, m in zip(out.sequences, inputs["attention_mask"].argmax(1), strict=True))
+        == known.settings.texts
+    )
+    lengths = out.report.accepted_lengths
+    assert sum(lengths[:3]) <= 4, f"but for the ends of the rows, every step brings four tokens: {lengths}"
+    assert sum(lengths[4:]) > 8, "the other drafter was often right for longer"
+
+
+def test_a_node_budget_that_cuts_the_own_nodes_hides_no_others(target):
+    """Of twelve own nodes one is left, and that must be right wherever the other drafter is wrong at once."""
+    inputs = prompts(2)
+    known = replay(target, inputs, False, length=3, wrong_every=5)
+    strategy = Merged([known, Speculative(length=12)], MergedSettings(nodes=5))
+    out = decode(target, inputs, strategy, assistant_model=target, max_new_tokens=60, decoders_config=EAGER)
+    assert out.report.accepted_lengths[0] <= 2, "but for the ends of the rows"
+    assert sum(out.report.accepted_lengths[3:]) > 8
+
+
+def test_more_nodes_of_others_than_there_are_tokens(target, near):
+    """Everything in the block might have been accepted; the text is shorter than that."""
+    wide = Merged([Speculative(length=3), PromptLookup(length=64, branches=8)], MergedSettings(nodes=1024))
+    for inputs in (ids(3), prompts(3)):
+        assert_exact(target, near, wide, inputs, new=12)
+
+
+def test_a_block_that_outgrows_the_cache(target, near):
+    wide = Speculative(tree="dynamic", length=8, nodes=256, beam=8, children=32)
+    report = assert_exact(target, near, wide, prompts(2), new=40)
+    assert report.nodes > 200
