@@ -50,7 +50,7 @@ def frozen_weights() -> AbstractContextManager:
 
 
 class CompiledFunction:
-    """A strategy's tensor function, compiled with dynamic sizes; `on_compile` is told the seconds of the first call.
+    """A strategy's tensor function, compiled with dynamic sizes; `on_compile` is told the seconds of calls that made a graph.
 
     Where the compiler fails, after too many shapes for instance, a warning says why, once, and the function runs as it is.
     """
@@ -59,13 +59,8 @@ class CompiledFunction:
         self.function, self._warned = function, False
         self.compiled = torch.compile(private(function), fullgraph=True, dynamic=True)
         self.on_compile: Callable[[float], None] = lambda seconds: None
-        self._known: set[tuple] = set()
 
     def __call__(self, *args: Any) -> Any:
-        kind = tuple(_kind(a) for a in args)
-        if kind in self._known:
-            return self._run(*args)
-        self._known.add(kind)
         started, before = time.perf_counter(), compilations()
         result = self._run(*args)
         if compilations() > before:
@@ -74,20 +69,15 @@ class CompiledFunction:
 
     def _run(self, *args: Any) -> Any:
         try:
-            return self.compiled(*args)
+            # Sizes that happen to be equal, four rows and four children, are not the same size.
+            with torch.fx.experimental._config.patch(use_duck_shape=False):
+                return self.compiled(*args)
         except (TorchDynamoException, FailOnRecompileLimitHit, AssertionError) as error:
             if not self._warned:
                 name = getattr(self.function, "__name__", repr(self.function))
                 warnings.warn(f"{name} could not be compiled, running it eagerly instead: {error}", stacklevel=3)
                 self._warned = True
             return self.function(*args)
-
-
-def _kind(argument: Any) -> Any:
-    """What graphs are told apart by: Dynamo makes one for one row and one for several."""
-    if isinstance(argument, Tensor):
-        return argument.shape[0] > 1
-    return argument if isinstance(argument, bool | int | float | str | None) else type(argument)
 
 
 def mark_dynamic(tensors: list[tuple[Tensor, tuple[int, ...]]]) -> None:
