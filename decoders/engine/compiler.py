@@ -50,7 +50,7 @@ def frozen_weights() -> AbstractContextManager:
 
 
 class CompiledFunction:
-    """A strategy's tensor function, compiled with dynamic sizes; `on_compile` is told the seconds of calls that compile.
+    """A strategy's tensor function, compiled with dynamic sizes; `on_compile` is told the seconds of calls that made a graph.
 
     Where the compiler fails, after too many shapes for instance, a warning says why, once, and the function runs as it is.
     """
@@ -62,13 +62,14 @@ class CompiledFunction:
         self._known: set[tuple] = set()
 
     def __call__(self, *args: Any) -> Any:
-        kind = tuple(_kind(a) for a in args)
         started, before = time.perf_counter(), compilations()
+        kind = tuple(map(_kind, args))
         if kind in self._known:
             result = self._run(*args)
         else:
             self._known.add(kind)
-            # Sizes that happen to be equal, such as rows and guesses, must not be taken for one and the same.
+            # Sizes that happen to be equal, four rows and four children, are not the same size. (Entering this takes
+            # longer than many a function, so not in every call.)
             with torch.fx.experimental._config.patch(use_duck_shape=False):
                 result = self._run(*args)
         if compilations() > before:
@@ -87,10 +88,10 @@ class CompiledFunction:
 
 
 def _kind(argument: Any) -> Any:
-    """What graphs are told apart by: Dynamo makes one for one row and one for several."""
+    """What graphs are told apart by: values of plain Python, and which sizes are 0, 1 or more."""
     if isinstance(argument, Tensor):
-        return argument.shape[0] > 1
-    return argument if isinstance(argument, bool | int | float | str | None) else type(argument)
+        return tuple(min(size, 2) for size in argument.shape)
+    return argument if isinstance(argument, bool | int | float | str | tuple | None) else type(argument)
 
 
 def mark_dynamic(tensors: list[tuple[Tensor, tuple[int, ...]]]) -> None:

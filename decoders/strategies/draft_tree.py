@@ -126,7 +126,7 @@ class DynamicTree:
 
 def depth_bound(depth: int) -> int:
     """`depth` rounded up for :func:`best_nodes`, which unrolls it: a graph for every depth would soon exceed Dynamo's limit."""
-    return (1 << depth.bit_length()) - 1 | 15
+    return (1 << depth.bit_length()) - 1 | 31
 
 
 def frontier(

