@@ -6,5 +6,6 @@ from .block import BlockVerification
 from .coupled import Coupled
 from .rejection import Rejection
 from .tree_rejection import TreeRejection
+from .typical import TypicalAcceptance
 
-__all__ = ["BlockVerification", "Coupled", "Rejection", "TreeRejection"]
+__all__ = ["BlockVerification", "Coupled", "Rejection", "TreeRejection", "TypicalAcceptance"]
