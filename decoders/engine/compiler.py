@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .sampling import SamplingPlan
+
 _serial = itertools.count()
 
 
@@ -71,7 +73,7 @@ def _kind(argument: Any) -> Any:
     """What graphs are told apart by: Dynamo makes one for one row and one for several."""
     if isinstance(argument, Tensor):
         return argument.shape[0] > 1
-    return argument if isinstance(argument, bool | int | float | str | None) else type(argument)
+    return argument if isinstance(argument, bool | int | float | str | SamplingPlan | None) else type(argument)
 
 
 def mark_dynamic(tensors: list[tuple[Tensor, tuple[int, ...]]]) -> None:

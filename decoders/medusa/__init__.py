@@ -1,9 +1,4 @@
-"""Medusa heads: the module beside the target, its files, its tree, and how it is trained."""
+"""Medusa heads: the module beside the target, its files, its tree, and how it is trained.
 
-from __future__ import annotations
-
-from .files import find_heads, load_heads, save_heads
-from .heads import HeadsConfig, MedusaHeads
-from .trees import DEFAULT_TREE
-
-__all__ = ["DEFAULT_TREE", "HeadsConfig", "MedusaHeads", "find_heads", "load_heads", "save_heads"]
+Nothing is imported here, because the command line reads :mod:`decoders.medusa.config` before it needs torch.
+"""

@@ -66,9 +66,7 @@ def read_files(paths: Sequence[Path]) -> list[str]:
     return texts
 
 
-def rows_of_text(
-    tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], length: int, rows: int, seed: int
-) -> Tensor:
+def rows_of_text(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], length: int, rows: int, seed: int) -> Tensor:
     """At most `rows` windows of `length` tokens, ``[W, T]`` int64, in random order; texts are joined by the end token.
 
     Raises:

@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import SettingsError, UnsupportedError
-from .heads import HeadsConfig, MedusaHeads
+from .config import HeadsConfig
+from .heads import MedusaHeads
 
 FOLDER = "medusa"
 CONFIG, WEIGHTS = "config.json", "model.safetensors"

@@ -5,47 +5,12 @@ Letters: ``K`` heads, ``H`` hidden size, ``V`` vocabulary, ``R`` rank of a low-r
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import SettingsError
-
-Projection = Literal["tied", "low_rank", "full"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadsConfig:
-    """Shape of the heads, the tree they are verified in, and where they come from.
-
-    Attributes:
-        heads: ``K``; head k guesses the token k places behind the one that the output head gives. layers: residual blocks
-            of each head.
-        hidden_size, vocab_size: of the model they belong to.
-        projection: ``tied``: the model's own output head, nothing is stored; ``low_rank``: that plus a difference of rank
-            `rank`; ``full``: a projection of each head's own, as in the paper.
-        tree: paths in Medusa's notation, best first, so that its first n paths are the tree of n nodes; None: the default.
-        figures: what training measured, for the model card.
-    """
-
-    heads: int
-    layers: int
-    hidden_size: int
-    vocab_size: int
-    projection: Projection = "full"
-    rank: int = 0
-    tree: tuple[tuple[int, ...], ...] | None = None
-    figures: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if min(self.heads, self.layers, self.hidden_size, self.vocab_size) < 1:
-            raise SettingsError("Medusa heads: heads, layers, hidden_size and vocab_size must be at least 1")
-        if self.projection not in ("tied", "low_rank", "full"):
-            raise SettingsError(f"Medusa heads: projection must be tied, low_rank or full, not {self.projection!r}")
-        if (self.projection == "low_rank") != (self.rank > 0):
-            raise SettingsError("Medusa heads: a rank goes with projection low_rank, and only with that")
+from .config import HeadsConfig
 
 
 class Weights(NamedTuple):

@@ -14,49 +14,14 @@ import torch
 from torch import Tensor
 
 from .calibration import UNKNOWN, MedusaTrainingError
-from .heads import HeadsConfig, MedusaHeads, Projection
+from .config import Run
+from .heads import MedusaHeads
 
 WARMUP_SHARE = 0.05
 #: Positions that head accuracy is measured on between steps.
 WATCHED = 8192
 #: Positions per pass of an evaluation.
 CHUNK = 1024
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """All that decides what is learnt from the same text.
-
-    Attributes:
-        heads, layers, projection, rank: see :class:`~decoders.medusa.heads.HeadsConfig`.
-        tokens: most tokens of text that hidden states are kept for. length: tokens per row.
-        own_share: share of the rows that the model writes itself from their first quarter on.
-        epochs: passes over all positions. batch: positions per step. rate: peak learning rate. decay: weight of head k's
-            loss is ``decay ** k`` (the paper's λ_k). bf16: compute in bfloat16.
-        checks: how often per epoch head accuracy is measured. patience: checks without a gain before training stops.
-    """
-
-    heads: int = 4
-    layers: int = 1
-    projection: Projection = "tied"
-    rank: int = 0
-    tokens: int = 1_000_000
-    length: int = 256
-    own_share: float = 0.5
-    epochs: int = 4
-    batch: int = 2048
-    rate: float = 1e-3
-    decay: float = 0.8
-    bf16: bool = True
-    checks: int = 2
-    patience: int = 4
-    seed: int = 0
-
-    def config(self, hidden_size: int, vocab_size: int) -> HeadsConfig:
-        return HeadsConfig(
-            heads=self.heads, layers=self.layers, projection=self.projection, rank=self.rank, hidden_size=hidden_size,
-            vocab_size=vocab_size,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True)

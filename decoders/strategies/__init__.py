@@ -12,8 +12,8 @@ from .staged import Staged, StagedSettings
 from .threshold import Threshold, ThresholdSettings
 
 __all__ = [
-    "Autoregressive", "Medusa", "MedusaSettings", "PromptLookup", "PromptLookupSettings", "Speculative", "SpeculativeSettings", "Staged",
-    "StagedSettings", "Threshold", "ThresholdSettings",
+    "Autoregressive", "Medusa", "MedusaSettings", "PromptLookup", "PromptLookupSettings", "Speculative",
+    "SpeculativeSettings", "Staged", "StagedSettings", "Threshold", "ThresholdSettings",
 ]  # fmt: skip
 
 

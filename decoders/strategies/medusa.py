@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ..engine.sampling import SamplingInputs, SamplingPlan, gumbel_noise, process
 from ..errors import SettingsError, UnsupportedError
-from ..medusa import DEFAULT_TREE, MedusaHeads, find_heads, load_heads
-from ..medusa.heads import Weights, head_scores
+from ..medusa.files import find_heads, load_heads
+from ..medusa.heads import MedusaHeads, Weights, head_scores
+from ..medusa.trees import DEFAULT_TREE
 from ..settings import Settings
 from ..strategy import Context, Draft, Sequences, Step, Strategy
 from ..tree import Topology
@@ -40,9 +41,10 @@ class _State:
     """What a call keeps.
 
     Attributes:
-        hidden: ``[B, H]``, what the heads read: the hidden state whose output is the next block's root. known: ``[B, 1]``
-            bool, whether there is one yet. ahead: ``[K]`` int64, 0 … K-1. level, rank: ``[N-1]`` int64, whose guess each node takes. ranks: a number of
-            guesses that covers all of them. guess: :func:`guesses`, compiled.
+        level, rank: ``[N-1]`` int64, whose guess each node takes. ranks: a number of guesses that covers all of them.
+        hidden: ``[B, H]``, what the heads read: the hidden state that gave the next block's root. known: ``[B, 1]`` bool,
+            whether there is one yet. ahead: ``[K]`` int64, 0 … K-1.
+        guess: :func:`guesses`, compiled.
     """
 
     topology: Topology
@@ -110,7 +112,9 @@ class Medusa(Strategy):
             state.hidden, at, state.weights, state.lm_head, state.lm_bias, state.plan, state.sampling, state.ranks
         )
         tokens = torch.where(state.known, best[:, state.level, state.rank], -1)
-        return Draft(tokens, state.topology, scores[:, state.level] if state.keep_scores and scores is not None else None)
+        return Draft(
+            tokens, state.topology, scores[:, state.level] if state.keep_scores and scores is not None else None
+        )
 
     def observe(self, state: _State, step: Step) -> None:
         # The last token of the step was chosen after the node at this depth. Rows that have ended emit none.
