@@ -6,6 +6,7 @@ without a contract) is an error here, and so in the tests.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 import sys
@@ -15,7 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import decoders
-from decoders import arguments, cli, demo, errors, hookspecs, library, plugins, report, settings, strategies, testing
+from decoders import (
+    arguments,
+    cli,
+    demo,
+    errors,
+    hookspecs,
+    library,
+    medusa,
+    plugins,
+    report,
+    settings,
+    strategies,
+    testing,
+)
 from decoders import generate as seam
 from decoders.engine import sampling
 from decoders.strategies import merged
@@ -35,6 +49,15 @@ def pages() -> dict[str, str]:
         "settings.md": settings_page, "hooks.md": hooks, "cli.md": command_line, "testing.md": kit, "errors.md": error_page,
     }  # fmt: skip
     return {name: NOTE + "\n".join(make()).rstrip() + "\n" for name, make in made.items()}
+
+
+#: Where the public names about Medusa heads live.
+HEADS = {
+    "decoders.medusa.files": ("load_heads", "save_heads"),
+    "decoders.medusa.train": ("train_medusa",),
+    "decoders.medusa.config": ("Run", "HeadsConfig"),
+    "decoders.medusa.trees": ("search_tree", "accepted_length", "picture"),
+}
 
 
 def contents() -> Iterator[str]:
@@ -68,6 +91,9 @@ def api() -> Iterator[str]:
     yield from section("decoders.strategies.merged", {"Merged": merged.Merged})
     yield from section("decoders.engine.sampling", {"gumbel_noise": sampling.gumbel_noise})
     yield from section("decoders.demo", {n: getattr(demo, n) for n in demo.__all__})
+    for module, names in HEADS.items():
+        members = {name: getattr(importlib.import_module(module), name) for name in names}
+        yield from section(module, members)
     yield from section("decoders.library", {n: getattr(library, n) for n in ("names", "read")})
 
 
@@ -116,8 +142,8 @@ def entry(module: str, name: str, value: Any) -> Iterator[str]:
     for method, raw in vars(value).items():
         if method.startswith("_") or (not isinstance(raw, property | staticmethod | classmethod) and not callable(raw)):
             continue
-        if inspect.isclass(raw):
-            continue
+        if inspect.isclass(raw) or method in getattr(value, "__dataclass_fields__", ()):
+            continue  # a field that holds a function is described among the attributes
         function = raw.fget if isinstance(raw, property) else getattr(value, method)
         if not function.__doc__ and any(method in vars(base) for base in value.__mro__[1:]):
             continue  # documented where it is declared

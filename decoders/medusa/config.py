@@ -72,6 +72,7 @@ class Run:
     seed: int = 0
 
     def config(self, hidden_size: int, vocab_size: int) -> HeadsConfig:
+        """The shape of the heads for a model of these sizes."""
         return HeadsConfig(
             heads=self.heads, layers=self.layers, projection=self.projection, rank=self.rank, hidden_size=hidden_size,
             vocab_size=vocab_size,

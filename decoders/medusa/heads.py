@@ -56,6 +56,7 @@ class MedusaHeads(nn.Module):
             self.up = nn.Parameter(torch.zeros(k, v, r))
 
     def weights(self) -> Weights:
+        """All tensors, for compiled code."""
         return Weights(self.linear, self.bias, self.projection, self.down, self.up)
 
     def forward(self, hidden: Tensor, lm_head: Tensor, lm_bias: Tensor | None = None) -> Tensor:
