@@ -16,20 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import decoders
-from decoders import (
-    arguments,
-    cli,
-    demo,
-    errors,
-    hookspecs,
-    library,
-    medusa,
-    plugins,
-    report,
-    settings,
-    strategies,
-    testing,
-)
+from decoders import arguments, cli, demo, errors, hookspecs, library, plugins, report, settings, strategies, testing
 from decoders import generate as seam
 from decoders.engine import sampling
 from decoders.strategies import merged

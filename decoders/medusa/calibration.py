@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,6 @@ def rows_of_text(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], lengt
     return ids[torch.randperm(windows, generator=generator)]
 
 
-@torch.no_grad()
 def own_texts(
     model: PreTrainedModel, ids: Tensor, share: float, prompt: int, progress: Progress = lambda rows: None
 ) -> Texts:
@@ -98,14 +98,15 @@ def own_texts(
     own = torch.full((len(ids),), length)
     count = round(share * len(ids))
     own[:count] = prompt
-    for first in range(0, count, ROWS):
-        rows = slice(first, min(first + ROWS, count))
-        read, past = ids[rows, :prompt].to(model.device), None
-        for at in range(prompt, length):
-            out = model(input_ids=read, past_key_values=past, use_cache=True)
-            read, past = out.logits[:, -1:].argmax(-1), out.past_key_values
-            ids[rows, at] = read[:, 0].cpu()
-        progress(rows.stop - rows.start)
+    with evaluating(model):
+        for first in range(0, count, ROWS):
+            rows = slice(first, min(first + ROWS, count))
+            read, past = ids[rows, :prompt].to(model.device), None
+            for at in range(prompt, length):
+                out = model(input_ids=read, past_key_values=past, use_cache=True)
+                read, past = out.logits[:, -1:].argmax(-1), out.past_key_values
+                ids[rows, at] = read[:, 0].cpu()
+            progress(rows.stop - rows.start)
     return Texts(ids, own)
 
 
@@ -118,9 +119,8 @@ def labels_of(texts: Texts, heads: int, stops: Sequence[int]) -> Tensor:
     ids, (w, t) = texts.ids, texts.ids.shape
     labels = torch.full((w, t, heads), UNKNOWN)
     at = torch.arange(t)
-    ended = (torch.isin(ids, torch.tensor(list(stops) or [-1])) & (at >= texts.own[:, None])).long().cumsum(1)
-    dead = ended - torch.isin(ids, torch.tensor(list(stops) or [-1])).long() > 0
-    dead = dead & (at >= texts.own[:, None])
+    stop = (torch.isin(ids, torch.tensor(list(stops) or [-1])) & (at >= texts.own[:, None])).long()
+    dead = stop.cumsum(1) - stop > 0
     known = torch.where(dead, UNKNOWN, ids)
     for k in range(heads):
         ahead = k + 2
@@ -129,6 +129,18 @@ def labels_of(texts: Texts, heads: int, stops: Sequence[int]) -> Tensor:
     mine = (texts.own < t)[:, None] & (at < texts.own[:, None] - 1)
     labels[mine] = UNKNOWN
     return labels
+
+
+@contextmanager
+def evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """`model` in evaluation mode and without gradients; afterwards in the mode it was in."""
+    training = model.training
+    try:
+        with torch.no_grad():
+            model.eval()
+            yield
+    finally:
+        model.train(training)
 
 
 class HiddenStates:
@@ -154,20 +166,20 @@ class HiddenStates:
             return 0
         return int(note.pop("done")) if self.file.exists() and note == self._identity | {"done": note["done"]} else 0
 
-    @torch.no_grad()
     def fill(self, model: PreTrainedModel, progress: Progress = lambda rows: None) -> None:
         """Runs the model over the rows that are left."""
         seen: list[Tensor] = []
         # Where the head reads: no model has to be asked how it names or norms its hidden states.
         hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: seen.append(args[0]))
         try:
-            while self.done < len(self.texts.ids):
-                rows = slice(self.done, min(self.done + ROWS, len(self.texts.ids)))
-                model(input_ids=self.texts.ids[rows].to(model.device), use_cache=False)
-                self.values[rows] = seen.pop().to("cpu", self.values.dtype)
-                self.done = rows.stop
-                self._note.write_text(json.dumps(self._identity | {"done": self.done}))
-                progress(rows.stop - rows.start)
+            with evaluating(model):
+                while self.done < len(self.texts.ids):
+                    rows = slice(self.done, min(self.done + ROWS, len(self.texts.ids)))
+                    model(input_ids=self.texts.ids[rows].to(model.device), use_cache=False)
+                    self.values[rows] = seen.pop().to("cpu", self.values.dtype)
+                    self.done = rows.stop
+                    self._note.write_text(json.dumps(self._identity | {"done": self.done}))
+                    progress(rows.stop - rows.start)
         finally:
             hook.remove()
 

@@ -51,7 +51,7 @@ def _training(run: Run | None, figures: Mapping[str, Any]) -> str:
         return "Not trained here; only the tree was searched."
     return f"""Medusa-1: the model stays frozen. {figures["tokens"]:,} tokens in rows of {run.length}, {run.own_share:.0%} of the
 rows continued by the model itself; {figures["steps"]} steps of {run.batch} positions, AdamW, peak rate {run.rate:g}, cosine;
-losses weighted {run.decay:g}^k; stopped early by held-out accuracy. Seed {run.seed}. {figures["seconds"] / 60:.0f} minutes in all."""
+losses weighted {run.decay:g}^k; stopped early by held-out accuracy. Seed {run.seed}. {figures["seconds"] / 60:.0f} minutes of steps."""
 
 
 def _accuracies(figures: Mapping[str, Any]) -> str:

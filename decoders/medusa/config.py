@@ -63,7 +63,7 @@ class Run:
     length: int = 256
     own_share: float = 0.5
     epochs: int = 4
-    batch: int = 2048
+    batch: int = 512
     rate: float = 1e-3
     decay: float = 0.8
     bf16: bool = True

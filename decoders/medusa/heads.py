@@ -65,7 +65,9 @@ class MedusaHeads(nn.Module):
 
     def of_head(self, k: int, hidden: Tensor, lm_head: Tensor, lm_bias: Tensor | None = None) -> Tensor:
         """Scores ``[P, V]`` of head `k` alone: all heads at once can be too much for memory."""
-        one = Weights(*(None if part is None else part[k : k + 1] for part in self.weights()))
+        every, just = self.weights(), slice(k, k + 1)
+        projection, down, up = (None if part is None else part[just] for part in every[2:])
+        one = Weights(every.linear[just], every.bias[just], projection, down, up)
         return head_scores(hidden, one, lm_head, lm_bias)[:, 0]
 
 

@@ -63,7 +63,7 @@ def train_medusa(
 
     Returns:
         the figures: head accuracies (top 1 and top 5) on the files' text and on the model's own, mean accepted lengths of
-        the trees, seconds.
+        the trees, seconds of training (the text and its hidden states come before).
 
     Raises:
         MedusaTrainingError: too little text, or a checkpoint of another run.
@@ -73,7 +73,6 @@ def train_medusa(
     if not resume:
         shutil.rmtree(work)
         work.mkdir()
-    started = time.monotonic()
     weight = model.get_output_embeddings().weight.detach()
     bias = getattr(model.get_output_embeddings(), "bias", None)
     head = Head(weight.float(), bias.detach().float() if bias is not None else None)
@@ -91,16 +90,16 @@ def train_medusa(
     if given is None:
         trainer = Trainer(run, head, {"text": sets["train"].texts.digest(), "model": digest(model)})
         _train(trainer, sets["train"].examples(), sets["held"].examples(), work, resume, checkpoint_minutes, console)
-        heads, steps = trainer.heads, trainer.step
+        heads, steps, seconds = trainer.heads, trainer.step, trainer.seconds
     else:
-        heads, steps = given, 0
+        heads, steps, seconds = given, 0, 0.0
     # Figures are of the weights as written.
     heads = heads.to(dtype).float().eval()
     measured = {name: sets[name].measure(heads, head) for name in wanted if name != "train"}
     figures: dict[str, Any] = {
         "steps": steps,
         "tokens": sets["train"].texts.ids.numel() if given is None else 0,
-        "seconds": round(time.monotonic() - started, 1),
+        "seconds": round(seconds, 1),
         **{name: {kind: facts for kind, (facts, _) in parts.items()} for name, parts in measured.items()},
     }
     ranks = measured["held"]["own" if "own" in measured["held"] else "text"][1]

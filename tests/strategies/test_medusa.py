@@ -110,8 +110,8 @@ def test_noise_helps_the_heads_to_guess_what_is_drawn():
     model, inputs = decoders.enable(tiny_model("llama")), prompts(4)
     strategy = Medusa(heads=random_heads(), tree=tuple((i,) for i in range(10)))
     hot = dict(do_sample=True, temperature=20.0, top_k=0, seed=1, max_new_tokens=60, **EAGER)
-    with_noise = decode(model, inputs, strategy, **hot).report.acceptance_rate
-    assert with_noise > 3 * 10 / 128 / 10
+    # Nearly every token is as likely as any other, so that a guess without noise is right once in 128 times.
+    assert decode(model, inputs, strategy, **hot).report.acceptance_rate > 5 / 128
 
 
 # --- other verifiers
