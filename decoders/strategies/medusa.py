@@ -86,14 +86,16 @@ class Medusa(Strategy):
             paths = tuple(path for path in paths if len(path) <= heads.config.heads)
         topology, picks = Topology.from_paths(budgeted(paths, s.nodes))
         plan, drawn = context.plan or SamplingPlan(), context.plan is not None and context.plan.sample
-        _check_tree(topology, picks, heads, drawn and not context.coupled)
+        _check_tree(topology, picks, heads)
+        says_what_it_drew_from = drawn and not context.coupled
+        ranks = without_gaps(topology, picks) if says_what_it_drew_from else picks
         output = context.model.get_output_embeddings()
         device, rows = context.device, context.rows
         return _State(
             topology=topology,
-            level=torch.tensor([level for level, _ in picks], device=device),
-            rank=torch.tensor([rank for _, rank in picks], device=device),
-            ranks=max(rank for _, rank in picks) + 1,
+            level=torch.tensor([level for level, _ in ranks], device=device),
+            rank=torch.tensor([rank for _, rank in ranks], device=device),
+            ranks=max(rank for _, rank in ranks) + 1,
             weights=heads.weights(),
             lm_head=output.weight,
             lm_bias=getattr(output, "bias", None),
@@ -102,7 +104,7 @@ class Medusa(Strategy):
             ahead=torch.arange(heads.config.heads, device=device),
             plan=plan,
             sampling=context.sampling,
-            keep_scores=drawn and not context.coupled,
+            keep_scores=says_what_it_drew_from,
             guess=context.compile(guesses),
         )
 
@@ -155,25 +157,23 @@ def budgeted(paths: Sequence[Sequence[int]], nodes: int | None) -> tuple[tuple[i
     return tuple(kept)
 
 
-def _check_tree(
-    topology: Topology, picks: Sequence[tuple[int, int]], heads: MedusaHeads, without_replacement: bool
-) -> None:  # fmt: skip
-    """Raises SettingsError for a tree that these heads cannot fill, UnsupportedError if it would break a rejection rule."""
+def _check_tree(topology: Topology, picks: Sequence[tuple[int, int]], heads: MedusaHeads) -> None:
+    """Raises SettingsError for a tree that these heads cannot fill."""
     config = heads.config
     if not picks or topology.max_depth > config.heads:
         raise SettingsError(f"medusa: the tree is {topology.max_depth} levels deep, and there are {config.heads} heads")
     if any(not 0 <= rank < config.vocab_size for _, rank in picks):
         raise SettingsError(f"medusa: ranks in the tree must lie in 0 … {config.vocab_size - 1}")
-    if not without_replacement:
-        return
-    taken: dict[int, int] = {}
-    for parent, (_, rank) in zip(topology.parents[1:], picks, strict=True):
-        if rank != taken.get(parent, 0):
-            raise UnsupportedError(
-                "medusa: a tree that skips a rank is exact with the coupled verifier only (siblings must be the first that "
-                "were drawn); take another tree, or verifier='coupled'"
-            )
-        taken[parent] = rank + 1
+
+
+def without_gaps(topology: Topology, picks: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same tree, its siblings taking the first ranks: a draw without replacement must not pass over what was drawn."""
+    children: dict[int, int] = {}
+    closed = []
+    for parent, (level, _) in zip(topology.parents[1:], picks, strict=True):
+        closed.append((level, children.get(parent, 0)))
+        children[parent] = children.get(parent, 0) + 1
+    return closed
 
 
 def guesses(

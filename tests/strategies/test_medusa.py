@@ -11,10 +11,11 @@ from decoders import demo
 from decoders.errors import SettingsError, UnsupportedError
 from decoders.medusa.trees import DEFAULT_TREE
 from decoders.strategies import Medusa, PromptLookup
-from decoders.strategies.medusa import budgeted
+from decoders.strategies.medusa import budgeted, without_gaps
 from decoders.strategies.merged import Merged
 from decoders.testing import CHECKS, parametrize_with_checks, prompts, tiny_model
 from decoders.testing.exactness import assert_same_tokens, decode
+from decoders.tree import Topology
 
 from .conftest import WIDE, random_heads
 
@@ -131,12 +132,12 @@ def test_draws_under_tree_rejection_follow_the_target():
     assert stats.chi2_contingency(table[:, table.sum(0) > 10]).pvalue > 1e-3
 
 
-def test_tree_that_skips_a_rank_is_for_the_coupled_verifier_only():
+def test_tree_that_skips_a_rank_takes_the_first_draws_under_a_rejection_rule():
+    topology, picks = Topology.from_paths(((1,), (4,), (1, 0), (1, 2), (4, 3)))
+    assert without_gaps(topology, picks) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 0)]
     model = decoders.enable(tiny_model("llama"))
-    gaps = medusa(tree=((0,), (2,)))
-    decode(model, prompts(1), gaps, max_new_tokens=8, **SAMPLED, **EAGER)
-    with pytest.raises(UnsupportedError, match="skips a rank"):
-        decode(model, prompts(1), gaps, max_new_tokens=8, verifier="tree_rejection", **SAMPLED, **EAGER)
+    for verifier in ("coupled", "tree_rejection"):
+        decode(model, prompts(2), medusa(tree=((0,), (2,))), max_new_tokens=8, verifier=verifier, **SAMPLED, **EAGER)
 
 
 def test_typical_acceptance_is_marked_lossy_and_accepts_more():
