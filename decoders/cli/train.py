@@ -70,6 +70,10 @@ def medusa(
     out: Annotated[Path, typer.Option(help="Folder to write to; continued if a run was interrupted.")] = Path(
         "medusa-heads"
     ),
+    held: Annotated[
+        list[Path] | None,
+        typer.Option(help="Text to judge by (early stop, tree); may be repeated. Default: a twentieth of the data."),
+    ] = None,
     test: Annotated[
         list[Path] | None, typer.Option(help="Text to measure on at the end, for the card; may be repeated.")
     ] = None,
@@ -119,15 +123,16 @@ def medusa(
 
     loaded, tokenizer = load(model, dtype)
     if data is None and model == "demo":
-        learnt, tested = demo_texts()
+        texts = demo_texts()
     else:
-        learnt, tested = read_files(data or []), read_files(test) if test else []
+        texts = {"texts": read_files(data or [])}
+    texts |= {name: read_files(paths) for name, paths in (("held", held), ("test", test)) if paths}
     run = Run(
         heads=heads, layers=layers, projection=cast(Any, projection), rank=rank, tokens=tokens, length=length,
         own_share=own_share, epochs=epochs, batch=batch, rate=rate, bf16=bf16, patience=patience, seed=seed,
     )  # fmt: skip
     figures = train_medusa(
-        loaded, tokenizer, learnt, out, run=run, test=tested, tree=tree, nodes=nodes,
+        loaded, tokenizer, out=out, run=run, tree=tree, nodes=nodes, **texts,
         given=load_heads(given) if given is not None else None, resume=resume,
         checkpoint_minutes=checkpoint_minutes, console=None if as_json else Console(),
     )  # fmt: skip
@@ -147,8 +152,16 @@ def medusa(
     typer.echo(f"Written to {out}.")
 
 
-def demo_texts() -> tuple[list[str], list[str]]:
-    """The demo models' training files and held-out files."""
-    from ..demo import corpus
+def demo_texts() -> dict[str, list[str]]:
+    """The demo models' training files to learn from; of the files that no model has seen those that the prompts come from to
+    test on, the others to judge by.
+    """
+    from ..demo import corpus, prompts
 
-    return tuple([source.text for source in part] for part in corpus.split(corpus.read_sources()))  # type: ignore[return-value]
+    learnt, unseen = corpus.split(corpus.read_sources())
+    prompted = {prompt.source for prompt in prompts()}
+    return {
+        "texts": [source.text for source in learnt],
+        "held": [source.text for source in unseen if source.path not in prompted],
+        "test": [source.text for source in unseen if source.path in prompted],
+    }

@@ -41,6 +41,7 @@ def train_medusa(
     out: Path,
     *,
     run: Run = Run(),
+    held: Sequence[str] = (),
     test: Sequence[str] = (),
     tree: bool = True,
     nodes: int = len(DEFAULT_TREE),
@@ -56,7 +57,8 @@ def train_medusa(
     there and ends where it would have ended.
 
     Args:
-        texts: to learn from; a twentieth of them is held out. test: measured on at the end, for the card.
+        texts: to learn from. held: judged by, for early stop and the tree; best is text that the model itself never learnt
+            from. Without it a twentieth of `texts` is held out. test: measured on at the end, for the card.
         tree: search a tree of `nodes` nodes on the held-out text; otherwise the default tree is used.
         given: heads that are not trained any more: only the tree is searched and the figures are taken.
         dtype: of the weights that are written.
@@ -78,10 +80,10 @@ def train_medusa(
     head = Head(weight.float(), bias.detach().float() if bias is not None else None)
     if given is not None:
         run = replace(run, heads=given.config.heads)
-    learnt, held = hold_out(texts, run.seed)
+    learnt, kept = (list(texts), list(held)) if held else hold_out(texts, run.seed)
     rows = max(1, run.tokens // run.length)
     few = max(LEAST_ROWS, round(HELD_OUT_SHARE * rows))
-    wanted = {"held": (held, few)} | ({"test": (list(test), few)} if test else {})
+    wanted = {"held": (kept, few)} | ({"test": (list(test), few)} if test else {})
     if given is None:
         wanted["train"] = (learnt, rows)
     sets = {
