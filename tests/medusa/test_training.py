@@ -11,6 +11,7 @@ from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from decoders.medusa import train as train_module
 from decoders.medusa import trainer as trainer_module
 from decoders.medusa.calibration import (
     UNKNOWN,
@@ -24,7 +25,7 @@ from decoders.medusa.calibration import (
 )
 from decoders.medusa.config import Run
 from decoders.medusa.files import load_heads
-from decoders.medusa.train import train_medusa
+from decoders.medusa.train import hold_out, train_medusa
 from decoders.medusa.trainer import Trainer, accuracies
 from decoders.testing import tiny_model
 
@@ -117,7 +118,6 @@ def test_interrupted_run_ends_where_a_whole_one_does(tmp_path, model, tokenizer,
         monkeypatch.setattr(Trainer, "_learn", interrupted)
     else:
         from decoders.medusa import calibration
-        from decoders.medusa import train as train_module
 
         monkeypatch.setattr(calibration, "ROWS", 4)
 
@@ -226,3 +226,16 @@ def test_accuracy_counts_known_positions_only():
     ranks = torch.tensor([[0, 3], [4, -1], [0, 0]])
     assert accuracies(ranks) == pytest.approx([2 / 3, 1 / 2])
     assert accuracies(ranks, 5) == [1.0, 1.0]
+
+
+def test_a_twentieth_is_held_out_and_nothing_is_in_both_parts():
+    learnt, held = hold_out([f"text {i}" for i in range(40)], 0)
+    assert len(held) == 2 and len(learnt) == 38 and not set(learnt) & set(held)
+    (learnt,), (held,) = hold_out(["x" * 95 + "y" * 5], 0)
+    assert (learnt, held) == ("x" * 95, "y" * 5)
+
+
+def test_text_to_judge_by_can_be_given(tmp_path, model, tokenizer, texts, monkeypatch):
+    monkeypatch.setattr(train_module, "hold_out", lambda *args: 1 / 0)
+    figures = train(model, tokenizer, texts, tmp_path, held=texts[:8], checkpoint_minutes=0)
+    assert figures["held"]["text"]["positions"] > 0
