@@ -161,10 +161,11 @@ class HiddenStates:
 
     def _done(self) -> int:
         try:
-            note = json.loads(self._note.read_text())
+            note = dict(json.loads(self._note.read_text()))
         except (OSError, ValueError):
             return 0
-        return int(note.pop("done")) if self.file.exists() and note == self._identity | {"done": note["done"]} else 0
+        done = int(note.pop("done", 0))
+        return done if self.file.exists() and note == self._identity else 0
 
     def fill(self, model: PreTrainedModel, progress: Progress = lambda rows: None) -> None:
         """Runs the model over the rows that are left."""

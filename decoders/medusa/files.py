@@ -46,6 +46,16 @@ def find_heads(named: str | None, model: PreTrainedModel) -> Path:
     )
 
 
+def check_fit(heads: MedusaHeads, model: PreTrainedModel, origin: str | Path) -> None:
+    """Raises SettingsError if `heads`, which come from `origin`, are of another size than `model`."""
+    config, (vocab, hidden) = heads.config, model.get_output_embeddings().weight.shape
+    if (config.vocab_size, config.hidden_size) != (vocab, hidden):
+        raise SettingsError(
+            f"medusa: the heads in {origin} are for hidden size {config.hidden_size} and a vocabulary of "
+            f"{config.vocab_size}, this {type(model).__name__} has hidden size {hidden} and {vocab}"
+        )
+
+
 def save_heads(heads: MedusaHeads, folder: Path, dtype: torch.dtype = torch.float32) -> None:
     """Writes config and weights to `folder`, each aside and then moved, so that nobody reads half a file."""
     from safetensors.torch import save_file

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from . import card
 from .calibration import HiddenStates, MedusaTrainingError, Texts, labels_of, own_texts, rows_of_text, stop_tokens
 from .config import Run
-from .files import save_heads
+from .files import check_fit, save_heads
 from .heads import MedusaHeads
 from .trainer import Examples, Head, Trainer, accuracies, ranks_of
 from .trees import DEFAULT_TREE, accepted_length, search_tree
@@ -68,7 +68,7 @@ def train_medusa(
         the trees, seconds of training (the text and its hidden states come before).
 
     Raises:
-        MedusaTrainingError: too little text, or a checkpoint of another run.
+        MedusaTrainingError: too little text, or a checkpoint of another run. SettingsError: `given` is for another model.
     """
     work = out / "training"
     work.mkdir(parents=True, exist_ok=True)
@@ -79,6 +79,7 @@ def train_medusa(
     bias = getattr(model.get_output_embeddings(), "bias", None)
     head = Head(weight.float(), bias.detach().float() if bias is not None else None)
     if given is not None:
+        check_fit(given, model, "the folder given")
         run = replace(run, heads=given.config.heads)
     learnt, kept = (list(texts), list(held)) if held else hold_out(texts, run.seed)
     rows = max(1, run.tokens // run.length)

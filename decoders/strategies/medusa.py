@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..engine.sampling import SamplingInputs, SamplingPlan, gumbel_noise, process
 from ..errors import SettingsError, UnsupportedError
-from ..medusa.files import find_heads, load_heads
+from ..medusa.files import check_fit, find_heads, load_heads
 from ..medusa.heads import MedusaHeads, Weights, head_scores
 from ..medusa.trees import DEFAULT_TREE
 from ..settings import Settings
@@ -137,12 +137,7 @@ class Medusa(Strategy):
         weight = context.model.get_output_embeddings().weight
         folder = find_heads(self.settings.heads, context.model)
         heads = load_heads(folder, context.device, weight.dtype)
-        config, (vocab, hidden) = heads.config, weight.shape
-        if (config.vocab_size, config.hidden_size) != (vocab, hidden):
-            raise SettingsError(
-                f"medusa: the heads in {folder} are for hidden size {config.hidden_size} and a vocabulary of "
-                f"{config.vocab_size}, this {type(context.model).__name__} has hidden size {hidden} and {vocab}"
-            )
+        check_fit(heads, context.model, folder)
         return heads
 
 

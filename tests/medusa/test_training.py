@@ -11,6 +11,7 @@ from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from decoders.errors import SettingsError
 from decoders.medusa import train as train_module
 from decoders.medusa import trainer as trainer_module
 from decoders.medusa.calibration import (
@@ -23,8 +24,9 @@ from decoders.medusa.calibration import (
     read_files,
     rows_of_text,
 )
-from decoders.medusa.config import Run
+from decoders.medusa.config import HeadsConfig, Run
 from decoders.medusa.files import load_heads
+from decoders.medusa.heads import MedusaHeads
 from decoders.medusa.train import hold_out, train_medusa
 from decoders.medusa.trainer import Trainer, accuracies
 from decoders.testing import tiny_model
@@ -176,6 +178,9 @@ def test_tree_is_searched_for_heads_that_exist(tmp_path, model, tokenizer, texts
     train(model, tokenizer, texts, tmp_path / "b", given=heads, nodes=7)
     assert same(weights(tmp_path / "a"), weights(tmp_path / "b"))
     assert len(load_heads(tmp_path / "b").config.tree) <= 7
+    wider = MedusaHeads(HeadsConfig(heads=1, layers=1, hidden_size=64, vocab_size=128, projection="tied"))
+    with pytest.raises(SettingsError, match="hidden size 64 .* hidden size 32"):
+        train(model, tokenizer, texts, tmp_path / "c", given=wider)
     assert "Not trained here" in (tmp_path / "b" / "README.md").read_text()
     assert json.loads((tmp_path / "b" / "config.json").read_text())["model_type"] == "decoders_medusa"
 
