@@ -223,3 +223,19 @@ def test_demo_heads_are_found_beside_the_model_and_pay(target):
     assert sum(lengths) / len(lengths) >= 1.8
     again = decode(model, inputs, Medusa(heads="demo"), max_new_tokens=64, **EAGER)
     assert again.report.mean_accepted_length == lengths[-1]
+
+
+@pytest.mark.slow
+def test_searched_tree_beats_the_default_on_held_out_code(target):
+    model, tokenizer = target
+    lengths = {}
+    for name, tree in (("searched", None), ("default", DEFAULT_TREE)):
+        tokens = steps = 0
+        for prompt in demo.prompts("code"):
+            inputs = dict(tokenizer(prompt.text, return_tensors="pt"))
+            report = decode(model, inputs, Medusa(tree=tree), max_new_tokens=128, **EAGER).report
+            assert report.nodes == 64
+            tokens, steps = tokens + report.new_tokens[0], steps + report.steps
+        lengths[name] = tokens / steps
+    assert lengths["searched"] >= 1.8
+    assert lengths["searched"] > lengths["default"]
