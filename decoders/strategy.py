@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from .engine.drafter import Drafter
+    from .engine.sampling import SamplingInputs, SamplingPlan
 
 
 def _outside_a_call(*args: Any, **kwargs: Any) -> Any:
@@ -48,6 +49,8 @@ class Context:
         coupled: whether target and drafts share their noise, so that a guess drawn with it is likely the target's token. If
             not, a draft says what it was drawn from (:attr:`Draft.scores`).
         level: 0 if the strategy drafts for the target, 1 if it drafts for the target's draft model, and so on.
+        plan, sampling: what the target's logits go through before a token is chosen
+            (:func:`decoders.engine.sampling.process`), for strategies that have scores of their own. None: greedy, as they are.
     """
 
     model: PreTrainedModel
@@ -62,6 +65,8 @@ class Context:
     strategy: Callable[..., Strategy] = _outside_a_call
     coupled: bool = True
     level: int = 0
+    plan: SamplingPlan | None = None
+    sampling: SamplingInputs | None = None
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ without a contract) is an error here, and so in the tests.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 import sys
@@ -52,6 +53,15 @@ def pages() -> dict[str, str]:
     return {name: NOTE + "\n".join(make()).rstrip() + "\n" for name, make in made.items()}
 
 
+#: Where the public names about Medusa heads live.
+HEADS = {
+    "decoders.medusa.files": ("load_heads", "save_heads"),
+    "decoders.medusa.train": ("train_medusa",),
+    "decoders.medusa.config": ("Run", "HeadsConfig"),
+    "decoders.medusa.trees": ("search_tree", "accepted_length", "picture"),
+}
+
+
 def contents() -> Iterator[str]:
     yield "# Reference\n"
     yield "Made from the code, one page each:\n"
@@ -92,6 +102,9 @@ def api() -> Iterator[str]:
     yield from section("decoders.strategies.ngram_training", {"train_table": ngram_training.train_table})
     yield from section("decoders.engine.sampling", {"gumbel_noise": sampling.gumbel_noise})
     yield from section("decoders.demo", {n: getattr(demo, n) for n in demo.__all__})
+    for module, names in HEADS.items():
+        members = {name: getattr(importlib.import_module(module), name) for name in names}
+        yield from section(module, members)
     yield from section("decoders.library", {n: getattr(library, n) for n in ("names", "read")})
 
 

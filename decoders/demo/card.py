@@ -14,6 +14,12 @@ from .edits import COPY_SHARE
 if TYPE_CHECKING:
     from .trainer import Trainer
 
+MEDUSA = """
+## Medusa heads
+Heads for `strategy="medusa"`, if some were trained (`decoders train medusa`), lie in the folder `medusa` beside this file, with
+a card of their own.
+"""
+
 
 @dataclass(frozen=True)
 class Files:
@@ -71,7 +77,7 @@ Reproduce with `decoders train demo`.
 
 ## Held-out figures
 {_figures(figures)}
-"""
+{MEDUSA if name == "target" else ""}"""
 
 
 def _figures(figures: Mapping[str, float] | None) -> str:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
+from .sampling import SamplingPlan
+
 _serial = itertools.count()
 
 
@@ -91,7 +93,7 @@ def _kind(argument: Any) -> Any:
     """What graphs are told apart by: values of plain Python, and which sizes are 0, 1 or more."""
     if isinstance(argument, Tensor):
         return tuple(min(size, 2) for size in argument.shape)
-    return argument if isinstance(argument, bool | int | float | str | tuple | None) else type(argument)
+    return argument if isinstance(argument, bool | int | float | str | tuple | SamplingPlan | None) else type(argument)
 
 
 def mark_dynamic(tensors: list[tuple[Tensor, tuple[int, ...]]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..strategy import Strategy
 from .autoregressive import Autoregressive
 from .lookahead import Lookahead, LookaheadSettings
+from .medusa import Medusa, MedusaSettings
 from .ngram import Ngram, NgramSettings
 from .prompt_lookup import PromptLookup, PromptLookupSettings
 from .speculative import Speculative, SpeculativeSettings
@@ -12,9 +13,12 @@ from .staged import Staged, StagedSettings
 from .threshold import Threshold, ThresholdSettings
 
 __all__ = [
-    "Autoregressive", "Lookahead", "LookaheadSettings", "Ngram", "NgramSettings", "PromptLookup", "PromptLookupSettings",
-    "Speculative", "SpeculativeSettings", "Staged", "StagedSettings", "Threshold", "ThresholdSettings",
+    "Autoregressive", "Lookahead", "LookaheadSettings", "Medusa", "MedusaSettings", "Ngram", "NgramSettings",
+    "PromptLookup", "PromptLookupSettings", "Speculative", "SpeculativeSettings", "Staged", "StagedSettings", "Threshold",
+    "ThresholdSettings",
 ]  # fmt: skip
 
 #: In the order in which they are listed.
-BUILT_IN: tuple[type[Strategy], ...] = (Autoregressive, Speculative, Threshold, Staged, Lookahead, PromptLookup, Ngram)
+BUILT_IN: tuple[type[Strategy], ...] = (
+    Autoregressive, Speculative, Threshold, Staged, Lookahead, PromptLookup, Ngram, Medusa,
+)  # fmt: skip

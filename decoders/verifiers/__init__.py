@@ -7,8 +7,9 @@ from .block import BlockVerification
 from .coupled import Coupled
 from .rejection import Rejection
 from .tree_rejection import TreeRejection
+from .typical import TypicalAcceptance
 
-__all__ = ["BlockVerification", "Coupled", "Rejection", "TreeRejection"]
+__all__ = ["BlockVerification", "Coupled", "Rejection", "TreeRejection", "TypicalAcceptance"]
 
 #: In the order in which they are listed.
-BUILT_IN: tuple[type[Verifier], ...] = (Coupled, Rejection, BlockVerification, TreeRejection)
+BUILT_IN: tuple[type[Verifier], ...] = (Coupled, Rejection, BlockVerification, TreeRejection, TypicalAcceptance)

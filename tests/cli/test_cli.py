@@ -329,3 +329,49 @@ def test_train_demo_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> No
     ((out, options),) = calls
     assert out == Path("somewhere")
     assert (options["target_tokens"], options["compile"], options["seed"], options["console"]) == (100, False, 3, None)
+
+
+def test_train_medusa_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import decoders.cli.models as cli_models
+    import decoders.medusa.train as training
+
+    calls: list[Any] = []
+
+    def train_medusa(model: Any, tokenizer: Any, *, texts: list[str], out: Path, **options: Any) -> dict[str, Any]:
+        calls.append((model, texts, out, options))
+        return {"held": {"text": {"top1": [0.5, 0.25]}}, "trees": {"nodes": 9, "searched": 2.5, "default": 2.25}}
+
+    monkeypatch.setattr(training, "train_medusa", train_medusa)
+    monkeypatch.setattr(cli_models, "load", lambda name, dtype: (name, dtype))
+    (tmp_path / "a.txt").write_text("some text")
+    options = [
+        "--data",
+        str(tmp_path),
+        "--held",
+        str(tmp_path / "a.txt"),
+        "--out",
+        "there",
+        "--heads",
+        "3",
+        "--nodes",
+        "9",
+        "--tree",
+        "--no-bf16",
+    ]
+    result = run("train", "medusa", "--model", "mine", *options)
+    ((model, texts, out, given),) = calls
+    assert (model, texts, out) == ("mine", ["some text"], Path("there"))
+    assert given["held"] == ["some text"] and "test" not in given
+    assert (given["run"].heads, given["run"].bf16, given["nodes"], given["tree"]) == (3, False, 9, True)
+    assert "heads right 50.0%, 25.0%" in result.stdout
+    assert "tree of 9 nodes: 2.500 tokens a step; the default's first 9: 2.250" in result.stdout
+    assert json.loads(run("train", "medusa", "--model", "mine", *options, "--json").stdout)["trees"]["nodes"] == 9
+
+
+def test_train_medusa_without_text_is_a_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import decoders.cli.models as cli_models
+
+    monkeypatch.setattr(cli_models, "load", lambda name, dtype: (name, dtype))
+    result = run("train", "medusa", "--model", "mine", "--data", str(tmp_path / "nowhere"))
+    assert result.exit_code == 2
+    assert "no file or folder" in result.stderr

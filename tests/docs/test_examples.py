@@ -21,6 +21,9 @@ from tokenizers import decoders as token_decoders
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from decoders import demo, settings
+from decoders.medusa.config import HeadsConfig
+from decoders.medusa.files import save_heads
+from decoders.medusa.heads import MedusaHeads
 from decoders.plugins import registry, reset_registry
 from decoders.settings import RuntimeSettings, load_settings
 from decoders.testing import tiny_model
@@ -62,8 +65,10 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 def tiny_demo(
     name: str = "target", dtype: torch.dtype | None = None, directory: Any = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """What ``decoders.demo.load`` gives, without the trained weights."""
-    return tiny_model("llama"), tiny_tokenizer()
+    """What ``decoders.demo.load`` gives, without the trained weights; it finds the heads of ``my-model``."""
+    model = tiny_model("llama")
+    model.config.name_or_path = "my-model"
+    return model, tiny_tokenizer()
 
 
 @pytest.fixture
@@ -79,8 +84,12 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def save_checkpoint(folder: Path) -> None:
-    tiny_model("llama").save_pretrained(folder)
+    model = tiny_model("llama")
+    model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
+    vocab, hidden = model.get_output_embeddings().weight.shape
+    config = HeadsConfig(heads=4, layers=1, hidden_size=hidden, vocab_size=vocab, projection="tied")
+    save_heads(MedusaHeads(config), folder / "medusa")
 
 
 def run_page(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,8 +121,9 @@ def test_python_blocks_run(page: str, reader: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.skipif(not demo.available(), reason="the demo models are not in this checkout")
-@pytest.mark.parametrize("page", ["docs/tutorial.md", "docs/how-to/sampling.md"])
+@pytest.mark.parametrize("page", ["docs/tutorial.md", "docs/how-to/sampling.md", "docs/how-to/train-medusa-heads.md"])
 def test_pages_about_the_demo_model_run_with_it(page: str, reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_checkpoint(reader / "my-model")
     run_page(page, monkeypatch)
 
 

@@ -1,0 +1,119 @@
+"""``decoders train medusa``: heads for a model, and the tree that suits them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+
+from ..medusa.config import Run
+
+RUN = Run()
+
+
+def medusa(
+    model: Annotated[str, typer.Option(help='Path or hub name of the model that gets the heads, or "demo".')],
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(help="Text file, or folder of them; may be repeated. For the demo model: its own."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder to write to; continued if a run was interrupted.")] = Path(
+        "medusa-heads"
+    ),
+    held: Annotated[
+        list[Path] | None,
+        typer.Option(help="Text to judge by (early stop, tree); may be repeated. Default: a twentieth of the data."),
+    ] = None,
+    test: Annotated[
+        list[Path] | None, typer.Option(help="Text to measure on at the end, for the card; may be repeated.")
+    ] = None,
+    heads: Annotated[int, typer.Option(min=1, max=8, help="Heads: tokens guessed beyond the next one.")] = RUN.heads,
+    layers: Annotated[int, typer.Option(min=1, max=8, help="Residual blocks of each head.")] = RUN.layers,
+    projection: Annotated[
+        str, typer.Option(help="tied: the model's output head. low_rank: plus a small difference. full: one per head.")
+    ] = RUN.projection,
+    rank: Annotated[int, typer.Option(min=0, help="Rank of projection low_rank.")] = RUN.rank,
+    tokens: Annotated[
+        int, typer.Option(min=1, help="Most tokens of text; their hidden states are kept on disk meanwhile.")
+    ] = RUN.tokens,
+    length: Annotated[int, typer.Option(min=16, help="Tokens per row.")] = RUN.length,
+    own_share: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the rows that the model continues itself.")
+    ] = RUN.own_share,
+    epochs: Annotated[int, typer.Option(min=1, help="Most passes over the text.")] = RUN.epochs,
+    batch: Annotated[int, typer.Option(min=1, help="Positions per step.")] = RUN.batch,
+    rate: Annotated[float, typer.Option(min=0, help="Peak learning rate.")] = RUN.rate,
+    patience: Annotated[
+        int, typer.Option(min=1, help="Checks of held-out accuracy without a gain before training stops.")
+    ] = RUN.patience,
+    seed: Annotated[int, typer.Option(help="Seed of the data order.")] = RUN.seed,
+    tree: Annotated[bool, typer.Option(help="Search the tree that suits the heads, and save it with them.")] = True,
+    nodes: Annotated[int, typer.Option(min=1, max=1024, help="Node budget of that tree.")] = 63,
+    given: Annotated[
+        Path | None,
+        typer.Option("--from", help="Heads to take as they are (ours or the authors'): only the tree is new."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of the model: float32, bfloat16, float16 or auto.")] = "float32",
+    bf16: Annotated[
+        bool, typer.Option(help="Compute, and keep hidden states, in bfloat16 instead of float32.")
+    ] = RUN.bf16,
+    resume: Annotated[bool, typer.Option(help="Continue what lies under the folder.")] = True,
+    checkpoint_minutes: Annotated[float, typer.Option(min=0, help="Minutes between checkpoints.")] = 1.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, no progress.")] = False,
+) -> None:
+    """Train Medusa heads for a model, which stays frozen, and find their tree."""
+    import json
+
+    from rich.console import Console
+
+    from ..medusa.calibration import read_files
+    from ..medusa.files import load_heads
+    from ..medusa.train import train_medusa
+    from .models import load
+
+    loaded, tokenizer = load(model, dtype)
+    if data is None and model == "demo":
+        texts = demo_texts()
+    else:
+        texts = {"texts": read_files(data or [])}
+    texts |= {name: read_files(paths) for name, paths in (("held", held), ("test", test)) if paths}
+    run = Run(
+        heads=heads, layers=layers, projection=cast(Any, projection), rank=rank, tokens=tokens, length=length,
+        own_share=own_share, epochs=epochs, batch=batch, rate=rate, bf16=bf16, patience=patience, seed=seed,
+    )  # fmt: skip
+    figures = train_medusa(
+        loaded, tokenizer, out=out, run=run, tree=tree, nodes=nodes,
+        texts=texts["texts"], held=texts.get("held", ()), test=texts.get("test", ()),
+        given=load_heads(given) if given is not None else None, resume=resume,
+        checkpoint_minutes=checkpoint_minutes, console=None if as_json else Console(),
+    )  # fmt: skip
+    if as_json:
+        typer.echo(json.dumps(figures, indent=2))
+        return
+    for which in ("held", "test"):
+        for kind, facts in figures.get(which, {}).items():
+            shares = ", ".join(f"{share:.1%}" for share in facts["top1"])
+            typer.echo(f"{which}, {kind}: heads right {shares}")
+    if "trees" in figures:
+        found = figures["trees"]
+        typer.echo(
+            f"tree of {found['nodes']} nodes: {found['searched']:.3f} tokens a step; the default's first "
+            f"{found['nodes']}: {found['default']:.3f}"
+        )
+    typer.echo(f"Written to {out}.")
+
+
+def demo_texts() -> dict[str, list[str]]:
+    """The demo models' training files to learn from; of the files that no model has seen those that the prompts come from to
+    test on, the others to judge by.
+    """
+    from ..demo import corpus, prompts
+
+    learnt, unseen = corpus.split(corpus.read_sources())
+    prompted = {prompt.source for prompt in prompts()}
+    return {
+        "texts": [source.text for source in learnt],
+        "held": [source.text for source in unseen if source.path not in prompted],
+        "test": [source.text for source in unseen if source.path in prompted],
+    }

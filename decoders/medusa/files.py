@@ -1,0 +1,186 @@
+"""Heads on disk: ours (``config.json`` and ``model.safetensors`` in a folder), and the authors' own format, read only."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..errors import SettingsError, UnsupportedError
+from .config import HeadsConfig
+from .heads import MedusaHeads
+
+FOLDER = "medusa"
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+#: What the authors' code and the servers that read its heads call the weights.
+UPSTREAM = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+DEMO = "demo"
+
+
+def find_heads(named: str | None, model: PreTrainedModel) -> Path:
+    """The folder of the heads for `model`: the one that is named, or ``medusa`` beside the model's own files.
+
+    Raises:
+        SettingsError: there is no such folder. UnsupportedError: none is named, and none lies beside the model.
+    """
+    if named == DEMO:
+        named = str(Path(__file__).parent.parent / "demo" / "models" / "target" / FOLDER)
+    if named is not None:
+        path = Path(named).expanduser()
+        if not path.exists():
+            raise SettingsError(f"medusa: there are no heads at {named!r}; `decoders train medusa` makes some")
+        return path
+    own = getattr(model.config, "name_or_path", "")
+    if own and (Path(own) / FOLDER / CONFIG).is_file():
+        return Path(own) / FOLDER
+    raise UnsupportedError(
+        f"medusa needs heads for this {type(model).__name__}: train them with `decoders train medusa`, then name their "
+        f"folder as heads=, or keep it as {FOLDER!r} in the model's own folder"
+    )
+
+
+def check_fit(heads: MedusaHeads, model: PreTrainedModel, origin: str | Path) -> None:
+    """Raises SettingsError if `heads`, which come from `origin`, are of another size than `model`."""
+    config, (vocab, hidden) = heads.config, model.get_output_embeddings().weight.shape
+    if (config.vocab_size, config.hidden_size) != (vocab, hidden):
+        raise SettingsError(
+            f"medusa: the heads in {origin} are for hidden size {config.hidden_size} and a vocabulary of "
+            f"{config.vocab_size}, this {type(model).__name__} has hidden size {hidden} and {vocab}"
+        )
+
+
+def save_heads(heads: MedusaHeads, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Writes config and weights to `folder`, each aside and then moved, so that nobody reads half a file."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in heads.state_dict().items()}
+    save_file(state, folder / f".{WEIGHTS}", metadata={"format": "pt"})
+    config = {"model_type": "decoders_medusa", **asdict(heads.config)}
+    (folder / f".{CONFIG}").write_text(_readable(config), encoding="utf-8")
+    for name in (WEIGHTS, CONFIG):  # the config last: it is what makes a folder one of heads
+        (folder / f".{name}").chmod(0o644)
+        (folder / f".{name}").replace(folder / name)
+
+
+def load_heads(folder: str | Path, device: torch.device | None = None, dtype: torch.dtype | None = None) -> MedusaHeads:
+    """Heads from a folder of ours or the authors', or from a weights file of the authors'; read once while unchanged.
+
+    No code in the files is run: a pickled checkpoint is read by torch's ``weights_only`` loader.
+
+    Raises:
+        SettingsError: the files are not there, not readable, or not heads.
+    """
+    path = Path(folder)
+    files = [path] if path.is_file() else [path / name for name in (CONFIG, WEIGHTS, *UPSTREAM)]
+    stamp = tuple((f.name, f.stat().st_mtime_ns, f.stat().st_size) for f in files if f.is_file())
+    return _load(path.absolute(), stamp, device or torch.device("cpu"), dtype)
+
+
+@lru_cache(maxsize=8)
+def _load(path: Path, stamp: tuple, device: torch.device, dtype: torch.dtype | None) -> MedusaHeads:
+    """`stamp`: times and sizes of the files, so that changed ones are read again."""
+    names = {name for name, *_ in stamp}
+    config = _read_config(path) if CONFIG in names and path.is_dir() else {}
+    weights = path if path.is_file() else next((path / n for n in (WEIGHTS, *UPSTREAM) if n in names), None)
+    if weights is None:
+        raise SettingsError(f"{path} holds no Medusa heads: {WEIGHTS}, {' or '.join(UPSTREAM)} is looked for")
+    state = _read_weights(weights)
+    if "linear" in state:
+        heads = _ours(path, config, state)
+    else:
+        heads = _upstream(weights, state)
+    heads.requires_grad_(False)
+    return heads.to(device=device, dtype=dtype).eval()
+
+
+def _ours(path: Path, config: dict[str, Any], state: dict[str, Tensor]) -> MedusaHeads:
+    known = HeadsConfig.__dataclass_fields__
+    given = {name: value for name, value in config.items() if name in known}
+    if given.get("tree") is not None:
+        given["tree"] = tuple(tuple(map(int, path)) for path in given["tree"])
+    try:
+        heads = MedusaHeads(HeadsConfig(**given))
+        heads.load_state_dict({name: tensor.float() for name, tensor in state.items()})
+    except (TypeError, RuntimeError) as error:  # a field or tensor that lacks or does not fit
+        raise SettingsError(f"{path}: config and weights of these Medusa heads do not fit: {error}") from error
+    return heads
+
+
+def _upstream(file: Path, state: dict[str, Tensor]) -> MedusaHeads:
+    """The authors' ``ModuleList`` of ``Sequential(ResBlock, …, Linear)``: keys ``0.0.linear.weight``, ``0.0.linear.bias`` of
+    head 0's first block, ``0.1.weight`` of its projection; some files put ``medusa_head.`` in front.
+
+    Several blocks of a head are one object there, written once per use; they are read as they stand.
+    """
+    pattern = re.compile(r"(?:.*\bmedusa_head\.)?(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)")
+    parts: dict[tuple[int, int, str], Tensor] = {}
+    for name, tensor in state.items():
+        if match := pattern.fullmatch(name):
+            parts[int(match[1]), int(match[2]), match[3]] = tensor.float()
+    projections = {(head, place): t for (head, place, kind), t in parts.items() if kind == "weight"}
+    blocks = {(head, place) for head, place, kind in parts if kind == "linear.weight"}
+    count, layers = len(projections), len(blocks) // max(len(projections), 1)
+    wanted = {(k, layers) for k in range(count)}
+    if not count or set(projections) != wanted or blocks != {(k, i) for k in range(count) for i in range(layers)}:
+        raise SettingsError(
+            f"{file} holds no Medusa heads: keys such as 0.0.linear.weight and 0.1.weight are looked for, found are "
+            f"{', '.join(sorted(state)[:4]) or 'none'}"
+        )
+    vocab, hidden = projections[0, layers].shape
+    config = HeadsConfig(heads=count, layers=layers, hidden_size=hidden, vocab_size=vocab)
+    heads = MedusaHeads(config)
+
+    def stacked(kind: str) -> Tensor:
+        zero = torch.zeros(hidden)
+        rows = [[parts.get((k, i, kind), zero) for i in range(layers)] for k in range(count)]
+        return torch.stack([torch.stack(row) for row in rows])
+
+    try:
+        heads.load_state_dict(
+            {
+                "linear": stacked("linear.weight"),
+                "bias": stacked("linear.bias"),
+                "projection": torch.stack([projections[k, layers] for k in range(count)]),
+            }
+        )
+    except RuntimeError as error:
+        raise SettingsError(f"{file}: these Medusa heads are of different sizes: {error}") from error
+    return heads
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads((folder / CONFIG).read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise SettingsError(f"{folder / CONFIG} is not JSON: {error}") from error
+
+
+def _read_weights(file: Path) -> dict[str, Tensor]:
+    import pickle
+
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise SettingsError(f"{file} cannot be read as weights: {error}") from error
+    if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
+        raise SettingsError(f"{file} holds no state dict, a mapping of names to tensors")
+    return state
+
+
+def _readable(config: dict[str, Any]) -> str:
+    """JSON with one setting a line; a tree of many short lists on one line."""
+    lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in config.items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"

@@ -1,0 +1,242 @@
+"""`train_medusa`: heads for a model from text, with the tree that suits them, in one resumable run."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from . import card
+from .calibration import HiddenStates, MedusaTrainingError, Texts, labels_of, own_texts, rows_of_text, stop_tokens
+from .config import Run
+from .files import check_fit, save_heads
+from .heads import MedusaHeads
+from .trainer import Examples, Head, Trainer, accuracies, ranks_of
+from .trees import DEFAULT_TREE, accepted_length, search_tree
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+#: Share of the text that is kept for early stop, the tree and the figures.
+HELD_OUT_SHARE = 0.05
+#: Share of a row of the model's own text that is given to it.
+PROMPT_SHARE = 0.25
+#: Fewest rows that are held out, and tested on.
+LEAST_ROWS = 4
+
+
+def train_medusa(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    out: Path,
+    *,
+    run: Run = Run(),
+    held: Sequence[str] = (),
+    test: Sequence[str] = (),
+    tree: bool = True,
+    nodes: int = len(DEFAULT_TREE),
+    given: MedusaHeads | None = None,
+    dtype: torch.dtype = torch.float16,
+    resume: bool = True,
+    checkpoint_minutes: float = 1.0,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Trains heads with the model frozen, searches their tree, and writes both to `out` with a card.
+
+    Hidden states and checkpoints lie in ``out/training`` until the run is complete. With `resume`, an interrupted run goes on
+    there and ends where it would have ended.
+
+    Args:
+        texts: to learn from. held: judged by, for early stop and the tree; best is text that the model itself never learnt
+            from. Without it a twentieth of `texts` is held out. test: measured on at the end, for the card.
+        tree: search a tree of `nodes` nodes on the held-out text; otherwise the default tree is used.
+        given: heads that are not trained any more: only the tree is searched and the figures are taken.
+        dtype: of the weights that are written.
+
+    Returns:
+        the figures: head accuracies (top 1 and top 5) on the files' text and on the model's own, mean accepted lengths of
+        the trees, seconds of training (the text and its hidden states come before).
+
+    Raises:
+        MedusaTrainingError: too little text, or a checkpoint of another run. SettingsError: `given` is for another model.
+    """
+    work = out / "training"
+    work.mkdir(parents=True, exist_ok=True)
+    if not resume:
+        shutil.rmtree(work)
+        work.mkdir()
+    weight = model.get_output_embeddings().weight.detach()
+    bias = getattr(model.get_output_embeddings(), "bias", None)
+    head = Head(weight.float(), bias.detach().float() if bias is not None else None)
+    if given is not None:
+        check_fit(given, model, "the folder given")
+        run = replace(run, heads=given.config.heads)
+    learnt, kept = (list(texts), list(held)) if held else hold_out(texts, run.seed)
+    rows = max(1, run.tokens // run.length)
+    few = max(LEAST_ROWS, round(HELD_OUT_SHARE * rows))
+    wanted = {"held": (kept, few)} | ({"test": (list(test), few)} if test else {})
+    if given is None:
+        wanted["train"] = (learnt, rows)
+    sets = {
+        name: _Set(model, tokenizer, of, count, run, work / name, console, name) for name, (of, count) in wanted.items()
+    }
+    if given is None:
+        trainer = Trainer(run, head, {"text": sets["train"].texts.digest(), "model": digest(model)})
+        _train(trainer, sets["train"].examples(), sets["held"].examples(), work, resume, checkpoint_minutes, console)
+        heads, steps, seconds = trainer.heads, trainer.step, trainer.seconds
+    else:
+        heads, steps, seconds = given, 0, 0.0
+    # Figures are of the weights as written.
+    heads = heads.to(dtype).float().eval()
+    measured = {name: sets[name].measure(heads, head) for name in wanted if name != "train"}
+    figures: dict[str, Any] = {
+        "steps": steps,
+        "tokens": sets["train"].texts.ids.numel() if given is None else 0,
+        "seconds": round(seconds, 1),
+        **{name: {kind: facts for kind, (facts, _) in parts.items()} for name, parts in measured.items()},
+    }
+    ranks = measured["held"]["own" if "own" in measured["held"] else "text"][1]
+    paths = None
+    if tree:
+        paths = search_tree(ranks, nodes)
+        default = DEFAULT_TREE[: len(paths)]
+        figures["trees"] = {
+            "nodes": len(paths), "searched": accepted_length(ranks, paths), "default": accepted_length(ranks, default)
+        }  # fmt: skip
+    config = replace(heads.config, figures={"run": _settings(run), **figures}, tree=paths or heads.config.tree)
+    heads.config = config
+    save_heads(heads, out, dtype)
+    (out / "README.md").write_text(card.text(config, model, run if given is None else None), encoding="utf-8")
+    shutil.rmtree(work)
+    return figures
+
+
+def hold_out(texts: Sequence[str], seed: int) -> tuple[list[str], list[str]]:
+    """(texts to learn from, texts held out); a single text is cut."""
+    if len(texts) == 1:
+        cut = int((1 - HELD_OUT_SHARE) * len(texts[0]))
+        return [texts[0][:cut]], [texts[0][cut:]]
+    generator = torch.Generator().manual_seed(seed + 1)
+    order = torch.randperm(len(texts), generator=generator).tolist()
+    count = max(1, round(HELD_OUT_SHARE * len(texts)))
+    return [texts[i] for i in sorted(order[count:])], [texts[i] for i in sorted(order[:count])]
+
+
+def digest(model: PreTrainedModel) -> str:
+    """Changes with the model's weights."""
+    sums = [(name, weight.double().sum().item()) for name, weight in model.state_dict().items()]
+    return hashlib.sha256(repr(sums).encode()).hexdigest()
+
+
+class _Set:
+    """Text of one purpose with its hidden states, in files that start with `file`."""
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], rows: int, run: Run,
+        file: Path, console: Console | None, name: str,
+    ) -> None:  # fmt: skip
+        ids = rows_of_text(tokenizer, texts, run.length, rows, run.seed)
+        if len(ids) < 2 and name == "held":
+            raise MedusaTrainingError(
+                f"{len(ids)} rows of {run.length} tokens are held out, too few to judge by: give more text, or shorter rows"
+            )
+        key = hashlib.sha256(ids.numpy().tobytes() + f"{run.own_share} {digest(model)}".encode()).hexdigest()
+        self.texts = self._texts(model, ids, run, file.with_suffix(".pt"), key, console, name)
+        dtype = torch.bfloat16 if run.bf16 else torch.float32
+        hidden = model.get_output_embeddings().weight.shape[1]
+        states = HiddenStates(file.with_suffix(".states"), self.texts, hidden, dtype)
+        with bar(console, f"{name}: hidden states", len(ids), states.done) as advance:
+            states.fill(model, advance)
+        self.hidden, self.labels = states.values, labels_of(self.texts, run.heads, stop_tokens(model))
+
+    @staticmethod
+    def _texts(
+        model: PreTrainedModel, ids: Tensor, run: Run, file: Path, key: str, console: Console | None, name: str
+    ) -> Texts:
+        if file.exists():
+            kept = torch.load(file, weights_only=True)
+            if kept["key"] == key:
+                return Texts(kept["ids"], kept["own"])
+        prompt = max(1, round(PROMPT_SHARE * run.length))
+        with bar(console, f"{name}: the model's own text", round(run.own_share * len(ids))) as advance:
+            texts = own_texts(model, ids, run.own_share, prompt, advance)
+        torch.save({"key": key, "ids": texts.ids, "own": texts.own}, file)
+        return texts
+
+    def examples(self, rows: Tensor | None = None) -> Examples:
+        """All positions, or those of some rows (``[W]`` bool)."""
+        if rows is None:
+            return Examples.of(self.hidden, self.labels)
+        return Examples.of(self.hidden[rows], self.labels[rows])
+
+    def measure(self, heads: MedusaHeads, head: Head) -> dict[str, tuple[dict[str, Any], Tensor]]:
+        """For the files' text and the model's own: accuracies, and the ranks where all heads' tokens are known."""
+        own = self.texts.own < self.texts.ids.shape[1]
+        found = {}
+        for kind, rows in (("text", ~own), ("own", own)):
+            if rows.any():
+                ranks = ranks_of(heads, head, self.examples(rows))
+                facts = {"positions": len(ranks), "top1": accuracies(ranks), "top5": accuracies(ranks, 5)}
+                found[kind] = facts, ranks[(ranks >= 0).all(1)]
+        return found
+
+
+def _train(
+    trainer: Trainer, train: Examples, held: Examples, work: Path, resume: bool, minutes: float, console: Console | None
+) -> None:
+    """Trains to the end, from the last checkpoint on, and leaves checkpoints."""
+    checkpoint = work / "checkpoint.pt"
+    if resume and checkpoint.exists():
+        trainer.load(checkpoint)
+    saved = time.monotonic()
+    with bar(console, "train heads", trainer.total(train), trainer.step) as advance:
+        for done, loss, measured in trainer.steps(train, held):
+            advance(1)
+            if measured is not None and console is not None:
+                shown = ", ".join(f"{share:.1%}" for share in measured)
+                console.log(f"step {done}: loss {loss:.3f}, held-out accuracy of the heads {shown}")
+            if time.monotonic() - saved > 60 * minutes:
+                trainer.save(checkpoint)
+                saved = time.monotonic()
+    trainer.save(checkpoint)
+
+
+@contextmanager
+def bar(console: Console | None, what: str, total: int, done: int = 0) -> Iterator[Callable[[int], None]]:
+    """A progress bar on `console`; gives the function that moves it. Without a console nothing is shown."""
+    if console is None or done >= total:
+        yield lambda count: None
+        return
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(what, total=total, completed=done)
+        yield lambda count: progress.update(task, advance=count)
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    return {name: getattr(run, name) for name in run.__dataclass_fields__}

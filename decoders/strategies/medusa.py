@@ -1,0 +1,191 @@
+"""Medusa (Cai et al. 2024): extra heads on the target guess the tokens after the next one, all at once, as a tree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from ..engine.sampling import SamplingInputs, SamplingPlan, gumbel_noise, process
+from ..errors import SettingsError, UnsupportedError
+from ..medusa.files import check_fit, find_heads, load_heads
+from ..medusa.heads import MedusaHeads, Weights, head_scores
+from ..medusa.trees import DEFAULT_TREE
+from ..settings import Settings
+from ..strategy import Context, Draft, Sequences, Step, Strategy
+from ..tree import Topology
+
+
+class MedusaSettings(Settings):
+    """Which heads guess, and in which tree."""
+
+    heads: str | None = Field(
+        None,
+        description="Folder of the heads, ours or the authors' format; `demo`: those of the demo model. None: the folder "
+        "`medusa` beside the model.",
+    )
+    tree: tuple[tuple[int, ...], ...] | None = Field(
+        None,
+        description="Paths of ranks, level by level, best first. None: the tree saved with the heads, else the paper's of 63.",
+    )
+    nodes: int | None = Field(
+        None, ge=1, le=1024, description="Node budget, root excluded: the tree's first paths. None: all of them."
+    )
+
+
+@dataclass
+class _State:
+    """What a call keeps.
+
+    Attributes:
+        level, rank: ``[N-1]`` int64, whose guess each node takes. ranks: a number of guesses that covers all of them.
+        hidden: ``[B, H]``, what the heads read: the hidden state that gave the next block's root. known: ``[B, 1]`` bool,
+            whether there is one yet. ahead: ``[K]`` int64, 0 … K-1.
+        guess: :func:`guesses`, compiled.
+    """
+
+    topology: Topology
+    level: Tensor
+    rank: Tensor
+    ranks: int
+    weights: Weights
+    lm_head: Tensor
+    lm_bias: Tensor | None
+    hidden: Tensor
+    known: Tensor
+    ahead: Tensor
+    plan: SamplingPlan
+    sampling: SamplingInputs | None
+    keep_scores: bool
+    guess: Callable[..., tuple[Tensor, Tensor | None]]
+
+
+class Medusa(Strategy):
+    """Head k guesses the token k places behind the next one, from the hidden state that gave the next one; the best guesses
+    of all heads stand in a tree of fixed shape.
+
+    When sampling, a head's guesses are the best of its processed scores plus the noise that the target will draw with, so
+    that it tends to guess what will be drawn. The first step of a call proposes nothing: no hidden state is known yet.
+
+    Exact by default. The paper's typical acceptance is the lossy ``verifier="typical"``.
+    """
+
+    name = "medusa"
+    summary = "Small heads trained on the target guess several tokens ahead, as a tree."
+    settings_class = MedusaSettings
+
+    def start(self, context: Context) -> _State:
+        heads = self._heads(context)
+        s: MedusaSettings = self.settings
+        paths = s.tree or heads.config.tree or DEFAULT_TREE
+        # The authors' tree is four levels deep; heads may be fewer, or the tree of a user's shallower than the heads.
+        if s.tree is None:
+            paths = tuple(path for path in paths if len(path) <= heads.config.heads)
+        topology, picks = Topology.from_paths(budgeted(paths, s.nodes))
+        plan, drawn = context.plan or SamplingPlan(), context.plan is not None and context.plan.sample
+        _check_tree(topology, picks, heads)
+        says_what_it_drew_from = drawn and not context.coupled
+        ranks = without_gaps(topology, picks) if says_what_it_drew_from else picks
+        output = context.model.get_output_embeddings()
+        device, rows = context.device, context.rows
+        return _State(
+            topology=topology,
+            level=torch.tensor([level for level, _ in ranks], device=device),
+            rank=torch.tensor([rank for _, rank in ranks], device=device),
+            ranks=max(rank for _, rank in ranks) + 1,
+            weights=heads.weights(),
+            lm_head=output.weight,
+            lm_bias=getattr(output, "bias", None),
+            hidden=torch.zeros(rows, heads.config.hidden_size, dtype=output.weight.dtype, device=device),
+            known=torch.zeros(rows, 1, dtype=torch.bool, device=device),
+            ahead=torch.arange(heads.config.heads, device=device),
+            plan=plan,
+            sampling=context.sampling,
+            keep_scores=says_what_it_drew_from,
+            guess=context.compile(guesses),
+        )
+
+    def propose(self, state: _State, sequences: Sequences) -> Draft:
+        at = (sequences.length - sequences.prompt_length)[:, None] + state.ahead
+        best, scores = state.guess(
+            state.hidden, at, state.weights, state.lm_head, state.lm_bias, state.plan, state.sampling, state.ranks
+        )
+        tokens = torch.where(state.known, best[:, state.level, state.rank], -1)
+        return Draft(
+            tokens, state.topology, scores[:, state.level] if state.keep_scores and scores is not None else None
+        )
+
+    def observe(self, state: _State, step: Step) -> None:
+        # The last token of the step was chosen after the node at this depth. Rows that have ended emit none.
+        depth = (step.emitted - 1).clamp(min=0)[:, None]
+        node = step.path.gather(1, depth)
+        state.hidden.copy_(step.hidden.gather(1, node[..., None].expand(-1, 1, step.hidden.shape[2]))[:, 0])
+        state.known.fill_(True)
+
+    def _heads(self, context: Context) -> MedusaHeads:
+        """The heads for the model of this call, in its dtype.
+
+        Raises:
+            SettingsError: they are of another size. UnsupportedError: there are none, or it is not the target that they
+                would guess for.
+        """
+        if context.level > 0:
+            raise UnsupportedError("medusa cannot draft for a draft model: its heads read the target's hidden states")
+        weight = context.model.get_output_embeddings().weight
+        folder = find_heads(self.settings.heads, context.model)
+        heads = load_heads(folder, context.device, weight.dtype)
+        check_fit(heads, context.model, folder)
+        return heads
+
+
+def budgeted(paths: Sequence[Sequence[int]], nodes: int | None) -> tuple[tuple[int, ...], ...]:
+    """The first `nodes` paths; one that comes before its parent is passed over, so that what is taken is a tree."""
+    if nodes is None:
+        return tuple(map(tuple, paths))
+    kept: list[tuple[int, ...]] = []
+    for path in map(tuple, paths):
+        if len(kept) < nodes and (len(path) == 1 or path[:-1] in kept):
+            kept.append(path)
+    return tuple(kept)
+
+
+def _check_tree(topology: Topology, picks: Sequence[tuple[int, int]], heads: MedusaHeads) -> None:
+    """Raises SettingsError for a tree that these heads cannot fill."""
+    config = heads.config
+    if not picks or topology.max_depth > config.heads:
+        raise SettingsError(f"medusa: the tree is {topology.max_depth} levels deep, and there are {config.heads} heads")
+    if any(not 0 <= rank < config.vocab_size for _, rank in picks):
+        raise SettingsError(f"medusa: ranks in the tree must lie in 0 … {config.vocab_size - 1}")
+
+
+def without_gaps(topology: Topology, picks: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same tree, its siblings taking the first ranks: a draw without replacement must not pass over what was drawn."""
+    children: dict[int, int] = {}
+    closed = []
+    for parent, (level, _) in zip(topology.parents[1:], picks, strict=True):
+        closed.append((level, children.get(parent, 0)))
+        children[parent] = children.get(parent, 0) + 1
+    return closed
+
+
+def guesses(
+    hidden: Tensor, positions: Tensor, weights: Weights, lm_head: Tensor, lm_bias: Tensor | None, plan: SamplingPlan,
+    sampling: SamplingInputs | None, ranks: int,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The best `ranks` tokens of every head, ``[B, K, ranks]`` int64, and the scores they were drawn from, ``[B, K, V]``.
+
+    Guesses of one level are the same under every parent: a head knows the level, not the path. For a rejection rule this
+    is sound: what is drawn at a level is independent of what was drawn, and accepted, above it.
+
+    Args:
+        hidden: ``[B, H]``. positions: ``[B, K]`` int64, tokens the row has generated before each head's guess.
+    """
+    scores = head_scores(hidden, weights, lm_head, lm_bias).float()
+    if not plan.sample or sampling is None:
+        return scores.topk(ranks).indices, None
+    scores = process(scores, plan, sampling, positions)
+    noisy = scores + gumbel_noise(sampling.keys, positions, scores.shape[-1])
+    return noisy.topk(ranks).indices, scores

@@ -1,0 +1,246 @@
+"""Training in small: it learns, stops when it learns no more, and an interrupted run ends where a whole one does."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+import torch
+from rich.console import Console
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from decoders.errors import SettingsError
+from decoders.medusa import train as train_module
+from decoders.medusa import trainer as trainer_module
+from decoders.medusa.calibration import (
+    UNKNOWN,
+    HiddenStates,
+    MedusaTrainingError,
+    Texts,
+    labels_of,
+    own_texts,
+    read_files,
+    rows_of_text,
+)
+from decoders.medusa.config import HeadsConfig, Run
+from decoders.medusa.files import load_heads
+from decoders.medusa.heads import MedusaHeads
+from decoders.medusa.train import hold_out, train_medusa
+from decoders.medusa.trainer import Trainer, accuracies
+from decoders.testing import tiny_model
+
+SMALL = Run(
+    heads=2, tokens=20 * 32, length=32, own_share=0.5, epochs=3, batch=64, rate=3e-3, bf16=False, checks=2, patience=50
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """A word for every token of the tiny models; 0 is the end."""
+    vocab = {"<end>": 0} | {f"w{i}": i for i in range(1, 128)}
+    words = Tokenizer(models.WordLevel(vocab, unk_token="w1"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>")
+
+
+@pytest.fixture(scope="module")
+def texts():
+    """Forty texts that count on in steps of their own."""
+    return [
+        " ".join(f"w{1 + (start + step * i) % 127}" for i in range(60)) for start in range(10) for step in range(1, 5)
+    ]
+
+
+def train(model, tokenizer, texts, out, run=SMALL, **options):
+    return train_medusa(model, tokenizer, texts, out, run=run, dtype=torch.float32, **options)
+
+
+def weights(folder):
+    return load_heads(folder).state_dict()
+
+
+def same(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_trained_heads_load_with_tree_and_card(tmp_path, model, tokenizer, texts):
+    log = io.StringIO()
+    figures = train(model, tokenizer, texts, tmp_path, test=texts[:8], console=Console(file=log, width=150), nodes=20)
+    heads = load_heads(tmp_path)
+    assert heads.config.heads == 2 and heads.config.hidden_size == 32 and heads.config.projection == "tied"
+    assert heads.config.tree is not None and len(heads.config.tree) == figures["trees"]["nodes"] <= 20
+    assert figures["trees"]["searched"] >= figures["trees"]["default"]
+    assert {"text", "own"} == set(figures["held"]) == set(figures["test"])
+    card = (tmp_path / "README.md").read_text()
+    for part in ("held out, files", "test files, own", "head 2", "default tree"):
+        assert part in card
+    assert "held-out accuracy of the heads" in log.getvalue()
+    assert not (tmp_path / "training").exists(), "hidden states are large, and done with"
+
+
+def test_training_teaches_the_heads(tmp_path, model, tokenizer):
+    counting = [" ".join(f"w{1 + (start + i) % 127}" for i in range(60)) for start in range(0, 120, 3)]
+    options = vars(SMALL) | {"tokens": 2000, "own_share": 0.0, "projection": "full", "rate": 1e-2}
+    before = train(model, tokenizer, counting, tmp_path / "a", Run(**{**options, "epochs": 1, "rate": 0.0}))
+    after = train(model, tokenizer, counting, tmp_path / "b", Run(**{**options, "epochs": 25}))
+    assert after["held"]["text"]["top1"][0] > before["held"]["text"]["top1"][0] + 0.2
+
+
+def test_the_model_is_left_as_it_was(tmp_path, tokenizer, texts):
+    model = tiny_model("llama").train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    train(model, tokenizer, texts, tmp_path)
+    assert same(before, model.state_dict())
+    assert model.training and all(p.grad is None for p in model.parameters())
+    assert not model.get_output_embeddings()._forward_pre_hooks
+
+
+@pytest.mark.parametrize("where", ["training", "hidden states"])
+def test_interrupted_run_ends_where_a_whole_one_does(tmp_path, model, tokenizer, texts, monkeypatch, where):
+    train(model, tokenizer, texts, tmp_path / "whole")
+
+    class Stop(Exception):
+        pass
+
+    if where == "training":
+        learn = Trainer._learn
+
+        def interrupted(self, *args):
+            if self.step == 5:
+                raise Stop
+            return learn(self, *args)
+
+        monkeypatch.setattr(Trainer, "_learn", interrupted)
+    else:
+        from decoders.medusa import calibration
+
+        monkeypatch.setattr(calibration, "ROWS", 4)
+
+        class Interrupted(HiddenStates):
+            def fill(self, model, progress=lambda rows: None):
+                def count(rows):
+                    if self.done == 8:
+                        raise Stop
+
+                super().fill(model, count)
+
+        monkeypatch.setattr(train_module, "HiddenStates", Interrupted)
+    with pytest.raises(Stop):
+        train(model, tokenizer, texts, tmp_path / "cut", checkpoint_minutes=0)
+    assert not (tmp_path / "cut" / "config.json").exists(), "half-trained heads are not offered"
+    monkeypatch.undo()
+    train(model, tokenizer, texts, tmp_path / "cut", checkpoint_minutes=0)
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "cut"))
+
+
+def test_checkpoint_of_other_settings_is_refused(tmp_path, model, tokenizer, texts, monkeypatch):
+    monkeypatch.setattr(trainer_module, "accuracies", lambda ranks: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train(model, tokenizer, texts, tmp_path, checkpoint_minutes=0)
+    monkeypatch.undo()
+    other = Run(**{**vars(SMALL), "rate": 1e-4})
+    with pytest.raises(MedusaTrainingError, match="a run with other rate"):
+        train(model, tokenizer, texts, tmp_path, other)
+    train(model, tokenizer, texts, tmp_path, other, resume=False)
+
+
+def test_training_stops_when_held_out_accuracy_does_not_grow(tmp_path, model, tokenizer, texts):
+    run = Run(**{**vars(SMALL), "epochs": 50, "rate": 0.0, "patience": 3})
+    figures = train(model, tokenizer, texts, tmp_path, run)
+    assert figures["steps"] <= 20, "of 400: three checks without a gain are enough"
+
+
+def test_best_heads_are_kept_not_the_last(tmp_path, model, tokenizer, texts, monkeypatch):
+    shares = iter([0.1, 0.5, 0.2, 0.2, 0.2])
+    kept = {}
+    note = Trainer._note
+
+    def scripted(self, accuracy):
+        note(self, next(shares))
+        kept[self.best_accuracy] = {name: t.clone() for name, t in self.best.items()}
+
+    monkeypatch.setattr(Trainer, "_note", scripted)
+    train(model, tokenizer, texts, tmp_path, Run(**{**vars(SMALL), "epochs": 40, "patience": 2}))
+    assert same(weights(tmp_path), kept[0.5]) and not same(kept[0.5], kept[0.1])
+
+
+def test_tree_is_searched_for_heads_that_exist(tmp_path, model, tokenizer, texts):
+    train(model, tokenizer, texts, tmp_path / "a", tree=False)
+    heads = load_heads(tmp_path / "a")
+    assert heads.config.tree is None
+    train(model, tokenizer, texts, tmp_path / "b", given=heads, nodes=7)
+    assert same(weights(tmp_path / "a"), weights(tmp_path / "b"))
+    assert len(load_heads(tmp_path / "b").config.tree) <= 7
+    wider = MedusaHeads(HeadsConfig(heads=1, layers=1, hidden_size=64, vocab_size=128, projection="tied"))
+    with pytest.raises(SettingsError, match="hidden size 64 .* hidden size 32"):
+        train(model, tokenizer, texts, tmp_path / "c", given=wider)
+    assert "Not trained here" in (tmp_path / "b" / "README.md").read_text()
+    assert json.loads((tmp_path / "b" / "config.json").read_text())["model_type"] == "decoders_medusa"
+
+
+def test_labels_are_the_tokens_behind_the_next_one():
+    ids = torch.arange(10, 18)[None]
+    labels = labels_of(Texts(ids, torch.tensor([8])), 3, [])
+    assert labels[0, 0].tolist() == [12, 13, 14]  # token 11 is the output head's
+    assert labels[0, 5].tolist() == [17, UNKNOWN, UNKNOWN]
+    assert labels[0, 6].tolist() == [UNKNOWN] * 3
+
+
+def test_in_the_models_own_rows_the_prompt_and_what_follows_an_end_do_not_count():
+    ids = torch.tensor([[5, 9, 6, 7, 8, 9, 3, 4]])  # 9 is the end of sequence; the model writes from place 3 on
+    labels = labels_of(Texts(ids, torch.tensor([3])), 1, [9])[0, :, 0].tolist()
+    assert labels == [UNKNOWN, UNKNOWN, 8, 9, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN]
+
+
+def test_own_text_is_greedy(model):
+    ids = torch.randint(3, 128, (5, 20), generator=torch.Generator().manual_seed(0))
+    texts = own_texts(model, ids, 0.4, 6)
+    assert texts.own.tolist() == [6, 6, 20, 20, 20] and torch.equal(texts.ids[2:], ids[2:])
+    plain = model.generate(ids[:2, :6], do_sample=False, max_new_tokens=14)
+    assert torch.equal(texts.ids[:2], plain)
+
+
+def test_hidden_states_are_those_of_the_output_head(tmp_path, model):
+    ids = torch.randint(3, 128, (3, 12), generator=torch.Generator().manual_seed(0))
+    states = HiddenStates(tmp_path / "x.states", Texts(ids, torch.full((3,), 12)), 32, torch.float32)
+    states.fill(model)
+    with torch.no_grad():
+        torch.testing.assert_close(model.lm_head(states.values), model(ids).logits)
+
+
+def test_text_must_be_there_and_enough(tmp_path, tokenizer, model):
+    with pytest.raises(MedusaTrainingError, match="no file or folder"):
+        read_files([tmp_path / "nowhere"])
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(MedusaTrainingError, match="there is no text"):
+        read_files([tmp_path])
+    (tmp_path / "a.txt").write_text("w1 w2 w3")
+    assert read_files([tmp_path]) == read_files([tmp_path / "a.txt"]) == ["w1 w2 w3"]
+    with pytest.raises(MedusaTrainingError, match="the text has 4 tokens"):
+        rows_of_text(tokenizer, ["w1 w2 w3"], 32, 5, 0)
+
+
+def test_accuracy_counts_known_positions_only():
+    ranks = torch.tensor([[0, 3], [4, -1], [0, 0]])
+    assert accuracies(ranks) == pytest.approx([2 / 3, 1 / 2])
+    assert accuracies(ranks, 5) == [1.0, 1.0]
+
+
+def test_a_twentieth_is_held_out_and_nothing_is_in_both_parts():
+    learnt, held = hold_out([f"text {i}" for i in range(40)], 0)
+    assert len(held) == 2 and len(learnt) == 38 and not set(learnt) & set(held)
+    (learnt,), (held,) = hold_out(["x" * 95 + "y" * 5], 0)
+    assert (learnt, held) == ("x" * 95, "y" * 5)
+
+
+def test_text_to_judge_by_can_be_given(tmp_path, model, tokenizer, texts, monkeypatch):
+    monkeypatch.setattr(train_module, "hold_out", lambda *args: 1 / 0)
+    figures = train(model, tokenizer, texts, tmp_path, held=texts[:8], checkpoint_minutes=0)
+    assert figures["held"]["text"]["positions"] > 0

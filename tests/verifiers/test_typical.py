@@ -1,0 +1,71 @@
+"""Typical acceptance on hand-made numbers, and its contract."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from decoders.testing.verifiers import check_verifier
+from decoders.tree import Topology
+from decoders.verifier import Block, Outcomes
+from decoders.verifiers import TypicalAcceptance
+
+CPU = torch.device("cpu")
+UNIFORM = [0.25] * 4
+SURE = [0.97, 0.01, 0.01, 0.01]
+
+
+def judge(parents: list[int], guesses: list[int], p: list[list[float]]) -> Outcomes:
+    one_hot = torch.nn.functional.one_hot(torch.tensor(guesses).clamp(min=0), 4).float()[None]
+    tree = Topology.from_parents(parents).tensors(1, CPU)
+    return TypicalAcceptance().outcomes(Block(torch.tensor([[0, *guesses]]), tree, torch.tensor([p]), one_hot))
+
+
+def test_contract_holds():
+    check_verifier(TypicalAcceptance)
+
+
+def test_it_calls_itself_lossy():
+    assert not TypicalAcceptance.exact and "LOSSY" in TypicalAcceptance.summary
+
+
+def test_plausible_guess_is_always_kept_though_the_target_seldom_draws_it():
+    assert judge([-1, 0], [2], [UNIFORM, UNIFORM]).end.tolist() == [[0, 1]]
+
+
+def test_implausible_guess_is_never_kept():
+    outcomes = judge([-1, 0], [2], [SURE, UNIFORM])
+    assert outcomes.end.tolist() == [[1, 0]]
+    assert outcomes.next[0, 0].tolist() == pytest.approx(SURE)  # drawn from p itself, not from what is left of it
+
+
+@pytest.mark.parametrize("p", [[0.5, 0.3, 0.15, 0.05], [0.6, 0.2, 0.1, 0.1], [0.85, 0.05, 0.05, 0.05]])
+def test_threshold_is_the_papers(p):
+    entropy = -sum(x * math.log(x) for x in p)
+    threshold = min(0.09, 0.3 * math.exp(-entropy))
+    for token, probability in enumerate(p):
+        assert judge([-1, 0], [token], [p, UNIFORM]).end[0, 1].item() == float(probability > threshold)
+
+
+def test_longest_plausible_path_wins_over_a_likelier_short_one():
+    # 0 -> 1 (likely), 0 -> 2 (less so) -> 3
+    outcomes = judge([-1, 0, 0, 2], [0, 1, 1], [[0.6, 0.4, 0, 0], UNIFORM, UNIFORM, UNIFORM])
+    assert outcomes.end.tolist() == [[0, 0, 0, 1]]
+
+
+def test_of_equally_long_paths_the_likelier_wins_and_of_equal_ones_the_first():
+    assert judge([-1, 0, 0], [0, 1], [[0.3, 0.7, 0, 0], UNIFORM, UNIFORM]).end.tolist() == [[0, 0, 1]]
+    assert judge([-1, 0, 0], [3, 1], [UNIFORM, UNIFORM, UNIFORM]).end.tolist() == [[0, 1, 0]]
+
+
+def test_nothing_is_kept_behind_a_rejected_or_missing_guess():
+    assert judge([-1, 0, 1], [2, 0], [SURE, UNIFORM, UNIFORM]).end.tolist() == [[1, 0, 0]]
+    assert judge([-1, 0, 1], [-1, 0], [UNIFORM, UNIFORM, UNIFORM]).end.tolist() == [[1, 0, 0]]
+
+
+def test_in_greedy_decoding_only_the_targets_own_token_is_kept():
+    certain = [0.0, 1.0, 0.0, 0.0]
+    assert judge([-1, 0, 0], [2, 1], [certain, certain, certain]).end.tolist() == [[0, 0, 1]]
+    assert judge([-1, 0], [2], [certain, certain]).end.tolist() == [[1, 0]]
