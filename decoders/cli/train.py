@@ -122,10 +122,7 @@ def medusa(
     from .models import load
 
     loaded, tokenizer = load(model, dtype)
-    if data is None and model == "demo":
-        texts = demo_texts()
-    else:
-        texts = {"texts": read_files(data or [])}
+    texts: dict[str, Any] = demo_texts() if data is None and model == "demo" else {"texts": read_files(data or [])}
     texts |= {name: read_files(paths) for name, paths in (("held", held), ("test", test)) if paths}
     run = Run(
         heads=heads, layers=layers, projection=cast(Any, projection), rank=rank, tokens=tokens, length=length,
