@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 MEDUSA = """
 ## Medusa heads
-Heads for `strategy="medusa"`, if some were trained (`decoders train medusa`), lie in the folder `medusa` beside this file, with
-a card of their own.
+Heads for `strategy="medusa"`, if some were trained on these files (`decoders train medusa`), lie in the folder `medusa` beside
+this file, with a card of their own.
 """
 
 

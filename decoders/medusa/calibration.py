@@ -149,11 +149,12 @@ class HiddenStates:
     Interrupted work goes on where it stopped. Bounded: ``W·T·H`` numbers of `dtype`.
     """
 
-    def __init__(self, file: Path, texts: Texts, hidden: int, dtype: torch.dtype) -> None:
-        self.texts, self.file = texts, file
+    def __init__(self, file: Path, texts: Texts, model: PreTrainedModel, dtype: torch.dtype) -> None:
+        self.texts, self.file, self.model = texts, file, model
+        hidden = model.get_output_embeddings().weight.shape[1]
         self._note = file.with_suffix(".json")
         w, t = texts.ids.shape
-        self._identity = {"texts": texts.digest(), "hidden": hidden, "dtype": str(dtype)}
+        self._identity = {"texts": texts.digest(), "model": digest(model), "dtype": str(dtype)}
         self.done = self._done()
         if self.done == 0:
             file.unlink(missing_ok=True)
@@ -167,9 +168,9 @@ class HiddenStates:
         done = int(note.pop("done", 0))
         return done if self.file.exists() and note == self._identity else 0
 
-    def fill(self, model: PreTrainedModel, progress: Progress = lambda rows: None) -> None:
+    def fill(self, progress: Progress = lambda rows: None) -> None:
         """Runs the model over the rows that are left."""
-        seen: list[Tensor] = []
+        model, seen = self.model, list[Tensor]()
         # Where the head reads: no model has to be asked how it names or norms its hidden states.
         hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: seen.append(args[0]))
         try:
@@ -183,6 +184,12 @@ class HiddenStates:
                     progress(rows.stop - rows.start)
         finally:
             hook.remove()
+
+
+def digest(model: PreTrainedModel) -> str:
+    """Changes with the model's weights."""
+    sums = [(name, weight.double().sum().item()) for name, weight in model.state_dict().items()]
+    return hashlib.sha256(repr(sums).encode()).hexdigest()
 
 
 def stop_tokens(model: PreTrainedModel) -> list[int]:

@@ -18,7 +18,7 @@ def text(config: HeadsConfig, model: PreTrainedModel, run: Run | None) -> str:
         "low_rank": f"the model's own output head plus a difference of rank {config.rank}",
         "full": "one of each head's own",
     }[config.projection]
-    parameters = sum(weight for weight in _sizes(config))
+    parameters = sum(_sizes(config))
     return f"""---
 library_name: hf-decoders
 tags: [medusa, speculative-decoding]
@@ -51,7 +51,8 @@ def _training(run: Run | None, figures: Mapping[str, Any]) -> str:
         return "Not trained here; only the tree was searched."
     return f"""Medusa-1: the model stays frozen. {figures["tokens"]:,} tokens in rows of {run.length}, {run.own_share:.0%} of the
 rows continued by the model itself; {figures["steps"]} steps of {run.batch} positions, AdamW, peak rate {run.rate:g}, cosine;
-losses weighted {run.decay:g}^k; stopped early by held-out accuracy. Seed {run.seed}. {figures["seconds"] / 60:.0f} minutes of steps."""
+losses weighted {run.decay:g}^k; the heads with the best held-out accuracy are kept.
+Seed {run.seed}. {figures["seconds"] / 60:.0f} minutes of steps."""
 
 
 def _accuracies(figures: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import shutil
 import time
@@ -16,7 +17,16 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from . import card
-from .calibration import HiddenStates, MedusaTrainingError, Texts, labels_of, own_texts, rows_of_text, stop_tokens
+from .calibration import (
+    HiddenStates,
+    MedusaTrainingError,
+    Texts,
+    digest,
+    labels_of,
+    own_texts,
+    rows_of_text,
+    stop_tokens,
+)
 from .config import Run
 from .files import check_fit, save_heads
 from .heads import MedusaHeads
@@ -70,6 +80,8 @@ def train_medusa(
     Raises:
         MedusaTrainingError: too little text, or a checkpoint of another run. SettingsError: `given` is for another model.
     """
+    vocab, hidden = model.get_output_embeddings().weight.shape
+    run.config(hidden, vocab)  # senseless settings are refused before hours of work
     work = out / "training"
     work.mkdir(parents=True, exist_ok=True)
     if not resume:
@@ -95,7 +107,7 @@ def train_medusa(
         _train(trainer, sets["train"].examples(), sets["held"].examples(), work, resume, checkpoint_minutes, console)
         heads, steps, seconds = trainer.heads, trainer.step, trainer.seconds
     else:
-        heads, steps, seconds = given, 0, 0.0
+        heads, steps, seconds = copy.deepcopy(given), 0, 0.0  # loaded heads are shared
     # Figures are of the weights as written.
     heads = heads.to(dtype).float().eval()
     measured = {name: sets[name].measure(heads, head) for name in wanted if name != "train"}
@@ -132,12 +144,6 @@ def hold_out(texts: Sequence[str], seed: int) -> tuple[list[str], list[str]]:
     return [texts[i] for i in sorted(order[count:])], [texts[i] for i in sorted(order[:count])]
 
 
-def digest(model: PreTrainedModel) -> str:
-    """Changes with the model's weights."""
-    sums = [(name, weight.double().sum().item()) for name, weight in model.state_dict().items()]
-    return hashlib.sha256(repr(sums).encode()).hexdigest()
-
-
 class _Set:
     """Text of one purpose with its hidden states, in files that start with `file`."""
 
@@ -153,10 +159,9 @@ class _Set:
         key = hashlib.sha256(ids.numpy().tobytes() + f"{run.own_share} {digest(model)}".encode()).hexdigest()
         self.texts = self._texts(model, ids, run, file.with_suffix(".pt"), key, console, name)
         dtype = torch.bfloat16 if run.bf16 else torch.float32
-        hidden = model.get_output_embeddings().weight.shape[1]
-        states = HiddenStates(file.with_suffix(".states"), self.texts, hidden, dtype)
+        states = HiddenStates(file.with_suffix(".states"), self.texts, model, dtype)
         with bar(console, f"{name}: hidden states", len(ids), states.done) as advance:
-            states.fill(model, advance)
+            states.fill(advance)
         self.hidden, self.labels = states.values, labels_of(self.texts, run.heads, stop_tokens(model))
 
     @staticmethod

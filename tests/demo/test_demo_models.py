@@ -13,6 +13,7 @@ from decoders import demo
 from decoders.demo import corpus
 from decoders.demo.prompt_set import COUNTS, TOKENS
 from decoders.errors import UnknownNameError
+from decoders.medusa.files import check_fit, load_heads
 
 MODELS = Path(demo.__file__).parent / "models"
 
@@ -105,3 +106,15 @@ def test_importing_the_demo_package_needs_no_transformers():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert not {"transformers", "numpy"} & set(out.split())
+
+
+def test_medusa_heads_ship_small_and_their_card_has_the_accuracy_on_held_out_files(models):
+    folder = MODELS / "target" / "medusa"
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= 6e6
+    heads = load_heads(folder)
+    check_fit(heads, models["target"][0], folder)
+    figures = heads.config.figures
+    assert len(heads.config.tree) == figures["trees"]["nodes"] == 63
+    assert figures["trees"]["searched"] > figures["trees"]["default"]
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    assert f"| test files, files | {figures['test']['text']['top1'][0]:.1%}" in card

@@ -124,12 +124,12 @@ def test_interrupted_run_ends_where_a_whole_one_does(tmp_path, model, tokenizer,
         monkeypatch.setattr(calibration, "ROWS", 4)
 
         class Interrupted(HiddenStates):
-            def fill(self, model, progress=lambda rows: None):
+            def fill(self, progress=lambda rows: None):
                 def count(rows):
                     if self.done == 8:
                         raise Stop
 
-                super().fill(model, count)
+                super().fill(count)
 
         monkeypatch.setattr(train_module, "HiddenStates", Interrupted)
     with pytest.raises(Stop):
@@ -209,8 +209,8 @@ def test_own_text_is_greedy(model):
 
 def test_hidden_states_are_those_of_the_output_head(tmp_path, model):
     ids = torch.randint(3, 128, (3, 12), generator=torch.Generator().manual_seed(0))
-    states = HiddenStates(tmp_path / "x.states", Texts(ids, torch.full((3,), 12)), 32, torch.float32)
-    states.fill(model)
+    states = HiddenStates(tmp_path / "x.states", Texts(ids, torch.full((3,), 12)), model, torch.float32)
+    states.fill()
     with torch.no_grad():
         torch.testing.assert_close(model.lm_head(states.values), model(ids).logits)
 
@@ -244,3 +244,23 @@ def test_text_to_judge_by_can_be_given(tmp_path, model, tokenizer, texts, monkey
     monkeypatch.setattr(train_module, "hold_out", lambda *args: 1 / 0)
     figures = train(model, tokenizer, texts, tmp_path, held=texts[:8], checkpoint_minutes=0)
     assert figures["held"]["text"]["positions"] > 0
+
+
+def test_hidden_states_of_another_model_are_not_taken_over(tmp_path, model):
+    texts = Texts(torch.ones(3, 12, dtype=torch.int64), torch.full((3,), 12))
+    HiddenStates(tmp_path / "x.states", texts, model, torch.float32).fill()
+    assert HiddenStates(tmp_path / "x.states", texts, model, torch.float32).done == 3
+    assert HiddenStates(tmp_path / "x.states", texts, tiny_model("llama", seed=1), torch.float32).done == 0
+
+
+def test_senseless_settings_are_refused_before_the_work(tmp_path, model, tokenizer, texts):
+    with pytest.raises(SettingsError, match="tied, low_rank or full"):
+        train(model, tokenizer, texts, tmp_path / "a", Run(**{**vars(SMALL), "projection": "none"}))
+    assert not (tmp_path / "a").exists()
+
+
+def test_given_heads_are_left_as_they_are(tmp_path, model, tokenizer, texts):
+    train(model, tokenizer, texts, tmp_path / "a", tree=False)
+    heads = load_heads(tmp_path / "a")
+    train_medusa(model, tokenizer, texts, tmp_path / "b", run=SMALL, given=heads, nodes=7)
+    assert heads.config.tree is None and load_heads(tmp_path / "a") is heads
