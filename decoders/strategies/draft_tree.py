@@ -106,7 +106,9 @@ class DynamicTree:
         nowhere = torch.zeros_like(tokens)
         level = (tokens, weights, nowhere - 1, nowhere)  # tokens, weights, parents, the parents' places in the cache
         levels, found = [level], tokens.shape[1]
-        offsets, visible = nowhere[:, :1], torch.ones_like(nowhere[:, :1, None], dtype=torch.bool)
+        # Not slices: Dynamo (torch 2.13) fails on guards about the strides of one.
+        offsets = nowhere.new_zeros(len(nowhere), 1)
+        visible = torch.ones_like(offsets[:, :, None], dtype=torch.bool)
         for _ in range(1, self.depth):
             if floor is not None and not bool((level[1] >= floor[:, None]).any()):
                 break
@@ -162,7 +164,7 @@ def born(
     """The next level: all continuations ``[B, W, C]`` of a frontier whose nodes are the last ``W`` that were run."""
     width, children = tokens.shape[1:]
     places = torch.arange(width, device=tokens.device) + offsets.shape[1] - width
-    places = places[None, :, None].expand(tokens.shape[0], -1, children)
+    places = places[None, :, None].expand(tokens.shape[0], -1, children).contiguous()
     return (
         tokens.flatten(1), (reached[..., None] + weights).flatten(1),
         parents[..., None].expand(-1, -1, children).flatten(1), places.flatten(1),

@@ -15,10 +15,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import decoders
-from decoders.strategies import PromptLookup, Speculative, Staged, Threshold
-from decoders.strategies.merged import Merged, MergedSettings
+from decoders.strategies import Speculative, Staged, Threshold
 from decoders.strategy import Strategy
-from decoders.testing import Replay, assert_same_tokens, decode, prompts, tiny_draft, tiny_model
+from decoders.testing import assert_same_tokens, decode, prompts, tiny_draft, tiny_model
 from decoders.testing.models import ARCHITECTURES, VOCAB, Architecture
 
 EAGER = {"compile": False, "prefill_chunk": 8}
@@ -287,62 +286,6 @@ def test_copies_of_an_enabled_model_that_has_drafted(near, copied):
     model = decoders.enable(tiny_model("llama"))
     assert_exact(model, near, Speculative(), prompts(2))
     assert_exact(copied(model), near, Speculative(), prompts(2))
-
-
-MERGED = ["speculative+prompt_lookup", "prompt_lookup+speculative", "threshold+prompt_lookup", "speculative+threshold"]
-
-
-@pytest.mark.parametrize("strategy", MERGED)
-@pytest.mark.parametrize("rows", [1, 4])
-def test_merged_with_other_drafters(target, near, strategy, rows):
-    assert_exact(target, near, strategy, prompts(rows), new=48)
-
-
-def replay(model: PreTrainedModel, inputs: dict[str, Tensor], sample: bool, **options: Any) -> Replay:
-    """A drafter that knows the text but for some tokens."""
-    draw = SAMPLING if sample else {}
-    out = decode(model, inputs, "autoregressive", max_new_tokens=60, decoders_config=EAGER, **draw).sequences
-    start = inputs["attention_mask"].argmax(1).tolist()
-    return Replay(texts=tuple(tuple(row[s:].tolist()) for row, s in zip(out, start, strict=True)), **options)
-
-
-@pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("tree", ["none", "static"])
-def test_a_draft_model_reads_what_other_drafters_got_accepted(target, sample, first, tree):
-    """The target drafts for itself: three guesses are accepted in every step, whoever was right in the step before."""
-    inputs = prompts(4)
-    known = replay(target, inputs, sample, length=7, wrong_every=6)
-    own = Speculative(length=3, tree=tree, nodes=6)
-    strategy = Merged([own, known] if first else [known, own])
-    out = decode(
-        target, inputs, strategy, assistant_model=target, max_new_tokens=60, decoders_config=EAGER,
-        **(SAMPLING if sample else {}),
-    )  # fmt: skip
-    assert (
-        tuple(tuple(r[m:].tolist()) for r, m in zip(out.sequences, inputs["attention_mask"].argmax(1), strict=True))
-        == known.settings.texts
-    )
-    lengths = out.report.accepted_lengths
-    assert sum(lengths[:3]) <= 4, f"but for the ends of the rows, every step brings four tokens: {lengths}"
-    assert sum(lengths[4:]) > 8, "the other drafter was often right for longer"
-
-
-def test_a_node_budget_that_cuts_the_own_nodes_hides_no_others(target):
-    """Of twelve own nodes one is left, and that must be right wherever the other drafter is wrong at once."""
-    inputs = prompts(2)
-    known = replay(target, inputs, False, length=3, wrong_every=5)
-    strategy = Merged([known, Speculative(length=12)], MergedSettings(nodes=5))
-    out = decode(target, inputs, strategy, assistant_model=target, max_new_tokens=60, decoders_config=EAGER)
-    assert out.report.accepted_lengths[0] <= 2, "but for the ends of the rows"
-    assert sum(out.report.accepted_lengths[3:]) > 8
-
-
-def test_more_nodes_of_others_than_there_are_tokens(target, near):
-    """Everything in the block might have been accepted; the text is shorter than that."""
-    wide = Merged([Speculative(length=3), PromptLookup(length=64, branches=8)], MergedSettings(nodes=1024))
-    for inputs in (ids(3), prompts(3)):
-        assert_exact(target, near, wide, inputs, new=12)
 
 
 def test_a_block_that_outgrows_the_cache(target, near):

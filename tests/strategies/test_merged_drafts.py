@@ -1,0 +1,83 @@
+"""Draft models merged with other drafters: whose tokens were accepted must not matter to the next draft."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from decoders.strategies import PromptLookup, Speculative
+from decoders.strategies.merged import Merged, MergedSettings
+from decoders.testing import Replay, assert_same_tokens, decode, prompts
+
+EAGER = {"compile": False, "prefill_chunk": 8}
+SAMPLING = dict(do_sample=True, seed=5, temperature=0.8, top_k=40)
+
+
+def assert_exact(
+    model: PreTrainedModel, draft: PreTrainedModel, strategy: Any, inputs: dict[str, Tensor], new: int
+) -> None:
+    """Greedy and sampled text are those without a draft."""
+    for draw in (SAMPLING, {}):
+        options = dict(max_new_tokens=new, decoders_config=EAGER, **draw)
+        expected = decode(model, inputs, "autoregressive", **options)
+        out = decode(model, inputs, strategy, assistant_model=draft, **options)
+        assert_same_tokens(model, inputs, expected.sequences, out.sequences, f"{strategy!r}, {draw}")
+
+
+MERGED = ["speculative+prompt_lookup", "prompt_lookup+speculative", "threshold+prompt_lookup", "speculative+threshold"]
+
+
+@pytest.mark.parametrize("strategy", MERGED)
+@pytest.mark.parametrize("rows", [1, 4])
+def test_merged_with_other_drafters(target, near, strategy, rows):
+    assert_exact(target, near, strategy, prompts(rows), new=48)
+
+
+def replay(model: PreTrainedModel, inputs: dict[str, Tensor], sample: bool, **options: Any) -> Replay:
+    """A drafter that knows the text but for some tokens."""
+    draw = SAMPLING if sample else {}
+    out = decode(model, inputs, "autoregressive", max_new_tokens=60, decoders_config=EAGER, **draw).sequences
+    start = inputs["attention_mask"].argmax(1).tolist()
+    return Replay(texts=tuple(tuple(row[s:].tolist()) for row, s in zip(out, start, strict=True)), **options)
+
+
+@pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("tree", ["none", "static"])
+def test_a_draft_model_reads_what_other_drafters_got_accepted(target, sample, first, tree):
+    """The target drafts for itself: three guesses are accepted in every step, whoever was right in the step before."""
+    inputs = prompts(4)
+    known = replay(target, inputs, sample, length=7, wrong_every=6)
+    own = Speculative(length=3, tree=tree, nodes=6)
+    strategy = Merged([own, known] if first else [known, own])
+    out = decode(
+        target, inputs, strategy, assistant_model=target, max_new_tokens=60, decoders_config=EAGER,
+        **(SAMPLING if sample else {}),
+    )  # fmt: skip
+    assert (
+        tuple(tuple(r[m:].tolist()) for r, m in zip(out.sequences, inputs["attention_mask"].argmax(1), strict=True))
+        == known.settings.texts
+    )
+    lengths = out.report.accepted_lengths
+    assert sum(lengths[:3]) <= 4, f"but for the ends of the rows, every step brings four tokens: {lengths}"
+    assert sum(lengths[4:]) > 8, "the other drafter was often right for longer"
+
+
+def test_a_node_budget_that_cuts_the_own_nodes_hides_no_others(target):
+    """Of twelve own nodes one is left, and that must be right wherever the other drafter is wrong at once."""
+    inputs = prompts(2)
+    known = replay(target, inputs, False, length=3, wrong_every=5)
+    strategy = Merged([known, Speculative(length=12)], MergedSettings(nodes=5))
+    out = decode(target, inputs, strategy, assistant_model=target, max_new_tokens=60, decoders_config=EAGER)
+    assert out.report.accepted_lengths[0] <= 2, "but for the ends of the rows"
+    assert sum(out.report.accepted_lengths[3:]) > 8
+
+
+def test_more_nodes_of_others_than_there_are_tokens(target, near):
+    """Everything in the block might have been accepted; the text is shorter than that."""
+    wide = Merged([Speculative(length=3), PromptLookup(length=64, branches=8)], MergedSettings(nodes=1024))
+    for inputs in (prompts(1, length=3), prompts(3)):
+        assert_exact(target, near, wide, inputs, new=12)
