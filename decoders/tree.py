@@ -62,6 +62,14 @@ class Topology:
     def __len__(self) -> int:
         return len(self.parents)
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Looked up in every step, so made once."""
+        return hash((self.parents, self.offsets, self.extra_sight))
+
     @cached_property
     def width(self) -> int:
         """Number of proposed nodes, ``N - 1``."""

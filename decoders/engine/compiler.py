@@ -65,7 +65,7 @@ class CompiledFunction:
 
     def __call__(self, *args: Any) -> Any:
         started, before = time.perf_counter(), compilations()
-        kind = tuple(map(_kind, args))
+        kind = tuple([a.shape if type(a) is Tensor else _kind(a) for a in args])
         if kind in self._known:
             result = self._run(*args)
         else:
@@ -90,9 +90,9 @@ class CompiledFunction:
 
 
 def _kind(argument: Any) -> Any:
-    """What graphs are told apart by: values of plain Python, and which sizes are 0, 1 or more."""
+    """What an argument may tell graphs apart by: the shape of a tensor, the value of plain Python, the type of all else."""
     if isinstance(argument, Tensor):
-        return tuple(min(size, 2) for size in argument.shape)
+        return argument.shape
     return argument if isinstance(argument, bool | int | float | str | tuple | SamplingPlan | None) else type(argument)
 
 

@@ -144,7 +144,7 @@ class Drafter:
             view, sequences = self._view(guesses.shape[1] + 1)
         out, growth = self._run("advance", guesses, tree, self.rows, view, self._range())
         with self._clock("stage"):
-            emitted, accepted, _ = out.summary[:3]
+            emitted, accepted, _, _ = out.summary.unbind(0)
             if type(stage).observe is not Strategy.observe:
                 step = Step(out.nodes, out.chosen, out.path, accepted, emitted, out.logits, out.hidden, sequences)
                 stage.observe(self._stage_state, step)

@@ -246,7 +246,7 @@ class _Call:
         strategy = self.request.strategy
         if type(strategy).observe is Strategy.observe:
             return
-        emitted, accepted = out.summary[0], out.summary[1]
+        emitted, accepted, _, _ = out.summary.unbind(0)
         sequences = self.views.at(max(self.lengths) + out.nodes.shape[1])[1]
         strategy.observe(
             state, Step(out.nodes, out.chosen, out.path, accepted, emitted, out.logits, out.hidden, sequences)

@@ -34,7 +34,7 @@ class LookaheadSettings(Settings):
         2, ge=1, le=64, description="W: columns of the window, positions ahead that are iterated on. Paper, 7B: 15."
     )
     ngram: int = Field(
-        5, ge=2, le=16, description="N: tokens of an n-gram, of which N - 1 can be accepted in a step. Paper, 7B: 5."
+        8, ge=2, le=16, description="N: tokens of an n-gram, of which N - 1 can be accepted in a step. Paper, 7B: 5."
     )
     guesses: int = Field(
         2, ge=1, le=64, description="G: n-grams verified per step, and kept per first token. Paper, 7B: 15."
