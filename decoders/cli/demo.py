@@ -102,7 +102,7 @@ def demo(
             console.print(f"{record.contestant}: {dtype} rounds near-ties, which may flip a token; float32 does not.")
             break
         if not strategies and (rest := others(STRATEGIES)):
-            console.print(f"There is also {rest}: decoders bench measures all, with settings of your choice.")
+            console.print(f"There are also {rest}: decoders bench measures all, with settings of your choice.")
     if wrong:
         raise typer.Exit(1)
 

@@ -229,7 +229,7 @@ def test_demo_shows_few_strategies_and_names_the_others() -> None:
     assert [r["contestant"] for r in listed] == [
         "transformers", "transformers-assisted", "autoregressive", "prompt_lookup", "speculative"
     ]  # fmt: skip
-    last = run(*common).output.rstrip().rpartition("There is also ")[2]
+    last = run(*common).output.rstrip().rpartition("There are also ")[2]
     assert "threshold" in last
     assert "decoders bench" in last
 
