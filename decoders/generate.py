@@ -143,7 +143,10 @@ class Generate:
         refuse_arguments(configs, kwargs)
         assistant = kwargs.pop("assistant_model", None)
         if assistant is None and strategy.needs_assistant:
-            raise UnsupportedError(f"strategy {strategy.name!r} needs assistant_model=")
+            setting = (
+                ", or draft_model in its settings" if "draft_model" in strategy.settings_class.model_fields else ""
+            )
+            raise UnsupportedError(f"strategy {strategy.name!r} needs assistant_model={setting}")
         if assistant is not None and not strategy.needs_assistant:
             raise UnsupportedError(
                 f"strategy {strategy.name!r} uses no assistant_model; leave it out or choose another strategy"

@@ -44,11 +44,12 @@ class StaticTree:
     def __init__(self, paths: Sequence[Sequence[int]], rows: int, device: torch.device) -> None:
         self.topology, picks = Topology.from_paths(paths)
         self.children = max(rank for _, rank in picks) + 1
+        self.depth = self.topology.max_depth
         parents, offsets = self.topology.parents, self.topology.offsets
         inner = [0, *sorted(set(parents[1:]) - {0})]  # by depth, as the nodes are
         inner_tree = Topology.from_parents([-1] + [inner.index(parents[node]) for node in inner[1:]])
         self._levels: list[tuple[Tensor, Tensor, Tensor, TreeTensors]] = []
-        for depth in range(self.topology.max_depth):
+        for depth in range(self.depth):
             frontier = [node for node in inner if offsets[node] == depth]
             born = [node for node in range(1, len(self.topology)) if offsets[node] == depth + 1]
             run = inner_tree.head(sum(offsets[node] <= depth for node in inner)).tensors(rows, device)

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from ..engine.drafter import Drafter
+from ..errors import SettingsError
 from ..settings import Settings
 from ..strategy import Context, Draft, Sequences, Step
 from .draft_model import DraftModelSettings, DraftModelStrategy, require_coupled
@@ -38,6 +39,14 @@ class SpeculativeSettings(DraftModelSettings):
     template: tuple[tuple[int, ...], ...] | None = Field(
         None, description="Shape of a static tree: paths of ranks, level by level, as Medusa writes them."
     )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SpeculativeSettings:
+        if self.schedule == "heuristic" and self.tree != "none":
+            raise ValueError(f"schedule 'heuristic' is for chains, not for a {self.tree} tree")
+        if self.template is not None and self.tree != "static":
+            raise ValueError(f"a template is the shape of a static tree; tree is {self.tree!r}")
+        return self
 
 
 @dataclass
@@ -79,6 +88,10 @@ class Speculative(DraftModelStrategy):
             tree = DynamicTree(s.length, s.beam, s.nodes, context.compile)
             ahead, children = s.beam * s.length + 1, s.children
         drafter = context.draft(self.draft_model(context), ahead=ahead, children=children)
+        if isinstance(tree, StaticTree) and tree.children > drafter.core.children:
+            raise SettingsError(
+                f"the template takes the {tree.children} best continuations of a node; the vocabulary has {drafter.vocab_size}"
+            )
         return _State(drafter, tree, torch.full((context.rows,), s.length, device=context.device))
 
     def propose(self, state: _State, sequences: Sequences) -> Draft:
@@ -95,12 +108,7 @@ class Speculative(DraftModelStrategy):
 
     def observe(self, state: _State, step: Step) -> None:
         s: SpeculativeSettings = self.settings
-        displaced = 0 if state.tree is None else step.nodes.shape[1]
-        if isinstance(state.tree, StaticTree):
-            displaced = state.tree.topology.max_depth
-        elif isinstance(state.tree, DynamicTree):
-            displaced = s.length
-        state.drafter.observe(step, state.own_nodes, displaced)
+        state.drafter.observe(step, state.own_nodes, displaced=state.tree.depth if state.tree is not None else 0)
         if s.schedule == "heuristic":
             whole = step.accepted >= state.lengths
             state.lengths = torch.where(whole, state.lengths + 2, state.lengths - 1).clamp(1, s.max_length)
@@ -115,6 +123,5 @@ class Speculative(DraftModelStrategy):
         if varies:
             index = torch.arange(length, device=tokens.device)
             tokens = torch.where(index < state.lengths[:, None], tokens, -1)
-        return Draft.chain(
-            tokens, torch.cat([x for x in scores if x is not None], dim=1) if scores[0] is not None else None
-        )
+        drawn_from = [x for x in scores if x is not None]
+        return Draft.chain(tokens, torch.cat(drawn_from, dim=1) if drawn_from else None)

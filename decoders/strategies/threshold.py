@@ -104,7 +104,7 @@ class Threshold(DraftModelStrategy):
         s: ThresholdSettings = self.settings
         draft, weights = state.draft, state.weights
         assert draft is not None and weights is not None
-        state.drafter.observe(step, draft.tokens.shape[1] + 1, 0 if state.tree is None else s.max_length)
+        state.drafter.observe(step, draft.tokens.shape[1] + 1, 0 if state.tree is None else state.tree.depth)
         rejected = first_rejected(draft, weights, step)
         if state.calibration is not None:
             expected = torch.where(draft.tokens >= 0, weights.exp(), 0.0).sum() if state.tree is None else None
