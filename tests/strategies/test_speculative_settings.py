@@ -24,9 +24,9 @@ def test_a_template_belongs_to_a_static_tree(tree):
 def test_a_template_cannot_take_more_continuations_than_there_are_tokens(target: PreTrainedModel, near):
     strategy = Speculative(tree="static", template=tuple((rank,) for rank in range(129)))
     with pytest.raises(SettingsError, match="takes the 129 best continuations of a node; the vocabulary has 128"):
-        decode(target, prompts(1), strategy, assistant_model=near, decoders_config={"compile": False})
+        decode(target, prompts(1), strategy, assistant_model=near, max_new_tokens=4, decoders_config={"compile": False})
 
 
 def test_a_missing_draft_model_is_said_with_both_ways_to_give_one(target: PreTrainedModel):
     with pytest.raises(UnsupportedError, match="needs assistant_model=, or draft_model in its settings"):
-        decode(target, prompts(1), "speculative")
+        decode(target, prompts(1), "speculative", max_new_tokens=4)
