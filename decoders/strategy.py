@@ -46,6 +46,7 @@ class Context:
         draft: opens a draft model for this call: ``draft(model, ahead=K)`` gives a
             :class:`~decoders.engine.drafter.Drafter`, with its own cache and compiled passes.
         strategy: makes a strategy from a registry name and settings, for strategies that are built of others.
+        sequences: the rows as they are at the start, prompts only; None in a context made by hand.
         coupled: whether target and drafts share their noise, so that a guess drawn with it is likely the target's token. If
             not, a draft says what it was drawn from (:attr:`Draft.scores`).
         level: 0 if the strategy drafts for the target, 1 if it drafts for the target's draft model, and so on.
@@ -63,6 +64,7 @@ class Context:
     compile: Callable[[Callable[..., Any]], Callable[..., Any]]
     draft: Callable[..., Drafter] = _outside_a_call
     strategy: Callable[..., Strategy] = _outside_a_call
+    sequences: Sequences | None = None
     coupled: bool = True
     level: int = 0
     plan: SamplingPlan | None = None

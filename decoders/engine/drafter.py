@@ -252,7 +252,7 @@ class Drafter:
         """What the stage is told: this model is the target of its world."""
         context = replace(
             outer, slots=self.rows.tokens.shape[1], vocab_size=self.vocab_size, level=self.level,
-            compile=self.terms.compiler(self.engine),
+            compile=self.terms.compiler(self.engine), sequences=self.views.at(self._reach)[1],
         )  # fmt: skip
         return replace(context, draft=opener(self.terms, context, self.inner))
 

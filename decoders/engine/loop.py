@@ -207,8 +207,8 @@ class _Call:
         )  # fmt: skip
         context = Context(
             rows=self.batch, slots=rows.tokens.shape[1], device=self.target.device, compile=terms.compiler(self.engine),
-            vocab_size=self.target.vocab_size, coupled=coupled, plan=request.plan, sampling=rows.sampling,
-            **request.context,
+            vocab_size=self.target.vocab_size, sequences=self.views.at(max(self.lengths))[1], coupled=coupled,
+            plan=request.plan, sampling=rows.sampling, **request.context,
         )  # fmt: skip
         return replace(context, draft=opener(terms, context, self.drafters))
 

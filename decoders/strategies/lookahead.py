@@ -17,10 +17,11 @@ from pydantic import Field
 from torch import Tensor
 
 from ..engine.sampling import mix64
+from ..errors import UnsupportedError
 from ..settings import Settings
 from ..strategy import Context, Draft, Sequences, Step, Strategy
 from ..tree import NO_PARENT, Topology
-from .ngram_pool import EMPTY, make_pool, recall, remember
+from .ngram_pool import make_pool, recall, remember
 
 
 class LookaheadSettings(Settings):
@@ -52,13 +53,11 @@ class LookaheadState:
         block: ``[B, (W + G)(N - 1) - 1]`` int64, the next draft: window without the root, then guesses.
         pool: ``[B, N + 1, C]`` int64, see :mod:`.ngram_pool`.
         advance: the compiled update.
-        begun: whether the prompt has been read.
     """
 
     block: Tensor
     pool: Tensor
     advance: Callable[..., None]
-    begun: bool = False
 
 
 class Lookahead(Strategy):
@@ -74,16 +73,19 @@ class Lookahead(Strategy):
 
     def start(self, context: Context) -> LookaheadState:
         s: LookaheadSettings = self.settings
-        width = (s.window + s.guesses) * (s.ngram - 1) - 1
-        block = torch.full((context.rows, width), EMPTY, dtype=torch.int64, device=context.device)
-        pool = torch.full((context.rows, s.ngram + 1, s.capacity), EMPTY, dtype=torch.int64, device=context.device)
+        text = context.sequences
+        if text is None:
+            raise UnsupportedError("lookahead begins with the prompt: give the Context its sequences")
+        window = first_window(text.tokens, text.length, s.window, s.ngram)
+        # No more than the pool can hold: each is compared with each, and long prompts would take long.
+        new, valid = last_ngrams(text.tokens, text.length, s.ngram, min(text.tokens.shape[1], s.capacity))
+        pool = make_pool(new, valid & s.seed_from_prompt, s.guesses, s.capacity).contiguous()
+        guesses = recall(pool, text.last, s.guesses)
+        block = torch.cat([window.flatten(1)[:, 1:], guesses.flatten(1)], 1)
         return LookaheadState(block, pool, context.compile(advance_for(s.window, s.ngram, s.keep_output)))
 
     def propose(self, state: LookaheadState, sequences: Sequences) -> Draft:
         s: LookaheadSettings = self.settings
-        if not state.begun:
-            self._read_prompt(state, sequences)
-            state.begun = True
         # A copy, since `observe` writes the next block in place.
         return Draft(state.block.clone(), lookahead_block(s.window, s.ngram, s.guesses))
 
@@ -92,17 +94,6 @@ class Lookahead(Strategy):
         state.advance(
             state.block, state.pool, step.nodes, step.chosen, step.logits, text.tokens, text.length, step.emitted
         )
-
-    def _read_prompt(self, state: LookaheadState, sequences: Sequences) -> None:
-        """The first window, and the pool's first n-grams and guesses."""
-        s: LookaheadSettings = self.settings
-        window = first_window(sequences.tokens, sequences.length, s.window, s.ngram)
-        # No more than the pool can hold: each is compared with each, and long prompts would take long.
-        count = min(sequences.tokens.shape[1], s.capacity)
-        new, valid = last_ngrams(sequences.tokens, sequences.length, s.ngram, count)
-        state.pool.copy_(make_pool(new, valid & s.seed_from_prompt, s.guesses, s.capacity))
-        guesses = recall(state.pool, sequences.last, s.guesses)
-        state.block.copy_(torch.cat([window.flatten(1)[:, 1:], guesses.flatten(1)], 1))
 
 
 @lru_cache
