@@ -268,34 +268,34 @@ def test_two_providers_of_one_name_leave_it_to_neither(
 def test_two_providers_of_one_verifier_leave_it_to_neither(
     install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, two = verifier_named("typical"), verifier_named("typical")
+    one, two = verifier_named("careful"), verifier_named("careful")
     install(
         ("first", "decoders-one", plugin_with(strategy_named("other"), verifiers=(one,))),
         ("second", "dec-two", plugin_with(verifiers=(two,))),
     )
-    with pytest.raises(PluginError, match=r"Verifier 'typical' is claimed by 'second' \(dec-two 1\.2\) and 'first'"):
-        registry().verifier("typical")
-    assert "typical" not in registry().verifiers()
+    with pytest.raises(PluginError, match=r"Verifier 'careful' is claimed by 'second' \(dec-two 1\.2\) and 'first'"):
+        registry().verifier("careful")
+    assert "careful" not in registry().verifiers()
     assert "other" in registry().strategies()
     assert status_of("first", registry()).status == status_of("second", registry()).status == "conflict"
 
     monkeypatch.setenv("DECODERS_PLUGINS_BLOCK", "dec_two")
-    assert Registry().verifier("typical") is one
+    assert Registry().verifier("careful") is one
     monkeypatch.setenv("DECODERS_PLUGINS_BLOCK", "")
     monkeypatch.setenv("DECODERS_PLUGINS_STRICT", "1")
-    with pytest.raises(PluginError, match="Verifier 'typical' is claimed by"):
+    with pytest.raises(PluginError, match="Verifier 'careful' is claimed by"):
         Registry()
 
 
 def test_strategy_and_verifier_may_share_a_name(install: Callable[..., None]) -> None:
-    strategy, verifier = strategy_named("typical"), verifier_named("typical")
+    strategy, verifier = strategy_named("careful"), verifier_named("careful")
     install(
         ("first", "decoders-one", plugin_with(strategy)),
         ("second", "dec-two", plugin_with(strategy_named("coupled"), verifiers=(verifier,))),
     )
     assert status_of("first", registry()).status == status_of("second", registry()).status == "loaded"
-    assert registry().strategy("typical") is strategy
-    assert registry().verifier("typical") is verifier
+    assert registry().strategy("careful") is strategy
+    assert registry().verifier("careful") is verifier
     assert registry().verifier("coupled") is Coupled
 
 
