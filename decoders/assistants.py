@@ -6,9 +6,9 @@ import weakref
 from collections.abc import Callable
 from typing import Literal
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from .checkpoints import load_model
 from .engine.engine import Engine
 from .engine.target import refuse_unfit
 from .errors import UnsupportedError
@@ -63,15 +63,10 @@ class Assistants:
 
     def _load(self, path: str, target: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
         if path not in self._loaded:
-            bar = logging.is_progress_bar_enabled()
-            logging.disable_progress_bar()  # this happens inside generate, whose output is the user's
             try:
-                model = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype).eval().to(target.device)
+                model = load_model(path, target.dtype).to(target.device)  # type: ignore[arg-type]
             except (OSError, ValueError) as error:
                 raise UnsupportedError(f"draft model {path!r} cannot be loaded: {error}") from error
-            finally:
-                if bar:
-                    logging.enable_progress_bar()
             try:
                 tokenizer = AutoTokenizer.from_pretrained(path)
             except (OSError, ValueError):

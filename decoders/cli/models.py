@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..checkpoints import load_model
 from ..errors import DecodersError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -37,16 +38,14 @@ def load(name: str, dtype: str = "float32") -> tuple[PreTrainedModel, PreTrained
 
         model, tokenizer = demo.load(name.partition(":")[2] or "target", None if isinstance(wanted, str) else wanted)
         return _placed(model), tokenizer
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
+    from transformers import AutoTokenizer
 
-    logging.disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=wanted)
+        model = load_model(name, wanted)
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"Model {name!r} cannot be loaded: {error}") from error
-    return _placed(model.eval()), tokenizer
+    return _placed(model), tokenizer
 
 
 def load_assistant(name: str | None, model: str, dtype: str, needed: bool) -> PreTrainedModel | None:

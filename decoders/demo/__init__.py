@@ -11,6 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..checkpoints import load_model
 from ..errors import DecodersError, UnknownNameError
 from .prompt_set import Prompt
 
@@ -54,17 +55,10 @@ def load(
             "and pass the directory it wrote."
         )
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
+    from transformers import AutoTokenizer
 
-    bar = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # it takes a blink; a bar is noise in front of a demo's own output
-    try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32 if dtype is None else dtype)
-    finally:
-        if bar:
-            logging.enable_progress_bar()
-    return model.eval(), AutoTokenizer.from_pretrained(path)
+    model = load_model(path, torch.float32 if dtype is None else dtype)
+    return model, AutoTokenizer.from_pretrained(path)
 
 
 def prompts(kind: str | None = None) -> list[Prompt]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..strategy import Sequences
+from ..strategy import Sequences, Step
 from ..tree import TreeTensors
 from ..verifier import Block, Verifier
 from .cache import CacheBuffers, move_slots
@@ -84,6 +84,11 @@ class StepOutput:
     logits: Tensor
     scores: Tensor | None
     hidden: Tensor
+
+    def observed(self, sequences: Sequences) -> Step:
+        """This step as its strategy sees it; `sequences` hold what it committed."""
+        emitted, accepted, _, _ = self.summary.unbind(0)
+        return Step(self.nodes, self.chosen, self.path, accepted, emitted, self.logits, self.hidden, sequences)
 
 
 class Core:

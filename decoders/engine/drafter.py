@@ -144,10 +144,9 @@ class Drafter:
             view, sequences = self._view(guesses.shape[1] + 1)
         out, growth = self._run("advance", guesses, tree, self.rows, view, self._range())
         with self._clock("stage"):
-            emitted, accepted, _, _ = out.summary.unbind(0)
             if type(stage).observe is not Strategy.observe:
-                step = Step(out.nodes, out.chosen, out.path, accepted, emitted, out.logits, out.hidden, sequences)
-                stage.observe(self._stage_state, step)
+                stage.observe(self._stage_state, out.observed(sequences))
+            emitted = out.summary[0]
             self._tally[:3] += out.summary[:3].sum(1)
             self._tally[3:].scatter_add_(0, (emitted - 1).clamp(0, LONGEST - 1), (emitted > 0).long())
         return out, growth

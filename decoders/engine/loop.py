@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..report import Laps, Report
-from ..strategy import Context, Draft, Step, Strategy
+from ..strategy import Context, Draft, Strategy
 from ..tree import TreeTensors
 from ..verifier import Verifier
 from .blocks import Blocks, Views, capacity, prefill
@@ -246,11 +246,8 @@ class _Call:
         strategy = self.request.strategy
         if type(strategy).observe is Strategy.observe:
             return
-        emitted, accepted, _, _ = out.summary.unbind(0)
         sequences = self.views.at(max(self.lengths) + out.nodes.shape[1])[1]
-        strategy.observe(
-            state, Step(out.nodes, out.chosen, out.path, accepted, emitted, out.logits, out.hidden, sequences)
-        )
+        strategy.observe(state, out.observed(sequences))
 
     def _record(self, outcome: _Outcome, out: StepOutput | None) -> None:
         """Books a step; `out` is needed for logits and scores only."""

@@ -28,6 +28,14 @@ class DraftModelSettings(Settings):
     )
 
 
+class DraftTreeSettings(DraftModelSettings):
+    """Settings of those whose drafts may be trees grown level by level."""
+
+    nodes: int = Field(24, ge=2, le=256, description="Node budget of a tree, root excluded.")
+    children: int = Field(4, ge=2, le=32, description="Most continuations of a node of a tree.")
+    beam: int = Field(4, ge=1, le=32, description="Nodes of a dynamic tree that are continued per level.")
+
+
 class DraftModelStrategy(Strategy):
     """Base of strategies with a draft model: ``assistant_model=`` of the call, or ``draft_model`` of the settings."""
 

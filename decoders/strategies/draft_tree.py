@@ -92,8 +92,12 @@ class DynamicTree:
         self._bound = depth_bound(depth)
         self._frontier, self._born, self._best = compile(frontier), compile(born), compile(best_nodes)
 
-    def draft(self, drafter: Drafter, floor: Tensor | None = None) -> tuple[Draft, Tensor]:
-        """Grows trees for all rows.
+    def draft(self, drafter: Drafter) -> Draft:
+        """Grows trees for all rows."""
+        return self.weighted(drafter)[0]
+
+    def weighted(self, drafter: Drafter, floor: Tensor | None = None) -> tuple[Draft, Tensor]:
+        """The same, with how likely each node is.
 
         Args:
             floor: ``[B]``, log-probability below which a node is not continued. With one, growth ends when no row has

@@ -13,11 +13,11 @@ from ..engine.drafter import Drafter
 from ..errors import SettingsError
 from ..settings import Settings
 from ..strategy import Context, Draft, Sequences, Step
-from .draft_model import DraftModelSettings, DraftModelStrategy, require_coupled
+from .draft_model import DraftModelStrategy, DraftTreeSettings, require_coupled
 from .draft_tree import DynamicTree, StaticTree, likely_paths
 
 
-class SpeculativeSettings(DraftModelSettings):
+class SpeculativeSettings(DraftTreeSettings):
     """How much the draft model proposes, and in which shape."""
 
     length: int = Field(
@@ -33,9 +33,6 @@ class SpeculativeSettings(DraftModelSettings):
         "none",
         description="none: a chain. static: a tree of one shape. dynamic: the likeliest nodes, chosen in every step.",
     )
-    nodes: int = Field(24, ge=2, le=256, description="Node budget of a tree, root excluded.")
-    children: int = Field(4, ge=2, le=32, description="Most continuations of a node of a tree.")
-    beam: int = Field(4, ge=1, le=32, description="Nodes of a dynamic tree that are continued per level.")
     template: tuple[tuple[int, ...], ...] | None = Field(
         None, description="Shape of a static tree: paths of ranks, level by level, as Medusa writes them."
     )
@@ -97,12 +94,7 @@ class Speculative(DraftModelStrategy):
     def propose(self, state: _State, sequences: Sequences) -> Draft:
         drafter = state.drafter
         drafter.begin(sequences)
-        if isinstance(state.tree, StaticTree):
-            draft = state.tree.draft(drafter)
-        elif isinstance(state.tree, DynamicTree):
-            draft, _ = state.tree.draft(drafter)
-        else:
-            draft = self._chain(state, sequences)
+        draft = self._chain(state, sequences) if state.tree is None else state.tree.draft(drafter)
         state.own_nodes = draft.tokens.shape[1] + 1
         return draft
 

@@ -13,14 +13,14 @@ from ..engine.drafter import Drafter
 from ..strategy import Context, Draft, Sequences, Step
 from ..tree import Topology
 from .calibration import Calibration
-from .draft_model import DraftModelSettings, DraftModelStrategy, require_coupled
+from .draft_model import DraftModelStrategy, DraftTreeSettings, require_coupled
 from .draft_tree import DynamicTree
 
 #: Where the host must wait for the device to look at it, it looks once: after a number of passes out of these.
 BUCKETS = (2, 4, 8, 16, 32)
 
 
-class ThresholdSettings(DraftModelSettings):
+class ThresholdSettings(DraftTreeSettings):
     """When to stop drafting."""
 
     threshold: float = Field(
@@ -38,9 +38,6 @@ class ThresholdSettings(DraftModelSettings):
     tree: Literal["none", "dynamic"] = Field(
         "none", description="dynamic: a tree whose nodes are continued while their probability is above the threshold."
     )
-    nodes: int = Field(24, ge=2, le=256, description="Node budget of a tree, root excluded.")
-    children: int = Field(4, ge=2, le=32, description="Most continuations of a node of a tree.")
-    beam: int = Field(4, ge=1, le=32, description="Nodes of a tree that are continued per level.")
 
     @model_validator(mode="after")
     def _ordered(self) -> ThresholdSettings:
@@ -93,7 +90,7 @@ class Threshold(DraftModelStrategy):
         state.drafter.begin(sequences)
         floor = state.threshold.log()
         if state.tree is not None:
-            state.draft, state.weights = state.tree.draft(state.drafter, floor)
+            state.draft, state.weights = state.tree.weighted(state.drafter, floor)
         else:
             state.draft = self._chain(state, sequences, floor)
         if state.calibration is not None:

@@ -150,17 +150,17 @@ def beam_search(
     children=st.integers(1, 4), nodes=st.integers(2, 30), floor=st.sampled_from([None, -1.0, -3.0]),
 )  # fmt: skip
 def test_a_dynamic_tree_is_the_likeliest_part_of_a_beam_search(seed, rows, depth, beam, children, nodes, floor):
-    """Rows differ in shape. Weights are all different, so that there is one right answer."""
+    """Rows differ in shape. Paths around a cycle may weigh the same whatever their order: which of them is kept is open."""
     log = table(rows, 6, seed)
     limit = None if floor is None else torch.full((rows,), floor)
-    draft, weights = DynamicTree(depth, beam, nodes, lambda f: f).draft(Table(log, children), limit)  # type: ignore[arg-type]
+    draft, weights = DynamicTree(depth, beam, nodes, lambda f: f).weighted(Table(log, children), limit)  # type: ignore[arg-type]
     draft.check(rows)
     inspect_tree(draft.topology, rows)  # type: ignore[arg-type]
     for row in range(rows):
         every = beam_search(log[row], depth, beam, children, floor)
-        best = sorted(every, key=lambda path: -every[path])[:nodes]
+        best = sorted(every.values(), reverse=True)[:nodes]
         found = paths_of(draft, row)
-        assert set(found) == set(best)
+        assert sorted((every[path] for path in found), reverse=True) == pytest.approx(best, abs=1e-4)
         for path, node in found.items():
             assert float(weights[row, node - 1]) == pytest.approx(every[path], abs=1e-4)
 
@@ -168,7 +168,7 @@ def test_a_dynamic_tree_is_the_likeliest_part_of_a_beam_search(seed, rows, depth
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10**6), depth=st.integers(1, 5), beam=st.integers(1, 4), nodes=st.integers(2, 20))
 def test_equally_likely_nodes_make_a_sound_tree(seed, depth, beam, nodes):
-    draft, weights = DynamicTree(depth, beam, nodes, lambda f: f).draft(Table(table(3, 5, seed, ties=True), 3))  # type: ignore[arg-type]
+    draft, weights = DynamicTree(depth, beam, nodes, lambda f: f).weighted(Table(table(3, 5, seed, ties=True), 3))  # type: ignore[arg-type]
     inspect_tree(draft.topology, 3)  # type: ignore[arg-type]
     assert draft.tokens.shape[1] <= nodes and torch.isfinite(weights).all()
     for row in range(3):
@@ -179,7 +179,7 @@ def test_a_certain_draft_is_kept_as_a_chain():
     """Every token of the chain has probability one: parents and children tie, and all of them are the best nodes."""
     certain = torch.full((1, 6, 6), -40.0)
     certain[0, torch.arange(6), (torch.arange(6) + 1) % 6] = 0.0
-    draft, _ = DynamicTree(5, 2, 5, lambda f: f).draft(Table(certain, 2))  # type: ignore[arg-type]
+    draft, _ = DynamicTree(5, 2, 5, lambda f: f).weighted(Table(certain, 2))  # type: ignore[arg-type]
     assert (1, 2, 3, 4, 5) in paths_of(draft, 0)
 
 
