@@ -39,6 +39,18 @@ class PluginError(DecodersError):
     """A plugin could not be loaded, or two plugins claim the same name."""
 
 
+class GrammarError(DecodersError, ValueError):
+    """A grammar that cannot be compiled, or a finished text that breaks one.
+
+    Attributes:
+        keyword: what is to blame, a keyword of JSON Schema, say. path: where it stands, as a JSON path.
+    """
+
+    def __init__(self, message: str, keyword: str | None = None, path: str | None = None) -> None:
+        super().__init__(message)
+        self.keyword, self.path = keyword, path
+
+
 def suggest(name: str, choices: Iterable[str]) -> str:
     """``Did you mean …? Choose from …`` for an unknown `name`; the first part only if something is close."""
     choices = sorted(choices)

@@ -1,0 +1,1 @@
+"""Grammars: what a text may be, as masks over the next token. See :mod:`.base` for the contract of a backend."""

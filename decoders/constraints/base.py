@@ -1,0 +1,218 @@
+"""The contract of a grammar backend: a language compiled for a vocabulary, and matchers that walk it and come back.
+
+Letters: ``V`` size of the model's logits, ``W = ceil(V / 32)`` words of a packed mask, ``N`` nodes of a block. Bit ``v % 32`` of
+word ``v // 32`` says whether token ``v`` may come next.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ..tree import NO_PARENT
+from .vocabulary import Vocabulary
+
+#: "full": every token that leaves the text completable may come next. "canonical": where the grammar forces the next
+#: bytes, only the token that the tokenizer itself would begin them with: other tokens, hence another distribution.
+Policy = Literal["full", "canonical"]
+
+
+@dataclass(frozen=True)
+class Language:
+    """A set of texts, in the notations that backends read; at least one is given.
+
+    Attributes:
+        name: what it is called in messages and reports.
+        regex: the whole text must match; syntax of Rust's ``regex`` crate, no look-around, no back-references, no flags.
+        lark: llguidance's dialect of Lark, the first rule is ``start``.
+        remarks: what the language leaves out that the specification would allow, or the reverse; one sentence each.
+        whole: judges a finished text where the language is wider than the specification: raises GrammarError.
+    """
+
+    name: str
+    regex: str | None = None
+    lark: str | None = None
+    remarks: tuple[str, ...] = ()
+    whole: Any = None
+
+
+@dataclass(frozen=True)
+class Tables:
+    """A compiled language as tensors: a byte automaton, and one packed mask per class of states.
+
+    Attributes:
+        next: ``[S, C]`` int32, state after a byte of each of ``C`` classes; 0 is the dead state.
+        classes: ``[256]`` int64, class of each byte.
+        mask_of: ``[S]`` int64, row of `masks` of each state.
+        masks: ``[R, W]`` int32. Stop tokens are among the bits of accepting states.
+        start: the first state.
+    """
+
+    next: Tensor
+    classes: Tensor
+    mask_of: Tensor
+    masks: Tensor
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (self.next, self.classes, self.mask_of, self.masks))
+
+
+class Grammar(ABC):
+    """A language compiled for a vocabulary. Immutable; shared by all calls.
+
+    Attributes:
+        language, vocabulary, policy: what it was compiled from and for. backend: name of what compiled it.
+    """
+
+    backend: str
+    language: Language
+    vocabulary: Vocabulary
+    policy: Policy
+
+    @abstractmethod
+    def start(self) -> Matcher:
+        """A matcher at the beginning of a text."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Memory of what was compiled."""
+
+    def tables(self) -> Tables | None:
+        """The language as tensors, for masks inside the compiled step; None if it has no such form."""
+        return None
+
+
+class Matcher(ABC):
+    """A position in a text. Nothing that is asked of it, legal or not, brings it into a state it cannot leave."""
+
+    grammar: Grammar
+
+    @property
+    @abstractmethod
+    def accepting(self) -> bool:
+        """Whether the text may end here. Also true once it has ended."""
+
+    @property
+    @abstractmethod
+    def stopped(self) -> bool:
+        """Whether a stop token has been taken: no further token is legal."""
+
+    @abstractmethod
+    def fork(self) -> Matcher:
+        """An independent matcher at the same position; it cannot be rolled back behind it."""
+
+    @abstractmethod
+    def advance(self, tokens: Sequence[int]) -> int:
+        """Takes `tokens` up to the first illegal one; returns how many it took."""
+
+    @abstractmethod
+    def rollback(self, count: int) -> None:
+        """Gives back the last `count` tokens, a stop token among them or not.
+
+        Raises:
+            ValueError: fewer tokens have been taken (since the fork).
+        """
+
+    @abstractmethod
+    def validate(self, tokens: Sequence[int]) -> int:
+        """How many of `tokens` :meth:`advance` would take; changes nothing."""
+
+    @abstractmethod
+    def fill_mask(self, out: Tensor) -> None:
+        """Writes the mask of the tokens that may come next to ``out``, ``[W]`` int32 on the CPU.
+
+        Never empty: from every position that can be reached some token is legal. After a stop token, all stop tokens.
+        """
+
+    def fill_tree(self, parents: Sequence[int], tokens: Sequence[int], out: Tensor) -> list[bool]:
+        """Masks after every node of a tree of guesses.
+
+        Args:
+            parents: ``N`` entries; a parent comes before its child; -1 for the root (node 0, whose token has been taken)
+                and for nodes that are never accepted.
+            tokens: ``N`` entries; the root's is not read.
+            out: ``[N, W]`` int32 on the CPU. Nodes that are never accepted, or whose token is illegal after their
+                parent, get a mask of ones: nothing depends on it, and no softmax over nothing arises.
+
+        Returns:
+            which nodes are legal; the root is.
+        """
+        children: dict[int, list[int]] = {}
+        for node in range(1, len(parents)):
+            if parents[node] != NO_PARENT:
+                children.setdefault(parents[node], []).append(node)
+        legal = [False] * len(parents)
+        out.fill_(-1)
+        walk = [(0, False)]  # depth first: one matcher goes down and comes back up
+        while walk:
+            node, left = walk.pop()
+            if left:
+                self.rollback(1)
+                continue
+            if node:
+                if self.advance([tokens[node]]) == 0:
+                    continue
+                walk.append((node, True))
+            legal[node] = True
+            self.fill_mask(out[node])
+            walk += [(child, False) for child in reversed(children.get(node, []))]
+        return legal
+
+    @abstractmethod
+    def forced_bytes(self) -> bytes:
+        """The bytes that every continuation begins with; empty where there is a choice, the end among them."""
+
+    def forced_tokens(self, limit: int) -> list[int]:
+        """The tokens that the tokenizer itself would write the forced bytes with, at most `limit`.
+
+        The last ones are left out where what follows might join them into a longer token.
+        """
+        return self.grammar.vocabulary.canonical(self.forced_bytes())[:limit]
+
+
+class Backend(ABC):
+    """Compiles languages. Made without arguments; instances hold nothing.
+
+    Class attributes:
+        name: registry name, ``snake_case``. summary: one line for listings.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str] = ""
+
+    @abstractmethod
+    def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> Grammar:
+        """`language` for `vocabulary`, in bounded time and memory.
+
+        Raises:
+            GrammarError: it has no form that this backend reads, or exceeds its limits; names what would handle it.
+        """
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+def mask_words(vocabulary: int) -> int:
+    """``W``, words of a packed mask over `vocabulary` tokens."""
+    return -(-vocabulary // 32)
+
+
+def pack(allowed: Tensor) -> Tensor:
+    """``[…, V]`` bool as packed masks ``[…, W]`` int32."""
+    padded = torch.nn.functional.pad(allowed, (0, -allowed.shape[-1] % 32)).unflatten(-1, (-1, 32))
+    bits = padded.to(torch.int64) << torch.arange(32, device=allowed.device)
+    return bits.sum(-1).to(torch.int32)
+
+
+def unpack(masks: Tensor, vocabulary: int) -> Tensor:
+    """Packed masks ``[…, W]`` int32 as ``[…, V]`` bool."""
+    bits = (masks[..., None] >> torch.arange(32, dtype=torch.int32, device=masks.device)) & 1
+    return bits.flatten(-2)[..., :vocabulary].bool()

@@ -1,0 +1,170 @@
+"""What every token of a model stands for in bytes. Grammars are about bytes; a token may hold half a character."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Sequence
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING
+
+from ..errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Vocabulary:
+    """The tokens of a model's logits as bytes.
+
+    Attributes:
+        tokens: ``V`` entries; None for what never stands in a text: special tokens, stop tokens, unused rows of the logits.
+        stops: ids that end a text.
+        encode: text to ids as the tokenizer itself writes it, no special tokens.
+    """
+
+    def __init__(
+        self, tokens: Sequence[bytes | None], stops: Sequence[int], encode: Callable[[str], Sequence[int]] | None = None
+    ) -> None:
+        ends = set(stops)
+        self.tokens = tuple(None if token in ends or not text else text for token, text in enumerate(tokens))
+        self.stops = tuple(sorted(token for token in ends if 0 <= token < len(self.tokens)))
+        self.encode = encode or self._greedy
+        if not self.stops:
+            raise UnsupportedError(
+                "grammar= needs a token that ends the text: set eos_token_id in the call or the generation config"
+            )
+
+    @staticmethod
+    def of(tokenizer: PreTrainedTokenizerBase, size: int, stops: Sequence[int]) -> Vocabulary:
+        """The vocabulary of `tokenizer` for logits of `size` entries.
+
+        Raises:
+            UnsupportedError: its tokens cannot be told in bytes (neither byte-level nor with byte fallback).
+        """
+        spell = _spelling(tokenizer)
+        special = set(tokenizer.all_special_ids)
+        tokens: list[bytes | None] = [None] * size
+        for text, token in tokenizer.get_vocab().items():
+            if token < size and token not in special:
+                tokens[token] = spell(text)
+        for token, added in tokenizer.added_tokens_decoder.items():
+            if token < size:  # their text stands for itself
+                tokens[token] = None if added.special or token in special else added.content.encode()
+
+        def encode(text: str) -> Sequence[int]:
+            ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            return ids
+
+        return Vocabulary(tokens, stops, encode)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Tells vocabularies apart: tokens and stop tokens."""
+        digest = hashlib.sha256(repr(self.stops).encode())
+        for token in self.tokens:
+            digest.update(b"-" if token is None else b"%d:" % len(token) + token)
+        return digest.hexdigest()
+
+    @cached_property
+    def ids(self) -> dict[bytes, int]:
+        """The first token of each spelling."""
+        found: dict[bytes, int] = {}
+        for token, text in enumerate(self.tokens):
+            if text is not None:
+                found.setdefault(text, token)
+        return found
+
+    @cached_property
+    def longest(self) -> int:
+        """Bytes of the longest token."""
+        return max(map(len, self.ids), default=0)
+
+    @cached_property
+    def _prefixes(self) -> frozenset[bytes]:
+        """All proper prefixes of tokens."""
+        return frozenset(text[:end] for text in self.ids for end in range(1, len(text)))
+
+    def spell(self, tokens: Sequence[int]) -> bytes:
+        """The bytes of `tokens`; nothing for those that stand for no text."""
+        return b"".join(self.tokens[token] or b"" for token in tokens)
+
+    def canonical(self, forced: bytes) -> list[int]:
+        """`forced` bytes as the tokenizer writes them, as far as what comes next cannot change that.
+
+        Tokens that might be joined with what follows are left out: those behind which the rest of the bytes is the
+        beginning of a longer token.
+        """
+        text = _decodable(forced)
+        tokens = [*self.encode(text)]
+        if self.spell(tokens) != text.encode():  # a tokenizer that puts a blank in front, say
+            tokens = self._greedy(text)
+        begin = 0
+        for count, token in enumerate(tokens):
+            if forced[begin:] in self._prefixes:
+                return tokens[:count]
+            begin += len(self.tokens[token] or b"")
+        return tokens
+
+    def _greedy(self, text: str) -> list[int]:
+        """Longest match first; empty if some byte has no token."""
+        rest = text.encode()
+        tokens: list[int] = []
+        while rest:
+            for size in range(min(len(rest), self.longest), 0, -1):
+                if rest[:size] in self.ids:
+                    tokens.append(self.ids[rest[:size]])
+                    rest = rest[size:]
+                    break
+            else:
+                return []
+        return tokens
+
+
+def _decodable(text: bytes) -> str:
+    """`text` without the beginning of a character at its end."""
+    for cut in range(min(4, len(text) + 1)):
+        try:
+            return text[: len(text) - cut].decode()
+        except UnicodeDecodeError:
+            continue
+    return ""
+
+
+def _spelling(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], bytes]:
+    """How `tokenizer` writes bytes in the names of its tokens.
+
+    Raises:
+        UnsupportedError: neither byte-level nor with byte fallback.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    steps = json.dumps(json.loads(backend.to_str()).get("decoder")) if backend is not None else ""
+    if '"ByteLevel"' in steps:
+        alphabet = _byte_level_alphabet()
+        return lambda name: bytes(alphabet[character] for character in name)
+    vocabulary = tokenizer.get_vocab()
+    if all(f"<0x{byte:02X}>" in vocabulary for byte in range(128, 256)):
+
+        def spell(name: str) -> bytes:
+            byte = _BYTE_TOKEN.fullmatch(name)
+            return bytes([int(byte[1], 16)]) if byte else name.replace("\u2581", " ").encode()
+
+        return spell
+    raise UnsupportedError(
+        f"grammar= works on bytes, and the tokens of {type(tokenizer).__name__} cannot be told in bytes: it is neither a "
+        "byte-level tokenizer nor one with byte fallback"
+    )
+
+
+@lru_cache
+def _byte_level_alphabet() -> dict[str, int]:
+    """The characters that byte-level tokenizers write bytes with (Radford et al. 2019): printable ones stand for themselves."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
