@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -39,6 +39,7 @@ from .engine.engine import Engine
 from .engine.loop import Decoded, Request, decode
 from .engine.target import refuse_unfit
 from .errors import SettingsError, UnsupportedError
+from .grammars import Grammars
 from .plugins import registry
 from .report import Report
 from .resolve import resolve_strategy, resolve_verifier, strategy_name
@@ -122,10 +123,6 @@ class Generate:
             if misplaced:
                 raise SettingsError(f"{', '.join(misplaced)} needs a strategy: pass strategy=… too")
             return self.plain(*args, **{k: v for k, v in kwargs.items() if k not in _POSITIONAL[: len(args)]})
-        if own.get("grammar") is not None:
-            raise UnsupportedError(
-                "grammar=: no grammar backend is installed in this version; validate the output instead"
-            )
         verifier = resolve_verifier(own.get("verifier") or runtime.verifier)
         # Settings in a config that names a strategy are that strategy's.
         theirs = configured["strategy"] is None or strategy_name(configured["strategy"]) == strategy_name(chosen)
@@ -150,6 +147,10 @@ class Generate:
         if assistant is not None and not strategy.needs_assistant:
             raise UnsupportedError(
                 f"strategy {strategy.name!r} uses no assistant_model; leave it out or choose another strategy"
+            )
+        if strategy.needs_grammar and own.get("grammar") is None:
+            raise UnsupportedError(
+                f"strategy {strategy.name!r} needs grammar=: a schema, a pattern, or the name of a grammar of the library"
             )
         tokenizer = kwargs.pop("tokenizer", None) or self.tokenizer
         assistant_tokenizer = kwargs.pop("assistant_tokenizer", None)
@@ -183,11 +184,16 @@ class Generate:
                 StreamAligner(streamer, len(prompts), pad_token_of(generation_config)) if streamer is not None else None
             )
             engine = self.engine(runtime.attention)
+            grammars = Grammars.of(
+                own.get("grammar"), len(prompts), generation_config.num_return_sequences or 1, tokenizer,
+                engine.target.vocab_size, stop_tokens, runtime,
+            )  # fmt: skip
+            plan = replace(plan, masked=grammars.any)
             request = Request(
                 strategy=strategy, prompts=prompts, padded_prompt=input_ids, new_tokens=new_tokens,
                 stop_tokens=stop_tokens, pad_token=pad_token_of(generation_config), plan=plan, values=values,
                 seed=resolve_seed(own.get("seed"), own.get("generator"), generation_config.do_sample),
-                processors=processors, verifier=verifier, criteria=host_criteria(stopping_criteria),
+                processors=processors, verifier=verifier, grammars=grammars.rows, criteria=host_criteria(stopping_criteria),
                 on_step=aligner.step if aligner is not None else None,
                 keep_logits=bool(generation_config.return_dict_in_generate and generation_config.output_logits),
                 keep_scores=plan.keep_scores,
@@ -198,6 +204,7 @@ class Generate:
                 ),
             )  # fmt: skip
             decoded = decode(engine, request)
+            decoded.report.grammars = grammars.judge(decoded.tokens)
             if aligner is not None:
                 aligner.end()
             return assemble(input_ids.to(given_on), decoded, generation_config)

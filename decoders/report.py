@@ -9,10 +9,14 @@ from typing import Any
 
 @dataclass
 class Timings:
-    """Seconds spent in each part of all steps. ``core`` is forward + verify + commit; ``host`` is what is left."""
+    """Seconds spent in each part of all steps.
+
+    ``core`` is forward + verify + commit, ``mask`` walking the grammars of the rows, ``host`` what is left.
+    """
 
     prefill: float = 0.0
     propose: float = 0.0
+    mask: float = 0.0
     core: float = 0.0
     observe: float = 0.0
     host: float = 0.0
@@ -21,7 +25,7 @@ class Timings:
     @property
     def steps(self) -> float:
         """Seconds in decoding steps, prefill and compilation excluded."""
-        return self.propose + self.core + self.observe + self.host
+        return self.propose + self.mask + self.core + self.observe + self.host
 
 
 class Laps:
@@ -64,6 +68,29 @@ class Stage:
 
 
 @dataclass
+class GrammarUse:
+    """The grammar of a row, and what became of the text.
+
+    Attributes:
+        name: of the language. backend: what compiled it. policy: which tokens may spell it.
+        source: where the compiled grammar came from: "compiled", "memory", "disk" or "given". seconds: it took to get it.
+        nbytes: its memory. remarks: what it leaves out, or lets pass, of what was asked for.
+        complete: whether the text is a whole one of the language; otherwise the call ended before it did.
+        invalid: what a complete text breaks of a specification that is narrower than the language; None: nothing.
+    """
+
+    name: str
+    backend: str
+    policy: str
+    source: str
+    seconds: float
+    nbytes: int
+    remarks: tuple[str, ...]
+    complete: bool = False
+    invalid: str | None = None
+
+
+@dataclass
 class Report:
     """Figures of one ``generate`` call.
 
@@ -81,6 +108,7 @@ class Report:
         peak_memory: bytes of the static caches (CPU) or of the device allocator's peak (CUDA).
         compilations: graphs compiled during this call.
         stages: the draft models that took part, see :class:`Stage`; their time is part of ``timings.propose``.
+        grammars: per row, None for rows that may write anything; empty without ``grammar=``.
     """
 
     strategy: str
@@ -101,6 +129,7 @@ class Report:
     peak_memory: int = 0
     compilations: int = 0
     stages: list[Stage] = field(default_factory=list)
+    grammars: list[GrammarUse | None] = field(default_factory=list)
 
     @property
     def mean_accepted_length(self) -> float:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from .engine.drafter import Drafter
+    from .engine.guide import Guide
     from .engine.sampling import SamplingInputs, SamplingPlan
 
 
@@ -52,6 +53,8 @@ class Context:
         level: 0 if the strategy drafts for the target, 1 if it drafts for the target's draft model, and so on.
         plan, sampling: what the target's logits go through before a token is chosen
             (:func:`decoders.engine.sampling.process`), for strategies that have scores of their own. None: greedy, as they are.
+        guide: where the rows stand in their grammars, and what these force them to write; None without ``grammar=``. Illegal
+            guesses need not be looked for: the loop takes them out.
     """
 
     model: PreTrainedModel
@@ -69,6 +72,7 @@ class Context:
     level: int = 0
     plan: SamplingPlan | None = None
     sampling: SamplingInputs | None = None
+    guide: Guide | None = None
 
 
 @dataclass(frozen=True)
@@ -184,6 +188,7 @@ class Strategy(ABC):
         settings_class: pydantic model of the settings.
         exact: whether output is token-identical to plain decoding. A lossy strategy is marked in every report.
         needs_assistant: whether the call must bring ``assistant_model=``; others refuse one.
+        needs_grammar: whether the call must bring ``grammar=``; others take one as well.
         on_device: `propose` and `observe` never wait for the device or read the host, so a whole step can be captured.
     """
 
@@ -192,6 +197,7 @@ class Strategy(ABC):
     settings_class: ClassVar[type[Settings]] = Settings
     exact: bool = True
     needs_assistant: bool = False
+    needs_grammar: bool = False
     on_device: bool = True
 
     def __init__(self, settings: Settings | None = None, /, **values: Any) -> None:

@@ -85,9 +85,28 @@ class Grammar(ABC):
     def nbytes(self) -> int:
         """Memory of what was compiled."""
 
-    def tables(self) -> Tables | None:
-        """The language as tensors, for masks inside the compiled step; None if it has no such form."""
-        return None
+
+class Tabulated(Grammar):
+    """A grammar whose positions are states of an automaton, with a mask for each: walking it is looking up numbers.
+
+    Attributes:
+        first: the state of the empty text. mask_rows: for every state the row of its mask in ``tables().masks``.
+    """
+
+    first: int
+    mask_rows: Sequence[int]
+
+    @abstractmethod
+    def step(self, state: int, token: int) -> int:
+        """The state after `token`; 0 if it is illegal. A stop token leads to a state of its own, which allows nothing more."""
+
+    @abstractmethod
+    def forced_tokens(self, state: int, limit: int) -> list[int]:
+        """See :meth:`Matcher.forced_tokens`."""
+
+    @abstractmethod
+    def tables(self) -> Tables:
+        """The automaton as tensors on the CPU."""
 
 
 class Matcher(ABC):

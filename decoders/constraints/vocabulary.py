@@ -33,10 +33,6 @@ class Vocabulary:
         self.tokens = tuple(None if token in ends or not text else text for token, text in enumerate(tokens))
         self.stops = tuple(sorted(token for token in ends if 0 <= token < len(self.tokens)))
         self.encode = encode or self._greedy
-        if not self.stops:
-            raise UnsupportedError(
-                "grammar= needs a token that ends the text: set eos_token_id in the call or the generation config"
-            )
 
     @staticmethod
     def of(tokenizer: PreTrainedTokenizerBase, size: int, stops: Sequence[int]) -> Vocabulary:

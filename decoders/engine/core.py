@@ -11,7 +11,7 @@ from ..strategy import Sequences, Step
 from ..tree import TreeTensors
 from ..verifier import Block, Verifier
 from .cache import CacheBuffers, move_slots
-from .sampling import SamplingInputs, SamplingPlan, choose, process
+from .sampling import Masks, SamplingInputs, SamplingPlan, choose, process
 from .target import ForwardResult, Target
 from .verify import Acceptance, draw, follow_matches
 
@@ -92,30 +92,38 @@ class StepOutput:
 
 
 class Core:
-    """Forward + verify + commit for one target and one sampling plan."""
+    """Forward + verify + commit for one target and one sampling plan.
+
+    Attributes:
+        vocabulary: how many tokens a grammar's masks speak of: those of the target that decides.
+    """
 
     def __init__(self, target: Target, plan: SamplingPlan) -> None:
-        self.target, self.plan = target, plan
+        self.target, self.plan, self.vocabulary = target, plan, target.vocab_size
 
     def key(self, method: str) -> tuple:
         """What the graph of `method` depends on, besides the model."""
         return () if method == "forward" else (self.plan,)
 
-    def step(self, guesses: Tensor, tree: TreeTensors, rows: Rows, view_range: Tensor) -> StepOutput:
+    def step(
+        self, guesses: Tensor, tree: TreeTensors, rows: Rows, view_range: Tensor, masks: Masks | None = None
+    ) -> StepOutput:
         """Runs one block. guesses: ``[B, N-1]`` int64, N at least 3. view_range: ``[view]``, see :class:`Rows`."""
         nodes, forwarded = self.forward(guesses, tree, rows, view_range)
-        return self.decide(nodes, forwarded, tree, rows)
+        return self.decide(nodes, forwarded, tree, rows, masks)
 
-    def decide(self, nodes: Tensor, forwarded: ForwardResult, tree: TreeTensors, rows: Rows) -> StepOutput:
+    def decide(
+        self, nodes: Tensor, forwarded: ForwardResult, tree: TreeTensors, rows: Rows, masks: Masks | None = None
+    ) -> StepOutput:
         """Draws the target's token after every node and commits the path that agrees."""
         positions = rows.length[:, None] - rows.prompt_length[:, None] + tree.offsets
-        scores = process(forwarded.logits, self.plan, rows.sampling, positions)
+        scores = process(forwarded.logits, self.plan, rows.sampling, positions, masks)
         chosen = choose(scores, self.plan, rows.sampling, positions)
         return self.commit(nodes, chosen, tree, rows, forwarded, scores if self.plan.keep_scores else None)
 
     def judge(
-        self, nodes: Tensor, forwarded: ForwardResult, tree: TreeTensors, rows: Rows, drawn_from: Tensor | None,
-        verifier: Verifier, siblings: int | None,
+        self, nodes: Tensor, forwarded: ForwardResult, tree: TreeTensors, rows: Rows, masks: Masks | None,
+        drawn_from: Tensor | None, verifier: Verifier, siblings: int | None,
     ) -> StepOutput:  # fmt: skip
         """Lets `verifier` decide in the place of :meth:`decide`; the rows' keys must be those of this step.
 
@@ -124,7 +132,7 @@ class Core:
             siblings: most children of a node, None if the host does not know.
         """
         positions = rows.length[:, None] - rows.prompt_length[:, None] + tree.offsets
-        scores = process(forwarded.logits, self.plan, rows.sampling, positions)
+        scores = process(forwarded.logits, self.plan, rows.sampling, positions, masks)
         vocab, dtype = scores.shape[-1], scores.dtype
         target = scores.softmax(-1) if self.plan.sample else one_hot(scores.argmax(-1), vocab, dtype)
         draft = one_hot(nodes[:, 1:], vocab, dtype) if drawn_from is None else drawn_from.softmax(-1)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..tree import TreeTensors
 from .core import Core, Rows, StepOutput
-from .sampling import SamplingPlan, choose, gumbel_noise, process
+from .sampling import Masks, SamplingPlan, choose, grammar_first, gumbel_noise, process
 from .target import ForwardResult, Target, causal_block
 
 
@@ -39,21 +39,24 @@ class DraftCore(Core):
     Args:
         vocab: size of the target's vocabulary. What the draft's head has beyond it is padding and never proposed.
         children: how many continuations :meth:`root`, :meth:`grow` and :meth:`advance` give per node, ``C``.
+
+    Where a grammar guides the rows, its masks come with every pass: one for each node that gets a continuation.
     """
 
     def __init__(self, target: Target, plan: SamplingPlan, vocab: int, children: int = 1) -> None:
         super().__init__(target, plan)
+        self.vocabulary = vocab
         self.vocab, self.padding = min(vocab, target.vocab_size), max(vocab - target.vocab_size, 0)
         self.children = min(children, self.vocab)
 
     def key(self, method: str) -> tuple:
         return self.plan, self.vocab, self.padding, 1 if method == "extend" else self.children
 
-    def extend(self, rows: Rows, view_range: Tensor, unread: Tensor) -> Growth:
+    def extend(self, rows: Rows, view_range: Tensor, unread: Tensor, masks: Masks | None = None) -> Growth:
         """Appends the draft's own choice to every row. unread: ``[U]``, any values, ``U >= 2``. ``C`` and ``Q`` are 1."""
         result = self._read(rows, view_range, unread)
         positions = (rows.length - rows.prompt_length)[:, None]
-        scores = process(result.logits, self.plan, rows.sampling, positions)
+        scores = self._process(result.logits, rows, positions, masks)
         tokens = choose(scores, self.plan, rows.sampling, positions)
         row = torch.arange(tokens.shape[0], device=tokens.device)
         rows.tokens[row, rows.length] = tokens[:, 0]
@@ -62,8 +65,9 @@ class DraftCore(Core):
         return Growth(tokens[..., None], weights, self._kept(scores))
 
     def advance(
-        self, guesses: Tensor, tree: TreeTensors, rows: Rows, view_range: Tensor, unread: Tensor
-    ) -> tuple[StepOutput, Growth]:
+        self, guesses: Tensor, tree: TreeTensors, rows: Rows, view_range: Tensor, unread: Tensor,
+        masks: Masks | None = None,
+    ) -> tuple[StepOutput, Growth]:  # fmt: skip
         """As :meth:`Core.step`, with `unread` tokens before the root: the draft's own draft is verified and committed.
 
         The growth is that of all ``N`` nodes of the block; its best continuations are those chosen.
@@ -81,22 +85,29 @@ class DraftCore(Core):
         block = TreeTensors(offsets, offsets, visible, visible)  # a forward pass reads offsets and sight only
         result = self.target.forward(nodes, base, block, rows.buffers, view_range.shape[0])
         cut = ForwardResult(result.logits[:, u:, : self.vocab], result.hidden[:, u:])
-        growth = self._grown(cut.logits, rows, (rows.length - rows.prompt_length)[:, None] + tree.offsets)
-        return self.decide(nodes[:, u:], cut, tree, rows), growth
+        growth = self._grown(cut.logits, rows, (rows.length - rows.prompt_length)[:, None] + tree.offsets, masks)
+        return self.decide(nodes[:, u:], cut, tree, rows, masks), growth
 
-    def root(self, rows: Rows, view_range: Tensor, unread: Tensor) -> Growth:
+    def root(self, rows: Rows, view_range: Tensor, unread: Tensor, masks: Masks | None = None) -> Growth:
         """The first level of a tree: continuations of every row's last token. ``Q`` is 1."""
         result = self._read(rows, view_range, unread)
-        return self._grown(result.logits, rows, (rows.length - rows.prompt_length)[:, None])
+        return self._grown(result.logits, rows, (rows.length - rows.prompt_length)[:, None], masks)
 
-    def grow(self, nodes: Tensor, tree: TreeTensors, rows: Rows, view_range: Tensor) -> Growth:
+    def grow(
+        self, nodes: Tensor, tree: TreeTensors, rows: Rows, view_range: Tensor, masks: Masks | None = None
+    ) -> Growth:
         """A further level: continuations of `nodes` ``[B, Q]``, the last ``Q`` nodes of `tree`; the others were run before."""
         result = self.target.forward(nodes, rows.length - 1, tree, rows.buffers, view_range.shape[0])
         positions = (rows.length - rows.prompt_length)[:, None] + tree.offsets[:, -nodes.shape[1] :]
-        return self._grown(result.logits[..., : self.vocab], rows, positions)
+        return self._grown(result.logits[..., : self.vocab], rows, positions, masks)
 
-    def _grown(self, logits: Tensor, rows: Rows, positions: Tensor) -> Growth:
-        scores = process(logits, self.plan, rows.sampling, positions)
+    def _process(self, logits: Tensor, rows: Rows, positions: Tensor, masks: Masks | None) -> Tensor:
+        scores = process(logits, self.plan, rows.sampling, positions, masks)
+        # A grammar may leave only tokens that the draft does not have; what it proposes then is never accepted.
+        return grammar_first(scores, logits) if masks is not None and self.padding else scores
+
+    def _grown(self, logits: Tensor, rows: Rows, positions: Tensor, masks: Masks | None) -> Growth:
+        scores = self._process(logits, rows, positions, masks)
         noisy = scores
         if self.plan.sample:
             noisy = scores + gumbel_noise(rows.sampling.keys, positions, scores.shape[-1])

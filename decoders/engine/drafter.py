@@ -17,7 +17,7 @@ from .blocks import Blocks, Views, capacity, prefill
 from .core import Rows, StepOutput
 from .draft import DraftCore, Growth
 from .engine import Engine
-from .sampling import SamplingInputs, SamplingPlan
+from .sampling import Masks, SamplingInputs, SamplingPlan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -84,6 +84,7 @@ class Drafter:
         # How far a row may be drafted is set anew in every round, as its length is.
         rows = Rows.allocate(target, terms.prompts, slots, ahead, terms.sampling)
         self.views, self.blocks = Views(rows, target.flex), Blocks(batch, target.device)
+        self.guide = context.guide.ahead() if context.guide is not None else None
         self._ranges = {MIN_UNREAD: torch.arange(MIN_UNREAD, device=target.device)}
         self._functions: dict[str, Callable] = {}
         self._begun = rows.length.clone()
@@ -105,7 +106,8 @@ class Drafter:
     @property
     def on_device(self) -> bool:
         """Whether a round never waits for the device."""
-        return (self.stage is None or self.stage.on_device) and all(drafter.on_device for drafter in self.inner)
+        own = (self.stage is None or self.stage.on_device) and self.guide is None
+        return own and all(drafter.on_device for drafter in self.inner)
 
     @property
     def nbytes(self) -> int:
@@ -129,10 +131,15 @@ class Drafter:
         torch.add(sequences.length, self.ahead, out=rows.limit)
         rows.finished.copy_(sequences.finished)
         self._begun.copy_(sequences.length)
+        if self.guide is not None:
+            self.guide.follow()
 
     def extend(self) -> Growth:
         """One pass: every row gets the model's own next token, whose log-probability is the growth's weight."""
-        return self._run("extend", self.rows, self._view(1)[0], self._range())
+        growth = self._run("extend", self.rows, self._view(1)[0], self._range(), *self._masks())
+        if self.guide is not None:
+            self.guide.append(growth.tokens[:, 0].tolist(), [1] * self.blocks.rows)
+        return growth
 
     def advance(self) -> tuple[StepOutput, Growth]:
         """One pass with the stage's guesses in it: every row gets one token or more."""
@@ -142,8 +149,14 @@ class Drafter:
             draft = stage.propose(self._stage_state, self._view(0)[1])
             guesses, tree = self.blocks.of(draft, stage.name)
             view, sequences = self._view(guesses.shape[1] + 1)
-        out, growth = self._run("advance", guesses, tree, self.rows, view, self._range())
+            masks = []
+            if self.guide is not None:
+                guesses, legal = self.guide.block(guesses, draft.topology)
+                masks.append(legal)
+        out, growth = self._run("advance", guesses, tree, self.rows, view, self._range(), *masks)
         with self._clock("stage"):
+            if self.guide is not None:
+                self.guide.append(out.new.tolist(), out.summary[0].tolist())
             if type(stage).observe is not Strategy.observe:
                 stage.observe(self._stage_state, out.observed(sequences))
             emitted = out.summary[0]
@@ -153,16 +166,16 @@ class Drafter:
 
     def root(self) -> Growth:
         """One pass: the best continuations of every row's last token."""
-        return self._run("root", self.rows, self._view(1)[0], self._range())
+        return self._run("root", self.rows, self._view(1)[0], self._range(), *self._masks())
 
     def grow(self, nodes: Tensor, tree: TreeTensors) -> Growth:
         """One pass: the best continuations of `nodes` ``[B, Q]``, the last ``Q`` of `tree` (whose node 0 is the last token)."""
         if nodes.shape[1] == 1:  # one node would get a graph of its own
             nodes, tree = torch.cat([nodes, self.blocks.no_guess[:, :1]], dim=1), tree.padded(len(tree) + 1)
-            growth = self._run("grow", nodes, tree, self.rows, self._view(len(tree))[0])
+            growth = self._run("grow", nodes, tree, self.rows, self._view(len(tree))[0], *self._grown(nodes, tree))
             scores = growth.scores[:, :1] if growth.scores is not None else None
             return Growth(growth.tokens[:, :1], growth.weights[:, :1], scores)
-        return self._run("grow", nodes, tree, self.rows, self._view(len(tree))[0])
+        return self._run("grow", nodes, tree, self.rows, self._view(len(tree))[0], *self._grown(nodes, tree))
 
     def drafted(self, count: int) -> Tensor:
         """``[B, count]`` int64: the tokens written since :meth:`begin`; -1 behind the last one of a row."""
@@ -227,6 +240,19 @@ class Drafter:
         self._unread = 0
         return result
 
+    def _masks(self) -> tuple[Masks, ...]:
+        """What may follow the rows' last tokens, if a grammar has a say in it."""
+        return (self.guide.end(),) if self.guide is not None else ()
+
+    def _grown(self, nodes: Tensor, tree: TreeTensors) -> tuple[Masks, ...]:
+        """What may follow `nodes`, the last of `tree`, which says who sees whom: the last other node seen is the parent."""
+        if self.guide is None:
+            return ()
+        before = len(tree) - nodes.shape[1]
+        seen = tree.visible[:, before:].tril(before - 1)
+        index = torch.arange(len(tree), device=seen.device)
+        return (self.guide.grow(nodes, torch.where(seen, index, 0).amax(-1), before),)
+
     def _range(self) -> Tensor:
         """``[U]``: as many entries as tokens are unread."""
         unread = max(min(self._unread, self._reach), MIN_UNREAD)  # no row is longer than the reach
@@ -251,7 +277,7 @@ class Drafter:
         """What the stage is told: this model is the target of its world."""
         context = replace(
             outer, slots=self.rows.tokens.shape[1], vocab_size=self.vocab_size, level=self.level,
-            compile=self.terms.compiler(self.engine), sequences=self.views.at(self._reach)[1],
+            compile=self.terms.compiler(self.engine), sequences=self.views.at(self._reach)[1], guide=self.guide,
         )  # fmt: skip
         return replace(context, draft=opener(self.terms, context, self.inner))
 

@@ -11,13 +11,14 @@ from typing import Literal
 import torch
 from transformers import PreTrainedModel
 
+from ..constraints.base import mask_words
 from ..errors import UnsupportedError
 from ..report import Report
 from ..tree import Topology
 from ..verifier import Verifier
 from . import compiler
 from .core import Core, Rows
-from .sampling import SamplingInputs, SamplingPlan, row_keys
+from .sampling import Masks, SamplingInputs, row_keys
 from .target import Target, fingerprint
 
 
@@ -54,7 +55,7 @@ class Engine:
             try:
                 if self.target.device.type == "cpu":
                     with compiler.frozen_weights():
-                        warm_up(function, method, self.target, core.plan, 1 if rows == 1 else 3)
+                        warm_up(function, method, core, 1 if rows == 1 else 3)
                 self._compiled[key] = function
             except Exception as error:
                 warnings.warn(f"{method} could not be compiled, decoding eagerly instead: {error}", stacklevel=2)
@@ -97,9 +98,9 @@ def make_target(model: PreTrainedModel, attention: Literal["auto", "sdpa", "flex
     return Target(model, "flex" if attention == "flex" else "sdpa")
 
 
-def warm_up(function: Callable, method: str, target: Target, plan: SamplingPlan, batch: int) -> None:
+def warm_up(function: Callable, method: str, core: Core, batch: int) -> None:
     """Compiles `function` on made-up rows whose sizes are pairwise different, so that Dynamo takes none for another."""
-    device = target.device
+    target, plan, device = core.target, core.plan, core.target.device
     sampling = sampling_inputs((0.5,) * len(plan.operations), 0, batch, (), device)
     rows = Rows.allocate(target, [torch.zeros(20, dtype=torch.int64)] * batch, 176, 64, sampling)
     view, unread = rows.range[:80], torch.arange(5, device=device)
@@ -113,6 +114,15 @@ def warm_up(function: Callable, method: str, target: Target, plan: SamplingPlan,
     }  # fmt: skip
     sizes = [(view, (0,)), (unread, (0,)), (rows.range, (0,))]
     per_row = [(guesses, (1,)), (nodes, (1,)), (rows.tokens, (1,))]
+    masks = []
+    if plan.masked and method != "forward":
+        # The grammar's model may have a larger vocabulary than this one: its words are what they are.
+        table = torch.full((15, mask_words(core.vocabulary)), -1, dtype=torch.int32, device=device)
+        count = {"step": 11, "advance": 11, "grow": 6}.get(method, 1)
+        chosen = torch.zeros(batch, count, dtype=torch.int64, device=device)
+        masks.append(Masks(table, chosen))
+        sizes.append((table, (0,)))
+        per_row += [(chosen, (1,) if count > 1 else ())]
     per_row += [(t, (1,)) for b in (tree, bigger) for t in (b.parents, b.offsets)]
     per_row += [(t, (1, 2)) for b in (tree, bigger) for t in (b.visible, b.ancestors)]
     per_row += [(t, (2,)) for t in (*rows.buffers.keys, *rows.buffers.values)]
@@ -120,7 +130,7 @@ def warm_up(function: Callable, method: str, target: Target, plan: SamplingPlan,
         per_row = [(t, (0, *dims)) for t, dims in per_row]
         per_row += [(t, (0,)) for t in (rows.length, rows.prompt_length, rows.finished, rows.limit, sampling.keys)]
     compiler.mark_dynamic(sizes + per_row)
-    function(*arguments[method])
+    function(*arguments[method], *masks)
 
 
 def sampling_inputs(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..tree import TreeTensors
 from .core import Rows
-from .sampling import SamplingPlan, choose
+from .sampling import SamplingPlan, choose, grammar_first
 
 #: chosen token of nodes that the walk never reached: equals no proposal, not even "no guess" (-1).
 NOT_REACHED = -2
@@ -54,7 +54,7 @@ def choose_along_path(
     """Walks all rows' trees down the target's own choices, one depth of all rows at a time.
 
     Processors see whole batches at one length, as in plain decoding. The walk therefore ends for all rows where it ends
-    for the first: rows stay level, at the price of some accepted guesses.
+    for the first: rows stay level, at the price of some accepted guesses. What a grammar forbids is masked already.
 
     Returns:
         chosen ``[B, N]`` int64, :data:`NOT_REACHED` off the path; scores ``[B, N, V]``, zero off the path; and how many
@@ -77,6 +77,8 @@ def choose_along_path(
         nothing = torch.zeros_like(logits[0, 0])
         here = torch.stack([logits[row, at[row][0]] if row in at else nothing for row in range(batch)])
         processed = processors(ids, here)
+        if plan.masked:
+            processed = grammar_first(processed, here)
         positions = torch.full((batch, 1), generated + depth, device=nodes.device)
         drawn = choose(processed[:, None], plan, rows.sampling, positions)[:, 0].tolist()
         for row in active:

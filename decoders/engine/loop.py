@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..constraints.base import Grammar
 from ..report import Laps, Report
 from ..strategy import Context, Draft, Strategy
 from ..tree import TreeTensors
@@ -19,8 +20,9 @@ from .capture import WARM_UP_STEPS, CapturedSteps
 from .core import Rows, StepOutput
 from .drafter import Drafter, Terms, opener
 from .engine import Engine, sampling_inputs
+from .guide import Guide
 from .host import Prefixes, Processors
-from .sampling import SamplingPlan
+from .sampling import Masks, SamplingPlan
 from .steps import make_step
 from .verify import step_keys
 
@@ -37,6 +39,7 @@ class Request:
         on_step: told the new tokens of every row and which rows have ended, after every step.
         keep_logits, keep_scores: return them per generated token.
         verifier: decides what is accepted, None is the coupled rule; it cannot be had with host processors.
+        grammars: what each row may write, None is anything; with any, the plan is ``masked``.
         engine_of: engine of a draft model. context: fields of :class:`Context` that only the caller knows.
     """
 
@@ -58,6 +61,7 @@ class Request:
     prefill_chunk: int = 512
     slots: int | None = None
     verifier: Verifier | None = None
+    grammars: Sequence[Grammar | None] = ()
     engine_of: Callable[..., Engine] | None = None
     context: dict[str, Any] = field(default_factory=dict)
 
@@ -112,6 +116,9 @@ class _Call:
         )  # fmt: skip
         self.prefixes = Prefixes(request.padded_prompt, self.generated, request.pad_token)
         self.drafters: list[Drafter] = []
+        self.guide: Guide | None = None
+        if request.plan.masked:
+            self.guide = Guide.of(request.grammars, self.target.vocab_size, self.target.device)
 
     @property
     def rows(self) -> Rows:
@@ -142,14 +149,19 @@ class _Call:
             draft = request.strategy.propose(state, self.views.at(max(self.lengths))[1])
             guesses, tree, view = self._block(draft)
             timings.propose += laps.next()
-            out = step(draft, guesses, tree, self.rows, view)
+            guesses, masks = self._masks(draft, guesses)
+            timings.mask += laps.next()
+            out = step(draft, guesses, tree, self.rows, view, masks)
             # The one place where the host waits for the device.
             outcome = _Outcome(*out.summary.tolist(), new=out.new.tolist())
             timings.core += laps.next()
             if not self.report.steps:
-                self.report.time_to_first_token = timings.prefill + timings.propose + timings.core
+                self.report.time_to_first_token = timings.prefill + timings.propose + timings.mask + timings.core
             if request.criteria is not None:
                 self._apply_criteria(outcome, out)
+            if self.guide is not None:
+                self.guide.commit(outcome.new, outcome.emitted, outcome.ended)
+                timings.mask += laps.next()
             self._observe(state, out)
             timings.observe += laps.next()
             self._record(outcome, out)
@@ -164,6 +176,7 @@ class _Call:
         r = self.request
         return (
             self.target.device.type == "cuda" and self.target.flex and self.report.compiled and r.strategy.on_device
+            and self.guide is None
             and all(drafter.on_device for drafter in self.drafters)
             and r.processors is None and r.criteria is None and not (r.keep_logits or r.keep_scores)
         )  # fmt: skip
@@ -175,7 +188,7 @@ class _Call:
             self._renew_keys()
             draft = self.request.strategy.propose(state, self.views.at(0)[1])
             guesses, tree, view = self._block(draft)
-            out = step(draft, guesses, tree, self.rows, view)
+            out = step(draft, guesses, tree, self.rows, view, None)
             self._observe(state, out)
             return out
 
@@ -208,7 +221,7 @@ class _Call:
         context = Context(
             rows=self.batch, slots=rows.tokens.shape[1], device=self.target.device, compile=terms.compiler(self.engine),
             vocab_size=self.target.vocab_size, sequences=self.views.at(max(self.lengths))[1], coupled=coupled,
-            plan=request.plan, sampling=rows.sampling, **request.context,
+            plan=request.plan, sampling=rows.sampling, guide=self.guide, **request.context,
         )  # fmt: skip
         return replace(context, draft=opener(terms, context, self.drafters))
 
@@ -219,6 +232,14 @@ class _Call:
         self.views = self.views.covering(end)
         self.report.nodes = max(self.report.nodes, guesses.shape[1] + 1)
         return guesses, tree, self.views.at(end)[0]
+
+    def _masks(self, draft: Draft, guesses: Tensor) -> tuple[Tensor, Masks | None]:
+        """What the grammars allow after each node of a block, and its guesses without the illegal ones."""
+        if self.guide is None:
+            return guesses, None
+        legal, masks = self.guide.block(guesses, draft.topology)
+        # Other verifiers know what a guess was drawn from: taking one out would change the law.
+        return legal if self.verifier is None else guesses, masks
 
     def _apply_criteria(self, outcome: _Outcome, out: StepOutput) -> None:
         """Asks the stopping criteria after every new token and cuts rows where one says stop.

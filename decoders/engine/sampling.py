@@ -21,11 +21,13 @@ class SamplingPlan:
         operations: names out of :data:`OPERATIONS`; each takes one entry of the `values` tensor.
         sample: draw with noise; otherwise take the argmax.
         keep_scores: hand the processed scores out of the step.
+        masked: a grammar says which tokens may come next (:class:`Masks`), before any operation.
     """
 
     operations: tuple[str, ...] = ()
     sample: bool = False
     keep_scores: bool = False
+    masked: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,25 @@ class SamplingInputs:
     values: Tensor
     keys: Tensor
     stop_tokens: Tensor
+
+
+@dataclass(frozen=True)
+class Masks:
+    """Which tokens may follow each node of a block.
+
+    Attributes:
+        table: ``[R, W]`` int32, packed masks, see :mod:`decoders.constraints.base`; row 0 allows everything.
+        rows: ``[B, N]`` int64, the table's row for each node.
+    """
+
+    table: Tensor
+    rows: Tensor
+
+    def allow(self, logits: Tensor) -> Tensor:
+        """`logits` ``[B, N, V]`` with ``-inf`` for what may not follow."""
+        bits = self.table[self.rows][..., None] >> torch.arange(32, dtype=torch.int32, device=logits.device)
+        allowed = (bits & 1).flatten(-2)[..., : logits.shape[-1]]
+        return logits.masked_fill(allowed == 0, float("-inf"))
 
 
 def mix64(z: Tensor) -> Tensor:
@@ -132,12 +153,22 @@ OPERATIONS = {
 }
 
 
-def process(logits: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor) -> Tensor:
+def process(
+    logits: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor, masks: Masks | None = None
+) -> Tensor:
     """Runs the plan's operations over every node: ``[B, N, V]`` float32 logits to scores of the same shape."""
-    scores = logits
+    legal = logits if masks is None else masks.allow(logits)
+    scores = legal
     for i, name in enumerate(plan.operations):
         scores = OPERATIONS[name](scores, inputs.values[i], positions=positions, stop_tokens=inputs.stop_tokens)
+    if masks is not None and "min_new_tokens" in plan.operations:
+        scores = grammar_first(scores, legal)
     return scores
+
+
+def grammar_first(scores: Tensor, legal: Tensor) -> Tensor:
+    """`scores`, but `legal` where nothing is left of them: a text that its grammar ends cannot be made longer."""
+    return torch.where(scores.amax(-1, keepdim=True) > float("-inf"), scores, legal)
 
 
 def choose(scores: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor) -> Tensor:

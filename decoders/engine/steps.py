@@ -16,12 +16,14 @@ from ..verifier import Verifier
 from .core import Core, Rows, StepOutput
 from .engine import Engine
 from .host import Prefixes, choose_along_path
+from .sampling import Masks
 
 if TYPE_CHECKING:
     from .loop import Request
 
-#: (draft, guesses, tree, rows, view) → what became of them; guesses and tree are the draft's as a block.
-StepFunction = Callable[[Draft, Tensor, TreeTensors, Rows, Tensor], StepOutput]
+#: (draft, guesses, tree, rows, view, masks) → what became of them; guesses and tree are the draft's as a block, masks
+#: what a grammar allows after each of its nodes.
+StepFunction = Callable[[Draft, Tensor, TreeTensors, Rows, Tensor, Masks | None], StepOutput]
 
 
 def make_step(
@@ -35,17 +37,18 @@ def make_step(
     if request.compile:
         run, report.compiled = engine.compiled(core, method, batch, report)
     if fused:
-        return lambda draft, guesses, tree, rows, view: run(guesses, tree, rows, view)
+        return lambda draft, guesses, tree, rows, view, masks: run(guesses, tree, rows, view, masks)
     if verifier is not None:
         judge = engine.judge_function(core, verifier, report) if report.compiled else core.judge
         return judged(run, judge, verifier, request.strategy.name)
 
-    def on_host(draft: Draft, guesses: Tensor, tree: TreeTensors, rows: Rows, view: Tensor) -> StepOutput:
+    def on_host(
+        draft: Draft, guesses: Tensor, tree: TreeTensors, rows: Rows, view: Tensor, masks: Masks | None
+    ) -> StepOutput:
         nodes, forwarded = run(guesses, tree, rows, view)
         assert request.processors is not None
-        chosen, scores, most = choose_along_path(
-            nodes, tree, forwarded.logits, rows, prefixes, request.processors, request.plan
-        )
+        logits = forwarded.logits if masks is None else masks.allow(forwarded.logits)
+        chosen, scores, most = choose_along_path(nodes, tree, logits, rows, prefixes, request.processors, request.plan)
         return core.commit(nodes, chosen, tree, rows, forwarded, scores if request.keep_scores else None, most)
 
     return on_host
@@ -54,7 +57,9 @@ def make_step(
 def judged(forward: Callable, judge: Callable, verifier: Verifier, strategy: str) -> StepFunction:
     """A step whose outcome `verifier` decides, by :meth:`Core.judge`."""
 
-    def step(draft: Draft, guesses: Tensor, tree: TreeTensors, rows: Rows, view: Tensor) -> StepOutput:
+    def step(
+        draft: Draft, guesses: Tensor, tree: TreeTensors, rows: Rows, view: Tensor, masks: Masks | None
+    ) -> StepOutput:
         shape, drawn_from = draft.topology, draft.scores
         if not verifier.trees and shape != Topology.chain(draft.tokens.shape[1]):
             raise UnsupportedError(
@@ -66,6 +71,6 @@ def judged(forward: Callable, judge: Callable, verifier: Verifier, strategy: str
             drawn_from = torch.nn.functional.pad(drawn_from, (0, 0, 0, padding))
         siblings = shape.max_siblings if isinstance(shape, Topology) else None
         nodes, forwarded = forward(guesses, tree, rows, view)
-        return judge(nodes, forwarded, tree, rows, drawn_from, verifier, siblings)
+        return judge(nodes, forwarded, tree, rows, masks, drawn_from, verifier, siblings)
 
     return step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..strategy import Strategy
 from .autoregressive import Autoregressive
+from .grammar import Grammar, GrammarSettings
 from .lookahead import Lookahead, LookaheadSettings
 from .medusa import Medusa, MedusaSettings
 from .ngram import Ngram, NgramSettings
@@ -13,12 +14,12 @@ from .staged import Staged, StagedSettings
 from .threshold import Threshold, ThresholdSettings
 
 __all__ = [
-    "Autoregressive", "Lookahead", "LookaheadSettings", "Medusa", "MedusaSettings", "Ngram", "NgramSettings",
+    "Autoregressive", "Grammar", "GrammarSettings", "Lookahead", "LookaheadSettings", "Medusa", "MedusaSettings", "Ngram", "NgramSettings",
     "PromptLookup", "PromptLookupSettings", "Speculative", "SpeculativeSettings", "Staged", "StagedSettings", "Threshold",
     "ThresholdSettings",
 ]  # fmt: skip
 
 #: In the order in which they are listed.
 BUILT_IN: tuple[type[Strategy], ...] = (
-    Autoregressive, Speculative, Threshold, Staged, Lookahead, PromptLookup, Ngram, Medusa,
+    Autoregressive, Speculative, Threshold, Staged, Lookahead, PromptLookup, Ngram, Medusa, Grammar,
 )  # fmt: skip

@@ -52,6 +52,7 @@ class Merged(Strategy):
         self.name = "+".join(part.name for part in parts)
         self.exact = all(part.exact for part in parts)
         self.needs_assistant = any(part.needs_assistant for part in parts)
+        self.needs_grammar = any(part.needs_grammar for part in parts)
         self.on_device = all(part.on_device for part in parts)
 
     def start(self, context: Context) -> MergedState:

@@ -22,6 +22,7 @@ from ..strategy import Strategy
 from .exactness import assert_same_tokens, decode, prompts
 from .models import VOCAB, tiny_draft, tiny_model
 from .spy import HostReadError, Spy
+from .toy_grammar import Matched, TokenAutomaton
 
 NEW_TOKENS = 32
 #: Seeds and temperatures that sampling is compared at.
@@ -63,9 +64,12 @@ def run(
     model: PreTrainedModel, name: str | PreTrainedModel, strategy: Strategy, inputs: dict[str, Tensor],
     conditions: Conditions, **options: Any,
 ) -> Any:  # fmt: skip
-    """One call with `strategy`; a strategy that needs a draft model gets one."""
+    """One call with `strategy`; a strategy that needs a draft model gets one, and one that needs a grammar one of all texts."""
     if strategy.needs_assistant:
         options["assistant_model"] = _draft(name) if isinstance(name, str) else disable(copy.deepcopy(model))
+    if strategy.needs_grammar and "grammar" not in options:
+        stops = options.get("eos_token_id", [])
+        options["grammar"] = TokenAutomaton.anything(VOCAB, stops if isinstance(stops, list) else [stops])
     options = dict(max_new_tokens=NEW_TOKENS, decoders_config={"compile": conditions.compile}) | options
     return decode(model, inputs, strategy, **options)
 
@@ -82,7 +86,7 @@ def check_class(strategy: Strategy, conditions: Conditions = Conditions()) -> No
     assert isinstance(cls.settings_class, type) and issubclass(cls.settings_class, Settings), (
         f"{cls.__name__}.settings_class must be a subclass of decoders.Settings"
     )
-    for flag in ("exact", "needs_assistant", "on_device"):
+    for flag in ("exact", "needs_assistant", "needs_grammar", "on_device"):
         assert isinstance(getattr(cls, flag), bool), f"{cls.__name__}.{flag} must be True or False"
 
 
@@ -249,6 +253,31 @@ def check_prefix_processors(strategy: Strategy, conditions: Conditions = Conditi
                 expected = decode(model, inputs, max_new_tokens=NEW_TOKENS, **options)
                 out = run(model, name, strategy, inputs, conditions, **options)
                 assert_same_tokens(model, inputs, expected.sequences, out.sequences, f"{options}, batch {rows}")
+
+
+def check_grammars(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
+    """With a grammar, the tokens are those of plain decoding under it; rows may have different ones, or none."""
+    stops = [5, 9]
+    for seed, draw in ((1, {}), (2, dict(do_sample=True, **DRAWS[0]))):
+        name, inputs = conditions.models[0], prompts(4)
+        automata = [TokenAutomaton.random(10 * seed + row, VOCAB, stops) for row in range(3)]
+        grammars = [automata[0], Matched(automata[1]), None, automata[2]]
+        with conditions.enabled(name) as model:
+            options = dict(grammar=grammars, eos_token_id=stops, **draw)
+            plain = run(model, name, _plain(), inputs, conditions, **options)
+            out = run(model, name, strategy, inputs, conditions, **options)
+            assert_same_tokens(model, inputs, plain.sequences, out.sequences, f"a grammar per row, {draw or 'greedy'}")
+            prompt = inputs["input_ids"].shape[1]
+            for row, grammar in enumerate(grammars):
+                tokens = out.sequences[row, prompt : prompt + out.report.new_tokens[row]].tolist()
+                taken = grammar.start().advance(tokens) if grammar is not None else len(tokens)
+                assert taken == len(tokens), f"row {row}: token {taken}, {tokens[taken]}, is illegal in its grammar"
+
+
+def _plain() -> Strategy:
+    from ..plugins import registry
+
+    return registry().strategy("autoregressive")()
 
 
 def check_calls_share_no_state(strategy: Strategy, conditions: Conditions = Conditions()) -> None:

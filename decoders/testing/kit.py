@@ -37,6 +37,7 @@ CHECKS: tuple[Check, ...] = (
     checks.check_sampling_equals_autoregressive,
     checks.check_end_token_inside_a_draft,
     checks.check_prefix_processors,
+    checks.check_grammars,
     checks.check_calls_share_no_state,
 )
 
@@ -48,6 +49,7 @@ EXACT_ONLY: frozenset[Check] = frozenset(
         checks.check_sampling_equals_autoregressive,
         checks.check_end_token_inside_a_draft,
         checks.check_prefix_processors,
+        checks.check_grammars,
     }
 )
 

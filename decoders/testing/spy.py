@@ -60,7 +60,8 @@ class Spy(Strategy):
         self.forbid_host_reads = forbid_host_reads
         self.seen: list[Seen] = []
         self.name, self.exact = inner.name, inner.exact
-        self.needs_assistant, self.on_device = inner.needs_assistant, inner.on_device
+        self.needs_assistant, self.needs_grammar = inner.needs_assistant, inner.needs_grammar
+        self.on_device = inner.on_device
         self.vocab = 0
 
     def start(self, context: Context) -> Any:

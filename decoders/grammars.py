@@ -1,0 +1,116 @@
+"""The grammars of a call: from what the user wrote to one compiled grammar per row, and a verdict on every text."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .constraints.asked import as_spec, per_row
+from .constraints.base import Grammar
+from .constraints.compiled import compiled
+from .constraints.vocabulary import Vocabulary
+from .errors import GrammarError, UnsupportedError
+from .report import GrammarUse
+from .resolve import resolve_backend
+from .settings import RuntimeSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Grammars:
+    """One grammar per row, None for rows that may write anything; no rows at all without ``grammar=``."""
+
+    rows: tuple[Grammar | None, ...] = ()
+    uses: tuple[GrammarUse | None, ...] = ()
+
+    @staticmethod
+    def of(
+        asked: Any, rows: int, per_prompt: int, tokenizer: PreTrainedTokenizerBase | None, size: int,
+        stops: Sequence[int], runtime: RuntimeSettings,
+    ) -> Grammars:  # fmt: skip
+        """Compiles what the user asked for, or finds it compiled.
+
+        Args:
+            asked: the value of ``grammar=``: whatever :func:`~decoders.constraints.asked.as_spec` reads, a compiled grammar,
+                or a list with one of them (or None) per prompt.
+            rows: of the batch. per_prompt: how many rows in succession share a prompt. size: of the logits.
+
+        Raises:
+            GrammarError, UnknownNameError, UnsupportedError.
+        """
+        if asked is None:
+            return Grammars()
+        found: list[Grammar | None] = []
+        uses: list[GrammarUse | None] = []
+        vocabulary: Vocabulary | None = None
+        for wanted in per_row(asked, rows, per_prompt):
+            if wanted is None:
+                found.append(None)
+                uses.append(None)
+                continue
+            if isinstance(wanted, Grammar):
+                grammar, source, seconds = wanted, "given", 0.0
+                _check_fit(grammar, size, stops)
+            else:
+                vocabulary = vocabulary or vocabulary_of(tokenizer, size, stops)
+                spec = as_spec(wanted)
+                backend = resolve_backend(spec.backend or runtime.grammar_backend)
+                made = compiled(spec, vocabulary, backend, runtime.grammar_cache)
+                grammar, source, seconds = made.grammar, made.source, made.seconds
+            language = grammar.language
+            found.append(grammar)
+            uses.append(GrammarUse(
+                language.name, grammar.backend, grammar.policy, source, seconds, grammar.nbytes, language.remarks
+            ))  # fmt: skip
+        return Grammars(tuple(found), tuple(uses))
+
+    @property
+    def any(self) -> bool:
+        """Whether some row has a grammar."""
+        return any(grammar is not None for grammar in self.rows)
+
+    def judge(self, texts: Sequence[Sequence[int]]) -> list[GrammarUse | None]:
+        """What became of the rows' texts, given as token ids with their stop tokens.
+
+        A complete text that breaks what its language could not express is reported and warned of, not taken away.
+        """
+        for row, (grammar, use) in enumerate(zip(self.rows, self.uses, strict=True)):
+            if grammar is None or use is None:
+                continue
+            matcher = grammar.start()
+            use.complete = matcher.advance(texts[row]) == len(texts[row]) and matcher.accepting
+            if use.complete and grammar.language.whole is not None:
+                try:
+                    grammar.language.whole(grammar.vocabulary.spell(texts[row]).decode())
+                except GrammarError as error:
+                    use.invalid = str(error)
+                    warnings.warn(f"row {row}: {error}", stacklevel=2)
+        return list(self.uses)
+
+
+def vocabulary_of(tokenizer: PreTrainedTokenizerBase | None, size: int, stops: Sequence[int]) -> Vocabulary:
+    """The vocabulary of a model whose logits have `size` entries.
+
+    Raises:
+        UnsupportedError: no tokenizer, no stop token, or tokens that cannot be told in bytes.
+    """
+    if tokenizer is None:
+        raise UnsupportedError("grammar= needs a tokenizer: pass tokenizer= to enable() or generate()")
+    if not stops:
+        raise UnsupportedError(
+            "grammar= needs a token that ends the text: set eos_token_id in the call or the generation config"
+        )
+    return Vocabulary.of(tokenizer, size, stops)
+
+
+def _check_fit(grammar: Grammar, size: int, stops: Sequence[int]) -> None:
+    """Refuses a compiled grammar that was made for another vocabulary."""
+    if len(grammar.vocabulary) != size or set(grammar.vocabulary.stops) != set(stops):
+        raise UnsupportedError(
+            f"the compiled grammar {grammar.language.name!r} is for logits of {len(grammar.vocabulary)} entries and stop tokens "
+            f"{list(grammar.vocabulary.stops)}; this call has {size} and {sorted(stops)}"
+        )

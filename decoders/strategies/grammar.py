@@ -1,0 +1,39 @@
+"""Jump-ahead decoding: what a grammar forces is proposed, not written token by token.
+
+Inside a schema much of the text is settled: quotes, keys, punctuation. The bytes that every legal continuation begins with
+are proposed as the tokenizer itself would write them (as SGLang's jump-forward decoding does, Zheng et al. 2024), but as
+guesses: other tokens may spell the same bytes, and which ones the target prefers is for it to say.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from ..engine.guide import Guide
+from ..errors import UnsupportedError
+from ..settings import Settings
+from ..strategy import Context, Draft, Sequences, Strategy
+
+
+class GrammarSettings(Settings):
+    """How far to jump."""
+
+    length: int = Field(16, ge=1, le=64, description="Most forced tokens proposed per step.")
+
+
+class Grammar(Strategy):
+    """Proposes the tokens that the grammar of a row forces. Needs ``grammar=``; rows without one are decoded plainly."""
+
+    name = "grammar"
+    summary = "Proposes what the grammar forces anyway: keys, quotes, punctuation."
+    settings_class = GrammarSettings
+    needs_grammar = True
+    on_device = False
+
+    def start(self, context: Context) -> Guide:
+        if context.guide is None:  # as a part of another strategy; by itself the call was refused
+            raise UnsupportedError("strategy 'grammar' needs grammar=")
+        return context.guide
+
+    def propose(self, state: Guide, sequences: Sequences) -> Draft:
+        return Draft.chain(state.forced(self.settings.length))

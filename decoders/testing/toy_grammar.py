@@ -1,0 +1,142 @@
+"""Grammars over the token ids of tiny models, which have no tokenizer: what a strategy is tried with."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..constraints.base import Grammar, Language, Matcher, Tables, Tabulated, pack
+from ..constraints.vocabulary import Vocabulary
+
+#: State after a stop token.
+ENDED = 1
+
+
+class TokenAutomaton(Tabulated):
+    """An automaton over token ids.
+
+    Args:
+        following: for each state from 2 on, its successor by token. accepting: states where the text may end.
+        vocabulary: size of the model's logits. stops: tokens that end a text.
+    """
+
+    backend = "toy"
+    policy = "full"
+    first = 2
+
+    def __init__(
+        self, following: Sequence[dict[int, int]], accepting: set[int], vocabulary: int, stops: Sequence[int]
+    ) -> None:
+        names = [b"%c%c" % divmod(token, 256) for token in range(vocabulary)]
+        self.language = Language("toy", regex="toy")
+        self.vocabulary = Vocabulary(names, stops)
+        self.following = [{}, {}, *following]
+        self.accepting = accepting
+        self.mask_rows = range(len(self.following))
+        allowed = torch.zeros(len(self.following), vocabulary, dtype=torch.bool)
+        for state, successors in enumerate(self.following):
+            allowed[state, list(successors)] = True
+            if state == ENDED or state in accepting:
+                allowed[state, list(self.vocabulary.stops)] = True
+        self.masks = pack(allowed)
+
+    @staticmethod
+    def anything(vocabulary: int, stops: Sequence[int] = ()) -> TokenAutomaton:
+        """All texts."""
+        return TokenAutomaton([dict.fromkeys(set(range(vocabulary)) - set(stops), 2)], {2}, vocabulary, stops)
+
+    @staticmethod
+    def random(seed: int, vocabulary: int, stops: Sequence[int], states: int = 12) -> TokenAutomaton:
+        """An automaton that forces one token in some states and leaves a few or many in others; texts of any length."""
+        chance = random.Random(seed)
+        tokens = [token for token in range(vocabulary) if token not in stops]
+        following = []
+        for _ in range(states):
+            size = chance.choice([1, 1, 2, 8, len(tokens) // 2, len(tokens)])
+            following.append({t: 2 + chance.randrange(states) for t in chance.sample(tokens, size)})
+        accepting = {state for state in range(2, 2 + states) if chance.random() < 0.3}
+        return TokenAutomaton(following, accepting, vocabulary, stops)
+
+    def step(self, state: int, token: int) -> int:
+        if token in self.vocabulary.stops:
+            return ENDED if state in self.accepting else 0
+        return self.following[state].get(token, 0)
+
+    def forced_tokens(self, state: int, limit: int) -> list[int]:
+        run: list[int] = []
+        while len(run) < limit and len(self.following[state]) == 1 and state not in self.accepting:
+            token, state = next(iter(self.following[state].items()))
+            run.append(token)
+        return run
+
+    def tables(self) -> Tables:
+        states = torch.arange(len(self.following))
+        nothing = torch.zeros(len(states), 1, dtype=torch.int32)
+        return Tables(nothing, torch.zeros(256, dtype=torch.int64), states, self.masks, self.first)
+
+    @property
+    def nbytes(self) -> int:
+        return self.tables().nbytes
+
+    def start(self) -> Matcher:
+        return _Walker(self, [self.first])
+
+
+class Matched(Grammar):
+    """A grammar of which only the matchers are known, as with backends that have no tables."""
+
+    def __init__(self, inner: Grammar) -> None:
+        self.inner, self.backend, self.policy = inner, inner.backend, inner.policy
+        self.language, self.vocabulary = inner.language, inner.vocabulary
+
+    def start(self) -> Matcher:
+        return self.inner.start()
+
+    @property
+    def nbytes(self) -> int:
+        return self.inner.nbytes
+
+
+class _Walker(Matcher):
+    def __init__(self, grammar: TokenAutomaton, states: list[int]) -> None:
+        self.grammar: TokenAutomaton = grammar
+        self.states = states
+
+    @property
+    def accepting(self) -> bool:
+        return self.stopped or self.states[-1] in self.grammar.accepting
+
+    @property
+    def stopped(self) -> bool:
+        return self.states[-1] == ENDED
+
+    def fork(self) -> Matcher:
+        return _Walker(self.grammar, self.states[-1:])
+
+    def advance(self, tokens: Sequence[int]) -> int:
+        for count, token in enumerate(tokens):
+            state = self.grammar.step(self.states[-1], token)
+            if not state:
+                return count
+            self.states.append(state)
+        return len(tokens)
+
+    def rollback(self, count: int) -> None:
+        if count >= len(self.states):
+            raise ValueError(f"{len(self.states) - 1} tokens have been taken, {count} cannot be given back")
+        del self.states[len(self.states) - count :]
+
+    def validate(self, tokens: Sequence[int]) -> int:
+        return self.fork().advance(tokens)
+
+    def fill_mask(self, out: Tensor) -> None:
+        out.copy_(self.grammar.masks[self.states[-1]])
+
+    def forced_bytes(self) -> bytes:
+        return self.grammar.vocabulary.spell(self.forced_tokens(64))
+
+    def forced_tokens(self, limit: int) -> list[int]:
+        return self.grammar.forced_tokens(self.states[-1], limit)
