@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from .constraints.asked import as_spec, per_row
 from .constraints.base import Grammar
@@ -18,6 +19,9 @@ from .settings import RuntimeSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_vocabularies: WeakKeyDictionary[Any, dict[tuple, Vocabulary]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,11 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase | None, size: int, stops: S
         raise UnsupportedError(
             "grammar= needs a token that ends the text: set eos_token_id in the call or the generation config"
         )
-    return Vocabulary.of(tokenizer, size, stops)
+    known = _vocabularies.setdefault(tokenizer, {})
+    key = (size, tuple(stops), len(tokenizer))  # tokens may have been added since
+    if key not in known:
+        known[key] = Vocabulary.of(tokenizer, size, stops)
+    return known[key]
 
 
 def _check_fit(grammar: Grammar, size: int, stops: Sequence[int]) -> None:

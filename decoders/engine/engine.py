@@ -11,7 +11,6 @@ from typing import Literal
 import torch
 from transformers import PreTrainedModel
 
-from ..constraints.base import mask_words
 from ..errors import UnsupportedError
 from ..report import Report
 from ..tree import Topology
@@ -116,16 +115,11 @@ def warm_up(function: Callable, method: str, core: Core, batch: int) -> None:
     per_row = [(guesses, (1,)), (nodes, (1,)), (rows.tokens, (1,))]
     masks = []
     if plan.masked and method != "forward":
-        # The grammar's model may have a larger vocabulary than this one: its words are what they are.
-        table = torch.full((15, mask_words(core.vocabulary)), -1, dtype=torch.int32, device=device)
+        # The masks are the deciding model's, whose vocabulary may be larger than this one's.
         count = {"step": 11, "advance": 11, "grow": 6}.get(method, 1)
-        chosen = torch.zeros(batch, count, dtype=torch.int64, device=device)
-        masks.append(Masks(table, chosen))
-        sizes.append((table, (0,)))
-        per_row += [(chosen, (1,) if count > 1 else ())]
-    per_row += [(t, (1,)) for b in (tree, bigger) for t in (b.parents, b.offsets)]
-    per_row += [(t, (1, 2)) for b in (tree, bigger) for t in (b.visible, b.ancestors)]
-    per_row += [(t, (2,)) for t in (*rows.buffers.keys, *rows.buffers.values)]
+        allowed = torch.ones(batch, count, core.vocabulary, dtype=torch.bool, device=device)
+        masks.append(Masks(allowed))
+        per_row.append((allowed, (1,) if count > 1 else ()))
     if batch > 1:
         per_row = [(t, (0, *dims)) for t, dims in per_row]
         per_row += [(t, (0,)) for t in (rows.length, rows.prompt_length, rows.finished, rows.limit, sampling.keys)]

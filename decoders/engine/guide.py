@@ -11,10 +11,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ..constraints.base import Grammar, Tabulated, mask_words
+from ..constraints.base import Grammar, Tabulated, mask_words, unpack
 from ..errors import GrammarError
 from ..tree import Topology, TreeTensors
 from .sampling import Masks
@@ -27,17 +28,15 @@ class MaskTable:
     """The masks of a call: row 0 allows everything, then those of tabulated grammars, then those made step by step."""
 
     def __init__(self, vocabulary: int, device: torch.device) -> None:
-        self.device = device
+        self.vocabulary, self.device = vocabulary, device
         self.words = torch.full((1, mask_words(vocabulary)), -1, dtype=torch.int32)
         self.fixed = self.used = 1
-        self._sent = self.words.to(device)
 
     def add(self, masks: Tensor) -> int:
         """Adds rows for the whole call; returns the first one's index. Not after :meth:`new`."""
         self.words = torch.cat([self.words, masks])
         first, self.fixed = self.fixed, len(self.words)
         self.used = self.fixed
-        self._sent = self.words.to(self.device)
         return first
 
     def new(self) -> int:
@@ -52,15 +51,12 @@ class MaskTable:
         """Gives back all rows that were handed out singly."""
         self.used = self.fixed
 
-    def tensor(self) -> Tensor:
-        """``[R, W]`` int32 on the call's device."""
-        if self.device.type == "cpu":
-            return self.words
-        if len(self._sent) != len(self.words):
-            self._sent = self.words.to(self.device)
-        elif self.used > self.fixed:
-            self._sent[self.fixed : self.used].copy_(self.words[self.fixed : self.used])
-        return self._sent
+    def unpacked(self, rows: list[list[int]]) -> Tensor:
+        """``[B, N, V]`` bool, the masks of `rows` (``B`` lists of ``N``) on the call's device."""
+        if self.device.type != "cpu":  # an eighth of the bytes to send
+            return unpack(self.words[rows].to(self.device), self.vocabulary)
+        bits = np.unpackbits(self.words.numpy().view(np.uint8)[rows], axis=-1, count=self.vocabulary, bitorder="little")
+        return torch.from_numpy(bits.view(np.bool_))
 
 
 class Text(ABC):
@@ -305,7 +301,7 @@ class Guide:
         return self.texts[row].mask(position) if position is not None else FREE
 
     def _masks(self, rows: list[list[int]]) -> Masks:
-        return Masks(self.table.tensor(), torch.tensor(rows, device=self.table.device))
+        return Masks(self.table.unpacked(rows))
 
 
 def parents_of(shape: Topology | TreeTensors, rows: int) -> list[Sequence[int]]:

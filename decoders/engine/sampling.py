@@ -51,18 +51,15 @@ class Masks:
     """Which tokens may follow each node of a block.
 
     Attributes:
-        table: ``[R, W]`` int32, packed masks, see :mod:`decoders.constraints.base`; row 0 allows everything.
-        rows: ``[B, N]`` int64, the table's row for each node.
+        allowed: ``[B, N, V]`` bool. Unpacked outside the step: inductor's CPU code for bit tests beside 64-bit noise is
+            miscompiled by gcc 12 (torch 2.13).
     """
 
-    table: Tensor
-    rows: Tensor
+    allowed: Tensor
 
     def allow(self, logits: Tensor) -> Tensor:
         """`logits` ``[B, N, V]`` with ``-inf`` for what may not follow."""
-        bits = self.table[self.rows][..., None] >> torch.arange(32, dtype=torch.int32, device=logits.device)
-        allowed = (bits & 1).flatten(-2)[..., : logits.shape[-1]]
-        return logits.masked_fill(allowed == 0, float("-inf"))
+        return torch.where(self.allowed[..., : logits.shape[-1]], logits, float("-inf"))
 
 
 def mix64(z: Tensor) -> Tensor:
@@ -178,14 +175,14 @@ def choose(scores: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions
     was proposed.
     """
     if not plan.sample:
-        return scores.argmax(-1)
+        return first_best(scores) if plan.masked else scores.argmax(-1)
     return first_best(scores + gumbel_noise(inputs.keys, positions, scores.shape[-1]))
 
 
 def first_best(noisy: Tensor) -> Tensor:
-    """Index of the largest entry of the last axis, of equals the first: what argmax says, for scores with noise.
+    """Index of the largest entry of the last axis, of equals the first: what argmax says, for scores with noise or masks.
 
-    Not argmax: inductor's CPU code for an argmax fused with 64-bit integer arithmetic returns garbage (torch 2.13).
+    Not argmax: inductor's CPU code for an argmax fused with integer arithmetic returns garbage (torch 2.13).
     """
     index = torch.arange(noisy.shape[-1], device=noisy.device)
     best = torch.where(noisy == noisy.amax(-1, keepdim=True), index, noisy.shape[-1]).amin(-1)
