@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from ..errors import GrammarError
 
 #: What to write instead of an assertion about the surroundings.
-_INTERSECT = "write the texts out, or use decoders.grammar, whose terminals have & (and) and ~ (not): T: /[a-z]+/ & ~/if|else/"
+_INTERSECT = (
+    "write the texts out, or use decoders.grammar, whose terminals have & (and) and ~ (not): T: /[a-z]+/ & ~/if|else/"
+)
 _ESCAPES = frozenset("dDwWsSnrtfvaxuUpP")
 _COUNT = re.compile(r"\{(\d+)?(,)?(\d+)?\}")
 _FLAGS = re.compile(r"\(\?[aiLmsuxRU-]+[:)]")
@@ -112,7 +114,9 @@ class _Reader:
             group.closed = begin
         elif not (group.leading and group.fresh):
             raise self.refusal(
-                self.pattern[begin : self.at], "the whole text must match anyway, and it stands inside of it: drop it", begin
+                self.pattern[begin : self.at],
+                "the whole text must match anyway, and it stands inside of it: drop it",
+                begin,
             )
         group.anchors.append(begin)
         group.item = "anchor"
@@ -129,7 +133,9 @@ class _Reader:
         if rest.startswith("(?P="):
             raise self.refusal("(?P=", "a back-reference is not regular: write the alternatives out", begin)
         if flags := _FLAGS.match(self.pattern, begin):
-            raise self.refusal(flags[0], "flags are not read: spell both cases, [Aa], or (.|\\n) for any character", begin)
+            raise self.refusal(
+                flags[0], "flags are not read: spell both cases, [Aa], or (.|\\n) for any character", begin
+            )
         if rest.startswith("(?") and not (named or rest.startswith("(?:")):
             raise self.refusal(rest[:3], "atomic groups, conditions and the like are not read: use (?:…)", begin)
         parent = self.groups[-1]
@@ -234,7 +240,9 @@ class _Reader:
             elif character == "[":
                 raise self.refusal("[", "inside a class write \\[; classes in classes are not read", self.at)
             elif pair in ("&&", "--", "~~"):
-                raise self.refusal(pair, f"operations on classes are not read: escape the characters, or {_INTERSECT}", self.at)
+                raise self.refusal(
+                    pair, f"operations on classes are not read: escape the characters, or {_INTERSECT}", self.at
+                )
             else:  # a single minus is a range or stands at an end, as everywhere
                 out.append(character if character == "-" else _literal(character))
                 self.at += 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -100,7 +99,9 @@ class Lark(Spec):
         super().__post_init__()
         if not re.search(r"^\s*[?!]?start\b[^:\n]*:", self.text, re.MULTILINE):
             hint = " This looks like GBNF or BNF: write `name: …` for `name ::= …`." if "::=" in self.text else ""
-            raise GrammarError(f"grammar {shortened(self.text)} has no rule `start: …`, where texts begin.{hint}", "start")
+            raise GrammarError(
+                f"grammar {shortened(self.text)} has no rule `start: …`, where texts begin.{hint}", "start"
+            )
 
     @property
     def key(self) -> str:
@@ -138,15 +139,15 @@ class Choice(Spec):
         The rest is a plain list: automaton builders fold literals themselves, faster than they read a nested pattern.
         """
         ordered = sorted(self.texts)
-        front = len(os.path.commonprefix([ordered[0], ordered[-1]]))
+        front = _shared(ordered)
         rests = [text[front:] for text in ordered]
-        behind = len(os.path.commonprefix([rest[::-1] for rest in rests]))
+        behind = _shared(sorted(rest[::-1] for rest in rests))
         middles = (quoted(rest[: len(rest) - behind]) for rest in rests)
         begin, end = quoted(ordered[0][:front]), quoted(rests[0][len(rests[0]) - behind :])
         return f"{begin}(?:{'|'.join(middles)}){end}" if len(ordered) > 1 else quoted(ordered[0])
 
     @cached_property
-    def key(self) -> str:  # type: ignore[override]
+    def key(self) -> str:
         return self._keyed(json.dumps(sorted(self.texts)))
 
     def language(self) -> Language:
@@ -168,7 +169,9 @@ def regex(pattern: str | re.Pattern[str], *, backend: str | None = None, policy:
     """
     if isinstance(pattern, re.Pattern):
         if flags := re.RegexFlag(pattern.flags) & ~re.RegexFlag.UNICODE:
-            raise GrammarError(f"regex {pattern.pattern!r}: flags ({flags}) are not read: spell both cases, [Aa]", "flags")
+            raise GrammarError(
+                f"regex {pattern.pattern!r}: flags ({flags}) are not read: spell both cases, [Aa]", "flags"
+            )
         pattern = pattern.pattern
     if not isinstance(pattern, str):
         raise GrammarError(f"regex: the pattern is text, not {type(pattern).__name__}", "regex")
@@ -251,6 +254,15 @@ def shortened(text: str, limit: int = 60) -> str:
     """`text` for a message: one line, not too long."""
     line = " ".join(text.split())
     return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def _shared(ordered: list[str]) -> int:
+    """How many characters all of `ordered`, which is sorted, begin with: as many as the first and the last do."""
+    first, last = ordered[0], ordered[-1]
+    return next(
+        (at for at, (one, other) in enumerate(zip(first, last, strict=False)) if one != other),
+        min(len(first), len(last)),
+    )
 
 
 def _written(option: Any, place: int) -> str:
