@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from . import demo, strategies, testing, verifiers
+    from .constraints.specs import choice, grammar, json_schema, regex
     from .errors import DecodersError
     from .generate import DecodersOutput, disable, enable
     from .hookspecs import hookimpl
@@ -42,13 +43,17 @@ _HOME = {
     "Block": "verifier",
     "Outcomes": "verifier",
     "hookimpl": "hookspecs",
+    "choice": "constraints.specs",
+    "grammar": "constraints.specs",
+    "json_schema": "constraints.specs",
+    "regex": "constraints.specs",
 }
 _MODULES = ("demo", "strategies", "testing", "verifiers")
 
 __all__ = [
     "Block", "Context", "DecodersError", "DecodersOutput", "Draft", "Outcomes", "Report", "Sequences", "Settings", "Step",
-    "Strategy", "Topology", "TreeTensors", "Verifier", "demo", "disable", "enable", "hookimpl", "strategies", "testing",
-    "verifiers",
+    "Strategy", "Topology", "TreeTensors", "Verifier", "choice", "demo", "disable", "enable", "grammar", "hookimpl",
+    "json_schema", "regex", "strategies", "testing", "verifiers",
 ]  # fmt: skip
 
 

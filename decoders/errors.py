@@ -13,9 +13,9 @@ class DecodersError(Exception):
 class UnknownNameError(DecodersError, ValueError):
     """A name (strategy, verifier, setting …) that nothing is registered under."""
 
-    def __init__(self, kind: str, name: str, choices: Iterable[str]):
+    def __init__(self, kind: str, name: str, choices: Iterable[str], hint: str = ""):
         choices = sorted(choices)
-        super().__init__(f"Unknown {kind} {name!r}. {suggest(name, choices)}")
+        super().__init__(f"Unknown {kind} {name!r}. {suggest(name, choices)} {hint}".rstrip())
         self.kind, self.name, self.choices = kind, name, choices
 
 

@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def _register() -> None:
-    from . import bench, demo, doctor, generate, listing, train, train_medusa, warmup
+    from . import bench, demo, doctor, generate, grammars, listing, train, train_medusa, warmup
 
     app.command()(demo.demo)
     app.command()(generate.generate)
@@ -72,6 +72,7 @@ def _register() -> None:
     app.command()(listing.strategies)
     app.command()(listing.verifiers)
     app.command()(listing.plugins)
+    app.command()(grammars.grammars)
     app.command()(doctor.doctor)
     train.app.command()(train_medusa.medusa)
     app.add_typer(train.app, name="train")

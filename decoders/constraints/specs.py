@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
+import re
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, get_args
 
+from ..errors import GrammarError, UnknownNameError
 from .base import Language, Policy
+from .patterns import quoted, whole_text
+
+#: Characters of all choices together: automata of a million states are no longer built in seconds.
+CHOICES_LIMIT = 5_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,10 +28,16 @@ class Spec(ABC):
     Attributes:
         backend: registry name of what compiles it; ``auto`` takes the table automaton where it can.
         policy: which tokens may spell a legal text, see :data:`~decoders.constraints.base.Policy`.
+        label: what messages and reports call it; none of its meaning.
     """
 
     backend: str | None = field(default=None)
     policy: Policy = field(default="full")
+    label: str | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.policy not in get_args(Policy):
+            raise UnknownNameError("mask policy", str(self.policy), get_args(Policy))
 
     @property
     @abstractmethod
@@ -32,3 +51,241 @@ class Spec(ABC):
         Raises:
             GrammarError: it cannot be expressed; names the keyword, its path and what would handle it.
         """
+
+    def _keyed(self, content: str) -> str:
+        """The :attr:`key` of a specification that `content` says all about."""
+        options = f"{type(self).__name__}/{self.backend or '-'}/{self.policy}"
+        return f"{options}/{hashlib.sha256(content.encode()).hexdigest()}"
+
+
+@dataclass(frozen=True)
+class Regex(Spec):
+    """Texts that match a regular expression as a whole.
+
+    Attributes:
+        pattern: as it was given.
+    """
+
+    pattern: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.whole  # errors where the pattern is written, not where it is used
+
+    @cached_property
+    def whole(self) -> str:
+        """The pattern in the syntax of :attr:`Language.regex`."""
+        return whole_text(self.pattern)
+
+    @property
+    def key(self) -> str:
+        return self._keyed(self.whole)
+
+    def language(self) -> Language:
+        return Language(self.label or f"regex {shortened(self.pattern)}", regex=self.whole)
+
+
+@dataclass(frozen=True)
+class Lark(Spec):
+    """Texts of a context-free grammar.
+
+    Attributes:
+        text: llguidance's dialect of Lark; the first rule is ``start``.
+    """
+
+    text: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not re.search(r"^\s*[?!]?start\b[^:\n]*:", self.text, re.MULTILINE):
+            hint = " This looks like GBNF or BNF: write `name: …` for `name ::= …`." if "::=" in self.text else ""
+            raise GrammarError(
+                f"grammar {shortened(self.text)} has no rule `start: …`, where texts begin.{hint}", "start"
+            )
+
+    @property
+    def key(self) -> str:
+        return self._keyed(self.text)
+
+    def language(self) -> Language:
+        return Language(self.label or f"grammar {shortened(self.text)}", lark=self.text)
+
+
+@dataclass(frozen=True)
+class Choice(Spec):
+    """One of several texts.
+
+    Attributes:
+        texts: the choices, each once, in the order given.
+    """
+
+    texts: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.texts:
+            raise GrammarError("choice: there is nothing to choose from", "choice")
+        if (size := sum(map(len, self.texts))) > CHOICES_LIMIT:
+            raise GrammarError(f"choice: {size:,} characters of choices; the limit is {CHOICES_LIMIT:,}", "choice")
+        for place, text in enumerate(self.texts):
+            if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+                raise GrammarError(f"choice: half of a surrogate pair in {text!r}", "choice", f"$[{place}]")
+
+    @cached_property
+    def whole(self) -> str:
+        """The choices as a regular expression.
+
+        What all have in front and behind is written once: one path of the automaton instead of one for each choice.
+        The rest is a plain list: automaton builders fold literals themselves, faster than they read a nested pattern.
+        """
+        ordered = sorted(self.texts)
+        front = _shared(ordered)
+        rests = [text[front:] for text in ordered]
+        behind = _shared(sorted(rest[::-1] for rest in rests))
+        middles = (quoted(rest[: len(rest) - behind]) for rest in rests)
+        begin, end = quoted(ordered[0][:front]), quoted(rests[0][len(rests[0]) - behind :])
+        return f"{begin}(?:{'|'.join(middles)}){end}" if len(ordered) > 1 else quoted(ordered[0])
+
+    @cached_property
+    def key(self) -> str:
+        return self._keyed(json.dumps(sorted(self.texts)))
+
+    def language(self) -> Language:
+        shown = ", ".join(map(repr, self.texts[:3])) + (", …" if len(self.texts) > 3 else "")
+        return Language(self.label or f"choice of {shortened(shown)}", regex=self.whole)
+
+
+def regex(pattern: str | re.Pattern[str], *, backend: str | None = None, policy: Policy = "full") -> Regex:
+    """Texts that match `pattern` as a whole, for ``generate(grammar=…)``.
+
+    Args:
+        pattern: what Python's ``re`` and Rust's ``regex`` have in common. Look-around, back-references, word boundaries
+            and flags are refused; ``^`` and ``$`` around the whole are allowed and idle. ``.`` is anything but a newline.
+        backend: name of the grammar backend; automatic by default.
+        policy: ``full``, or ``canonical``: forced text only in the tokenizer's own tokens.
+
+    Raises:
+        GrammarError: the pattern cannot be compiled; names the construct, its place and what to write instead.
+    """
+    if isinstance(pattern, re.Pattern):
+        if flags := re.RegexFlag(pattern.flags) & ~re.RegexFlag.UNICODE:
+            raise GrammarError(
+                f"regex {pattern.pattern!r}: flags ({flags}) are not read: spell both cases, [Aa]", "flags"
+            )
+        pattern = pattern.pattern
+    if not isinstance(pattern, str):
+        raise GrammarError(f"regex: the pattern is text, not {type(pattern).__name__}", "regex")
+    return Regex(pattern, backend=backend, policy=policy)
+
+
+def grammar(text: str | Path, *, backend: str | None = None, policy: Policy = "full") -> Lark:
+    """Texts of a context-free grammar, for ``generate(grammar=…)``.
+
+    Args:
+        text: llguidance's dialect of Lark, or the path of a file that holds it; a text of one line that names an
+            existing file is its path.
+        backend: name of the grammar backend; automatic by default.
+        policy: ``full``, or ``canonical``: forced text only in the tokenizer's own tokens.
+
+    Raises:
+        GrammarError: the file cannot be read, or there is no rule ``start``.
+    """
+    file = Path(text) if isinstance(text, Path) or _names_a_file(text) else None
+    if file is None:
+        return Lark(str(text), backend=backend, policy=policy)
+    if file.suffix == ".gbnf":
+        raise GrammarError(
+            f"{file.name}: GBNF is not read. llguidance.gbnf_to_lark turns it into Lark; check the result, since terminals "
+            "of Lark take as much text as they can and those of GBNF do not",
+            "gbnf",
+        )
+    try:
+        content = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise GrammarError(f"grammar: {file} cannot be read: {error}", "grammar") from error
+    return Lark(content, backend=backend, policy=policy, label=file.name)
+
+
+def choice(
+    options: Iterable[str | bool | int | float | None], *, backend: str | None = None, policy: Policy = "full"
+) -> Choice:
+    """One of several texts, for ``generate(grammar=…)``.
+
+    Args:
+        options: texts, verbatim; numbers, booleans and None as JSON writes them. Repeated ones count once.
+        backend: name of the grammar backend; automatic by default.
+        policy: ``full``, or ``canonical``: forced text only in the tokenizer's own tokens.
+
+    Raises:
+        GrammarError: there is nothing to choose from, too much, or something that has no such text.
+    """
+    if isinstance(options, (str, bytes)) or not isinstance(options, Iterable):
+        raise GrammarError(f"choice: a list of texts is needed, not {shortened(repr(options))}", "choice")
+    texts = dict.fromkeys(_written(option, place) for place, option in enumerate(options))
+    return Choice(tuple(texts), backend=backend, policy=policy)
+
+
+def json_schema(
+    schema: Any,
+    *,
+    whitespace: Literal["space", "none", "any"] = "space",
+    strict: bool = True,
+    backend: str | None = None,
+    policy: Policy = "full",
+) -> Spec:
+    """JSON texts that a schema allows, for ``generate(grammar=…)``.
+
+    Args:
+        schema: a JSON schema as a dict or its text, a Pydantic model, TypedDict or dataclass.
+        whitespace: see :class:`~decoders.constraints.json_schema.JsonSchema`.
+        strict: refuse every keyword that cannot be honoured; else the finished text is validated instead.
+        backend: name of the grammar backend; automatic by default.
+        policy: ``full``, or ``canonical``: forced text only in the tokenizer's own tokens.
+
+    Raises:
+        GrammarError: a keyword cannot be honoured; names it, its path and what would handle it.
+    """
+    from .json_schema import JsonSchema
+
+    return JsonSchema(schema, whitespace=whitespace, strict=strict, backend=backend, policy=policy)
+
+
+def shortened(text: str, limit: int = 60) -> str:
+    """`text` for a message: one line, not too long."""
+    line = " ".join(text.split())
+    return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def _shared(ordered: list[str]) -> int:
+    """How many characters all of `ordered`, which is sorted, begin with: as many as the first and the last do."""
+    first, last = ordered[0], ordered[-1]
+    return next(
+        (at for at, (one, other) in enumerate(zip(first, last, strict=False)) if one != other),
+        min(len(first), len(last)),
+    )
+
+
+def _written(option: Any, place: int) -> str:
+    if isinstance(option, str):
+        return str.__str__(option)  # a member of a StrEnum is the text it stands for
+    if option is None or isinstance(option, (bool, int)) or (isinstance(option, float) and math.isfinite(option)):
+        return json.dumps(option)
+    raise GrammarError(
+        f"choice: option {place} is {shortened(repr(option))}; give texts, finite numbers, booleans or None "
+        "(decoders.json_schema({'enum': …}) chooses among JSON values)",
+        "choice",
+        f"$[{place}]",
+    )
+
+
+def _names_a_file(text: str) -> bool:
+    if not isinstance(text, str):
+        raise GrammarError(f"grammar: text or a path is needed, not {type(text).__name__}", "grammar")
+    if "\n" in text:
+        return False
+    if text.endswith((".lark", ".gbnf")):  # nothing of the notation ends so: a file, there or not
+        return True
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):  # too long for a name, or with a null
+        return False

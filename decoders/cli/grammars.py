@@ -1,0 +1,37 @@
+"""``decoders grammars``: the library of ready grammars."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from .listing import Json
+
+
+def grammars(
+    name: Annotated[str | None, typer.Argument(help="Print the text of this one instead.")] = None,
+    as_json: Json = False,
+) -> None:
+    """List the ready grammars that ``generate(grammar=…)`` takes by name, or print one."""
+    from .. import library
+
+    if name is not None:
+        ready = library.find(name)
+        typer.echo(json.dumps(asdict(ready), indent=2, ensure_ascii=False) if as_json else ready.text)
+        return
+    every = [library.find(file) for file in library.names()]
+    if as_json:
+        listed = [{key: value for key, value in asdict(ready).items() if key != "text"} for ready in every]
+        typer.echo(json.dumps(listed, indent=2, ensure_ascii=False))
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("grammar", "kind", "what it accepts", pad_edge=False)
+    for ready in every:
+        table.add_row(Text(ready.name, style="bold"), ready.kind, Text(ready.description))
+    Console().print(table)

@@ -1,0 +1,316 @@
+"""Specifications: what they mean, what they refuse, and that they can be told apart."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+import time
+from enum import Enum, StrEnum
+from pathlib import Path
+
+import llguidance
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import decoders
+from decoders.constraints.patterns import quoted, whole_text
+from decoders.constraints.specs import CHOICES_LIMIT, Choice
+from decoders.errors import GrammarError, UnknownNameError
+
+SHORT_TEXTS = ["".join(letters) for size in range(5) for letters in itertools.product("ab", repeat=size)]
+
+
+def compiled(pattern: str) -> llguidance.LLMatcher:
+    grammar = llguidance.grammar_from("regex", pattern)
+    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher
+
+
+def accepts(matcher: llguidance.LLMatcher, text: str) -> bool:
+    matcher, tokens = matcher.deep_copy(), list(text.encode())
+    return (
+        matcher.validate_tokens(tokens) == len(tokens)
+        and (not tokens or matcher.consume_tokens(tokens))
+        and matcher.is_accepting()
+    )
+
+
+@pytest.mark.parametrize(
+    ("pattern", "plain"),
+    [
+        ("^ab$", "ab"),
+        (r"\Aab\Z", "ab"),
+        (r"\Aab\z", "ab"),
+        ("^a|b$", "a|b"),
+        ("(^a$|^b)", "(?:a|b)"),
+        ("^(^a)$", "(?:a)"),
+        ("a+?b*?c??", "a+b*c?"),
+        ("a{2,3}?", "a{2,3}"),
+        ("a{,3}", "a{0,3}"),
+        ("(?P<x>a)(?<y>b)(?:c)", "(?:a)(?:b)(?:c)"),
+        ("a(?#a remark)b", "ab"),
+        ('{"a": [0-9]{1,3}}', r'\{"a": [0-9]{1,3}\}'),
+        ("[]a]", r"[\]a]"),
+        (r"[^\b]", r"[^\x08]"),
+        (r"\/\<\é", "/<é"),
+        ("a\nb", r"a\x0ab"),
+        (r"\u00e9\x41\p{L}\d", r"\u00e9\x41\p{L}\d"),
+        ("", ""),
+    ],
+)
+def test_what_is_idle_is_left_out(pattern: str, plain: str) -> None:
+    assert decoders.regex(pattern).language().regex == plain
+    compiled(plain)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "what", "at"),
+    [
+        ("ab(?=c)c", "(?=", 2),
+        ("(?!a)b", "(?!", 0),
+        ("a(?<=a)b", "(?<=", 1),
+        ("(?<!a)b", "(?<!", 0),
+        (r"(a)\1", r"\1", 3),
+        (r"(?P<x>a)(?P=x)", "(?P=", 8),
+        (r"(?<x>a)\k<x>", r"\k", 7),
+        (r"a\bb", r"\b", 1),
+        (r"\Bb", r"\B", 0),
+        ("a$b", "$", 1),
+        ("(a$|b)c", "$", 2),
+        ("a^b", "^", 1),
+        ("a*^b", "^", 2),
+        ("(^a)*", "*", 4),
+        ("^*a", "*", 1),
+        ("(?i)a", "(?i)", 0),
+        ("(?i:a)", "(?i:", 0),
+        ("(?>a)", "(?>", 0),
+        ("(a)?(?(1)b|c)", "(?(", 4),
+        ("a++", "++", 1),
+        ("a**", "*", 2),
+        ("|*a", "*", 1),
+        ("a{3,2}", "{3,2}", 1),
+        ("(ab", "(", 0),
+        ("ab)", ")", 2),
+        ("[ab", "[", 0),
+        ("[[:alpha:]]", "[", 1),
+        ("[a-z&&b]", "&&", 4),
+        ("[a--b]", "--", 2),
+        (r"\R", r"\R", 0),
+        (r"\0", r"\0", 0),
+        ("a\\", "\\", 1),
+    ],
+)
+def test_what_is_not_regular_is_refused_with_its_place(pattern: str, what: str, at: int) -> None:
+    with pytest.raises(GrammarError) as caught:
+        decoders.regex(pattern)
+    assert caught.value.keyword == what
+    assert f"{what!r} at character {at}: " in str(caught.value)
+
+
+def test_look_around_names_what_would_handle_it() -> None:
+    with pytest.raises(GrammarError, match=r"decoders\.grammar, whose terminals have & \(and\) and ~ \(not\)"):
+        decoders.regex("(?!if)[a-z]+")
+
+
+def test_a_long_pattern_is_not_shown_in_full() -> None:
+    with pytest.raises(GrammarError) as caught:
+        decoders.regex("x" * 5000 + r"\b" + "y" * 5000)
+    assert len(str(caught.value)) < 400 and "at character 5000" in str(caught.value)
+
+
+def test_half_of_a_surrogate_pair_is_refused() -> None:
+    with pytest.raises(GrammarError, match="surrogate"):
+        decoders.regex("a\ud800")
+
+
+def test_a_deep_pattern_is_read_in_bounded_time() -> None:
+    begin = time.perf_counter()
+    whole_text("(" * 50_000 + "a" + ")" * 50_000)
+    assert time.perf_counter() - begin < 5
+
+
+def patterns() -> st.SearchStrategy[str]:
+    atom = st.sampled_from(["a", "b", ".", "[ab]", "[^a]", "^", "$", r"\A", r"\Z"])
+    sign = st.sampled_from(["*", "+", "?", "{2}", "{,2}", "{1,}", "*?", "??"])
+    return st.recursive(
+        atom,
+        lambda inner: (
+            st.lists(inner, min_size=1, max_size=3).map("".join)
+            | st.lists(inner, min_size=1, max_size=3).map("|".join)
+            | inner.map("({})".format)
+            | st.tuples(inner.map("(?:{})".format), sign).map("".join)
+        ),
+        max_leaves=6,
+    )
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@given(patterns())
+def test_a_pattern_means_what_it_means_in_python(pattern: str) -> None:
+    try:
+        whole = whole_text(pattern)
+    except GrammarError:
+        return
+    python, ours = re.compile(pattern), compiled(whole)
+    for text in SHORT_TEXTS:
+        assert accepts(ours, text) is bool(python.fullmatch(text)), (whole, text)
+
+
+@settings(max_examples=50, deadline=None, derandomize=True, database=None)
+@given(st.text(st.characters(codec="utf-8"), min_size=1))
+def test_quoted_text_matches_itself_only(text: str) -> None:
+    matcher = compiled(quoted(text))
+    assert accepts(matcher, text)
+    assert not accepts(matcher, text + "x") and not accepts(matcher, text[:-1])
+
+
+def test_every_ascii_character_can_be_quoted() -> None:
+    text = "".join(map(chr, range(1, 128)))
+    assert accepts(compiled(quoted(text)), text)
+
+
+def test_a_compiled_pattern_is_read_unless_it_has_flags() -> None:
+    assert decoders.regex(re.compile("a+")) == decoders.regex("a+")
+    with pytest.raises(GrammarError, match="IGNORECASE"):
+        decoders.regex(re.compile("a+", re.IGNORECASE))
+
+
+def test_a_pattern_of_bytes_is_refused() -> None:
+    with pytest.raises(GrammarError, match="not bytes"):
+        decoders.regex(b"a")  # type: ignore[arg-type]
+
+
+def test_choices_are_texts_verbatim_and_the_rest_as_json() -> None:
+    spec = decoders.choice(["a.b", 1, 2.5, True, None, "", "a.b"])
+    assert spec.texts == ("a.b", "1", "2.5", "true", "null", "")
+    matcher = compiled(spec.language().regex or "")
+    assert all(accepts(matcher, text) for text in spec.texts)
+    assert not any(accepts(matcher, text) for text in ("axb", "a.b1", "True", "2", "nul"))
+
+
+def test_a_member_of_a_text_enum_is_its_text() -> None:
+    class Plain(str, Enum):  # noqa: UP042 -- str() of its members is not their text
+        RED = "red"
+
+    class Text(StrEnum):
+        BLUE = "blue"
+
+    assert decoders.choice([Plain.RED, Text.BLUE]).texts == ("red", "blue")
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@given(st.lists(st.text("ab(é", max_size=5), min_size=1, max_size=8))
+def test_a_choice_accepts_its_texts_and_nothing_else(texts: list[str]) -> None:
+    matcher = compiled(decoders.choice(texts).language().regex or "")
+    near = {text[:end] for text in texts for end in range(6)} | {text + "a" for text in texts} | {"b", "aab"}
+    for text in {*texts, *near}:
+        assert accepts(matcher, text) is (text in texts), text
+
+
+def test_what_all_choices_share_is_written_once() -> None:
+    assert decoders.choice(["item-1.html", "item-2.html", "item-15.html"]).whole == r"item\-(?:1|15|2)\.html"
+    assert decoders.choice(["aa", "aaa"]).whole == "aa(?:|a)"
+
+
+def test_a_hundred_thousand_choices_are_quick() -> None:
+    draw = random.Random(0)
+    texts = [f"https://example.org/{draw.getrandbits(48):x}/view" for _ in range(100_000)]
+    begin = time.perf_counter()
+    spec = decoders.choice(texts)
+    matcher = compiled(spec.language().regex or "")
+    assert time.perf_counter() - begin < 20  # about 1 s; the limit is for busy machines
+    assert accepts(matcher, texts[-1]) and not accepts(matcher, texts[-1][:-1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "nothing to choose from"),
+        ("abc", "a list of texts is needed, not 'abc'"),
+        (5, "a list of texts is needed"),
+        ([["a"]], "option 0 is"),
+        (["a", {"b": 1}], "option 1 is"),
+        ([float("nan")], "option 0 is nan"),
+        (["a", "\udc00"], "surrogate"),
+        (["x" * (CHOICES_LIMIT + 1)], f"limit is {CHOICES_LIMIT:,}"),
+    ],
+)
+def test_choices_without_a_text_are_refused(options: object, message: str) -> None:
+    with pytest.raises(GrammarError, match=re.escape(message)):
+        decoders.choice(options)  # type: ignore[arg-type]
+
+
+LARK = 'start: "a" b\nb: "b"*\n'
+
+
+def test_a_grammar_is_its_text() -> None:
+    language = decoders.grammar(LARK).language()
+    assert language.lark == LARK and language.regex is None
+
+
+def test_a_grammar_is_read_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ab.lark").write_text(LARK)
+    (tmp_path / "ab").write_text(LARK)
+    monkeypatch.chdir(tmp_path)
+    for path in (tmp_path / "ab.lark", str(tmp_path / "ab.lark"), "ab.lark", "ab", Path("ab")):
+        spec = decoders.grammar(path)
+        assert spec.text == LARK and spec == decoders.grammar(LARK)
+    assert decoders.grammar("ab.lark").language().name == "ab.lark"
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(GrammarError, match=r"nowhere\.lark cannot be read"):
+        decoders.grammar("nowhere.lark")
+    with pytest.raises(GrammarError, match="cannot be read"):
+        decoders.grammar(tmp_path)
+
+
+def test_one_line_of_lark_is_no_path() -> None:
+    assert decoders.grammar('start: "a"').text == 'start: "a"'
+    assert decoders.grammar("start: " + '"a" ' * 5000).language().lark
+
+
+def test_gbnf_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    with pytest.raises(GrammarError, match=r"gbnf_to_lark"):
+        decoders.grammar(tmp_path / "x.gbnf")
+    with pytest.raises(GrammarError, match=r"looks like GBNF"):
+        decoders.grammar('root ::= "a"\n')
+
+
+def test_a_grammar_needs_a_rule_to_start_with() -> None:
+    with pytest.raises(GrammarError, match=r"no rule `start: …`"):
+        decoders.grammar('begin: "a"\n')
+    for rule in ("start: x", "?start: x", "  start : x", "start[temperature=0.5]: x"):
+        decoders.grammar(f'x: "a"\n{rule}\n')
+
+
+def test_keys_tell_specifications_apart() -> None:
+    specs = [
+        decoders.regex("a"),
+        decoders.regex("b"),
+        decoders.regex("a", policy="canonical"),
+        decoders.regex("a", backend="llguidance"),
+        decoders.grammar('start: "a"'),
+        decoders.choice(["a"]),
+        decoders.choice(["a", "b"]),
+        decoders.choice(["a,b"]),
+    ]
+    assert len({spec.key for spec in specs}) == len(specs) == len(set(specs))
+
+
+def test_keys_are_those_of_the_language() -> None:
+    assert decoders.regex("^a$").key == decoders.regex("a").key
+    assert decoders.choice(["b", "a", "a"]).key == decoders.choice(["a", "b"]).key
+    assert decoders.regex("a").key == "Regex/-/full/ca978112ca1bbdcafac231b39a23dc4da786eff8147c4e72b9807785afee48bb"
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    with pytest.raises(UnknownNameError, match="Did you mean 'canonical'"):
+        decoders.choice(["a"], policy="cannonical")  # type: ignore[arg-type]
+
+
+def test_specifications_can_be_made_by_class() -> None:
+    assert Choice(("a", "b")) == decoders.choice(["a", "b"])
