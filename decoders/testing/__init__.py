@@ -1,10 +1,11 @@
-"""For authors of strategies and verifiers: the conformance kit and tiny models of many designs.
+"""For authors of strategies, verifiers and grammar backends: the conformance kit and tiny models of many designs.
 
 For example::
 
     from decoders.testing import check_strategy, check_verifier
     check_strategy(MyStrategy())
     check_verifier(MyVerifier())
+    check_backend(MyGrammarBackend())
 
 Needs torch and transformers only; :func:`parametrize_with_checks` also needs pytest.
 """
@@ -12,6 +13,7 @@ Needs torch and transformers only; :func:`parametrize_with_checks` also needs py
 from __future__ import annotations
 
 from .exactness import assert_same_tokens, decode, prompts
+from .grammars import check_backend
 from .kit import CHECKS, check_strategy, checks_for, parametrize_with_checks
 from .models import ARCHITECTURES, UNSUPPORTED, tiny_draft, tiny_model
 from .replay import Replay, ReplaySettings
@@ -19,6 +21,6 @@ from .spy import Spy
 from .verifiers import check_verifier
 
 __all__ = [
-    "ARCHITECTURES", "CHECKS", "Replay", "ReplaySettings", "Spy", "UNSUPPORTED", "assert_same_tokens", "check_strategy",
-    "check_verifier", "checks_for", "decode", "parametrize_with_checks", "prompts", "tiny_draft", "tiny_model",
+    "ARCHITECTURES", "CHECKS", "Replay", "ReplaySettings", "Spy", "UNSUPPORTED", "assert_same_tokens", "check_backend",
+    "check_strategy", "check_verifier", "checks_for", "decode", "parametrize_with_checks", "prompts", "tiny_draft", "tiny_model",
 ]  # fmt: skip

@@ -1,0 +1,123 @@
+"""What llguidance is given to read, how long that may take it, and what it says when it does not like it.
+
+Its compiler recurses along chains of rules on the stack of the thread it runs in, and a stack that overflows ends the
+process. So texts are bounded, and compiled in a thread whose stack no text of that length can fill (measured: 27 bytes
+of stack for a byte of plain rules, 430 for negated terminals).
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from typing import Any
+
+from ...errors import GrammarError
+from ..base import Language
+
+#: Longest text that is compiled, in characters, and the stack to do it with, in bytes: reserved, not used.
+LONGEST, STACK = 512 * 1024, 512 * 1024 * 1024
+
+#: llguidance's own limits. Fuel for the first lexer is about 20 ms, fuel for a mask about 14 ms, items 2.5 ms each 50k
+#: (100 to 700 ms for the most ambiguous grammars found). Rows of items grow with alternatives: 20,000 fit.
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000, "max_items_in_row": 20_000,
+    "max_lexer_states": 100_000, "max_grammar_size": 500_000, "precompute_large_lexemes": True, "verbose_errors": False,
+}  # fmt: skip
+
+#: Without it masks shrink to one token wherever bytes are forced, and then differ from what is accepted.
+_OPTIONS = '\n%llguidance {"no_forcing": true}\n'
+#: Strings, regular expressions and comments, in which nothing is looked for; then what is.
+_LEXEMES = re.compile(
+    r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\])+/|(?P<token><[^<>\s]+>)'
+    r"|\b(?P<option>max_tokens|stop|stop_capture|temperature)\s*=",
+    re.DOTALL,
+)
+_RAW_BYTES = re.compile(r'%llguidance\s*\{[^}]*"allow_invalid_utf8"')
+_REFUSED = {
+    "max_tokens": "positions would depend on how a text is spelt; bound the length, as in /[a-z]{1,20}/",
+    "stop": "it takes text back; use suffix=, which keeps it",
+    "stop_capture": "it needs stop=, which takes text back",
+    "temperature": "give it to generate",
+}
+
+
+def source(language: Language) -> str:
+    """`language` as llguidance reads it.
+
+    Raises:
+        GrammarError: it has no form that llguidance reads, asks for what has no place here, or is too long.
+    """
+    import llguidance
+
+    if language.lark is not None:
+        text = language.lark
+        _refuse(language.name, text)
+    elif language.regex is not None:
+        text = f"start: /{llguidance.regex_to_lark(language.regex, '')}/" if language.regex else 'start: ""'
+    else:
+        raise GrammarError(f"{language.name}: llguidance reads Lark and regular expressions, and it has neither")
+    if len(text) > LONGEST:
+        raise GrammarError(
+            f"{language.name}: {len(text):,} characters are more than the {LONGEST:,} that llguidance is given to compile"
+        )
+    return text + _OPTIONS
+
+
+def _refuse(name: str, lark: str) -> None:
+    if _RAW_BYTES.search(lark):
+        raise GrammarError(f"{name}: allow_invalid_utf8 is not supported, texts are UTF-8", "allow_invalid_utf8")
+    for found in _LEXEMES.finditer(lark):
+        line = lark.count("\n", 0, found.start()) + 1
+        if token := found["token"]:
+            raise GrammarError(
+                f"{name}, line {line}: {token} asks for a token by its name or number; grammars are about text, in which "
+                "special tokens do not occur. Write the text in quotes",
+                token,
+            )
+        if option := found["option"]:
+            raise GrammarError(f"{name}, line {line}: {option}= is not supported: {_REFUSED[option]}", option)
+
+
+def compile_matcher(tokenizer: Any, language: Language, text: str) -> Any:
+    """A fresh ``LLMatcher`` of `text`, which is `language` as :func:`source` gave it.
+
+    Raises:
+        GrammarError: llguidance refuses it; its own message.
+    """
+    import llguidance
+
+    limits = llguidance.LLParserLimits(**LIMITS)
+    made: list[Any] = []
+    _with_stack(lambda: made.append(llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits)))
+    (matcher,) = made
+    if matcher.is_error():
+        raise GrammarError(f"{language.name}: llguidance cannot compile it: {reason(matcher.get_error())}")
+    warnings = matcher.get_grammar_warnings()
+    if warnings and language.whole is None:
+        raise GrammarError(f"{language.name}: llguidance would not keep to all of it: {'; '.join(warnings)}")
+    return matcher
+
+
+def reason(message: str) -> str:
+    """What llguidance says, without traces, and without the option that was added to the text."""
+    said = message.split("<backtrace>")[0].split("<non-verbose/>")[0]
+    lines = [line[:200] for line in said.splitlines() if _OPTIONS.strip() not in line]
+    text = "\n".join(lines).strip()
+    if "symbols.len()" in text:
+        return "it has more than 65,000 symbols"
+    return text.removeprefix("panic: ")
+
+
+_stack_lock = threading.Lock()
+
+
+def _with_stack(call: Any) -> None:
+    """`call` in a thread with a stack of `STACK` bytes. Another thread that starts meanwhile gets as much: no harm."""
+    thread = threading.Thread(target=call, name="llguidance-compile")
+    with _stack_lock:
+        before = threading.stack_size(STACK)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()

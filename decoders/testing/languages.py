@@ -1,0 +1,269 @@
+"""Small languages and vocabularies that grammar backends are checked on, with automata that none of them shares code with.
+
+An automaton here is a function from a state and a byte to a state, made from Python's own UTF-8 decoder and from
+interegular, or written by hand: slow, and obviously right.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from ..constraints.base import Language
+from ..constraints.vocabulary import Vocabulary
+
+#: First bytes of characters of two, three and four bytes.
+_LEADS = ((0xC2, 0xDF), (0xE0, 0xEF), (0xF0, 0xF4))
+#: A state of an automaton after a stop token.
+STOPPED = "stopped"
+
+
+class Automaton(ABC):
+    """Which bytes may come next. Every state that it gives out can reach an end."""
+
+    start: Hashable
+
+    @abstractmethod
+    def step(self, state: Any, byte: int) -> Hashable | None:
+        """The state after `byte`; None if no text of the language goes on like this."""
+
+    @abstractmethod
+    def ends(self, state: Any) -> bool:
+        """Whether the text may end here."""
+
+
+class Regex(Automaton):
+    """A regular expression that interegular and Rust's ``regex`` read alike. State: that of the characters, a begun one."""
+
+    def __init__(self, pattern: str) -> None:
+        import interegular
+
+        self._fsm = interegular.parse_pattern(pattern).to_fsm()
+        self._symbols = [s for s in self._fsm.alphabet if isinstance(s, str)]
+        self._begun: dict[bytes, list[str]] = {}
+        self.start = (self._fsm.initial, b"")
+        assert self._fsm.islive(self._fsm.initial), f"{pattern!r} matches nothing"
+
+    def step(self, state: Any, byte: int) -> Hashable | None:
+        at, begun = state
+        begun += bytes([byte])
+        try:
+            after = self._after(at, begun.decode())
+            return None if after is None else (after, b"")
+        except UnicodeDecodeError:
+            possible = any(self._after(at, character) is not None for character in self._characters(begun))
+            return (at, begun) if possible else None
+
+    def ends(self, state: Any) -> bool:
+        at, begun = state
+        return at in self._fsm.finals and not begun
+
+    def _after(self, at: int, character: str) -> int | None:
+        after: int | None = self._fsm.map.get(at, {}).get(self._fsm.alphabet[character])
+        return after if after is not None and self._fsm.islive(after) else None
+
+    def _characters(self, begun: bytes) -> list[str]:
+        """Characters that begin with these bytes: those the pattern names, and one that it does not."""
+        if begun not in self._begun:
+            named = [s for s in self._symbols if s.encode().startswith(begun)]
+            other = (chr(c) for c in _code_points(begun) if not 0xD800 <= c < 0xE000 and chr(c) not in named)
+            self._begun[begun] = named + list(itertools.islice(other, 1))
+        return self._begun[begun]
+
+
+def _code_points(begun: bytes) -> range:
+    """The code points whose UTF-8 begins with these bytes, surrogates among them; empty if there are none."""
+    size = next((n for n, (low, high) in enumerate(_LEADS, start=2) if low <= begun[0] <= high), 0)
+    if len(begun) >= size or any(byte & 0xC0 != 0x80 for byte in begun[1:]):
+        return range(0)
+    low = begun[0] & 0xFF >> size + 1
+    for byte in begun[1:]:
+        low = low << 6 | byte & 0x3F
+    left = 6 * (size - len(begun))
+    shortest = (0x80, 0x800, 0x10000)[size - 2]  # longer spellings of a character are no UTF-8
+    return range(max(low << left, shortest), min((low + 1) << left, 0x110000))
+
+
+class Nested(Automaton):
+    """Lists of lists of ``x``: ``[x,[x],[]]``. State: depth, and what came last."""
+
+    start = (0, "")
+
+    def step(self, state: Any, byte: int) -> Hashable | None:
+        (depth, last), character = state, chr(byte)
+        begins = last in ("", ",", "[")
+        if character == "[" and begins:
+            return depth + 1, "["
+        if character == "x" and begins:
+            return depth, "x"
+        if depth and character == "]" and last in ("[", "x", "]"):
+            return depth - 1, "]"
+        if depth and character == "," and last in ("x", "]"):
+            return depth, ","
+        return None
+
+    def ends(self, state: Any) -> bool:
+        depth, last = state
+        return depth == 0 and last in ("x", "]")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A language, and what is true of it over a vocabulary.
+
+    Attributes:
+        language: in every notation it has.
+    """
+
+    language: Language
+    automaton: Automaton
+    vocabulary: Vocabulary
+    _memo: dict[Hashable, dict[int, Hashable]] = field(default_factory=dict, repr=False)
+    _forced: dict[Hashable, bytes] = field(default_factory=dict, repr=False)
+
+    def legal(self, state: Hashable) -> dict[int, Hashable]:
+        """The tokens that may come next, each with the state after it."""
+        if state == STOPPED:
+            return {}
+        if state not in self._memo:
+            found: dict[int, Hashable] = {}
+            if self.automaton.ends(state):
+                found = dict.fromkeys(self.vocabulary.stops, STOPPED)
+            for text, tokens in self._spellings.items():
+                after = self.after(state, text)
+                if after is not None:
+                    found |= dict.fromkeys(tokens, after)
+            self._memo[state] = found
+        return self._memo[state]
+
+    def after(self, state: Hashable, text: bytes) -> Hashable | None:
+        """The state after some bytes."""
+        for byte in text:
+            after = self.automaton.step(state, byte)
+            if after is None:
+                return None
+            state = after
+        return state
+
+    def ends(self, state: Hashable) -> bool:
+        return state == STOPPED or self.automaton.ends(state)
+
+    def forced(self, state: Hashable) -> bytes:
+        """What every continuation begins with."""
+        if state not in self._forced:
+            self._forced[state] = b""
+            if not self.ends(state):
+                ways = [(byte, after) for byte in range(256) if (after := self.automaton.step(state, byte)) is not None]
+                if len(ways) == 1:
+                    self._forced[state] = bytes([ways[0][0]]) + self.forced(ways[0][1])
+        return self._forced[state]
+
+    def ending(self, state: Any) -> bytes:
+        """A way to an end, short and with few long characters: there are too many of these to search through."""
+        first = b""  # the rest of a begun character
+        while rest := [b for b in range(0x80, 0xC0) if self.automaton.step(state, b) is not None]:
+            first, state = first + bytes(rest[:1]), self.automaton.step(state, rest[0])
+        order = itertools.count()
+        ways: list[tuple[int, int, Any, bytes]] = [(0, next(order), state, first)]
+        seen = {state}
+        while ways:
+            cost, _, state, text = heapq.heappop(ways)
+            if self.ends(state):
+                return text
+            for byte in range(256):
+                after = self.automaton.step(state, byte)
+                if after is not None and after not in seen:
+                    seen.add(after)
+                    price = 99 if byte >= 0xC0 else 0 if byte >= 0x80 else 1
+                    heapq.heappush(ways, (cost + price, -next(order), after, text + bytes([byte])))
+        raise AssertionError(f"{self.language.name}: no end can be reached from {state!r}")
+
+    @cached_property
+    def _spellings(self) -> dict[bytes, list[int]]:
+        found: dict[bytes, list[int]] = {}
+        for token, text in enumerate(self.vocabulary.tokens):
+            if text is not None:
+                found.setdefault(text, []).append(token)
+        return found
+
+
+#: Regular languages by name, written as interegular, Rust's ``regex`` and llguidance read them.
+REGEXES = {
+    "choice": "yes|no|maybe",
+    "one text": "constant",
+    "shorter alternative first": "1|12",
+    "optional end": r"1(\.[0-9]+)?",
+    "empty text too": "(ab|a)*",
+    "counted": "[0-9]{3}-[0-9]{4}",
+    "quoted": '"[^"]*"',
+    "object": r'\{ ?"name": ?"[^"\\\x00-\x1f]{0,6}", ?"on": ?(true|false) ?\}',
+    "long forced parts": r'\{"identifier": "[a-z]{1,3}", "kind": "constant", "of": (1|2)\}',
+    "long characters": "(é|è|日本|😀x)+",
+    "any character but one": "[^é]{1,4}",
+    "any text": r"(.|\n)*",
+    "control characters": "a\x03?b|\x03|\x00+",
+}
+
+
+def languages() -> dict[str, tuple[Language, Automaton]]:
+    """Every language by name: regular ones in both notations, one that only Lark can express."""
+    found: dict[str, tuple[Language, Automaton]] = {}
+    for name, regex in REGEXES.items():
+        language = Language(name, regex=regex, lark=f"start: TEXT\nTEXT: /{regex}/\n")
+        found[name] = language, Regex(regex)
+    nested = 'start: item\nitem: "x" | "[" "]" | "[" item ("," item)* "]"\n'
+    found["nested"] = Language("nested", lark=nested), Nested()
+    return found
+
+
+#: Tokens of more than one byte, those without blanks.
+WORDS = """
+ye yes no may maybe con constant stant st ab aba aa abab 12 1. .5 00 000 3- -4 123 ice é è éé 日 日本 本 😀 😀x
+{" "} ": name name" "on e} ", true} false kind const x, ], [[ ]] [x x]
+"""
+
+
+def byte_vocabulary() -> Vocabulary:
+    """One token per byte, in another order than the bytes'; two stop tokens, the logits have unused rows."""
+    tokens: list[bytes | None] = [None] * 301
+    for byte in range(256):
+        tokens[byte * 5 % 256 + 3] = bytes([byte])
+    return Vocabulary(tokens, stops=(1, 290))
+
+
+def merged_vocabulary() -> Vocabulary:
+    """As byte-level BPE makes them: every byte, longer tokens across quotes and within characters, twins, gaps."""
+    longer = [
+        *WORDS.split(),
+        '": "',
+        '", "',
+        ", ",
+        '": t',
+        " true",
+        " }",
+        "  ",
+        "\n\n",
+        "a\n",
+        '"identifier": "',
+        '"kind": "',
+    ]
+    texts = [text.encode() for text in longer]
+    texts += ["é".encode()[1:] + "é".encode()[:1], "日".encode()[:2], "😀".encode()[1:], "😀".encode()[:3], b'"\xc3']
+    texts += [b"a\x03", b"\x03b", b"\x00\x00", b"yes", b"a", b'"', "é".encode()]  # the last four: twins
+    tokens: list[bytes | None] = [None, *(bytes([byte]) for byte in range(256)), None, None, *texts]
+    stop = 64  # in the middle, at the lowest bit of a word
+    tokens.insert(stop, None)
+    return Vocabulary(tokens + [None] * 40, stops=(stop, 0))
+
+
+def references() -> Iterator[Reference]:
+    """Every language over every vocabulary."""
+    vocabularies = byte_vocabulary(), merged_vocabulary()
+    for language, automaton in languages().values():
+        for vocabulary in vocabularies:
+            yield Reference(language, automaton, vocabulary)
