@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from .constraints.asked import as_spec, per_row
+from .constraints.asked import as_specs
 from .constraints.base import Grammar
 from .constraints.compiled import compiled
 from .constraints.vocabulary import Vocabulary
@@ -39,8 +39,7 @@ class Grammars:
         """Compiles what the user asked for, or finds it compiled.
 
         Args:
-            asked: the value of ``grammar=``: whatever :func:`~decoders.constraints.asked.as_spec` reads, a compiled grammar,
-                or a list with one of them (or None) per prompt.
+            asked: the value of ``grammar=``, see :func:`~decoders.constraints.asked.as_specs`.
             rows: of the batch. per_prompt: how many rows in succession share a prompt. size: of the logits.
 
         Raises:
@@ -51,7 +50,7 @@ class Grammars:
         found: list[Grammar | None] = []
         uses: list[GrammarUse | None] = []
         vocabulary: Vocabulary | None = None
-        for wanted in per_row(asked, rows, per_prompt):
+        for wanted in as_specs(asked, rows // per_prompt, per_prompt):
             if wanted is None:
                 found.append(None)
                 uses.append(None)
@@ -61,9 +60,8 @@ class Grammars:
                 _check_fit(grammar, size, stops)
             else:
                 vocabulary = vocabulary or vocabulary_of(tokenizer, size, stops)
-                spec = as_spec(wanted)
-                backend = resolve_backend(spec.backend or runtime.grammar_backend)
-                made = compiled(spec, vocabulary, backend, runtime.grammar_cache)
+                backend = resolve_backend(wanted.backend or runtime.grammar_backend)
+                made = compiled(wanted, vocabulary, backend, runtime.grammar_cache)
                 grammar, source, seconds = made.grammar, made.source, made.seconds
             language = grammar.language
             found.append(grammar)

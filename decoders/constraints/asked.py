@@ -34,8 +34,8 @@ _CONTAINERS = (dict, list, tuple, set, frozenset)
 _STRING = r'"(?:[^"\\\x00-\x1F]|\\(?:["\\bfnrt]|u[0-9A-Fa-f]{4}))*"'
 
 
-def as_spec(value: Any) -> Spec | None:
-    """What one row may write; None for anything.
+def as_spec(value: Any) -> Spec | Grammar | None:
+    """What one row may write; None for anything. A compiled grammar is what it is.
 
     Plain types (``int``, ``float``, ``bool``, ``str``, ``date``, ``time``, ``datetime``, ``Literal``, ``Enum``, unions of them)
     are written as outlines writes them, which is as Python does: ``True``, ``None``, ``"text"``. What has a structure is JSON.
@@ -44,7 +44,7 @@ def as_spec(value: Any) -> Spec | None:
         UnknownNameError: a text that is no name of the library.
         GrammarError: nothing can be made of it; says what can be given.
     """
-    if value is None or isinstance(value, Spec):
+    if value is None or isinstance(value, (Spec, Grammar)):
         return value
     if isinstance(value, str):
         return _named(value)
@@ -59,7 +59,7 @@ def as_spec(value: Any) -> Spec | None:
     return _of_type(value)
 
 
-def as_specs(value: Any, prompts: int, per_prompt: int = 1) -> list[Spec | None]:
+def as_specs(value: Any, prompts: int, per_prompt: int = 1) -> list[Spec | Grammar | None]:
     """What every row may write.
 
     Args:
