@@ -71,6 +71,7 @@ def _register() -> None:
     app.command()(bench.bench)
     app.command()(listing.strategies)
     app.command()(listing.verifiers)
+    app.command()(listing.grammar_backends)
     app.command()(listing.plugins)
     app.command()(doctor.doctor)
     train.app.command()(train_medusa.medusa)
