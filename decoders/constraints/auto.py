@@ -40,3 +40,7 @@ class Auto(Backend):
         )
         named = next((refusal for refusal in refusals if refusal.keyword), refusals[-1])
         raise GrammarError(f"{language.name}: no backend can compile it. {reasons}", named.keyword, named.path)
+
+    def restore(self, content: bytes, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> Grammar:
+        """Of the choices only the first keeps anything on disk."""
+        return self.choices()[0]().restore(content, language, vocabulary, policy)
