@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
+    from .constraints.base import Backend
     from .strategy import Strategy
     from .verifier import Verifier
 
@@ -38,4 +39,14 @@ def decoders_verifiers() -> Iterable[type[Verifier]]:  # type: ignore[empty-body
     Subclasses of :class:`decoders.Verifier` with a ``snake_case`` name, made without arguments, that pass
     :func:`decoders.testing.check_verifier`. Called once; names are shared out as those of strategies are, but apart from
     them: a verifier may be called like a strategy.
+    """
+
+
+@hookspec
+def decoders_grammar_backends() -> Iterable[type[Backend]]:  # type: ignore[empty-body]
+    """Classes that compile grammars, which this plugin provides.
+
+    Subclasses of :class:`decoders.constraints.base.Backend` with a ``snake_case`` name, made without arguments, that
+    pass :func:`decoders.testing.check_backend`. Called once; names are shared out as those of strategies are, and apart
+    from them. A specification takes one with ``backend="name"``.
     """

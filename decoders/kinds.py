@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from .constraints.base import Backend
 from .errors import PluginError
 from .settings import Settings
 from .strategy import Strategy
@@ -74,14 +75,16 @@ def _check_settings(cls: type[Strategy], shown: str) -> None:
         raise PluginError(f"{shown}.settings_class must be a subclass of decoders.settings.Settings, not {settings!r}")
 
 
-def _check_made_by_name(cls: type[Verifier], shown: str) -> None:
+def _check_made_by_name(cls: type[ABC], shown: str) -> None:
     try:
         inspect.signature(cls).bind()
     except TypeError as error:
-        raise PluginError(f"{shown} must be made without arguments, a verifier has no settings: {error}") from error
+        noun = "verifier" if issubclass(cls, Verifier) else "grammar backend"
+        raise PluginError(f"{shown} must be made without arguments, a {noun} has no settings: {error}") from error
 
 
 STRATEGY = Kind("strategy", "strategies", Strategy, "decoders_strategies", _check_settings)  # type: ignore[type-abstract]
 VERIFIER = Kind("verifier", "verifiers", Verifier, "decoders_verifiers", _check_made_by_name)  # type: ignore[type-abstract]
+BACKEND = Kind("grammar backend", "grammar backends", Backend, "decoders_grammar_backends", _check_made_by_name)  # type: ignore[type-abstract]
 
-KINDS: tuple[Kind[Any], ...] = (STRATEGY, VERIFIER)
+KINDS: tuple[Kind[Any], ...] = (STRATEGY, VERIFIER, BACKEND)

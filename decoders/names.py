@@ -25,7 +25,7 @@ class PluginInfo:
 
     Attributes:
         name: entry-point name. version, provider: of the distribution it comes with.
-        hooks: hooks it implements. strategies, verifiers: names it claims, usable or not.
+        hooks: hooks it implements. strategies, verifiers, grammar_backends: names it claims, usable or not.
         status: "loaded", "blocked" (by a list), "failed" (nothing of it is used), "conflict" (a name is also claimed
             by another plugin; its other names are usable).
         error: why it is not simply loaded.
@@ -37,6 +37,7 @@ class PluginInfo:
     hooks: tuple[str, ...] = ()
     strategies: tuple[str, ...] = ()
     verifiers: tuple[str, ...] = ()
+    grammar_backends: tuple[str, ...] = ()
     status: Status = "loaded"
     error: str | None = None
 
@@ -51,7 +52,7 @@ class PluginInfo:
 
 @dataclass(frozen=True)
 class Entry(Generic[Provided]):
-    """A usable strategy or verifier: its registry name, its class, and the distribution and version that provide it."""
+    """A usable strategy, verifier or grammar backend: its registry name, its class, and the distribution and version of it."""
 
     name: str
     cls: type[Provided]

@@ -16,9 +16,10 @@ from typing import Any
 import pluggy
 
 from . import __version__, builtin, hookspecs
+from .constraints.base import Backend
 from .errors import PluginError, UnknownNameError
 from .hookspecs import PROJECT
-from .kinds import KINDS, STRATEGY, VERIFIER, Kind, Provided
+from .kinds import BACKEND, KINDS, STRATEGY, VERIFIER, Kind, Provided
 from .names import BUILTIN, DISTRIBUTION, THIS_PROCESS, Entry, Names, PluginInfo, canonical, settle
 from .strategy import Strategy
 from .verifier import Verifier
@@ -64,6 +65,19 @@ class Registry:
             UnknownNameError: nobody does.
         """
         return self._find(VERIFIER, name)
+
+    def grammar_backends(self) -> dict[str, Entry[Backend]]:
+        """Every usable backend of grammars by name: the built-ins first, then by provider."""
+        return dict(self._names[BACKEND].usable)
+
+    def grammar_backend(self, name: str) -> type[Backend]:
+        """The class registered as `name`, found as :meth:`strategy` finds its own.
+
+        Raises:
+            PluginError: several plugins claim the name.
+            UnknownNameError: nobody does.
+        """
+        return self._find(BACKEND, name)
 
     def _find(self, kind: Kind[Provided], name: str) -> type[Provided]:
         try:
@@ -157,8 +171,9 @@ class Registry:
         self.manager.register(plugin, info.key)
         self._classes[info.key] = found
         self._plugins[info.key] = replace(
-            info, hooks=hooks, strategies=tuple(found[STRATEGY]), verifiers=tuple(found[VERIFIER])
-        )
+            info, hooks=hooks, strategies=tuple(found[STRATEGY]), verifiers=tuple(found[VERIFIER]),
+            grammar_backends=tuple(found[BACKEND]),
+        )  # fmt: skip
 
     def _settle(self) -> None:
         """Shares the names out anew, and notes with each plugin those that it did not get."""

@@ -1,4 +1,4 @@
-"""Strategies and verifiers from what a user writes: a name, ``"a+b"``, a class or an object."""
+"""Strategies, verifiers and grammar backends from what a user writes: a name, ``"a+b"``, a class or an object."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, cast
 
+from .constraints.base import Backend
 from .errors import SettingsError
 from .plugins import registry
 from .settings import Settings, load_settings
@@ -60,6 +61,21 @@ def resolve_verifier(chosen: Any) -> Verifier:
         chosen = chosen()
     if not isinstance(chosen, Verifier):
         raise SettingsError(f"verifier must be a name, a Verifier class or a Verifier, not {type(chosen).__name__}")
+    return chosen
+
+
+def resolve_backend(chosen: Any) -> Backend:
+    """A backend of grammars from what the user wrote: a name, a class or an object; None is ``auto``.
+
+    Raises:
+        UnknownNameError, SettingsError, PluginError.
+    """
+    if chosen is None or isinstance(chosen, str):
+        chosen = registry().grammar_backend(chosen or "auto")
+    if inspect.isclass(chosen) and issubclass(chosen, Backend):
+        chosen = chosen()
+    if not isinstance(chosen, Backend):
+        raise SettingsError(f"backend must be a name, a Backend class or a Backend, not {type(chosen).__name__}")
     return chosen
 
 

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import typer
+
 import decoders
 from decoders import (
     arguments,
@@ -398,21 +400,32 @@ def command_line() -> Iterator[str]:
 def commands(app: Any, path: str) -> Iterator[str]:
     """Read off the functions themselves, so that the version of typer does not show."""
     for command in app.registered_commands:
-        function: Callable[..., Any] = command.callback
-        yield f"## {path} {command.name or function.__name__.replace('_', '-')}\n"
-        yield body(function, function.__name__)
-        yield "| argument | default | meaning |\n| --- | --- | --- |"
-        hints = typing.get_type_hints(function, include_extras=True)
-        for name, parameter in inspect.signature(function).parameters.items():
-            annotated, info = typing.get_args(hints[name])[:2]
-            if not info.help:
-                raise UndocumentedError(f"{path} {function.__name__}: {name} has no help")
-            default = parameter.default
-            shown = "" if default is parameter.empty or default is None or default is False else f"`{default}`"
-            yield f"| {spelt(name, annotated, info)} | {shown} | {info.help} |"
-        yield ""
+        yield from command_entry(
+            command.callback, f"{path} {command.name or command.callback.__name__.replace('_', '-')}"
+        )
     for group in app.registered_groups:
-        yield from commands(group.typer_instance, f"{path} {group.typer_instance.info.name or group.name}")
+        inner = f"{path} {group.typer_instance.info.name or group.name}"
+        if group.typer_instance.info.invoke_without_command is True:  # a command by itself, too
+            yield from command_entry(group.typer_instance.registered_callback.callback, inner)
+        yield from commands(group.typer_instance, inner)
+
+
+def command_entry(function: Callable[..., Any], path: str) -> Iterator[str]:
+    """A command with its arguments."""
+    yield f"## {path}\n"
+    yield body(function, function.__name__)
+    yield "| argument | default | meaning |\n| --- | --- | --- |"
+    hints = typing.get_type_hints(function, include_extras=True)
+    for name, parameter in inspect.signature(function).parameters.items():
+        if hints[name] is typer.Context:
+            continue
+        annotated, info = typing.get_args(hints[name])[:2]
+        if not info.help:
+            raise UndocumentedError(f"{path}: {name} has no help")
+        default = parameter.default
+        shown = "" if default is parameter.empty or default is None or default is False else f"`{default}`"
+        yield f"| {spelt(name, annotated, info)} | {shown} | {info.help} |"
+    yield ""
 
 
 def spelt(name: str, annotated: Any, info: Any) -> str:

@@ -1,7 +1,9 @@
-"""Peak memory of a piece of work."""
+"""Peak memory of a piece of work, and memory that is held."""
 
 from __future__ import annotations
 
+import ctypes
+import gc
 from pathlib import Path
 
 import torch
@@ -37,3 +39,25 @@ class PeakMemory:
         elif self.kind == "process":
             line = next((x for x in _STATUS.read_text().splitlines() if x.startswith("VmHWM:")), None)
             self.bytes = int(line.split()[1]) * 1024 if line else None
+
+
+class _Mallinfo(ctypes.Structure):
+    """``struct mallinfo2`` of glibc."""
+
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
+
+
+def held() -> int | None:
+    """Bytes that this process has been given by malloc and not given back, extensions' own among them; None without glibc.
+
+    Small objects of Python are not among them: Python has their memory from elsewhere.
+    """
+    try:
+        mallinfo = ctypes.CDLL(None).mallinfo2
+    except (AttributeError, OSError):
+        return None
+    mallinfo.restype = _Mallinfo
+    gc.collect()
+    info = mallinfo()
+    return int(info.uordblks + info.hblkhd)

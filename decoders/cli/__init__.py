@@ -63,18 +63,20 @@ def main() -> None:
 
 
 def _register() -> None:
-    from . import bench, demo, doctor, generate, grammars, listing, train, train_medusa, warmup
+    from . import bench, bench_grammar, demo, doctor, generate, grammars, listing, train, train_medusa, warmup
 
     app.command()(demo.demo)
     app.command()(generate.generate)
     app.command()(warmup.warmup)
-    app.command()(bench.bench)
     app.command()(listing.strategies)
     app.command()(listing.verifiers)
+    app.command()(listing.grammar_backends)
     app.command()(listing.plugins)
     app.command()(grammars.grammars)
     app.command()(doctor.doctor)
     train.app.command()(train_medusa.medusa)
+    bench.app.command()(bench_grammar.grammar)
+    app.add_typer(bench.app, name="bench")
     app.add_typer(train.app, name="train")
 
 

@@ -23,7 +23,12 @@ if TYPE_CHECKING:
     from ..bench import Contestant
 
 
+app = typer.Typer(invoke_without_command=True)
+
+
+@app.callback()
 def bench(
+    context: typer.Context,
     model: Annotated[str, typer.Option(help='Path or hub name of a causal language model, or "demo".')] = "demo",
     draft: Annotated[str | None, typer.Option(help="Draft model; the demo model has its own.")] = None,
     strategies: Annotated[
@@ -84,6 +89,8 @@ def bench(
 
     All dtypes of the model are in memory at once, so that they take turns too.
     """
+    if context.invoked_subcommand is not None:
+        return
     from rich.console import Console
 
     batches = numbers(batch)

@@ -1,4 +1,4 @@
-"""``decoders strategies``, ``verifiers`` and ``plugins``: what there is and where it comes from."""
+"""``decoders strategies``, ``verifiers``, ``grammar-backends`` and ``plugins``: what there is and where it comes from."""
 
 from __future__ import annotations
 
@@ -92,6 +92,28 @@ def verifiers(as_json: Json = False) -> None:
     Console().print(table)
 
 
+def grammar_backends(as_json: Json = False) -> None:
+    """List the grammar backends: what turns a grammar into masks over the next token."""
+    from ..plugins import registry
+
+    entries = registry().grammar_backends().values()
+    if as_json:
+        listed = [
+            {"name": e.name, "summary": e.cls.summary, "provider": e.provider, "version": e.version} for e in entries
+        ]
+        typer.echo(json.dumps(listed, indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("backend", "what it does", "provider", pad_edge=False, show_lines=True)
+    for entry in entries:
+        provider = f"{entry.provider} {entry.version}".strip()
+        table.add_row(Text(entry.name, style="bold"), Text(entry.cls.summary), provider)
+    Console().print(table)
+
+
 def plugins(
     as_json: Json = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if any plugin failed or clashes.")] = False,
@@ -107,7 +129,9 @@ def plugins(
         from rich.table import Table
         from rich.text import Text
 
-        table = Table("plugin", "provider", "status", "strategies", "verifiers", "why", pad_edge=False)
+        table = Table(
+            "plugin", "provider", "status", "strategies", "verifiers", "grammar backends", "why", pad_edge=False
+        )
         for info in found:
             table.add_row(
                 info.name,
@@ -115,6 +139,7 @@ def plugins(
                 Text(info.status, style=STYLES[info.status]),
                 Text(", ".join(info.strategies)),
                 Text(", ".join(info.verifiers)),
+                Text(", ".join(info.grammar_backends)),
                 Text(info.error or ""),
             )
         Console().print(table)

@@ -18,6 +18,7 @@ from uuid import UUID
 
 from .. import library
 from ..errors import GrammarError, UnknownNameError
+from .base import Grammar
 from .specs import Choice, Lark, Regex, Spec, grammar, json_schema, regex, shortened
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from ..errors import GrammarError
 from ..tree import NO_PARENT
 from .vocabulary import Vocabulary
 
@@ -107,6 +108,10 @@ class Tabulated(Grammar):
     @abstractmethod
     def tables(self) -> Tables:
         """The automaton as tensors on the CPU."""
+
+    def dump(self) -> bytes | None:
+        """What :meth:`Backend.restore` makes it from again: data, nothing that is run. None if that would save no time."""
+        return None
 
 
 class Matcher(ABC):
@@ -214,6 +219,14 @@ class Backend(ABC):
         Raises:
             GrammarError: it has no form that this backend reads, or exceeds its limits; names what would handle it.
         """
+
+    def restore(self, content: bytes, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> Grammar:
+        """The grammar that was dumped as `content`, once compiled from the same.
+
+        Raises:
+            GrammarError: `content` is not that.
+        """
+        raise GrammarError(f"backend {self.name!r} keeps nothing on disk")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

@@ -6,9 +6,10 @@ import itertools
 import time
 import types
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -49,6 +50,22 @@ def frozen_weights() -> AbstractContextManager:
     called from C++. As an option of ``torch.compile`` freezing has no effect, hence a context.
     """
     return torch._inductor.config.patch({"freezing": True, "cpp.enable_concat_linear": True, "cpp_wrapper": True})
+
+
+@contextmanager
+def separate_loops() -> Iterator[None]:
+    """Keeps inductor from nesting the loops of several kernels in one over their common rows.
+
+    Such nests hold what one loop hands to the next in a buffer of their own, and where masks or 64-bit noise take part
+    gcc 12 makes code of them that overwrites its stack (torch 2.13). There is no setting for it.
+    """
+    from torch._inductor.codegen.cpp import CppScheduling
+
+    if not hasattr(CppScheduling, "_get_outer_loop_fusion_depth"):
+        yield
+        return
+    with mock.patch.object(CppScheduling, "_get_outer_loop_fusion_depth", return_value=0):
+        yield
 
 
 class CompiledFunction:

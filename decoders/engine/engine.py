@@ -6,6 +6,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Literal
 
 import torch
@@ -53,7 +54,8 @@ class Engine:
             function = twin or compiler.compile_core(eager, self.target.device)
             try:
                 if self.target.device.type == "cpu":
-                    with compiler.frozen_weights():
+                    apart = compiler.separate_loops() if core.plan.masked else nullcontext()
+                    with compiler.frozen_weights(), apart:
                         warm_up(function, method, core, 1 if rows == 1 else 3)
                 self._compiled[key] = function
             except Exception as error:
@@ -113,6 +115,9 @@ def warm_up(function: Callable, method: str, core: Core, batch: int) -> None:
     }  # fmt: skip
     sizes = [(view, (0,)), (unread, (0,)), (rows.range, (0,))]
     per_row = [(guesses, (1,)), (nodes, (1,)), (rows.tokens, (1,))]
+    per_row += [(t, (1,)) for b in (tree, bigger) for t in (b.parents, b.offsets)]
+    per_row += [(t, (1, 2)) for b in (tree, bigger) for t in (b.visible, b.ancestors)]
+    per_row += [(t, (2,)) for t in (*rows.buffers.keys, *rows.buffers.values)]
     masks = []
     if plan.masked and method != "forward":
         # The masks are the deciding model's, whose vocabulary may be larger than this one's.

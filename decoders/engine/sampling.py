@@ -59,7 +59,7 @@ class Masks:
 
     def allow(self, logits: Tensor) -> Tensor:
         """`logits` ``[B, N, V]`` with ``-inf`` for what may not follow."""
-        return torch.where(self.allowed[..., : logits.shape[-1]], logits, float("-inf"))
+        return logits.masked_fill(~self.allowed[..., : logits.shape[-1]], float("-inf"))
 
 
 def mix64(z: Tensor) -> Tensor:

@@ -14,9 +14,9 @@ from .staged import Staged, StagedSettings
 from .threshold import Threshold, ThresholdSettings
 
 __all__ = [
-    "Autoregressive", "Grammar", "GrammarSettings", "Lookahead", "LookaheadSettings", "Medusa", "MedusaSettings", "Ngram", "NgramSettings",
-    "PromptLookup", "PromptLookupSettings", "Speculative", "SpeculativeSettings", "Staged", "StagedSettings", "Threshold",
-    "ThresholdSettings",
+    "Autoregressive", "Grammar", "GrammarSettings", "Lookahead", "LookaheadSettings", "Medusa", "MedusaSettings",
+    "Ngram", "NgramSettings", "PromptLookup", "PromptLookupSettings", "Speculative", "SpeculativeSettings",
+    "Staged", "StagedSettings", "Threshold", "ThresholdSettings",
 ]  # fmt: skip
 
 #: In the order in which they are listed.

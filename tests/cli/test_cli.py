@@ -105,10 +105,19 @@ def test_verifiers_as_json_and_as_a_table() -> None:
     assert all(name in table for name in listed)
 
 
+def test_grammar_backends_are_listed_in_both_forms() -> None:
+    listed = {item["name"]: item for item in json.loads(run("grammar-backends", "--json").stdout)}
+    assert set(listed) == set(registry().grammar_backends())
+    assert all(item["summary"] and item["provider"] == "hf-decoders" for item in listed.values())
+    table = run("grammar-backends").stdout
+    assert all(name in table for name in listed)
+
+
 def test_plugins_table_names_what_each_provides() -> None:
     table = run("plugins").stdout
     assert "prompt_lookup" in table
     assert "tree_rejection" in table
+    assert "llguidance" in table
 
 
 def test_plugins_as_json_and_strict(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +130,7 @@ def test_plugins_as_json_and_strict(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 0
     assert json.loads(result.stdout)[1] == {
         "name": "bad", "version": "2", "provider": "dist-bad", "hooks": [], "strategies": [], "verifiers": [],
-        "status": "failed", "error": "why [x]",
+        "grammar_backends": [], "status": "failed", "error": "why [x]",
     }  # fmt: skip
     assert "why [x]" in run("plugins").stdout
     assert run("plugins", "--strict").exit_code == 1

@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 
 import decoders
-from decoders import plugins, verifiers
-from decoders.errors import PluginError, UnknownNameError
+from decoders import constraints, plugins, verifiers
+from decoders.constraints.base import Backend, Grammar, Language, Policy
+from decoders.constraints.vocabulary import Vocabulary
+from decoders.errors import PluginError, SettingsError, UnknownNameError
 from decoders.plugins import Registry, registry, reset_registry
+from decoders.resolve import resolve_backend
 from decoders.strategies import PromptLookup
 from decoders.strategy import Draft, Sequences, Strategy
 from decoders.verifier import Block, Outcomes, Verifier
@@ -50,7 +53,16 @@ def verifier_named(name: str) -> type[Verifier]:
     return Fake
 
 
-def plugin_with(*classes: object, verifiers: tuple[object, ...] = ()) -> object:
+def backend_named(name: str) -> type[Backend]:
+    class Fake(Backend):
+        def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> Grammar:
+            raise NotImplementedError
+
+    Fake.name = name
+    return Fake
+
+
+def plugin_with(*classes: object, verifiers: tuple[object, ...] = (), backends: tuple[object, ...] = ()) -> object:
     class Plugin:
         @decoders.hookimpl
         def decoders_strategies(self) -> list[object]:
@@ -59,6 +71,10 @@ def plugin_with(*classes: object, verifiers: tuple[object, ...] = ()) -> object:
         @decoders.hookimpl
         def decoders_verifiers(self) -> tuple[object, ...]:
             return verifiers
+
+        @decoders.hookimpl
+        def decoders_grammar_backends(self) -> tuple[object, ...]:
+            return backends
 
     return Plugin()
 
@@ -97,14 +113,49 @@ def fail_to_import() -> object:
 def test_built_ins_come_through_the_same_hook() -> None:
     info = registry().plugins()[0]
     assert (info.name, info.provider, info.status) == ("builtin", "hf-decoders", "loaded")
-    assert info.hooks == ("decoders_strategies", "decoders_verifiers")
+    assert info.hooks == ("decoders_grammar_backends", "decoders_strategies", "decoders_verifiers")
     assert "autoregressive" in info.strategies
     assert "coupled" in info.verifiers
+    assert "llguidance" in info.grammar_backends
     assert registry().strategy("prompt_lookup") is registry().strategy("prompt-lookup") is PromptLookup
     assert registry().strategies()["prompt_lookup"].version == decoders.__version__
     assert registry().verifier("tree_rejection") is registry().verifier("Tree-Rejection") is TreeRejection
     assert [entry.cls for entry in registry().verifiers().values()] == list(verifiers.BUILT_IN)
     assert registry().verifiers()["coupled"].version == decoders.__version__
+
+
+def test_grammar_backends_are_registered_named_and_resolved(install: Callable[..., None]) -> None:
+    fast = backend_named("fast")
+    install(("fast", "decoders-fast", plugin_with(backends=(fast,))))
+    entries = registry().grammar_backends()
+    assert [entry.cls for entry in entries.values()] == [*constraints.BUILT_IN, fast]
+    assert (entries["fast"].provider, entries["fast"].version) == ("decoders-fast", "1.2")
+    assert status_of("fast", registry()).grammar_backends == ("fast",)
+    assert type(resolve_backend(None)) is constraints.Auto
+    assert type(resolve_backend("Fast")) is type(resolve_backend(fast)) is fast
+    mine = fast()
+    assert resolve_backend(mine) is mine
+    with pytest.raises(UnknownNameError, match=r"grammar backend.*Did you mean 'llguidance'\?"):
+        resolve_backend("llguidence")
+    with pytest.raises(SettingsError, match="not int"):
+        resolve_backend(3)
+
+
+class WithSettings(Backend):
+    name = "with_settings"
+
+    def __init__(self, size: int) -> None: ...
+
+    def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> Grammar:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("cls", "why"), [(WithSettings, "a grammar backend has no settings"), (PromptLookup, "not a subclass")]
+)
+def test_what_is_no_grammar_backend_is_refused(cls: type, why: str) -> None:
+    with pytest.raises(PluginError, match=why):
+        registry().register(plugin_with(backends=(cls,)), "bad")
 
 
 def test_installed_plugin_is_found_with_its_provider(install: Callable[..., None]) -> None:

@@ -53,6 +53,8 @@ def source(language: Language) -> str:
         text = language.lark
         _refuse(language.name, text)
     elif language.regex is not None:
+        if len(language.regex) - len(language.regex.rstrip("\\")) & 1:  # llguidance would leave it out
+            raise GrammarError(f"{language.name}: the regular expression ends with a backslash that escapes nothing")
         text = f"start: /{llguidance.regex_to_lark(language.regex, '')}/" if language.regex else 'start: ""'
     else:
         raise GrammarError(f"{language.name}: llguidance reads Lark and regular expressions, and it has neither")
@@ -67,15 +69,17 @@ def _refuse(name: str, lark: str) -> None:
     if _RAW_BYTES.search(lark):
         raise GrammarError(f"{name}: allow_invalid_utf8 is not supported, texts are UTF-8", "allow_invalid_utf8")
     for found in _LEXEMES.finditer(lark):
-        line = lark.count("\n", 0, found.start()) + 1
-        if token := found["token"]:
+        token, option = found["token"], found["option"]
+        if not token and not option:
+            continue
+        where = f"{name}, line {lark.count(chr(10), 0, found.start()) + 1}"
+        if token:
             raise GrammarError(
-                f"{name}, line {line}: {token} asks for a token by its name or number; grammars are about text, in which "
-                "special tokens do not occur. Write the text in quotes",
+                f"{where}: {token} asks for a token by its name or number; grammars are about text, in which special "
+                "tokens do not occur. Write the text in quotes",
                 token,
             )
-        if option := found["option"]:
-            raise GrammarError(f"{name}, line {line}: {option}= is not supported: {_REFUSED[option]}", option)
+        raise GrammarError(f"{where}: {option}= is not supported: {_REFUSED[option]}", option)
 
 
 def compile_matcher(tokenizer: Any, language: Language, text: str) -> Any:

@@ -1,0 +1,197 @@
+"""What grammars cost: to compile, until the first mask, per mask and per tree of guesses, in memory.
+
+Backends are measured side by side on the same grammars, texts and trees, and take turns.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ..constraints.base import Backend, Grammar, Language, mask_words, unpack
+from ..constraints.vocabulary import Vocabulary
+from ..errors import GrammarError
+from ..tree import NO_PARENT
+from .grammar_subjects import Subject
+from .memory import held
+
+#: Nodes and greatest depth of the trees of guesses; places in a text where they are grown.
+NODES, DEPTH, PLACES = 64, 8, 3
+#: A grammar is not compiled again once this many seconds have gone into it.
+PATIENCE = 2.0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One grammar, compiled by one backend for one vocabulary. What is None could not be measured.
+
+    Attributes:
+        subject, backend, vocabulary: name of the grammar, of the backend asked, tokens of the vocabulary.
+        compiled_by: the backend that did it, where the one asked chooses.
+        language_ms: from the specification to a language. compile_ms: from there to a grammar.
+        first_mask_ms: from the specification to the first mask, the first time.
+        mask_us, slow_mask_us: median and 99th percentile along the text, the first walk among several.
+        tree_us: masks of a tree of :data:`NODES` guesses, median.
+        memory: bytes held after the walks. states, rows: of the table.
+        error: why it was not compiled.
+    """
+
+    subject: str
+    backend: str
+    vocabulary: int
+    compiled_by: str | None = None
+    language_ms: float | None = None
+    compile_ms: float | None = None
+    first_mask_ms: float | None = None
+    mask_us: float | None = None
+    slow_mask_us: float | None = None
+    tree_us: float | None = None
+    memory: int | None = None
+    states: int | None = None
+    rows: int | None = None
+    error: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Guesses after a text: those of the text itself and others that are legal.
+
+    Attributes:
+        taken: tokens before it. parents, tokens: as :meth:`Matcher.fill_tree` has them.
+    """
+
+    taken: list[int]
+    parents: list[int]
+    tokens: list[int]
+
+
+def prepare(backend: Backend, vocabulary: Vocabulary) -> float:
+    """Seconds that `backend` takes for what it makes of a vocabulary once, a smallest grammar included."""
+    begin = time.perf_counter()
+    for notation in ({"regex": "a"}, {"lark": 'start: "a"'}):
+        try:
+            backend.compile(Language("a", **notation), vocabulary)
+        except GrammarError:
+            continue
+        break
+    return time.perf_counter() - begin
+
+
+def measure(
+    subject: Subject,
+    backends: Sequence[Backend],
+    vocabulary: Vocabulary,
+    repeats: int,
+    progress: Callable[[str], None] = lambda what: None,
+) -> list[Cost]:
+    """The cost of `subject` with each of `backends`, each prepared for `vocabulary`; `progress` is told after each.
+
+    Raises:
+        ValueError: the subject's text does not follow its grammar.
+    """
+    found: list[tuple[Cost, Grammar | None]] = []
+    for backend in backends:
+        found.append(_compiled(subject, backend, vocabulary, repeats))
+        progress(f"{subject.name}, {backend.name}, {len(vocabulary)} tokens")
+    grammars = [grammar for _, grammar in found if grammar is not None]
+    times: dict[int, list[float]] = {id(grammar): [] for grammar in grammars}
+    out = torch.empty(NODES, mask_words(len(vocabulary)), dtype=torch.int32)
+    for tree in trees(grammars[0], list(vocabulary.encode(subject.text))) if grammars else ():
+        matchers = [grammar.start() for grammar in grammars]
+        for matcher in matchers:
+            matcher.advance(tree.taken)
+        for turn in range(repeats + 1):
+            for grammar, matcher in zip(grammars, matchers, strict=True):
+                begin = time.perf_counter()
+                matcher.fill_tree(tree.parents, tree.tokens, out)
+                if turn:  # the first one warms up
+                    times[id(grammar)].append((time.perf_counter() - begin) * 1e6)
+    return [
+        cost if grammar is None else Cost(**(asdict(cost) | {"tree_us": statistics.median(times[id(grammar)])}))
+        for cost, grammar in found
+    ]
+
+
+def _compiled(subject: Subject, backend: Backend, vocabulary: Vocabulary, repeats: int) -> tuple[Cost, Grammar | None]:
+    """All but the trees."""
+    out = torch.empty(mask_words(len(vocabulary)), dtype=torch.int32)
+    name = {"subject": subject.name, "backend": backend.name, "vocabulary": len(vocabulary)}
+    before, begin = held(), time.perf_counter()
+    try:
+        language = subject.language()
+        spoken = time.perf_counter()
+        grammar = backend.compile(language, vocabulary)
+        ready = time.perf_counter()
+        grammar.start().fill_mask(out)
+    except GrammarError as error:
+        return Cost(**name, error=str(error)), None  # type: ignore[arg-type]
+    first, seconds = time.perf_counter() - begin, [ready - spoken]
+    masks = sorted(_masks(grammar, list(vocabulary.encode(subject.text)), repeats))
+    after = held()
+    while len(seconds) < repeats and sum(seconds) < PATIENCE:
+        again = time.perf_counter()
+        backend.compile(language, vocabulary)
+        seconds.append(time.perf_counter() - again)
+    tables = grammar.tables()
+    cost = Cost(
+        **name,  # type: ignore[arg-type]
+        compiled_by=grammar.backend, language_ms=(spoken - begin) * 1e3, compile_ms=statistics.median(seconds) * 1e3,
+        first_mask_ms=first * 1e3, mask_us=statistics.median(masks), slow_mask_us=masks[len(masks) * 99 // 100],
+        memory=None if before is None or after is None else max(after - before, 0),
+        states=None if tables is None else tables.next.shape[0], rows=None if tables is None else tables.masks.shape[0],
+    )  # fmt: skip
+    return cost, grammar
+
+
+def _masks(grammar: Grammar, tokens: list[int], repeats: int) -> Iterator[float]:
+    """Microseconds of every mask along `tokens`, walked `repeats` times.
+
+    Raises:
+        ValueError: they do not follow the grammar.
+    """
+    out = torch.empty(mask_words(len(grammar.vocabulary)), dtype=torch.int32)
+    for _ in range(repeats):
+        matcher = grammar.start()
+        for token in [*tokens, grammar.vocabulary.stops[0]]:
+            begin = time.perf_counter()
+            matcher.fill_mask(out)
+            yield (time.perf_counter() - begin) * 1e6
+            if not matcher.advance([token]):
+                spelt = grammar.vocabulary.spell([token])
+                raise ValueError(f"{grammar.language.name} with {grammar.backend}: the text goes on with {spelt!r}")
+
+
+def trees(grammar: Grammar, tokens: Sequence[int]) -> list[Tree]:
+    """Trees at some places along `tokens`, the same whichever backend made `grammar`."""
+    draw = random.Random(0)
+    size = len(grammar.vocabulary)
+    out = torch.empty(mask_words(size), dtype=torch.int32)
+    grown = []
+    for place in range(PLACES):
+        taken = list(tokens[: len(tokens) * place // PLACES])
+        root = grammar.start()
+        root.advance(taken)
+        parents, guesses, depths, matchers = [NO_PARENT], [0], [0], [root]
+        while len(parents) < NODES:
+            node = len(parents)
+            parent = node - 1 if node <= DEPTH else draw.choice([n for n in range(node) if depths[n] < DEPTH])
+            matcher = matchers[parent].fork()
+            matcher.fill_mask(out)
+            ahead = len(taken) + node - 1
+            legal = unpack(out, size).nonzero().flatten().tolist()
+            guess = tokens[ahead] if node <= DEPTH and ahead < len(tokens) else draw.choice(legal)
+            parents.append(parent)
+            guesses.append(guess)
+            depths.append(depths[parent] + 1 if matcher.advance([guess]) and not matcher.stopped else DEPTH)
+            matchers.append(matcher)
+        grown.append(Tree(taken, parents, guesses))
+    return grown

@@ -1,0 +1,115 @@
+"""Grammars are compiled once: for a specification, a vocabulary, a backend and a policy. Kept in memory, on request on disk."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from . import stored
+from .base import Backend, Grammar
+from .vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from .specs import Spec
+
+#: Most grammars kept in memory, the longest unused given up first. Tables take up to 4 MB each.
+KEPT = 64
+
+Source = Literal["compiled", "memory", "disk"]
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """A grammar and what it took to have it.
+
+    Attributes:
+        seconds: until it was there, waiting for another thread that compiles the same among them.
+        source: whether it was compiled now, had been before, or was read from a file.
+    """
+
+    grammar: Grammar
+    seconds: float
+    source: Source
+
+
+class Cache:
+    """Grammars in memory. Any number of threads may ask; each grammar is compiled by one of them."""
+
+    def __init__(self, size: int = KEPT) -> None:
+        self.size = size
+        self._entries: OrderedDict[tuple[object, ...], Future[Grammar]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def clear(self) -> None:
+        """Forgets all grammars; calls that use them keep them."""
+        with self._lock:
+            self._entries.clear()
+
+    def compiled(
+        self, spec: Spec, vocabulary: Vocabulary, backend: Backend, directory: Path | str | None = None
+    ) -> Compilation:
+        """The language of `spec` for `vocabulary`, compiled by `backend`.
+
+        Args:
+            directory: where compiled grammars are kept from one process to the next; none by default.
+
+        Raises:
+            GrammarError: it cannot be expressed or compiled. Nothing is kept then.
+        """
+        begin = time.perf_counter()
+        key = (spec.key, vocabulary.fingerprint, type(backend), spec.policy)
+        with self._lock:
+            entry = self._entries.get(key)
+            known = entry is not None
+            if entry is None:
+                entry = self._entries[key] = Future()
+            self._entries.move_to_end(key)
+            while len(self._entries) > self.size:
+                self._entries.popitem(last=False)
+        source: Source = "memory"
+        if not known:
+            try:
+                grammar, source = _made(spec, vocabulary, backend, None if directory is None else Path(directory))
+            except BaseException as error:
+                with self._lock:
+                    if self._entries.get(key) is entry:
+                        del self._entries[key]
+                entry.set_exception(error)
+                raise
+            entry.set_result(grammar)
+        return Compilation(entry.result(), time.perf_counter() - begin, source)
+
+
+def _made(spec: Spec, vocabulary: Vocabulary, backend: Backend, directory: Path | None) -> tuple[Grammar, Source]:
+    """From `directory` or, where it is not there, compiled and put there."""
+    language = spec.language()
+    if directory is None:
+        return backend.compile(language, vocabulary, spec.policy), "compiled"
+    path = stored.path_of(directory, language, vocabulary, spec.policy, backend)
+    kept = stored.read(path, language, vocabulary, spec.policy, backend)
+    if kept is not None:
+        return kept, "disk"
+    grammar = backend.compile(language, vocabulary, spec.policy)
+    stored.write(grammar, path)
+    return grammar, "compiled"
+
+
+_shared = Cache()
+
+
+def compiled(spec: Spec, vocabulary: Vocabulary, backend: Backend, directory: Path | str | None = None) -> Compilation:
+    """As :meth:`Cache.compiled`, from the grammars of this process."""
+    return _shared.compiled(spec, vocabulary, backend, directory)
+
+
+def forget() -> None:
+    """Empties the cache of this process."""
+    _shared.clear()
