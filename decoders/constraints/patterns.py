@@ -126,7 +126,9 @@ class _Reader:
     def open(self) -> None:
         begin, rest = self.at, self.pattern[self.at : self.at + 4]
         if rest.startswith("(?#"):
-            self.at = self.pattern.find(")", begin) + 1 or len(self.pattern)
+            self.at = self.pattern.find(")", begin) + 1
+            if not self.at:
+                raise self.refusal("(?#", "it is never closed", begin)
             return
         named = _NAMED.match(self.pattern, begin)
         if rest.startswith(("(?=", "(?!", "(?<=", "(?<!")):
