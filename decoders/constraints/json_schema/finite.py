@@ -1,0 +1,34 @@
+"""Nodes that stand for a few values."""
+
+from __future__ import annotations
+
+from .nodes import Node
+from .normal import Normal
+
+
+def values(normal: Normal, node: Node, most: int) -> list[Node] | None:
+    """The values of `node`, each a node; None if there are more than `most` or they cannot be told."""
+    shapes = normal.shapes(node)
+    found: list[object] = [{"null": None, "true": True, "false": False}[unit] for unit in sorted(shapes.units)]
+    for numbers in shapes.numbers:
+        if numbers.step is None and numbers.low == numbers.high and numbers.low is not None:
+            found.append(float(numbers.low))
+            continue
+        if numbers.step is None or numbers.low is None or numbers.high is None:
+            return None
+        count = (numbers.high - numbers.low) / numbers.step + 1
+        if count > most:
+            return None
+        points = [numbers.low + numbers.step * i for i in range(int(count))]
+        found += [int(p) if p.denominator == 1 else float(p) for p in points if numbers.holds(p)]
+    for strings in shapes.strings:
+        if strings.values is None:
+            return None
+        found += sorted(strings.values)
+    if len(found) > most or any(shape.high != 0 for shape in shapes.arrays):
+        return None
+    if shapes.arrays:
+        found.append([])
+    if shapes.objects:
+        return None
+    return list(dict.fromkeys(normal.value(value) for value in found))

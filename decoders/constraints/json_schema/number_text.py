@@ -1,0 +1,231 @@
+"""How numbers of a set are written: exact regular expressions over decimal digits.
+
+Integers are written without a fraction (``1``, not ``1.0``). Numbers between bounds have no exponent, and where rounding
+to a float could carry them over a bound, few enough digits that it cannot.
+"""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from functools import lru_cache
+
+from . import limits
+from .numbers import Numbers
+
+INTEGER = "-?(?:0|[1-9][0-9]*)"
+_EXPONENT = r"[eE][+\-]?0*(?:[1-9]?[0-9]|[12][0-9][0-9]|30[0-7])"
+#: Any number; with an exponent only in scientific notation, and one that a float has.
+NUMBER = rf"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]+)?|[0-9](?:\.[0-9]+)?{_EXPONENT})"
+_DIGITS = 15  # decimal digits that a float keeps apart
+_LONGEST = 40
+
+
+@lru_cache(maxsize=1024)
+def expression(numbers: Numbers) -> str | None:
+    """The texts of `numbers`, a set as :meth:`Numbers.tidy` leaves it; None if this notation is too long for it."""
+    step = numbers.step
+    if step is not None:
+        return _spaced(numbers, step)
+    if numbers.low is None and numbers.high is None:
+        return NUMBER if numbers.kind == "any" else rf"-?(?:0|[1-9][0-9]*)\.[0-9]{{0,{_DIGITS - 1}}}[1-9]"
+    ways = []
+    if numbers.low is None or numbers.low < 0:
+        high = Fraction(0) if numbers.high is None or numbers.high > 0 else numbers.high
+        ways += ["-" + way for way in _decimals(
+            -high, high == 0 or numbers.open_high, None if numbers.low is None else -numbers.low, numbers.open_low,
+            numbers.kind,
+        )]  # fmt: skip
+    if numbers.high is None or numbers.high > 0 or (numbers.high == 0 and not numbers.open_high):
+        low, open_low = (
+            (Fraction(0), False) if numbers.low is None or numbers.low < 0 else (numbers.low, numbers.open_low)
+        )
+        ways += _decimals(low, open_low, numbers.high, numbers.open_high, numbers.kind)
+    return "|".join(ways)
+
+
+def _spaced(numbers: Numbers, step: Fraction) -> str | None:
+    low, high = numbers.low, numbers.high
+    if low is not None and high is not None and (high - low) / step < (2 if step == 1 else 1000):
+        values = [low + step * i for i in range(int((high - low) / step) + 1)]
+        return "|".join(_plain(value) for value in values if numbers.holds(value)) or None
+    if step == 1 and numbers.kind != "fraction":
+        return _integers(None if low is None else int(low), None if high is None else int(high))
+    if numbers.kind == "fraction" or low is not None or high is not None:
+        return None
+    return _multiples(step)
+
+
+def _multiples(step: Fraction) -> str | None:
+    """All multiples of powers of ten, and of what divides one within a digit."""
+    top, places = step, 0
+    while top.denominator != 1 and places < _LONGEST:
+        top, places = top * 10, places + 1
+    if top.denominator != 1:
+        return None
+    value, zeros = int(top), 0
+    while value % 10 == 0:
+        value, zeros = value // 10, zeros + 1
+    last = {1: "", 2: "[02468]", 5: "[05]"}.get(value)
+    if last is None or zeros > _LONGEST:
+        return None
+    if places:  # decimals of at most `places` digits; zeros may follow
+        if value == 1:
+            return rf"-?(?:0|[1-9][0-9]*)(?:\.[0-9]{{1,{places}}}0*)?"
+        shorter = f"[0-9]{{1,{places - 1}}}|" if places > 1 else ""
+        return rf"-?(?:0|[1-9][0-9]*)(?:\.(?:{shorter}[0-9]{{{places - 1}}}{last}0*))?"
+    tail = f"0{{{zeros}}}" if zeros else ""
+    lead = f"[1-9][0-9]*{tail}" if value == 1 else f"(?:[1-9][0-9]*)?{last}{tail}"
+    if value != 1:
+        lead = f"(?:[1-9][0-9]*{last}|{last.replace('0', '')}){tail}"
+    return f"-?(?:0|{lead})"
+
+
+def _plain(value: Fraction) -> str:
+    """One number as JSON writes it, as an expression."""
+    text = str(value.numerator) if value.denominator == 1 else json.dumps(float(value))
+    return text.replace(".", r"\.").replace("+", r"\+").replace("-", r"\-")
+
+
+def _integers(low: int | None, high: int | None) -> str:
+    if low is None and high is None:
+        return INTEGER
+    ways = []
+    if low is None or low < 0:
+        ways += [
+            "-" + way for way in _magnitudes(1 if high is None or high >= 0 else -high, None if low is None else -low)
+        ]
+    if high is None or high >= 0:
+        ways += _magnitudes(max(low or 0, 0), high)
+    return "|".join(ways)
+
+
+def _magnitudes(low: int, high: int | None) -> list[str]:
+    """Integers from `low` to `high`, none below zero."""
+    if max(len(str(low)), len(str(high or 0))) > 400:
+        limits.exceeded("digits of a bound", 400, "a bound of numbers", "minimum")
+    if high is None:
+        size = len(str(low))
+        more = f"[1-9][0-9]{{{size},}}"
+        if low == 0:
+            return ["0", "[1-9][0-9]*"]
+        return [*_same_size(str(low), "9" * size), more]
+    ways: list[str] = []
+    for size in range(len(str(low)), len(str(high)) + 1):
+        first = max(low, 10 ** (size - 1) if size > 1 else 0)
+        last = min(high, 10**size - 1)
+        if first <= last:
+            ways += _same_size(str(first), str(last))
+    return ways
+
+
+def _same_size(low: str, high: str) -> list[str]:
+    """Digit strings from `low` to `high`, all of one size."""
+    if not low:
+        return [""]
+    rest = len(low) - 1
+    if low == "0" * len(low) and high == "9" * len(high):
+        return [_digits(len(low))]
+    if low[0] == high[0]:
+        return [low[0] + way for way in _same_size(low[1:], high[1:])]
+    first, last = int(low[0]), int(high[0])
+    ways = []
+    if low[1:] != "0" * rest:
+        ways += [low[0] + way for way in _same_size(low[1:], "9" * rest)]
+        first += 1
+    if high[1:] != "9" * rest:
+        ways += [high[0] + way for way in _same_size("0" * rest, high[1:])]
+        last -= 1
+    if first <= last:
+        ways.append(_span(first, last) + _digits(rest))
+    return ways
+
+
+def _digits(count: int) -> str:
+    return "" if count == 0 else "[0-9]" if count == 1 else f"[0-9]{{{count}}}"
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"[{first}-{last}]"
+
+
+def _decimals(low: Fraction, open_low: bool, high: Fraction | None, open_high: bool, kind: str) -> list[str]:
+    """Decimals from `low` to `high`, none below zero."""
+    exact = open_low or open_high or kind == "fraction"
+    most = max(1, _DIGITS - len(str(int(max(low, high or 0))))) if exact else None
+    open_low = open_low or (kind == "fraction" and low.denominator == 1)
+    some = _fractions("", kind == "fraction", None, False, most)
+    floor = int(low)
+    ways = []
+    if high is None:
+        if low == 0 and kind == "any":
+            lead = "[1-9]" if open_low else "[0-9]"
+            ways.append(rf"{lead}(?:\.[0-9]+)?{_EXPONENT}")
+        ways.append(_with(_integers(floor + 1, None), some))
+        return [*ways, _with(str(floor), _fractions(_places(low), open_low, None, False, most))]
+    ceiling = int(high)
+    if floor == ceiling:
+        return [_with(str(floor), _fractions(_places(low), open_low, _places(high), open_high, most))]
+    ways.append(_with(str(floor), _fractions(_places(low), open_low, None, False, most)))
+    if floor + 1 <= ceiling - 1:
+        ways.append(_with(_integers(floor + 1, ceiling - 1), some))
+    ways.append(_with(str(ceiling), _fractions("", kind == "fraction", _places(high), open_high, most)))
+    return [way for way in ways if way]
+
+
+def _with(integer: str, fractions: tuple[bool, list[str]]) -> str:
+    """`integer` with one of `fractions` (whether there may be none, and what may follow the point)."""
+    none, ways = fractions
+    if not none and not ways:
+        return ""
+    tail = rf"\.(?:{'|'.join(ways)})" if ways else ""
+    return f"(?:{integer})" + (f"(?:{tail})?" if none and tail else tail)
+
+
+def _fractions(low: str, open_low: bool, high: str | None, open_high: bool, most: int | None) -> tuple[bool, list[str]]:
+    """Digits d such that 0.d is from 0.`low` to 0.`high` (None: below 1), at most `most` of them; may they be left out?"""
+    none = low == "" and not open_low and not (high == "" and open_high)
+    return none, [way for way in _after(low, open_low, high, open_high, most, True) if way]
+
+
+def _after(low: str, open_low: bool, high: str | None, open_high: bool, most: int | None, first: bool) -> list[str]:
+    """The digits that may come, at least one if `first`. `low` and `high` have no zeros at their end."""
+    if most is not None and most <= 0:
+        return [""] if low == "" and not open_low and not (high == "" and open_high) else []
+    rest = "*" if most is None else f"{{0,{most - 1}}}"
+    every = "[0-9]+" if most is None else f"[0-9]{{1,{most}}}"
+    if high is None and low == "":
+        if not open_low:
+            return [every] if first else [every, ""]
+        return [f"0*[1-9][0-9]{rest}"] if most is None else [f"[0-9]{{0,{most - 1}}}[1-9]"]
+    if high == "" and not (low == "" and not open_low):
+        return []
+    if high == "":
+        zeros = "0+" if most is None else f"0{{1,{most}}}"
+        return [] if open_high else [zeros] if first else [zeros, ""]
+    ways = [] if first or low or open_low else [""]
+    bottom, top = int(low[:1] or 0), 9 if high is None else int(high[0])
+    fewer = None if most is None else most - 1
+    if bottom == top:
+        tails = _after(low[1:], open_low, None if high is None else high[1:], open_high, fewer, False)
+        return ways + [str(bottom) + tail for tail in tails]
+    ways += [str(bottom) + tail for tail in _after(low[1:], open_low, None, False, fewer, False)]
+    if bottom + 1 <= top - 1 or (high is None and bottom + 1 <= top):
+        last = top if high is None else top - 1
+        ways.append(_span(bottom + 1, last) + f"[0-9]{rest}")
+    if high is not None:
+        ways += [str(top) + tail for tail in _after("", False, high[1:], open_high, fewer, False)]
+    return ways
+
+
+def _places(value: Fraction) -> str:
+    """The digits behind the point of `value`."""
+    part = value - int(value)
+    digits = ""
+    while part:
+        part *= 10
+        digits += str(int(part))
+        part -= int(part)
+        if len(digits) > 400:
+            limits.exceeded("digits of a bound", 400, "a bound of numbers", "minimum")
+    return digits

@@ -1,0 +1,112 @@
+"""Sets of strings: patterns to meet or not, lengths in characters, enumerated and excluded values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from . import automata
+from .automata import Automaton
+from .regular import Rx, either, literal
+
+
+@dataclass(frozen=True)
+class Strings:
+    """Strings that meet every condition.
+
+    Attributes:
+        conditions: trees, each to be met (True) or not. formats: trees of ``format``, met by what is written. A format is a
+            condition to some and an annotation to others: nothing is concluded from one, so that both are satisfied.
+        low, high: length in characters. values: none but these, if given; all other conditions are dealt with then.
+        excluded: none of these.
+    """
+
+    conditions: frozenset[tuple[Rx, bool]] = frozenset()
+    formats: frozenset[Rx] = frozenset()
+    low: int = 0
+    high: int | None = None
+    values: frozenset[str] | None = None
+    excluded: frozenset[str] = field(default=frozenset())
+
+    @property
+    def free(self) -> bool:
+        """Whether every string is among them."""
+        return self == ALL
+
+    def holds(self, text: str) -> bool:
+        """Whether `text` is among them, formats aside."""
+        if self.values is not None:
+            return text in self.values
+        if text in self.excluded or len(text) < self.low or (self.high is not None and len(text) > self.high):
+            return False
+        return all(automata.matches(rx, text) is good for rx, good in self.conditions)
+
+    @property
+    def written(self) -> Strings | None:
+        """The strings that are written: formats are conditions here."""
+        if self.values is not None:
+            kept = (text for text in self.values if all(automata.matches(rx, text) for rx in self.formats))
+            return Strings(values=frozenset(kept)).tidy()
+        return replace(
+            self, conditions=self.conditions | {(rx, True) for rx in self.formats}, formats=frozenset()
+        ).tidy()
+
+    def automaton(self) -> Automaton:
+        """The strings as an automaton, unless they are enumerated; formats aside.
+
+        Raises:
+            GrammarError: too large.
+        """
+        return _automaton(self)
+
+    def tidy(self) -> Strings | None:
+        """The same set, None if it is empty."""
+        if self.values is not None:
+            return self if self.values else None
+        if self.high is not None and self.low > self.high:
+            return None
+        if self.high == 0:
+            return replace(_ONLY_EMPTY, formats=self.formats) if self.holds("") else None
+        return None if self.conditions and self.automaton().empty else self
+
+
+ALL = Strings()
+_ONLY_EMPTY = Strings(values=frozenset([""]))
+
+
+def both(a: Strings, b: Strings) -> Strings | None:
+    """Strings of `a` and of `b`; None if there are none."""
+    if a == b or b.free:
+        return a
+    if a.free:
+        return b
+    if a.values is not None or b.values is not None:
+        few, other = (a, b) if a.values is not None else (b, a)
+        kept = frozenset(text for text in few.values or () if other.holds(text))
+        return replace(few, values=kept, formats=a.formats | b.formats).tidy()
+    highs = [x.high for x in (a, b) if x.high is not None]
+    return Strings(
+        a.conditions | b.conditions, a.formats | b.formats, max(a.low, b.low), min(highs, default=None), None,
+        a.excluded | b.excluded,
+    ).tidy()  # fmt: skip
+
+
+def others(a: Strings) -> list[Strings]:
+    """Strings that are not of `a`."""
+    if a.values is not None:
+        return [Strings(excluded=a.values)]
+    left = [Strings(high=a.low - 1).tidy()] if a.low else []
+    if a.high is not None:
+        left.append(Strings(low=a.high + 1))
+    left += [Strings(conditions=frozenset([(rx, not good)])).tidy() for rx, good in sorted(a.conditions, key=repr)]
+    if a.excluded:
+        left.append(Strings(values=a.excluded))
+    return [piece for piece in left if piece is not None]
+
+
+@lru_cache(maxsize=256)
+def _automaton(strings: Strings) -> Automaton:
+    conditions = sorted(strings.conditions, key=repr)  # hashes have no order
+    if strings.excluded:
+        conditions = [*conditions, (either(*(literal(text) for text in sorted(strings.excluded))), False)]
+    return automata.automaton(conditions, strings.low, strings.high)

@@ -1,0 +1,163 @@
+"""From shapes to a grammar of JSON texts: rules for places of the text, arrays and objects."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...errors import GrammarError
+from . import json_text, limits, notation, number_text
+from .array_text import write_array
+from .nodes import FALSE, Node
+from .normal import Normal
+from .notation import NOTHING, Call, Expr, Terminal, Word, alt, text
+from .numbers import Numbers
+from .object_text import write_object
+from .strings import Strings
+
+
+@dataclass(frozen=True)
+class Blanks:
+    """White space that may stand in a text, as regular expressions; bounded everywhere.
+
+    Attributes:
+        opened: after an opening bracket. closing: before a closing one, if anything is inside. comma, colon: the sign
+            and what may follow it.
+    """
+
+    opened: str
+    closing: str
+    comma: str
+    colon: str
+
+
+_BREAK = r"(?: |\r?\n[ \t]{0,40})?"
+BLANKS = {
+    "space": Blanks("", "", ", ?", ": ?"),
+    "compact": Blanks("", "", ",", ":"),
+    "flexible": Blanks(_BREAK, _BREAK, _BREAK + "," + _BREAK, " ?: ?"),
+}
+
+
+class Writer:
+    """Writes the rules of every place that can be reached from a node.
+
+    Args:
+        closed: objects that declare properties take no others, where the schema says nothing of others.
+    """
+
+    def __init__(self, normal: Normal, blanks: Blanks, closed: bool = False) -> None:
+        self.normal, self.blanks, self.closed = normal, blanks, closed
+        self.rules: dict[str, Expr] = {}
+        self.todo: list[Node] = []
+        self.places: set[Node] = set()
+
+    def write(self, root: Node) -> dict[str, Expr]:
+        """The rules, ``start`` first; none if nothing is of `root`."""
+        self.rules["start"] = self.place(root)
+        while self.todo:
+            node = self.todo.pop()
+            shapes = self.normal.shapes(node)
+            words = [text(unit) for unit in ("null", "true", "false") if unit in shapes.units]
+            ways: list[Expr] = [*words, *(self.number(one) for one in shapes.numbers)]
+            ways += [self.string(one) for one in shapes.strings]
+            ways += [write_array(self, f"n{node}a{i}", one) for i, one in enumerate(shapes.arrays)]
+            ways += [write_object(self, f"n{node}o{i}", one) for i, one in enumerate(shapes.objects)]
+            self.rule(f"n{node}", alt(*ways))
+        return notation.prune(self.rules)
+
+    def place(self, node: Node) -> Expr:
+        """The texts of `node`."""
+        if node == FALSE:
+            return NOTHING
+        if node not in self.places:
+            self.places.add(node)
+            self.todo.append(node)
+            if len(self.places) > limits.PLACES:
+                limits.exceeded("PLACES", limits.PLACES, "places of the text with a schema of their own")
+        return Call(f"n{node}")
+
+    def rule(self, name: str, expr: Expr) -> Expr:
+        """A rule of that name."""
+        self.rules[name] = expr
+        if len(self.rules) > limits.RULES:
+            limits.exceeded("RULES", limits.RULES, "the grammar")
+        return Call(name)
+
+    def call(self, name: str) -> Expr:
+        """The rule of that name, written or to be written."""
+        return Call(name)
+
+    def number(self, numbers: Numbers) -> Expr:
+        found = number_text.expression(numbers)
+        if found is not None:
+            return text(found)
+        raise GrammarError(
+            f"multiples of {numbers.step} between bounds, or of what is no power of ten, twice or five times one; at most "
+            "1000 values, or strict=False, works",
+            "multipleOf",
+        )
+
+    def string(self, strings: Strings, behind: str = "") -> Expr:
+        """Strings, and what follows their closing quotation mark."""
+        written = strings.written
+        if written is None:
+            return NOTHING
+        lark = _lark(written)
+        if lark is None:
+            return NOTHING
+        tail = f" /{behind}/" if behind else ""
+        return Word(Terminal(f"({lark}){tail}" if tail else lark, _Expression(written, behind)))
+
+
+@dataclass(frozen=True)
+class _Expression:
+    strings: Strings
+    behind: str
+
+    def __call__(self) -> str | None:
+        found = _regex(self.strings)
+        return None if found is None else f"(?:{found}){self.behind}" if "|" in found else found + self.behind
+
+
+def _simple(strings: Strings) -> str | None:
+    """Strings under at most one condition, as an expression; None for others."""
+    if strings.free:
+        return json_text.FREE_STRING
+    if strings.values is not None:
+        return "|".join(json_text.literal(json_text.quoted(value)) for value in sorted(strings.values))
+    if not strings.conditions and not strings.excluded:
+        return f'"{json_text.length(strings.low, strings.high)}"'
+    ((rx, good),) = strings.conditions if len(strings.conditions) == 1 else ((None, False),)
+    if rx is not None and good and not strings.excluded and strings.low == 0 and strings.high is None:
+        return f'"(?:{json_text.tree(rx)})"'
+    return None
+
+
+def _regex(strings: Strings) -> str | None:
+    simple = _simple(strings)
+    if simple is not None:
+        return simple
+    found = json_text.expression(strings.automaton())
+    return None if found is None else f'"(?:{found})"'
+
+
+def _lark(strings: Strings) -> str | None:
+    """The definition of a terminal; None if nothing can be written."""
+    simple = _simple(strings)
+    if simple is not None:
+        return _slashed(simple)
+    parts = [_slashed(f'"{json_text.length(strings.low, strings.high)}"')]
+    for rx, good in sorted(strings.conditions, key=repr):
+        tree = json_text.tree(rx)
+        if tree is None and good:
+            return None
+        if tree is not None:
+            parts.append(("" if good else "~") + _slashed(f'"(?:{tree})"'))
+    if strings.excluded:
+        names = "|".join(json_text.literal(json_text.quoted(value)) for value in sorted(strings.excluded))
+        parts.append("~" + _slashed(names))
+    return " & ".join(parts)
+
+
+def _slashed(regex: str) -> str:
+    return "/" + regex.replace("/", r"\/") + "/"
