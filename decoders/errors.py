@@ -57,3 +57,9 @@ def suggest(name: str, choices: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, choices, n=1)
     hint = f"Did you mean {near[0]!r}? " if near else ""
     return f"{hint}Choose from: {', '.join(choices) or '(nothing is registered)'}."
+
+
+def shortened(text: str, limit: int = 60) -> str:
+    """`text` for a message: one line, not too long."""
+    line = " ".join(text.split())
+    return line if len(line) <= limit else line[: limit - 1] + "…"

@@ -107,7 +107,7 @@ def api() -> Iterator[str]:
     for module, names in HEADS.items():
         members = {name: getattr(importlib.import_module(module), name) for name in names}
         yield from section(module, members)
-    yield from section("decoders.library", {n: getattr(library, n) for n in ("names", "read")})
+    yield from section("decoders.library", {n: getattr(library, n) for n in ("names", "find", "read", "Ready")})
 
 
 def kit() -> Iterator[str]:

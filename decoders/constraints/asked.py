@@ -6,20 +6,18 @@ import dataclasses
 import inspect
 import json
 import re
-import types
 import typing
 from collections.abc import Mapping
-from enum import Enum, EnumMeta
-from functools import partial
 from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from .. import library
-from ..errors import GrammarError, UnknownNameError
+from ..errors import GrammarError, UnknownNameError, shortened
 from .base import Grammar
-from .specs import Choice, Lark, Regex, Spec, grammar, json_schema, regex, shortened
+from .python_types import is_json, listed
+from .specs import Choice, Lark, Regex, Spec, grammar, json_schema, regex
 
 if TYPE_CHECKING:
     from outlines.types.dsl import Term
@@ -30,7 +28,6 @@ _ALLOWED = (
 )
 #: Types whose texts have a grammar in the library.
 _READY = {dict: "json_object", list: "json_array", UUID: "uuid", IPv4Address: "ipv4", IPv6Address: "ipv6"}
-_CONTAINERS = (dict, list, tuple, set, frozenset)
 #: JSON and Python read these strings alike; outlines' own have raw line breaks and no escapes.
 _STRING = r'"(?:[^"\\\x00-\x1F]|\\(?:["\\bfnrt]|u[0-9A-Fa-f]{4}))*"'
 
@@ -101,15 +98,15 @@ def _of_type(value: Any) -> Spec:
         value = inner
     if isinstance(value, type) and value in _READY:
         return _named(_READY[value])
-    if (texts := _listed(value)) is not None:
+    if (texts := listed(value)) is not None:
         return Choice(tuple(dict.fromkeys(texts)))
-    if _is_json(value):
-        return json_schema(value if _has_fields(value) else _schema_of(value))
+    if is_json(value):
+        return json_schema(value)
     try:
         term = _term(value)
     except (TypeError, ValueError, RecursionError) as error:
-        if isinstance(value, type):  # what outlines does not know, Pydantic may
-            return json_schema(_schema_of(value))
+        if isinstance(value, type) or typing.get_origin(value) is not None:  # what outlines does not know, Pydantic may
+            return json_schema(value)
         raise GrammarError(f"grammar={shortened(repr(value))}: {error}. What can be given: {_ALLOWED}") from error
     return _of_term(term)
 
@@ -117,50 +114,6 @@ def _of_type(value: Any) -> Spec:
 def _aliased(value: Any) -> Any:
     """What ``type X = …`` stands for."""
     return value.__value__ if type(value).__name__ == "TypeAliasType" else None
-
-
-def _listed(value: Any) -> list[str] | None:
-    """The texts of a Literal or an Enum, where its values have one."""
-    if typing.get_origin(value) is typing.Literal:
-        values = list(typing.get_args(value))
-    elif isinstance(value, EnumMeta):
-        values = list(value)
-    else:
-        return None
-    values = [each.value if isinstance(each, Enum) else each for each in values]
-    plain = values and all(each is None or isinstance(each, (str, bool, int, float)) for each in values)
-    return [str(each) for each in values] if plain else None
-
-
-def _is_json(value: Any) -> bool:
-    """Whether a type has a structure, or conditions that only a schema can tell."""
-    origin = typing.get_origin(value)
-    if origin in (typing.Union, types.UnionType):
-        return any(_is_json(arm) for arm in typing.get_args(value))
-    if origin is not None:
-        return origin is not typing.Literal
-    return value in _CONTAINERS if isinstance(value, type) and not _has_fields(value) else _has_fields(value)
-
-
-def _has_fields(value: Any) -> bool:
-    """Whether `value` is a Pydantic model, TypedDict or dataclass."""
-    from pydantic import BaseModel
-
-    if not isinstance(value, type) or typing.get_origin(value) is not None:
-        return False
-    return issubclass(value, BaseModel) or dataclasses.is_dataclass(value) or hasattr(value, "__required_keys__")
-
-
-def _schema_of(value: Any) -> dict[str, Any]:
-    from pydantic import PydanticUserError, TypeAdapter
-
-    try:
-        return TypeAdapter(value).json_schema()
-    except (PydanticUserError, TypeError) as error:
-        why = str(error).split("\n")[0]
-        raise GrammarError(
-            f"grammar={shortened(repr(value))} has no JSON schema: {why}. What can be given: {_ALLOWED}"
-        ) from error
 
 
 def _term(value: Any) -> Term:
@@ -172,8 +125,7 @@ def _term(value: Any) -> Term:
     from outlines.types.dsl import Term, is_genson_schema_builder, python_types_to_terms
 
     is_a_type = isinstance(value, type) or typing.get_origin(value) is not None
-    routine = inspect.isroutine(value) or isinstance(value, partial)
-    if not (is_a_type or routine or isinstance(value, Term) or is_genson_schema_builder(value)):
+    if not (is_a_type or inspect.isroutine(value) or isinstance(value, Term) or is_genson_schema_builder(value)):
         raise TypeError(f"{type(value).__name__} is not understood")  # outlines would take whatever can be called
     return python_types_to_terms(value)
 
@@ -201,7 +153,9 @@ def _of_schema(term: Any) -> Spec:
             "a whitespace_pattern of outlines is not read: use decoders.json_schema(schema, whitespace=…)",
             "whitespace_pattern",
         )
-    return json_schema(json.loads(term.schema))
+    return json_schema(
+        json.loads(term.schema), closed=True
+    )  # as outlines has it, whose schemas come from types and functions
 
 
 def _as_patterns(term: Any) -> Any:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from ..errors import GrammarError
+from ..errors import GrammarError, shortened
 
+#: Largest count of a repetition: of a single byte, automata of that many states are still built.
+REPETITIONS = 99_999
 #: What to write instead of an assertion about the surroundings.
 _INTERSECT = (
     "write the texts out, or use decoders.grammar, whose terminals have & (and) and ~ (not): T: /[a-z]+/ & ~/if|else/"
 )
 _ESCAPES = frozenset("dDwWsSnrtfvaxuUpP")
-_COUNT = re.compile(r"\{(\d+)?(,)?(\d+)?\}")
+_COUNT = re.compile(r"\{([0-9]+)?(,)?([0-9]+)?\}")
 _FLAGS = re.compile(r"\(\?[aiLmsuxRU-]+[:)]")
 _NAMED = re.compile(r"\(\?P?<([A-Za-z_]\w*)>")
 _BRACED = re.compile(r"\{[^{}]*\}")
@@ -124,7 +126,9 @@ class _Reader:
     def open(self) -> None:
         begin, rest = self.at, self.pattern[self.at : self.at + 4]
         if rest.startswith("(?#"):
-            self.at = self.pattern.find(")", begin) + 1 or len(self.pattern)
+            self.at = self.pattern.find(")", begin) + 1
+            if not self.at:
+                raise self.refusal("(?#", "it is never closed", begin)
             return
         named = _NAMED.match(self.pattern, begin)
         if rest.startswith(("(?=", "(?!", "(?<=", "(?<!")):
@@ -178,6 +182,8 @@ class _Reader:
             raise self.refusal(sign, f"{what}; write \\{sign[0]} for the character itself", begin)
         if group.item != "atom":
             raise self.refusal(sign, "it repeats an anchor", begin)
+        if count and max(len(count[1] or ""), len(count[3] or "")) > len(str(REPETITIONS)):
+            raise self.refusal(shortened(sign, 20), f"the limit is {REPETITIONS:,} repetitions", begin)
         if count and count[1] and count[3] and int(count[1]) > int(count[3]):
             raise self.refusal(sign, "the smaller number comes first", begin)
         self.at += len(sign)

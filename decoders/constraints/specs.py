@@ -7,15 +7,19 @@ import json
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
-from ..errors import GrammarError, UnknownNameError
+from ..errors import GrammarError, UnknownNameError, shortened
 from .base import Language, Policy
 from .patterns import quoted, whole_text
+from .python_types import schema_of
+
+if TYPE_CHECKING:
+    from .json_schema import JsonSchema
 
 #: Characters of all choices together: automata of a million states are no longer built in seconds.
 CHOICES_LIMIT = 5_000_000
@@ -199,11 +203,7 @@ def grammar(text: str | Path, *, backend: str | None = None, policy: Policy = "f
             "of Lark take as much text as they can and those of GBNF do not",
             "gbnf",
         )
-    try:
-        content = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise GrammarError(f"grammar: {file} cannot be read: {error}", "grammar") from error
-    return Lark(content, backend=backend, policy=policy, label=file.name)
+    return Lark(_content(file), backend=backend, policy=policy, label=file.name)
 
 
 def choice(
@@ -228,32 +228,53 @@ def choice(
 def json_schema(
     schema: Any,
     *,
-    whitespace: Literal["space", "none", "any"] = "space",
+    whitespace: str = "space",
     strict: bool = True,
+    closed: bool | None = None,
     backend: str | None = None,
     policy: Policy = "full",
-) -> Spec:
+) -> JsonSchema:
     """JSON texts that a schema allows, for ``generate(grammar=…)``.
 
     Args:
-        schema: a JSON schema as a dict or its text, a Pydantic model, TypedDict or dataclass.
-        whitespace: see :class:`~decoders.constraints.json_schema.JsonSchema`.
+        schema: a JSON schema as a dict, its text or the path of its file; a Pydantic model, TypedDict, dataclass or another
+            type that Pydantic knows.
+        whitespace: ``space``: at most one blank after a comma or colon; ``compact``: none; ``flexible``: one blank, or a line
+            break with its indent, wherever JSON lets white space stand inside brackets.
         strict: refuse every keyword that cannot be honoured; else the finished text is validated instead.
+        closed: objects that declare properties take no others where the schema says nothing of others. By default those of
+            Python's types do, and those of schemas do not, as the standard has it.
         backend: name of the grammar backend; automatic by default.
         policy: ``full``, or ``canonical``: forced text only in the tokenizer's own tokens.
 
     Raises:
-        GrammarError: a keyword cannot be honoured; names it, its path and what would handle it.
+        GrammarError: there is no such schema; or, when it is compiled, a keyword that cannot be honoured: names it, its path
+            and what would handle it.
     """
     from .json_schema import JsonSchema
 
-    return JsonSchema(schema, whitespace=whitespace, strict=strict, backend=backend, policy=policy)
+    is_schema = isinstance(schema, (Mapping, str, bool, Path))
+    if isinstance(schema, Path):
+        schema = _content(schema)
+    elif isinstance(schema, Mapping):
+        schema = dict(schema)
+    elif not is_schema:
+        schema = schema_of(schema)
+    return JsonSchema(
+        schema,
+        whitespace=whitespace,
+        strict=strict,
+        closed=not is_schema if closed is None else closed,
+        backend=backend,
+        policy=policy,
+    )
 
 
-def shortened(text: str, limit: int = 60) -> str:
-    """`text` for a message: one line, not too long."""
-    line = " ".join(text.split())
-    return line if len(line) <= limit else line[: limit - 1] + "…"
+def _content(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise GrammarError(f"{file} cannot be read: {error}", "path") from error
 
 
 def _shared(ordered: list[str]) -> int:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from decoders import demo, plugins
+from decoders import demo, library, plugins
 from decoders.cli import app, doctor, models
 from decoders.errors import SettingsError, UnknownNameError
 from decoders.plugins import PluginInfo, registry
@@ -111,6 +111,18 @@ def test_grammar_backends_are_listed_in_both_forms() -> None:
     assert all(item["summary"] and item["provider"] == "hf-decoders" for item in listed.values())
     table = run("grammar-backends").stdout
     assert all(name in table for name in listed)
+
+
+def test_grammars_are_listed_and_printed() -> None:
+    table = run("grammars").stdout
+    listed = json.loads(run("grammars", "--json").stdout)
+    assert {"name", "file", "kind", "description"} == set(listed[0])
+    assert [item["file"] for item in listed] == library.names()
+    assert all(item["name"] in table for item in listed)
+    assert run("grammars", "iso-date").stdout == library.read("iso_date") + "\n"
+    assert json.loads(run("grammars", "json", "--json").stdout)["text"] == library.read("json")
+    unknown = run("grammars", "jsn")
+    assert unknown.exit_code == 2 and "Did you mean 'json'?" in unknown.stderr
 
 
 def test_plugins_table_names_what_each_provides() -> None:

@@ -14,21 +14,34 @@ from datetime import date, datetime, time, timedelta, timezone
 from io import StringIO
 from urllib.parse import urlsplit
 
+import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
+from decoders import library
+
 Accepts = Callable[[str, str], bool]
 Texts = Callable[..., Iterator[str]]
 OFFSETS = st.integers(-1439, 1439).map(lambda minutes: timezone(timedelta(minutes=minutes)))
 PLAIN = st.text(st.characters(blacklist_categories=["Cc", "Cs"]))
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | PLAIN,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(PLAIN, inner, max_size=4),
-    max_leaves=10,
-)
+
+
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
+
+
+def json_values(numbers: SearchStrategy[float]) -> SearchStrategy[object]:
+    return st.recursive(
+        st.none() | st.booleans() | st.integers() | numbers | PLAIN,
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(PLAIN, inner, max_size=4),
+        max_leaves=10,
+    )
+
+
+JSON = json_values(FINITE)
+# Numbers of schemas have exponents of up to 307.
+MODERATE = json_values(FINITE.filter(lambda number: number == 0 or 1e-307 <= abs(number) <= 1e307))
 HASHABLE = st.recursive(
     st.none() | st.booleans() | st.integers(-(10**39), 10**39) | FINITE | PLAIN | st.binary(),
     lambda inner: st.lists(inner, max_size=3).map(tuple),
@@ -88,6 +101,9 @@ WRITTEN: dict[str, SearchStrategy[str]] = {
         lambda arguments: json.dumps({"name": "f", "arguments": json.dumps(arguments)})
     ),
     "python_literal": LITERALS.map(repr),
+    "tool_call": st.dictionaries(PLAIN, MODERATE).map(
+        lambda arguments: json.dumps({"name": "f.g-1", "arguments": arguments})
+    ),
     "uuid": st.uuids(version=4).map(str),
 }
 
@@ -126,6 +142,11 @@ def parse_arithmetic(text: str) -> None:
     assert all(isinstance(node, kinds) for node in ast.walk(tree))
 
 
+def parse_schema(name: str) -> Callable[[str], None]:
+    validator = jsonschema.Draft202012Validator(json.loads(library.read(name)))
+    return lambda text: validator.validate(json.loads(text))
+
+
 def parse_function_call(text: str) -> None:
     call = json.loads(text)
     assert [*call] == ["name", "arguments"] and isinstance(json.loads(call["arguments"]), dict)
@@ -160,6 +181,7 @@ READ: dict[str, Callable[[str], object]] = {
     "arithmetic": parse_arithmetic,
     "csv_row": parse_csv,
     "email": parse_email,
+    "geojson": parse_schema("geojson"),
     "ipv4": ipaddress.IPv4Address,
     "ipv6": ipaddress.IPv6Address,
     "iso_date": date.fromisoformat,
@@ -172,6 +194,7 @@ READ: dict[str, Callable[[str], object]] = {
     "openai_function_call": parse_function_call,
     "python_literal": ast.literal_eval,
     "sql_select": parse_sql,
+    "tool_call": parse_schema("tool_call"),
     "url": parse_url,
     "uuid": lambda text: uuid.UUID(text).version,
 }

@@ -64,7 +64,7 @@ def main() -> None:
         Path(site, "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
         run(python, "-I", "-c", WORKS, cwd=work)
         command = work / "clean" / "bin" / "decoders"
-        for arguments in (["--help"], ["--version"], ["strategies"], ["plugins", "--strict"]):
+        for arguments in (["--help"], ["--version"], ["strategies"], ["plugins", "--strict"], ["grammars", "json"]):
             run(command, *arguments, cwd=work)
     print(f"{wheel.name}: ok")
 
