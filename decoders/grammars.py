@@ -60,8 +60,8 @@ class Grammars:
                 _check_fit(grammar, size, stops)
             else:
                 vocabulary = vocabulary or vocabulary_of(tokenizer, size, stops)
-                backend = resolve_backend(wanted.backend or runtime.grammar_backend)
-                made = compiled(wanted, vocabulary, backend, runtime.grammar_cache)
+                backend = resolve_backend(wanted.backend or runtime.constraint_backend)
+                made = compiled(wanted, vocabulary, backend, runtime.constraint_cache)
                 grammar, source, seconds = made.grammar, made.source, made.seconds
             language = grammar.language
             found.append(grammar)

@@ -78,8 +78,8 @@ class RuntimeSettings(Settings):
     )
     slots: int | None = Field(None, ge=1, description="Least capacity of a call's cache, in tokens per row.")
     verifier: str = Field("coupled", description="Rule that decides which proposed tokens are accepted.")
-    grammar_backend: str = Field("auto", description="What compiles a grammar that names no backend itself.")
-    grammar_cache: Path | None = Field(None, description="Folder that keeps compiled grammars between processes.")
+    constraint_backend: str = Field("auto", description="What compiles a grammar that names no backend itself.")
+    constraint_cache: Path | None = Field(None, description="Folder that keeps compiled grammars between processes.")
 
 
 S = TypeVar("S", bound=Settings)
