@@ -154,10 +154,6 @@ def test_a_strategy_that_needs_an_assistant_says_so(llama: PreTrainedModel) -> N
     assert_refused(llama, UnsupportedError, "needs assistant_model=", strategy=Needy)
 
 
-def test_a_grammar_without_a_backend_is_refused(llama: PreTrainedModel) -> None:
-    assert_refused(llama, UnsupportedError, "grammar", grammar="[a-z]+")
-
-
 def test_an_unknown_verifier_is_refused(llama: PreTrainedModel) -> None:
     assert_refused(llama, UnknownNameError, "Did you mean 'rejection'", verifier="rejektion")
     assert_refused(llama, SettingsError, "must be a name, a Verifier class or a Verifier, not int", verifier=3)

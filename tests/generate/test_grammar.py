@@ -1,0 +1,303 @@
+"""``generate(grammar=…)``: what comes out belongs to the language, under every strategy, and is the same text under all."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from types import MappingProxyType
+from typing import Any, Literal
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import decoders as token_decoders
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerFast
+
+import decoders
+from decoders.constraints.base import Grammar
+from decoders.constraints.compiled import compiled
+from decoders.errors import GrammarError, SettingsError, UnknownNameError, UnsupportedError
+from decoders.grammars import vocabulary_of
+from decoders.resolve import resolve_backend
+from decoders.strategies import Lookahead, PromptLookup, Speculative, Staged, Threshold
+from decoders.testing import decode, prompts, tiny_model
+from decoders.testing.models import ARCHITECTURES, Architecture
+
+#: Rows of the logits; the tokenizer has fewer tokens.
+SIZE = 288
+END = 1
+EAGER = {"compile": False}
+BACKENDS = ["table", "llguidance"]
+DATE = r"(19|20)[0-9]{2}-(0[1-9]|1[0-2])-[0-3][0-9]"
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 5},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+STRATEGIES: dict[str, Any] = {
+    "grammar": "grammar",
+    "prompt_lookup": PromptLookup(branches=2),
+    "lookahead": Lookahead(),
+    "ngram": "ngram",
+    "chain": Speculative(length=4),
+    "static tree": Speculative(tree="static"),
+    "dynamic tree": Speculative(tree="dynamic", nodes=8),
+    "threshold": Threshold(),
+    "threshold tree": Threshold(tree="dynamic"),
+    "staged": Staged(),
+    "grammar drafts for the draft": Staged(stage="grammar"),
+    "merged": "grammar+prompt_lookup",
+}
+SAMPLED = dict(do_sample=True, seed=5, temperature=0.9, top_k=0)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer: two special tokens, all bytes, some pairs."""
+    pairs = [('"', ":"), ("0", "0"), ("1", "9"), ("2", "0"), ("n", "a"), ("m", "e"), ("a", "g"), ('"', ","), ("{", '"')]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = ["<pad>", "<end>", *alphabet, *(a + b for a, b in pairs)]
+    assert len(names) <= SIZE
+    backend = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=pairs))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = token_decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<end>", padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+
+
+def llama(seed: int, layers: int) -> PreTrainedModel:
+    options = dict(ARCHITECTURES["llama"].options) | {"vocab_size": SIZE, "num_hidden_layers": layers}
+    return Architecture("llama", MappingProxyType(options))(seed)
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    return decoders.enable(llama(0, 2), tokenizer=tokenizer)
+
+
+@functools.cache
+def draft() -> PreTrainedModel:
+    return llama(0, 1)
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every backend in turn, as the default one."""
+    monkeypatch.setenv("DECODERS_CONSTRAINT_BACKEND", request.param)
+    return str(request.param)
+
+
+def run(model: PreTrainedModel, strategy: Any = "autoregressive", rows: int = 1, **options: Any) -> Any:
+    needs = getattr(strategy, "needs_assistant", False)
+    options = dict(max_new_tokens=48, eos_token_id=END, decoders_config=EAGER) | options
+    return decode(model, prompts(rows), strategy, **options, **({"assistant_model": draft()} if needs else {}))
+
+
+def texts(tokenizer: PreTrainedTokenizerFast, out: Any) -> list[str]:
+    prompt = prompts()["input_ids"].shape[1]
+    return tokenizer.batch_decode(out.sequences[:, prompt:], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+def test_every_strategy_writes_the_same_legal_texts(model, tokenizer, backend, strategy):
+    """A grammar for each row, one row without; greedy and sampled."""
+    grammars = [decoders.regex(DATE), decoders.json_schema(PERSON), None, decoders.choice(["yes", "no", "not at all"])]
+    for draw in ({}, SAMPLED):
+        plain = run(model, rows=4, grammar=grammars, **draw)
+        out = run(model, strategy, rows=4, grammar=grammars, **draw)
+        assert torch.equal(plain.sequences, out.sequences)
+        uses = out.report.grammars
+        assert [use and use.backend for use in uses] == [backend, backend, None, backend]
+        assert all(use is None or use.complete for use in uses)
+        date, person, _, answer = texts(tokenizer, out)
+        assert re.fullmatch(DATE, date) and answer in ("yes", "no", "not at all")
+        parsed = json.loads(person)
+        assert len(parsed["name"]) <= 5 and 0 <= parsed["age"] <= 120
+
+
+def test_both_backends_allow_the_same_tokens(model, monkeypatch):
+    """They read one language in two notations: the same draw gives the same text."""
+    drawn = []
+    for name in BACKENDS:
+        monkeypatch.setenv("DECODERS_CONSTRAINT_BACKEND", name)
+        specs = [decoders.json_schema(PERSON), decoders.regex(DATE), decoders.regex("[a-f]{3,9}(,[0-9]{2})*")]
+        drawn.append(run(model, rows=3, grammar=specs, **SAMPLED).sequences)
+    assert torch.equal(*drawn)
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "block", "tree_rejection"])
+@pytest.mark.parametrize("strategy", [Speculative(length=3), PromptLookup()], ids=["speculative", "prompt_lookup"])
+def test_other_verifiers_draw_legal_texts(model, tokenizer, verifier, strategy):
+    out = run(model, strategy, rows=3, grammar=decoders.regex(DATE), verifier=verifier, **SAMPLED)
+    assert all(re.fullmatch(DATE, text) for text in texts(tokenizer, out))
+
+
+@pytest.mark.parametrize(
+    ("asked", "accepts"),
+    [
+        ("iso_date", lambda text: re.fullmatch(r"\d{4}-\d\d-\d\d", text)),
+        (Literal["left", "right"], lambda text: text in ("left", "right")),
+        (bool, lambda text: text in ("True", "False")),
+        (decoders.grammar('start: "(" start ")" | "x"'), lambda text: re.fullmatch(r"(\(*)x(\)*)", text)),
+        ({"enum": [1, "two", None]}, lambda text: json.loads(text) in (1, "two", None)),
+    ],
+    ids=["library", "literal", "type", "lark", "schema"],
+)
+def test_whatever_can_be_asked_for(model, tokenizer, asked, accepts):
+    out = run(model, grammar=asked, max_new_tokens=200, **SAMPLED)
+    if out.report.grammars[0].complete:
+        assert accepts(texts(tokenizer, out)[0])
+    else:
+        assert out.report.new_tokens == [200], "a text ends only where its grammar does"
+
+
+def test_the_end_is_allowed_only_where_the_text_may_end(model, tokenizer):
+    out = run(model, grammar=decoders.regex("[ab]{6}"))
+    assert re.fullmatch("[ab]{6}", texts(tokenizer, out)[0]) and out.sequences[0, -1] == END
+    cut = run(model, grammar=decoders.regex("[ab]{60}"), max_new_tokens=10)
+    assert not cut.report.grammars[0].complete and END not in cut.sequences[0, -10:]
+
+
+def test_every_stop_token_ends_a_text_and_none_is_part_of_it(model, tokenizer):
+    """A stop token that spells a character is no character any more."""
+    letter = tokenizer.convert_tokens_to_ids("a")
+    out = run(model, grammar=decoders.regex("[abc]{4}"), eos_token_id=[END, letter], **SAMPLED)
+    prompt = prompts()["input_ids"].shape[1]
+    written = out.sequences[0, prompt:].tolist()
+    assert letter not in written[:-1] and written[-1] in (END, letter) and out.report.grammars[0].complete
+    assert re.fullmatch("[bc]{4}", tokenizer.decode(written[:-1]))
+
+
+def test_a_text_that_its_grammar_ends_is_not_made_longer(model, tokenizer):
+    plain = run(model, grammar=decoders.regex("[ab]{3}"), min_new_tokens=12)
+    assert plain.report.new_tokens == [4]
+    longer = run(model, grammar=decoders.regex("[ab]*"), min_new_tokens=12)
+    assert longer.report.new_tokens[0] >= 12
+
+
+class OnlyZ(LogitsProcessor):
+    """Allows nothing but one token, whatever the grammar says."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        only = torch.full_like(scores, float("-inf"))
+        only[:, self.token] = scores[:, self.token]
+        return only
+
+
+@pytest.mark.parametrize("strategy", ["autoregressive", "grammar", "prompt_lookup"])
+def test_processors_on_the_host_see_masked_scores(model, tokenizer, strategy):
+    grammar = [decoders.json_schema(PERSON), decoders.regex(DATE)]
+    out = run(model, strategy, rows=2, grammar=grammar, repetition_penalty=1.4)
+    assert torch.equal(out.sequences, run(model, rows=2, grammar=grammar, repetition_penalty=1.4).sequences)
+    assert all(use.complete for use in out.report.grammars)
+    z = tokenizer.convert_tokens_to_ids("z")
+    out = run(model, strategy, grammar=decoders.regex("[xyz]{4}"), logits_processor=LogitsProcessorList([OnlyZ(z)]))
+    assert texts(tokenizer, out) == ["zzzz"], "what a processor leaves is taken, and the end where it leaves nothing"
+
+
+def test_scores_say_what_was_illegal_and_logits_do_not(model):
+    out = run(model, grammar=decoders.regex("[ab]{2}"), output_scores=True, output_logits=True)
+    assert all(torch.isneginf(step).sum() >= SIZE - 3 for step in out.scores)
+    assert all(torch.isfinite(step).all() for step in out.logits)
+
+
+def test_rows_of_one_prompt_share_its_grammar(model, tokenizer):
+    grammars = [decoders.regex("[ab]{5}"), decoders.regex("[cd]{5}")]
+    out = run(model, rows=2, grammar=grammars, num_return_sequences=2, **SAMPLED)
+    shapes = [re.fullmatch("[ab]{5}", t) is not None for t in texts(tokenizer, out)]
+    assert shapes == [True, True, False, False]
+
+
+def test_a_grammar_is_compiled_once(model):
+    asked = decoders.regex("[ab]{2,7}c?")
+    first, second = (run(model, grammar=asked).report.grammars[0] for _ in range(2))
+    assert (first.source, second.source) == ("compiled", "memory") and second.seconds < 0.05
+    assert first.nbytes == second.nbytes and first.name == second.name
+
+
+def test_compiled_grammars_are_kept_in_a_folder_on_request(model, tmp_path):
+    from decoders.constraints.compiled import cache
+
+    asked, config = decoders.regex("[ab]{2,8}d?", backend="table"), EAGER | {"constraint_cache": str(tmp_path)}
+    assert run(model, grammar=asked, decoders_config=config).report.grammars[0].source == "compiled"
+    cache.clear()
+    assert run(model, grammar=asked, decoders_config=config).report.grammars[0].source == "disk"
+
+
+def test_a_compiled_grammar_can_be_given(model, tokenizer):
+    vocabulary = vocabulary_of(tokenizer, SIZE, [END])
+    ready = compiled(decoders.regex("[ab]{4}"), vocabulary, resolve_backend("auto")).grammar
+    assert isinstance(ready, Grammar)
+    out = run(model, grammar=ready)
+    assert out.report.grammars[0].source == "given" and re.fullmatch("[ab]{4}", texts(tokenizer, out)[0])
+    with pytest.raises(UnsupportedError, match=r"stop tokens \[1\]; this call has 288 and \[1, 5\]"):
+        run(model, grammar=ready, eos_token_id=[1, 5])
+
+
+def test_the_mask_policy_is_part_of_the_specification(model, tokenizer):
+    """Canonical: where the bytes are forced, the tokenizer's own spelling is the only one."""
+    forced = r'\{"name": "na"\}'
+    canonical = run(model, grammar=decoders.regex(forced, policy="canonical"), **SAMPLED)
+    prompt = prompts()["input_ids"].shape[1]
+    written = canonical.sequences[0, prompt:-1].tolist()
+    assert tokenizer.decode(written) == '{"name": "na"}'
+    assert len(written) <= len(tokenizer('{"name": "na"}')["input_ids"]) + 1
+    assert canonical.report.grammars[0].policy == "canonical"
+
+
+def test_a_lenient_schema_is_judged_at_the_end(model):
+    """The keyword that no grammar expresses is reported, and the text is kept."""
+    schema = {"type": "array", "items": {"enum": ["a"]}, "minItems": 2, "maxItems": 2, "uniqueItems": True}
+    asked = decoders.json_schema(
+        {"$schema": "https://json-schema.org/draft/2020-12/schema", "allOf": [schema]}, strict=False
+    )
+    with pytest.raises(GrammarError):
+        run(model, grammar=decoders.json_schema({"contentSchema": {}, "not": {"$dynamicRef": "#nowhere"}}))
+    if asked.language().whole is None:
+        pytest.fail("uniqueItems over equal values has no text: the lenient language must be judged afterwards")
+    with pytest.warns(UserWarning, match="row 0"):
+        out = run(model, grammar=asked)
+    assert out.report.grammars[0].complete and out.report.grammars[0].invalid
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (dict(grammar="iso_dat"), UnknownNameError, "Did you mean 'iso_date'"),
+        (dict(grammar=3), GrammarError, "grammar=3 is no grammar"),
+        (dict(grammar=["iso_date", "json"]), GrammarError, "a list of 2 for 1 prompts"),
+        (dict(grammar="iso_date", eos_token_id=None), UnsupportedError, "needs a token that ends the text"),
+        (dict(strategy="grammar"), UnsupportedError, "strategy 'grammar' needs grammar="),
+        (dict(grammar=decoders.regex("a", backend="tabel")), UnknownNameError, "Did you mean 'table'"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(model, options, error, message):
+    before = dict(vars(model))
+    with pytest.raises(error, match=message):
+        run(model, **options)
+    assert dict(vars(model)) == before
+
+
+def test_a_grammar_needs_a_tokenizer_that_knows_bytes(letters):
+    bare = decoders.enable(tiny_model("llama"))
+    with pytest.raises(UnsupportedError, match=r"needs a tokenizer: pass tokenizer= to enable\(\) or generate\(\)"):
+        run(bare, grammar="iso_date")
+    with pytest.raises(UnsupportedError, match="neither a byte-level tokenizer nor one with byte fallback"):
+        run(bare, grammar="iso_date", tokenizer=letters)
+    with pytest.raises(SettingsError, match="grammar needs a strategy"):
+        bare.generate(**prompts(), grammar="iso_date")
+
+
+def test_a_staged_draft_by_grammar_needs_one_too(model):
+    with pytest.raises(UnsupportedError, match="strategy 'grammar' needs grammar="):
+        run(model, Staged(stage="grammar"))
