@@ -11,6 +11,8 @@ from torch import Tensor
 from transformers import CompileConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import generate as _generate
+from ..constraints.asked import named
+from ..constraints.specs import Spec, regex
 from ..errors import SettingsError, UnknownNameError
 from ..names import canonical
 from ..plugins import registry
@@ -21,6 +23,8 @@ from .variants import Variant, assistant_tokens, parse
 YARDSTICK = "transformers"
 #: What "identical" refers to when sampling: transformers draws its tokens from another generator of random numbers.
 PLAIN = "autoregressive"
+#: A grammar that allows every text: what constrained decoding costs by itself.
+ANYTHING = "anything"
 #: Tokens that transformers' own prompt lookup proposes per step (the value its documentation uses).
 LOOKUP_TOKENS = 10
 ASSISTED = "transformers-assisted"
@@ -71,6 +75,7 @@ class Contestant:
         impossible: why it cannot run at all. one_row_only: why it cannot run on batches.
         sampling: None is greedy. verifier: the rule that accepts our drafts, "" for transformers' own ways.
         coupled: whether that rule makes every strategy draw the same tokens from the same seed.
+        grammar: that the text must follow, as written, "" without.
         assistant: transformers' assistant model. assistant_config: what its generation config holds during a call.
     """
 
@@ -86,6 +91,7 @@ class Contestant:
     sampling: Sampling | None = None
     verifier: str = ""
     coupled: bool = True
+    grammar: str = ""
     assistant: PreTrainedModel | None = None
     assistant_config: Mapping[str, Any] = field(default_factory=dict)
 
@@ -197,8 +203,8 @@ def strategy_contestants(
     """Registered strategies, all or those of `names`. Enables `model`.
 
     A name may carry settings, ``speculative[length=2]``, and be there several times with other ones; ``verifier=…`` among
-    them names the verifier. ``a+b`` merges, each part with brackets of its own. When sampling, plain decoding comes first:
-    it is what the others are compared with.
+    them names the verifier, ``grammar=…`` a grammar of the library or a file with one. ``a+b`` merges, each part with
+    brackets of its own. When sampling, plain decoding comes first: it is what the others are compared with.
 
     Args:
         settings: by strategy name, for all its variants; brackets go before. decoders_config: of every call, for instance
@@ -222,6 +228,11 @@ def strategy_contestants(
     if set(given) - used:
         raise SettingsError(f"settings given for {', '.join(sorted(set(given) - used))}, which is not measured")
     return list(made.values())
+
+
+def named_grammar(name: str) -> Spec:
+    """The grammar that stands in the brackets: of the library, of a file, or all texts under the name of ``anything``."""
+    return regex(r"(?:.|\n)*") if name == ANYTHING else named(name)
 
 
 def _contestant(
@@ -249,6 +260,10 @@ def _contestant(
     if config:
         arguments["strategy_config"] = config
     # Asked of the object: one with a draft_model of its own needs no other beside it, and takes none.
+    if variant.grammar:
+        arguments["grammar"] = named_grammar(variant.grammar)
+    elif resolved is not None and resolved.needs_grammar:
+        impossible = impossible or f"needs a grammar: {name}[grammar=json], say"
     needs = resolved.needs_assistant if resolved else any(cls.needs_assistant for cls in classes)
     if needs:
         arguments["assistant_model"] = draft
@@ -258,6 +273,6 @@ def _contestant(
     contestant = Contestant(
         variant.shown(parts), "", model, arguments, ours=True,
         exact=exact and verifier.exact, settings=own, impossible=impossible, sampling=sampling, verifier=verifier.name,
-        coupled=verifier.coupled,
+        coupled=verifier.coupled, grammar=variant.grammar or "",
     )  # fmt: skip
     return used, contestant

@@ -31,7 +31,7 @@ class Sample:
         repeat: which round. position: place in that round's order.
         seconds: of the whole call without `compile_seconds`. new_tokens: of all rows.
         first_token: from the start of a call to its first token, from a call of its own that is cut off there.
-        steps, prefill, propose, core, observe, host, overhead, accepted_lengths, stages: from our report; None (no
+        steps, prefill, propose, mask, core, observe, host, overhead, accepted_lengths, stages: from our report; None (no
             stages) for transformers. draft_passes: of the draft models that the strategy asks itself.
     """
 
@@ -48,6 +48,7 @@ class Sample:
     propose: float | None = None
     core: float | None = None
     observe: float | None = None
+    mask: float | None = None
     host: float | None = None
     overhead: float | None = None
     accepted_lengths: list[int] | None = None
@@ -227,7 +228,8 @@ def _sample(
     if (report := call.report) is not None:
         t = report.timings
         parts = dict(
-            steps=report.steps, prefill=t.prefill, propose=t.propose, core=t.core, observe=t.observe, host=t.host,
+            steps=report.steps, prefill=t.prefill, propose=t.propose, mask=t.mask, core=t.core, observe=t.observe,
+            host=t.host,
             overhead=report.overhead, accepted_lengths=report.accepted_lengths, draft_passes=draft_passes(report),
             stages=report.stages,
         )  # fmt: skip

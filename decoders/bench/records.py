@@ -12,6 +12,10 @@ from ..report import Stage
 from .bandwidth import weight_bytes
 from .contestants import PLAIN, YARDSTICK
 from .interleave import Check, Entry, Sample
+from .variants import GRAMMAR
+
+#: What a step of ours is made of, in order.
+PARTS = ("propose", "mask", "core", "observe", "host")
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class StepTimes:
 
     total: float
     propose: float | None = None
+    mask: float | None = None
     core: float | None = None
     observe: float | None = None
     host: float | None = None
@@ -65,7 +70,8 @@ class Record:
     Attributes:
         status, reason: "ok", or why there are no figures ("impossible", "failed").
         identical: whether the new tokens equal the yardstick's in every row; None if there is nothing to compare with.
-            yardstick: what they were compared with: transformers, or our plain decoding when sampling. difference: where
+            yardstick: what they were compared with: transformers; our plain decoding when sampling, or under the same
+            grammar, if that is measured too. difference: where
             they first differ. incomparable: what to expect instead where they need not be equal ("same distribution").
         verifier: the rule that accepts our drafts.
         tokens_per_second: new tokens of all rows per second of wall time, compilation excluded; one value per repeat,
@@ -126,16 +132,19 @@ def summarise(entries: Sequence[Entry], bandwidth: float | None = None) -> list[
     """One record per entry and kind; `bandwidth` of the device in bytes per second."""
     records = []
     for entry in entries:
-        plain = PLAIN if entry.contestant.sampling is not None else YARDSTICK
-        beside, same = (_beside(entry, entries, name) for name in (YARDSTICK, plain))
+        contestant = entry.contestant
+        beside = _beside(entry, entries, YARDSTICK)
+        same = _beside(entry, entries, PLAIN) if contestant.sampling is not None else beside
+        if contestant.grammar:
+            same = _beside(entry, entries, PLAIN, contestant.grammar) or same
         for kind in dict.fromkeys(entry.kind_of.values()):
             records.append(_record(entry, kind, beside, same, bandwidth))
     return records
 
 
-def _beside(entry: Entry, entries: Sequence[Entry], name: str) -> Entry | None:
-    """The entry of the contestant `name` with the same dtype and number of rows, if it has figures."""
-    wanted = (name, entry.contestant.dtype, entry.rows, "ok")
+def _beside(entry: Entry, entries: Sequence[Entry], name: str, grammar: str = "") -> Entry | None:
+    """The entry of the contestant `name`, or `name` with a grammar, of the same dtype and number of rows, if it has figures."""
+    wanted = (name + (f"[{GRAMMAR}={grammar}]" if grammar else ""), entry.contestant.dtype, entry.rows, "ok")
     return next((e for e in entries if (e.contestant.name, e.contestant.dtype, e.rows, e.status) == wanted), None)
 
 
@@ -205,7 +214,7 @@ def _stages(calls: Sequence[tuple[list[Stage], Sample]], depth: int = 0) -> list
             passes.append(stage.passes / sample.steps if sample.steps else 0.0)
             lengths[0] += sum((n + 1) * count for n, count in enumerate(stage.accepted_lengths))
             lengths[1] += sum(stage.accepted_lengths)
-            seconds = sum(getattr(sample, part) or 0.0 for part in ("propose", "core", "observe", "host"))
+            seconds = sum(getattr(sample, part) or 0.0 for part in PARTS)
             shares += [stage.forward_seconds / seconds] if seconds else []
         figures.append(
             StageFigures(
@@ -246,11 +255,8 @@ def _step_times(samples: Sequence[Sample], steps: dict[str, int]) -> StepTimes |
     """Medians over the calls. For transformers: what follows the first token, over the steps after the first."""
     split = [s for s in samples if s.steps]
     if split:
-        medians = {
-            part: median([getattr(s, part) / s.steps * 1e3 for s in split])
-            for part in ("propose", "core", "observe", "host")
-        }
-        totals = [(s.propose + s.core + s.observe + s.host) / s.steps * 1e3 for s in split]
+        medians = {part: median([getattr(s, part) / s.steps * 1e3 for s in split]) for part in PARTS}
+        totals = [sum(getattr(s, part) for part in PARTS) / s.steps * 1e3 for s in split]
         return StepTimes(median(totals), **medians)
     totals = [
         (s.seconds - s.first_token) / (steps[s.workload] - 1) * 1e3

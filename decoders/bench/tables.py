@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .capacity import Capacity
-from .records import Record, Spread
+from .records import PARTS, Record, Spread
 
 #: Repeats whose fastest is this many times as fast as their slowest are called noisy.
 WIDE = 1.5
@@ -55,7 +55,7 @@ def speed_table(records: Sequence[Record], title: str = "") -> Table:
 
 def step_table(records: Sequence[Record], title: str = "") -> Table:
     """Milliseconds of a step by part, and how close the core is to reading the weights at copy speed."""
-    parts = ("total", "propose", "core", "observe", "host")
+    parts = ("total", *PARTS)
     table = _table(title, *parts, "outside core", "overhead", "bandwidth")
     for r in records:
         if r.step_ms is not None:

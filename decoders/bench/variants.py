@@ -12,6 +12,8 @@ from ..settings import parse_assignments
 
 #: A key in the brackets that is no setting of the strategy: it names the rule that accepts drafts.
 VERIFIER = "verifier"
+#: Another: a grammar of the library, or a file with one, that the text must follow.
+GRAMMAR = "grammar"
 _OPENING = {"[": "]", "{": "}", "(": ")"}
 
 
@@ -21,13 +23,14 @@ class Variant:
 
     Attributes:
         parts: names as written. brackets: the text in each part's brackets, "" without.
-        settings: by part, nested as in ``strategy_config``. verifier: named in the brackets, if any.
+        settings: by part, nested as in ``strategy_config``. verifier, grammar: named in the brackets, if any.
     """
 
     parts: tuple[str, ...]
     brackets: tuple[str, ...]
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     verifier: str | None = None
+    grammar: str | None = None
 
     def shown(self, names: Sequence[str]) -> str:
         """What stands in tables and records; `names` are the registry names of the parts."""
@@ -82,24 +85,27 @@ def parse(text: str) -> Variant:
     Values are parsed as in ``--set``: JSON, or else the text itself.
 
     Raises:
-        SettingsError: malformed, or two verifiers.
+        SettingsError: malformed, or two verifiers or grammars.
     """
-    parts, brackets, verifiers = [], [], []
+    parts, brackets = [], []
+    of_all: dict[str, set[str]] = {VERIFIER: set(), GRAMMAR: set()}
     settings: dict[str, Mapping[str, Any]] = {}
     for piece in split(text, "+"):
         name, inside = bracketed(piece)
         own = parse_assignments(split(inside or ""), f"{name}[…]")
-        if VERIFIER in own:
-            verifiers.append(own.pop(VERIFIER))
+        for key in own.keys() & of_all:
+            of_all[key].add(str(own.pop(key)))
         if own:
             settings[name] = own
         parts.append(name)
         brackets.append(inside or "")
     if not parts:
         raise SettingsError("a strategy has a name: it is empty here")
-    if len(set(map(str, verifiers))) > 1:
-        raise SettingsError(f"{text!r}: one verifier judges the whole tree, {len(verifiers)} are named")
-    return Variant(tuple(parts), tuple(brackets), settings, str(verifiers[0]) if verifiers else None)
+    for key, named in of_all.items():
+        if len(named) > 1:
+            raise SettingsError(f"{text!r}: one {key} holds for the whole tree, {len(named)} are named")
+    verifier, grammar = (next(iter(named), None) for named in of_all.values())
+    return Variant(tuple(parts), tuple(brackets), settings, verifier, grammar)
 
 
 def assistant_tokens(text: str) -> tuple[str, int | None]:

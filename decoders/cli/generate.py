@@ -14,7 +14,7 @@ from ..errors import SettingsError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..report import Report, Stage
+    from ..report import GrammarUse, Report, Stage
 
 
 def generate(
@@ -27,6 +27,15 @@ def generate(
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="A setting of the strategy (of part a in a+b: a.KEY=VALUE)."),
+    ] = None,
+    grammar: Annotated[
+        str | None,
+        typer.Option(
+            "--grammar",
+            "-g",
+            help="What the text must follow: a grammar of the library (`decoders grammars`), or a .json (schema), .regex or "
+            ".lark file.",
+        ),
     ] = None,
     assistant: Annotated[
         str | None, typer.Option(help='Draft model for strategies that need one ("demo": ours).')
@@ -53,6 +62,10 @@ def generate(
     text = read_prompt(prompt, prompt_file)
     arguments: dict[str, Any] = sampling(temperature, top_k, top_p, min_p, seed)
     arguments["strategy_config"] = parse_assignments(settings or [])
+    if grammar is not None:
+        from ..constraints.asked import named
+
+        arguments["grammar"] = named(grammar)
     needed = models.needs_assistant(strategy, arguments["strategy_config"])
     console = Console(stderr=True, quiet=as_json)
     with console.status(f"loading {model}"):
@@ -142,6 +155,7 @@ def show_report(report: Report, console: Console) -> None:
         ("lengths", histogram(report.accepted_lengths)),
         ("accepted", f"{report.accepted} of {report.drafted} guesses ({report.acceptance_rate:.0%})"),
         ("seconds", f"prefill {t.prefill:.2f}, draft {t.propose:.2f}, verify {t.core:.2f}, observe {t.observe:.2f}"),
+        *(("grammar", grammar_line(use, t.mask)) for use in report.grammars if use is not None),
         ("overhead", f"{report.overhead:.1%} of the steps outside the models' forward passes"),
         *(line for stage in report.stages for line in stage_lines(stage)),
         ("compiled", f"{report.compilations} graphs in {t.compile:.1f} s" if report.compiled else "no"),
@@ -149,6 +163,15 @@ def show_report(report: Report, console: Console) -> None:
     for name, value in lines:
         table.add_row(Text(name, style="bold"), Text(value))
     console.print(table)
+
+
+def grammar_line(use: GrammarUse, seconds: float) -> str:
+    """What a row's grammar took, and whether its text is a whole one."""
+    outcome = "complete" if use.complete else "not complete"
+    if use.invalid:
+        outcome = f"invalid: {use.invalid}"
+    got = f"{use.backend}, {use.source} in {use.seconds * 1e3:.0f} ms, {use.nbytes / 1e6:.1f} MB"
+    return f"{use.name} ({got}); masks {seconds:.2f} s; {outcome}"
 
 
 def histogram(lengths: Sequence[int]) -> str:

@@ -47,7 +47,7 @@ def as_spec(value: Any) -> Spec | Grammar | None:
     if isinstance(value, str):
         return _named(value)
     if isinstance(value, Path):
-        return grammar(value)
+        return of_file(value)
     if isinstance(value, re.Pattern):
         return regex(value)
     if isinstance(value, Mapping):
@@ -55,6 +55,28 @@ def as_spec(value: Any) -> Spec | Grammar | None:
     if isinstance(value, (bool, int, float, bytes, list, tuple)):
         raise GrammarError(f"grammar={shortened(repr(value))} is no grammar. What can be given: {_ALLOWED}")
     return _of_type(value)
+
+
+def of_file(path: Path) -> Spec:
+    """The grammar in a file: ``.json`` holds a JSON schema, ``.regex`` an expression, ``.lark`` a grammar.
+
+    Raises:
+        GrammarError: another kind of file, one that cannot be read, or what stands in it is no grammar.
+    """
+    if path.suffix not in (".json", ".regex"):
+        return grammar(path)
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+        return json_schema(json.loads(text)) if path.suffix == ".json" else regex(text)
+    except (OSError, ValueError) as error:
+        if isinstance(error, GrammarError):
+            raise
+        raise GrammarError(f"{path} cannot be read: {error}") from error
+
+
+def named(text: str) -> Spec:
+    """A grammar of the library, or the file of that name."""
+    return of_file(Path(text)) if Path(text).is_file() else _named(text)
 
 
 def as_specs(value: Any, prompts: int, per_prompt: int = 1) -> list[Spec | Grammar | None]:
