@@ -26,7 +26,8 @@ RAW_STATES = 16_384
 SECONDS, MEGABYTES = 5, 1024
 
 #: Ends a text inside the automaton. As written by outlines_core, an automaton ends in the first alternative that matches
-#: (``1|12`` never yields ``12``); behind a common end there is only one. The end is a noncharacter, which no text has.
+#: (``1|12`` never yields ``12``); behind a common end there is only one. The end is a noncharacter: where a text may end,
+#: it cannot go on with this one.
 END = "\U0010ffff".encode()
 #: outlines_core lets a match begin anywhere, for which an automaton may need exponentially many states even if the text
 #: itself is simple. An empty alternative that is worse than ours ends all matches that have not begun at once; the
@@ -127,15 +128,17 @@ def _read(raw: bytes) -> Bytes:
 
 
 def _ended(automaton: Bytes) -> Bytes:
-    """Where the end may follow, the text may end; the end itself is taken out of the automaton."""
-    after = automaton.next
+    """Where the end may follow, the text may end; the end itself is taken out of the automaton.
+
+    Only there: elsewhere the states within that character are those of other characters too.
+    """
+    after = automaton.next.copy()
     at = np.arange(len(after))
     for byte in END[:-1]:
         at = after[at, byte]
     accepting = automaton.accepting[after[at, END[-1]]]
     accepting[0] = False
-    after = after.copy()
-    after[at, END[-1]] = 0
+    after[at[accepting], END[-1]] = 0
     return Bytes(after, accepting, automaton.start)
 
 

@@ -1,20 +1,18 @@
-"""A vocabulary sorted for automata: short and long tokens, plain and other ones. Made once per vocabulary."""
+"""A vocabulary sorted for automata: by spelling, and by how tokens go on after plain characters. Made once for each."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..vocabulary import Vocabulary
-from .plain import plain_length
+from .plain import split
 from .trie import Trie
-
-#: Bytes of a short token. States that cannot be told apart in as many steps share a walk.
-SHORT = 16
 
 
 @dataclass(frozen=True)
@@ -24,7 +22,8 @@ class Lexicon:
     Attributes:
         size: ``V``. stops: tokens that end a text.
         texts, tokens: spellings in ascending order, and the first token of each.
-        length: ``[T]`` int64, plain characters of each; 0 for tokens that are not plain.
+        length: ``[T]`` int64, plain characters that each begins with.
+        rests: what follows these, in ascending order, the empty one first; rest: ``[T]`` int64, that of each.
         twins: ``[2, K]``, tokens that spell what an earlier one spells, behind that one.
     """
 
@@ -33,6 +32,8 @@ class Lexicon:
     texts: list[bytes]
     tokens: NDArray[np.int64]
     length: NDArray[np.int64]
+    rests: list[bytes]
+    rest: NDArray[np.int64]
     twins: NDArray[np.int64]
 
     @staticmethod
@@ -43,12 +44,16 @@ class Lexicon:
             ids = vocabulary.ids
             texts = sorted(ids)
             tokens = np.fromiter((ids[text] for text in texts), np.int64, len(texts))
-            length = np.fromiter(map(plain_length, texts), np.int64, len(texts))
+            parts = [split(text) for text in texts]
+            rests = sorted({b"", *(rest for _, rest in parts)})
+            number = {rest: place for place, rest in enumerate(rests)}
             twins = [(ids[text], t) for t, text in enumerate(vocabulary.tokens) if text is not None and ids[text] != t]
-            pairs = np.array(twins, np.int64).reshape(-1, 2).T
             found = _LEXICONS[vocabulary] = Lexicon(
-                len(vocabulary), vocabulary.stops, texts, tokens, length, pairs
-            )
+                len(vocabulary), vocabulary.stops, texts, tokens,
+                np.array([length for length, _ in parts], np.int64),
+                rests, np.array([number[rest] for _, rest in parts], np.int64),
+                np.array(twins, np.int64).reshape(-1, 2).T,
+            )  # fmt: skip
         return found
 
     @property
@@ -58,8 +63,13 @@ class Lexicon:
 
     @cached_property
     def longest(self) -> int:
-        """Plain characters of the longest plain token."""
+        """Most plain characters that a token begins with."""
         return int(self.length.max(initial=0))
+
+    @cached_property
+    def deepest(self) -> int:
+        """Bytes of the longest token."""
+        return max(map(len, self.texts), default=0)
 
     @cached_property
     def single(self) -> NDArray[np.bool_]:
@@ -70,22 +80,37 @@ class Lexicon:
 
     @cached_property
     def plain(self) -> NDArray[np.int32]:
-        """``[longest + 1, W]`` packed: the tokens of up to as many plain characters, and at least one."""
-        allowed = np.zeros((self.longest + 1, 32 * self.words), np.uint8)
-        some = self.length > 0
-        allowed[self.length[some], self.tokens[some]] = 1
-        return self.pack(np.maximum.accumulate(allowed))
+        """``[longest + 1, W]`` packed: the tokens of nothing but plain characters, up to as many."""
+        rows = np.zeros((self.longest + 1, self.words), np.int32)
+        some = self.rest == 0
+        for length in range(1, self.longest + 1):
+            rows[length] = rows[length - 1] | self.mask(self.tokens[some & (self.length == length)])
+        return rows
 
     @cached_property
-    def tries(self) -> dict[tuple[bool, bool], Trie]:
-        """Tries by (of short tokens or of long ones, of all tokens or of those that are not plain)."""
-        short = np.fromiter((len(text) <= SHORT for text in self.texts), np.bool_, len(self.texts))
-        found = {}
-        for is_short in (True, False):
-            for every in (True, False):
-                chosen = np.flatnonzero((short == is_short) & (every | (self.length == 0)))
-                found[is_short, every] = Trie.of([self.texts[i] for i in chosen], self.tokens[chosen])
-        return found
+    def trie(self) -> Trie:
+        """All spellings."""
+        plain = [len(text) - len(self.rests[rest]) for text, rest in zip(self.texts, self.rest.tolist(), strict=True)]
+        return Trie.of(self.texts, self.tokens.astype(np.int32), np.array(plain, np.int64))
+
+    @cached_property
+    def ends(self) -> Trie:
+        """The rests, by their numbers instead of tokens."""
+        count = len(self.rests)
+        return Trie.of(self.rests[1:], np.arange(1, count, dtype=np.int32), np.zeros(count - 1, np.int64))
+
+    @cached_property
+    def by_rest(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Places of the spellings that are not plain, by their rests, and where those of each rest begin ``[rests + 1]``."""
+        order = np.argsort(self.rest, kind="stable")
+        begins = np.searchsorted(self.rest[order], np.arange(len(self.rests) + 1))
+        return order, begins
+
+    def mask(self, tokens: NDArray[np.integer[Any]] | tuple[int, ...]) -> NDArray[np.int32]:
+        """``[W]``: the packed mask of some first tokens."""
+        allowed = np.zeros((1, 32 * self.words), np.uint8)
+        allowed[0, list(tokens) if isinstance(tokens, tuple) else tokens] = 1
+        return self.pack(allowed)[0]
 
     def pack(self, allowed: NDArray[np.uint8]) -> NDArray[np.int32]:
         """``[R, 32·W]`` zeros and ones, of first tokens, as masks ``[R, W]`` of all tokens."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .lexicon import SHORT, Lexicon
-from .plain import room
-from .trie import Ints, Trie
+from .lexicon import Lexicon
+from .plain import Room, room
+from .trie import Ints
 
 #: States whose tokens are collected at a time: a byte per state and token.
 CHUNK = 32
@@ -45,36 +45,127 @@ def _sliced(
 ) -> Masks:
     """Masks where every byte is a token, so that all tokens that do not die are legal.
 
-    A mask is put together from three parts: plain tokens by their number of characters, ready-made; short tokens,
-    walked once for all states that as many bytes cannot tell apart; long tokens, which are few. Where the room for plain
-    characters is exact, only the other tokens are walked.
+    Where the room for plain characters is exact (in strings), a mask is put together: the plain tokens by their length,
+    and those whose rest is legal after their plain characters. Elsewhere few tokens are legal, and all are walked, once
+    for all states that no token tells apart.
     """
     space = room(after, kind, lexicon.longest)
-    group = 2 * _alike(after, SHORT) + space.exact
-    _, one, member = np.unique(group[1:], return_index=True, return_inverse=True)
-    one, member = one + 1, np.r_[0, member]
-    short = np.empty((len(one), lexicon.words), np.int32)
-    for every in (True, False):
-        chosen = np.flatnonzero(space.exact[one] != every)
-        for part, allowed in _collected(lexicon.tries[True, every], after, kind, one[chosen], alive, lexicon):
-            short[chosen[part]] = allowed
-    long = _long(after, kind, space.exact, lexicon)
-    ends = _packed(lexicon.stops, lexicon)
+    legal, sets = _rests(after, kind, np.flatnonzero(space.exact & alive), lexicon)
+    texts = Texts(space.least.tolist(), space.next.tolist(), legal, sets, lexicon)
     rows = _Rows(lexicon)
     of = np.zeros(len(after), np.int64)
-    made: dict[tuple[int, int, bytes, bool], int] = {}
-    keys = zip(member.tolist(), space.least.tolist(), accepting.tolist(), strict=True)
-    for state, (walk, length, ending) in enumerate(keys):
-        if not state:
-            continue
-        key = walk, length, long.get(state, b""), ending
+    made: dict[tuple[object, ...], int] = {}
+    for state in legal:
+        key = (bool(accepting[state]), *texts.runs(state, lexicon.longest))
         if key not in made:
-            row = short[walk] | lexicon.plain[length]
-            if key[2]:
-                row |= _packed(np.frombuffer(key[2], np.int32), lexicon)
-            made[key] = rows.add(row | ends if ending else row)
+            row = lexicon.plain[space.least[state]] | lexicon.mask(texts.others(key[1:]))
+            made[key] = rows.add(row, key[0])
         of[state] = made[key]
+    others = np.flatnonzero(~space.exact & alive)
+    for begin in range(0, len(others), CHUNK):
+        part = others[begin : begin + CHUNK]
+        row, node, state, token = lexicon.trie.walk(after, kind, part, space.exact)
+        order = np.lexsort((node, row))
+        cuts = np.searchsorted(row[order], np.arange(len(part) + 1))
+        for place, start in enumerate(part.tolist()):
+            mine = order[cuts[place] : cuts[place + 1]]
+            single = token[mine] >= 0
+            direct, halted = token[mine[single]], mine[~single]
+            halts = [texts.below(*pair) for pair in zip(node[halted].tolist(), state[halted].tolist(), strict=True)]
+            key = (bool(accepting[start]), direct.tobytes(), *halts)
+            if key not in made:
+                tokens = [direct, *(texts.tokens(*halt) for halt in halts)]
+                made[key] = rows.add(lexicon.mask(np.concatenate(tokens)), key[0])
+            of[start] = made[key]
     return Masks(rows.all(), of, alive)
+
+
+def _rests(
+    after: Ints, kind: NDArray[np.int64], states: NDArray[np.int64], lexicon: Lexicon
+) -> tuple[dict[int, int], list[NDArray[np.int32]]]:
+    """Which set of rests is legal in each state, and the sets."""
+    known: dict[bytes, int] = {b"": 0}
+    sets = [np.zeros(0, np.int32)]
+    legal = dict.fromkeys(states.tolist(), 0)
+    for begin in range(0, len(states), 16 * CHUNK):
+        part = states[begin : begin + 16 * CHUNK]
+        row, _, _, rest = lexicon.ends.walk(after, kind, part)
+        order = np.lexsort((rest, row))
+        row, rest = row[order], rest[order]
+        cuts = np.searchsorted(row, np.arange(len(part) + 1))
+        for place, state in enumerate(part.tolist()):
+            some = rest[cuts[place] : cuts[place + 1]]
+            legal[state] = known.setdefault(some.tobytes(), len(sets))
+            if legal[state] == len(sets):
+                sets.append(some)
+    return legal, sets
+
+
+#: Which rests are legal after how many plain characters: (number of the set, from, to), `to` included.
+Run = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What is legal where plain characters are, as far as there is room.
+
+    Attributes:
+        least, next: room of each state, and the state after a plain character. legal: number of the set of rests that
+        may come next in a state whose room is exact. sets: the sets.
+    """
+
+    least: list[int]
+    next: list[int]
+    legal: dict[int, int]
+    sets: list[NDArray[np.int32]]
+    lexicon: Lexicon
+
+    def runs(self, state: int, longest: int) -> tuple[Run, ...]:
+        """The sets of rests along up to `longest` plain characters."""
+        left = min(self.least[state], longest)
+        runs: list[Run] = []
+        begin = length = 0
+        while length < left:
+            following = self.next[state]
+            if following == state:
+                break
+            if self.legal[following] != self.legal[state]:
+                runs.append((self.legal[state], begin, length))
+                begin = length + 1
+            state, length = following, length + 1
+        return (*runs, (self.legal[state], begin, left))
+
+    def others(self, runs: tuple[Run, ...]) -> NDArray[np.int64]:
+        """The tokens, not those of plain characters alone, whose rest is legal after the plain characters they have."""
+        order, begins = self.lexicon.by_rest
+        found = []
+        for chosen, begin, end in runs:
+            some = self.sets[chosen]
+            count = begins[some + 1] - begins[some]
+            offset = np.cumsum(count) - count
+            place = order[np.arange(count.sum()) + np.repeat(begins[some] - offset, count)]
+            length = self.lexicon.length[place]
+            found.append(self.lexicon.tokens[place[(length >= begin) & (length <= end)]])
+        return np.concatenate(found)
+
+    def below(self, node: int, state: int) -> tuple[int, tuple[Run, ...]]:
+        """A node of the trie where `state` is, and its runs as long as tokens go on below."""
+        trie = self.lexicon.trie
+        longest = int(self.lexicon.length[trie.low[node] : trie.high[node]].max()) - int(trie.characters[node])
+        return node, self.runs(state, longest)
+
+    def tokens(self, node: int, runs: tuple[Run, ...]) -> NDArray[np.int64]:
+        """The legal tokens below a node of the trie."""
+        trie = self.lexicon.trie
+        part = slice(trie.low[node], trie.high[node])
+        length = self.lexicon.length[part] - trie.characters[node]
+        rest = self.lexicon.rest[part]
+        good = (rest == 0) & (length <= runs[-1][2])
+        for chosen, begin, end in runs:
+            allowed = np.zeros(len(self.lexicon.rests), np.bool_)
+            allowed[self.sets[chosen]] = True
+            good |= allowed[rest] & (length >= begin) & (length <= end)
+        return self.lexicon.tokens[part][good]
 
 
 def _walked(
@@ -82,13 +173,11 @@ def _walked(
 ) -> Masks:
     """Masks where some bytes have no token of their own: token by token, and only those that lead to living states."""
     starts = np.flatnonzero(alive)
-    ends = _packed(lexicon.stops, lexicon)
     rows = _Rows(lexicon)
     of = np.zeros(len(after), np.int64)
-    both = [_collected(lexicon.tries[short, True], after, kind, starts, alive, lexicon) for short in (True, False)]
-    for (part, short), (_, long) in zip(*both, strict=True):
-        for state, row in zip(starts[part].tolist(), short | long, strict=True):
-            of[state] = rows.add(row | ends if accepting[state] else row)
+    for part, allowed in _collected(after, kind, starts, alive, lexicon):
+        for state, row in zip(starts[part].tolist(), allowed, strict=True):
+            of[state] = rows.add(row, bool(accepting[state]))
     return Masks(rows.all(), of, alive)
 
 
@@ -98,8 +187,10 @@ class _Rows:
     def __init__(self, lexicon: Lexicon) -> None:
         self._rows = [np.full(lexicon.words, -1, np.int32)]
         self._known: dict[bytes, int] = {}
+        self._ends = lexicon.mask(lexicon.stops)
 
-    def add(self, row: NDArray[np.int32]) -> int:
+    def add(self, row: NDArray[np.int32], ending: bool) -> int:
+        row = row | self._ends if ending else row
         number = self._known.setdefault(row.tobytes(), len(self._rows))
         if number == len(self._rows):
             self._rows.append(row)
@@ -109,60 +200,17 @@ class _Rows:
         return np.stack(self._rows)
 
 
-def _packed(tokens: NDArray[np.int32] | tuple[int, ...], lexicon: Lexicon) -> NDArray[np.int32]:
-    """``[W]``: the mask of some tokens."""
-    allowed = np.zeros((1, 32 * lexicon.words), np.uint8)
-    allowed[0, list(tokens)] = 1
-    return lexicon.pack(allowed)[0]
-
-
 def _collected(
-    trie: Trie, after: Ints, kind: NDArray[np.int64], starts: NDArray[np.int64], alive: NDArray[np.bool_],
-    lexicon: Lexicon,
-) -> Iterator[tuple[slice, NDArray[np.int32]]]:  # fmt: skip
-    """Masks of the trie's tokens that lead from `starts` to living states, some of the starts at a time."""
+    after: Ints, kind: NDArray[np.int64], starts: NDArray[np.int64], alive: NDArray[np.bool_], lexicon: Lexicon
+) -> Iterator[tuple[slice, NDArray[np.int32]]]:
+    """Masks of the tokens that lead from `starts` to living states, some of the starts at a time."""
     for begin in range(0, len(starts), CHUNK):
         part = slice(begin, min(begin + CHUNK, len(starts)))
-        row, token, state = trie.walk(after, kind, starts[part])
+        row, _, state, token = lexicon.trie.walk(after, kind, starts[part])
         good = alive[state]
         allowed = np.zeros((part.stop - begin, 32 * lexicon.words), np.uint8)
         allowed[row[good], token[good]] = 1
         yield part, lexicon.pack(allowed)
-
-
-def _long(
-    after: Ints, kind: NDArray[np.int64], exact: NDArray[np.bool_], lexicon: Lexicon
-) -> dict[int, bytes]:
-    """The long tokens of each state that has some, without the plain ones where these are known."""
-    found: dict[int, bytes] = {}
-    for every in (True, False):
-        starts = np.flatnonzero(exact != every)
-        starts = starts[starts > 0]
-        for begin in range(0, len(starts), 16 * CHUNK):
-            part = starts[begin : begin + 16 * CHUNK]
-            row, token, _ = lexicon.tries[False, every].walk(after, kind, part)
-            order = np.lexsort((token, row))
-            row, token = row[order], token[order]
-            cuts = np.flatnonzero(np.r_[True, row[1:] != row[:-1]]) if len(row) else row
-            for cut, tokens in zip(cuts, np.split(token, cuts[1:]), strict=False):
-                found[int(part[row[cut]])] = tokens.tobytes()
-    return found
-
-
-def _alike(after: Ints, steps: int) -> NDArray[np.int64]:
-    """``[S]``: the same number for states that no `steps` bytes tell apart, as far as dying is concerned."""
-    weights = np.random.default_rng(0).integers(1, 1 << 63, after.shape[1], dtype=np.uint64) | np.uint64(1)
-    label = (np.arange(len(after)) > 0).astype(np.int64)
-    count = 2
-    for _ in range(steps):
-        scrambled = (label + 1).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        scrambled ^= scrambled >> np.uint64(29)
-        key = (scrambled[after] * weights).sum(1, dtype=np.uint64)
-        label = np.unique(key, return_inverse=True)[1].astype(np.int64)
-        if int(label.max()) + 1 == count:
-            break
-        count = int(label.max()) + 1
-    return label
 
 
 def _alive(
@@ -172,9 +220,8 @@ def _alive(
     edges = []
     for begin in range(1, len(after), CHUNK):
         starts = np.arange(begin, min(begin + CHUNK, len(after)), dtype=np.int32)
-        for short in (True, False):
-            row, _, state = lexicon.tries[short, True].walk(after, kind, starts)
-            edges.append(np.unique(starts[row].astype(np.int64) * len(after) + state))
+        row, _, state, _ = lexicon.trie.walk(after, kind, starts)
+        edges.append(np.unique(starts[row].astype(np.int64) * len(after) + state))
     source, target = np.divmod(np.unique(np.concatenate(edges)), len(after))
     alive = accepting.copy()
     while True:

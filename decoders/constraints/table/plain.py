@@ -1,7 +1,8 @@
-"""Tokens of nothing but *plain* characters, and how many of these a state takes.
+"""*Plain* characters, those that a JSON string holds without an escape, and how many of them a state takes.
 
-Inside a string nearly the whole vocabulary is legal. Its tokens need not be walked one by one: where any plain character
-is legal n times over, all tokens of up to n plain characters are. Plain is what a JSON string holds without an escape.
+Inside a string nearly the whole vocabulary is legal. Its tokens need not be walked one by one: where n plain characters
+are legal, whichever they are, so are all tokens of up to n plain characters; of the others only what comes after their
+plain characters needs walking, and few of them end differently.
 """
 
 from __future__ import annotations
@@ -12,9 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-#: All of Unicode but quotes, backslashes, the control characters of ASCII and of Latin-1, and the very last character,
-#: which ends a text inside the automata.
-_PLAIN = re.compile('[^"\\\\\x00-\x1f\x7f-\x9f\U0010ffff]+')
 #: UTF-8 of plain characters: ranges of the first and of the further bytes (Unicode 15, table 3-7).
 _RANGES = (
     ((0x20, 0x21),), ((0x23, 0x5B),), ((0x5D, 0x7E),),
@@ -27,13 +25,19 @@ _RANGES = (
 )  # fmt: skip
 
 
-def plain_length(text: bytes) -> int:
-    """How many characters a token of plain characters has; 0 for all other tokens."""
-    try:
-        characters = text.decode()
-    except UnicodeDecodeError:
-        return 0
-    return len(characters) if _PLAIN.fullmatch(characters) else 0
+#: One plain character.
+_PLAIN = re.compile(
+    b"|".join(b"".join(b"[\\x%02x-\\x%02x]" % pair for pair in ranges) for ranges in _RANGES), re.DOTALL
+)
+_BEGIN = re.compile(b"(?:%s)*" % _PLAIN.pattern, re.DOTALL)
+
+
+def split(text: bytes) -> tuple[int, bytes]:
+    """How many plain characters a token begins with, and what is left of it."""
+    begin = _BEGIN.match(text)
+    end = begin.end() if begin else 0
+    # A character has one byte that does not continue another.
+    return sum(byte & 0xC0 != 0x80 for byte in text[:end]), text[end:]
 
 
 @dataclass(frozen=True)
@@ -43,10 +47,12 @@ class Room:
     Attributes:
         least: ``[S]`` int64: any as many plain characters may come next, at least.
         exact: ``[S]`` bool: and no plain characters more than that.
+        next: ``[S]`` int64: the state after any plain character where there is room.
     """
 
     least: NDArray[np.int64]
     exact: NDArray[np.bool_]
+    next: NDArray[np.int64]
 
 
 def room(after: NDArray[np.int32], kind: NDArray[np.int64], longest: int) -> Room:
@@ -71,4 +77,4 @@ def room(after: NDArray[np.int32], kind: NDArray[np.int64], longest: int) -> Roo
             break
         count += to > 0
         at = np.where(to > 0, to, at)
-    return Room(count, (same[at] & (low[at] == 0)) | (count >= longest))
+    return Room(count, (same[at] & (low[at] == 0)) | (count >= longest), np.where(count > 0, low, 0))
