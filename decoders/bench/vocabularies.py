@@ -82,7 +82,9 @@ def _made_up() -> Iterator[bytes]:
         elif kind < 0.83:
             yield foreign().encode()
         elif kind < 0.96:
-            yield draw.choice([draw.choice(marks) + word(), word() + draw.choice(marks), draw.choice(marks) * 2]).encode()
+            yield draw.choice(
+                [draw.choice(marks) + word(), word() + draw.choice(marks), draw.choice(marks) * 2]
+            ).encode()
         elif kind < 0.98:
             yield str(draw.randrange(1000)).encode()
         else:

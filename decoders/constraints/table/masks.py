@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .lexicon import Lexicon
-from .plain import Room, room
+from .plain import room
 from .trie import Ints
 
 #: States whose tokens are collected at a time: a byte per state and token.
@@ -24,11 +24,13 @@ class Masks:
         rows: ``[R, W]`` int32; the first is ones, for states that no text comes to, the dead one among them.
         of: ``[S]`` int64, row of each state.
         alive: ``[S]`` bool: tokens lead from here to the end of a text.
+        stops: ``[W]`` int32, the stop tokens.
     """
 
     rows: NDArray[np.int32]
     of: NDArray[np.int64]
     alive: NDArray[np.bool_]
+    stops: NDArray[np.int32]
 
 
 def masks(after: Ints, kind: NDArray[np.int64], accepting: NDArray[np.bool_], lexicon: Lexicon) -> Masks:
@@ -77,7 +79,7 @@ def _sliced(
                 tokens = [direct, *(texts.tokens(*halt) for halt in halts)]
                 made[key] = rows.add(lexicon.mask(np.concatenate(tokens)), key[0])
             of[start] = made[key]
-    return Masks(rows.all(), of, alive)
+    return Masks(rows.all(), of, alive, lexicon.mask(lexicon.stops))
 
 
 def _rests(
@@ -178,7 +180,7 @@ def _walked(
     for part, allowed in _collected(after, kind, starts, alive, lexicon):
         for state, row in zip(starts[part].tolist(), allowed, strict=True):
             of[state] = rows.add(row, bool(accepting[state]))
-    return Masks(rows.all(), of, alive)
+    return Masks(rows.all(), of, alive, lexicon.mask(lexicon.stops))
 
 
 class _Rows:
@@ -213,9 +215,7 @@ def _collected(
         yield part, lexicon.pack(allowed)
 
 
-def _alive(
-    after: Ints, kind: NDArray[np.int64], accepting: NDArray[np.bool_], lexicon: Lexicon
-) -> NDArray[np.bool_]:
+def _alive(after: Ints, kind: NDArray[np.int64], accepting: NDArray[np.bool_], lexicon: Lexicon) -> NDArray[np.bool_]:
     """``[S]``: from which states tokens lead to the end of a text; the others may have no legal token at all."""
     edges = []
     for begin in range(1, len(after), CHUNK):

@@ -68,7 +68,11 @@ class Trie:
         return Trie(np.concatenate(byte), first.astype(np.int32), counts, *parts)
 
     def walk(
-        self, after: Ints, kind: NDArray[np.int64], starts: NDArray[np.integer[Any]], halt: NDArray[np.bool_] | None = None
+        self,
+        after: Ints,
+        kind: NDArray[np.int64],
+        starts: NDArray[np.integer[Any]],
+        halt: NDArray[np.bool_] | None = None,
     ) -> tuple[Ints, Ints, Ints, Ints]:
         """All tokens that an automaton can take from some of its states.
 
