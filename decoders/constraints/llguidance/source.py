@@ -13,9 +13,13 @@ from typing import Any
 
 from ...errors import GrammarError
 from ..base import Language
+from .nesting import depth
 
 #: Longest text that is compiled, in characters, and the stack to do it with, in bytes: reserved, not used.
 LONGEST, STACK = 512 * 1024, 512 * 1024 * 1024
+
+#: Deepest nesting of terminals: 0.1 seconds.
+DEEPEST = 500
 
 #: llguidance's own limits. Fuel for the first lexer is about 20 ms, fuel for a mask about 14 ms, items 2.5 ms each 50k
 #: (100 to 700 ms for the most ambiguous grammars found). Rows of items grow with alternatives: 20,000 fit.
@@ -62,6 +66,8 @@ def source(language: Language) -> str:
         raise GrammarError(
             f"{language.name}: {len(text):,} characters are more than the {LONGEST:,} that llguidance is given to compile"
         )
+    if language.lark is not None and (deep := depth(text)) > DEEPEST:
+        raise GrammarError(f"{language.name}: terminals are nested {deep:,} deep, the limit is {DEEPEST}")
     return text + _OPTIONS
 
 
