@@ -18,6 +18,7 @@ from decoders.constraints.base import Grammar, Language, Matcher, mask_words, un
 from decoders.constraints.llguidance import LLGuidance
 from decoders.constraints.llguidance import source as sources
 from decoders.constraints.llguidance import tokenizer as tokenizers
+from decoders.constraints.llguidance.nesting import depth
 from decoders.constraints.vocabulary import Vocabulary
 from decoders.errors import GrammarError
 from decoders.testing import check_backend
@@ -201,16 +202,16 @@ def test_a_limit_in_the_middle_of_a_text_is_an_error_and_not_the_end_of_the_text
     assert matcher.advance([*b"xy", STOP]) == 3
 
 
-CHAIN = 6000
+CHAIN = 5000
 LONG = {
     "rules": "start: r0\n" + "".join(f'r{i}: "a" r{i + 1} | "b"\n' for i in range(CHAIN)) + f'r{CHAIN}: "z"\n',
-    "terminals": "start: R0\n" + "".join(f'R{i}: "a" R{i + 1} | "b"\n' for i in range(CHAIN)) + f'R{CHAIN}: "z"\n',
+    "alternatives": "start: r0\n" + "".join(f'r{i}: (r{i + 1} | "b")\n' for i in range(1500)) + 'r1500: "z"\n',
 }
 
 
 @pytest.mark.parametrize("kind", LONG)
 def test_long_chains_of_rules_do_not_overflow_the_stack(vocabulary: Vocabulary, kind: str) -> None:
-    assert accepts(compiled(vocabulary, lark=LONG[kind]), "aaab")
+    assert accepts(compiled(vocabulary, lark=LONG[kind]), "b")
 
 
 HOSTILE = {
@@ -230,6 +231,9 @@ HOSTILE = {
     "ambiguous": 'start: e\ne: e e e | e e | "a" | ',
     "long string": 'start: %json {"type": "string", "minLength": 1000000}',
     "long list": 'start: %json {"type": "array", "minItems": 1000000}',
+    "chain of terminals": "start: A0\n" + "".join(f"A{i}:((A{i + 1})?)*\n" for i in range(9000)) + 'A9000: "z"',
+    "chain of negations": "start: A0\n" + "".join(f"A{i}:~A{i + 1}\n" for i in range(9000)) + 'A9000: "z"',
+    "negations": "start: A\nA: " + "~" * 20_000 + '"z"',
     "long text": 'start: "' + "a" * 600_000 + '"',
 }
 
@@ -244,6 +248,24 @@ def test_hostile_grammars_are_refused_or_walked_in_bounded_time(vocabulary: Voca
     except GrammarError as refusal:
         assert len(str(refusal)) < 2000
     assert time.perf_counter() - begin < 10  # seconds; a slow machine's allowance, all take less than 2
+
+
+@pytest.mark.parametrize(
+    ("lark", "deep"),
+    [
+        ('start: A B\nA: "((((" B\nB: "x"', 3),
+        ("start: A\nA: (B (B | C))\nB: /((/ // (((\nC: ~(D)\nD: B", 9),
+        ("start: start? A\nA: B\nB: A", 2),
+        ('start: item\nitem: ("(" item ")")*', 2),
+    ],
+)
+def test_depth_counts_brackets_negations_and_terminals_written_out(lark: str, deep: int) -> None:
+    assert depth(lark) == deep
+
+
+def test_too_deep_terminals_name_the_limit(vocabulary: Vocabulary) -> None:
+    with pytest.raises(GrammarError, match=r"terminals are nested 27,00. deep, the limit is 500"):
+        compiled(vocabulary, lark=HOSTILE["chain of terminals"])
 
 
 def test_too_long_a_text_names_the_limit(vocabulary: Vocabulary) -> None:

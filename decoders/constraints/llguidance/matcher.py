@@ -164,8 +164,15 @@ class LLGuidanceMatcher(Matcher):
     def forced_bytes(self) -> bytes:
         if self._ended:
             return b""
+
+        def forced(inner: Any) -> bytes:
+            text = bytes(inner.compute_ff_bytes())
+            if not text and self.grammar.policy == "canonical":
+                inner.compute_bitmask()  # a limit that was hit shows only now, and here it would matter
+            return text
+
         # A matcher that has been asked for them takes them as read, and its masks change.
-        return bytes(self._ask(lambda inner: inner.compute_ff_bytes(), copy=True))
+        return self._ask(forced, copy=True)
 
     def _ask(self, question: Callable[[Any], T], copy: bool = False) -> T:
         """What the ``LLMatcher``, or a copy of it, answers.

@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from ...errors import GrammarError
 from ..base import Language
+from .nesting import depth
 
-#: Longest text that is compiled, in characters, and the stack to do it with, in bytes: reserved, not used.
-LONGEST, STACK = 512 * 1024, 512 * 1024 * 1024
+#: Longest text that is compiled, in characters. Stack to do it with, in bytes: reserved, not used.
+LONGEST = 512 * 1024
+STACK, STACK_PER_CHARACTER = 16 * 1024 * 1024, 1024
+
+#: Deepest nesting of terminals: 0.1 seconds.
+DEEPEST = 500
 
 #: llguidance's own limits. Fuel for the first lexer is about 20 ms, fuel for a mask about 14 ms, items 2.5 ms each 50k
 #: (100 to 700 ms for the most ambiguous grammars found). Rows of items grow with alternatives: 20,000 fit.
@@ -62,6 +68,8 @@ def source(language: Language) -> str:
         raise GrammarError(
             f"{language.name}: {len(text):,} characters are more than the {LONGEST:,} that llguidance is given to compile"
         )
+    if language.lark is not None and (deep := depth(text)) > DEEPEST:
+        raise GrammarError(f"{language.name}: terminals are nested {deep:,} deep, the limit is {DEEPEST}")
     return text + _OPTIONS
 
 
@@ -92,7 +100,10 @@ def compile_matcher(tokenizer: Any, language: Language, text: str) -> Any:
 
     limits = llguidance.LLParserLimits(**LIMITS)
     made: list[Any] = []
-    _with_stack(lambda: made.append(llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits)))
+    _with_stack(
+        max(STACK, len(text) * STACK_PER_CHARACTER),
+        lambda: made.append(llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits)),
+    )
     (matcher,) = made
     if matcher.is_error():
         raise GrammarError(f"{language.name}: llguidance cannot compile it: {reason(matcher.get_error())}")
@@ -115,11 +126,11 @@ def reason(message: str) -> str:
 _stack_lock = threading.Lock()
 
 
-def _with_stack(call: Any) -> None:
-    """`call` in a thread with a stack of `STACK` bytes. Another thread that starts meanwhile gets as much: no harm."""
+def _with_stack(size: int, call: Callable[[], None]) -> None:
+    """`call` in a thread with a stack of `size` bytes. Another thread that starts meanwhile gets as much: no harm."""
     thread = threading.Thread(target=call, name="llguidance-compile")
     with _stack_lock:
-        before = threading.stack_size(STACK)
+        before = threading.stack_size(size)
         try:
             thread.start()
         finally:
