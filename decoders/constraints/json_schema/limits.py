@@ -21,6 +21,8 @@ RULES = 20_000
 SYMBOLS = 400_000
 #: Values of an enumeration.
 VALUES = 20_000
+#: Multiples of what, decimal point aside.
+STEP = 10_000
 #: States of an automaton over characters.
 STATES = 3_000
 #: Copies that the counted repetitions of one pattern amount to.

@@ -36,7 +36,8 @@ class Normal(Reach):
         self.dropped, self.evaluation = dropped, evaluation
         self.steps = self.depth = 0
         self.known: dict[Node, Shapes] = {}
-        self.active: set[Node] = set()
+        self.active: list[Node] = []
+        self.within: dict[Node, set[Node]] = {}
 
     def step(self, count: int = 1) -> None:
         self.steps += count
@@ -49,7 +50,7 @@ class Normal(Reach):
             return TRUE if found else FALSE
         if not found.schema:
             return TRUE
-        return self.nodes.leaf("schema", id(found.schema), found)
+        return self.nodes.leaf("schema", (id(found.schema), found.scope), found)
 
     def value(self, value: Any) -> Node:
         """The node of a value."""
@@ -83,16 +84,31 @@ class Normal(Reach):
             path = term.path if isinstance(term, Place) else "$"
             raise GrammarError(f"{path}: $ref refers to itself without anything in between", "$ref", path) from problem
 
+    def blamed(self, node: Node, problem: GrammarError) -> GrammarError:
+        """`problem` of writing `node`, with the place of its keyword."""
+        seen, walk = {node}, [node]
+        for at in walk:
+            term = self.nodes.terms[at]
+            if term[0] == "schema" and problem.keyword in term[1].schema:
+                path = term[1].path
+                return GrammarError(f"{path}: {problem.keyword}: {problem}", problem.keyword, path)
+            parts = {*self.within.get(at, ()), *(term[1] if term[0] in ("all", "any") else [])}
+            walk += sorted(parts - seen)
+            seen |= parts
+        return problem
+
     def normal(self, node: Node) -> Shapes:
+        if self.active:
+            self.within.setdefault(self.active[-1], set()).add(node)
         if node in self.known:
             return self.known[node]
         if node in self.active:
             raise _Circle
-        self.active.add(node)
+        self.active.append(node)
         try:
             found = self._find(node)
         finally:
-            self.active.discard(node)
+            self.active.pop()
         self.known[node] = found
         return found
 
@@ -136,7 +152,7 @@ class Normal(Reach):
         for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
             if read(keyword):
                 with self.blame(place, keyword):
-                    found = self.both(found, self.place(self.referred(place, keyword)))
+                    found = self.both(found, self.place(place.follow(schema[keyword], keyword)))
         for keyword, combine in _COMBINATIONS.items():
             if read(keyword) or (keyword == "oneOf" and "oneOf" in schema):
                 with self.blame(place, keyword):
@@ -218,21 +234,6 @@ class Normal(Reach):
             if not isinstance(value, str):
                 found = shapes.either(found, keywords.of_value(value, self.value))
         return found
-
-    def referred(self, place: Place, keyword: str) -> Place | bool:
-        """What a reference refers to.
-
-        Raises:
-            GrammarError: a dynamic one whose target depends on the way here.
-        """
-        target = place.follow(place.schema[keyword], keyword)
-        if keyword == "$ref" or isinstance(target, bool):
-            return target
-        anchor = target.schema.get("$dynamicAnchor" if keyword == "$dynamicRef" else "$recursiveAnchor")
-        fragment = place.schema[keyword].rpartition("#")[2]
-        if not anchor or (keyword == "$dynamicRef" and fragment != anchor):
-            return target
-        raise GrammarError("its target depends on the way to it; $ref, or strict=False, works", keyword)
 
 
 def _all_of(self: Normal, place: Place, found: Shapes) -> Shapes:
