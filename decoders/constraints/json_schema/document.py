@@ -67,7 +67,12 @@ class Place:
                 found = lookup_recursive_ref(self.resolver)
             else:
                 found = self.resolver.lookup(reference)
-        except (Unresolvable, ValueError) as problem:
+        except (
+            Unresolvable,
+            ValueError,
+            TypeError,
+            KeyError,
+        ) as problem:  # the last ones: a pointer into what is no schema
             raise GrammarError(
                 f"{self.path}: {keyword} {reference!r} refers to nothing in the schema; nothing is fetched: put what it "
                 "refers to under $defs, with its $id",
@@ -107,6 +112,7 @@ def document(text: str) -> Place | bool:
     from referencing.jsonschema import DRAFT202012
 
     specification = _specification(contents, DRAFT202012, "$")
+    place(contents, "$", REGISTRY.resolver(), specification, entered=True)  # a schema at all
     resource = specification.create_resource(contents)
     base = (isinstance(contents, dict) and resource.id()) or "urn:schema"
     registry: Registry[Any] = REGISTRY.with_resource(base, resource)
@@ -132,6 +138,9 @@ def place(
         return contents
     if not isinstance(contents, dict):
         raise GrammarError(f"{path}: a schema is an object or a boolean, not {json.dumps(contents)[:60]}", path=path)
+    for keyword in ("$id", "$ref", "$dynamicRef", "$recursiveRef", "$anchor", "$dynamicAnchor"):
+        if not isinstance(contents.get(keyword, ""), str):
+            raise GrammarError(f"{path}: {keyword} is a text, not {contents[keyword]!r}", keyword, path)
     specification = _specification(contents, specification, path)
     if not entered:
         resolver = resolver.in_subresource(specification.create_resource(contents))

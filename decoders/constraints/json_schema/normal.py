@@ -15,6 +15,7 @@ from .nodes import FALSE, TRUE, Node, Nodes
 from .objects import Objects, Property
 from .reach import Reach
 from .shapes import ALL, NONE, Shapes
+from .strings import Strings
 
 _LOOK_AHEAD = 3
 
@@ -126,10 +127,7 @@ class Normal(Reach):
             case "not":
                 return shapes.minus(ALL, self.normal(content), self)
             case "any":
-                found = NONE
-                for part in content:
-                    found = shapes.either(found, self.normal(part))
-                return found
+                return shapes.either(*map(self.normal, content))
         found = ALL
         for part in sorted(content, key=lambda part: self.nodes.terms[part][0] == "not"):
             if self.nodes.terms[part][0] == "not":
@@ -186,9 +184,7 @@ class Normal(Reach):
         if read("type"):
             with self.blame(place, "type"):
                 names = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-                found = NONE
-                for name in names:
-                    found = shapes.either(found, keywords.of_type(name))
+                found = shapes.either(*map(keywords.of_type, names))
         for keyword in ("const", "enum"):
             if read(keyword) and (keyword == "enum" or place.year >= 2017):
                 with self.blame(place, keyword):
@@ -229,23 +225,32 @@ class Normal(Reach):
         if len(values) > limits.VALUES:
             limits.exceeded("VALUES", limits.VALUES, f"an enumeration of {len(values):,} values", "enum")
         texts = [value for value in values if isinstance(value, str)]
-        found = Shapes(strings=(shapes.Strings(values=frozenset(texts)),) if texts else ())
-        for value in values:
-            if not isinstance(value, str):
-                found = shapes.either(found, keywords.of_value(value, self.value))
-        return found
+        found = Shapes(strings=(Strings(values=frozenset(texts)),) if texts else ())
+        rest = (keywords.of_value(value, self.value) for value in values if not isinstance(value, str))
+        return shapes.either(found, *rest)
+
+
+def _parts(self: Normal, place: Place, keyword: str) -> list[Node]:
+    """The schemas in a list.
+
+    Raises:
+        GrammarError: there is no list.
+    """
+    if not isinstance(place.schema[keyword], list):
+        raise GrammarError(f"{keyword} is a list of schemas, not {place.schema[keyword]!r}", keyword)
+    return [self.place(place.child(keyword, index)) for index in range(len(place.schema[keyword]))]
 
 
 def _all_of(self: Normal, place: Place, found: Shapes) -> Shapes:
-    for index in range(len(place.schema["allOf"])):
-        found = self.both(found, self.place(place.child("allOf", index)))
+    for part in _parts(self, place, "allOf"):
+        found = self.both(found, part)
     return found
 
 
 def _any_of(self: Normal, place: Place, found: Shapes, keyword: str = "anyOf") -> Shapes:
     union = NONE
-    for index in range(len(place.schema[keyword])):
-        part = self.both(found, self.place(place.child(keyword, index)))
+    for node in _parts(self, place, keyword):
+        part = self.both(found, node)
         # Whatever holds has evaluated: alternatives that hold together are alternatives of their own.
         together = shapes.both(union, part, self) if self.evaluation else NONE
         union = shapes.either(shapes.either(union, part), together)
@@ -255,7 +260,7 @@ def _any_of(self: Normal, place: Place, found: Shapes, keyword: str = "anyOf") -
 def _one_of(self: Normal, place: Place, found: Shapes) -> Shapes:
     if (place.path, "oneOf") in self.dropped:
         return _any_of(self, place, found, "oneOf")
-    parts = [self.both(found, self.place(place.child("oneOf", i))) for i in range(len(place.schema["oneOf"]))]
+    parts = [self.both(found, node) for node in _parts(self, place, "oneOf")]
     union = NONE
     for index, part in enumerate(parts):
         for other in parts[:index] + parts[index + 1 :]:
@@ -284,6 +289,8 @@ def _if(self: Normal, place: Place, found: Shapes) -> Shapes:
 
 def _dependent(keyword: str) -> Callable[[Normal, Place, Shapes], Shapes]:
     def combine(self: Normal, place: Place, found: Shapes) -> Shapes:
+        if not isinstance(place.schema[keyword], dict):
+            raise GrammarError(f"{keyword} is an object, not {place.schema[keyword]!r}", keyword)
         for name, needs in place.schema[keyword].items():
             absent = replace(ALL, objects=(Objects((Property(name, FALSE),)),))
             present = Shapes(objects=(Objects((Property(name, TRUE, True),)),))

@@ -118,16 +118,14 @@ class _Constant:
 def prune(rules: dict[str, Expr]) -> dict[str, Expr]:
     """`rules` without what no text comes from, hence without dead ends, and without what ``start`` does not lead to."""
     alive: set[str] = set()
-    callers: dict[str, set[str]] = {}
-    for name, rule in rules.items():
-        for callee in calls(rule):
-            callers.setdefault(callee, set()).add(name)
-    walk = list(rules)
-    while walk:
-        name = walk.pop()
-        if name not in alive and _productive(rules[name], alive):
-            alive.add(name)
-            walk += callers.get(name, ())
+    names = list(rules)
+    while True:  # to and fro: rules stand before those they call, or behind
+        known = len(alive)
+        for name in (*names, *reversed(names)):
+            if name not in alive and _productive(rules[name], alive):
+                alive.add(name)
+        if len(alive) == known:
+            break
     kept: dict[str, Expr] = {}
     todo = ["start"]
     while todo:
@@ -184,8 +182,8 @@ def lark(rules: dict[str, Expr]) -> str:
 
     def write(expr: Expr, tight: bool) -> str:
         nonlocal size
-        size += 1
-        if size > limits.SYMBOLS:
+        size += isinstance(expr, Seq | Alt | Rep)
+        if size + len(rules) + len(terminals) > limits.SYMBOLS:
             limits.exceeded("SYMBOLS", limits.SYMBOLS, "the grammar")
         match expr:
             case Word(terminal):

@@ -75,6 +75,8 @@ def schema(numbers: Numbers) -> dict[str, Any]:
         raise GrammarError(f"multiples of {numbers.multiple} that are no integers; strict=False works", "multipleOf")
     if numbers.step.numerator > limits.STEP:  # its automaton has a state per remainder
         limits.exceeded("STEP", limits.STEP, f"multipleOf {numbers.step}", "multipleOf")
+    if numbers.step.denominator > 10**_DIGITS:
+        limits.exceeded("decimal places", _DIGITS, "multipleOf", "multipleOf")
     found: dict[str, Any] = {"type": "integer" if numbers.step.denominator == 1 else "number"}
     found["multipleOf"] = _json_number(numbers.step)
     for keyword, bound in (("minimum", numbers.low), ("maximum", numbers.high)):

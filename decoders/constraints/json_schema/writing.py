@@ -10,7 +10,6 @@ from .array_text import write_array
 from .nodes import FALSE, Node
 from .normal import Normal
 from .notation import NOTHING, Call, Expr, Terminal, Word, alt, text
-from .numbers import Numbers
 from .object_text import write_object
 from .shapes import Shapes
 from .strings import Strings
@@ -67,7 +66,10 @@ class Writer:
     def ways(self, node: Node, shapes: Shapes) -> Expr:
         """Every alternative of every type."""
         ways: list[Expr] = [text(unit) for unit in ("null", "true", "false") if unit in shapes.units]
-        ways += [self.number(one) for one in shapes.numbers]
+        written = [(one, number_text.expression(one)) for one in shapes.numbers]
+        plain = "|".join(found for _, found in written if found is not None)
+        ways += [text(plain)] if plain else []
+        ways += [notation.inline(number_text.schema(one)) for one, found in written if found is None]
         ways += [self.string(one) for one in shapes.strings]
         ways += [write_array(self, f"n{node}a{i}", one) for i, one in enumerate(shapes.arrays)]
         ways += [write_object(self, f"n{node}o{i}", one) for i, one in enumerate(shapes.objects)]
@@ -94,10 +96,6 @@ class Writer:
     def call(self, name: str) -> Expr:
         """The rule of that name, written or to be written."""
         return Call(name)
-
-    def number(self, numbers: Numbers) -> Expr:
-        found = number_text.expression(numbers)
-        return notation.inline(number_text.schema(numbers)) if found is None else text(found)
 
     def string(self, strings: Strings, behind: str = "") -> Expr:
         """Strings, and what follows their closing quotation mark."""
@@ -138,7 +136,10 @@ def _regex(strings: Strings) -> str | None:
     simple = _simple(strings)
     if simple is not None:
         return simple
-    found = json_text.expression(strings.automaton())
+    try:
+        found = json_text.expression(strings.automaton())
+    except GrammarError:  # too large for an expression; the grammar has its own way
+        return None
     return None if found is None else f'"(?:{found})"'
 
 
