@@ -69,7 +69,7 @@ def automaton(conditions: Sequence[tuple[Rx, bool]], low: int = 0, high: int | N
         judged = zip(parts, sets, conditions, strict=True)
         if count >= low and all(part.final(at) is good for part, at, (_, good) in judged):
             ends.add(number)
-    return _minimal(symbols, moves, ends)
+    return minimal(symbols, moves, ends)
 
 
 def _partition(trees: Sequence[Rx]) -> tuple[Ranges, ...]:
@@ -177,7 +177,7 @@ class _Part:
         return self.last in state
 
 
-def _minimal(symbols: tuple[Ranges, ...], moves: list[list[int]], ends: set[int]) -> Automaton:
+def minimal(symbols: tuple[Ranges, ...], moves: list[list[int]], ends: set[int]) -> Automaton:
     """Without states that lead nowhere, states that agree on everything merged (Moore 1956)."""
     back: dict[int, list[int]] = {}
     for state, row in enumerate(moves):

@@ -24,6 +24,7 @@ class Place:
 
     Attributes:
         schema: an object of JSON. year: of its draft (2013, 2017, 2018, 2019, 2020). path: where it stands, for messages.
+        dynamic: whether there are dynamic references, the target of which depends on the way to them.
     """
 
     schema: dict[str, Any]
@@ -31,6 +32,7 @@ class Place:
     path: str
     resolver: Resolver[Any]
     specification: Specification[Any]
+    dynamic: bool = False
 
     def child(self, *keys: str | int) -> Place | bool:
         """The schema under `keys`.
@@ -42,7 +44,14 @@ class Place:
         path = self.path
         for key in keys:
             found, path = found[key], path + step(key)
-        return place(found, path, self.resolver, self.specification)
+        return place(found, path, self.resolver, self.specification, self.dynamic)
+
+    @property
+    def scope(self) -> tuple[str, ...]:
+        """What tells places apart that have one schema: the documents on the way, if dynamic references look there."""
+        if not self.dynamic:
+            return ()
+        return tuple(dict.fromkeys(reversed([uri for uri, _ in self.resolver.dynamic_scope()])))
 
     def follow(self, reference: str, keyword: str = "$ref") -> Place | bool:
         """What `reference` refers to.
@@ -51,10 +60,19 @@ class Place:
             GrammarError: nothing in the document.
         """
         from referencing.exceptions import Unresolvable
+        from referencing.jsonschema import lookup_recursive_ref
 
         try:
-            found = self.resolver.lookup(reference)
-        except (Unresolvable, ValueError) as problem:
+            if keyword == "$recursiveRef":
+                found = lookup_recursive_ref(self.resolver)
+            else:
+                found = self.resolver.lookup(reference)
+        except (
+            Unresolvable,
+            ValueError,
+            TypeError,
+            KeyError,
+        ) as problem:  # the last ones: a pointer into what is no schema
             raise GrammarError(
                 f"{self.path}: {keyword} {reference!r} refers to nothing in the schema; nothing is fetched: put what it "
                 "refers to under $defs, with its $id",
@@ -62,7 +80,8 @@ class Place:
             ) from problem  # fmt: skip
         inside = reference.startswith("#/") or reference == "#"
         path = "$" + "".join(map(step, reference[2:].split("/"))) if inside and len(reference) > 1 else "$"
-        return place(found.contents, path if inside else reference, found.resolver, self.specification, entered=True)
+        path = path if inside else reference
+        return place(found.contents, path, found.resolver, self.specification, self.dynamic, entered=True)
 
 
 def step(key: str | int) -> str:
@@ -93,14 +112,22 @@ def document(text: str) -> Place | bool:
     from referencing.jsonschema import DRAFT202012
 
     specification = _specification(contents, DRAFT202012, "$")
+    place(contents, "$", REGISTRY.resolver(), specification, entered=True)  # a schema at all
     resource = specification.create_resource(contents)
     base = (isinstance(contents, dict) and resource.id()) or "urn:schema"
     registry: Registry[Any] = REGISTRY.with_resource(base, resource)
-    return place(contents, "$", registry.resolver(base), specification, entered=True)
+    dynamic = "$dynamicRef" in text or "$recursiveRef" in text or "/schema" in text  # meta-schemas have such references
+    return place(contents, "$", registry.resolver(base), specification, dynamic, entered=True)
 
 
 def place(
-    contents: Any, path: str, resolver: Resolver[Any], specification: Specification[Any], entered: bool = False
+    contents: Any,
+    path: str,
+    resolver: Resolver[Any],
+    specification: Specification[Any],
+    dynamic: bool = False,
+    *,
+    entered: bool = False,
 ) -> Place | bool:
     """`contents` as a schema; `entered`: `resolver` knows of an ``$id`` in it.
 
@@ -111,10 +138,13 @@ def place(
         return contents
     if not isinstance(contents, dict):
         raise GrammarError(f"{path}: a schema is an object or a boolean, not {json.dumps(contents)[:60]}", path=path)
+    for keyword in ("$id", "$ref", "$dynamicRef", "$recursiveRef", "$anchor", "$dynamicAnchor"):
+        if not isinstance(contents.get(keyword, ""), str):
+            raise GrammarError(f"{path}: {keyword} is a text, not {contents[keyword]!r}", keyword, path)
     specification = _specification(contents, specification, path)
     if not entered:
         resolver = resolver.in_subresource(specification.create_resource(contents))
-    return Place(contents, _YEARS[specification.name], path, resolver, specification)
+    return Place(contents, _YEARS[specification.name], path, resolver, specification, dynamic)
 
 
 def _specification(contents: Any, default: Specification[Any], path: str) -> Specification[Any]:

@@ -123,6 +123,8 @@ def of_objects(
     """What the keywords about objects leave; `normal` finds the strings that are of a node."""
     nodes = reach.nodes
     named: dict[str, Node] = {name: inside("properties", name) for name in _object(schema, "properties")}
+    if len(named) > limits.PROPERTIES:
+        limits.exceeded("PROPERTIES", limits.PROPERTIES, f"an object of {len(named):,} properties", "properties")
     classes: list[tuple[Strings, tuple[Node, ...]]] = [(strings.ALL, ())]
     patterns = []
     for text in _object(schema, "patternProperties"):

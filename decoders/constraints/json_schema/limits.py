@@ -13,14 +13,18 @@ NESTING = 100
 #: Alternatives of one type (objects, say) at one place of the text, after allOf, oneOf, not, … are multiplied out.
 ALTERNATIVES = 256
 #: Steps of multiplying out in all.
-STEPS = 60_000
+STEPS = 150_000
 #: Places of the text with a schema of their own.
 PLACES = 4_000
-#: Rules of the grammar, and symbols in them.
+#: Rules of the grammar, and symbols in all: llguidance numbers them with 16 bits.
 RULES = 20_000
-SYMBOLS = 400_000
+SYMBOLS = 60_000
+#: Properties that an object declares.
+PROPERTIES = 2_000
 #: Values of an enumeration.
 VALUES = 20_000
+#: Multiples of what, decimal point aside.
+STEP = 10_000
 #: States of an automaton over characters.
 STATES = 3_000
 #: Copies that the counted repetitions of one pattern amount to.

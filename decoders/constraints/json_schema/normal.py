@@ -15,6 +15,7 @@ from .nodes import FALSE, TRUE, Node, Nodes
 from .objects import Objects, Property
 from .reach import Reach
 from .shapes import ALL, NONE, Shapes
+from .strings import Strings
 
 _LOOK_AHEAD = 3
 
@@ -36,7 +37,8 @@ class Normal(Reach):
         self.dropped, self.evaluation = dropped, evaluation
         self.steps = self.depth = 0
         self.known: dict[Node, Shapes] = {}
-        self.active: set[Node] = set()
+        self.active: list[Node] = []
+        self.within: dict[Node, set[Node]] = {}
 
     def step(self, count: int = 1) -> None:
         self.steps += count
@@ -49,7 +51,7 @@ class Normal(Reach):
             return TRUE if found else FALSE
         if not found.schema:
             return TRUE
-        return self.nodes.leaf("schema", id(found.schema), found)
+        return self.nodes.leaf("schema", (id(found.schema), found.scope), found)
 
     def value(self, value: Any) -> Node:
         """The node of a value."""
@@ -83,16 +85,31 @@ class Normal(Reach):
             path = term.path if isinstance(term, Place) else "$"
             raise GrammarError(f"{path}: $ref refers to itself without anything in between", "$ref", path) from problem
 
+    def blamed(self, node: Node, problem: GrammarError) -> GrammarError:
+        """`problem` of writing `node`, with the place of its keyword."""
+        seen, walk = {node}, [node]
+        for at in walk:
+            term = self.nodes.terms[at]
+            if term[0] == "schema" and problem.keyword in term[1].schema:
+                path = term[1].path
+                return GrammarError(f"{path}: {problem.keyword}: {problem}", problem.keyword, path)
+            parts = {*self.within.get(at, ()), *(term[1] if term[0] in ("all", "any") else [])}
+            walk += sorted(parts - seen)
+            seen |= parts
+        return problem
+
     def normal(self, node: Node) -> Shapes:
+        if self.active:
+            self.within.setdefault(self.active[-1], set()).add(node)
         if node in self.known:
             return self.known[node]
         if node in self.active:
             raise _Circle
-        self.active.add(node)
+        self.active.append(node)
         try:
             found = self._find(node)
         finally:
-            self.active.discard(node)
+            self.active.pop()
         self.known[node] = found
         return found
 
@@ -110,10 +127,7 @@ class Normal(Reach):
             case "not":
                 return shapes.minus(ALL, self.normal(content), self)
             case "any":
-                found = NONE
-                for part in content:
-                    found = shapes.either(found, self.normal(part))
-                return found
+                return shapes.either(*map(self.normal, content))
         found = ALL
         for part in sorted(content, key=lambda part: self.nodes.terms[part][0] == "not"):
             if self.nodes.terms[part][0] == "not":
@@ -136,7 +150,7 @@ class Normal(Reach):
         for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
             if read(keyword):
                 with self.blame(place, keyword):
-                    found = self.both(found, self.place(self.referred(place, keyword)))
+                    found = self.both(found, self.place(place.follow(schema[keyword], keyword)))
         for keyword, combine in _COMBINATIONS.items():
             if read(keyword) or (keyword == "oneOf" and "oneOf" in schema):
                 with self.blame(place, keyword):
@@ -170,9 +184,7 @@ class Normal(Reach):
         if read("type"):
             with self.blame(place, "type"):
                 names = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-                found = NONE
-                for name in names:
-                    found = shapes.either(found, keywords.of_type(name))
+                found = shapes.either(*map(keywords.of_type, names))
         for keyword in ("const", "enum"):
             if read(keyword) and (keyword == "enum" or place.year >= 2017):
                 with self.blame(place, keyword):
@@ -213,38 +225,32 @@ class Normal(Reach):
         if len(values) > limits.VALUES:
             limits.exceeded("VALUES", limits.VALUES, f"an enumeration of {len(values):,} values", "enum")
         texts = [value for value in values if isinstance(value, str)]
-        found = Shapes(strings=(shapes.Strings(values=frozenset(texts)),) if texts else ())
-        for value in values:
-            if not isinstance(value, str):
-                found = shapes.either(found, keywords.of_value(value, self.value))
-        return found
+        found = Shapes(strings=(Strings(values=frozenset(texts)),) if texts else ())
+        rest = (keywords.of_value(value, self.value) for value in values if not isinstance(value, str))
+        return shapes.either(found, *rest)
 
-    def referred(self, place: Place, keyword: str) -> Place | bool:
-        """What a reference refers to.
 
-        Raises:
-            GrammarError: a dynamic one whose target depends on the way here.
-        """
-        target = place.follow(place.schema[keyword], keyword)
-        if keyword == "$ref" or isinstance(target, bool):
-            return target
-        anchor = target.schema.get("$dynamicAnchor" if keyword == "$dynamicRef" else "$recursiveAnchor")
-        fragment = place.schema[keyword].rpartition("#")[2]
-        if not anchor or (keyword == "$dynamicRef" and fragment != anchor):
-            return target
-        raise GrammarError("its target depends on the way to it; $ref, or strict=False, works", keyword)
+def _parts(self: Normal, place: Place, keyword: str) -> list[Node]:
+    """The schemas in a list.
+
+    Raises:
+        GrammarError: there is no list.
+    """
+    if not isinstance(place.schema[keyword], list):
+        raise GrammarError(f"{keyword} is a list of schemas, not {place.schema[keyword]!r}", keyword)
+    return [self.place(place.child(keyword, index)) for index in range(len(place.schema[keyword]))]
 
 
 def _all_of(self: Normal, place: Place, found: Shapes) -> Shapes:
-    for index in range(len(place.schema["allOf"])):
-        found = self.both(found, self.place(place.child("allOf", index)))
+    for part in _parts(self, place, "allOf"):
+        found = self.both(found, part)
     return found
 
 
 def _any_of(self: Normal, place: Place, found: Shapes, keyword: str = "anyOf") -> Shapes:
     union = NONE
-    for index in range(len(place.schema[keyword])):
-        part = self.both(found, self.place(place.child(keyword, index)))
+    for node in _parts(self, place, keyword):
+        part = self.both(found, node)
         # Whatever holds has evaluated: alternatives that hold together are alternatives of their own.
         together = shapes.both(union, part, self) if self.evaluation else NONE
         union = shapes.either(shapes.either(union, part), together)
@@ -254,7 +260,7 @@ def _any_of(self: Normal, place: Place, found: Shapes, keyword: str = "anyOf") -
 def _one_of(self: Normal, place: Place, found: Shapes) -> Shapes:
     if (place.path, "oneOf") in self.dropped:
         return _any_of(self, place, found, "oneOf")
-    parts = [self.both(found, self.place(place.child("oneOf", i))) for i in range(len(place.schema["oneOf"]))]
+    parts = [self.both(found, node) for node in _parts(self, place, "oneOf")]
     union = NONE
     for index, part in enumerate(parts):
         for other in parts[:index] + parts[index + 1 :]:
@@ -283,6 +289,8 @@ def _if(self: Normal, place: Place, found: Shapes) -> Shapes:
 
 def _dependent(keyword: str) -> Callable[[Normal, Place, Shapes], Shapes]:
     def combine(self: Normal, place: Place, found: Shapes) -> Shapes:
+        if not isinstance(place.schema[keyword], dict):
+            raise GrammarError(f"{keyword} is an object, not {place.schema[keyword]!r}", keyword)
         for name, needs in place.schema[keyword].items():
             absent = replace(ALL, objects=(Objects((Property(name, FALSE),)),))
             present = Shapes(objects=(Objects((Property(name, TRUE, True),)),))

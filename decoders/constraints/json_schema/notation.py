@@ -5,9 +5,10 @@ Both are written from one tree, so they denote the same texts.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from . import limits
 
@@ -17,11 +18,13 @@ class Terminal:
     """Texts that are no further divided.
 
     Attributes:
-        lark: a terminal's definition. regex: makes the same as a regular expression; None if that is too long.
+        lark: a definition. regex: makes the same as a regular expression; None if that is too long. rule: `lark` can only
+            define a rule, not a terminal.
     """
 
     lark: str
     regex: Callable[[], str | None]
+    rule: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,27 +102,30 @@ def text(regex: str) -> Word:
     return Word(Terminal(f"/{escaped}/", _Constant(regex)))
 
 
+def inline(schema: dict[str, Any]) -> Word:
+    """Texts of a schema that llguidance itself reads: no regular expression is known for them."""
+    return Word(Terminal(f"%json {json.dumps(schema)}", _Constant(None), rule=True))
+
+
 @dataclass(frozen=True)
 class _Constant:
-    value: str
+    value: str | None
 
-    def __call__(self) -> str:
+    def __call__(self) -> str | None:
         return self.value
 
 
 def prune(rules: dict[str, Expr]) -> dict[str, Expr]:
     """`rules` without what no text comes from, hence without dead ends, and without what ``start`` does not lead to."""
     alive: set[str] = set()
-    callers: dict[str, set[str]] = {}
-    for name, rule in rules.items():
-        for callee in calls(rule):
-            callers.setdefault(callee, set()).add(name)
-    walk = list(rules)
-    while walk:
-        name = walk.pop()
-        if name not in alive and _productive(rules[name], alive):
-            alive.add(name)
-            walk += callers.get(name, ())
+    names = list(rules)
+    while True:  # to and fro: rules stand before those they call, or behind
+        known = len(alive)
+        for name in (*names, *reversed(names)):
+            if name not in alive and _productive(rules[name], alive):
+                alive.add(name)
+        if len(alive) == known:
+            break
     kept: dict[str, Expr] = {}
     todo = ["start"]
     while todo:
@@ -176,12 +182,12 @@ def lark(rules: dict[str, Expr]) -> str:
 
     def write(expr: Expr, tight: bool) -> str:
         nonlocal size
-        size += 1
-        if size > limits.SYMBOLS:
+        size += isinstance(expr, Seq | Alt | Rep)
+        if size + len(rules) + len(terminals) > limits.SYMBOLS:
             limits.exceeded("SYMBOLS", limits.SYMBOLS, "the grammar")
         match expr:
             case Word(terminal):
-                return terminals.setdefault(terminal.lark, f"T{len(terminals)}")
+                return terminals.setdefault(terminal.lark, f"{'t' if terminal.rule else 'T'}{len(terminals)}")
             case Call(rule):
                 return names[rule]
             case Seq(parts):

@@ -7,10 +7,13 @@ to a float could carry them over a bound, few enough digits that it cannot.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
+from typing import Any
 
-from . import limits
+from ...errors import GrammarError
+from . import automata, ecma, json_text, limits
 from .numbers import Numbers
 
 INTEGER = "-?(?:0|[1-9][0-9]*)"
@@ -18,7 +21,9 @@ _EXPONENT = r"[eE][+\-]?0*(?:[1-9]?[0-9]|[12][0-9][0-9]|30[0-7])"
 #: Any number; with an exponent only in scientific notation, and one that a float has.
 NUMBER = rf"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]+)?|[0-9](?:\.[0-9]+)?{_EXPONENT})"
 _DIGITS = 15  # decimal digits that a float keeps apart
-_LONGEST = 40
+_LONGEST = 40  # digits of a step
+_FEW = 200  # values that are enumerated, remainders that are told apart
+_LONGEST_TEXT = 5_000
 
 
 @lru_cache(maxsize=1024)
@@ -46,39 +51,70 @@ def expression(numbers: Numbers) -> str | None:
 
 def _spaced(numbers: Numbers, step: Fraction) -> str | None:
     low, high = numbers.low, numbers.high
-    if low is not None and high is not None and (high - low) / step < (2 if step == 1 else 1000):
+    if low is not None and high is not None and (high - low) / step < (2 if step == 1 else _FEW):
         values = [low + step * i for i in range(int((high - low) / step) + 1)]
         return "|".join(_plain(value) for value in values if numbers.holds(value)) or None
-    if step == 1 and numbers.kind != "fraction":
+    if step == 1 and numbers.kind == "integer":
         return _integers(None if low is None else int(low), None if high is None else int(high))
-    if numbers.kind == "fraction" or low is not None or high is not None:
+    multiples = _multiples(step) or (_remainders(step.numerator) if step.denominator == 1 else None)
+    if multiples is None or (low is None and high is None and numbers.kind != "fraction"):
+        return multiples
+    bounds = expression(replace(numbers, multiple=None)) or ""
+    both = [ecma.strings(f"^(?:{way})$")[0] for way in (bounds, multiples)]
+    found = json_text.expression(automata.automaton(both))
+    return found if found is not None and len(found) <= _LONGEST_TEXT else None
+
+
+def schema(numbers: Numbers) -> dict[str, Any]:
+    """`numbers`, multiples of something, as llguidance reads them.
+
+    Raises:
+        GrammarError: it does not.
+    """
+    if numbers.kind == "fraction" or numbers.step is None:
+        raise GrammarError(f"multiples of {numbers.multiple} that are no integers; strict=False works", "multipleOf")
+    if numbers.step.numerator > limits.STEP:  # its automaton has a state per remainder
+        limits.exceeded("STEP", limits.STEP, f"multipleOf {numbers.step}", "multipleOf")
+    if numbers.step.denominator > 10**_DIGITS:
+        limits.exceeded("decimal places", _DIGITS, "multipleOf", "multipleOf")
+    found: dict[str, Any] = {"type": "integer" if numbers.step.denominator == 1 else "number"}
+    found["multipleOf"] = _json_number(numbers.step)
+    for keyword, bound in (("minimum", numbers.low), ("maximum", numbers.high)):
+        if bound is not None:
+            found[keyword] = _json_number(bound)
+    return {**found, "x-guidance": {"whitespace_flexible": False}}
+
+
+def _json_number(value: Fraction) -> int | float:
+    if value.denominator == 1:
+        return int(value)
+    if Fraction(repr(float(value))) != value:
+        raise GrammarError(f"{value} has more digits than a float; fewer, or strict=False, works", "multipleOf")
+    return float(value)
+
+
+def _remainders(step: int) -> str | None:
+    """Multiples of an integer: an automaton whose states are remainders, as an expression."""
+    if step > _FEW:
         return None
-    return _multiples(step)
+    digits = [((0x30 + digit, 0x30 + digit),) for digit in range(10)]
+    first = [2, *(3 + digit % step for digit in range(1, 10))]  # state 1 follows a minus sign, 2 a leading zero
+    rows = [[*first, 1], [*first, -1], [-1] * 11]
+    rows += [[*(3 + (10 * rest + digit) % step for digit in range(10)), -1] for rest in range(step)]
+    found = json_text.expression(automata.minimal((*digits, ((0x2D, 0x2D),)), rows, {2, 3}))
+    return found if found is not None and len(found) <= _LONGEST_TEXT else None
 
 
 def _multiples(step: Fraction) -> str | None:
-    """All multiples of powers of ten, and of what divides one within a digit."""
-    top, places = step, 0
-    while top.denominator != 1 and places < _LONGEST:
-        top, places = top * 10, places + 1
-    if top.denominator != 1:
+    """All multiples of a tenth, a hundredth, …, and of twice or five times that; None for other steps."""
+    value, places = step, 0
+    while value.denominator != 1 and places < _LONGEST:
+        value, places = value * 10, places + 1
+    last = {1: "[0-9]", 2: "[02468]", 5: "[05]"}.get(int(value)) if value.denominator == 1 and places else None
+    if last is None:
         return None
-    value, zeros = int(top), 0
-    while value % 10 == 0:
-        value, zeros = value // 10, zeros + 1
-    last = {1: "", 2: "[02468]", 5: "[05]"}.get(value)
-    if last is None or zeros > _LONGEST:
-        return None
-    if places:  # decimals of at most `places` digits; zeros may follow
-        if value == 1:
-            return rf"-?(?:0|[1-9][0-9]*)(?:\.[0-9]{{1,{places}}}0*)?"
-        shorter = f"[0-9]{{1,{places - 1}}}|" if places > 1 else ""
-        return rf"-?(?:0|[1-9][0-9]*)(?:\.(?:{shorter}[0-9]{{{places - 1}}}{last}0*))?"
-    tail = f"0{{{zeros}}}" if zeros else ""
-    lead = f"[1-9][0-9]*{tail}" if value == 1 else f"(?:[1-9][0-9]*)?{last}{tail}"
-    if value != 1:
-        lead = f"(?:[1-9][0-9]*{last}|{last.replace('0', '')}){tail}"
-    return f"-?(?:0|{lead})"
+    shorter = f"[0-9]{{1,{places - 1}}}|" if places > 1 else ""
+    return rf"-?(?:0|[1-9][0-9]*)(?:\.(?:{shorter}[0-9]{{{places - 1}}}{last}0{{0,{_DIGITS}}}))?"
 
 
 def _plain(value: Fraction) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import combinations
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from .writing import Writer
 
 _MOST_SOME = 4
+_RUN = 16
 
 
 def write_object(writer: Writer, name: str, shape: Objects) -> Expr:
@@ -49,9 +51,14 @@ class _Object:
         if position == len(self.members):
             return self.others(count, frozenset())
         if self.high is None and count == self.last:  # only whether they are there
-            run = [self.optional(prop) for prop in self.members[position:]]
-            return self.named(f"p{position}", lambda: seq(*run, self.others(count, frozenset())))
+            return self.named(f"p{position}", lambda: self.tail(position))
         return self.named(f"p{position}_{count}", lambda: self.choice(position, count))
+
+    def tail(self, position: int) -> Expr:
+        """The members from `position`, each behind a comma; up to a few in one rule, since rules may share the rest."""
+        end = min(len(self.members), position + _RUN - position % _RUN)
+        run = [self.optional(prop) for prop in self.members[position:end]]
+        return seq(*run, self.declared(end, self.last))
 
     def optional(self, prop: Property) -> Expr:
         return rep(seq(self.comma, self.member(prop)), int(prop.required), 1)
@@ -77,7 +84,7 @@ class _Object:
             ways.append(seq(*comma, self.member(prop), self.declared(position + 1, min(count + 1, self.last))))
         return alt(*ways)
 
-    def named(self, state: str, make) -> Expr:  # type: ignore[no-untyped-def]
+    def named(self, state: str, make: Callable[[], Expr]) -> Expr:
         rule = f"{self.name}{state}"
         if rule not in self.done:
             self.done.add(rule)

@@ -50,17 +50,18 @@ def both(a: Shapes, b: Shapes, reach: Reach) -> Shapes:
     )
 
 
-def either(a: Shapes, b: Shapes) -> Shapes:
-    """What is of `a` or of `b`."""
-    texts = [s.values for s in (*a.strings, *b.strings) if s.values is not None and not s.formats]
-    patterns = [s for s in (*a.strings, *b.strings) if s.values is None or s.formats]
+def either(*several: Shapes) -> Shapes:
+    """What is of any of `several`."""
+    strings = [one for shapes in several for one in shapes.strings]
+    texts = [one.values for one in strings if one.values is not None and not one.formats]
     joined = [Strings(values=frozenset[str]().union(*texts))] if texts else []
+    patterns = [one for one in strings if one.values is None or one.formats]
     return Shapes(
-        a.units | b.units,
-        _union((*a.numbers, *b.numbers), Numbers()),
+        frozenset[str]().union(*(shapes.units for shapes in several)),
+        _union((one for shapes in several for one in shapes.numbers), Numbers()),
         _union((*joined, *patterns), Strings()),
-        _union((*a.arrays, *b.arrays), Arrays()),
-        _union((*a.objects, *b.objects), Objects()),
+        _union((one for shapes in several for one in shapes.arrays), Arrays()),
+        _union((one for shapes in several for one in shapes.objects), Objects()),
     )
 
 
@@ -112,7 +113,7 @@ def _union(pieces: Iterable[T], every: T) -> tuple[T, ...]:
     if every in found:  # alternatives that have evaluated something still count
         plain = getattr(every, "seen", None)
         found = [piece for piece in found if piece == every or getattr(piece, "seen", None) != plain]
-    if len(found) > limits.ALTERNATIVES:
+    if len(found) > (limits.VALUES if isinstance(every, Numbers) else limits.ALTERNATIVES):
         limits.exceeded("ALTERNATIVES", limits.ALTERNATIVES, f"{len(found)} alternatives of one type at one place")
     return tuple(found)
 

@@ -7,13 +7,28 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ...errors import GrammarError
+from ...errors import GrammarError, suggest
 from ..base import Language
 from ..specs import Spec
 from . import notation
 from .document import document
+from .lenient import Validation
+from .nodes import Node
 from .normal import Normal
+from .notation import Expr
+from .python_types import schema_of
+from .spelling import spell
 from .writing import BLANKS, Writer
+
+_MOST_DROPPED = 100
+_REMARKS = (
+    "Keys stand in the order in which the schema declares them, then required ones that are not declared, then others.",
+    "A declared key never occurs twice; other keys may.",
+    "Integers are written without a fraction, and numbers between bounds without an exponent.",
+    "Strings under a condition (length, pattern, format, enum) escape only what has to be escaped.",
+)
+_FORMAT = "A known format is a condition: dates look like dates. To the drafts since 2019 it is an annotation."
+_CLOSED = "Objects that declare properties take no others, unless the schema says something of others."
 
 
 @dataclass(frozen=True)
@@ -21,7 +36,7 @@ class JsonSchema(Spec):
     """Texts that are JSON and valid under a schema (drafts 4, 6, 7, 2019-09 and 2020-12, by its ``$schema``).
 
     Attributes:
-        schema: a dict, a boolean, or JSON text.
+        schema: a dict, a boolean, or JSON text; for types of Python see :meth:`of`.
         whitespace: "space": at most one blank after a comma or colon; "compact": none; "flexible": one blank or one line
             break with its indent wherever JSON lets white space stand inside brackets.
         strict: refuse what the language cannot honour. Otherwise such keywords are left out, and the finished text is
@@ -33,6 +48,21 @@ class JsonSchema(Spec):
     whitespace: str = "space"
     strict: bool = True
     closed: bool = False
+
+    @staticmethod
+    def of(value: Any, **options: Any) -> JsonSchema:
+        """The specification of a schema, or of a type: a pydantic model, a TypedDict, a dataclass, ``list[int]``, ….
+
+        Args:
+            options: attributes of the specification. `closed` is true for types unless given: what is no field is not
+                asked for.
+
+        Raises:
+            GrammarError: pydantic knows no schema of the type.
+        """
+        if value is None or isinstance(value, dict | str | bool):
+            return JsonSchema(value, **options)
+        return JsonSchema(schema_of(value), **{"closed": True, **options})
 
     @cached_property
     def text(self) -> str:
@@ -48,17 +78,48 @@ class JsonSchema(Spec):
     def key(self) -> str:
         try:
             content = json.loads(self.text)
-        except ValueError:
+        except (ValueError, RecursionError):
             content = self.text
         options = [content, self.whitespace, self.strict, self.closed, self.backend, self.policy]
         return "JsonSchema " + json.dumps(options, separators=(",", ":"))
 
     def language(self) -> Language:
+        rules, dropped = self._grammar
+        remarks = [*_REMARKS, *([_FORMAT] if '"format"' in self.text else []), *([_CLOSED] if self.closed else [])]
+        remarks += [f"{path}: {keyword} is left to the validation of the finished text." for path, keyword in dropped]
+        whole = None if self.strict else Validation(json.loads(self.text))
+        return Language("JSON Schema", notation.regex(rules), notation.lark(rules), tuple(remarks), whole)
+
+    def spell(self, value: Any) -> str | None:
+        """`value` as a text of the language (keys in its order), with blanks as ``json.dumps`` has them; None if it is none.
+
+        Raises:
+            GrammarError: there is no such language.
+        """
+        normal = Normal(frozenset(self._grammar[1]), evaluation="unevaluated" in self.text)
+        return spell(normal, self._root(normal), value)
+
+    @cached_property
+    def _grammar(self) -> tuple[dict[str, Expr], list[tuple[str, str]]]:
+        """The rules, and what they leave out: (path, keyword)."""
         if self.whitespace not in BLANKS:
-            raise GrammarError(f"whitespace is one of {', '.join(BLANKS)}, not {self.whitespace!r}")
-        normal = Normal(evaluation="unevaluated" in self.text)
-        root = normal.place(document(self.text))
-        rules = Writer(normal, BLANKS[self.whitespace], self.closed).write(root)
+            raise GrammarError(f"no white space {self.whitespace!r}. {suggest(self.whitespace, BLANKS)}")
+        dropped: list[tuple[str, str]] = []
+        while True:
+            normal = Normal(frozenset(dropped), evaluation="unevaluated" in self.text)
+            try:
+                rules = Writer(normal, BLANKS[self.whitespace], self.closed).write(self._root(normal))
+                break
+            except GrammarError as problem:
+                cause = (problem.path or "", problem.keyword or "")
+                if self.strict or not all(cause) or cause in dropped or len(dropped) >= _MOST_DROPPED:
+                    raise
+                if cause[1] in ("$ref", "$schema", "type"):  # no validation makes up for what is not there
+                    raise
+                dropped.append(cause)
         if not rules:
-            raise GrammarError("nothing is valid under this schema", path="$")
-        return Language("JSON schema", notation.regex(rules), notation.lark(rules))
+            raise GrammarError("no value that can be written is valid under this schema", path="$")
+        return rules, dropped
+
+    def _root(self, normal: Normal) -> Node:
+        return normal.place(document(self.text))

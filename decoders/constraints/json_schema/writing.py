@@ -10,8 +10,8 @@ from .array_text import write_array
 from .nodes import FALSE, Node
 from .normal import Normal
 from .notation import NOTHING, Call, Expr, Terminal, Word, alt, text
-from .numbers import Numbers
 from .object_text import write_object
+from .shapes import Shapes
 from .strings import Strings
 
 
@@ -57,13 +57,23 @@ class Writer:
         while self.todo:
             node = self.todo.pop()
             shapes = self.normal.shapes(node)
-            words = [text(unit) for unit in ("null", "true", "false") if unit in shapes.units]
-            ways: list[Expr] = [*words, *(self.number(one) for one in shapes.numbers)]
-            ways += [self.string(one) for one in shapes.strings]
-            ways += [write_array(self, f"n{node}a{i}", one) for i, one in enumerate(shapes.arrays)]
-            ways += [write_object(self, f"n{node}o{i}", one) for i, one in enumerate(shapes.objects)]
-            self.rule(f"n{node}", alt(*ways))
+            try:
+                self.rule(f"n{node}", self.ways(node, shapes))
+            except GrammarError as problem:
+                raise (problem if problem.path is not None else self.normal.blamed(node, problem)) from problem
         return notation.prune(self.rules)
+
+    def ways(self, node: Node, shapes: Shapes) -> Expr:
+        """Every alternative of every type."""
+        ways: list[Expr] = [text(unit) for unit in ("null", "true", "false") if unit in shapes.units]
+        written = [(one, number_text.expression(one)) for one in shapes.numbers]
+        plain = "|".join(found for _, found in written if found is not None)
+        ways += [text(plain)] if plain else []
+        ways += [notation.inline(number_text.schema(one)) for one, found in written if found is None]
+        ways += [self.string(one) for one in shapes.strings]
+        ways += [write_array(self, f"n{node}a{i}", one) for i, one in enumerate(shapes.arrays)]
+        ways += [write_object(self, f"n{node}o{i}", one) for i, one in enumerate(shapes.objects)]
+        return alt(*ways)
 
     def place(self, node: Node) -> Expr:
         """The texts of `node`."""
@@ -87,23 +97,11 @@ class Writer:
         """The rule of that name, written or to be written."""
         return Call(name)
 
-    def number(self, numbers: Numbers) -> Expr:
-        found = number_text.expression(numbers)
-        if found is not None:
-            return text(found)
-        raise GrammarError(
-            f"multiples of {numbers.step} between bounds, or of what is no power of ten, twice or five times one; at most "
-            "1000 values, or strict=False, works",
-            "multipleOf",
-        )
-
     def string(self, strings: Strings, behind: str = "") -> Expr:
         """Strings, and what follows their closing quotation mark."""
         written = strings.written
-        if written is None:
-            return NOTHING
-        lark = _lark(written)
-        if lark is None:
+        lark = None if written is None else _lark(written)
+        if written is None or lark is None:
             return NOTHING
         tail = f" /{behind}/" if behind else ""
         return Word(Terminal(f"({lark}){tail}" if tail else lark, _Expression(written, behind)))
@@ -129,7 +127,8 @@ def _simple(strings: Strings) -> str | None:
         return f'"{json_text.length(strings.low, strings.high)}"'
     ((rx, good),) = strings.conditions if len(strings.conditions) == 1 else ((None, False),)
     if rx is not None and good and not strings.excluded and strings.low == 0 and strings.high is None:
-        return f'"(?:{json_text.tree(rx)})"'
+        tree = json_text.tree(rx)
+        return None if tree is None else f'"(?:{tree})"'
     return None
 
 
@@ -137,7 +136,10 @@ def _regex(strings: Strings) -> str | None:
     simple = _simple(strings)
     if simple is not None:
         return simple
-    found = json_text.expression(strings.automaton())
+    try:
+        found = json_text.expression(strings.automaton())
+    except GrammarError:  # too large for an expression; the grammar has its own way
+        return None
     return None if found is None else f'"(?:{found})"'
 
 
