@@ -88,6 +88,10 @@ class Grammar(ABC):
     def nbytes(self) -> int:
         """Memory of what was compiled."""
 
+    def dump(self) -> bytes | None:
+        """What :meth:`Backend.restore` makes it from again: data, nothing that is run. None if that would save no time."""
+        return None
+
 
 class Tabulated(Grammar):
     """A grammar whose positions are states of an automaton, with a mask for each: walking it is looking up numbers.
@@ -110,10 +114,6 @@ class Tabulated(Grammar):
     @abstractmethod
     def tables(self) -> Tables:
         """The automaton as tensors on the CPU."""
-
-    def dump(self) -> bytes | None:
-        """What :meth:`Backend.restore` makes it from again: data, nothing that is run. None if that would save no time."""
-        return None
 
 
 class Matcher(ABC):

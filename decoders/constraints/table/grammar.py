@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..base import Grammar, Language, Policy, Tables, pack
+from ..base import Language, Policy, Tables, Tabulated, pack
 from ..vocabulary import Vocabulary
 from .automaton import Automaton
 from .matcher import TableMatcher
@@ -19,7 +19,7 @@ from .matcher import TableMatcher
 STEPS = 1 << 20
 
 
-class TableGrammar(Grammar):
+class TableGrammar(Tabulated):
     """Immutable but for what it remembers. States are numbers; 0: illegal."""
 
     backend = "table"
@@ -28,6 +28,7 @@ class TableGrammar(Grammar):
         """Of an automaton with the masks of the full policy."""
         self.language, self.vocabulary, self.policy = language, vocabulary, policy
         tables = automaton.tables
+        self.first = tables.start
         self.accepting: list[bool] = automaton.accepting.tolist()
         self._after: list[list[int]] = tables.next.tolist()
         self._kind = bytes(tables.classes.tolist())
@@ -36,13 +37,13 @@ class TableGrammar(Grammar):
         if policy == "canonical":
             automaton = automaton.with_masks(*self._canonical(tables))
         self.automaton = automaton
-        self.mask_of: list[int] = automaton.tables.mask_of.tolist()
+        self.mask_rows: list[int] = automaton.tables.mask_of.tolist()
         self._stops = frozenset(vocabulary.stops)
-        self._steps: list[dict[int, int]] = [{} for _ in self.mask_of]
+        self._steps: list[dict[int, int]] = [{} for _ in self.mask_rows]
         self._remembered = 0
 
     def start(self) -> TableMatcher:
-        return TableMatcher(self, self.automaton.tables.start)
+        return TableMatcher(self, self.first)
 
     @property
     def stopped(self) -> int:
@@ -96,11 +97,14 @@ class TableGrammar(Grammar):
             text = self._forced[state] = bytes(found)
         return text
 
+    def forced_tokens(self, state: int, limit: int) -> list[int]:
+        return self.vocabulary.canonical(self.forced(state))[:limit]
+
     def _fold(self, state: int, token: int) -> int:
         """Along the bytes of a token that the mask allows."""
         if not state or state == self.stopped or not 0 <= token < len(self.vocabulary):
             return 0
-        word = int(self._masks[self.mask_of[state], token >> 5])
+        word = int(self._masks[self.mask_rows[state], token >> 5])
         if not word >> (token & 31) & 1:
             return 0
         if token in self._stops:
