@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..constraints.base import Backend, Grammar, Language, Matcher, Policy, mask_words, unpack
+from ..constraints.base import Backend, Grammar, Language, Matcher, Policy, Tabulated, mask_words, unpack
 from ..constraints.vocabulary import Vocabulary
 from ..errors import GrammarError
 from ..tree import NO_PARENT
@@ -335,15 +335,23 @@ def check_forced(case: Case) -> None:
 
 
 def check_tables(case: Case) -> None:
-    """The language as tensors, if it has that form, gives the matcher's masks."""
-    tables = case.grammar.tables()
-    if tables is None:
+    """A grammar that is walked by numbers gives the matcher's masks and steps, by its tensors too."""
+    grammar = case.grammar
+    if not isinstance(grammar, Tabulated):
         return
+    tables = grammar.tables()
     assert tables.nbytes > 0, "tables of no size"
     assert int(tables.next[0].abs().max()) == 0, "state 0 must be dead: all bytes lead back to it"
     for matcher, state, taken in case.walks():
         if state == STOPPED:
             continue
+        at = grammar.first
+        for token in taken:
+            at = grammar.step(at, token)
+        forced = grammar.forced_tokens(at, 64)
+        assert forced == matcher.forced_tokens(64), f"after {case.told(taken)}: {forced} are forced by its number"
+        row = unpack(tables.masks[grammar.mask_rows[at]], len(case.vocabulary)).nonzero().flatten().tolist()
+        assert set(row) == mask(matcher), f"after {case.told(taken)}: the mask by its number is not the matcher's"
         at = tables.start
         for byte in case.vocabulary.spell(taken):
             at = int(tables.next[at, tables.classes[byte]])

@@ -75,7 +75,7 @@ class TokenAutomaton(Tabulated):
     def tables(self) -> Tables:
         states = torch.arange(len(self.following))
         nothing = torch.zeros(len(states), 1, dtype=torch.int32)
-        return Tables(nothing, torch.zeros(256, dtype=torch.int64), states, self.masks, self.first)
+        return Tables(nothing, torch.zeros(256, dtype=torch.int64), states, self.masks, self.first, ENDED)
 
     @property
     def nbytes(self) -> int:

@@ -226,11 +226,11 @@ def test_a_grammar_is_compiled_once(model):
 
 
 def test_compiled_grammars_are_kept_in_a_folder_on_request(model, tmp_path):
-    from decoders.constraints.compiled import cache
+    from decoders.constraints.compiled import forget
 
     asked, config = decoders.regex("[ab]{2,8}d?", backend="table"), EAGER | {"constraint_cache": str(tmp_path)}
     assert run(model, grammar=asked, decoders_config=config).report.grammars[0].source == "compiled"
-    cache.clear()
+    forget()
     assert run(model, grammar=asked, decoders_config=config).report.grammars[0].source == "disk"
 
 
