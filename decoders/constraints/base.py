@@ -50,8 +50,9 @@ class Tables:
         next: ``[S, C]`` int32, state after a byte of each of ``C`` classes; 0 is the dead state.
         classes: ``[256]`` int64, class of each byte.
         mask_of: ``[S]`` int64, row of `masks` of each state.
-        masks: ``[R, W]`` int32. Stop tokens are among the bits of accepting states.
-        start: the first state.
+        masks: ``[R, W]`` int32. Stop tokens are among the bits of accepting states; the dead state's mask is ones, so that
+            no softmax over nothing arises.
+        start: the first state. stopped: the state after a stop token, where only stop tokens are legal.
     """
 
     next: Tensor
@@ -59,6 +60,7 @@ class Tables:
     mask_of: Tensor
     masks: Tensor
     start: int
+    stopped: int
 
     @property
     def nbytes(self) -> int:

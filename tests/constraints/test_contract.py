@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from decoders.constraints.base import Backend, Grammar, Language, Matcher, Policy, pack
+from decoders.constraints.table import Table
 from decoders.constraints.vocabulary import Vocabulary
 from decoders.errors import GrammarError
 from decoders.testing import check_backend
@@ -88,7 +89,7 @@ class Walked(Backend):
 
 
 #: Backends that must keep the contract.
-BACKENDS: list[type[Backend]] = [Walked]
+BACKENDS: list[type[Backend]] = [Walked, Table]
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)

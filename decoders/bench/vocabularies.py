@@ -1,0 +1,91 @@
+"""Vocabularies of any size for measurements of grammars: no network, the same on every machine with the same Python.
+
+A byte-level BPE is trained on the standard library's sources as far as these give merges; what is missing is filled up
+with words made of frequent syllables, in the mixture that large vocabularies have.
+"""
+
+from __future__ import annotations
+
+import random
+import sysconfig
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+from ..constraints.vocabulary import Vocabulary
+
+#: Tokens that are trained; more would take longer than the measurement.
+TRAINED = 16_000
+#: Characters of the sources that are read.
+READ = 6_000_000
+
+
+@lru_cache(maxsize=4)
+def vocabulary(size: int) -> Vocabulary:
+    """A vocabulary of `size` tokens, stop token 0, spellings all different."""
+    spellings = _trained(min(size, TRAINED))
+    known = set(spellings)
+    for text in _made_up():
+        if len(spellings) >= size:
+            break
+        if text not in known:
+            known.add(text)
+            spellings.append(text)
+    return Vocabulary([None, *spellings[1:size]], stops=[0])
+
+
+def _trained(size: int) -> list[bytes]:
+    """Tokens of a byte-level BPE, in its order; the first is the end."""
+    from ..demo.tokenizer import train_tokenizer
+
+    tokenizer = train_tokenizer(_sources(), vocabulary=size)
+    tokens = Vocabulary.of(tokenizer, len(tokenizer), [0]).tokens
+    return [text or b"" for text in tokens]
+
+
+def _sources() -> Iterator[str]:
+    left = READ
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        text = path.read_text(encoding="utf-8", errors="ignore")[:left]
+        left -= len(text)
+        yield text
+        if left <= 0:
+            return
+
+
+def _made_up() -> Iterator[bytes]:
+    """Words with and without a blank in front, capitals, other scripts, numbers, marks, quotes, runs, broken characters."""
+    draw = random.Random(0)
+    begins = "b br c ch cl d dr f fl g gr h j k l m n p pl pr qu r s sh st str t th tr v w".split()  # noqa: SIM905
+    middles = "a ai e ea ee i ie o oo ou u".split()  # noqa: SIM905
+    ends = ["", *"b ck d ff g l m n nd ng nt p r rd rt s ss st t th x".split()]  # noqa: SIM905
+    scripts = [(0x430, 0x450), (0x4E00, 0x9FA0), (0x627, 0x64A), (0x905, 0x939), (0xAC00, 0xD7A0), (0xE0, 0xFF)]
+    marks = ['"', '",', '":', '"\n', "\n", "\n\n", "\t", "\\", "\\n", "(", ")", "=", ";", "->", "'", ".", "/"]
+
+    def word() -> str:
+        count = draw.choices([1, 2, 3, 4], [3, 5, 3, 1])[0]
+        return "".join(draw.choice(begins) + draw.choice(middles) + draw.choice(ends) for _ in range(count))
+
+    def foreign() -> str:
+        low, high = draw.choice(scripts)
+        return "".join(chr(draw.randrange(low, high)) for _ in range(draw.choice([1, 2, 2, 3, 4])))
+
+    for length in range(2, 100):
+        for character in " \t\n=-*#_/.":
+            yield (character * length).encode()
+    while True:
+        kind = draw.random()
+        if kind < 0.68:
+            text = word()
+            text = text.capitalize() if draw.random() < 0.3 else text
+            yield ((" " if draw.random() < 0.6 else "") + text).encode()
+        elif kind < 0.83:
+            yield foreign().encode()
+        elif kind < 0.96:
+            yield draw.choice(
+                [draw.choice(marks) + word(), word() + draw.choice(marks), draw.choice(marks) * 2]
+            ).encode()
+        elif kind < 0.98:
+            yield str(draw.randrange(1000)).encode()
+        else:
+            yield foreign().encode()[: -draw.choice([1, 1, 2])] or b"\xe4"

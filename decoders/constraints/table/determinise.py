@@ -1,0 +1,204 @@
+"""A regular expression as a byte automaton, by outlines_core in a process of its own.
+
+Determinisation may take exponential time and memory, and outlines_core cannot be interrupted. The child process can: it
+has a limit of memory and of time, and imports nothing but that one extension (about 6 ms).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import GrammarError
+
+#: Longest regular expression, in characters.
+LONGEST = 200_000
+#: States before minimisation.
+RAW_STATES = 16_384
+#: Of the child process.
+SECONDS, MEGABYTES = 5, 1024
+
+#: Ends a text inside the automaton. As written by outlines_core, an automaton ends in the first alternative that matches
+#: (``1|12`` never yields ``12``); behind a common end there is only one. The end is a noncharacter: where a text may end,
+#: it cannot go on with this one.
+END = "\U0010ffff".encode()
+#: outlines_core lets a match begin anywhere, for which an automaton may need exponentially many states even if the text
+#: itself is simple. An empty alternative that is worse than ours ends all matches that have not begun at once; the
+#: first state is then final, loses its ways out, and must not be one of ours: hence two bytes before it.
+BEGIN = "\0\0"
+
+# Run by a bare interpreter; writes counts of transitions per state, states, bytes and targets as raw arrays.
+_CHILD = """
+import sys
+from array import array
+from itertools import chain
+try:
+    import resource
+    resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]),) * 2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+except (ImportError, ValueError, OSError):
+    pass
+sys.path.append(sys.argv[1])
+from outlines_core import Index, Vocabulary
+try:
+    index = Index(sys.stdin.buffer.read().decode(), Vocabulary(256, {bytes([b]): [b] for b in range(256)}))
+except ValueError as error:
+    sys.exit("refused: " + str(error))
+table, finals = index.get_transitions(), index.get_final_states()
+if len(table) > int(sys.argv[3]):
+    sys.exit("states: %d" % len(table))
+out = sys.stdout.buffer
+array("Q", [len(table), sum(map(len, table.values())), len(finals)]).tofile(out)
+array("I", table).tofile(out)
+array("I", map(len, table.values())).tofile(out)
+array("I", chain.from_iterable(d.values() for d in table.values())).tofile(out)
+array("I", finals).tofile(out)
+array("H", chain.from_iterable(table.values())).tofile(out)
+out.flush()
+"""
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """A byte automaton. State 0 is dead; the language is empty if `start` is 0.
+
+    Attributes:
+        next: ``[S, 256]`` int32. accepting: ``[S]`` bool.
+    """
+
+    next: NDArray[np.int32]
+    accepting: NDArray[np.bool_]
+    start: int
+
+
+def determinise(regex: str) -> Bytes:
+    """The automaton of the whole texts that match `regex`, neither minimal nor trimmed.
+
+    Raises:
+        GrammarError: it is no regular expression of Rust's ``regex``, or too large.
+    """
+    if len(regex) > LONGEST:
+        raise GrammarError(f"a regex of {len(regex)} characters; {_limit(f'{LONGEST} characters')}")
+    _check_groups(regex)
+    pattern = f"{BEGIN}(?:{regex}){END.decode()}|"
+    spec = importlib.util.find_spec("outlines_core")
+    if spec is None or spec.origin is None:
+        raise GrammarError('backend="table" needs outlines_core, which is not installed')
+    where = str(Path(spec.origin).parent.parent)
+    try:
+        text = pattern.encode()
+    except UnicodeEncodeError as error:
+        raise GrammarError(f"a regex with half a character (a lone surrogate) at {error.start}") from error
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", _CHILD, where, str(MEGABYTES << 20), str(RAW_STATES)],
+            input=text, capture_output=True, timeout=SECONDS, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise GrammarError(f"the automaton of {_short(regex)} is too large; {_limit(f'{SECONDS} s')}") from error
+    if done.returncode:
+        raise GrammarError(_reason(regex, done.stderr.decode(errors="replace")))
+    return _ended(_read(done.stdout))
+
+
+def _read(raw: bytes) -> Bytes:
+    """The child's answer as dense tables; state 0 is dead, the others are numbered in its order."""
+    states, transitions, finals = (int(n) for n in np.frombuffer(raw, np.uint64, 3))
+    words = np.frombuffer(raw, np.uint32, 2 * states + transitions + finals, offset=24)
+    names, counts, targets, ends = np.split(words, np.cumsum([states, states, transitions]))
+    symbols = np.frombuffer(raw, np.uint16, transitions, offset=24 + words.nbytes)
+    every = np.unique(np.concatenate([names, targets, ends]))
+    after = np.zeros((len(every) + 1, 256), np.int32)
+    real = symbols < 256  # the 257th is outlines_core's own end of a final state
+    sources = (np.searchsorted(every, np.repeat(names, counts)) + 1)[real]
+    goals = (np.searchsorted(every, targets) + 1)[real]
+    after[sources, symbols[real]] = goals
+    accepting = np.zeros(len(every) + 1, np.bool_)
+    accepting[np.searchsorted(every, ends) + 1] = True
+    # Nothing leads to where the first byte of BEGIN has led.
+    begun = np.setdiff1d(sources, goals)
+    return Bytes(after, accepting, int(after[begun[0], ord(BEGIN[1])]) if len(begun) else 0)
+
+
+def _ended(automaton: Bytes) -> Bytes:
+    """Where the end may follow, the text may end; the end itself is taken out of the automaton.
+
+    Only there: elsewhere the states within that character are those of other characters too.
+    """
+    after = automaton.next.copy()
+    at = np.arange(len(after))
+    for byte in END[:-1]:
+        at = after[at, byte]
+    accepting = automaton.accepting[after[at, END[-1]]]
+    accepting[0] = False
+    after[at[accepting], END[-1]] = 0
+    return Bytes(after, accepting, automaton.start)
+
+
+def _check_groups(regex: str) -> None:
+    """Raises if a parenthesis closes what `regex` has not opened, or it has options: it stands in a group of ours."""
+    depth = classes = 0
+    place = iter(enumerate(regex))
+    for at, character in place:
+        if character == "\\":
+            next(place, None)
+        elif character == "[":
+            classes += 1
+            rest = re.match(r"\^?\]?", regex[at + 1 :])  # a bracket that comes first stands for itself
+            for _ in range(rest.end() if rest else 0):
+                next(place)
+        elif character == "]" and classes:
+            classes -= 1
+        elif not classes and character == "(":
+            if option := re.match(r"\(\?[a-zA-Z-]*x", regex[at : at + 16]):
+                raise GrammarError(f"{option[0]!r} at {at} of {_short(regex)}: the option x is not read")
+            depth += 1
+        elif not classes and character == ")":
+            depth -= 1
+            if depth < 0:
+                raise GrammarError(f"{_short(regex)} is no regular expression: unopened group, ')' at {at}")
+
+
+#: What automata cannot express, or a whole text does not need.
+_FOREIGN = {
+    r"\(\?<?[=!]": "look-around",
+    r"\\[1-9]|\\k|\(\?P=": "back-references",
+    r"\(\?>|[*+?}]\+": "atomic groups and possessive quantifiers",
+    r"\\[bB]": "word boundaries",
+    r"[\^$]|\\[AzZ]": "anchors (the whole text must match anyway)",
+}
+
+
+def _reason(regex: str, message: str) -> str:
+    """What to tell of a child that gave no automaton."""
+    if message.startswith("states: "):
+        return f"the automaton of {_short(regex)} has {message[8:].strip()} states; {_limit(f'{RAW_STATES} states')}"
+    if not message.startswith("refused: "):
+        return f"the automaton of {_short(regex)} is too large; {_limit(f'{MEGABYTES} MB')}"
+    try:
+        re.compile(regex)
+    except re.error as error:
+        return f"{_short(regex)} is no regular expression: {error}"
+    except (OverflowError, RecursionError) as error:
+        return f"the regex {_short(regex)} is too large: {error}"
+    plain = re.sub(r"\\\\|\[(\\.|[^\]\\])+\]", "", regex)
+    found = [what for pattern, what in _FOREIGN.items() if re.search(pattern, plain)]
+    if "no transitions from state" in message:
+        found = ["a part that matches nothing at all"]
+    reason = "no automaton has " + " or ".join(found) if found else message[9:].strip()
+    return f"{_short(regex)} is not a regular expression that is read here: {reason}"
+
+
+def _limit(limit: str) -> str:
+    return f'the limit of backend="table" is {limit}; backend="llguidance" has no such limit'
+
+
+def _short(regex: str) -> str:
+    return repr(regex) if len(regex) <= 80 else f"{regex[:60]!r}… ({len(regex)} characters)"

@@ -1,0 +1,121 @@
+"""A vocabulary sorted for automata: by spelling, and by how tokens go on after plain characters. Made once for each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..vocabulary import Vocabulary
+from .plain import split
+from .trie import Trie
+
+
+@dataclass(frozen=True)
+class Lexicon:
+    """Tokens with a spelling, each spelling once.
+
+    Attributes:
+        size: ``V``. stops: tokens that end a text.
+        texts, tokens: spellings in ascending order, and the first token of each.
+        length: ``[T]`` int64, plain characters that each begins with.
+        rests: what follows these, in ascending order, the empty one first; rest: ``[T]`` int64, that of each.
+        twins: ``[2, K]``, tokens that spell what an earlier one spells, behind that one.
+    """
+
+    size: int
+    stops: tuple[int, ...]
+    texts: list[bytes]
+    tokens: NDArray[np.int64]
+    length: NDArray[np.int64]
+    rests: list[bytes]
+    rest: NDArray[np.int64]
+    twins: NDArray[np.int64]
+
+    @staticmethod
+    def of(vocabulary: Vocabulary) -> Lexicon:
+        """The lexicon of a vocabulary; kept as long as that lives."""
+        found = _LEXICONS.get(vocabulary)
+        if found is None:
+            ids = vocabulary.ids
+            texts = sorted(ids)
+            tokens = np.fromiter((ids[text] for text in texts), np.int64, len(texts))
+            parts = [split(text) for text in texts]
+            rests = sorted({b"", *(rest for _, rest in parts)})
+            number = {rest: place for place, rest in enumerate(rests)}
+            twins = [(ids[text], t) for t, text in enumerate(vocabulary.tokens) if text is not None and ids[text] != t]
+            found = _LEXICONS[vocabulary] = Lexicon(
+                len(vocabulary), vocabulary.stops, texts, tokens,
+                np.array([length for length, _ in parts], np.int64),
+                rests, np.array([number[rest] for _, rest in parts], np.int64),
+                np.array(twins, np.int64).reshape(-1, 2).T,
+            )  # fmt: skip
+        return found
+
+    @property
+    def words(self) -> int:
+        """``W``, words of a packed mask."""
+        return -(-self.size // 32)
+
+    @cached_property
+    def longest(self) -> int:
+        """Most plain characters that a token begins with."""
+        return int(self.length.max(initial=0))
+
+    @cached_property
+    def deepest(self) -> int:
+        """Bytes of the longest token."""
+        return max(map(len, self.texts), default=0)
+
+    @cached_property
+    def single(self) -> NDArray[np.bool_]:
+        """``[256]``: which bytes are tokens."""
+        have = np.zeros(256, np.bool_)
+        have[[text[0] for text in self.texts if len(text) == 1]] = True
+        return have
+
+    @cached_property
+    def plain(self) -> NDArray[np.int32]:
+        """``[longest + 1, W]`` packed: the tokens of nothing but plain characters, up to as many."""
+        rows = np.zeros((self.longest + 1, self.words), np.int32)
+        some = self.rest == 0
+        for length in range(1, self.longest + 1):
+            rows[length] = rows[length - 1] | self.mask(self.tokens[some & (self.length == length)])
+        return rows
+
+    @cached_property
+    def trie(self) -> Trie:
+        """All spellings."""
+        plain = [len(text) - len(self.rests[rest]) for text, rest in zip(self.texts, self.rest.tolist(), strict=True)]
+        return Trie.of(self.texts, self.tokens.astype(np.int32), np.array(plain, np.int64))
+
+    @cached_property
+    def ends(self) -> Trie:
+        """The rests, by their numbers instead of tokens."""
+        count = len(self.rests)
+        return Trie.of(self.rests[1:], np.arange(1, count, dtype=np.int32), np.zeros(count - 1, np.int64))
+
+    @cached_property
+    def by_rest(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Places of the spellings that are not plain, by their rests, and where those of each rest begin ``[rests + 1]``."""
+        order = np.argsort(self.rest, kind="stable")
+        begins = np.searchsorted(self.rest[order], np.arange(len(self.rests) + 1))
+        return order, begins
+
+    def mask(self, tokens: NDArray[np.integer[Any]] | tuple[int, ...]) -> NDArray[np.int32]:
+        """``[W]``: the packed mask of some first tokens."""
+        allowed = np.zeros((1, 32 * self.words), np.uint8)
+        allowed[0, list(tokens) if isinstance(tokens, tuple) else tokens] = 1
+        return self.pack(allowed)[0]
+
+    def pack(self, allowed: NDArray[np.uint8]) -> NDArray[np.int32]:
+        """``[R, 32·W]`` zeros and ones, of first tokens, as masks ``[R, W]`` of all tokens."""
+        allowed[:, self.twins[1]] = allowed[:, self.twins[0]]
+        return np.packbits(allowed, axis=1, bitorder="little").view("<i4")
+
+
+_LEXICONS: WeakKeyDictionary[Vocabulary, Lexicon] = WeakKeyDictionary()
