@@ -3,8 +3,9 @@
 from .auto import Auto
 from .base import Backend
 from .llguidance import LLGuidance
+from .table import Table
 
 #: In the order they are listed.
-BUILT_IN: tuple[type[Backend], ...] = (Auto, LLGuidance)
+BUILT_IN: tuple[type[Backend], ...] = (Auto, Table, LLGuidance)
 
-__all__ = ["BUILT_IN", "Auto", "Backend", "LLGuidance"]
+__all__ = ["BUILT_IN", "Auto", "Backend", "LLGuidance", "Table"]

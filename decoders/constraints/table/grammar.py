@@ -13,6 +13,7 @@ from torch import Tensor
 from ..base import Grammar, Language, Policy, Tables, pack
 from ..vocabulary import Vocabulary
 from .automaton import Automaton
+from .kept import dumped
 from .matcher import TableMatcher
 
 #: Steps (a state and a token) that are remembered.
@@ -55,6 +56,9 @@ class TableGrammar(Grammar):
 
     def tables(self) -> Tables:
         return self.automaton.tables
+
+    def dump(self) -> bytes:
+        return dumped(self.automaton)
 
     def step(self, state: int, token: int) -> int:
         """The state after a token; 0 if it is illegal, as everything is after that."""
