@@ -70,7 +70,8 @@ def test_large_but_legal(schema: dict[str, Any]) -> None:
     "schema",
     [
         7, [1], "nope", "[" * 200, {"items": 7}, {"required": [1]}, {"minLength": "a"}, {"minLength": -1}, {"$id": 5},
-        {"if": 3, "then": True}, {"$ref": 5}, {"$ref": "#/a/b"}, {"type": "strin"}, {"type": [[1]]}, {"patternProperties": {"(": {}}}, {"anyOf": [5]},
+        {"if": 3, "then": True}, {"$ref": 5}, {"$ref": "#/a/b"}, {"type": "strin"}, {"type": [[1]]}, {"patternProperties": {"(": {}}},
+        {"anyOf": [5]},
         {"allOf": {"a": 1}},
         {"$defs": 5, "$ref": "#/$defs/x"}, {"minimum": float("nan")}, {"minimum": "1"}, {"multipleOf": 0}, {"enum": 5}, {"pattern": 5},
         {"properties": [1]}, {"dependentRequired": 5}, {"$schema": "http://example.com/own"}, {1, 2},

@@ -21,12 +21,18 @@ INSTANCES = st.recursive(
 )
 
 
-def keywords(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """Schemas of a few keywords; `inner` makes the schemas within."""
+@st.composite
+def schemas(draw: st.DrawFn, depth: int = 3) -> Any:
+    """A schema of at most four keywords, with schemas within it to a depth."""
+    if depth == 0 or draw(st.integers(0, 5)) == 0:
+        return draw(
+            st.sampled_from([True, False, {"type": "string"}, {"type": "integer"}, {"const": "a"}, {"minimum": 2}])
+        )
+    inner = schemas(depth - 1)
     few = st.lists(inner, min_size=1, max_size=3)
     small = st.integers(0, 3)
-    return st.fixed_dictionaries({}, optional={
-        "type": st.sampled_from(["object", "array", "string", "number", "integer", "boolean", "null", ["string", "object"]]),
+    known: dict[str, st.SearchStrategy[Any]] = {
+        "type": st.sampled_from(["object", "array", "string", "number", "integer", "boolean", ["string", "object", "null"]]),
         "enum": st.lists(SCALARS, min_size=1, max_size=4), "minimum": st.sampled_from([0, 1, 1.5]), "exclusiveMaximum": st.just(5),
         "minLength": small, "maxLength": small, "pattern": st.sampled_from(["^a", "b", "^(ab)*$", "[0-9]$"]),
         "items": inner, "prefixItems": few, "minItems": small, "maxItems": small, "contains": inner,
@@ -36,12 +42,11 @@ def keywords(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]
         "dependentRequired": st.dictionaries(NAMES, st.lists(NAMES, max_size=2, unique=True), max_size=1),
         "allOf": few, "anyOf": few, "oneOf": few, "not": inner, "if": inner, "then": inner, "else": inner,
         "unevaluatedProperties": inner, "unevaluatedItems": inner,
-    }).filter(lambda schema: len(schema) <= 5)  # fmt: skip
+    }  # fmt: skip
+    return {name: draw(known[name]) for name in draw(st.lists(st.sampled_from(list(known)), max_size=4, unique=True))}
 
 
-SCHEMAS = st.recursive(
-    st.booleans() | st.sampled_from([{"type": "string"}, {"type": "integer"}, {"const": "a"}]), keywords, max_leaves=6
-)
+SCHEMAS = schemas()
 TOO_MUCH = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 
 
