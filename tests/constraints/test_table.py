@@ -7,7 +7,6 @@ import time
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -340,74 +339,6 @@ def test_canonical_policy_has_one_token_where_bytes_are_forced():
     assert [MERGED.tokens[token] for token in allowed(grammar, on)] == [b"stant"]
     assert grammar.step(on, MERGED.tokens.index(b"s")) == 0
     assert compile("constant|cat").step(on, MERGED.tokens.index(b"s")) > 0
-
-
-# Files
-
-
-@pytest.mark.parametrize("policy", ["full", "canonical"])
-def test_file_gives_the_same_tables(tmp_path, policy):
-    grammar = compile(STRING + '{0,3}"', policy=policy)
-    grammar.save(tmp_path / "it")
-    again = TableGrammar.load(tmp_path / "it", grammar.language, MERGED, policy)
-    for name in ("next", "classes", "mask_of", "masks"):
-        assert torch.equal(getattr(again.tables(), name), getattr(grammar.tables(), name))
-    assert again.tables().start == grammar.tables().start
-    check_grammar(again, Reference(grammar.language, Regex(STRING + '{0,3}"'), MERGED))
-    assert [path.name for path in tmp_path.iterdir()] == ["it"]
-
-
-def test_file_of_something_else_is_refused(tmp_path):
-    path = tmp_path / "it"
-    compile("ab").save(path)
-    language = Language("it", regex="ab")
-    for other, reason in [
-        ((Language("it", regex="ac"), MERGED, "full"), "regex"),
-        ((language, BYTES, "full"), "vocabulary"),
-        ((language, MERGED, "canonical"), "policy"),
-    ]:
-        with pytest.raises(GrammarError, match=f"another {reason}"):
-            TableGrammar.load(path, *other)
-
-
-def test_file_that_is_damaged_or_missing_is_refused(tmp_path):
-    path, language = tmp_path / "it", Language("it", regex="ab")
-    compile("ab").save(path)
-    whole = path.read_bytes()
-    for broken in (
-        b"",
-        whole[:7],
-        whole[:-1],
-        whole[: len(whole) // 2],
-        b"{}" * 50,
-        whole[:-40] + b"\x01" + whole[-39:],
-    ):
-        path.write_bytes(broken)
-        with pytest.raises(GrammarError, match="cannot be read|damaged"):
-            TableGrammar.load(path, language, MERGED)
-    path.unlink()
-    with pytest.raises(GrammarError, match="cannot be read"):
-        TableGrammar.load(path, language, MERGED)
-
-
-def test_file_that_points_outside_its_tables_is_refused(tmp_path):
-    from dataclasses import replace
-
-    from decoders.constraints.table import files
-
-    grammar, path = compile("ab"), tmp_path / "it"
-    tables = grammar.tables()
-    identity = files.identity(grammar.language, MERGED, "full")
-    for broken in (
-        replace(tables, next=tables.next + len(tables.next)),
-        replace(tables, mask_of=tables.mask_of - 99),
-        replace(tables, masks=tables.masks[:, 1:]),
-        replace(tables, start=99),
-        replace(tables, classes=tables.classes[:-1]),
-    ):
-        files.save(path, replace(grammar.automaton, tables=broken), identity)
-        with pytest.raises(GrammarError, match="damaged"):
-            TableGrammar.load(path, grammar.language, MERGED)
 
 
 def test_lexicon_is_made_once_and_dies_with_its_vocabulary():

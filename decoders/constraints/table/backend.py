@@ -9,7 +9,6 @@ from ..base import Backend, Language, Policy
 from ..vocabulary import Vocabulary
 from .automaton import Automaton
 from .determinise import determinise
-from .forced import canonical
 from .grammar import TableGrammar
 from .lexicon import Lexicon
 from .masks import masks
@@ -51,6 +50,4 @@ class Table(Backend):
                 f"{language.name}: no text can be written with this vocabulary, which lacks tokens of the bytes {missing!r}"
             )
         automaton = Automaton.of(after, kind, small.accepting, small.start, found)
-        if policy == "canonical":
-            automaton = canonical(automaton, vocabulary)
         return TableGrammar(language, vocabulary, policy, automaton)

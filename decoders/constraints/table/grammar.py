@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from ..base import Grammar, Language, Policy, Tables
+from ..base import Grammar, Language, Policy, Tables, pack
 from ..vocabulary import Vocabulary
-from . import files
 from .automaton import Automaton
-from .forced import Forced
 from .matcher import TableMatcher
 
 #: Steps (a state and a token) that are remembered.
@@ -20,49 +20,34 @@ STEPS = 1 << 20
 
 
 class TableGrammar(Grammar):
-    """Immutable but for what it remembers. States are numbers; 0: illegal.
-
-    Attributes:
-        automaton: arrays. accepting, mask_of: of each state. forced: bytes that every text goes on with, by state.
-        stopped: the state after a stop token.
-    """
+    """Immutable but for what it remembers. States are numbers; 0: illegal."""
 
     backend = "table"
 
     def __init__(self, language: Language, vocabulary: Vocabulary, policy: Policy, automaton: Automaton) -> None:
-        """Of an automaton with the masks of the policy."""
+        """Of an automaton with the masks of the full policy."""
         self.language, self.vocabulary, self.policy = language, vocabulary, policy
-        self.automaton = automaton
         tables = automaton.tables
         self.accepting: list[bool] = automaton.accepting.tolist()
-        self.mask_of: list[int] = tables.mask_of.tolist()
-        self.forced = Forced(automaton)
-        self.stopped = tables.stopped
         self._after: list[list[int]] = tables.next.tolist()
         self._kind = bytes(tables.classes.tolist())
-        self._masks: NDArray[np.int32] = tables.masks.numpy()
+        self._classes = tables.next.shape[1]
+        self._forced: dict[int, bytes] = {0: b"", tables.stopped: b""}
+        if policy == "canonical":
+            automaton = automaton.with_masks(*self._canonical(tables))
+        self.automaton = automaton
+        self.mask_of: list[int] = automaton.tables.mask_of.tolist()
         self._stops = frozenset(vocabulary.stops)
         self._steps: list[dict[int, int]] = [{} for _ in self.mask_of]
         self._remembered = 0
 
-    @staticmethod
-    def load(
-        path: str | os.PathLike[str], language: Language, vocabulary: Vocabulary, policy: Policy = "full"
-    ) -> TableGrammar:
-        """What :meth:`save` wrote for the same regex, vocabulary and policy.
-
-        Raises:
-            GrammarError: the file is missing, damaged, of another version, or of something else.
-        """
-        automaton = files.load(path, files.identity(language, vocabulary, policy), len(vocabulary))
-        return TableGrammar(language, vocabulary, policy, automaton)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes what was compiled as safetensors, whole or not at all."""
-        files.save(path, self.automaton, files.identity(self.language, self.vocabulary, self.policy))
-
     def start(self) -> TableMatcher:
         return TableMatcher(self, self.automaton.tables.start)
+
+    @property
+    def stopped(self) -> int:
+        """The state after a stop token."""
+        return self.automaton.tables.stopped
 
     @property
     def nbytes(self) -> int:
@@ -100,6 +85,17 @@ class TableGrammar(Grammar):
                 steps = self._steps
         return states
 
+    def forced(self, state: int) -> bytes:
+        """The bytes that every text goes on with."""
+        text = self._forced.get(state)
+        if text is None:
+            found, at = bytearray(), state
+            while not self.accepting[at] and (way := self._only[at]) >= 0:
+                found.append(way)
+                at = self._after[at][self._kind[way]]
+            text = self._forced[state] = bytes(found)
+        return text
+
     def _fold(self, state: int, token: int) -> int:
         """Along the bytes of a token that the mask allows."""
         if not state or state == self.stopped or not 0 <= token < len(self.vocabulary):
@@ -112,3 +108,35 @@ class TableGrammar(Grammar):
         for byte in self.vocabulary.tokens[token] or b"":
             state = self._after[state][self._kind[byte]]
         return state
+
+    @cached_property
+    def _masks(self) -> NDArray[np.int32]:
+        masks: NDArray[np.int32] = self.automaton.tables.masks.numpy()
+        return masks
+
+    @cached_property
+    def _only(self) -> list[int]:
+        """The only byte that may follow each state; -1 if there is a choice, or none."""
+        bytes_of: list[list[int]] = [[] for _ in range(self._classes)]
+        for byte, kind in enumerate(self._kind):
+            bytes_of[kind].append(byte)
+        only = []
+        for row in self._after:
+            ways = [kind for kind, after in enumerate(row) if after]
+            single = len(ways) == 1 and len(bytes_of[ways[0]]) == 1
+            only.append(bytes_of[ways[0]][0] if single else -1)
+        return only
+
+    def _canonical(self, tables: Tables) -> tuple[Tensor, Tensor]:
+        """Masks and their numbers, of one token where bytes are forced: that with which the tokenizer begins them."""
+        rows: dict[int, int] = {}
+        of = tables.mask_of.tolist()
+        for state in range(1, tables.stopped):
+            first = self.vocabulary.canonical(self.forced(state))[:1]
+            if first:
+                of[state] = rows.setdefault(first[0], len(tables.masks) + len(rows))
+        single = torch.zeros(len(rows), len(self.vocabulary), dtype=torch.bool)
+        single[torch.arange(len(rows)), torch.tensor([*rows], dtype=torch.int64)] = True
+        masks = torch.cat([tables.masks, pack(single)])
+        used, numbers = torch.tensor(of).unique(return_inverse=True)
+        return masks[used], numbers
