@@ -15,8 +15,8 @@ from ..vocabulary import Vocabulary
 from .automaton import Automaton
 from .matcher import TableMatcher
 
-#: Steps (a state and a token) that are remembered.
-STEPS = 1 << 20
+#: Steps (a state and a token) that are remembered: about 10 MB.
+STEPS = 1 << 17
 
 
 class TableGrammar(Grammar):
