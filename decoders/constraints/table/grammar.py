@@ -16,8 +16,8 @@ from .automaton import Automaton
 from .kept import dumped
 from .matcher import TableMatcher
 
-#: Steps (a state and a token) that are remembered.
-STEPS = 1 << 20
+#: Steps (a state and a token) that are remembered: about 10 MB.
+STEPS = 1 << 17
 
 
 class TableGrammar(Tabulated):
