@@ -2,7 +2,7 @@
 
 A grammar is walked on the host, by numbers (a :class:`Tabulated` grammar, whose masks lie ready in a table) or by a
 matcher that goes down a path and comes back. Both end in the same form: a table of packed masks, and a row of it for
-every node (:class:`~decoders.engine.sampling.Masks`). Only that reaches the compiled step.
+every node. Unpacked (:class:`~decoders.engine.sampling.Masks`), these are all that reaches the compiled step.
 """
 
 from __future__ import annotations
