@@ -76,6 +76,7 @@ def contents() -> Iterator[str]:
     yield "- [Command line](cli.md): commands and options."
     yield "- [Testing kit](testing.md): `decoders.testing`."
     yield "- [Errors](errors.md): every exception raised on purpose."
+    yield "- [JSON Schema](json-schema.md): what is measured of it (made by docs/generate_schema_report.py)."
 
 
 # --- Python -----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..constraints.base import Backend, Grammar, Language, mask_words, unpack
+from ..constraints.base import Backend, Grammar, Language, Tabulated, mask_words, unpack
 from ..constraints.vocabulary import Vocabulary
 from ..errors import GrammarError
 from ..tree import NO_PARENT
@@ -141,7 +141,7 @@ def _compiled(subject: Subject, backend: Backend, vocabulary: Vocabulary, repeat
         again = time.perf_counter()
         backend.compile(language, vocabulary)
         seconds.append(time.perf_counter() - again)
-    tables = grammar.tables()
+    tables = grammar.tables() if isinstance(grammar, Tabulated) else None
     cost = Cost(
         **name,  # type: ignore[arg-type]
         compiled_by=grammar.backend, language_ms=(spoken - begin) * 1e3, compile_ms=statistics.median(seconds) * 1e3,

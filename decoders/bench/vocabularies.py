@@ -36,10 +36,18 @@ def vocabulary(size: int) -> Vocabulary:
 
 def _trained(size: int) -> list[bytes]:
     """Tokens of a byte-level BPE, in its order; the first is the end."""
-    from ..demo.tokenizer import train_tokenizer
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
 
-    tokenizer = train_tokenizer(_sources(), vocabulary=size)
-    tokens = Vocabulary.of(tokenizer, len(tokenizer), [0]).tokens
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bpe.train_from_iterator(
+        _sources(),
+        trainers.BpeTrainer(vocab_size=size, special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False),
+    )
+    tokens = Vocabulary.of(PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<end>"), size, [0]).tokens
     return [text or b"" for text in tokens]
 
 

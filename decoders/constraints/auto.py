@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from ..errors import GrammarError
 from .base import Backend, Grammar, Language, Policy
+from .llguidance import LLGuidance
+from .table import Table
 from .vocabulary import Vocabulary
 
 
@@ -13,13 +17,8 @@ class Auto(Backend):
     name = "auto"
     summary = "table if the grammar is regular and small enough, else llguidance"
 
-    @staticmethod
-    def choices() -> tuple[type[Backend], ...]:
-        """The backends, in the order they are asked."""
-        from .llguidance import LLGuidance
-        from .table import Table
-
-        return Table, LLGuidance
+    #: In the order they are asked.
+    choices: ClassVar[tuple[type[Backend], ...]] = (Table, LLGuidance)
 
     def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> Grammar:
         """What the first backend that can makes of `language`; `backend` of the grammar says which one it was.
@@ -28,19 +27,18 @@ class Auto(Backend):
             GrammarError: none can; names the reasons of each.
         """
         refusals: list[GrammarError] = []
-        choices = self.choices()
-        for backend in choices:
+        for backend in self.choices:
             try:
                 return backend().compile(language, vocabulary, policy)
             except GrammarError as refusal:
                 refusals.append(refusal)
         reasons = "; ".join(
             f"{backend.name}: {str(refusal).removeprefix(f'{language.name}: ')}"
-            for backend, refusal in zip(choices, refusals, strict=True)
+            for backend, refusal in zip(self.choices, refusals, strict=True)
         )
         named = next((refusal for refusal in refusals if refusal.keyword), refusals[-1])
         raise GrammarError(f"{language.name}: no backend can compile it. {reasons}", named.keyword, named.path)
 
     def restore(self, content: bytes, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> Grammar:
         """Of the choices only the first keeps anything on disk."""
-        return self.choices()[0]().restore(content, language, vocabulary, policy)
+        return self.choices[0]().restore(content, language, vocabulary, policy)

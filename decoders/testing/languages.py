@@ -43,7 +43,7 @@ class Regex(Automaton):
     def __init__(self, pattern: str) -> None:
         import interegular
 
-        self._fsm = interegular.parse_pattern(pattern).to_fsm()
+        self._fsm: Any = interegular.parse_pattern(pattern).to_fsm()
         self._symbols = [s for s in self._fsm.alphabet if isinstance(s, str)]
         self._begun: dict[bytes, list[str]] = {}
         self.start = (self._fsm.initial, b"")

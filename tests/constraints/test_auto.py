@@ -28,9 +28,9 @@ class Small(Backend):
         return grammar
 
 
-@pytest.fixture(autouse=True)
-def _choices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Auto, "choices", staticmethod(lambda: (Small, LLGuidance)))
+@pytest.fixture
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Auto, "choices", (Small, LLGuidance))
 
 
 @pytest.mark.parametrize(
@@ -42,11 +42,13 @@ def _choices(monkeypatch: pytest.MonkeyPatch) -> None:
         (Language("recursive", lark='start: "(" start ")" |'), "llguidance"),
     ],
 )
+@pytest.mark.usefixtures("_small")
 def test_the_first_backend_that_can_is_taken(language: Language, backend: str) -> None:
     grammar = Auto().compile(language, BYTES, "canonical")
     assert (grammar.backend, grammar.policy) == (backend, "canonical")
 
 
+@pytest.mark.usefixtures("_small")
 def test_an_error_names_the_reasons_of_all_and_keeps_the_keyword() -> None:
     with pytest.raises(GrammarError) as caught:
         Auto().compile(Language("mine", regex="abc(?=d)"), BYTES)
@@ -54,3 +56,22 @@ def test_an_error_names_the_reasons_of_all_and_keeps_the_keyword() -> None:
     assert text.startswith("mine: no backend can compile it. small: more than 5 states; llguidance: llguidance cannot")
     assert "look-around" in text
     assert (caught.value.keyword, caught.value.path) == ("maxLength", "$.a")
+
+
+@pytest.mark.parametrize(
+    ("language", "backend"),
+    [
+        (Language("small", regex="[a-z]{1,9}"), "table"),
+        (Language("too many states", regex="[ab]*a[ab]{14}"), "llguidance"),
+        (Language("recursive", lark='start: "(" start ")" |'), "llguidance"),
+    ],
+)
+def test_tables_are_taken_as_long_as_they_are_small(language: Language, backend: str) -> None:
+    assert Auto().compile(language, BYTES).backend == backend
+
+
+def test_a_vocabulary_that_lacks_bytes_is_no_matter_for_tables() -> None:
+    some = Vocabulary([b"a", b"b", None], [2])
+    assert Auto().compile(Language("mine", regex="a+(b|c)"), some).backend == "table"
+    with pytest.raises(GrammarError, match=r"table: .*reads regular expressions only.*llguidance: no token.*byte 0x00"):
+        Auto().compile(Language("mine", lark='start: "a"'), some)

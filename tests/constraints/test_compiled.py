@@ -11,12 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import safetensors.torch
+import torch
 
 from decoders.constraints import compiled as cache
+from decoders.constraints.auto import Auto
 from decoders.constraints.base import Backend, Grammar, Language, Matcher, Policy
 from decoders.constraints.compiled import Cache
 from decoders.constraints.llguidance import LLGuidance
 from decoders.constraints.specs import Spec
+from decoders.constraints.table import Table
 from decoders.constraints.vocabulary import Vocabulary
 from decoders.errors import GrammarError
 
@@ -204,3 +208,40 @@ def test_a_directory_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None
     blocked.write_text("not a directory")
     with pytest.warns(UserWarning, match="cannot be read"), pytest.warns(UserWarning, match="not kept"):
         assert Cache().compiled(Plain("a"), BYTES, Keeper(), blocked).source == "compiled"
+
+
+@pytest.mark.parametrize("policy", ["full", "canonical"])
+def test_a_table_is_the_same_after_a_file(tmp_path: Path, policy: Policy) -> None:
+    vocabulary = Vocabulary([*BYTES.tokens[:256], b'{"', b'"name', b"ab", None], [259])
+    spec = Plain(r'\{"name": "[a-z]{0,9}"\}', policy=policy)
+    first, again = (Cache().compiled(spec, vocabulary, Auto(), tmp_path) for _ in range(2))
+    assert (first.source, again.source) == ("compiled", "disk")
+    assert first.grammar.backend == again.grammar.backend == "table"
+    old, new = first.grammar.tables(), again.grammar.tables()
+    assert old is not None and new is not None
+    assert torch.equal(old.next, new.next) and torch.equal(old.classes, new.classes)
+    assert torch.equal(old.masks[old.mask_of], new.masks[new.mask_of])
+    text = [*b'{"name": "x"}', 259]
+    if policy == "full":
+        assert again.grammar.start().advance(text) == len(text)
+
+
+def changed(**tensors: torch.Tensor) -> bytes:
+    found = safetensors.torch.load(Table().compile(Language("a", regex="a+"), BYTES).dump())
+    return safetensors.torch.save(found | tensors)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"x", "no tensors"),
+        (changed(extra=torch.zeros(1)), "not those of a table"),
+        (changed(next=torch.zeros(3, dtype=torch.int32)), "do not fit"),
+        (changed(masks=torch.zeros(3, 1, dtype=torch.int32)), "do not fit"),
+        (changed(classes=torch.full((256,), 99)), "classes points out"),
+        (changed(ends=torch.tensor([-1, 1])), "ends points out"),
+    ],
+)
+def test_a_table_that_does_not_hold_together_is_refused(content: bytes, why: str) -> None:
+    with pytest.raises(GrammarError, match=why):
+        Table().restore(content, Language("a", regex="a+"), BYTES)

@@ -19,6 +19,7 @@ from decoders.constraints.llguidance import LLGuidance
 from decoders.constraints.llguidance import source as sources
 from decoders.constraints.llguidance import tokenizer as tokenizers
 from decoders.constraints.llguidance.nesting import depth
+from decoders.constraints.table import Table
 from decoders.constraints.vocabulary import Vocabulary
 from decoders.errors import GrammarError
 from decoders.testing import check_backend
@@ -82,12 +83,13 @@ def walk(matcher: Matcher, seed: int, steps: int) -> list[set[int]]:
         ("", [""], ["a", "/"]),
     ],
 )
-def test_regular_expressions_mean_what_they_mean_in_rust(
+def test_regular_expressions_mean_the_same_in_both_backends(
     vocabulary: Vocabulary, regex: str, inside: Sequence[str], outside: Sequence[str]
 ) -> None:
-    grammar = compiled(vocabulary, regex=regex)
-    assert [text for text in inside if not accepts(grammar, text)] == []
-    assert [text for text in outside if accepts(grammar, text)] == []
+    language = Language("mine", regex=regex)
+    for grammar in (LLGuidance().compile(language, vocabulary), Table().compile(language, vocabulary)):
+        assert [text for text in inside if not accepts(grammar, text)] == []
+        assert [text for text in outside if accepts(grammar, text)] == []
 
 
 @pytest.mark.parametrize(

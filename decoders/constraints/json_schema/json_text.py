@@ -40,7 +40,7 @@ def quoted(value: str) -> str:
 
 @lru_cache(maxsize=4096)
 def chars(ranges: Ranges) -> str | None:
-    """One character of `ranges` as it is written; None if none can be."""
+    """One character of `ranges` as it is written, a unit for repetition; None if none can be."""
     shown = characters.common(ranges, _WRITABLE)
     if not shown:
         return None
@@ -51,7 +51,7 @@ def chars(ranges: Ranges) -> str | None:
         ways.append(_set(plain))
     if short:
         ways.append(r"\\" + (short if len(short.replace("\\\\", "x")) == 1 else f"[{short}]"))
-    return ways[0] if len(ways) == 1 else f"(?:{'|'.join(ways)})"
+    return ways[0] if len(ways) == 1 and not short else f"(?:{'|'.join(ways)})"
 
 
 def _set(plain: Ranges) -> str:

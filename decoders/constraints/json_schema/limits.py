@@ -32,7 +32,7 @@ COPIES = 2_000
 #: Characters of a regular expression that stands for the whole language; beyond it there is only a grammar.
 REGEX_CHARACTERS = 120_000
 #: Characters, and symbols once repetitions are written out, of what such an expression amounts to.
-REGEX_COPIES = 60_000
+REGEX_COPIES = 25_000
 
 
 def exceeded(limit: str, most: int, what: str, keyword: str | None = None, path: str | None = None) -> NoReturn:

@@ -6,6 +6,7 @@ Both are written from one tree, so they denote the same texts.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -65,6 +66,9 @@ class Call:
 
 
 Expr: TypeAlias = Word | Seq | Alt | Rep | Call
+
+_COUNT = re.compile(r"(?<!\\)\{([0-9]+),?([0-9]*)\}")
+_UNIT = 40
 
 EMPTY = Seq(())
 NOTHING = Alt(())
@@ -207,24 +211,43 @@ def lark(rules: dict[str, Expr]) -> str:
     return "\n".join([*lines, *(f"{name}: {definition}" for definition, name in terminals.items()), ""])
 
 
+def _size(regex: str) -> int:
+    """About how long `regex` is with its repetitions written out, most of which are of characters of JSON strings."""
+    counts = [int(high or low) for low, high in _COUNT.findall(regex)]
+    return len(regex) + _UNIT * sum(counts)
+
+
+def _recursive(rules: dict[str, Expr]) -> bool:
+    """Whether some rule comes to itself: whether taking out rules that call none that is left leaves some."""
+    open_calls = {name: set(calls(rule)) for name, rule in rules.items()}
+    callers: dict[str, list[str]] = {}
+    for name, called in open_calls.items():
+        for callee in called:
+            callers.setdefault(callee, []).append(name)
+    done = [name for name, called in open_calls.items() if not called]
+    for name in done:
+        for caller in callers.get(name, ()):
+            open_calls[caller].discard(name)
+            if not open_calls[caller]:
+                done.append(caller)
+    return len(done) < len(rules)
+
+
 def regex(rules: dict[str, Expr]) -> str | None:
     """`rules` as one regular expression; None if they are recursive or it is longer than the limit."""
+    if _recursive(rules):
+        return None
     known: dict[str, tuple[str, int] | None] = {}
-    active: set[str] = set()
 
     def write(expr: Expr) -> tuple[str, int] | None:
         """The expression, in brackets where it needs them, and its size with repetitions written out."""
         match expr:
             case Word(terminal):
                 found = terminal.regex()
-                return None if found is None else (f"(?:{found})" if "|" in found else found, len(found))
+                return None if found is None else (f"(?:{found})" if "|" in found else found, _size(found))
             case Call(rule):
-                if rule in active:
-                    return None
                 if rule not in known:
-                    active.add(rule)
                     known[rule] = write(rules[rule])
-                    active.discard(rule)
                 return known[rule]
             case Seq(parts) | Alt(parts):
                 written, size, length = [], 0, 0

@@ -98,20 +98,19 @@ def others(a: Numbers) -> list[Numbers]:
     Raises:
         GrammarError: they are those that are not multiples of something.
     """
-    left: list[Numbers | None] = []
+    left: list[Numbers] = []
     if a.low is not None:
         left.append(Numbers(high=a.low, open_high=not a.open_low))
     if a.high is not None:
         left.append(Numbers(low=a.high, open_low=not a.open_high))
-    if a.kind == "integer" and (a.low is None or a.low != a.high):
-        left.append(replace(a, kind="fraction", multiple=None))
-    if a.kind == "fraction":
-        left.append(replace(a, kind="integer", multiple=None))
-    if a.multiple is not None and a.low != a.high:
-        raise GrammarError("numbers that are not a multiple of something; strict=False validates them", "multipleOf")
-    if a.low is not None and a.low == a.high:
-        left = left[:2]  # a point has no inside
-    return [tight for piece in left if piece is not None and (tight := piece.tidy()) is not None]
+    if a.low is None or a.low != a.high:  # a point has no inside
+        if a.multiple is not None:
+            raise GrammarError(
+                "numbers that are not a multiple of something; strict=False validates them", "multipleOf"
+            )
+        if a.kind != "any":
+            left.append(replace(a, kind="integer" if a.kind == "fraction" else "fraction"))
+    return [tight for piece in left if (tight := piece.tidy()) is not None]
 
 
 def point(value: Any) -> Numbers:

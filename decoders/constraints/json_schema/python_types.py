@@ -33,10 +33,12 @@ def _modern(kind: Any) -> Any:
     from typing_extensions import TypedDict
 
     if typing.is_typeddict(kind) and type(kind).__module__ == "typing":
-        fields = {
-            name: (Required if name in kind.__required_keys__ else NotRequired)[_modern(part)]
-            for name, part in typing.get_type_hints(kind).items()
-        }
+        fields = {}
+        for name, part in typing.get_type_hints(kind, include_extras=True).items():
+            marked = typing.get_origin(part) in (Required, NotRequired)  # as strings, they have escaped `typing`
+            needed = typing.get_origin(part) is Required if marked else name in kind.__required_keys__
+            inner = typing.get_args(part)[0] if marked else part
+            fields[name] = (Required if needed else NotRequired)[_modern(inner)]
         made: Any = TypedDict(kind.__name__, fields)  # type: ignore[misc]  # fields are known at run time only
         made.__doc__ = kind.__doc__
         return made

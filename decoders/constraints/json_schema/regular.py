@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -77,6 +78,24 @@ def repeat(part: Rx, low: int, high: int | None) -> Rx:
 
 def literal(text: str) -> Rx:
     return cat(*(Chars(characters.of(c)) for c in text))
+
+
+def words(texts: Iterable[str]) -> Rx:
+    """Any of `texts`, common beginnings shared."""
+    groups: dict[str, list[str]] = {}
+    for text in sorted(set(texts)):
+        groups.setdefault(text[:1], []).append(text)
+    ways = []
+    for group in groups.values():
+        if len(group) == 1:
+            ways.append(literal(group[0]))
+            continue
+        first, last = group[0], group[-1]  # in order: what these two share, all share
+        shared = next(
+            (i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last))
+        )
+        ways.append(cat(literal(first[:shared]), words(text[shared:] for text in group)))
+    return either(*ways)
 
 
 def nullable(rx: Rx) -> bool:

@@ -110,6 +110,8 @@ class JsonSchema(Spec):
             try:
                 rules = Writer(normal, BLANKS[self.whitespace], self.closed).write(self._root(normal))
                 break
+            except RecursionError as problem:
+                raise GrammarError("schemas within schemas go too deep; fewer levels work", path="$") from problem
             except GrammarError as problem:
                 cause = (problem.path or "", problem.keyword or "")
                 if self.strict or not all(cause) or cause in dropped or len(dropped) >= _MOST_DROPPED:

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from . import automata
 from .automata import Automaton
-from .regular import Rx, either, literal
+from .regular import NOTHING, Rx, words
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,10 @@ class Strings:
             return None
         if self.high == 0:
             return replace(_ONLY_EMPTY, formats=self.formats) if self.holds("") else None
+        if len(self.conditions) == 1 and not (self.low or self.high or self.excluded):
+            ((rx, good),) = self.conditions
+            if good:  # trees leave out what cannot match
+                return None if rx == NOTHING else self
         return None if self.conditions and self.automaton().empty else self
 
 
@@ -108,5 +112,5 @@ def others(a: Strings) -> list[Strings]:
 def _automaton(strings: Strings) -> Automaton:
     conditions = sorted(strings.conditions, key=repr)  # hashes have no order
     if strings.excluded:
-        conditions = [*conditions, (either(*(literal(text) for text in sorted(strings.excluded))), False)]
+        conditions = [*conditions, (words(strings.excluded), False)]
     return automata.automaton(conditions, strings.low, strings.high)

@@ -30,12 +30,10 @@ class Automaton:
         after: NDArray[np.int32], kind: NDArray[np.int64], accepting: NDArray[np.bool_], start: int, masks: Masks
     ) -> Automaton:
         """From arrays ``[S, C]``, ``[256]``, ``[S]``; adds the state after a stop token."""
-        rows, of = torch.from_numpy(masks.rows), torch.from_numpy(masks.of)
         states = len(after)
         next = torch.cat([torch.from_numpy(after), torch.zeros(1, after.shape[1], dtype=torch.int32)])
-        of = torch.cat([of, torch.tensor([len(rows)])])
-        rows = torch.cat([rows, torch.from_numpy(masks.stops)[None]])
-        tables = Tables(next, torch.from_numpy(kind), of, rows, start=start, stopped=states)
+        of = torch.cat([torch.from_numpy(masks.of), torch.tensor([masks.stops])])
+        tables = Tables(next, torch.from_numpy(kind), of, torch.from_numpy(masks.rows), start=start, stopped=states)
         return Automaton(tables, torch.cat([torch.from_numpy(accepting), torch.ones(1, dtype=torch.bool)]))
 
     def with_masks(self, masks: Tensor, mask_of: Tensor) -> Automaton:

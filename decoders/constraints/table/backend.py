@@ -10,6 +10,7 @@ from ..vocabulary import Vocabulary
 from .automaton import Automaton
 from .determinise import determinise
 from .grammar import TableGrammar
+from .kept import restored
 from .lexicon import Lexicon
 from .masks import masks
 from .minimise import columns, minimise
@@ -51,3 +52,8 @@ class Table(Backend):
             )
         automaton = Automaton.of(after, kind, small.accepting, small.start, found)
         return TableGrammar(language, vocabulary, policy, automaton)
+
+    def restore(
+        self, content: bytes, language: Language, vocabulary: Vocabulary, policy: Policy = "full"
+    ) -> TableGrammar:
+        return TableGrammar(language, vocabulary, policy, restored(content, vocabulary))

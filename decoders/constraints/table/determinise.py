@@ -86,7 +86,7 @@ def determinise(regex: str) -> Bytes:
     """
     if len(regex) > LONGEST:
         raise GrammarError(f"a regex of {len(regex)} characters; {_limit(f'{LONGEST} characters')}")
-    _check_groups(regex)
+    _check(regex)
     pattern = f"{BEGIN}(?:{regex}){END.decode()}|"
     spec = importlib.util.find_spec("outlines_core")
     if spec is None or spec.origin is None:
@@ -142,28 +142,43 @@ def _ended(automaton: Bytes) -> Bytes:
     return Bytes(after, accepting, automaton.start)
 
 
-def _check_groups(regex: str) -> None:
-    """Raises if a parenthesis closes what `regex` has not opened, or it has options: it stands in a group of ours."""
+def _check(regex: str) -> None:
+    """Refuses what would mean something else between our own parts of the pattern.
+
+    Raises:
+        GrammarError: a parenthesis closes what `regex` has not opened, or there is an anchor or the option ``x``.
+    """
     depth = classes = 0
     place = iter(enumerate(regex))
     for at, character in place:
         if character == "\\":
-            next(place, None)
+            _, escaped = next(place, (at, ""))
+            if escaped and not classes and escaped in "AzZbB<>":
+                what = "anchors" if escaped in "AzZ" else "word boundaries"
+                raise GrammarError(_unread(regex, f"no automaton has {what}, \\{escaped} at {at}"))
         elif character == "[":
             classes += 1
-            rest = re.match(r"\^?\]?", regex[at + 1 :])  # a bracket that comes first stands for itself
+            rest = re.match(r"\^?\]?", regex[at + 1 : at + 3])  # a bracket that comes first stands for itself
             for _ in range(rest.end() if rest else 0):
                 next(place)
         elif character == "]" and classes:
             classes -= 1
-        elif not classes and character == "(":
+        elif classes:
+            continue
+        elif character in "^$":
+            raise GrammarError(_unread(regex, f"{character} at {at}: no anchors, the whole text must match anyway"))
+        elif character == "(":
             if option := re.match(r"\(\?[a-zA-Z-]*x", regex[at : at + 16]):
-                raise GrammarError(f"{option[0]!r} at {at} of {_short(regex)}: the option x is not read")
+                raise GrammarError(_unread(regex, f"{option[0]!r} at {at}: the option x"))
             depth += 1
-        elif not classes and character == ")":
+        elif character == ")":
             depth -= 1
             if depth < 0:
                 raise GrammarError(f"{_short(regex)} is no regular expression: unopened group, ')' at {at}")
+
+
+def _unread(regex: str, reason: str) -> str:
+    return f"{_short(regex)} is not a regular expression that is read here: {reason}"
 
 
 #: What automata cannot express, or a whole text does not need.
@@ -171,8 +186,6 @@ _FOREIGN = {
     r"\(\?<?[=!]": "look-around",
     r"\\[1-9]|\\k|\(\?P=": "back-references",
     r"\(\?>|[*+?}]\+": "atomic groups and possessive quantifiers",
-    r"\\[bB]": "word boundaries",
-    r"[\^$]|\\[AzZ]": "anchors (the whole text must match anyway)",
 }
 
 
@@ -191,9 +204,9 @@ def _reason(regex: str, message: str) -> str:
     plain = re.sub(r"\\\\|\[(\\.|[^\]\\])+\]", "", regex)
     found = [what for pattern, what in _FOREIGN.items() if re.search(pattern, plain)]
     if "no transitions from state" in message:
-        found = ["a part that matches nothing at all"]
+        return _unread(regex, "a part of it matches nothing at all")
     reason = "no automaton has " + " or ".join(found) if found else message[9:].strip()
-    return f"{_short(regex)} is not a regular expression that is read here: {reason}"
+    return _unread(regex, reason)
 
 
 def _limit(limit: str) -> str:

@@ -13,10 +13,11 @@ from torch import Tensor
 from ..base import Language, Policy, Tables, Tabulated, pack
 from ..vocabulary import Vocabulary
 from .automaton import Automaton
+from .kept import dumped
 from .matcher import TableMatcher
 
-#: Steps (a state and a token) that are remembered.
-STEPS = 1 << 20
+#: Steps (a state and a token) that are remembered: about 10 MB.
+STEPS = 1 << 17
 
 
 class TableGrammar(Tabulated):
@@ -56,6 +57,9 @@ class TableGrammar(Tabulated):
 
     def tables(self) -> Tables:
         return self.automaton.tables
+
+    def dump(self) -> bytes:
+        return dumped(self.automaton)
 
     def step(self, state: int, token: int) -> int:
         """The state after a token; 0 if it is illegal, as everything is after that."""

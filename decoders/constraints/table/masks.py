@@ -24,18 +24,19 @@ class Masks:
         rows: ``[R, W]`` int32; the first is ones, for states that no text comes to, the dead one among them.
         of: ``[S]`` int64, row of each state.
         alive: ``[S]`` bool: tokens lead from here to the end of a text.
-        stops: ``[W]`` int32, the stop tokens.
+        stops: the row of the stop tokens alone.
     """
 
     rows: NDArray[np.int32]
     of: NDArray[np.int64]
     alive: NDArray[np.bool_]
-    stops: NDArray[np.int32]
+    stops: int
 
 
 def masks(after: Ints, kind: NDArray[np.int64], accepting: NDArray[np.bool_], lexicon: Lexicon) -> Masks:
     """The masks of a trimmed automaton ``[S, C]`` with columns `kind` ``[256]``."""
-    if lexicon.single[after.any(0)[kind]].all():
+    used: NDArray[np.bool_] = np.any(after > 0, axis=0)
+    if lexicon.single[used[kind]].all():
         alive = np.arange(len(after)) > 0  # byte by byte, every state comes to an end
         return _sliced(after, kind, accepting, alive, lexicon)
     alive = _alive(after, kind, accepting, lexicon)
@@ -56,30 +57,34 @@ def _sliced(
     texts = Texts(space.least.tolist(), space.next.tolist(), legal, sets, lexicon)
     rows = _Rows(lexicon)
     of = np.zeros(len(after), np.int64)
-    made: dict[tuple[object, ...], int] = {}
+    inside: dict[tuple[bool, tuple[Run, ...]], int] = {}
     for state in legal:
-        key = (bool(accepting[state]), *texts.runs(state, lexicon.longest))
-        if key not in made:
-            row = lexicon.plain[space.least[state]] | lexicon.mask(texts.others(key[1:]))
-            made[key] = rows.add(row, key[0])
-        of[state] = made[key]
+        here = bool(accepting[state]), texts.runs(state, lexicon.longest)
+        if here not in inside:
+            row = lexicon.plain[space.least[state]] | lexicon.mask(texts.others(here[1]))
+            inside[here] = rows.add(row, here[0])
+        of[state] = inside[here]
+    made: dict[tuple[bool, bytes, tuple[tuple[int, tuple[Run, ...]], ...]], int] = {}
+    pieces: dict[tuple[int, tuple[Run, ...]], NDArray[np.int64]] = {}
     others = np.flatnonzero(~space.exact & alive)
     for begin in range(0, len(others), CHUNK):
         part = others[begin : begin + CHUNK]
-        row, node, state, token = lexicon.trie.walk(after, kind, part, space.exact)
-        order = np.lexsort((node, row))
-        cuts = np.searchsorted(row[order], np.arange(len(part) + 1))
-        for place, start in enumerate(part.tolist()):
-            mine = order[cuts[place] : cuts[place + 1]]
+        place, node, at, token = lexicon.trie.walk(after, kind, part, space.exact)
+        order = np.lexsort((node, place))
+        cuts = np.searchsorted(place[order], np.arange(len(part) + 1))
+        for index, start in enumerate(part.tolist()):
+            mine = order[cuts[index] : cuts[index + 1]]
             single = token[mine] >= 0
             direct, halted = token[mine[single]], mine[~single]
-            halts = [texts.below(*pair) for pair in zip(node[halted].tolist(), state[halted].tolist(), strict=True)]
-            key = (bool(accepting[start]), direct.tobytes(), *halts)
+            halts = tuple(map(texts.below, node[halted].tolist(), at[halted].tolist()))
+            key = bool(accepting[start]), direct.tobytes(), halts
             if key not in made:
-                tokens = [direct, *(texts.tokens(*halt) for halt in halts)]
-                made[key] = rows.add(lexicon.mask(np.concatenate(tokens)), key[0])
+                pieces |= {halt: texts.tokens(*halt) for halt in halts if halt not in pieces}
+                tokens = np.concatenate([direct.astype(np.int64), *(pieces[halt] for halt in halts)])
+                made[key] = rows.add(lexicon.mask(tokens), key[0])
             of[start] = made[key]
-    return Masks(rows.all(), of, alive, lexicon.mask(lexicon.stops))
+    stops = rows.add(np.zeros(lexicon.words, np.int32), True)
+    return Masks(rows.all(), of, alive, stops)
 
 
 def _rests(
@@ -180,7 +185,8 @@ def _walked(
     for part, allowed in _collected(after, kind, starts, alive, lexicon):
         for state, row in zip(starts[part].tolist(), allowed, strict=True):
             of[state] = rows.add(row, bool(accepting[state]))
-    return Masks(rows.all(), of, alive, lexicon.mask(lexicon.stops))
+    stops = rows.add(np.zeros(lexicon.words, np.int32), True)
+    return Masks(rows.all(), of, alive, stops)
 
 
 class _Rows:

@@ -100,16 +100,16 @@ class Trie:
             live = np.flatnonzero(state)
             row, node, state = row[came[live]], node[live], state[live]
             token = self.token[node]
-            inner = self.count[node] > 0
+            inside = self.count[node] > 0
             if halt is not None:
                 halted = halt[state] & (self.characters[node] > 0)
                 token[halted] = -1
-                inner &= ~halted
+                inside &= ~halted
                 ends = np.flatnonzero((token >= 0) | halted)
             else:
                 ends = np.flatnonzero(token >= 0)
             found.append((row[ends], node[ends], state[ends], token[ends]))
-            inner = np.flatnonzero(inner)
+            inner = np.flatnonzero(inside)
             row, node, state = row[inner], node[inner], state[inner]
         rows, nodes, states, tokens = (np.concatenate(part) for part in zip(*found, strict=True))
         return rows, nodes, states, tokens

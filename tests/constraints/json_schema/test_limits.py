@@ -1,0 +1,96 @@
+"""Hostile schemas end in an error that names the limit, or in a language, in bounded time."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from decoders.constraints.json_schema import JsonSchema
+from decoders.errors import GrammarError
+
+REFS = {f"d{i}": {"properties": {"l": {"$ref": f"#/$defs/d{(i * 7 + 1) % 40}"}, "r": {"$ref": f"#/$defs/d{(i * 3 + 2) % 40}"}}}
+        for i in range(40)}  # fmt: skip
+HOSTILE: dict[str, tuple[Any, str]] = {
+    "deep nesting": ('{"items":' * 5000 + "{}" + "}" * 5000, "NESTING"),
+    "a huge text": ('{"a": "' + "x" * 1_000_001 + '"}', "SCHEMA_CHARACTERS"),
+    "a huge enum": ({"enum": [str(i) for i in range(30_000)]}, "VALUES"),
+    "an enum of objects": ({"enum": [{"a": i} for i in range(2_000)]}, "ALTERNATIVES"),
+    "a long length with a pattern": ({"type": "string", "maxLength": 10**6, "pattern": "a+b"}, "STATES"),
+    "an exponential pattern": ({"type": "string", "pattern": "(a|b)*a(a|b){30}", "maxLength": 50}, "STATES"),
+    "repetitions of repetitions": ({"pattern": "((a{1,100}){1,100}){1,100}"}, "COPIES"),
+    "groups within groups": ({"pattern": "(" * 5000 + ")" * 5000}, "NESTING"),
+    "products of alternatives": (
+        {"allOf": [{"oneOf": [{"properties": {f"p{i}": {"const": j}}} for j in range(6)]} for i in range(8)]}, "ALTERNATIVES"),
+    "products of references": ({"$defs": REFS, "allOf": [{"$ref": f"#/$defs/{name}"} for name in REFS]}, "STEPS"),
+    "many of a kind": ({"contains": {"const": 1}, "minContains": 10**7}, "ALTERNATIVES"),
+    "many properties": ({"properties": {f"p{i}": {} for i in range(3_000)}}, "PROPERTIES"),
+    "a huge bound": ({"minimum": 10**1000}, "digits"),
+    "a huge step": ({"multipleOf": 123456789}, "STEP"),
+    "a remote reference": ({"$ref": "http://example.com/schema.json"}, "nothing is fetched"),
+    "a local file": ({"properties": {"a": {"$ref": "file:///etc/hosts"}}}, "nothing is fetched"),
+    "a reference to itself": ({"$ref": "#"}, "refers to itself"),
+    "a loop of references": (
+        {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"allOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}, "refers to itself"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_limit_is_named_in_time(name: str) -> None:
+    schema, limit = HOSTILE[name]
+    begin = time.process_time()
+    with pytest.raises(GrammarError, match=limit):
+        JsonSchema(schema).language()
+    assert time.process_time() - begin < 10
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"enum": [f"value {i}" for i in range(15_000)]},
+        {"type": "string", "maxLength": 10**9},
+        {
+            "properties": {f"p{i}": {"type": "string"} for i in range(1_000)},
+            "additionalProperties": {"type": "integer"},
+        },
+        {"pattern": "^(a+)+$", "enum": ["a" * 5000 + "b", "aa"]},
+        {"anyOf": [{"properties": {"k": {"const": i}}, "required": ["k"]} for i in range(150)]},
+    ],
+    ids=["enum", "length", "properties", "pattern of exponential backtracking", "alternatives"],
+)
+def test_large_but_legal(schema: dict[str, Any]) -> None:
+    begin = time.process_time()
+    assert JsonSchema(schema).language().lark
+    assert time.process_time() - begin < 10
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        7, [1], "nope", "[" * 200, {"items": 7}, {"required": [1]}, {"minLength": "a"}, {"minLength": -1}, {"$id": 5},
+        {"if": 3, "then": True}, {"$ref": 5}, {"$ref": "#/a/b"}, {"type": "strin"}, {"type": [[1]]}, {"patternProperties": {"(": {}}},
+        {"anyOf": [5]},
+        {"allOf": {"a": 1}},
+        {"$defs": 5, "$ref": "#/$defs/x"}, {"minimum": float("nan")}, {"minimum": "1"}, {"multipleOf": 0}, {"enum": 5}, {"pattern": 5},
+        {"properties": [1]}, {"dependentRequired": 5}, {"$schema": "http://example.com/own"}, {1, 2},
+        {"$schema": "http://json-schema.org/draft-03/schema#"}, {"$id": "http://[", "$ref": "#x"},
+    ],
+    ids=lambda schema: json.dumps(schema, default=str)[:40],
+)  # fmt: skip
+def test_what_is_no_schema_is_refused(schema: Any) -> None:
+    with pytest.raises(GrammarError):
+        JsonSchema(schema).language()
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        False, {"anyOf": []}, {"type": "string", "enum": [1]}, {"type": "string", "minLength": 2, "maxLength": 1},
+        {"type": "object", "required": ["a"], "properties": {"a": False}}, {"type": "string", "pattern": "^\\u0001$"},
+    ],
+)  # fmt: skip
+def test_schema_that_nothing_satisfies_is_refused(schema: Any) -> None:
+    with pytest.raises(GrammarError, match="no value"):
+        JsonSchema(schema).language()

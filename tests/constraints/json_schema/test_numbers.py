@@ -1,0 +1,82 @@
+"""Expressions of number sets against arithmetic."""
+
+from __future__ import annotations
+
+import json
+import re
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decoders.constraints.json_schema import number_text, numbers
+from decoders.constraints.json_schema.numbers import Numbers
+
+decimals = st.builds(lambda n, places: Fraction(n, 10**places), st.integers(-3000, 3000), st.integers(0, 3))
+bounds = st.none() | decimals
+steps = st.none() | st.sampled_from([Fraction(n) for n in ("1", "2", "3", "5", "12", "20", "0.1", "0.02", "0.5")])
+
+
+@st.composite
+def sets(draw: st.DrawFn) -> Numbers:
+    kind = draw(st.sampled_from(["any", "integer", "fraction"]))
+    return Numbers(
+        draw(bounds),
+        draw(st.booleans()),
+        draw(bounds),
+        draw(st.booleans()),
+        kind,
+        None if kind == "fraction" else draw(steps),
+    )
+
+
+def text(value: Fraction) -> str:
+    return str(int(value)) if value.denominator == 1 else json.dumps(float(value))
+
+
+def holds(found: Numbers, value: Fraction) -> bool:
+    tidy = found.tidy()
+    expression = number_text.expression(tidy) if tidy is not None else r"(?!)"
+    if expression is None:
+        return found.holds(value)  # llguidance counts remainders itself: tests of keywords
+    return re.fullmatch(expression, text(value)) is not None
+
+
+@settings(max_examples=300, deadline=None)
+@given(sets(), decimals, st.integers(-2, 2))
+def test_expression_holds_what_the_set_holds(found: Numbers, value: Fraction, nudge: int) -> None:
+    near = [b + Fraction(nudge, 1000) for b in (found.low, found.high) if b is not None]
+    for candidate in (value, *near):
+        assert holds(found, candidate) is found.holds(candidate), (found, candidate)
+
+
+@settings(max_examples=200, deadline=None)
+@given(sets(), sets(), decimals)
+def test_intersection_and_complement(a: Numbers, b: Numbers, value: Fraction) -> None:
+    shared = numbers.both(a, b)
+    assert (shared is not None and shared.holds(value)) is (a.holds(value) and b.holds(value))
+    tidy = a.tidy()
+    if a.multiple is None and tidy is not None:
+        assert any(piece.holds(value) for piece in numbers.others(tidy)) is not a.holds(value)
+
+
+@settings(max_examples=200, deadline=None)
+@given(sets(), st.from_regex(r"-?(0|[1-9][0-9]{0,3})(\.[0-9]{1,20})?", fullmatch=True))
+def test_what_matches_is_in_the_set_after_rounding_to_a_float(found: Numbers, digits: str) -> None:
+    tidy = found.tidy()
+    expression = number_text.expression(tidy) if tidy is not None else None
+    if expression is not None and re.fullmatch(expression, digits) and found.multiple is None:
+        assert found.holds(numbers.fraction(json.loads(digits)))
+
+
+@pytest.mark.parametrize("bound", [0.1, 1e-7, 123456.789, 1e20, 9007199254740993])
+def test_bounds_are_exact(bound: float) -> None:
+    least = Numbers(low=numbers.fraction(bound)).tidy()
+    assert least is not None
+    expression = number_text.expression(least)
+    assert expression is not None
+    exact = numbers.fraction(bound)
+    for value in (exact, exact + Fraction(1, 10**9), exact - Fraction(1, 10**9)):
+        digits = f"{float(value):.30f}" if value.denominator > 1 else str(int(value))
+        assert bool(re.fullmatch(expression, digits)) is (Fraction(digits) >= exact), digits
