@@ -126,7 +126,13 @@ def run_page(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
             written = stream.getvalue()
 
 
-@pytest.mark.parametrize("page", pages_with("python"))
+#: Pages that run a conformance kit for longer than a few seconds.
+LONG = {"docs/plugins/writing-a-grammar-backend.md"}
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.slow] * (page in LONG)) for page in pages_with("python")]
+)
 def test_python_blocks_run(page: str, reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_checkpoint(reader / "my-model")
     monkeypatch.setattr(demo, "load", tiny_demo)
