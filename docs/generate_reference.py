@@ -34,6 +34,8 @@ from decoders import (
     verifiers,
 )
 from decoders import generate as seam
+from decoders.constraints import base as constraints
+from decoders.constraints import vocabulary
 from decoders.engine import sampling
 from decoders.strategies import merged, ngram_table, ngram_training
 
@@ -95,7 +97,7 @@ def api() -> Iterator[str]:
         "demo": "below",
     }
     yield "Modules: " + ", ".join(f"`decoders.{name}` ({links[name]})" for name in submodules) + ".\n"
-    yield from section("decoders.report", {"Timings": report.Timings})
+    yield from section("decoders.report", {"Timings": report.Timings, "GrammarUse": report.GrammarUse})
     yield from section("decoders.settings", {n: getattr(settings, n) for n in ("RuntimeSettings", "load_settings")})
     names = ("registry", "reset_registry", "Registry", "PluginInfo", "Entry")
     yield from section("decoders.plugins", {n: getattr(plugins, n) for n in names})
@@ -108,6 +110,9 @@ def api() -> Iterator[str]:
     for module, names in HEADS.items():
         members = {name: getattr(importlib.import_module(module), name) for name in names}
         yield from section(module, members)
+    names = ("Language", "Backend", "Grammar", "Matcher", "Tabulated", "Tables", "pack", "unpack")
+    yield from section("decoders.constraints.base", {n: getattr(constraints, n) for n in names})
+    yield from section("decoders.constraints.vocabulary", {"Vocabulary": vocabulary.Vocabulary})
     yield from section("decoders.library", {n: getattr(library, n) for n in ("names", "find", "read", "Ready")})
 
 
@@ -254,7 +259,8 @@ OWN = {
     "seed": "Seed of the sampling noise. The same seed gives the same tokens under every exact strategy.",
     "generator": "A `torch.Generator` that the seed is drawn from. Not together with `seed`.",
     "verifier": "The rule that decides which guesses are kept: a name ([list](verifiers.md)), a class or an object. Default `coupled`.",
-    "grammar": "Refused in this version: there is no grammar backend yet.",
+    "grammar": "What the rows may write: a name of the library, `decoders.json_schema`, `regex`, `grammar` or `choice`, a type, a "
+    "term of outlines, or a list with one for each prompt; see [grammars](../how-to/grammars.md).",
 }
 
 
@@ -291,6 +297,7 @@ def strategy_page() -> Iterator[str]:
             raise UndocumentedError(f"{cls.__name__}.summary is empty")
         yield body(cls, cls.__name__)
         needs = ", needs `assistant_model`" if cls.needs_assistant else ""
+        needs += ", needs `grammar`" if cls.needs_grammar else ""
         if cls is merged.Merged:
             yield "Exact if all its parts are."
         else:

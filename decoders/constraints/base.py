@@ -64,6 +64,7 @@ class Tables:
 
     @property
     def nbytes(self) -> int:
+        """Memory of all tensors."""
         return sum(t.numel() * t.element_size() for t in (self.next, self.classes, self.mask_of, self.masks))
 
 
@@ -109,7 +110,7 @@ class Tabulated(Grammar):
 
     @abstractmethod
     def forced_tokens(self, state: int, limit: int) -> list[int]:
-        """See :meth:`Matcher.forced_tokens`."""
+        """The tokens that the tokenizer itself would write the forced bytes with, as a matcher in `state` says them."""
 
     @abstractmethod
     def tables(self) -> Tables:

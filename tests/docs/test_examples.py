@@ -10,13 +10,13 @@ import sys
 import types
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers import decoders as token_decoders
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -26,7 +26,7 @@ from decoders.medusa.files import save_heads
 from decoders.medusa.heads import MedusaHeads
 from decoders.plugins import registry, reset_registry
 from decoders.settings import RuntimeSettings, load_settings
-from decoders.testing import tiny_model
+from decoders.testing import ARCHITECTURES
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(p.relative_to(ROOT).as_posix() for p in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -54,21 +54,34 @@ def pages_with(language: str) -> list[str]:
     return [page for page in PAGES if any(block.language == language for block in blocks(page))]
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Every character of the examples is a token of the tiny models' vocabulary."""
-    characters = ["<pad>", "<unk>", "\n", *map(chr, range(32, 127))]
-    inner = Tokenizer(models.BPE({c: i for i, c in enumerate(characters)}, [], unk_token="<unk>"))
-    inner.decoder = token_decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", pad_token="<pad>")
+#: Tokens of the models that stand for a reader's: an end, every byte, and room.
+TOKENS = 260
+
+
+def reader_model() -> PreTrainedModel:
+    """A tiny random model that knows a token for the end of a text, as trained ones do."""
+    tiny = ARCHITECTURES["llama"]
+    model = replace(tiny, options={**tiny.options, "vocab_size": TOKENS, "eos_token_id": 0})()
+    model.generation_config.eos_token_id = 0
+    return model
+
+
+def reader_tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each byte, so that the examples can be written and grammars can be told in bytes."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE({c: i for i, c in enumerate(["<end>", *alphabet])}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = token_decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>", pad_token="<end>")
 
 
 def tiny_demo(
     name: str = "target", dtype: torch.dtype | None = None, directory: Any = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """What ``decoders.demo.load`` gives, without the trained weights; it finds the heads of ``my-model``."""
-    model = tiny_model("llama")
+    model = reader_model()
     model.config.name_or_path = "my-model"
-    return model, tiny_tokenizer()
+    return model, reader_tokenizer()
 
 
 @pytest.fixture
@@ -84,9 +97,9 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def save_checkpoint(folder: Path) -> None:
-    model = tiny_model("llama")
+    model = reader_model()
     model.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
+    reader_tokenizer().save_pretrained(folder)
     vocab, hidden = model.get_output_embeddings().weight.shape
     config = HeadsConfig(heads=4, layers=1, hidden_size=hidden, vocab_size=vocab, projection="tied")
     save_heads(MedusaHeads(config), folder / "medusa")
@@ -113,7 +126,13 @@ def run_page(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
             written = stream.getvalue()
 
 
-@pytest.mark.parametrize("page", pages_with("python"))
+#: Pages that run a conformance kit for longer than a few seconds.
+LONG = {"docs/plugins/writing-a-grammar-backend.md"}
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.slow] * (page in LONG)) for page in pages_with("python")]
+)
 def test_python_blocks_run(page: str, reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_checkpoint(reader / "my-model")
     monkeypatch.setattr(demo, "load", tiny_demo)
@@ -121,7 +140,15 @@ def test_python_blocks_run(page: str, reader: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.skipif(not demo.available(), reason="the demo models are not in this checkout")
-@pytest.mark.parametrize("page", ["docs/tutorial.md", "docs/how-to/sampling.md", "docs/how-to/train-medusa-heads.md"])
+@pytest.mark.parametrize(
+    "page",
+    [
+        "docs/tutorial.md",
+        "docs/how-to/grammars.md",
+        "docs/how-to/sampling.md",
+        "docs/how-to/train-medusa-heads.md",
+    ],
+)
 def test_pages_about_the_demo_model_run_with_it(page: str, reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_checkpoint(reader / "my-model")
     run_page(page, monkeypatch)
