@@ -28,12 +28,12 @@ def strategies(as_json: Json = False) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("strategy", "exact", "assistant", "what it does", "settings", pad_edge=False, show_lines=True)
+    table = Table("strategy", "exact", "needs", "what it does", "settings", pad_edge=False, show_lines=True)
     for item in listed:
         table.add_row(
             Text(item["name"], style="bold"),
             "yes" if item["exact"] else "no",
-            "needed" if item["needs_assistant"] else "",
+            "\n".join(what for what in ("assistant", "grammar") if item[f"needs_{what}"]),
             Text(item["summary"]),
             Text("\n".join(f"{s['name']} = {s['default']!r}" for s in item["settings"])),
         )
@@ -47,6 +47,7 @@ def describe(entry: Entry[Strategy]) -> dict[str, Any]:
         "summary": entry.cls.summary,
         "exact": entry.cls.exact,
         "needs_assistant": entry.cls.needs_assistant,
+        "needs_grammar": entry.cls.needs_grammar,
         "provider": entry.provider,
         "version": entry.version,
         "settings": [

@@ -88,7 +88,9 @@ class JsonSchema(Spec):
         remarks = [*_REMARKS, *([_FORMAT] if '"format"' in self.text else []), *([_CLOSED] if self.closed else [])]
         remarks += [f"{path}: {keyword} is left to the validation of the finished text." for path, keyword in dropped]
         whole = None if self.strict else Validation(json.loads(self.text))
-        return Language("JSON Schema", notation.regex(rules), notation.lark(rules), tuple(remarks), whole)
+        title = json.loads(self.text).get("title") if self.text.lstrip().startswith("{") else None
+        name = self.label or (f"JSON schema {title!r}" if isinstance(title, str) else "JSON schema")
+        return Language(name, notation.regex(rules), notation.lark(rules), tuple(remarks), whole)
 
     def spell(self, value: Any) -> str | None:
         """`value` as a text of the language (keys in its order), with blanks as ``json.dumps`` has them; None if it is none.
