@@ -53,12 +53,13 @@ def _sliced(
     for all states that no token tells apart.
     """
     space = room(after, kind, lexicon.longest)
-    legal, sets = _rests(after, kind, np.flatnonzero(space.exact & alive), lexicon)
+    exact = np.flatnonzero(space.exact & alive)
+    legal, sets = _rests(after, kind, space.reached(exact), lexicon)
     texts = Texts(space.least.tolist(), space.next.tolist(), legal, sets, lexicon)
     rows = _Rows(lexicon)
     of = np.zeros(len(after), np.int64)
     inside: dict[tuple[bool, tuple[Run, ...]], int] = {}
-    for state in legal:
+    for state in exact.tolist():
         here = bool(accepting[state]), texts.runs(state, lexicon.longest)
         if here not in inside:
             row = lexicon.plain[space.least[state]] | lexicon.mask(texts.others(here[1]))
@@ -118,7 +119,7 @@ class Texts:
 
     Attributes:
         least, next: room of each state, and the state after a plain character. legal: number of the set of rests that
-        may come next in a state whose room is exact. sets: the sets.
+        may come next, in states whose room is exact and those behind them. sets: the sets.
     """
 
     least: list[int]

@@ -54,6 +54,15 @@ class Room:
     exact: NDArray[np.bool_]
     next: NDArray[np.int64]
 
+    def reached(self, states: NDArray[np.int64]) -> NDArray[np.int64]:
+        """`states` and those that plain characters lead to from them, as far as there is room: all that tokens end in."""
+        found = states
+        while len(states):
+            states = np.setdiff1d(self.next[states], found)
+            states = states[states > 0]
+            found = np.union1d(found, states)
+        return found
+
 
 def room(after: NDArray[np.int32], kind: NDArray[np.int64], longest: int) -> Room:
     """Room for up to `longest` plain characters in the states of an automaton ``[S, C]``.
