@@ -63,13 +63,13 @@ def _made(tables: Tables, vocabulary: Vocabulary, device: torch.device) -> Token
     kept = [torch.zeros(states, 1, dtype=torch.int64, device=device)]
     columns = torch.zeros(len(vocabulary), dtype=torch.int64)
     for tokens, reached in _walked(tables, vocabulary, device):
-        keys = (weights * reached).sum(1).T.tolist()
-        new = []
-        for place, key in enumerate(map(tuple, keys)):
+        new, mine = [], []
+        for place, key in enumerate(map(tuple, (weights * reached).sum(1).T.tolist())):
             if key not in numbers:
                 numbers[key] = len(numbers)
                 new.append(place)
-            columns[tokens[place]] = numbers[key]
+            mine.append(numbers[key])
+        columns[tokens] = torch.tensor(mine)
         if len(numbers) * states > ENTRIES:
             return None
         kept.append(reached[:, new])

@@ -82,9 +82,13 @@ def on_device(rows: list[Grammar | None], vocabulary: int = V) -> DeviceGuide:
 
 
 def walk(data: st.DataObject, mask: torch.Tensor, wild: bool = True) -> int:
-    """A token: mostly one that `mask` ``[V]`` allows."""
+    """A token: mostly one that `mask` ``[V]`` allows, else anything, no guess and the end of the text among it."""
     legal = mask.nonzero().flatten().tolist()
-    return data.draw(st.sampled_from(legal) if not wild or data.draw(st.integers(0, 3)) else st.integers(-1, V - 1))
+    ends = [token for token in STOPS if mask[token]]
+    kind = data.draw(st.sampled_from(["legal", "legal", "legal", "end", "none", "any"] if wild else ["legal", "end"]))
+    if kind == "none":
+        return -1
+    return data.draw(st.sampled_from(ends if kind == "end" and ends else range(V) if kind == "any" else legal))
 
 
 def output(new: list[list[int]], path: list[list[int]], counts: list[int]) -> StepOutput:
@@ -236,7 +240,7 @@ def test_tokens_that_do_the_same_share_a_column(monkeypatch, chunk):
     assert table is not None
     a, b, ab, twin = (VOCABULARY.tokens.index(text) for text in (b"a", b"b", b"ab", b"ba"))
     assert table.columns[a] == table.columns[b] and table.columns[ab] == table.columns[twin] != table.columns[a]
-    assert table.columns[0] == table.columns[VOCABULARY.tokens.index(b"a" * 40)] == 0
+    assert table.columns[VOCABULARY.tokens.index(None)] == table.columns[VOCABULARY.tokens.index(b"a" * 40)] == 0
     assert len(table.next.T.unique(dim=0)) == table.next.shape[1]
 
 
