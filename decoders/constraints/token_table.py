@@ -97,12 +97,14 @@ def _walked(tables: Tables, vocabulary: Vocabulary, device: torch.device) -> Ite
 
     if stops:
         yield stops, legal(stops, torch.full((states, len(stops)), tables.stopped, device=device))
-    size = max(CHUNK // states, 1)
+    size = min(max(CHUNK // states, 1), 1 << 14)  # of about the same length
     for begin in range(0, len(spelled), size):
         tokens = spelled[begin : begin + size]
         texts = [vocabulary.tokens[token] or b"" for token in tokens]
+        length = np.array([len(text) for text in texts])
+        spelling = np.full((len(texts), length[-1]), 256, np.int16)
+        spelling[np.arange(length[-1]) < length[:, None]] = np.frombuffer(b"".join(texts), np.uint8)
         reached = here[:, None].expand(-1, len(tokens))
-        for place in range(len(texts[-1])):  # the longest
-            byte = torch.tensor([text[place] if place < len(text) else 256 for text in texts], device=device)
+        for byte in torch.from_numpy(spelling).to(device).long().T:
             reached = after[reached, byte]
         yield tokens, legal(tokens, reached)
