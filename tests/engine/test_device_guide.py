@@ -230,7 +230,7 @@ def test_tokens_that_do_the_same_share_a_column(monkeypatch, chunk):
     assert table is not None
     a, b, ab, twin = (VOCABULARY.tokens.index(text) for text in (b"a", b"b", b"ab", b"ba"))
     assert table.columns[a] == table.columns[b] and table.columns[ab] == table.columns[twin] != table.columns[a]
-    assert table.columns[VOCABULARY.tokens.index(None)] == table.columns[VOCABULARY.tokens.index(b"a" * 40)] == 0
+    assert table.columns[TOKENS.index(None)] == table.columns[VOCABULARY.tokens.index(b"a" * 40)] == 0
     assert len(table.next.T.unique(dim=0)) == table.next.shape[1]
 
 
