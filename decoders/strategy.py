@@ -21,6 +21,7 @@ from .tree import Topology, TreeTensors
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from .engine.device_guide import DeviceGuide
     from .engine.drafter import Drafter
     from .engine.guide import Guide
     from .engine.sampling import SamplingInputs, SamplingPlan
@@ -72,7 +73,7 @@ class Context:
     level: int = 0
     plan: SamplingPlan | None = None
     sampling: SamplingInputs | None = None
-    guide: Guide | None = None
+    guide: Guide | DeviceGuide | None = None
 
 
 @dataclass(frozen=True)
@@ -113,11 +114,20 @@ class Draft:
         scores: ``[B, N-1, V]`` float32, what each guess was drawn from (``softmax``), given its parent; siblings are drawn
             without replacement, in node order. None: the guesses were not drawn by chance. The coupled verifier needs
             none.
+        depth: most guesses on a path, for trees per row whose proposer knows it; see :attr:`levels`.
     """
 
     tokens: Tensor
     topology: Topology | TreeTensors
     scores: Tensor | None = None
+    depth: int | None = None
+
+    @property
+    def levels(self) -> int:
+        """Most guesses on a path, as far as the host knows: what walks trees on the device goes so far."""
+        if isinstance(self.topology, Topology):
+            return self.topology.max_depth
+        return len(self.topology) - 1 if self.depth is None else self.depth
 
     @staticmethod
     def chain(tokens: Tensor, scores: Tensor | None = None) -> Draft:
@@ -189,7 +199,8 @@ class Strategy(ABC):
         exact: whether output is token-identical to plain decoding. A lossy strategy is marked in every report.
         needs_assistant: whether the call must bring ``assistant_model=``; others refuse one.
         needs_grammar: whether the call must bring ``grammar=``; others take one as well.
-        on_device: `propose` and `observe` never wait for the device or read the host, so a whole step can be captured.
+        on_device: `propose` and `observe` never wait for the device or read the host, so a whole step can be captured. What a
+            guide does counts for the guide: the loop asks it too.
     """
 
     name: str

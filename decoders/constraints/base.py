@@ -249,5 +249,6 @@ def pack(allowed: Tensor) -> Tensor:
 
 def unpack(masks: Tensor, vocabulary: int) -> Tensor:
     """Packed masks ``[…, W]`` int32 as ``[…, V]`` bool."""
-    bits = (masks[..., None] >> torch.arange(32, dtype=torch.int32, device=masks.device)) & 1
-    return bits.flatten(-2)[..., :vocabulary].bool()
+    eighths = masks.contiguous().view(torch.uint8)  # little-endian, as is whatever PyTorch runs on
+    bits = (eighths[..., None] >> torch.arange(8, dtype=torch.uint8, device=masks.device)) & 1
+    return bits.view(torch.bool).flatten(-2)[..., :vocabulary]

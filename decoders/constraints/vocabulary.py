@@ -97,6 +97,8 @@ class Vocabulary:
         Tokens that might be joined with what follows are left out: those behind which the rest of the bytes is the
         beginning of a longer token.
         """
+        if not forced:
+            return []
         text = _decodable(forced)
         tokens = [*self.encode(text)]
         if self.spell(tokens) != text.encode():  # a tokenizer that puts a blank in front, say

@@ -106,7 +106,7 @@ class Drafter:
     @property
     def on_device(self) -> bool:
         """Whether a round never waits for the device."""
-        own = (self.stage is None or self.stage.on_device) and self.guide is None
+        own = (self.stage is None or self.stage.on_device) and (self.guide is None or self.guide.on_device)
         return own and all(drafter.on_device for drafter in self.inner)
 
     @property
@@ -138,7 +138,7 @@ class Drafter:
         """One pass: every row gets the model's own next token, whose log-probability is the growth's weight."""
         growth = self._run("extend", self.rows, self._view(1)[0], self._range(), *self._masks())
         if self.guide is not None:
-            self.guide.append(growth.tokens[:, 0].tolist(), [1] * self.blocks.rows)
+            self.guide.append(growth.tokens[:, 0, 0])
         return growth
 
     def advance(self) -> tuple[StepOutput, Growth]:
@@ -151,12 +151,12 @@ class Drafter:
             view, sequences = self._view(guesses.shape[1] + 1)
             masks = []
             if self.guide is not None:
-                guesses, legal = self.guide.block(guesses, draft.topology)
+                guesses, legal = self.guide.block(guesses, draft.topology, draft.levels)
                 masks.append(legal)
         out, growth = self._run("advance", guesses, tree, self.rows, view, self._range(), *masks)
         with self._clock("stage"):
             if self.guide is not None:
-                self.guide.append(out.new.tolist(), out.summary[0].tolist())
+                self.guide.accept(out)
             if type(stage).observe is not Strategy.observe:
                 stage.observe(self._stage_state, out.observed(sequences))
             emitted = out.summary[0]

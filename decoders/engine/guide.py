@@ -18,10 +18,13 @@ from torch import Tensor
 from ..constraints.base import Grammar, Tabulated, mask_words, unpack
 from ..errors import GrammarError
 from ..tree import Topology, TreeTensors
+from .core import StepOutput
 from .sampling import Masks
 
 #: Row of every mask table that allows all tokens.
 FREE = 0
+#: Masks make it impossible to leave a grammar; a backend may be wrong.
+LIES = "row {row}: the grammar's masks allowed a token that its matcher refuses: a defect of the backend"
 
 
 class MaskTable:
@@ -176,7 +179,10 @@ class Guide:
 
     Attributes:
         texts: one per row. positions: where each row stands; None for rows that have ended.
+        on_device: whether nothing here waits for the device.
     """
+
+    on_device = False
 
     def __init__(self, texts: Sequence[Text], table: MaskTable, outer: Guide | None = None) -> None:
         self.texts, self.table, self.outer = texts, table, outer
@@ -210,11 +216,12 @@ class Guide:
         assert self.outer is not None, "the target's guide follows nobody"
         self.positions = list(self.outer.positions)
 
-    def block(self, guesses: Tensor, shape: Topology | TreeTensors) -> tuple[Tensor, Masks]:
+    def block(self, guesses: Tensor, shape: Topology | TreeTensors, depth: int | None = None) -> tuple[Tensor, Masks]:
         """What may follow every node of a block.
 
         Args:
             guesses: ``[B, N-1]`` int64. shape: who continues whom; it may have fewer nodes than the block.
+            depth: bound of the tree's depth, if one is known. A guide on the device walks so far; the host sees for itself.
 
         Returns:
             the guesses, with -1 for those that are illegal after their parent, and masks for ``N`` nodes.
@@ -261,29 +268,30 @@ class Guide:
             rows.append([self._mask(row, position) for position in reached[-len(mine) :]])
         return self._masks(rows)
 
-    def append(self, new: Sequence[Sequence[int]], counts: Sequence[int]) -> None:
-        """Every row has got more tokens: the first ``counts[b]`` of ``new[b]``."""
-        for row, tokens in enumerate(new):
-            position = self.positions[row]
-            for token in tokens[: counts[row]]:
-                position = self.texts[row].step(position, token) if position is not None else None
-            self.positions[row] = position
+    def append(self, tokens: Tensor) -> None:
+        """Every row has got one more token, ``[B]``."""
+        self._go(tokens[:, None].tolist(), [1] * len(self.texts))
+
+    def accept(self, out: StepOutput) -> None:
+        """The rows have got what a step made of the last block."""
+        self._go(out.new.tolist(), out.summary[0].tolist())
 
     def commit(self, new: Sequence[Sequence[int]], counts: Sequence[int], ended: Sequence[int]) -> None:
-        """As :meth:`append`, for tokens that stay: what was tried ahead of them is forgotten. ended: rows that are through.
+        """The rows have got more tokens, which stay: what was tried ahead of them is forgotten.
+
+        Args:
+            new: their tokens, of which the first ``counts[b]`` count. ended: rows that are through.
 
         Raises:
-            GrammarError: a row has left its grammar. Masks make that impossible; a backend may be wrong.
+            GrammarError: a row has left its grammar.
         """
-        self.append(new, counts)
+        self._go(new, counts)
         self.table.clear()
         for row, text in enumerate(self.texts):
             if ended[row]:
                 self.positions[row] = None
             elif self.positions[row] is None:
-                raise GrammarError(
-                    f"row {row}: the grammar's masks allowed a token that its matcher refuses: a defect of the backend"
-                )
+                raise GrammarError(LIES.format(row=row))
             else:
                 self.positions[row] = text.settle(self.positions[row])
 
@@ -296,6 +304,13 @@ class Guide:
         longest = max(map(len, runs))
         padded = [run + [-1] * (longest - len(run)) for run in runs]
         return torch.tensor(padded, dtype=torch.int64, device=self.table.device).reshape(len(runs), longest)
+
+    def _go(self, new: Sequence[Sequence[int]], counts: Sequence[int]) -> None:
+        for row, tokens in enumerate(new):
+            position = self.positions[row]
+            for token in tokens[: counts[row]]:
+                position = self.texts[row].step(position, token) if position is not None else None
+            self.positions[row] = position
 
     def _mask(self, row: int, position: Any) -> int:
         return self.texts[row].mask(position) if position is not None else FREE

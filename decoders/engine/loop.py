@@ -18,6 +18,7 @@ from ..verifier import Verifier
 from .blocks import Blocks, Views, capacity, prefill
 from .capture import WARM_UP_STEPS, CapturedSteps
 from .core import Rows, StepOutput
+from .device_guide import DeviceGuide, guide_of
 from .drafter import Drafter, Terms, opener
 from .engine import Engine, sampling_inputs
 from .guide import Guide
@@ -116,9 +117,9 @@ class _Call:
         )  # fmt: skip
         self.prefixes = Prefixes(request.padded_prompt, self.generated, request.pad_token)
         self.drafters: list[Drafter] = []
-        self.guide: Guide | None = None
+        self.guide: Guide | DeviceGuide | None = None
         if request.plan.masked:
-            self.guide = Guide.of(request.grammars, self.target.vocab_size, self.target.device)
+            self.guide = guide_of(request.grammars, self.target.vocab_size, self.target.device)
 
     @property
     def rows(self) -> Rows:
@@ -159,13 +160,17 @@ class _Call:
                 self.report.time_to_first_token = timings.prefill + timings.propose + timings.mask + timings.core
             if request.criteria is not None:
                 self._apply_criteria(outcome, out)
-            if self.guide is not None:
+            if isinstance(self.guide, DeviceGuide):
+                self.guide.commit(out, self.rows.finished)
+            elif self.guide is not None:
                 self.guide.commit(outcome.new, outcome.emitted, outcome.ended)
-                timings.mask += laps.next()
+            timings.mask += laps.next()
             self._observe(state, out)
             timings.observe += laps.next()
             self._record(outcome, out)
             timings.host += laps.next()
+        if isinstance(self.guide, DeviceGuide):
+            self.guide.check()
         self.report.new_tokens = [len(tokens) for tokens in self.generated]
         self.report.peak_memory = self._memory()
         self.report.stages = [drafter.report() for drafter in self.drafters]
@@ -176,7 +181,7 @@ class _Call:
         r = self.request
         return (
             self.target.device.type == "cuda" and self.target.flex and self.report.compiled and r.strategy.on_device
-            and self.guide is None
+            and (self.guide is None or self.guide.on_device)
             and all(drafter.on_device for drafter in self.drafters)
             and r.processors is None and r.criteria is None and not (r.keep_logits or r.keep_scores)
         )  # fmt: skip
@@ -188,7 +193,10 @@ class _Call:
             self._renew_keys()
             draft = self.request.strategy.propose(state, self.views.at(0)[1])
             guesses, tree, view = self._block(draft)
-            out = step(draft, guesses, tree, self.rows, view, None)
+            guesses, masks = self._masks(draft, guesses)
+            out = step(draft, guesses, tree, self.rows, view, masks)
+            if isinstance(self.guide, DeviceGuide):
+                self.guide.commit(out, self.rows.finished)
             self._observe(state, out)
             return out
 
@@ -237,7 +245,7 @@ class _Call:
         """What the grammars allow after each node of a block, and its guesses without the illegal ones."""
         if self.guide is None:
             return guesses, None
-        legal, masks = self.guide.block(guesses, draft.topology)
+        legal, masks = self.guide.block(guesses, draft.topology, draft.levels)
         # Other verifiers know what a guess was drawn from: taking one out would change the law.
         return legal if self.verifier is None else guesses, masks
 

@@ -128,7 +128,7 @@ class DynamicTree:
             found += level[0].shape[1]
         tokens, weights, parents, _ = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
         tokens, weights, *tree = self._best(tokens, weights, parents, min(self.nodes, found), self._bound)
-        return Draft(tokens, TreeTensors(*tree)), weights
+        return Draft(tokens, TreeTensors(*tree), depth=self.depth), weights
 
 
 def depth_bound(depth: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from ..engine.device_guide import DeviceGuide
 from ..engine.guide import Guide
 from ..errors import UnsupportedError
 from ..settings import Settings
@@ -28,12 +29,11 @@ class Grammar(Strategy):
     summary = "Proposes what the grammar forces anyway: keys, quotes, punctuation."
     settings_class = GrammarSettings
     needs_grammar = True
-    on_device = False
 
-    def start(self, context: Context) -> Guide:
+    def start(self, context: Context) -> Guide | DeviceGuide:
         if context.guide is None:  # as a part of another strategy; by itself the call was refused
             raise UnsupportedError("strategy 'grammar' needs grammar=")
         return context.guide
 
-    def propose(self, state: Guide, sequences: Sequences) -> Draft:
+    def propose(self, state: Guide | DeviceGuide, sequences: Sequences) -> Draft:
         return Draft.chain(state.forced(self.settings.length))

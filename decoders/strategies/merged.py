@@ -67,11 +67,12 @@ class Merged(Strategy):
             owned.append(range(size, size + len(kept) - 1))
             size += len(kept) - 1
             scores = draft.scores[:, : len(kept) - 1] if draft.scores is not None else None
-            drafts.append(Draft(draft.tokens[:, : len(kept) - 1], kept, scores))
+            drafts.append(Draft(draft.tokens[:, : len(kept) - 1], kept, scores, draft.depth))
         everything = range(1, size)
         state.orders = [[0, *mine, *(n for n in everything if n not in mine)] for mine in owned]
         tokens = torch.cat([draft.tokens for draft in drafts], dim=1)
-        return Draft(tokens, joined([draft.topology for draft in drafts], tokens), self._scores(drafts))
+        depth = max(draft.levels for draft in drafts)
+        return Draft(tokens, joined([draft.topology for draft in drafts], tokens), self._scores(drafts), depth)
 
     def _check_cut(self, part: Strategy, draft: Draft, kept: int) -> None:
         """Refuses a budget that would cut nodes which are no guesses: the part needs them for itself."""

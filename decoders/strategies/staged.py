@@ -84,7 +84,7 @@ class Staged(DraftModelStrategy):
         path = drafter.drafted(s.length)
         if state.fixed is None:
             chosen, _, *tree = state.leaves(path, tokens, weights, s.nodes, depth_bound(s.length))
-            draft = Draft(chosen, TreeTensors(*tree))
+            draft = Draft(chosen, TreeTensors(*tree), depth=s.length)
         else:
             tokens[:, :-1, 0] = path
             if scores is not None:

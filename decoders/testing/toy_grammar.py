@@ -73,9 +73,17 @@ class TokenAutomaton(Tabulated):
         return run
 
     def tables(self) -> Tables:
-        states = torch.arange(len(self.following))
-        nothing = torch.zeros(len(states), 1, dtype=torch.int32)
-        return Tables(nothing, torch.zeros(256, dtype=torch.int64), states, self.masks, self.first, ENDED)
+        """Over the two bytes of the tokens' names: between them lie states of their own, where no text stops."""
+        halves = {(state, token >> 8) for state, after in enumerate(self.following) for token in after}
+        between = {half: len(self.following) + place for place, half in enumerate(sorted(halves))}
+        following = torch.zeros(len(self.following) + len(between), 256, dtype=torch.int32)
+        for state, successors in enumerate(self.following):
+            for token, after in successors.items():
+                half = between[state, token >> 8]
+                following[state, token >> 8] = half
+                following[half, token & 255] = after
+        mask_of = torch.nn.functional.pad(torch.arange(len(self.following)), (0, len(between)))
+        return Tables(following, torch.arange(256), mask_of, self.masks, self.first, ENDED)
 
     @property
     def nbytes(self) -> int:

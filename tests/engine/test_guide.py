@@ -94,11 +94,11 @@ def test_a_draft_runs_ahead_and_is_forgotten(data):
     text = legal_text(automaton, data.draw, 3)
     for token in text:
         assert torch.equal(ahead.end().allowed[1, 0], ahead.end().allowed[0, 0])
-        ahead.append([[token], [token]], [1, 1])
+        ahead.append(torch.tensor([token, token]))
     assert torch.equal(ahead.end().allowed[0, 0], allowed(automaton, text))
     illegal = next((t for t in range(V) if not allowed(automaton, text)[t]), None)
     if illegal is not None:
-        ahead.append([[illegal], [illegal]], [1, 1])
+        ahead.append(torch.tensor([illegal, illegal]))
         assert ahead.end().allowed.all(), "what is illegal leads nowhere, and no softmax over nothing arises"
     ahead.follow()
     assert torch.equal(ahead.end().allowed[:, 0], torch.stack([allowed(automaton, [])] * 2))

@@ -17,12 +17,16 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, 
 import decoders
 from decoders.constraints.base import Grammar
 from decoders.constraints.compiled import compiled
+from decoders.engine import loop
+from decoders.engine.blocks import Views
+from decoders.engine.device_guide import DeviceGuide
 from decoders.errors import GrammarError, SettingsError, UnknownNameError, UnsupportedError
 from decoders.grammars import vocabulary_of
 from decoders.resolve import resolve_backend
 from decoders.strategies import Lookahead, PromptLookup, Speculative, Staged, Threshold
 from decoders.testing import decode, prompts, tiny_model
 from decoders.testing.models import ARCHITECTURES, Architecture
+from decoders.testing.spy import _NoHostReads
 
 #: Rows of the logits; the tokenizer has fewer tokens.
 SIZE = 288
@@ -299,3 +303,89 @@ def test_a_grammar_needs_a_tokenizer_that_knows_bytes(letters):
 def test_a_staged_draft_by_grammar_needs_one_too(model):
     with pytest.raises(UnsupportedError, match="strategy 'grammar' needs grammar="):
         run(model, Staged(stage="grammar"))
+
+
+def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guides stay on the device, as on CUDA, though this one is the CPU."""
+
+    def guide_of(*args: Any) -> DeviceGuide:
+        made = DeviceGuide.of(*args)
+        assert made is not None
+        return made
+
+    monkeypatch.setattr(loop, "guide_of", guide_of)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+def test_a_guide_on_the_device_leads_to_the_same_texts(model, monkeypatch, strategy):
+    monkeypatch.setenv("DECODERS_CONSTRAINT_BACKEND", "table")
+    grammars = [decoders.regex(DATE), decoders.json_schema(PERSON), None, decoders.choice(["yes", "no", "not at all"])]
+    for draw in ({}, SAMPLED, SAMPLED | dict(repetition_penalty=1.3)):
+        host = run(model, strategy, rows=4, grammar=grammars, **draw)
+        with monkeypatch.context() as patch:
+            on_device(patch)
+            out = run(model, strategy, rows=4, grammar=grammars, **draw)
+        assert torch.equal(host.sequences, out.sequences)
+        assert host.report.steps == out.report.steps and host.report.accepted == out.report.accepted
+        assert host.report.drafted == out.report.drafted
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "block", "tree_rejection"])
+def test_other_verifiers_draw_the_same_with_a_guide_on_the_device(model, monkeypatch, verifier):
+    monkeypatch.setenv("DECODERS_CONSTRAINT_BACKEND", "table")
+    options = dict(rows=2, grammar=[decoders.json_schema(PERSON), None], verifier=verifier, **SAMPLED)
+    host = run(model, Speculative(length=3), **options)
+    on_device(monkeypatch)
+    assert torch.equal(host.sequences, run(model, Speculative(length=3), **options).sequences)
+
+
+class Recording(_NoHostReads):
+    """Refuses what a recording cannot hold: waiting for the device, and tensors of what the host knows."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in (torch.tensor, torch.as_tensor, torch.from_numpy), "made of data of the host"
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class Replays:
+    """In the place of a recorded step: runs it anew, as if it were recorded."""
+
+    def __init__(self, body: Any) -> None:
+        self.body = body
+
+    def __iter__(self) -> Any:
+        while True:
+            with Recording():
+                out = self.body()
+            yield out.summary.tolist(), out.new.tolist()
+
+
+RECORDED = {
+    "autoregressive": "autoregressive", "grammar": "grammar", "prompt_lookup": PromptLookup(branches=2),
+    "chain": Speculative(length=3), "static tree": Speculative(tree="static"),
+    "dynamic tree": Speculative(tree="dynamic", nodes=8), "staged": Staged(), "merged": "grammar+prompt_lookup",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", RECORDED.values(), ids=RECORDED)
+def test_steps_with_a_guide_on_the_device_can_be_recorded(model, monkeypatch, strategy):
+    """Masks and commits are part of the recorded step, in which nothing waits and no shape changes."""
+    monkeypatch.setenv("DECODERS_CONSTRAINT_BACKEND", "table")
+    options = dict(rows=3, grammar=[decoders.json_schema(PERSON), None, decoders.regex(DATE)], **SAMPLED)
+    host = run(model, strategy, **options)
+    on_device(monkeypatch)
+    made = Views.__init__
+    monkeypatch.setattr(Views, "__init__", lambda views, rows, whole: made(views, rows, True))
+    recorded = []
+    monkeypatch.setattr(loop, "CapturedSteps", lambda body: recorded.append(body) or Replays(body))
+    monkeypatch.setattr(loop._Call, "_can_capture", ready)
+    out = run(model, strategy, **options)
+    assert torch.equal(host.sequences, out.sequences) and host.report.steps == out.report.steps
+    assert len(recorded) == 1
+
+
+def ready(call: Any) -> bool:
+    """What the loop asks before it records, but for the device and its kernels."""
+    parts = [call.request.strategy, call.guide, *call.drafters]
+    assert all(part.on_device for part in parts)
+    return True

@@ -1,0 +1,110 @@
+"""A tabulated grammar by tokens instead of bytes: every step is one look-up, on whatever device the tables lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .base import Tables, Tabulated, unpack
+from .vocabulary import Vocabulary
+
+#: Most entries of a table; what needs more is walked on the host.
+ENTRIES = 1 << 24
+#: Entries of a table that are worked out at a time: 32 MB of states.
+CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """The states ``S`` of a grammar by its tokens. Tokens that lead from every state to the same one share a column.
+
+    Attributes:
+        next: ``[S, K]`` int64, state after a token of each column, 0 if it is illegal. Nothing is legal in column 0.
+        columns: ``[V]`` int64, column of each token.
+    """
+
+    next: Tensor
+    columns: Tensor
+    _forced: dict[int, Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def of(grammar: Tabulated, device: torch.device) -> TokenTable | None:
+        """The table of a grammar, made once per device and kept as long as the grammar; None if it would be too large."""
+        known = _TABLES.setdefault(grammar, {})
+        if device not in known:
+            known[device] = _made(grammar.tables(), grammar.vocabulary, device)
+        return known[device]
+
+    def forced(self, grammar: Tabulated, limit: int) -> Tensor:
+        """``[S, limit]`` int64, the tokens that each state of `grammar`, which this is the table of, forces; -1 behind them."""
+        if limit not in self._forced:
+            runs = torch.full((len(self.next), limit), -1)
+            for state in {grammar.first, *self.next.unique().tolist()} - {0}:
+                run = grammar.forced_tokens(state, limit)
+                runs[state, : len(run)] = torch.tensor(run, dtype=torch.int64)
+            self._forced[limit] = runs.to(self.next.device)
+        return self._forced[limit]
+
+
+_TABLES: WeakKeyDictionary[Tabulated, dict[torch.device, TokenTable | None]] = WeakKeyDictionary()
+
+
+def _made(tables: Tables, vocabulary: Vocabulary, device: torch.device) -> TokenTable | None:
+    states = len(tables.next)
+    # Columns are told apart by two random sums of their states: two of them agree by chance once in 2^100.
+    chance = torch.Generator().manual_seed(0)
+    weights = torch.randint(-(1 << 62), 1 << 62, (2, states, 1), generator=chance).mul(2).add(1).to(device)
+    numbers = {(0, 0): 0}
+    kept = [torch.zeros(states, 1, dtype=torch.int64, device=device)]
+    columns = torch.zeros(len(vocabulary), dtype=torch.int64)
+    for tokens, reached in _walked(tables, vocabulary, device):
+        new, mine = [], []
+        for place, key in enumerate(map(tuple, (weights * reached).sum(1).T.tolist())):
+            if key not in numbers:
+                numbers[key] = len(numbers)
+                new.append(place)
+            mine.append(numbers[key])
+        columns[tokens] = torch.tensor(mine)
+        if len(numbers) * states > ENTRIES:
+            return None
+        kept.append(reached[:, new])
+    return TokenTable(torch.cat(kept, dim=1), columns.to(device))
+
+
+def _walked(tables: Tables, vocabulary: Vocabulary, device: torch.device) -> Iterator[tuple[list[int], Tensor]]:
+    """Some tokens at a time, and the states ``[S, tokens]`` that they lead to where they are legal, 0 elsewhere."""
+    states = len(tables.next)
+    here = torch.arange(states)
+    # Whatever has the dead state's mask no text comes to, and after a stop token nothing is legal.
+    living = (tables.mask_of != tables.mask_of[0]) & (here != tables.stopped)
+    some = np.bitwise_or.reduce(tables.masks[tables.mask_of[living].unique()].numpy(), axis=0, initial=0)
+    used = set(unpack(torch.from_numpy(some), len(vocabulary)).nonzero().flatten().tolist())
+    stops = [token for token in vocabulary.stops if token in used]
+    spelled = sorted(used.difference(stops), key=lambda token: len(vocabulary.tokens[token] or b""))
+    # A column of its own for what is behind a token's end: nothing moves.
+    after = torch.cat([tables.next.long()[:, tables.classes], here[:, None]], dim=1).to(device)
+    here, living, masks, mask_of = (t.to(device) for t in (here, living, tables.masks, tables.mask_of))
+
+    def legal(tokens: list[int], reached: Tensor) -> Tensor:
+        token = torch.tensor(tokens, device=device)
+        bits = (masks[:, token >> 5] >> (token & 31).int() & 1).bool()
+        return torch.where(bits[mask_of] & living[:, None], reached, 0)
+
+    if stops:
+        yield stops, legal(stops, torch.full((states, len(stops)), tables.stopped, device=device))
+    size = min(max(CHUNK // states, 1), 1 << 14)  # of about the same length
+    for begin in range(0, len(spelled), size):
+        tokens = spelled[begin : begin + size]
+        texts = [vocabulary.tokens[token] or b"" for token in tokens]
+        length = np.array([len(text) for text in texts])
+        spelling = np.full((len(texts), length[-1]), 256, np.int16)
+        spelling[np.arange(length[-1]) < length[:, None]] = np.frombuffer(b"".join(texts), np.uint8)
+        reached = here[:, None].expand(-1, len(tokens))
+        for byte in torch.from_numpy(spelling).to(device).long().T:
+            reached = after[reached, byte]
+        yield tokens, legal(tokens, reached)

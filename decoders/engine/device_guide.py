@@ -1,0 +1,201 @@
+"""Where rows stand in tabulated grammars, kept on the device: nothing here waits for it, so a whole step can be recorded.
+
+The interface is that of :class:`~decoders.engine.guide.Guide`, but for :meth:`DeviceGuide.commit`, which reads what a step
+left on the device instead of what the host has read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..constraints.base import Grammar, Tabulated, mask_words, unpack
+from ..constraints.token_table import TokenTable
+from ..errors import GrammarError
+from ..tree import Topology, TreeTensors
+from .core import StepOutput
+from .guide import LIES, Guide
+from .sampling import Masks
+
+#: Position that nothing leads out of: after an illegal token.
+DEAD = 0
+
+
+@dataclass(frozen=True)
+class Automaton:
+    """The grammars of a call as one table. A position is where a state's entries begin in it.
+
+    Attributes:
+        entries: 1-D int64; of every state its number, then the position that each column leads to.
+        free: position of rows that may write anything: every column leads back to it.
+        first: ``[B]`` int64, position of the empty text of each row.
+        columns: ``[G, V]`` int64, column of each token, counted from the state's position. grammar: ``[B]`` int64, each
+            row's grammar of the ``G``.
+        mask_of: ``[S]`` int64, row of `masks` of each state. masks: ``[R, W]`` int32; dead and free states allow all.
+        tables: the grammars and their own tables, in the order of their states; the first two states are dead and free.
+    """
+
+    entries: Tensor
+    free: int
+    first: Tensor
+    columns: Tensor
+    grammar: Tensor
+    mask_of: Tensor
+    masks: Tensor
+    tables: list[tuple[Tabulated, TokenTable]]
+    _forced: dict[int, Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def of(grammars: Sequence[Tabulated | None], vocabulary: int, device: torch.device) -> Automaton | None:
+        """The table of the rows' grammars; None if one is too large."""
+        distinct = list({id(g): g for g in grammars if g is not None}.values())
+        tables = [(grammar, TokenTable.of(grammar, device)) for grammar in distinct]
+        made = [(grammar, table) for grammar, table in tables if table is not None]
+        if len(made) < len(tables):
+            return None
+        wide = 1 + max((table.next.shape[1] for _, table in made), default=1)
+        free = wide  # behind the entries of the dead state, which is wide enough for every column
+        entries = [torch.zeros(wide, dtype=torch.int64), torch.full((wide,), free)]
+        entries[1][0] = 1
+        columns = [torch.ones(vocabulary, dtype=torch.int64)]
+        mask_of, masks = [torch.zeros(2, dtype=torch.int64)], [torch.full((1, mask_words(vocabulary)), -1).int()]
+        position, states, rows, begins = 2 * wide, 2, 1, {}
+        for place, (grammar, table) in enumerate(made, start=1):
+            own, width = grammar.tables(), table.next.shape[1] + 1
+            leads = torch.where(table.next > 0, position + table.next * width, DEAD)
+            number = torch.arange(states, states + len(leads), device=device)
+            entries.append(torch.cat([number[:, None], leads], dim=1).flatten())
+            columns.append(table.columns + 1)
+            mask_of.append(own.mask_of + rows)
+            masks.append(own.masks)
+            begins[id(grammar)] = (place, position + grammar.first * width)
+            position, states, rows = position + len(entries[-1]), states + len(leads), rows + len(own.masks)
+        starts = [begins[id(grammar)] if grammar is not None else (0, free) for grammar in grammars]
+        joined = (torch.cat([part.to(device) for part in parts]) for parts in (entries, mask_of, masks))
+        entry, mask, words = joined
+        grammar_of, first = torch.tensor(starts, device=device).reshape(-1, 2).unbind(1)
+        stacked = torch.stack([part.to(device) for part in columns])
+        return Automaton(entry, free, first, stacked, grammar_of, mask, words, made)
+
+    def column(self, tokens: Tensor) -> Tensor:
+        """Columns of tokens ``[B, n]``; those of negative ones mean nothing."""
+        return self.columns[self.grammar[:, None], tokens.clamp(min=0)]
+
+    def state(self, positions: Tensor) -> Tensor:
+        """Numbers of the states at `positions`."""
+        return self.entries[positions]
+
+    def forced(self, limit: int) -> Tensor:
+        """``[S, limit]`` int64, the tokens that every state forces, -1 behind them. Made once per limit, by the host."""
+        if limit not in self._forced:
+            nothing = torch.full((2, limit), -1, device=self.entries.device)
+            runs = [table.forced(grammar, limit) for grammar, table in self.tables]
+            self._forced[limit] = torch.cat([nothing, *runs])
+        return self._forced[limit]
+
+
+class DeviceGuide:
+    """Rows in tabulated grammars, for one model of a call.
+
+    Attributes:
+        positions: ``[B]`` int64, updated in place; dead after an illegal token, free for rows that have ended.
+    """
+
+    on_device = True
+
+    def __init__(self, automaton: Automaton, vocabulary: int, outer: DeviceGuide | None = None) -> None:
+        self.automaton, self.vocabulary, self.outer = automaton, vocabulary, outer
+        self.positions = automaton.first.clone()
+        self._lost = torch.zeros_like(self.positions, dtype=torch.bool)
+        self._nodes = self.positions[:, None]
+
+    @staticmethod
+    def of(grammars: Sequence[Grammar | None], vocabulary: int, device: torch.device) -> DeviceGuide | None:
+        """A guide at the beginning of every row's text; None if a grammar has no table, or too large a one."""
+        tabulated = [grammar for grammar in grammars if grammar is None or isinstance(grammar, Tabulated)]
+        automaton = Automaton.of(tabulated, vocabulary, device) if len(tabulated) == len(grammars) else None
+        return DeviceGuide(automaton, vocabulary) if automaton is not None else None
+
+    def ahead(self) -> DeviceGuide:
+        """A guide for a draft model that writes ahead of this one's rows."""
+        return DeviceGuide(self.automaton, self.vocabulary, self)
+
+    def follow(self) -> None:
+        """Goes to where the rows are that this guide runs ahead of."""
+        assert self.outer is not None, "the target's guide follows nobody"
+        self.positions.copy_(self.outer.positions)
+
+    def block(self, guesses: Tensor, shape: Topology | TreeTensors, depth: int | None = None) -> tuple[Tensor, Masks]:
+        """See :meth:`Guide.block`; the walk is as long as `depth` says."""
+        tree, automaton = shape.padded(guesses.shape[1] + 1), self.automaton
+        if isinstance(tree, Topology):
+            tree = tree.tensors(len(guesses), guesses.device)
+        tokens = torch.nn.functional.pad(guesses, (1, 0), value=-1)  # nobody asks for the root's
+        guessed = tree.candidates & (tokens >= 0)
+        column, still = automaton.column(tokens), self._still(len(tree))
+        reached = still
+        for _ in range(len(tree) - 1 if depth is None else depth):
+            after = automaton.entries[reached.gather(1, tree.parents) + column]
+            reached = torch.where(guessed, after, still)
+        self._nodes = reached
+        return torch.where(guessed & (reached == DEAD), -1, tokens)[:, 1:], self._masks(reached)
+
+    def end(self) -> Masks:
+        """What may follow every row, ``N`` is 1. The rows' ends become the roots of trees that :meth:`grow` continues."""
+        self._nodes = self.positions[:, None].clone()
+        return self._masks(self._nodes)
+
+    def grow(self, tokens: Tensor, parents: Tensor, before: int) -> Masks:
+        """See :meth:`Guide.grow`; all parents are among the nodes before."""
+        above = self._nodes[:, :before]
+        after = self.automaton.entries[above.gather(1, parents) + self.automaton.column(tokens)]
+        new = torch.where(tokens >= 0, after, self._still(tokens.shape[1] + 1)[:, 1:])
+        self._nodes = torch.cat([above, new], dim=1)
+        return self._masks(new)
+
+    def append(self, tokens: Tensor) -> None:
+        """Every row has got one more token, ``[B]``."""
+        after = self.automaton.entries[self.positions + self.automaton.column(tokens[:, None])[:, 0]]
+        self.positions.copy_(after)
+
+    def accept(self, out: StepOutput) -> None:
+        """The rows have got what a step made of the last block."""
+        # The last token follows the deepest accepted node, whose position the block has found.
+        last = (out.summary[0] - 1).clamp(min=0)[:, None]
+        reached = self._nodes.gather(1, out.path.gather(1, last))
+        after = self.automaton.entries[reached + self.automaton.column(out.new.gather(1, last))]
+        self.positions.copy_(torch.where(out.summary[0] > 0, after[:, 0], self.positions))
+
+    def commit(self, out: StepOutput, ended: Tensor) -> None:
+        """As :meth:`accept`, for tokens that stay. ended: ``[B]`` bool, rows that are through."""
+        self.accept(out)
+        self._lost.logical_or_((self.positions == DEAD) & ~ended)
+        self.positions.masked_fill_(ended, self.automaton.free)
+
+    def check(self) -> None:
+        """Raises what :meth:`Guide.commit` raises at once. Reads the device: not for use between steps."""
+        lost = self._lost.tolist()
+        if any(lost):
+            raise GrammarError(LIES.format(row=lost.index(True)))
+
+    def forced(self, limit: int) -> Tensor:
+        """``[B, limit]`` int64, the tokens that must come next, -1 behind the last one."""
+        return self.automaton.forced(limit)[self.automaton.state(self.positions)]
+
+    def _still(self, nodes: int) -> Tensor:
+        """``[B, nodes]``: where the rows stand, and nowhere; free rows are free everywhere."""
+        free = torch.where(self.positions == self.automaton.free, self.positions, DEAD)
+        return torch.cat([self.positions[:, None], free[:, None].expand(-1, nodes - 1)], dim=1)
+
+    def _masks(self, positions: Tensor) -> Masks:
+        rows = self.automaton.mask_of[self.automaton.state(positions)]
+        return Masks(unpack(self.automaton.masks[rows], self.vocabulary))
+
+
+def guide_of(grammars: Sequence[Grammar | None], vocabulary: int, device: torch.device) -> Guide | DeviceGuide:
+    """The guide that suits the device: on CUDA one that stays there, if all grammars can be walked there."""
+    made = DeviceGuide.of(grammars, vocabulary, device) if device.type == "cuda" else None
+    return made if made is not None else Guide.of(grammars, vocabulary, device)
