@@ -92,7 +92,12 @@ class Walked(Backend):
 BACKENDS: list[type[Backend]] = [Walked, Table]
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param(b, id=b.name, marks=pytest.mark.slow if b is Walked else ()) for b in BACKENDS
+    ],  # the plain one is slow
+)
 def test_backend_keeps_the_contract(backend):
     check_backend(backend)
 

@@ -45,8 +45,14 @@ def pair() -> tuple[PreTrainedModel, PreTrainedModel]:
 
 # The compiler itself warns about deprecated parts of torch.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [
+        pytest.param(kind, rows, id=f"{kind}-{rows}", marks=pytest.mark.slow if kind != "chain" and rows == 1 else ())
+        for kind in CASES
+        for rows in (1, 4)
+    ],
+)
 def test_later_calls_compile_nothing(pair, kind, rows):
     (model, draft), (first, later) = pair, CASES[kind]
 

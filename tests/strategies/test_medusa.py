@@ -118,6 +118,7 @@ def test_noise_helps_the_heads_to_guess_what_is_drawn():
 # --- other verifiers
 
 
+@pytest.mark.slow
 def test_draws_under_tree_rejection_follow_the_target():
     """The third token of many rows, drawn with medusa's guesses accepted or rejected, against its exact distribution."""
     rows, model = 3000, decoders.enable(tiny_model("llama"))
