@@ -17,6 +17,7 @@ from ..errors import SettingsError, UnknownNameError
 from ..names import canonical
 from ..plugins import registry
 from ..settings import RuntimeSettings, load_settings
+from .grammar_subjects import subjects
 from .variants import Variant, assistant_tokens, parse
 
 #: transformers' generate with its dynamic cache: what every ratio refers to, and greedy "identical" too.
@@ -231,8 +232,13 @@ def strategy_contestants(
 
 
 def named_grammar(name: str) -> Spec:
-    """The grammar that stands in the brackets: of the library, of a file, or all texts under the name of ``anything``."""
-    return regex(r"(?:.|\n)*") if name == ANYTHING else named(name)
+    """The grammar that stands in the brackets: of the library, of a file, one that ``decoders bench grammar`` measures, or all
+    texts under the name of ``anything``.
+    """
+    if name == ANYTHING:
+        return regex(r"(?:.|\n)*")
+    measured = next((subject for subject in subjects() if subject.name == name), None)
+    return measured.spec() if measured is not None else named(name)
 
 
 def _contestant(

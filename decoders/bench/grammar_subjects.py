@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .. import library
+from ..constraints.asked import named
 from ..constraints.base import Language
 from ..constraints.json_schema import JsonSchema
+from ..constraints.specs import Spec
 
 
 @dataclass(frozen=True)
@@ -17,13 +18,16 @@ class Subject:
     """A grammar.
 
     Attributes:
-        name: what it is called in tables. text: one that follows it.
-        language: makes it, which for a schema is part of what is measured.
+        name: what it is called in tables. text: one that follows it. spec: makes its specification anew.
     """
 
     name: str
     text: str
-    language: Callable[[], Language]
+    spec: Callable[[], Spec]
+
+    def language(self) -> Language:
+        """Made anew: for a schema that is part of what is measured."""
+        return self.spec().language()
 
 
 def subjects() -> tuple[Subject, ...]:
@@ -51,9 +55,9 @@ def subjects() -> tuple[Subject, ...]:
                     value=_INTEGER, children=_list({"$ref": "#/$defs/node"}))}},
                 {"value": 1, "children": [{"value": 2, "children": []}, {"value": 3, "children": [
                     {"value": 4, "children": []}]}]}),
-        Subject("iso_date", "2024-02-29", lambda: Language("iso_date", regex=library.read("iso_date.regex"))),
+        Subject("iso_date", "2024-02-29", lambda: named("iso_date")),
         Subject("json", '{"a": [1, 2.5e3, null, true], "b": {"c": "text \\u00e9", "d": []}}',
-                lambda: Language("json", lark=library.read("json.lark"))),
+                lambda: named("json")),
     )  # fmt: skip
 
 
@@ -73,4 +77,4 @@ def _pattern(pattern: str) -> dict[str, Any]:
 
 
 def _schema(name: str, schema: dict[str, Any], value: Any) -> Subject:
-    return Subject(name, json.dumps(value), lambda: JsonSchema(schema).language())
+    return Subject(name, json.dumps(value), lambda: JsonSchema(schema))

@@ -18,11 +18,12 @@ from decoders.cli import app
 from decoders.cli.bench_grammar import vocabulary_sizes
 from decoders.constraints.base import Backend, Grammar, Language, Policy
 from decoders.constraints.llguidance import LLGuidance
+from decoders.constraints.specs import Regex
 from decoders.constraints.vocabulary import Vocabulary
 from decoders.errors import GrammarError, SettingsError
 
 BYTES = Vocabulary([*(bytes([byte]) for byte in range(256)), b'":', b'", "', b"aa", None], [259])
-WORD = Subject("word", "aab", lambda: Language("word", regex="[ab]{1,20}"))
+WORD = Subject("word", "aab", lambda: Regex("[ab]{1,20}", label="word"))
 
 
 class Never(Backend):
@@ -46,7 +47,7 @@ def test_every_figure_is_there_and_a_refusal_has_its_reason() -> None:
 
 def test_a_text_that_does_not_follow_its_grammar_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"the text goes on with b'c'"):
-        g.measure(Subject("word", "abc", WORD.language), [LLGuidance()], BYTES, 1)
+        g.measure(Subject("word", "abc", WORD.spec), [LLGuidance()], BYTES, 1)
 
 
 @pytest.mark.parametrize("subject", subjects(), ids=lambda subject: subject.name)
