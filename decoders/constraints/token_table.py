@@ -30,7 +30,7 @@ class TokenTable:
 
     next: Tensor
     columns: Tensor
-    _forced: dict[int, Tensor] = field(default_factory=dict)
+    _forced: dict[tuple[int, bool], Tensor] = field(default_factory=dict)
 
     @staticmethod
     def of(grammar: Tabulated, device: torch.device) -> TokenTable | None:
@@ -40,15 +40,16 @@ class TokenTable:
             known[device] = _made(grammar.tables(), grammar.vocabulary, device)
         return known[device]
 
-    def forced(self, grammar: Tabulated, limit: int) -> Tensor:
+    def forced(self, grammar: Tabulated, limit: int, bytewise: bool) -> Tensor:
         """``[S, limit]`` int64, the tokens that each state of `grammar`, which this is the table of, forces; -1 behind them."""
-        if limit not in self._forced:
+        if (limit, bytewise) not in self._forced:
             runs = torch.full((len(self.next), limit), -1)
             for state in {grammar.first, *self.next.unique().tolist()} - {0}:
                 run = grammar.forced_tokens(state, limit)
+                run = grammar.vocabulary.bytewise(run)[:limit] if bytewise else run
                 runs[state, : len(run)] = torch.tensor(run, dtype=torch.int64)
-            self._forced[limit] = runs.to(self.next.device)
-        return self._forced[limit]
+            self._forced[limit, bytewise] = runs.to(self.next.device)
+        return self._forced[limit, bytewise]
 
 
 _TABLES: WeakKeyDictionary[Tabulated, dict[torch.device, TokenTable | None]] = WeakKeyDictionary()

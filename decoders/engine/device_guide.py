@@ -46,7 +46,7 @@ class Automaton:
     mask_of: Tensor
     masks: Tensor
     tables: list[tuple[Tabulated, TokenTable]]
-    _forced: dict[int, Tensor] = field(default_factory=dict)
+    _forced: dict[tuple[int, bool], Tensor] = field(default_factory=dict)
 
     @staticmethod
     def of(grammars: Sequence[Tabulated | None], vocabulary: int, device: torch.device) -> Automaton | None:
@@ -88,13 +88,13 @@ class Automaton:
         """Numbers of the states at `positions`."""
         return self.entries[positions]
 
-    def forced(self, limit: int) -> Tensor:
+    def forced(self, limit: int, bytewise: bool) -> Tensor:
         """``[S, limit]`` int64, the tokens that every state forces, -1 behind them. Made once per limit, by the host."""
-        if limit not in self._forced:
+        if (limit, bytewise) not in self._forced:
             nothing = torch.full((2, limit), -1, device=self.entries.device)
-            runs = [table.forced(grammar, limit) for grammar, table in self.tables]
-            self._forced[limit] = torch.cat([nothing, *runs])
-        return self._forced[limit]
+            runs = [table.forced(grammar, limit, bytewise) for grammar, table in self.tables]
+            self._forced[limit, bytewise] = torch.cat([nothing, *runs])
+        return self._forced[limit, bytewise]
 
 
 class DeviceGuide:
@@ -181,9 +181,9 @@ class DeviceGuide:
         if any(lost):
             raise GrammarError(LIES.format(row=lost.index(True)))
 
-    def forced(self, limit: int) -> Tensor:
-        """``[B, limit]`` int64, the tokens that must come next, -1 behind the last one."""
-        return self.automaton.forced(limit)[self.automaton.state(self.positions)]
+    def forced(self, limit: int, bytewise: bool = False) -> Tensor:
+        """``[B, limit]`` int64, see :meth:`Guide.forced`."""
+        return self.automaton.forced(limit, bytewise)[self.automaton.state(self.positions)]
 
     def _still(self, nodes: int) -> Tensor:
         """``[B, nodes]``: where the rows stand, and nowhere; free rows are free everywhere."""

@@ -83,8 +83,8 @@ class Text(ABC):
         """`position` is committed: nothing before it is asked for again. Returns how it is called from now on."""
 
     @abstractmethod
-    def forced(self, position: Any, limit: int) -> list[int]:
-        """The tokens that must come next, as the tokenizer writes them."""
+    def forced(self, position: Any, limit: int, bytewise: bool) -> list[int]:
+        """The tokens that must come next: as the tokenizer writes them, or one for each byte of these."""
 
 
 class FreeText(Text):
@@ -101,7 +101,7 @@ class FreeText(Text):
     def settle(self, position: Any) -> Any:
         return position
 
-    def forced(self, position: Any, limit: int) -> list[int]:
+    def forced(self, position: Any, limit: int, bytewise: bool) -> list[int]:
         return []
 
 
@@ -124,8 +124,9 @@ class TabulatedText(Text):
     def settle(self, position: int) -> int:
         return position
 
-    def forced(self, position: int, limit: int) -> list[int]:
-        return self.grammar.forced_tokens(position, limit)
+    def forced(self, position: int, limit: int, bytewise: bool) -> list[int]:
+        run = self.grammar.forced_tokens(position, limit)
+        return self.grammar.vocabulary.bytewise(run)[:limit] if bytewise else run
 
 
 class MatchedText(Text):
@@ -156,9 +157,10 @@ class MatchedText(Text):
         self.known.clear()
         return ()
 
-    def forced(self, position: tuple[int, ...], limit: int) -> list[int]:
+    def forced(self, position: tuple[int, ...], limit: int, bytewise: bool) -> list[int]:
         self._go(position)
-        return self.matcher.forced_tokens(limit)
+        run = self.matcher.forced_tokens(limit)
+        return self.matcher.grammar.vocabulary.bytewise(run)[:limit] if bytewise else run
 
     def _go(self, position: tuple[int, ...]) -> bool:
         """Brings the matcher to `position`, or as near as is legal."""
@@ -295,10 +297,13 @@ class Guide:
             else:
                 self.positions[row] = text.settle(self.positions[row])
 
-    def forced(self, limit: int) -> Tensor:
-        """``[B, K]`` int64, the tokens that must come next, -1 behind the last one; ``K`` is at most `limit`."""
+    def forced(self, limit: int, bytewise: bool = False) -> Tensor:
+        """``[B, K]`` int64, the tokens that must come next, -1 behind the last one; ``K`` is at most `limit`.
+
+        As the tokenizer writes them, or `bytewise`: a token for each byte of these.
+        """
         runs = [
-            text.forced(position, limit) if position is not None else []
+            text.forced(position, limit, bytewise) if position is not None else []
             for text, position in zip(self.texts, self.positions, strict=True)
         ]
         longest = max(map(len, runs))
