@@ -7,9 +7,9 @@ word ``v // 32`` says whether token ``v`` may come next.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ class Language:
     regex: str | None = None
     lark: str | None = None
     remarks: tuple[str, ...] = ()
-    whole: Any = None
+    whole: Callable[[str], None] | None = None
 
 
 @dataclass(frozen=True)
