@@ -111,6 +111,10 @@ def instance(strategy: Strategy | type[Strategy]) -> Strategy:
 
 
 def label(strategy: Strategy) -> str:
-    """Name and the settings that differ from their defaults, for a test id."""
+    """Name and the settings that differ from their defaults, for a test id.
+
+    Numbers and words in full, the rest by name alone: a path may differ from one worker of pytest-xdist to the next.
+    """
     changed = strategy.settings.model_dump(exclude_defaults=True)
-    return strategy.name + (f"[{','.join(f'{k}={v}' for k, v in changed.items())}]" if changed else "")
+    shown = [f"{k}={v}" if isinstance(v, (int, float)) or str(v).isidentifier() else k for k, v in changed.items()]
+    return strategy.name + (f"[{','.join(shown)}]" if shown else "")

@@ -122,7 +122,11 @@ def test_settings_of_merged_strategies_are_keyed_by_strategy(llama: PreTrainedMo
     assert_refused(llama, SettingsError, "only once", strategy="prompt_lookup+prompt_lookup")
 
 
-@pytest.mark.parametrize("strategy", [42, object(), {"name": "prompt_lookup"}, GenerationConfig, True], ids=repr)
+@pytest.mark.parametrize(
+    "strategy",
+    [42, object(), {"name": "prompt_lookup"}, GenerationConfig, True],
+    ids=["int", "object", "dict", "class", "bool"],
+)
 def test_a_strategy_is_a_name_a_class_or_an_object(llama: PreTrainedModel, strategy: Any) -> None:
     assert_refused(llama, SettingsError, "strategy", strategy=strategy)
 
@@ -134,7 +138,7 @@ def test_settings_do_not_go_beside_a_strategy_object(llama: PreTrainedModel) -> 
 @pytest.mark.parametrize(
     "own",
     [dict(strategy_config={"length": 3}), dict(seed=1), dict(generator=torch.Generator()), dict(grammar="a*")],
-    ids=str,
+    ids=lambda own: next(iter(own)),
 )
 def test_our_keywords_need_a_strategy(llama: PreTrainedModel, own: dict[str, Any]) -> None:
     assert_refused(
