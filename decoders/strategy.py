@@ -21,7 +21,6 @@ from .tree import Topology, TreeTensors
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from .engine.device_guide import DeviceGuide
     from .engine.drafter import Drafter
     from .engine.guide import Guide
     from .engine.sampling import SamplingInputs, SamplingPlan
@@ -73,7 +72,7 @@ class Context:
     level: int = 0
     plan: SamplingPlan | None = None
     sampling: SamplingInputs | None = None
-    guide: Guide | DeviceGuide | None = None
+    guide: Guide | None = None
 
 
 @dataclass(frozen=True)

@@ -109,8 +109,12 @@ class Tabulated(Grammar):
         """The state after `token`; 0 if it is illegal. A stop token leads to a state of its own, which allows nothing more."""
 
     @abstractmethod
+    def forced_bytes(self, state: int) -> bytes:
+        """The bytes that every continuation begins with, as a matcher in `state` says them."""
+
     def forced_tokens(self, state: int, limit: int) -> list[int]:
-        """The tokens that the tokenizer itself would write the forced bytes with, as a matcher in `state` says them."""
+        """The tokens that the tokenizer itself would write them with, see :meth:`Matcher.forced_tokens`."""
+        return self.vocabulary.canonical(self.forced_bytes(state))[:limit]
 
     @abstractmethod
     def tables(self) -> Tables:

@@ -30,7 +30,7 @@ class TokenTable:
 
     next: Tensor
     columns: Tensor
-    _forced: dict[tuple[int, bool], Tensor] = field(default_factory=dict)
+    _forced: list[Tensor] = field(default_factory=list)
 
     @staticmethod
     def of(grammar: Tabulated, device: torch.device) -> TokenTable | None:
@@ -40,16 +40,18 @@ class TokenTable:
             known[device] = _made(grammar.tables(), grammar.vocabulary, device)
         return known[device]
 
-    def forced(self, grammar: Tabulated, limit: int, bytewise: bool) -> Tensor:
-        """``[S, limit]`` int64, the tokens that each state of `grammar`, which this is the table of, forces; -1 behind them."""
-        if (limit, bytewise) not in self._forced:
-            runs = torch.full((len(self.next), limit), -1)
+    def forced(self, grammar: Tabulated) -> Tensor:
+        """``[S, 3]`` int64: what each state of `grammar`, which this is the table of, forces: how many bytes, the first one,
+        and the token that the tokenizer writes there; -1 for no byte and no token.
+        """
+        if not self._forced:
+            rows = torch.tensor([[0, -1, -1]]).repeat(len(self.next), 1)
             for state in {grammar.first, *self.next.unique().tolist()} - {0}:
-                run = grammar.forced_tokens(state, limit)
-                run = grammar.vocabulary.bytewise(run)[:limit] if bytewise else run
-                runs[state, : len(run)] = torch.tensor(run, dtype=torch.int64)
-            self._forced[limit, bytewise] = runs.to(self.next.device)
-        return self._forced[limit, bytewise]
+                if text := grammar.forced_bytes(state):
+                    token = (*grammar.forced_tokens(state, 1), -1)[0]
+                    rows[state] = torch.tensor([len(text), text[0], token])
+            self._forced.append(rows)
+        return self._forced[0]
 
 
 _TABLES: WeakKeyDictionary[Tabulated, dict[torch.device, TokenTable | None]] = WeakKeyDictionary()

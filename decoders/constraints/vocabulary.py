@@ -110,11 +110,6 @@ class Vocabulary:
             begin += len(self.tokens[token] or b"")
         return tokens
 
-    def bytewise(self, tokens: Sequence[int]) -> list[int]:
-        """The bytes of `tokens`, each as a token of its own; nothing if one of them has none."""
-        spelled = [self.ids.get(bytes([byte])) for byte in self.spell(tokens)]
-        return [token for token in spelled if token is not None] if None not in spelled else []
-
     def _greedy(self, text: str) -> list[int]:
         """Longest match first; empty if some byte has no token."""
         rest = text.encode()

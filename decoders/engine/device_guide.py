@@ -1,13 +1,10 @@
-"""Where rows stand in tabulated grammars, kept on the device: nothing here waits for it, so a whole step can be recorded.
-
-The interface is that of :class:`~decoders.engine.guide.Guide`, but for :meth:`DeviceGuide.commit`, which reads what a step
-left on the device instead of what the host has read.
-"""
+"""Where rows stand in tabulated grammars, kept on the device: nothing here waits for it, so a whole step can be recorded."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -15,10 +12,13 @@ from torch import Tensor
 from ..constraints.base import Grammar, Tabulated, mask_words, unpack
 from ..constraints.token_table import TokenTable
 from ..errors import GrammarError
+from ..strategy import Sequences
 from ..tree import Topology, TreeTensors
 from .core import StepOutput
 from .guide import LIES, Guide
+from .host_guide import HostGuide
 from .sampling import Masks
+from .spelling import DeviceHabits, spell
 
 #: Position that nothing leads out of: after an illegal token.
 DEAD = 0
@@ -46,7 +46,6 @@ class Automaton:
     mask_of: Tensor
     masks: Tensor
     tables: list[tuple[Tabulated, TokenTable]]
-    _forced: dict[tuple[int, bool], Tensor] = field(default_factory=dict)
 
     @staticmethod
     def of(grammars: Sequence[Tabulated | None], vocabulary: int, device: torch.device) -> Automaton | None:
@@ -88,17 +87,17 @@ class Automaton:
         """Numbers of the states at `positions`."""
         return self.entries[positions]
 
-    def forced(self, limit: int, bytewise: bool) -> Tensor:
-        """``[S, limit]`` int64, the tokens that every state forces, -1 behind them. Made once per limit, by the host."""
-        if (limit, bytewise) not in self._forced:
-            nothing = torch.full((2, limit), -1, device=self.entries.device)
-            runs = [table.forced(grammar, limit, bytewise) for grammar, table in self.tables]
-            self._forced[limit, bytewise] = torch.cat([nothing, *runs])
-        return self._forced[limit, bytewise]
+    @cached_property
+    def forced(self) -> tuple[Tensor, Tensor, Tensor]:
+        """``room``, ``byte`` and ``canonical`` of every state, as :func:`~decoders.engine.spelling.spell` wants them."""
+        nothing = torch.tensor([[0, -1, -1]] * 2)
+        parts = [table.forced(grammar) for grammar, table in self.tables]
+        room, byte, canonical = torch.cat([nothing, *parts]).to(self.entries.device).unbind(1)
+        return room, byte, canonical
 
 
-class DeviceGuide:
-    """Rows in tabulated grammars, for one model of a call.
+class DeviceGuide(Guide):
+    """Rows in tabulated grammars.
 
     Attributes:
         positions: ``[B]`` int64, updated in place; dead after an illegal token, free for rows that have ended.
@@ -106,30 +105,39 @@ class DeviceGuide:
 
     on_device = True
 
-    def __init__(self, automaton: Automaton, vocabulary: int, outer: DeviceGuide | None = None) -> None:
-        self.automaton, self.vocabulary, self.outer = automaton, vocabulary, outer
+    def __init__(self, automaton: Automaton, vocabulary: int, speller: Callable[..., Tensor]) -> None:
+        self.automaton, self.vocabulary, self.speller = automaton, vocabulary, speller
+        self.outer: DeviceGuide | None = None
         self.positions = automaton.first.clone()
         self._lost = torch.zeros_like(self.positions, dtype=torch.bool)
         self._nodes = self.positions[:, None]
+        self._habits: DeviceHabits | None = None
 
     @staticmethod
-    def of(grammars: Sequence[Grammar | None], vocabulary: int, device: torch.device) -> DeviceGuide | None:
-        """A guide at the beginning of every row's text; None if a grammar has no table, or too large a one."""
+    def of(
+        grammars: Sequence[Grammar | None],
+        vocabulary: int,
+        device: torch.device,
+        compile: Callable[[Callable], Callable] = lambda function: function,
+    ) -> DeviceGuide | None:
+        """A guide at the beginning of every row's text; None if a grammar has no table, or too large a one.
+
+        `compile` is called with the tensor function :func:`~decoders.engine.spelling.spell`.
+        """
         tabulated = [grammar for grammar in grammars if grammar is None or isinstance(grammar, Tabulated)]
         automaton = Automaton.of(tabulated, vocabulary, device) if len(tabulated) == len(grammars) else None
-        return DeviceGuide(automaton, vocabulary) if automaton is not None else None
+        return DeviceGuide(automaton, vocabulary, compile(spell)) if automaton is not None else None
 
     def ahead(self) -> DeviceGuide:
-        """A guide for a draft model that writes ahead of this one's rows."""
-        return DeviceGuide(self.automaton, self.vocabulary, self)
+        guide = DeviceGuide(self.automaton, self.vocabulary, self.speller)
+        guide.outer = self
+        return guide
 
     def follow(self) -> None:
-        """Goes to where the rows are that this guide runs ahead of."""
         assert self.outer is not None, "the target's guide follows nobody"
         self.positions.copy_(self.outer.positions)
 
     def block(self, guesses: Tensor, shape: Topology | TreeTensors, depth: int | None = None) -> tuple[Tensor, Masks]:
-        """See :meth:`Guide.block`; the walk is as long as `depth` says."""
         tree, automaton = shape.padded(guesses.shape[1] + 1), self.automaton
         if isinstance(tree, Topology):
             tree = tree.tensors(len(guesses), guesses.device)
@@ -144,12 +152,10 @@ class DeviceGuide:
         return torch.where(guessed & (reached == DEAD), -1, tokens)[:, 1:], self._masks(reached)
 
     def end(self) -> Masks:
-        """What may follow every row, ``N`` is 1. The rows' ends become the roots of trees that :meth:`grow` continues."""
         self._nodes = self.positions[:, None].clone()
         return self._masks(self._nodes)
 
     def grow(self, tokens: Tensor, parents: Tensor, before: int) -> Masks:
-        """See :meth:`Guide.grow`; all parents are among the nodes before."""
         above = self._nodes[:, :before]
         after = self.automaton.entries[above.gather(1, parents) + self.automaton.column(tokens)]
         new = torch.where(tokens >= 0, after, self._still(tokens.shape[1] + 1)[:, 1:])
@@ -157,12 +163,10 @@ class DeviceGuide:
         return self._masks(new)
 
     def append(self, tokens: Tensor) -> None:
-        """Every row has got one more token, ``[B]``."""
         after = self.automaton.entries[self.positions + self.automaton.column(tokens[:, None])[:, 0]]
         self.positions.copy_(after)
 
     def accept(self, out: StepOutput) -> None:
-        """The rows have got what a step made of the last block."""
         # The last token follows the deepest accepted node, whose position the block has found.
         last = (out.summary[0] - 1).clamp(min=0)[:, None]
         reached = self._nodes.gather(1, out.path.gather(1, last))
@@ -170,20 +174,26 @@ class DeviceGuide:
         self.positions.copy_(torch.where(out.summary[0] > 0, after[:, 0], self.positions))
 
     def commit(self, out: StepOutput, ended: Tensor) -> None:
-        """As :meth:`accept`, for tokens that stay. ended: ``[B]`` bool, rows that are through."""
         self.accept(out)
         self._lost.logical_or_((self.positions == DEAD) & ~ended)
         self.positions.masked_fill_(ended, self.automaton.free)
 
     def check(self) -> None:
-        """Raises what :meth:`Guide.commit` raises at once. Reads the device: not for use between steps."""
         lost = self._lost.tolist()
         if any(lost):
             raise GrammarError(LIES.format(row=lost.index(True)))
 
-    def forced(self, limit: int, bytewise: bool = False) -> Tensor:
-        """``[B, limit]`` int64, see :meth:`Guide.forced`."""
-        return self.automaton.forced(limit, bytewise)[self.automaton.state(self.positions)]
+    def forced(self, sequences: Sequences, limit: int) -> Tensor:
+        automaton = self.automaton
+        if not automaton.tables:
+            return torch.full((len(self.positions), limit), -1, device=self.positions.device)
+        if self._habits is None:
+            self._habits = DeviceHabits(len(self.positions), automaton.tables[0][0].vocabulary, self.positions.device)
+        self._habits.read(sequences)
+        return self.speller(
+            limit, self.positions, sequences.last[:, 0], self._habits.after, self._habits.begun, self._habits.sizes,
+            automaton.columns, automaton.grammar, automaton.entries, *automaton.forced,
+        )  # fmt: skip
 
     def _still(self, nodes: int) -> Tensor:
         """``[B, nodes]``: where the rows stand, and nowhere; free rows are free everywhere."""
@@ -195,7 +205,12 @@ class DeviceGuide:
         return Masks(unpack(self.automaton.masks[rows], self.vocabulary))
 
 
-def guide_of(grammars: Sequence[Grammar | None], vocabulary: int, device: torch.device) -> Guide | DeviceGuide:
+def guide_of(
+    grammars: Sequence[Grammar | None],
+    vocabulary: int,
+    device: torch.device,
+    compile: Callable[[Callable], Callable] = lambda function: function,
+) -> Guide:
     """The guide that suits the device: on CUDA one that stays there, if all grammars can be walked there."""
-    made = DeviceGuide.of(grammars, vocabulary, device) if device.type == "cuda" else None
-    return made if made is not None else Guide.of(grammars, vocabulary, device)
+    made = DeviceGuide.of(grammars, vocabulary, device, compile) if device.type == "cuda" else None
+    return made if made is not None else HostGuide.of(grammars, vocabulary, device)

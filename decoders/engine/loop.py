@@ -18,7 +18,7 @@ from ..verifier import Verifier
 from .blocks import Blocks, Views, capacity, prefill
 from .capture import WARM_UP_STEPS, CapturedSteps
 from .core import Rows, StepOutput
-from .device_guide import DeviceGuide, guide_of
+from .device_guide import guide_of
 from .drafter import Drafter, Terms, opener
 from .engine import Engine, sampling_inputs
 from .guide import Guide
@@ -117,9 +117,7 @@ class _Call:
         )  # fmt: skip
         self.prefixes = Prefixes(request.padded_prompt, self.generated, request.pad_token)
         self.drafters: list[Drafter] = []
-        self.guide: Guide | DeviceGuide | None = None
-        if request.plan.masked:
-            self.guide = guide_of(request.grammars, self.target.vocab_size, self.target.device)
+        self.guide: Guide | None = None
 
     @property
     def rows(self) -> Rows:
@@ -160,16 +158,14 @@ class _Call:
                 self.report.time_to_first_token = timings.prefill + timings.propose + timings.mask + timings.core
             if request.criteria is not None:
                 self._apply_criteria(outcome, out)
-            if isinstance(self.guide, DeviceGuide):
+            if self.guide is not None:
                 self.guide.commit(out, self.rows.finished)
-            elif self.guide is not None:
-                self.guide.commit(outcome.new, outcome.emitted, outcome.ended)
             timings.mask += laps.next()
             self._observe(state, out)
             timings.observe += laps.next()
             self._record(outcome, out)
             timings.host += laps.next()
-        if isinstance(self.guide, DeviceGuide):
+        if self.guide is not None:
             self.guide.check()
         self.report.new_tokens = [len(tokens) for tokens in self.generated]
         self.report.peak_memory = self._memory()
@@ -195,7 +191,7 @@ class _Call:
             guesses, tree, view = self._block(draft)
             guesses, masks = self._masks(draft, guesses)
             out = step(draft, guesses, tree, self.rows, view, masks)
-            if isinstance(self.guide, DeviceGuide):
+            if self.guide is not None:
                 self.guide.commit(out, self.rows.finished)
             self._observe(state, out)
             return out
@@ -226,6 +222,9 @@ class _Call:
             plan=replace(request.plan, keep_scores=not coupled and request.plan.sample), sampling=rows.sampling,
             engine_of=request.engine_of, compile=request.compile, prefill_chunk=request.prefill_chunk, report=self.report,
         )  # fmt: skip
+        if request.plan.masked:
+            vocabulary, device = self.target.vocab_size, self.target.device
+            self.guide = guide_of(request.grammars, vocabulary, device, terms.compiler(self.engine))
         context = Context(
             rows=self.batch, slots=rows.tokens.shape[1], device=self.target.device, compile=terms.compiler(self.engine),
             vocab_size=self.target.vocab_size, sequences=self.views.at(max(self.lengths))[1], coupled=coupled,

@@ -30,7 +30,7 @@ class TokenAutomaton(Tabulated):
     def __init__(
         self, following: Sequence[dict[int, int]], accepting: set[int], vocabulary: int, stops: Sequence[int]
     ) -> None:
-        names = [b"%c%c" % divmod(token, 256) for token in range(vocabulary)]
+        names = [b"%c%c" % divmod(token, 128) for token in range(vocabulary)]
         self.language = Language("toy", regex="toy")
         self.vocabulary = Vocabulary(names, stops)
         self.following = [{}, {}, *following]
@@ -65,23 +65,23 @@ class TokenAutomaton(Tabulated):
             return ENDED if state in self.accepting else 0
         return self.following[state].get(token, 0)
 
-    def forced_tokens(self, state: int, limit: int) -> list[int]:
-        run: list[int] = []
-        while len(run) < limit and len(self.following[state]) == 1 and state not in self.accepting:
+    def forced_bytes(self, state: int) -> bytes:
+        run: list[int] = []  # some automata force text without an end
+        while len(run) < 64 and len(self.following[state]) == 1 and state not in self.accepting:
             token, state = next(iter(self.following[state].items()))
             run.append(token)
-        return run
+        return self.vocabulary.spell(run)
 
     def tables(self) -> Tables:
         """Over the two bytes of the tokens' names: between them lie states of their own, where no text stops."""
-        halves = {(state, token >> 8) for state, after in enumerate(self.following) for token in after}
+        halves = {(state, token >> 7) for state, after in enumerate(self.following) for token in after}
         between = {half: len(self.following) + place for place, half in enumerate(sorted(halves))}
         following = torch.zeros(len(self.following) + len(between), 256, dtype=torch.int32)
         for state, successors in enumerate(self.following):
             for token, after in successors.items():
-                half = between[state, token >> 8]
-                following[state, token >> 8] = half
-                following[half, token & 255] = after
+                half = between[state, token >> 7]
+                following[state, token >> 7] = half
+                following[half, token & 127] = after
         mask_of = torch.nn.functional.pad(torch.arange(len(self.following)), (0, len(between)))
         return Tables(following, torch.arange(256), mask_of, self.masks, self.first, ENDED)
 
@@ -144,7 +144,4 @@ class _Walker(Matcher):
         out.copy_(self.grammar.masks[self.states[-1]])
 
     def forced_bytes(self) -> bytes:
-        return self.grammar.vocabulary.spell(self.forced_tokens(64))
-
-    def forced_tokens(self, limit: int) -> list[int]:
-        return self.grammar.forced_tokens(self.states[-1], limit)
+        return self.grammar.forced_bytes(self.states[-1])

@@ -14,13 +14,14 @@ from decoders.constraints.base import Grammar, Language, Policy, pack, unpack
 from decoders.constraints.table.backend import Table
 from decoders.constraints.token_table import TokenTable
 from decoders.constraints.vocabulary import Vocabulary
-from decoders.engine.core import StepOutput
 from decoders.engine.device_guide import DeviceGuide, guide_of
-from decoders.engine.guide import Guide
+from decoders.engine.host_guide import HostGuide
 from decoders.errors import GrammarError
 from decoders.testing.spy import _NoHostReads
 from decoders.testing.toy_grammar import Matched, TokenAutomaton
 from decoders.tree import Topology, TreeTensors
+
+from .guides import output, sequences
 
 CPU = torch.device("cpu")
 STOPS = (3, 40)
@@ -81,21 +82,15 @@ def walk(data: st.DataObject, mask: torch.Tensor, wild: bool = True) -> int:
     return data.draw(st.sampled_from(ends if kind == "end" and ends else range(V) if kind == "any" else legal))
 
 
-def output(new: list[list[int]], path: list[list[int]], counts: list[int]) -> StepOutput:
-    """What the guides read of a step."""
-    nothing = torch.zeros(0)
-    summary = torch.tensor([counts] * 4)
-    return StepOutput(nothing, nothing, torch.tensor(path), torch.tensor(new), summary, nothing, None, nothing)
-
-
 @settings(max_examples=80, deadline=None)
 @given(st.data(), grammars)
 def test_it_says_what_the_host_says(data, rows):
     """Step after step: masks and pruned guesses of random trees, then a path is committed and some rows end."""
-    host, device = Guide.of(rows, V, CPU), on_device(rows)
+    host, device = HostGuide.of(rows, V, CPU), on_device(rows)
     ended = [False] * len(rows)
+    texts = [data.draw(st.lists(st.integers(0, V - 1), min_size=1, max_size=9)) for _ in rows]
     for _ in range(data.draw(st.integers(1, 4))):
-        assert same_runs(host.forced(5), device.forced(5))
+        assert same_runs(host.forced(sequences(texts), 5), device.forced(sequences(texts), 5))
         nodes = data.draw(st.integers(1, 8))
         parents = [-1, *(data.draw(st.integers(-1, node - 1)) for node in range(1, nodes))]
         for node in range(1, nodes):
@@ -122,15 +117,16 @@ def test_it_says_what_the_host_says(data, rows):
             end = data.draw(st.sampled_from(ends))
             way = [0, *(n for n in shape.path_to(end) if n)]
             last = walk(data, masks.allowed[row, end], wild=False)
-            texts = [*(int(kept[row, n - 1]) for n in way if n), last]
+            got = [*(int(kept[row, n - 1]) for n in way if n), last]
             fill = kept.shape[1] + 1 - len(way)
             path.append(way + [0] * fill)
-            new.append(texts + [0] * fill)
-            counts.append(0 if ended[row] else len(texts))
+            new.append(got + [0] * fill)
+            counts.append(0 if ended[row] else len(got))
+            texts[row] += got[: counts[row]]
             ended[row] = ended[row] or last in STOPS or data.draw(st.integers(0, 9)) == 0
-        host.commit(new, counts, ended)
+        host.commit(output(new, counts, path), torch.tensor(ended))
         with _NoHostReads():
-            device.commit(output(new, path, counts), torch.tensor(ended))
+            device.commit(output(new, counts, path), torch.tensor(ended))
         device.check()
     assert torch.equal(host.end().allowed, device.end().allowed)
 
@@ -149,7 +145,7 @@ def same_runs(host: torch.Tensor, device: torch.Tensor) -> bool:
 @settings(max_examples=40, deadline=None)
 @given(st.data(), grammars)
 def test_a_draft_runs_ahead_grows_trees_and_is_forgotten(data, rows):
-    outer = [Guide.of(rows, V, CPU), on_device(rows)]
+    outer = [HostGuide.of(rows, V, CPU), on_device(rows)]
     both = [guide.ahead() for guide in outer]
     for _ in range(data.draw(st.integers(0, 3))):
         allowed = both[0].end().allowed
@@ -175,7 +171,8 @@ def test_a_draft_runs_ahead_grows_trees_and_is_forgotten(data, rows):
 def test_nothing_waits_for_the_device():
     rows = [compiled(REGEXES[0], "full"), None, compiled(REGEXES[4], "canonical")]
     guide = on_device(rows)
-    guide.forced(4)  # made once, by the host: in an ordinary step
+    text = sequences([[4]] * 3)
+    guide.forced(text, 4)  # tables made once, by the host: in an ordinary step
     guide.block(torch.full((3, 4), -1), Topology.chain(4))
     place = guide.positions.data_ptr()
     with _NoHostReads():
@@ -185,18 +182,16 @@ def test_nothing_waits_for_the_device():
         ahead.append(torch.tensor([4, 4, 4]))
         ahead.grow(torch.tensor([[4, 5]] * 3), torch.zeros(3, 2, dtype=torch.int64), 1)
         ahead.block(torch.tensor([[4, 4, -1, 4]] * 3), Topology.chain(4))
-        ahead.accept(output([[4, 4, 5, 0, 0]] * 3, [[0, 1, 2, 3, 4]] * 3, [3, 3, 0]))
-        ahead.forced(4)
+        ahead.accept(output([[4, 4, 5, 0, 0]] * 3, [3, 3, 0]))
+        ahead.forced(text, 4)
         guide.block(torch.tensor([[4, 4, -1, 4]] * 3), TreeTensors.from_parents(torch.tensor([[-1, 0, 1, 2, 3]] * 3)))
-        guide.commit(
-            output([[4, 4, 5, 0, 0]] * 3, [[0, 1, 2, 3, 4]] * 3, [3, 3, 1]), torch.tensor([False, True, False])
-        )
+        guide.commit(output([[4, 4, 5, 0, 0]] * 3, [3, 3, 1]), torch.tensor([False, True, False]))
     assert guide.positions.data_ptr() == place, "a recorded step finds the rows where they were"
 
 
 def test_an_automaton_of_tokens_is_walked_too():
     toys = [TokenAutomaton.random(seed, 300, [7]) for seed in range(3)]
-    host, device = Guide.of([*toys, None], 300, CPU), on_device([*toys, None], 300)
+    host, device = HostGuide.of([*toys, None], 300, CPU), on_device([*toys, None], 300)
     for seed in range(5):
         guesses = torch.randint(-1, 300, (4, 40), generator=torch.Generator().manual_seed(seed))
         for row, toy in enumerate(toys):  # the first ones are legal, and reach other states
@@ -209,7 +204,7 @@ def test_an_automaton_of_tokens_is_walked_too():
 def test_a_backend_whose_mask_lies_is_found_out_at_the_end():
     guide = on_device([None, TokenAutomaton([{1: 2}], set(), 40, [7])], 40)
     guide.block(torch.full((2, 2), -1), Topology.chain(2))
-    guide.commit(output([[9, 0, 0], [9, 0, 0]], [[0, 1, 2]] * 2, [1, 1]), torch.tensor([False, False]))
+    guide.commit(output([[9, 0, 0], [9, 0, 0]], [1, 1]), torch.tensor([False, False]))
     with pytest.raises(GrammarError, match="row 1: the grammar's masks allowed a token that its matcher refuses"):
         guide.check()
 
@@ -217,7 +212,7 @@ def test_a_backend_whose_mask_lies_is_found_out_at_the_end():
 def test_what_has_no_table_or_too_large_a_one_stays_on_the_host(monkeypatch):
     toy = TokenAutomaton.random(0, 40, [7])
     assert DeviceGuide.of([toy, Matched(toy)], 40, CPU) is None
-    assert isinstance(guide_of([toy], 40, CPU), Guide)
+    assert isinstance(guide_of([toy], 40, CPU), HostGuide)
     assert DeviceGuide.of([None], 40, CPU) is not None
     monkeypatch.setattr(token_table, "ENTRIES", 10)
     assert DeviceGuide.of([TokenAutomaton.random(1, 40, [7])], 40, CPU) is None

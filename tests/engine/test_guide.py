@@ -9,9 +9,12 @@ from hypothesis import strategies as st
 
 from decoders.constraints.base import Grammar, unpack
 from decoders.engine.guide import Guide
+from decoders.engine.host_guide import HostGuide
 from decoders.errors import GrammarError
 from decoders.testing.toy_grammar import Matched, TokenAutomaton
 from decoders.tree import Topology, TreeTensors
+
+from .guides import output, sequences
 
 V, STOP = 40, 7
 CPU = torch.device("cpu")
@@ -38,6 +41,11 @@ def legal_text(grammar: TokenAutomaton, draw, length: int) -> list[int]:
     return text
 
 
+def commit(guide: Guide, new: list[list[int]], ended: list[bool] | None = None) -> None:
+    """All of `new` stays."""
+    guide.commit(output(new, [len(row) for row in new]), torch.tensor(ended or [False] * len(new)))
+
+
 def both(automaton: TokenAutomaton) -> list[Grammar]:
     return [automaton, Matched(automaton)]
 
@@ -47,7 +55,7 @@ def both(automaton: TokenAutomaton) -> list[Grammar]:
 def test_a_block_is_masked_and_pruned_node_by_node(data):
     """Rows with the same grammar, tabulated and not, and a free one, see what walking each path by itself gives."""
     automaton = TokenAutomaton.random(data.draw(st.integers(0, 500)), V, [STOP])
-    guide = Guide.of([*both(automaton), None], V, CPU)
+    guide = HostGuide.of([*both(automaton), None], V, CPU)
     committed: list[int] = []
     for _ in range(data.draw(st.integers(1, 3))):
         nodes = data.draw(st.integers(2, 9))
@@ -82,14 +90,14 @@ def test_a_block_is_masked_and_pruned_node_by_node(data):
             state.advance([token])
             new.append(token)
         committed += new
-        guide.commit([new] * 3, [len(new)] * 3, [0, 0, 0])
+        commit(guide, [new] * 3)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_a_draft_runs_ahead_and_is_forgotten(data):
     automaton = TokenAutomaton.random(data.draw(st.integers(0, 500)), V, [STOP])
-    guide = Guide.of(both(automaton), V, CPU)
+    guide = HostGuide.of(both(automaton), V, CPU)
     ahead = guide.ahead()
     text = legal_text(automaton, data.draw, 3)
     for token in text:
@@ -107,7 +115,7 @@ def test_a_draft_runs_ahead_and_is_forgotten(data):
 def test_trees_grow_level_by_level():
     automaton = TokenAutomaton([{1: 3, 2: 4}, {5: 4}, {6: 2}], {4}, V, [STOP])
     for grammar in both(automaton):
-        guide = Guide.of([grammar], V, CPU)
+        guide = HostGuide.of([grammar], V, CPU)
         assert guide.end().allowed[0, 0].nonzero().flatten().tolist() == [1, 2]
         first = guide.grow(torch.tensor([[1, 2]]), torch.tensor([[0, 0]]), 1)
         assert [m.nonzero().flatten().tolist() for m in first.allowed[0]] == [[5], [6, STOP]]
@@ -119,32 +127,32 @@ def test_trees_grow_level_by_level():
 
 def test_forced_tokens_are_padded_and_cut():
     chain = TokenAutomaton([{1: 3}, {2: 4}, {3: 5}, {4: 2, 5: 2}], set(), V, [STOP])
-    guide = Guide.of([chain, None, Matched(chain)], V, CPU)
-    assert guide.forced(8).tolist() == [[1, 2, 3], [-1] * 3, [1, 2, 3]]
-    assert guide.forced(2).tolist() == [[1, 2], [-1] * 2, [1, 2]]
-    guide.commit([[1, 2, 3]] * 3, [3, 1, 2], [0, 0, 0])
-    assert guide.forced(8).tolist() == [[-1], [-1], [3]]
+    guide, rows = HostGuide.of([chain, None, Matched(chain)], V, CPU), sequences([[9]] * 3)
+    assert guide.forced(rows, 8).tolist() == [[1, 2, 3], [-1] * 3, [1, 2, 3]]
+    assert guide.forced(rows, 2).tolist() == [[1, 2], [-1] * 2, [1, 2]]
+    commit(guide, [[1, 2, 3], [1], [1, 2]])
+    assert guide.forced(sequences([[9, 1, 2, 3], [9, 1], [9, 1, 2]]), 8).tolist() == [[-1], [-1], [3]]
 
 
 def test_rows_that_have_ended_are_free_and_a_stop_token_needs_an_end():
     automaton = TokenAutomaton([{1: 3}, {1: 3}], {3}, V, [STOP])
-    guide = Guide.of(both(automaton), V, CPU)
+    guide = HostGuide.of(both(automaton), V, CPU)
     assert not guide.end().allowed[:, 0, STOP].any()
-    guide.commit([[1], [1]], [1, 1], [0, 0])
+    commit(guide, [[1], [1]])
     assert guide.end().allowed[:, 0, STOP].all()
-    guide.commit([[STOP], [1]], [1, 1], [1, 0])
+    commit(guide, [[STOP], [1]], [True, False])
     assert guide.end().allowed[0].all() and guide.end().allowed[1].sum() == 2
     assert guide.block(torch.tensor([[30, 31], [30, 31]]), Topology.chain(2))[0].tolist() == [[30, 31], [-1, -1]]
 
 
 def test_a_backend_whose_mask_lies_is_found_out():
-    guide = Guide.of([TokenAutomaton([{1: 2}], set(), V, [STOP])], V, CPU)
+    guide = HostGuide.of([TokenAutomaton([{1: 2}], set(), V, [STOP])], V, CPU)
     with pytest.raises(GrammarError, match="row 0: the grammar's masks allowed a token that its matcher refuses"):
-        guide.commit([[9]], [1], [0])
+        commit(guide, [[9]])
 
 
 def test_trees_per_row_tell_who_continues_whom():
     tree = TreeTensors.from_parents(torch.tensor([[-1, 0, 1], [-1, 0, 0]]))
     automaton = TokenAutomaton([{1: 3}, {2: 2}], set(), V, [STOP])
-    kept, _ = Guide.of([automaton, automaton], V, CPU).block(torch.tensor([[1, 2], [1, 2]]), tree)
+    kept, _ = HostGuide.of([automaton, automaton], V, CPU).block(torch.tensor([[1, 2], [1, 2]]), tree)
     assert kept.tolist() == [[1, 2], [1, -1]]

@@ -90,7 +90,7 @@ class TableGrammar(Tabulated):
                 steps = self._steps
         return states
 
-    def forced(self, state: int) -> bytes:
+    def forced_bytes(self, state: int) -> bytes:
         """The bytes that every text goes on with."""
         text = self._forced.get(state)
         if text is None:
@@ -100,9 +100,6 @@ class TableGrammar(Tabulated):
                 at = self._after[at][self._kind[way]]
             text = self._forced[state] = bytes(found)
         return text
-
-    def forced_tokens(self, state: int, limit: int) -> list[int]:
-        return self.vocabulary.canonical(self.forced(state))[:limit]
 
     def _fold(self, state: int, token: int) -> int:
         """Along the bytes of a token that the mask allows."""
@@ -140,7 +137,7 @@ class TableGrammar(Tabulated):
         rows: dict[int, int] = {}
         of = tables.mask_of.tolist()
         for state in range(1, tables.stopped):
-            first = self.vocabulary.canonical(self.forced(state))[:1]
+            first = self.vocabulary.canonical(self.forced_bytes(state))[:1]
             if first:
                 of[state] = rows.setdefault(first[0], len(tables.masks) + len(rows))
         single = torch.zeros(len(rows), len(self.vocabulary), dtype=torch.bool)

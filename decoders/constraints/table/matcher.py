@@ -67,4 +67,4 @@ class TableMatcher(Matcher):
         return [state > 0 for state in states]
 
     def forced_bytes(self) -> bytes:
-        return self.grammar.forced(self.state)
+        return self.grammar.forced_bytes(self.state)
