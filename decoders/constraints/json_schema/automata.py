@@ -1,115 +1,116 @@
 """Deterministic automata over characters: conditions on a string, all at once.
 
-A condition is a tree of :mod:`regular`, to be met or not; lengths are conditions too. Characters that no condition tells
-apart are one symbol, so Unicode costs nothing.
+A condition is a tree of :mod:`regular`, to be met or not; lengths are conditions too. interegular's ``crawl`` walks the
+product of all, bounded by what it is told to follow, and its ``FSM`` holds what is found. Trees are walked as sets of nodes
+here, since an FSM of one condition may be exponentially larger than the product, and interegular's ``star`` and
+``isdisjoint`` (0.3.3) are wrong where an FSM comes back to its first state; states are merged here, since its ``reduce`` may
+take exponential time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING, TypeAlias
 
-from . import characters, limits
-from .characters import Ranges
+from ..equivalence import classes
+from . import limits
 from .regular import Cat, Chars, Or, Repeat, Rx
+from .symbols import Symbols
+
+if TYPE_CHECKING:
+    from interegular.fsm import FSM
+
+#: Nodes that each condition's automaton may be at, and the characters read, as far as they matter.
+_State: TypeAlias = tuple[tuple[frozenset[int], ...], int]
+#: Nodes in the sets that one condition's automaton remembers while strings are matched.
+_KEPT = 50_000
 
 
-@dataclass(frozen=True)
-class Automaton:
-    """States are numbers, the first is 0.
+def automaton(conditions: Sequence[tuple[Rx, bool]], low: int = 0, high: int | None = None) -> FSM:
+    """The strings of `low` to `high` characters in every tree marked True and in none marked False, as :func:`minimal` has it.
 
-    Attributes:
-        symbols: the characters of each symbol. moves: next state of each state and symbol, -1 for none that leads to the
-            end. ends: states in which the string may end. Only states on a way from the first to an end are kept; none
-            at all: the empty language.
-    """
-
-    symbols: tuple[Ranges, ...]
-    moves: tuple[tuple[int, ...], ...]
-    ends: frozenset[int]
-
-    @property
-    def empty(self) -> bool:
-        return not self.moves
-
-
-def automaton(conditions: Sequence[tuple[Rx, bool]], low: int = 0, high: int | None = None) -> Automaton:
-    """The strings of `low` to `high` characters in every tree marked True and in none marked False.
+    Its alphabet are ranges of code points.
 
     Raises:
-        GrammarError: more than ``limits.STATES`` states.
+        GrammarError: it is above one of the limits ``STATES``, ``MOVES`` and ``MOVE_NODES``.
     """
-    symbols = _partition([rx for rx, _ in conditions])
+    from interegular.fsm import OblivionError, crawl
+
+    most = high + 1 if high is not None else low  # longer strings are all the same
+    if most > limits.STATES:
+        limits.exceeded("STATES", limits.STATES, f"a length of {most:,} together with a pattern")
+    symbols = Symbols([rx for rx, _ in conditions])
     parts = [_Part(rx, symbols) for rx, _ in conditions]
-    count_cap = high + 1 if high is not None else low
-    if count_cap > limits.STATES:
-        limits.exceeded("STATES", limits.STATES, f"a length of {count_cap:,} together with a pattern")
-    start = (tuple(part.start for part in parts), 0)
-    numbers = {start: 0}
-    states, moves = [start], []
-    for sets, count in states:
-        row = []
-        for symbol in range(len(symbols)):
-            after = min(count + 1, count_cap)
-            reached = tuple(part.move(at, symbol) for part, at in zip(parts, sets, strict=True))
-            lost = any(not at and good for at, (_, good) in zip(reached, conditions, strict=True))
-            if lost or (high is not None and after > high):
-                row.append(-1)
-                continue
-            if (reached, after) not in numbers:
-                numbers[reached, after] = len(states)
-                states.append((reached, after))
-                if len(states) > limits.STATES:
-                    limits.exceeded("STATES", limits.STATES, "the automaton of a string's pattern and length")
-            row.append(numbers[reached, after])
-        moves.append(row)
-    ends = set()
-    for number, (sets, count) in enumerate(states):
+    states: list[_State] = []
+    numbers: dict[_State, int] = {}
+    looked_at = 0  # nodes
+
+    def number(state: _State) -> int:
+        nonlocal looked_at
+        if state not in numbers:
+            numbers[state] = len(states)
+            states.append(state)
+            looked_at += symbols.count * sum(map(len, state[0]))
+            for limit, bound, size in (
+                ("STATES", limits.STATES, len(states)),
+                ("MOVES", limits.MOVES, len(states) * symbols.count),
+                ("MOVE_NODES", limits.MOVE_NODES, looked_at),
+            ):
+                if size > bound:
+                    limits.exceeded(limit, bound, "the automaton of a string's pattern and length")
+        return numbers[state]
+
+    def follow(at: int, symbol: int) -> int:
+        sets, count = states[at]
+        reached = tuple(part.move(nodes, symbol) for part, nodes in zip(parts, sets, strict=True))
+        lost = any(not nodes and good for nodes, (_, good) in zip(reached, conditions, strict=True))
+        if lost or count == high:
+            raise OblivionError
+        return number((reached, min(count + 1, most)))
+
+    def final(at: int) -> bool:
+        sets, count = states[at]
         judged = zip(parts, sets, conditions, strict=True)
-        if count >= low and all(part.final(at) is good for part, at, (_, good) in judged):
-            ends.add(number)
-    return minimal(symbols, moves, ends)
+        return count >= low and all(part.final(nodes) is good for part, nodes, (_, good) in judged)
+
+    return minimal(crawl(symbols.alphabet, number((tuple(part.start for part in parts), 0)), final, follow))
 
 
-def _partition(trees: Sequence[Rx]) -> tuple[Ranges, ...]:
-    """Characters that all sets in `trees` agree on, together."""
-    sets = sorted({chars for rx in trees for chars in _sets(rx)})
-    borders = sorted(
-        {0} | {edge for chars in sets for low, high in chars for edge in (low, high + 1)} - {characters.LAST + 1}
-    )
-    events: dict[int, list[int]] = {}  # border -> sets that are entered or left there
-    for index, chars in enumerate(sets):
-        for low, high in chars:
-            events.setdefault(low, []).append(index)
-            events.setdefault(high + 1, []).append(index)
-    groups: dict[frozenset[int], list[tuple[int, int]]] = {}
-    members: set[int] = set()
-    for low, after in zip(borders, [*borders[1:], characters.LAST + 1], strict=True):
-        members.symmetric_difference_update(events.get(low, ()))
-        groups.setdefault(frozenset(members), []).append((low, after - 1))
-    return tuple(characters.ranges(pairs) for pairs in groups.values())
+def minimal(machine: FSM) -> FSM:
+    """`machine` without states that lead nowhere, those that mean the same merged; its first state, and the result's, is 0.
 
+    Args:
+        machine: every state of which is reached.
+    """
+    from interegular.fsm import FSM
 
-def _sets(rx: Rx) -> set[Ranges]:
-    match rx:
-        case Chars(ranges):
-            return {ranges}
-        case Cat(parts) | Or(parts):
-            return set().union(*map(_sets, parts))
-        case Repeat(part, _, _):
-            return _sets(part)
+    symbols, count = machine.alphabet.by_transition, len(machine.states)
+    dead = count
+    rows = [tuple([machine.map[state].get(symbol, dead) for symbol in symbols]) for state in range(count)]
+    rows.append((dead,) * len(symbols))
+    found = classes(range(count + 1), rows, [state in machine.finals for state in range(count + 1)])
+    names: dict[int, int] = {}
+    moves: dict[int, dict[int, int]] = {0: {}}
+    alive = [state for state in range(count) if found[state] != found[dead]]
+    for state in alive:
+        names.setdefault(found[state], len(names))
+    for state in alive:
+        after = ((symbol, found[to]) for symbol, to in machine.map[state].items())
+        moves[names[found[state]]] = {symbol: names[to] for symbol, to in after if to in names}
+    finals = {names[found[state]] for state in machine.finals}
+    return FSM(machine.alphabet, set(moves), 0, finals, moves)
 
 
 class _Part:
     """One condition: Thompson's automaton, made deterministic as far as it is walked."""
 
-    def __init__(self, rx: Rx, symbols: Sequence[Ranges]) -> None:
+    def __init__(self, rx: Rx, symbols: Symbols) -> None:
         self.symbols = symbols
         self.silent: list[list[int]] = []
         self.steps: list[tuple[frozenset[int], int] | None] = []
-        self.of_set: dict[Ranges, frozenset[int]] = {}
         self.known: dict[tuple[frozenset[int], int], frozenset[int]] = {}
+        self.kept = 0
         first, self.last = self.build(rx)
         self.start = self.close([first])
 
@@ -125,10 +126,7 @@ class _Part:
         first, last = self.node(), self.node()
         match rx:
             case Chars(ranges):
-                if ranges not in self.of_set:
-                    inside = (i for i, chars in enumerate(self.symbols) if characters.contains(ranges, chars[0][0]))
-                    self.of_set[ranges] = frozenset(inside)
-                self.steps[first] = (self.of_set[ranges], last)
+                self.steps[first] = (self.symbols.of[ranges], last)
             case Cat(parts):
                 self.chain(first, parts, last)
             case Or(parts):
@@ -169,50 +167,20 @@ class _Part:
 
     def move(self, state: frozenset[int], symbol: int) -> frozenset[int]:
         if (state, symbol) not in self.known:
+            if self.kept > _KEPT:  # there may be a new state after every character
+                self.known, self.kept = {}, 0
             found = [step[1] for node in state if (step := self.steps[node]) is not None and symbol in step[0]]
             self.known[state, symbol] = self.close(found)
+            self.kept += 1 + len(self.known[state, symbol])
         return self.known[state, symbol]
 
     def final(self, state: frozenset[int]) -> bool:
         return self.last in state
 
 
-def minimal(symbols: tuple[Ranges, ...], moves: list[list[int]], ends: set[int]) -> Automaton:
-    """Without states that lead nowhere, states that agree on everything merged (Moore 1956)."""
-    back: dict[int, list[int]] = {}
-    for state, row in enumerate(moves):
-        for to in row:
-            back.setdefault(to, []).append(state)
-    alive, walk = set(ends), list(ends)
-    while walk:
-        for state in back.get(walk.pop(), ()):
-            if state not in alive:
-                alive.add(state)
-                walk.append(state)
-    if 0 not in alive:
-        return Automaton(symbols, (), frozenset())
-    group = [-1 if state not in alive else int(state in ends) for state in range(len(moves))]
-    count = 0
-    while True:
-        keys: dict[tuple[int, ...], int] = {}
-        fresh = list(group)
-        for state in range(len(moves)):
-            if group[state] >= 0:
-                key = (group[state], *(group[to] if to >= 0 else -1 for to in moves[state]))
-                fresh[state] = keys.setdefault(key, len(keys))
-        group = fresh
-        if len(keys) == count:
-            break
-        count = len(keys)
-    example = {group[state]: state for state in reversed(range(len(moves))) if group[state] >= 0}
-    # State 0 is met first, hence group 0.
-    rows = tuple(tuple(group[to] if to >= 0 else -1 for to in moves[example[g]]) for g in range(count))
-    return Automaton(symbols, rows, frozenset(group[state] for state in ends))
-
-
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=128)
 def _reader(rx: Rx) -> _Part:
-    return _Part(rx, _partition([rx]))
+    return _Part(rx, Symbols([rx]))
 
 
 def matches(rx: Rx, text: str) -> bool:
@@ -220,7 +188,5 @@ def matches(rx: Rx, text: str) -> bool:
     part = _reader(rx)
     state = part.start
     for character in text:
-        point = ord(character)
-        symbol = next(i for i, chars in enumerate(part.symbols) if characters.contains(chars, point))
-        state = part.move(state, symbol)
+        state = part.move(state, part.symbols.symbol(character))
     return part.final(state)

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from . import characters, limits
-from .automata import Automaton
 from .characters import Ranges
 from .regular import Cat, Chars, Or, Repeat, Rx
+
+if TYPE_CHECKING:
+    from interegular.fsm import FSM
 
 _ESCAPES = {0x22: '"', 0x5C: "\\\\", 0x08: "b", 0x0C: "f", 0x0A: "n", 0x0D: "r", 0x09: "t"}
 _PLAIN: Ranges = characters.complement(
@@ -113,30 +116,29 @@ def length(low: int, high: int | None) -> str:
     return times(chars(characters.ANY) or "", low, high)
 
 
-def expression(machine: Automaton) -> str | None:
+def expression(machine: FSM) -> str | None:
     """The inside of the strings of `machine`; None if it is longer than the limit.
 
     States are taken out one by one, the cheapest first (Brzozowski and McCluskey 1963; Delgado and Morais 2004).
     """
     edges: dict[int, dict[int, str]] = {}
     sets: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for state, row in enumerate(machine.moves):
-        for symbol, to in enumerate(row):
-            if to >= 0:
-                sets.setdefault((state, to), []).extend(machine.symbols[symbol])
+    for state, after in machine.map.items():
+        for symbol, to in after.items():
+            sets.setdefault((state, to), []).extend(machine.alphabet.by_transition[symbol])
     for (state, to), found in sets.items():
         text = chars(characters.ranges(found))
         if text is not None:
             edges.setdefault(state, {})[to] = text
     begin, end = -1, -2
-    edges[begin] = {0: ""}
-    for state in machine.ends:
+    edges[begin] = {machine.initial: ""}
+    for state in machine.finals:
         edges.setdefault(state, {})[end] = ""
     into: dict[int, set[int]] = {}
     for state, out in edges.items():
         for to in out:
             into.setdefault(to, set()).add(state)
-    left = set(range(len(machine.moves)))
+    left = set(machine.states)
     while left:
         state = min(left, key=lambda s: (len(into.get(s, ())) * len(edges.get(s, ())), s))
         left.discard(state)

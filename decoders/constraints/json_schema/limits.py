@@ -27,6 +27,10 @@ VALUES = 20_000
 STEP = 10_000
 #: States of an automaton over characters.
 STATES = 3_000
+#: Moves of such an automaton: states times symbols, characters that its patterns tell apart; and the nodes of patterns
+#: that are looked at for them.
+MOVES = 400_000
+MOVE_NODES = 10_000_000
 #: Copies that the counted repetitions of one pattern amount to.
 COPIES = 2_000
 #: Characters of a regular expression that stands for the whole language; beyond it there is only a grammar.

@@ -97,11 +97,14 @@ def _remainders(step: int) -> str | None:
     """Multiples of an integer: an automaton whose states are remainders, as an expression."""
     if step > _FEW:
         return None
-    digits = [((0x30 + digit, 0x30 + digit),) for digit in range(10)]
-    first = [2, *(3 + digit % step for digit in range(1, 10))]  # state 1 follows a minus sign, 2 a leading zero
-    rows = [[*first, 1], [*first, -1], [-1] * 11]
-    rows += [[*(3 + (10 * rest + digit) % step for digit in range(10)), -1] for rest in range(step)]
-    found = json_text.expression(automata.minimal((*digits, ((0x2D, 0x2D),)), rows, {2, 3}))
+    from interegular.fsm import FSM, Alphabet
+
+    minus = 10
+    alphabet = Alphabet({**{(0x30 + digit, 0x30 + digit): digit for digit in range(10)}, (0x2D, 0x2D): minus})
+    first = {0: 2} | {digit: 3 + digit % step for digit in range(1, 10)}
+    moves = {0: first | {minus: 1}, 1: first, 2: {}}  # state 1 follows a minus sign, 2 a leading zero
+    moves |= {3 + rest: {digit: 3 + (10 * rest + digit) % step for digit in range(10)} for rest in range(step)}
+    found = json_text.expression(automata.minimal(FSM(alphabet, set(moves), 0, {2, 3}, moves)))
     return found if found is not None and len(found) <= _LONGEST_TEXT else None
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from . import automata
-from .automata import Automaton
 from .regular import NOTHING, Rx, words
+
+if TYPE_CHECKING:
+    from interegular.fsm import FSM
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Strings:
             self, conditions=self.conditions | {(rx, True) for rx in self.formats}, formats=frozenset()
         ).tidy()
 
-    def automaton(self) -> Automaton:
+    def automaton(self) -> FSM:
         """The strings as an automaton, unless they are enumerated; formats aside.
 
         Raises:
@@ -71,7 +74,7 @@ class Strings:
             ((rx, good),) = self.conditions
             if good:  # trees leave out what cannot match
                 return None if rx == NOTHING else self
-        return None if self.conditions and self.automaton().empty else self
+        return None if self.conditions and self.automaton().empty() else self
 
 
 ALL = Strings()
@@ -108,8 +111,8 @@ def others(a: Strings) -> list[Strings]:
     return [piece for piece in left if piece is not None]
 
 
-@lru_cache(maxsize=256)
-def _automaton(strings: Strings) -> Automaton:
+@lru_cache(maxsize=64)  # of up to 10 MB each
+def _automaton(strings: Strings) -> FSM:
     conditions = sorted(strings.conditions, key=repr)  # hashes have no order
     if strings.excluded:
         conditions = [*conditions, (words(strings.excluded), False)]

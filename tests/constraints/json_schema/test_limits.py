@@ -20,6 +20,8 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "an enum of objects": ({"enum": [{"a": i} for i in range(2_000)]}, "ALTERNATIVES"),
     "a long length with a pattern": ({"type": "string", "maxLength": 10**6, "pattern": "a+b"}, "STATES"),
     "an exponential pattern": ({"type": "string", "pattern": "(a|b)*a(a|b){30}", "maxLength": 50}, "STATES"),
+    "a pattern of many characters": (
+        {"type": "string", "pattern": "".join(chr(0x4E00 + i) for i in range(1900)), "maxLength": 2900}, "MOVES"),
     "repetitions of repetitions": ({"pattern": "((a{1,100}){1,100}){1,100}"}, "COPIES"),
     "groups within groups": ({"pattern": "(" * 5000 + ")" * 5000}, "NESTING"),
     "products of alternatives": (
@@ -55,10 +57,11 @@ def test_limit_is_named_in_time(name: str) -> None:
             "properties": {f"p{i}": {"type": "string"} for i in range(1_000)},
             "additionalProperties": {"type": "integer"},
         },
+        {"type": "string", "pattern": "^a*$", "maxLength": 2_900},
         {"pattern": "^(a+)+$", "enum": ["a" * 5000 + "b", "aa"]},
         {"anyOf": [{"properties": {"k": {"const": i}}, "required": ["k"]} for i in range(150)]},
     ],
-    ids=["enum", "length", "properties", "pattern of exponential backtracking", "alternatives"],
+    ids=["enum", "length", "properties", "pattern and length", "pattern of exponential backtracking", "alternatives"],
 )
 def test_large_but_legal(schema: dict[str, Any]) -> None:
     begin = time.process_time()

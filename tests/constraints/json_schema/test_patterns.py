@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 import re
+import tracemalloc
 
 import interegular
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interegular.fsm import FSM, Alphabet
 
-from decoders.constraints.json_schema import automata, characters, ecma, json_text
+from decoders.constraints.json_schema import automata, characters, ecma, json_text, limits
 from decoders.errors import GrammarError
 
 PATTERNS = [
@@ -42,38 +46,76 @@ def test_found_where_re_finds_it(pattern: str, text: str) -> None:
     assert bool(re.fullmatch(tree, written)) is found
 
 
+def over(machine: FSM, letters: str) -> FSM:
+    """`machine` with nothing but `letters`, as interegular makes automata of its own patterns."""
+    symbols = {
+        letter: symbol
+        for symbol, ranges in machine.alphabet.by_transition.items()
+        for letter in letters
+        if characters.contains(tuple(ranges), ord(letter))
+    }
+    moves = {state: {s: to for s, to in after.items() if s in symbols.values()} for state, after in machine.map.items()}
+    return FSM(Alphabet(symbols), machine.states, machine.initial, machine.finals, moves)
+
+
 @pytest.mark.parametrize(
     ("pattern", "low", "high"), [("[ab]*a", 0, 4), ("(ab|c)+", 3, 7), ("a?b{2,5}", 2, 3), ("(a|b)*abb", 4, 6)]
 )
 def test_pattern_and_length_as_interegular_has_it(pattern: str, low: int, high: int) -> None:
-    ours = automata.automaton(ecma.strings(f"^({pattern})$"), low, high)
-    alphabet = interegular.fsm.Alphabet.from_groups(*({letter} for letter in "abc"))
-    lengths = interegular.parse_pattern(f"[abc]{{{low},{high}}}").to_fsm(alphabet)
-    oracle = interegular.parse_pattern(pattern).to_fsm(alphabet) & lengths
-    state_of: dict[int, str] = {0: ""}
-    todo = [0]
-    while todo:  # one example leads to every state; oracle and automaton agree after it, and after every move
-        state = todo.pop()
-        assert oracle.accepts(state_of[state]) is (state in ours.ends)
-        for symbol, to in enumerate(ours.moves[state]):
-            letter = next((c for c in "abc" if characters.contains(ours.symbols[symbol], ord(c))), None)
-            if to >= 0 and letter is not None and to not in state_of:
-                state_of[to] = state_of[state] + letter
-                todo.append(to)
-    assert len(state_of) == len(ours.moves)
-    count = sum(1 for _ in zip(range(100_000), oracle.strings(), strict=False))
-    assert count == _count(ours, 0)
+    ours = over(automata.automaton(ecma.strings(f"^({pattern})$"), low, high), "abc")
+    lengths = interegular.parse_pattern(f"[abc]{{{low},{high}}}").to_fsm(ours.alphabet)
+    oracle = interegular.parse_pattern(pattern).to_fsm(ours.alphabet) & lengths
+    assert (ours ^ oracle).empty()
+    assert len(ours.states) == len(oracle.reduce().states)
 
 
-def _count(machine: automata.Automaton, state: int) -> int:
-    """Strings over a, b and c from `state` on; the language is finite."""
-    moves = enumerate(machine.moves[state])
-    sizes = (
-        sum(characters.contains(machine.symbols[s], ord(c)) for c in "abc") * _count(machine, to)
-        for s, to in moves
-        if to >= 0
-    )
-    return int(state in machine.ends) + sum(sizes)
+PIECE = st.sampled_from(["a", "b", "ab", "[ab]", "[^a]", "a?", "(?:a|bc)", "c{0,2}", "(?:ab|a){1,2}", "[b-d]+"])
+PATTERN = st.recursive(
+    st.lists(PIECE, min_size=1, max_size=3).map("".join),
+    lambda inner: st.one_of(
+        st.builds("(?:{}|{})".format, inner, inner), st.builds("(?:{})*".format, inner), st.builds("{}{}".format, inner, inner)
+    ),
+    max_leaves=4,
+)  # fmt: skip
+SHORT = ["".join(letters) for size in range(5) for letters in itertools.product("abx", repeat=size)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(PATTERN, st.booleans()), min_size=1, max_size=3),
+    st.integers(0, 2),
+    st.none() | st.integers(2, 4),
+)
+def test_every_short_string_meets_the_conditions_or_is_not_accepted(
+    wanted: list[tuple[str, bool]], low: int, high: int | None
+) -> None:
+    conditions = [(ecma.strings(f"^(?:{pattern})$")[0][0], good) for pattern, good in wanted]
+    machine = automata.automaton(conditions, low, high)
+    over_letters = over(machine, "abx")
+    for text in SHORT:
+        good = all(bool(re.fullmatch(pattern, text)) is met for pattern, met in wanted)
+        assert all(automata.matches(rx, text) is met for rx, met in conditions) is good
+        assert over_letters.accepts(text) is (good and low <= len(text) <= (4 if high is None else high))
+    assert len(machine.states) == len(machine.reduce().states)
+
+
+def test_many_places_of_a_pattern_at_once_are_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    conditions = ecma.strings("^[xy]*.{0,40}$")
+    assert automata.automaton(conditions).finals
+    monkeypatch.setattr(limits, "MOVE_NODES", 4 * 40)
+    with pytest.raises(GrammarError, match="MOVE_NODES"):
+        automata.automaton(conditions)
+
+
+def test_memory_of_a_match_is_bounded() -> None:
+    ((rx, _),) = ecma.strings("(a|b)*a(a|b){300}$")  # each set of nodes is met once
+    letters = random.Random(1)
+    text = "".join(letters.choices("ab", k=2_000))
+    tracemalloc.start()
+    assert automata.matches(rx, text) is (text[-301] == "a")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 15 * 2**20
 
 
 @settings(max_examples=100, deadline=None)
