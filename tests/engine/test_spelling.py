@@ -40,7 +40,7 @@ def test_what_followed_a_token_last_follows_it_again():
 
 def test_else_what_began_with_the_same_byte_last():
     """Nothing has followed "1"; the text begins "k" with a token of its own, and goes on from there by habit."""
-    assert spelled([QUOTE, KE, ONE, K, E, ODD, ONE], b"key:") == [K, E, Y, COLON]
+    assert spelled([QUOTE, KE, ONE, K, E, ODD, ONE], b'key"') == [K, E, Y, QUOTE]
 
 
 def test_a_habit_that_does_not_fit_is_left():
