@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any
+from contextlib import nullcontext
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from torch.overrides import TorchFunctionMode
 
 from ..strategy import Context, Draft, Sequences, Step, Strategy
 from ..tree import Topology, TreeTensors
+
+if TYPE_CHECKING:
+    from ..engine.guide import Guide
 
 #: Tensor methods that make the host wait for the device, or whose result has a size only the device knows.
 HOST_READS = frozenset(
@@ -27,7 +31,11 @@ class HostReadError(AssertionError):
 
 
 class _NoHostReads(TorchFunctionMode):
+    off = False
+
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        if self.off:
+            return func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         by_mask = name == "__getitem__" and any(
             isinstance(i, Tensor) and i.dtype == torch.bool
@@ -37,6 +45,23 @@ class _NoHostReads(TorchFunctionMode):
             shown = "indexing with a bool mask" if by_mask else f"{name}()"
             raise HostReadError(f"{shown} waits for the device; set on_device = False or use torch.where / gather")
         return func(*args, **(kwargs or {}))
+
+
+class _Excused:
+    """A guide that may read the device when it is asked what is forced: the loop asks the guide itself whether it does."""
+
+    def __init__(self, guide: Guide, reads: _NoHostReads) -> None:
+        self.guide, self.reads = guide, reads
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.guide, name)
+
+    def forced(self, sequences: Sequences, limit: int) -> Tensor:
+        self.reads.off = True
+        try:
+            return self.guide.forced(sequences, limit)
+        finally:
+            self.reads.off = False
 
 
 @dataclass(frozen=True)
@@ -57,7 +82,7 @@ class Spy(Strategy):
 
     def __init__(self, inner: Strategy, forbid_host_reads: bool = False) -> None:
         self.inner, self.settings = inner, inner.settings
-        self.forbid_host_reads = forbid_host_reads
+        self.reads = _NoHostReads() if forbid_host_reads else None
         self.seen: list[Seen] = []
         self.name, self.exact = inner.name, inner.exact
         self.needs_assistant, self.needs_grammar = inner.needs_assistant, inner.needs_grammar
@@ -66,6 +91,8 @@ class Spy(Strategy):
 
     def start(self, context: Context) -> Any:
         self.vocab, self.seen = context.vocab_size, []
+        if self.reads is not None and context.guide is not None:
+            context = replace(context, guide=cast("Guide", _Excused(context.guide, self.reads)))
         return self.inner.start(context)
 
     def propose(self, state: Any, sequences: Sequences) -> Draft:
@@ -81,10 +108,7 @@ class Spy(Strategy):
     def _untouched(self, hook: str, call: Callable[[], Any], given: dict[str, Tensor]) -> Any:
         before = {name: tensor.clone() for name, tensor in given.items()}
         lengths = given["length"].clone()
-        if self.forbid_host_reads:
-            with _NoHostReads():
-                result = call()
-        else:
+        with self.reads or nullcontext():
             result = call()
         for name, tensor in given.items():
             old, new = before[name], tensor
