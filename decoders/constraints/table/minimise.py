@@ -36,11 +36,20 @@ def minimise(automaton: Bytes) -> Bytes:
 
 def columns(after: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
     """``[S, C]`` with each column of ``[S, 256]`` once, and the column of each byte."""
-    seen: dict[bytes, int] = {}
     turned = np.ascontiguousarray(after.T)
-    kind = np.array([seen.setdefault(row.tobytes(), len(seen)) for row in turned])
-    first = np.unique(kind, return_index=True)[1]
+    kind, first = distinct(turned)
     return np.ascontiguousarray(turned[first].T), kind
+
+
+def distinct(rows: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """``[n]``: number of each row of ``[n, m]`` among the different ones, in the order in which they come; ``[k]``: their places."""
+    raw, size = rows.tobytes(), rows.itemsize * rows.shape[1]
+    seen: dict[bytes, int] = {}
+    number = np.fromiter(
+        (seen.setdefault(raw[place * size : (place + 1) * size], len(seen)) for place in range(len(rows))),
+        np.int64, len(rows),
+    )  # fmt: skip
+    return number, np.unique(number, return_index=True)[1]
 
 
 def _blocks(states: list[int], rows: list[tuple[int, ...]], accepting: list[bool]) -> dict[int, int]:
