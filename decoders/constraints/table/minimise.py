@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -11,27 +13,32 @@ from .determinise import Bytes
 def minimise(automaton: Bytes) -> Bytes:
     """The same language with as few states as possible, in which every state is reached and reaches the end of a text.
 
-    By refinement of the partition of states that accept and that do not, from the states before those that have just been
-    told apart: as a bounded text is told apart character by character, rounds over all states would be quadratic.
+    By refinement of a partition of the states, from the states before those that have just been told apart: as a bounded
+    text is told apart character by character, rounds over all states would be quadratic.
     """
-    narrow, _ = columns(automaton.next)
-    rows: list[tuple[int, ...]] = [tuple(row) for row in narrow.tolist()]
-    reached = {0, automaton.start}
-    todo = [automaton.start]
-    while todo:
-        more = {*rows[todo.pop()]} - reached
-        reached |= more
-        todo += more
-    blocks = _blocks(sorted(reached), rows, automaton.accepting.tolist())
-    names = {blocks[0]: 0}  # the dead state's block has all states from which no text ends
-    number = np.zeros(len(rows), np.int32)
-    for state in sorted(reached):
-        number[state] = names.setdefault(blocks[state], len(names))
-    one = np.zeros(len(names), np.int64)
-    kept = np.array(sorted(reached), np.int64)
-    one[number[kept]] = kept
-    one[0] = 0
-    return Bytes(number[automaton.next[one]], automaton.accepting[one], int(number[automaton.start]))
+    narrow, kind = columns(automaton.next)
+    source, column = np.nonzero(narrow)
+    target = narrow[source, column]
+    ends = np.flatnonzero(automaton.accepting)
+    useful = _reached(_grouped(source, target, len(narrow)), [automaton.start])
+    useful &= _reached(_grouped(target, source, len(narrow)), ends.tolist())
+    kept = useful[source] & useful[target]
+    source, column, target = source[kept], column[kept], target[kept]
+    # Where different bytes go on, or the text may end, states are told apart at once.
+    live = np.zeros((len(narrow), narrow.shape[1] + 1), np.bool_)
+    live[source, column] = True
+    live[ends, -1] = True
+    states = np.flatnonzero(useful)
+    blocks = np.full(len(narrow), -1, np.int64)
+    blocks[states] = distinct(live[states])[0]
+    blocks = _refined(
+        blocks.tolist(), states.tolist(), _grouped(source, target, len(narrow)), _grouped(target, source, len(narrow))
+    )
+    name, one = distinct(blocks[states, None])
+    number = np.zeros(len(narrow), np.int32)
+    number[states] = name + 1
+    one = np.concatenate([[0], states[one]])
+    return Bytes(number[narrow[one]][:, kind], automaton.accepting[one], int(number[automaton.start]))
 
 
 def columns(after: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
@@ -41,7 +48,7 @@ def columns(after: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int
     return np.ascontiguousarray(turned[first].T), kind
 
 
-def distinct(rows: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def distinct(rows: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """``[n]``: number of each row of ``[n, m]`` among the different ones, in the order in which they come; ``[k]``: their places."""
     raw, size = rows.tobytes(), rows.itemsize * rows.shape[1]
     seen: dict[bytes, int] = {}
@@ -52,18 +59,39 @@ def distinct(rows: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int
     return number, np.unique(number, return_index=True)[1]
 
 
-def _blocks(states: list[int], rows: list[tuple[int, ...]], accepting: list[bool]) -> dict[int, int]:
-    """Block of each state: the coarsest partition that bytes cannot tell apart. A block's largest part keeps its name."""
-    blocks = {state: int(accepting[state]) for state in states}
-    before: dict[int, list[int]] = {state: [] for state in states}
+def _grouped(keys: NDArray[np.integer[Any]], values: NDArray[np.integer[Any]], count: int) -> list[list[int]]:
+    """The values of each of `count` keys, in their order."""
+    order = np.argsort(keys, kind="stable")
+    flat = values[order].tolist()
+    cuts = np.searchsorted(keys[order], np.arange(count + 1)).tolist()
+    return [flat[begin:end] for begin, end in zip(cuts, cuts[1:], strict=False)]
+
+
+def _reached(ways: list[list[int]], begin: list[int]) -> NDArray[np.bool_]:
+    """``[S]``: what `ways` lead to from some states."""
+    found = {*begin}
+    todo = [*begin]
+    while todo:
+        more = {*ways[todo.pop()]} - found
+        found |= more
+        todo += more
+    reached = np.zeros(len(ways), np.bool_)
+    reached[[*found]] = True
+    return reached
+
+
+def _refined(blocks: list[int], states: list[int], ways: list[list[int]], before: list[list[int]]) -> NDArray[np.int64]:
+    """The coarsest partition, finer than `blocks`, whose blocks' members lead to the same blocks.
+
+    A block's largest part keeps its name: what leads there needs no second look.
+    """
+    size = [0] * (max(blocks, default=-1) + 1)
     for state in states:
-        for after in {*rows[state]}:
-            before[after].append(state)
-    ways: dict[
-        int, tuple[int, ...]
-    ] = {}  # blocks that follow each block's members, but for those about to be looked at
-    size = {1: sum(blocks.values())}
-    size[0] = len(states) - size[1]
+        size[blocks[state]] += 1
+    usual: list[tuple[int, ...]] = [()] * len(
+        size
+    )  # where each block's members lead, but for those about to be looked at
+    named = blocks.__getitem__
     dirty = {*states}
     while dirty:
         touched: dict[int, list[int]] = {}
@@ -73,15 +101,17 @@ def _blocks(states: list[int], rows: list[tuple[int, ...]], accepting: list[bool
         for block, members in touched.items():
             parts: dict[tuple[int, ...], list[int]] = {}
             for state in members:
-                parts.setdefault(tuple([blocks[after] for after in rows[state]]), []).append(state)
+                parts.setdefault(tuple(map(named, ways[state])), []).append(state)
             if len(members) == size[block]:
-                ways[block] = max(parts, key=lambda way: len(parts[way]))
-            parts.pop(ways[block], None)
+                usual[block] = max(parts, key=lambda way: len(parts[way]))
+            parts.pop(usual[block], None)
             for way, part in parts.items():
                 name = len(size)
-                ways[name], size[name] = way, len(part)
+                usual.append(way)
+                size.append(len(part))
                 size[block] -= len(part)
                 moved += [(state, name) for state in part]
-        blocks.update(moved)
+        for state, name in moved:
+            blocks[state] = name
         dirty = {earlier for state, _ in moved for earlier in before[state]}
-    return blocks
+    return np.array(blocks, np.int64)
