@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -64,7 +65,7 @@ def _grouped(keys: NDArray[np.integer[Any]], values: NDArray[np.integer[Any]], c
     order = np.argsort(keys, kind="stable")
     flat = values[order].tolist()
     cuts = np.searchsorted(keys[order], np.arange(count + 1)).tolist()
-    return [flat[begin:end] for begin, end in zip(cuts, cuts[1:], strict=False)]
+    return [flat[begin:end] for begin, end in pairwise(cuts)]
 
 
 def _reached(ways: list[list[int]], begin: list[int]) -> NDArray[np.bool_]:
