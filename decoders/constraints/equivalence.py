@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
-def classes(states: Sequence[int], rows: Sequence[tuple[int, ...]], accepting: Sequence[bool]) -> dict[int, int]:
-    """Class of each of `states`: two have the same if the same texts end from both.
+def refined(
+    blocks: Sequence[int], states: Iterable[int], ways: Sequence[Sequence[int]], before: Sequence[Sequence[int]]
+) -> list[int]:
+    """The coarsest partition, finer than `blocks`, whose blocks' members lead to the same blocks.
 
-    By refinement of the partition of states that accept and that do not, from the states before those that have just been
-    told apart: as a bounded text is told apart character by character, rounds over all states would be quadratic. A
-    class's largest part keeps its name.
+    From the states before those that have just been told apart: as a bounded text is told apart character by character, rounds
+    over all states would be quadratic. A block's largest part keeps its name: what leads there needs no second look.
 
     Args:
-        rows: state after each symbol, of every state; one of `states` again. accepting: whether a text may end, of every state.
+        blocks: block of each state, -1 for those that do not count. states: those that do.
+        ways: what each state leads to, symbol by symbol, the same symbols within a block. before: what leads to each state.
     """
-    blocks = {state: int(accepting[state]) for state in states}
-    before: dict[int, list[int]] = {state: [] for state in states}
-    for state in states:
-        for after in {*rows[state]}:
-            before[after].append(state)
-    #: Blocks that follow each block's members, but for those about to be looked at.
-    ways: dict[int, tuple[int, ...]] = {}
-    size = {1: sum(blocks.values())}
-    size[0] = len(states) - size[1]
+    blocks = [*blocks]
+    size = [0] * (max(blocks, default=-1) + 1)
     dirty = {*states}
+    for state in dirty:
+        size[blocks[state]] += 1
+    # Where each block's members lead, but for those about to be looked at.
+    usual: list[tuple[int, ...]] = [()] * len(size)
+    named = blocks.__getitem__
     while dirty:
         touched: dict[int, list[int]] = {}
         for state in dirty:
@@ -33,15 +33,17 @@ def classes(states: Sequence[int], rows: Sequence[tuple[int, ...]], accepting: S
         for block, members in touched.items():
             parts: dict[tuple[int, ...], list[int]] = {}
             for state in members:
-                parts.setdefault(tuple([blocks[after] for after in rows[state]]), []).append(state)
+                parts.setdefault(tuple(map(named, ways[state])), []).append(state)
             if len(members) == size[block]:
-                ways[block] = max(parts, key=lambda way: len(parts[way]))
-            parts.pop(ways[block], None)
+                usual[block] = max(parts, key=lambda way: len(parts[way]))
+            parts.pop(usual[block], None)
             for way, part in parts.items():
                 name = len(size)
-                ways[name], size[name] = way, len(part)
+                usual.append(way)
+                size.append(len(part))
                 size[block] -= len(part)
                 moved += [(state, name) for state in part]
-        blocks.update(moved)
+        for state, name in moved:
+            blocks[state] = name
         dirty = {earlier for state, _ in moved for earlier in before[state]}
     return blocks

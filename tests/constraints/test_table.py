@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, example, given, reject, settings
 from hypothesis import strategies as st
 
 from decoders.constraints.base import Language, mask_words, unpack
@@ -18,6 +18,7 @@ from decoders.constraints.table.lexicon import Lexicon
 from decoders.constraints.table.masks import masks
 from decoders.constraints.table.minimise import columns, minimise
 from decoders.constraints.table.plain import room, split
+from decoders.constraints.table.trie import Trie
 from decoders.constraints.vocabulary import Vocabulary
 from decoders.errors import GrammarError
 from decoders.testing.grammars import check_grammar
@@ -111,8 +112,11 @@ QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCh
 @QUICK
 @given(REGEX, st.lists(st.text("abcdeé\x03", max_size=6), min_size=5, max_size=30))
 def test_automaton_accepts_what_pythons_re_matches_and_is_minimal(regex, texts):
-    raw = determinise(regex)
-    machine = minimise(raw)
+    try:
+        machine = automaton(regex)
+    except GrammarError as error:  # counted repetitions of what may be of several lengths multiply
+        assert "states; the limit" in str(error)
+        reject()
     for text in texts:
         assert accepts(machine, text.encode()) == bool(re.fullmatch(regex, text)), (regex, text)
     assert moore(machine) == len(machine.next)
@@ -227,6 +231,37 @@ def test_masks_hold_for_any_vocabulary_that_has_the_bytes(regex, texts, broken):
     grammar = compile(regex, Vocabulary([None, *tokens, None], stops=[0]))
     for state in range(1, grammar.stopped):
         assert allowed(grammar, state) == walked(grammar, state), state
+
+
+@pytest.mark.parametrize(
+    "regex, texts",
+    [
+        ("2abcde|3abcdf", ["abcde", "abcdf"]),
+        ("2abcdef|3abcdeg", ["abcdef", "abcdeg", "abcde"]),
+        ("2abcdefghijkl|3abcdefghijkm", ["abcdefghijkl", "abcdefghijkm"]),
+        ("2abcdef?|3abcdef?g", ["abcdef", "abcde", "abcdefg"]),  # the text may end in one of them
+        (
+            '2"[^"]*"c|3"[^"]*"d',
+            ['"ab"c', '"ab"d', '"ab'],
+        ),  # strings, told apart by what no token has behind characters alone
+        ('2"[^"]{0,4}"|3"[^"]{0,5}"', ['"abcde', 'abcde"', '"abcd"', '2"abcde"']),
+        (r'("([^"\\]|\\"){2}", ?){4}', ['", "', '"\\"', 'a", "b', '\\"\\"', '"日', "日本", '", "日本"']),
+    ],
+)
+def test_states_that_only_long_tokens_tell_apart_have_masks_of_their_own(regex, texts):
+    tokens = [bytes([byte]) for byte in range(256)] + [text.encode() for text in texts]
+    grammar = compile(regex, Vocabulary([None, *tokens], stops=[0]))
+    for state in range(1, grammar.stopped):
+        assert allowed(grammar, state) == walked(grammar, state), state
+
+
+def test_states_that_no_token_tells_apart_are_walked_once(monkeypatch):
+    walks = []
+    walk = Trie.walk
+    monkeypatch.setattr(Trie, "walk", lambda trie, *args: walks.append(len(args[2])) or walk(trie, *args))
+    grammar = compile(r"\{" + ", ".join(f'"key": {STRING}*", "other": (0|-?[1-9][0-9]*)' for _ in range(40)) + r"\}")
+    assert grammar.stopped > 1000
+    assert sum(walks) < 200
 
 
 def test_state_that_no_token_leads_out_of_is_never_entered():

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypeAlias
 
-from ..equivalence import classes
+from ..equivalence import refined
 from . import limits
 from .regular import Cat, Chars, Or, Repeat, Rx
 from .symbols import Symbols
@@ -89,15 +89,19 @@ def minimal(machine: FSM) -> FSM:
     dead = count
     rows = [tuple([machine.map[state].get(symbol, dead) for symbol in symbols]) for state in range(count)]
     rows.append((dead,) * len(symbols))
-    found = classes(range(count + 1), rows, [state in machine.finals for state in range(count + 1)])
+    before: list[list[int]] = [[] for _ in rows]
+    for state, row in enumerate(rows):
+        for after in {*row}:
+            before[after].append(state)
+    found = refined([int(state in machine.finals) for state in range(count + 1)], range(count + 1), rows, before)
     names: dict[int, int] = {}
     moves: dict[int, dict[int, int]] = {0: {}}
     alive = [state for state in range(count) if found[state] != found[dead]]
     for state in alive:
         names.setdefault(found[state], len(names))
     for state in alive:
-        after = ((symbol, found[to]) for symbol, to in machine.map[state].items())
-        moves[names[found[state]]] = {symbol: names[to] for symbol, to in after if to in names}
+        moved = ((symbol, found[to]) for symbol, to in machine.map[state].items())
+        moves[names[found[state]]] = {symbol: names[to] for symbol, to in moved if to in names}
     finals = {names[found[state]] for state in machine.finals}
     return FSM(machine.alphabet, set(moves), 0, finals, moves)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 #: Drafts by the name that `referencing` gives them, and their year.
 _YEARS = {"draft-04": 2013, "draft-06": 2017, "draft-07": 2018, "draft2019-09": 2019, "draft2020-12": 2020}
+_BRACKETS = re.compile(r"[][{}]")
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,8 +103,8 @@ def document(text: str) -> Place | bool:
     if len(text) > limits.SCHEMA_CHARACTERS:
         limits.exceeded("SCHEMA_CHARACTERS", limits.SCHEMA_CHARACTERS, "the schema")
     nesting = 0
-    for character in text:  # brackets in strings count too: a bound, not a parser
-        nesting += (character in "[{") - (character in "]}")
+    for bracket in _BRACKETS.findall(text):  # those in strings count too: a bound, not a parser
+        nesting += 1 if bracket in "[{" else -1
         if nesting > limits.NESTING:
             limits.exceeded("NESTING", limits.NESTING, "schemas within schemas")
     try:

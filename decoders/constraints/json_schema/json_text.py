@@ -7,6 +7,7 @@ themselves have a two-character escape. Other control characters do not occur in
 from __future__ import annotations
 
 import json
+import re
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -29,16 +30,20 @@ _FREE = (
     r"|[dD][89abAB]" + _HEX + r"{2}\\u[dD][c-fC-F]" + _HEX + "{2})))"
 )
 FREE_STRING = f'"{_FREE}*"'
+#: What stands for more than itself, or is not shown.
+_SPECIAL = re.compile(r"""[^\w !"%',:;<=>@`/]""")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_JSON, _ASCII_JSON = json.JSONEncoder(ensure_ascii=False), json.JSONEncoder()
 
 
 def literal(text: str) -> str:
     """Expression for `text` itself."""
-    return "".join(_escaped(ord(c)) if not c.isalnum() else c for c in text)
+    return _SPECIAL.sub(lambda found: _escaped(ord(found[0])), text)
 
 
 def quoted(value: str) -> str:
     """`value` as JSON writes it."""
-    return json.dumps(value, ensure_ascii=any(0xD800 <= ord(c) <= 0xDFFF for c in value))
+    return (_ASCII_JSON if _SURROGATE.search(value) else _JSON).encode(value)
 
 
 @lru_cache(maxsize=4096)

@@ -100,20 +100,24 @@ class Writer:
     def string(self, strings: Strings, behind: str = "") -> Expr:
         """Strings, and what follows their closing quotation mark."""
         written = strings.written
-        lark = None if written is None else _lark(written)
-        if written is None or lark is None:
+        if written is None:
+            return NOTHING
+        simple = _simple(written)
+        lark = _lark(written) if simple is None else _slashed(simple)
+        if lark is None:
             return NOTHING
         tail = f" /{behind}/" if behind else ""
-        return Word(Terminal(f"({lark}){tail}" if tail else lark, _Expression(written, behind)))
+        return Word(Terminal(f"({lark}){tail}" if tail else lark, _Expression(written, simple, behind)))
 
 
 @dataclass(frozen=True)
 class _Expression:
     strings: Strings
+    simple: str | None
     behind: str
 
     def __call__(self) -> str | None:
-        found = _regex(self.strings)
+        found = _regex(self.strings) if self.simple is None else self.simple
         return None if found is None else f"(?:{found}){self.behind}" if "|" in found else found + self.behind
 
 
@@ -133,9 +137,6 @@ def _simple(strings: Strings) -> str | None:
 
 
 def _regex(strings: Strings) -> str | None:
-    simple = _simple(strings)
-    if simple is not None:
-        return simple
     try:
         found = json_text.expression(strings.automaton())
     except GrammarError:  # too large for an expression; the grammar has its own way
@@ -145,9 +146,6 @@ def _regex(strings: Strings) -> str | None:
 
 def _lark(strings: Strings) -> str | None:
     """The definition of a terminal; None if nothing can be written."""
-    simple = _simple(strings)
-    if simple is not None:
-        return _slashed(simple)
     parts = [_slashed(f'"{json_text.length(strings.low, strings.high)}"')]
     for rx, good in sorted(strings.conditions, key=repr):
         tree = json_text.tree(rx)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 _TOKENS = re.compile(
-    r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\])+/'  # nothing in these counts
+    r'"[^"\\\n]*(?:\\.[^"\\\n]*)*"|//[^\n]*|#[^\n]*|/[^/\\]*(?:\\.[^/\\]*)*/'  # nothing in these counts
     r"|(?P<define>[?!]*_?[A-Za-z][\w\-]*)[ \t]*(?:\.\d+)?[ \t]*(?:\[[^\]\n]*\])?[ \t]*:"
     r"|(?P<name>_?[A-Za-z][\w\-]*)|(?P<open>[(\[~])|(?P<close>[)\]])|(?P<next>[|&])",
     re.DOTALL,

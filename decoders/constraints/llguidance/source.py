@@ -34,7 +34,7 @@ LIMITS: dict[str, Any] = {
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 #: Strings, regular expressions and comments, in which nothing is looked for; then what is.
 _LEXEMES = re.compile(
-    r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\])+/|(?P<token><[^<>\s]+>)'
+    r'"[^"\\\n]*(?:\\.[^"\\\n]*)*"|//[^\n]*|#[^\n]*|/[^/\\]*(?:\\.[^/\\]*)*/|(?P<token><[^<>\s]+>)'
     r"|\b(?P<option>max_tokens|stop|stop_capture|temperature)\s*=",
     re.DOTALL,
 )

@@ -23,7 +23,8 @@ class Lexicon:
         size: ``V``. stops: tokens that end a text.
         texts, tokens: spellings in ascending order, and the first token of each.
         length: ``[T]`` int64, plain characters that each begins with.
-        rests: what follows these, in ascending order, the empty one first; rest: ``[T]`` int64, that of each.
+        rests: what follows these, in ascending order, the empty one first, and all that would if tokens began later;
+            rest: ``[T]`` int64, that of each.
         twins: ``[2, K]``, tokens that spell what an earlier one spells, behind that one.
     """
 
@@ -45,7 +46,10 @@ class Lexicon:
             texts = sorted(ids)
             tokens = np.fromiter((ids[text] for text in texts), np.int64, len(texts))
             parts = [split(text) for text in texts]
-            rests = sorted({b"", *(rest for _, rest in parts)})
+            ends = {rest for _, rest in parts}
+            # What follows any other character of theirs, from which a string may be entered in the middle of a token.
+            ends |= {split(rest[i:])[1] for rest in ends for i in range(1, len(rest)) if rest[i] & 0xC0 != 0x80}
+            rests = sorted(ends | {b""})
             number = {rest: place for place, rest in enumerate(rests)}
             twins = [(ids[text], t) for t, text in enumerate(vocabulary.tokens) if text is not None and ids[text] != t]
             found = _LEXICONS[vocabulary] = Lexicon(
@@ -100,11 +104,9 @@ class Lexicon:
         return Trie.of(self.rests[1:], np.arange(1, count, dtype=np.int32), np.zeros(count - 1, np.int64))
 
     @cached_property
-    def by_rest(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Places of the spellings that are not plain, by their rests, and where those of each rest begin ``[rests + 1]``."""
-        order = np.argsort(self.rest, kind="stable")
-        begins = np.searchsorted(self.rest[order], np.arange(len(self.rests) + 1))
-        return order, begins
+    def beginning(self) -> NDArray[np.int64]:
+        """``[256]``: how many spellings begin with each byte."""
+        return np.bincount([text[0] for text in self.texts], minlength=256)
 
     def mask(self, tokens: NDArray[np.integer[Any]] | tuple[int, ...]) -> NDArray[np.int32]:
         """``[W]``: the packed mask of some first tokens."""

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from .alike import Alike
 from .lexicon import Lexicon
-from .plain import room
+from .strings import Strings
 from .trie import Ints
 
-#: States whose tokens are collected at a time: a byte per state and token.
+#: Tokens that a walk from several states may meet: 16 bytes each, and some more on the way.
+TOKENS = 1 << 21
+#: Masks that are packed at a time: a byte per token.
 CHUNK = 32
 
 
@@ -37,143 +40,66 @@ def masks(after: Ints, kind: NDArray[np.int64], accepting: NDArray[np.bool_], le
     """The masks of a trimmed automaton ``[S, C]`` with columns `kind` ``[256]``."""
     used: NDArray[np.bool_] = np.any(after > 0, axis=0)
     if lexicon.single[used[kind]].all():
-        alive = np.arange(len(after)) > 0  # byte by byte, every state comes to an end
-        return _sliced(after, kind, accepting, alive, lexicon)
+        return _sliced(after, kind, accepting, lexicon)
     alive = _alive(after, kind, accepting, lexicon)
     return _walked(after, kind, accepting, alive, lexicon)
 
 
-def _sliced(
-    after: Ints, kind: NDArray[np.int64], accepting: NDArray[np.bool_], alive: NDArray[np.bool_], lexicon: Lexicon
-) -> Masks:
-    """Masks where every byte is a token, so that all tokens that do not die are legal.
+def _sliced(after: Ints, kind: NDArray[np.int64], accepting: NDArray[np.bool_], lexicon: Lexicon) -> Masks:
+    """Masks where every byte is a token, so that every state comes to an end and all tokens that do not die are legal.
 
-    Where the room for plain characters is exact (in strings), a mask is put together: the plain tokens by their length,
-    and those whose rest is legal after their plain characters. Elsewhere few tokens are legal, and all are walked, once
-    for all states that no token tells apart.
+    Inside strings, masks are put together by class. Elsewhere few tokens are legal: they are walked, from one state for
+    all that cannot be told apart by as many bytes as that takes.
     """
-    space = room(after, kind, lexicon.longest)
-    exact = np.flatnonzero(space.exact & alive)
-    legal, sets = _rests(after, kind, space.reached(exact), lexicon)
-    texts = Texts(space.least.tolist(), space.next.tolist(), legal, sets, lexicon)
+    strings = Strings.of(after, kind, lexicon)
+    bare: list[NDArray[np.int32]] = strings.masks()
+    number = strings.class_of.copy()  # of each state's mask among the bare ones, which have no stop tokens yet
+    inside = number >= 0
+    alike = Alike.of(after, strings.class_of)
+    open = np.flatnonzero(~inside)[1:]
+    deep = np.zeros(len(after), np.int64)
+    while len(open):
+        alike = alike.finer()
+        # Where a state of a class has been walked already, it stands for the class.
+        open = open[np.argsort(number[open] < 0, kind="stable")]
+        _, first, same = np.unique(alike.part[open], return_index=True, return_inverse=True)
+        ones = open[first]
+        new = ones[number[ones] < 0]
+        if len(new):
+            for part, read, row in _walks(after, kind, new, strings):
+                deep[part], number[part] = read, np.arange(len(bare), len(bare) + len(part))
+                bare += [*row]
+        shared = alike.final | (deep[ones] <= alike.depth)
+        number[open[shared[same]]] = number[ones[same]][shared[same]]
+        open = open[~shared[same]]
     rows = _Rows(lexicon)
     of = np.zeros(len(after), np.int64)
-    inside: dict[tuple[bool, tuple[Run, ...]], int] = {}
-    for state in exact.tolist():
-        here = bool(accepting[state]), texts.runs(state, lexicon.longest)
-        if here not in inside:
-            row = lexicon.plain[space.least[state]] | lexicon.mask(texts.others(here[1]))
-            inside[here] = rows.add(row, here[0])
-        of[state] = inside[here]
-    made: dict[tuple[bool, bytes, tuple[tuple[int, tuple[Run, ...]], ...]], int] = {}
-    pieces: dict[tuple[int, tuple[Run, ...]], NDArray[np.int64]] = {}
-    others = np.flatnonzero(~space.exact & alive)
-    for begin in range(0, len(others), CHUNK):
-        part = others[begin : begin + CHUNK]
-        place, node, at, token = lexicon.trie.walk(after, kind, part, space.exact)
-        order = np.lexsort((node, place))
-        cuts = np.searchsorted(place[order], np.arange(len(part) + 1))
-        for index, start in enumerate(part.tolist()):
-            mine = order[cuts[index] : cuts[index + 1]]
-            single = token[mine] >= 0
-            direct, halted = token[mine[single]], mine[~single]
-            halts = tuple(map(texts.below, node[halted].tolist(), at[halted].tolist()))
-            key = bool(accepting[start]), direct.tobytes(), halts
-            if key not in made:
-                pieces |= {halt: texts.tokens(*halt) for halt in halts if halt not in pieces}
-                tokens = np.concatenate([direct.astype(np.int64), *(pieces[halt] for halt in halts)])
-                made[key] = rows.add(lexicon.mask(tokens), key[0])
-            of[start] = made[key]
+    pairs = 2 * number + accepting
+    for pair in np.unique(pairs[1:]).tolist():
+        of[pairs == pair] = rows.add(bare[pair >> 1], bool(pair & 1))
+    of[0] = 0
     stops = rows.add(np.zeros(lexicon.words, np.int32), True)
-    return Masks(rows.all(), of, alive, stops)
+    return Masks(rows.all(), of, np.arange(len(after)) > 0, stops)
 
 
-def _rests(
-    after: Ints, kind: NDArray[np.int64], states: NDArray[np.int64], lexicon: Lexicon
-) -> tuple[dict[int, int], list[NDArray[np.int32]]]:
-    """Which set of rests is legal in each state, and the sets."""
-    known: dict[bytes, int] = {b"": 0}
-    sets = [np.zeros(0, np.int32)]
-    legal = dict.fromkeys(states.tolist(), 0)
-    for begin in range(0, len(states), 16 * CHUNK):
-        part = states[begin : begin + 16 * CHUNK]
-        row, _, _, rest = lexicon.ends.walk(after, kind, part)
-        order = np.lexsort((rest, row))
-        row, rest = row[order], rest[order]
-        cuts = np.searchsorted(row, np.arange(len(part) + 1))
-        for place, state in enumerate(part.tolist()):
-            some = rest[cuts[place] : cuts[place + 1]]
-            legal[state] = known.setdefault(some.tobytes(), len(sets))
-            if legal[state] == len(sets):
-                sets.append(some)
-    return legal, sets
-
-
-#: Which rests are legal after how many plain characters: (number of the set, from, to), `to` included.
-Run = tuple[int, int, int]
-
-
-@dataclass(frozen=True)
-class Texts:
-    """What is legal where plain characters are, as far as there is room.
-
-    Attributes:
-        least, next: room of each state, and the state after a plain character. legal: number of the set of rests that
-        may come next, in states whose room is exact and those behind them. sets: the sets.
-    """
-
-    least: list[int]
-    next: list[int]
-    legal: dict[int, int]
-    sets: list[NDArray[np.int32]]
-    lexicon: Lexicon
-
-    def runs(self, state: int, longest: int) -> tuple[Run, ...]:
-        """The sets of rests along up to `longest` plain characters."""
-        left = min(self.least[state], longest)
-        runs: list[Run] = []
-        begin = length = 0
-        while length < left:
-            following = self.next[state]
-            if following == state:
-                break
-            if self.legal[following] != self.legal[state]:
-                runs.append((self.legal[state], begin, length))
-                begin = length + 1
-            state, length = following, length + 1
-        return (*runs, (self.legal[state], begin, left))
-
-    def others(self, runs: tuple[Run, ...]) -> NDArray[np.int64]:
-        """The tokens, not those of plain characters alone, whose rest is legal after the plain characters they have."""
-        order, begins = self.lexicon.by_rest
-        found = []
-        for chosen, begin, end in runs:
-            some = self.sets[chosen]
-            count = begins[some + 1] - begins[some]
-            offset = np.cumsum(count) - count
-            place = order[np.arange(count.sum()) + np.repeat(begins[some] - offset, count)]
-            length = self.lexicon.length[place]
-            found.append(self.lexicon.tokens[place[(length >= begin) & (length <= end)]])
-        return np.concatenate(found)
-
-    def below(self, node: int, state: int) -> tuple[int, tuple[Run, ...]]:
-        """A node of the trie where `state` is, and its runs as long as tokens go on below."""
-        trie = self.lexicon.trie
-        longest = int(self.lexicon.length[trie.low[node] : trie.high[node]].max()) - int(trie.characters[node])
-        return node, self.runs(state, longest)
-
-    def tokens(self, node: int, runs: tuple[Run, ...]) -> NDArray[np.int64]:
-        """The legal tokens below a node of the trie."""
-        trie = self.lexicon.trie
-        part = slice(trie.low[node], trie.high[node])
-        length = self.lexicon.length[part] - trie.characters[node]
-        rest = self.lexicon.rest[part]
-        good = (rest == 0) & (length <= runs[-1][2])
-        for chosen, begin, end in runs:
-            allowed = np.zeros(len(self.lexicon.rests), np.bool_)
-            allowed[self.sets[chosen]] = True
-            good |= allowed[rest] & (length >= begin) & (length <= end)
-        return self.lexicon.tokens[part][good]
+def _walks(
+    after: Ints, kind: NDArray[np.int64], states: NDArray[np.int64], strings: Strings
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]]:
+    """Some of `states` at a time, how many bytes were read from each outside of strings, and their masks ``[n, W]``."""
+    lexicon = strings.lexicon
+    # Tokens that begin with a byte that is legal: no walk meets more.
+    most = np.cumsum((after[states][:, kind] > 0) @ lexicon.beginning)
+    for part in np.split(states, np.flatnonzero(np.diff(most // TOKENS)) + 1):
+        ways = lexicon.trie.walk(after, kind, part, strings.class_of >= 0)
+        single = ways.token >= 0
+        place, more = strings.below(ways.node[~single], strings.class_of[ways.state[~single]])
+        row = np.concatenate([ways.row[single], ways.row[~single][place]])
+        token = np.concatenate([ways.token[single], more])
+        for begin in range(0, len(part), CHUNK):
+            some = (row >= begin) & (row < begin + CHUNK)
+            allowed = np.zeros((min(CHUNK, len(part) - begin), 32 * lexicon.words), np.uint8)
+            allowed[row[some] - begin, token[some]] = 1
+            yield part[begin : begin + CHUNK], ways.deep[begin : begin + CHUNK], lexicon.pack(allowed)
 
 
 def _walked(
@@ -215,10 +141,10 @@ def _collected(
     """Masks of the tokens that lead from `starts` to living states, some of the starts at a time."""
     for begin in range(0, len(starts), CHUNK):
         part = slice(begin, min(begin + CHUNK, len(starts)))
-        row, _, state, token = lexicon.trie.walk(after, kind, starts[part])
-        good = alive[state]
+        ways = lexicon.trie.walk(after, kind, starts[part])
+        good = alive[ways.state]
         allowed = np.zeros((part.stop - begin, 32 * lexicon.words), np.uint8)
-        allowed[row[good], token[good]] = 1
+        allowed[ways.row[good], ways.token[good]] = 1
         yield part, lexicon.pack(allowed)
 
 
@@ -227,8 +153,8 @@ def _alive(after: Ints, kind: NDArray[np.int64], accepting: NDArray[np.bool_], l
     edges = []
     for begin in range(1, len(after), CHUNK):
         starts = np.arange(begin, min(begin + CHUNK, len(after)), dtype=np.int32)
-        row, _, state, _ = lexicon.trie.walk(after, kind, starts)
-        edges.append(np.unique(starts[row].astype(np.int64) * len(after) + state))
+        ways = lexicon.trie.walk(after, kind, starts)
+        edges.append(np.unique(starts[ways.row].astype(np.int64) * len(after) + ways.state))
     source, target = np.divmod(np.unique(np.concatenate(edges)), len(after))
     alive = accepting.copy()
     while True:

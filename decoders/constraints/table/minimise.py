@@ -2,39 +2,76 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
-from ..equivalence import classes
+from ..equivalence import refined
 from .determinise import Bytes
 
 
 def minimise(automaton: Bytes) -> Bytes:
     """The same language with as few states as possible, in which every state is reached and reaches the end of a text."""
-    narrow, _ = columns(automaton.next)
-    rows: list[tuple[int, ...]] = [tuple(row) for row in narrow.tolist()]
-    reached = {0, automaton.start}
-    todo = [automaton.start]
-    while todo:
-        more = {*rows[todo.pop()]} - reached
-        reached |= more
-        todo += more
-    blocks = classes(sorted(reached), rows, automaton.accepting.tolist())
-    names = {blocks[0]: 0}  # the dead state's block has all states from which no text ends
-    number = np.zeros(len(rows), np.int32)
-    for state in sorted(reached):
-        number[state] = names.setdefault(blocks[state], len(names))
-    one = np.zeros(len(names), np.int64)
-    kept = np.array(sorted(reached), np.int64)
-    one[number[kept]] = kept
-    one[0] = 0
-    return Bytes(number[automaton.next[one]], automaton.accepting[one], int(number[automaton.start]))
+    narrow, kind = columns(automaton.next)
+    source, column = np.nonzero(narrow)
+    target = narrow[source, column]
+    ends = np.flatnonzero(automaton.accepting)
+    useful = _reached(_grouped(source, target, len(narrow)), [automaton.start])
+    useful &= _reached(_grouped(target, source, len(narrow)), ends.tolist())
+    kept = useful[source] & useful[target]
+    source, column, target = source[kept], column[kept], target[kept]
+    # Where different bytes go on, or the text may end, states are told apart at once.
+    live = np.zeros((len(narrow), narrow.shape[1] + 1), np.bool_)
+    live[source, column] = True
+    live[ends, -1] = True
+    states = np.flatnonzero(useful)
+    blocks = np.full(len(narrow), -1, np.int64)
+    blocks[states] = distinct(live[states])[0]
+    ways, before = _grouped(source, target, len(narrow)), _grouped(target, source, len(narrow))
+    blocks = np.array(refined(blocks.tolist(), states.tolist(), ways, before), np.int64)
+    name, one = distinct(blocks[states, None])
+    number = np.zeros(len(narrow), np.int32)
+    number[states] = name + 1
+    one = np.concatenate([[0], states[one]])
+    return Bytes(number[narrow[one]][:, kind], automaton.accepting[one], int(number[automaton.start]))
 
 
 def columns(after: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
     """``[S, C]`` with each column of ``[S, 256]`` once, and the column of each byte."""
-    seen: dict[bytes, int] = {}
     turned = np.ascontiguousarray(after.T)
-    kind = np.array([seen.setdefault(row.tobytes(), len(seen)) for row in turned])
-    first = np.unique(kind, return_index=True)[1]
+    kind, first = distinct(turned)
     return np.ascontiguousarray(turned[first].T), kind
+
+
+def distinct(rows: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """``[n]``: number of each row of ``[n, m]`` among the different ones, in the order in which they come; ``[k]``: their places."""
+    raw, size = rows.tobytes(), rows.itemsize * rows.shape[1]
+    seen: dict[bytes, int] = {}
+    number = np.fromiter(
+        (seen.setdefault(raw[place * size : (place + 1) * size], len(seen)) for place in range(len(rows))),
+        np.int64, len(rows),
+    )  # fmt: skip
+    return number, np.unique(number, return_index=True)[1]
+
+
+def _grouped(keys: NDArray[np.integer[Any]], values: NDArray[np.integer[Any]], count: int) -> list[list[int]]:
+    """The values of each of `count` keys, in their order."""
+    order = np.argsort(keys, kind="stable")
+    flat = values[order].tolist()
+    cuts = np.searchsorted(keys[order], np.arange(count + 1)).tolist()
+    return [flat[begin:end] for begin, end in pairwise(cuts)]
+
+
+def _reached(ways: list[list[int]], begin: list[int]) -> NDArray[np.bool_]:
+    """``[S]``: what `ways` lead to from some states."""
+    found = {*begin}
+    todo = [*begin]
+    while todo:
+        more = {*ways[todo.pop()]} - found
+        found |= more
+        todo += more
+    reached = np.zeros(len(ways), np.bool_)
+    reached[[*found]] = True
+    return reached

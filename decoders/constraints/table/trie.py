@@ -13,6 +13,23 @@ Ints = NDArray[np.int32]
 
 
 @dataclass(frozen=True)
+class Ways:
+    """Tokens that an automaton can take from some states.
+
+    Attributes:
+        row, node, state, token: ``[n]`` int32: a node of the trie takes the automaton from the start ``row`` to a state, and is
+            the end of a token; or (token -1) it was not gone on from.
+        deep: ``[starts]`` int64, how many bytes were read outside of strings.
+    """
+
+    row: Ints
+    node: Ints
+    state: Ints
+    token: Ints
+    deep: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
 class Trie:
     """Node 0 is the root. The children of a node stand side by side.
 
@@ -72,25 +89,24 @@ class Trie:
         after: Ints,
         kind: NDArray[np.int64],
         starts: NDArray[np.integer[Any]],
-        halt: NDArray[np.bool_] | None = None,
-    ) -> tuple[Ints, Ints, Ints, Ints]:
+        strings: NDArray[np.bool_] | None = None,
+    ) -> Ways:
         """All tokens that an automaton can take from some of its states.
 
         Args:
             after: ``[S, C]``, 0 is dead. kind: ``[256]``, the column of each byte. starts: states.
-            halt: ``[S]``: do not go on from these states after plain characters.
-
-        Returns:
-            rows, nodes, states, tokens: the node takes the automaton from ``starts[row]`` to the state, and is the end of
-            the token; or (token -1) it was not gone on from.
+            strings: ``[S]``: states inside strings. They are not gone on from where plain characters have led to them.
         """
         columns = after.shape[1]
         table = after.ravel()
         column = kind.astype(np.int32)[self.byte]
         row = np.arange(len(starts), dtype=np.int32)
         state, node = starts.astype(np.int32), np.zeros(len(starts), np.int32)
+        outside = np.ones(len(starts), np.bool_)
+        deep = np.zeros(len(starts), np.int64)
         found: list[tuple[Ints, Ints, Ints, Ints]] = []
         while len(row):
+            deep[row[outside]] += 1
             count = self.count[node]
             total = int(count.sum())
             came = np.repeat(np.arange(len(row), dtype=np.int32), count)
@@ -98,11 +114,14 @@ class Trie:
             node = np.arange(total, dtype=np.int32) + offset[came]
             state = table[(state * columns)[came] + column[node]]
             live = np.flatnonzero(state)
-            row, node, state = row[came[live]], node[live], state[live]
+            came, node, state = came[live], node[live], state[live]
+            row, outside = row[came], outside[came]
             token = self.token[node]
             inside = self.count[node] > 0
-            if halt is not None:
-                halted = halt[state] & (self.characters[node] > 0)
+            if strings is not None:
+                entered = strings[state]
+                outside &= ~entered
+                halted = entered & (self.characters[node] > 0)
                 token[halted] = -1
                 inside &= ~halted
                 ends = np.flatnonzero((token >= 0) | halted)
@@ -110,6 +129,6 @@ class Trie:
                 ends = np.flatnonzero(token >= 0)
             found.append((row[ends], node[ends], state[ends], token[ends]))
             inner = np.flatnonzero(inside)
-            row, node, state = row[inner], node[inner], state[inner]
+            row, node, state, outside = row[inner], node[inner], state[inner], outside[inner]
         rows, nodes, states, tokens = (np.concatenate(part) for part in zip(*found, strict=True))
-        return rows, nodes, states, tokens
+        return Ways(rows, nodes, states, tokens, deep)

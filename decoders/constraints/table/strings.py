@@ -1,0 +1,107 @@
+"""States inside strings: which tokens are legal there, told from how many plain characters there is room for.
+
+Any plain character leads to the same state there, so what matters of a token is how many it begins with and what is left
+of it; only that rest is walked, and many tokens share it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .lexicon import Lexicon
+from .minimise import distinct
+from .plain import room
+from .trie import Ints
+
+#: States whose rests are walked at a time.
+CHUNK = 512
+
+
+@dataclass(frozen=True)
+class Strings:
+    """The states inside strings, ``K`` classes of them. States of a class take the same tokens, and the same ends of tokens.
+
+    Attributes:
+        class_of: ``[S]`` int64, class of each state, -1 outside of strings.
+        room: ``[K]`` int64, how many plain characters may come next.
+        sets: ``[K, longest + 1]`` int32, the set of rests that are legal after as many plain characters; -1: no room.
+        legal: ``[sets + 1, rests]`` bool. The empty rest, the end of a token, is in every set but the last one, which is
+            empty.
+    """
+
+    class_of: NDArray[np.int64]
+    room: NDArray[np.int64]
+    sets: NDArray[np.int32]
+    legal: NDArray[np.bool_]
+    lexicon: Lexicon
+
+    @staticmethod
+    def of(after: Ints, kind: NDArray[np.int64], lexicon: Lexicon) -> Strings:
+        """The strings of an automaton of UTF-8 ``[S, C]`` with columns `kind` ``[256]``; every state but 0 is alive."""
+        space = room(after, kind, lexicon.longest)
+        states = np.flatnonzero(space.exact & (space.least > 0))
+        number, legal = _rests(after, kind, space.reached(states), lexicon)
+        sets = np.full((len(states), lexicon.longest + 1), -1, np.int32)
+        at = states
+        for length in range(lexicon.longest + 1):
+            sets[:, length] = np.where(length <= space.least[states], number[at], -1)
+            at = space.next[at]
+        same, first = distinct(sets)
+        class_of = np.full(len(after), -1, np.int64)
+        class_of[states] = same
+        return Strings(class_of, space.least[states[first]], sets[first], legal, lexicon)
+
+    def masks(self) -> list[NDArray[np.int32]]:
+        """The mask ``[W]`` of each class."""
+        lexicon = self.lexicon
+        text = np.flatnonzero((self.legal.any(0) & (np.arange(len(lexicon.rests)) > 0))[lexicon.rest])
+        length, rest = lexicon.length[text], lexicon.rest[text]
+        return [
+            lexicon.plain[most] | lexicon.mask(lexicon.tokens[text[self.legal[sets[length], rest]]])
+            for most, sets in zip(self.room.tolist(), self.sets, strict=True)
+        ]
+
+    def below(self, nodes: Ints, classes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The tokens that begin with the plain characters of a node of the trie and are legal where it leads to a class.
+
+        Args:
+            nodes, classes: of each place.
+
+        Returns:
+            places, tokens.
+        """
+        lexicon, trie = self.lexicon, self.lexicon.trie
+        low = trie.low[nodes].astype(np.int64)
+        count = trie.high[nodes] - low
+        place = np.repeat(np.arange(len(nodes)), count)
+        text = np.arange(len(place)) + (low - np.cumsum(count) + count)[place]
+        length = lexicon.length[text] - trie.characters[nodes][place]
+        good = self.legal[self.sets[classes[place], length], lexicon.rest[text]]
+        return place[good], lexicon.tokens[text[good]]
+
+
+def _rests(
+    after: Ints, kind: NDArray[np.int64], states: NDArray[np.int64], lexicon: Lexicon
+) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+    """``[S]``: which set of rests is legal in each of `states`; the sets, see :class:`Strings`."""
+    known: dict[bytes, int] = {}
+    sets: list[NDArray[np.int32]] = []
+    number = np.zeros(len(after), np.int32)
+    for begin in range(0, len(states), CHUNK):
+        part = states[begin : begin + CHUNK]
+        ways = lexicon.ends.walk(after, kind, part)
+        order = np.lexsort((ways.token, ways.row))
+        rest = ways.token[order]
+        cuts = np.searchsorted(ways.row[order], np.arange(len(part) + 1)).tolist()
+        for place, state in enumerate(part.tolist()):
+            some = rest[cuts[place] : cuts[place + 1]]
+            chosen = number[state] = known.setdefault(some.tobytes(), len(sets))
+            if chosen == len(sets):
+                sets.append(some)
+    legal = np.zeros((len(sets) + 1, len(lexicon.rests)), np.bool_)
+    for chosen, some in enumerate(sets):
+        legal[chosen, some] = legal[chosen, 0] = True
+    return number, legal
