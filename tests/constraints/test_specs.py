@@ -58,6 +58,9 @@ def accepts(matcher: llguidance.LLMatcher, text: str) -> bool:
         (r"\/\<\é", "/<é"),
         ("a\nb", r"a\x0ab"),
         (r"\u00e9\x41\p{L}\d", r"\u00e9\x41\p{L}\d"),
+        (r"\w[^\w-]", r"[\p{L}\p{N}_][^\p{L}\p{N}_\-]"),
+        (r"[\Wa]", r"[[^\p{L}\p{N}_]a]"),
+        ("[+-9-]", r"[\+-9\-]"),
         ("", ""),
     ],
 )
@@ -101,6 +104,15 @@ def test_what_is_idle_is_left_out(pattern: str, plain: str) -> None:
         ("[[:alpha:]]", "[", 1),
         ("[a-z&&b]", "&&", 4),
         ("[a--b]", "--", 2),
+        ("[b-a]", "b-a", 1),
+        (r"[a-\d]", r"a-\d", 1),
+        (r"x[\w-z]", r"\w-z", 2),
+        (r"[\x41-\t]", r"\x41-\t", 1),
+        (r"\x4g", r"\x4g", 0),
+        (r"[\u12]", r"\u12]", 1),
+        (r"\ud800", r"\ud800", 0),
+        (r"\U00110000", r"\U00110000", 0),
+        (r"\x{zz}", r"\x{zz}", 0),
         (r"\R", r"\R", 0),
         (r"\0", r"\0", 0),
         ("a\\", "\\", 1),
@@ -160,6 +172,16 @@ def test_a_pattern_means_what_it_means_in_python(pattern: str) -> None:
     python, ours = re.compile(pattern), compiled(whole)
     for text in SHORT_TEXTS:
         assert accepts(ours, text) is bool(python.fullmatch(text)), (whole, text)
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"\w", r"\W", r"\s", r"\S", r"[^\w\s]", r"[\W\d]", r"[^\S\n]", r"[\s\S]", r"[^\Wa]"]
+)
+def test_classes_are_those_of_python(pattern: str) -> None:
+    """A combining mark is no letter to Python, U+001C is white space, superscripts are digits of words."""
+    python, ours = re.compile(pattern), compiled(whole_text(pattern))
+    for text in "aé日²½Ⅷ٣_-‿\u0301\u200d \t\n\x1c\x1f\x85\u2028\u200b😀":
+        assert accepts(ours, text) is bool(python.fullmatch(text)), text
 
 
 @settings(max_examples=50, deadline=None, derandomize=True, database=None)
