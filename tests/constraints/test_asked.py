@@ -23,6 +23,7 @@ from pydantic import BaseModel, Field
 from typing_extensions import TypeAliasType, TypedDict  # Pydantic reads that of typing from Python 3.12 on
 
 import decoders
+from decoders import library
 from decoders.constraints.asked import as_spec, as_specs
 from decoders.constraints.json_schema import JsonSchema
 from decoders.constraints.specs import Choice, Lark, Regex, Spec
@@ -216,10 +217,28 @@ def test_python_types_are_closed_and_schemas_are_as_the_standard_has_it() -> Non
 
 def test_a_schema_is_read_from_text_or_a_file(tmp_path: Path) -> None:
     (tmp_path / "bit.json").write_text('{"enum": [0, 1]}')
-    for schema in ('{"enum": [0, 1]}', tmp_path / "bit.json"):
+    for schema in ('{"enum": [0, 1]}', tmp_path / "bit.json", str(tmp_path / "bit.json")):
         assert accepts(decoders.json_schema(schema), "1") and not accepts(decoders.json_schema(schema), "2")
     with pytest.raises(GrammarError, match="cannot be read"):
         decoders.json_schema(tmp_path / "nowhere.json")
+    with pytest.raises(GrammarError, match="cannot be read"):
+        decoders.json_schema("nowhere.json")
+
+
+@pytest.mark.parametrize("value", [None, 3, [1], (int,), b"{}"], ids=repr)
+def test_what_is_no_schema_is_not_given_to_pydantic(value: Any) -> None:
+    with pytest.raises(GrammarError, match="is no schema: give a dict, its text or its file, or a type"):
+        decoders.json_schema(value)
+
+
+@pytest.mark.parametrize("file", library.names())
+def test_a_copy_of_a_grammar_of_the_library_means_the_same(file: str, tmp_path: Path) -> None:
+    """With its comments, and its pattern on several lines."""
+    copy = tmp_path / file
+    text = (Path(__file__).parents[2] / "grammars" / file).read_text(encoding="utf-8")
+    copy.write_text(text.rstrip("\n"), encoding="utf-8")
+    assert as_spec(copy) == as_spec(file)
+    assert as_spec(copy).label == file
 
 
 def test_options_reach_the_specification() -> None:

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import decoders
+from decoders.constraints.asked import as_spec
 from decoders.constraints.patterns import quoted, whole_text
 from decoders.constraints.specs import CHOICES_LIMIT, Choice
 from decoders.errors import GrammarError, UnknownNameError
@@ -293,6 +294,26 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         decoders.grammar(tmp_path)
 
 
+def test_a_byte_order_mark_is_no_part_of_a_grammar(tmp_path: Path) -> None:
+    for suffix, text in ((".lark", LARK), (".json", '{"enum": [1]}'), (".regex", "[0-9]")):
+        file = tmp_path / f"a{suffix}"
+        file.write_text(text, encoding="utf-8-sig")
+        assert as_spec(file).language() and as_spec(file).key == as_spec(_rewritten(file, text)).key
+
+
+def _rewritten(file: Path, text: str) -> Path:
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def test_a_defect_in_a_file_is_told_with_its_name(tmp_path: Path) -> None:
+    with pytest.raises(GrammarError, match=r"a\.lark has no rule `start"):
+        as_spec(_rewritten(tmp_path / "a.lark", "print(1)"))
+    for text, message in (("{", "is not JSON"), ("[1]", r"\[1\] is no schema"), ('"a"', "is no schema")):
+        with pytest.raises(GrammarError, match=rf"b\.json.*{message}"):
+            as_spec(_rewritten(tmp_path / "b.json", text))
+
+
 def test_one_line_of_lark_is_no_path() -> None:
     assert decoders.grammar('start: "a"').text == 'start: "a"'
     assert decoders.grammar("start: " + '"a" ' * 5000).language().lark
@@ -303,6 +324,14 @@ def test_gbnf_is_refused_with_the_way_out(tmp_path: Path) -> None:
         decoders.grammar(tmp_path / "x.gbnf")
     with pytest.raises(GrammarError, match=r"looks like GBNF"):
         decoders.grammar('root ::= "a"\n')
+    with pytest.raises(GrammarError, match=r"looks like GBNF"):
+        decoders.grammar('start ::= "a"\n')
+
+
+def test_half_of_a_surrogate_pair_in_a_grammar_is_refused() -> None:
+    with pytest.raises(GrammarError, match="surrogate") as caught:
+        decoders.grammar('start: "\ud800"')
+    str(caught.value).encode()
 
 
 def test_a_grammar_needs_a_rule_to_start_with() -> None:
