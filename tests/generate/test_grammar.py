@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import re
+import weakref
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -16,12 +19,12 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, 
 
 import decoders
 from decoders.constraints.base import Grammar
-from decoders.constraints.compiled import compiled
+from decoders.constraints.compiled import compiled, forget
 from decoders.engine import loop
 from decoders.engine.blocks import Views
 from decoders.engine.device_guide import DeviceGuide
 from decoders.errors import GrammarError, SettingsError, UnknownNameError, UnsupportedError
-from decoders.grammars import vocabulary_of
+from decoders.grammars import KEPT, vocabulary_of
 from decoders.resolve import resolve_backend
 from decoders.strategies import Lookahead, PromptLookup, Speculative, Staged, Threshold
 from decoders.testing import decode, prompts, tiny_model
@@ -60,20 +63,35 @@ STRATEGIES: dict[str, Any] = {
 SAMPLED = dict(do_sample=True, seed=5, temperature=0.9, top_k=0)
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer: two special tokens, all bytes, some pairs."""
-    pairs = [('"', ":"), ("0", "0"), ("1", "9"), ("2", "0"), ("n", "a"), ("m", "e"), ("a", "g"), ('"', ","), ("{", '"')]
+def byte_level(merges: int | None = None, more: Sequence[tuple[str, str]] = ()) -> PreTrainedTokenizerFast:
+    """Two special tokens, all bytes, some pairs, of which the first `merges` are ever written."""
+    pairs = [
+        *more,
+        ('"', ":"),
+        ("0", "0"),
+        ("1", "9"),
+        ("2", "0"),
+        ("n", "a"),
+        ("m", "e"),
+        ("a", "g"),
+        ('"', ","),
+        ("{", '"'),
+    ]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     names = ["<pad>", "<end>", *alphabet, *(a + b for a, b in pairs)]
     assert len(names) <= SIZE
-    backend = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=pairs))
+    backend = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=pairs[:merges]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = token_decoders.ByteLevel()
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token="<pad>", eos_token="<end>", padding_side="left",
         clean_up_tokenization_spaces=False,
     )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return byte_level()
 
 
 def llama(seed: int, layers: int) -> PreTrainedModel:
@@ -230,8 +248,6 @@ def test_a_grammar_is_compiled_once(model):
 
 
 def test_compiled_grammars_are_kept_in_a_folder_on_request(model, tmp_path):
-    from decoders.constraints.compiled import forget
-
     asked, config = decoders.regex("[ab]{2,8}d?", backend="table"), EAGER | {"constraint_cache": str(tmp_path)}
     assert run(model, grammar=asked, decoders_config=config).report.grammars[0].source == "compiled"
     forget()
@@ -246,6 +262,54 @@ def test_a_compiled_grammar_can_be_given(model, tokenizer):
     assert out.report.grammars[0].source == "given" and re.fullmatch("[ab]{4}", texts(tokenizer, out)[0])
     with pytest.raises(UnsupportedError, match=r"stop tokens \[1\]; this call has 288 and \[1, 5\]"):
         run(model, grammar=ready, eos_token_id=[1, 5])
+
+
+def test_a_grammar_compiled_for_another_tokenizer_is_refused(model, tokenizer):
+    """Of as many tokens: each would mean something else."""
+    ready = compiled(decoders.regex("[ab]{4}"), vocabulary_of(tokenizer, SIZE, [END]), resolve_backend("auto")).grammar
+    with pytest.raises(GrammarError, match=r"is for another tokenizer: token 258 is b'\":' there and b'ab' here"):
+        run(model, grammar=ready, tokenizer=byte_level(more=[("a", "b")]))
+
+
+def test_a_tokenizer_that_was_changed_between_two_calls_is_read_anew(model):
+    mine = byte_level()
+    assert "1" in texts(mine, run(model, grammar=decoders.regex("1+"), tokenizer=mine))[0]
+    mine.add_special_tokens({"additional_special_tokens": ["1"]})  # an old token: there are as many as before
+    out = run(model, grammar=decoders.regex("[12]{40}"), tokenizer=mine)
+    assert texts(mine, out)[0] == "2" * 40
+    mine.add_tokens(["222222"])
+    out = run(model, grammar=decoders.regex("[12]{40}"), tokenizer=mine, **SAMPLED)
+    assert mine.convert_tokens_to_ids("222222") in out.sequences[0] and texts(mine, out)[0] == "2" * 40
+
+
+def test_tokenizers_with_the_same_tokens_may_write_them_differently(model):
+    """A canonical grammar is compiled for each."""
+    spec = decoders.regex('na: "', policy="canonical")
+    for merges, spelt in ((None, ["na", ":", "Ġ", '"']), (0, ["n", "a", ":", "Ġ", '"'])):
+        mine = byte_level(merges)
+        out = run(model, grammar=spec, tokenizer=mine)
+        written = mine.convert_ids_to_tokens(out.sequences[0, prompts()["input_ids"].shape[1] :])
+        assert written == [*spelt, "<end>"]
+
+
+def test_a_report_names_what_was_asked_for_though_it_was_compiled_under_another_name(model):
+    pattern = decoders.regex(decoders.library.read("semver"))
+    assert [run(model, grammar=each).report.grammars[0].name for each in ("semver", pattern)] == [
+        "semver",
+        pattern.language().name,
+    ]
+
+
+def test_few_tokenizers_are_kept(model):
+    first = byte_level()
+    kept = weakref.ref(first)
+    run(model, grammar=decoders.regex("a"), tokenizer=first)
+    del first
+    for _ in range(KEPT):
+        run(model, grammar=decoders.regex("a"), tokenizer=byte_level())
+    forget()
+    gc.collect()
+    assert kept() is None
 
 
 def test_the_mask_policy_is_part_of_the_specification(model, tokenizer):
