@@ -227,6 +227,26 @@ def test_processors_on_the_host_see_masked_scores(model, tokenizer, strategy):
     assert texts(tokenizer, out) == ["zzzz"], "what a processor leaves is taken, and the end where it leaves nothing"
 
 
+class Force(LogitsProcessor):
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __call__(self, input_ids, scores):
+        forced = torch.full_like(scores, float("-inf"))
+        forced[:, self.token] = 0
+        return forced
+
+
+@pytest.mark.parametrize("draw", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_a_processor_cannot_force_what_the_grammar_forbids(model, tokenizer, draw):
+    """It can where that is legal; elsewhere nothing is left of its scores, and the grammar's remain."""
+    z = tokenizer.convert_tokens_to_ids("z")
+    options = dict(logits_processor=LogitsProcessorList([Force(z)]), output_scores=True, **draw)
+    out = run(model, grammar=decoders.regex("[ab][xyz][ab]"), **options)
+    assert re.fullmatch("[ab]z[ab]", texts(tokenizer, out)[0])
+    assert [int(torch.isfinite(step).sum()) for step in out.scores] == [2, 1, 2, 1]
+
+
 def test_scores_say_what_was_illegal_and_logits_do_not(model):
     out = run(model, grammar=decoders.regex("[ab]{2}"), output_scores=True, output_logits=True)
     assert all(torch.isneginf(step).sum() >= SIZE - 3 for step in out.scores)
