@@ -130,7 +130,11 @@ def _of_type(value: Any) -> Spec:
         if isinstance(value, type) or typing.get_origin(value) is not None:  # what outlines does not know, Pydantic may
             return json_schema(value)
         raise GrammarError(f"grammar={shortened(repr(value))}: {error}. What can be given: {_ALLOWED}") from error
-    return _of_term(term)
+    spec = _of_term(term)
+    if term is not value and isinstance(spec, Regex):  # not by the pattern that outlines makes of it
+        name = value.__name__ if isinstance(value, type) else str(value)
+        return dataclasses.replace(spec, label=f"type {shortened(name)}")
+    return spec
 
 
 def _aliased(value: Any) -> Any:

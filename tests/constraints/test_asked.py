@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NewType, Optional, Union
 from uuid import UUID
 
+import genson
 import llguidance
 import outlines
 import pytest
@@ -184,6 +185,25 @@ def test_terms_of_outlines(value: Any, good: list[str], bad: list[str]) -> None:
     spec = as_spec(value)
     assert all(accepts(spec, text) for text in good)
     assert not any(accepts(spec, text) for text in bad), [text for text in bad if accepts(spec, text)]
+
+
+def test_a_schema_builder_of_genson_is_read_as_outlines_reads_it() -> None:
+    builder = genson.SchemaBuilder()
+    builder.add_object({"a": 1})
+    for spec in (as_spec(builder), decoders.json_schema(builder.to_schema(), strict=False, closed=True)):
+        assert accepts(spec, '{"a": 2}') and not accepts(spec, '{"b": 2}') and not accepts(spec, '{"a": "2"}')
+    whole = spec.language().whole
+    assert whole is not None
+    whole('{"a": 2}')
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [(int, "type int"), (str | None, "type str | None"), (date, "type date"), (named.email, "outlines Regex")],
+)
+def test_types_are_called_by_their_name(value: Any, name: str) -> None:
+    spec = as_spec(value)
+    assert isinstance(spec, Spec) and spec.language().name.startswith(name)
 
 
 def test_terms_of_outlines_that_are_no_automata_are_refused() -> None:
