@@ -261,6 +261,7 @@ def json_schema(
             and what would handle it.
     """
     from .json_schema import JsonSchema
+    from .typed import OfType, asks_more
 
     is_schema = isinstance(schema, (Mapping, str, bool, Path))
     file = schema if isinstance(schema, Path) else files.named(schema) if isinstance(schema, str) else None
@@ -274,17 +275,14 @@ def json_schema(
             f"json_schema: {where}{shortened(repr(schema))} is no schema: give a dict, its text or its file, or a type",
             "schema",
         )
-    elif not is_schema:
-        schema = schema_of(schema)
-    return JsonSchema(
-        schema,
-        whitespace=whitespace,
-        strict=strict,
-        closed=not is_schema if closed is None else closed,
-        backend=backend,
-        policy=policy,
-        label=file.name if file else None,
-    )
+    options: dict[str, Any] = dict(
+        whitespace=whitespace, strict=strict, closed=not is_schema if closed is None else closed, backend=backend,
+        policy=policy, label=file.name if file else None,
+    )  # fmt: skip
+    if is_schema:
+        return JsonSchema(schema, **options)
+    made = schema_of(schema)
+    return OfType(made, kind=schema, **options) if asks_more(schema) else JsonSchema(made, **options)
 
 
 def _shared(ordered: list[str]) -> int:

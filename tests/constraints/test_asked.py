@@ -21,7 +21,7 @@ import outlines
 import pytest
 from outlines import types as named
 from outlines.types import dsl
-from pydantic import BaseModel, Field
+from pydantic import AfterValidator, BaseModel, Field, Json
 from typing_extensions import TypeAliasType, TypedDict  # Pydantic reads that of typing from Python 3.12 on
 
 import decoders
@@ -302,6 +302,56 @@ def test_a_typed_dict_that_refers_to_itself_is_refused_or_read() -> None:
         assert accepts(as_spec(Chain), '{"next": {"next": null}}')
     except GrammarError as error:
         assert "Chain" in str(error) and "has no JSON schema" in str(error)
+
+
+def _even(n: int) -> int:
+    if n % 2:
+        raise ValueError("odd")
+    return n
+
+
+@dataclass
+class Even:
+    n: int
+
+    def __post_init__(self) -> None:
+        _even(self.n)
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "bad", "why"),
+    [
+        (Annotated[int, AfterValidator(_even)], "2", "3", "$: Value error, odd"),
+        (list[Annotated[int, AfterValidator(_even)]], "[2]", "[2, 3]", "$[1]: Value error, odd"),
+        (dict[int, str], '{"1": "a"}', '{"x": "a"}', "$.x"),
+        (Even, '{"n": 2}', '{"n": 3}', "odd"),
+        (Json[int], '"1"', '"a"', "$: Invalid JSON"),
+    ],
+    ids=str,
+)
+def test_what_a_type_asks_for_beyond_its_schema_is_judged_at_the_end(kind: Any, good: str, bad: str, why: str) -> None:
+    spec = decoders.json_schema(kind)
+    language = spec.language()
+    assert accepts(spec, good) and accepts(spec, bad) and language.whole is not None
+    language.whole(good)
+    with pytest.raises(GrammarError, match=re.escape(why)):
+        language.whole(bad)
+    assert any("left to the validation" in remark for remark in language.remarks)
+
+
+def test_types_whose_schema_says_all_are_not_judged() -> None:
+    for kind in (Point, Address, Size, list[int], dict[str, Colour], int | None, date, Plan):
+        assert decoders.json_schema(kind).language().whole is None
+
+
+def test_judges_are_told_apart_in_caches() -> None:
+    def other(n: int) -> int:
+        return n
+
+    keys = {decoders.json_schema(kind).key for kind in (dict[int, int], dict[int, int], dict[UUID, int])}
+    assert len(keys) == 2, "equal types share a grammar"
+    validated = [decoders.json_schema(Annotated[int, AfterValidator(each)]).key for each in (_even, other)]
+    assert len({*validated, decoders.json_schema(int).key}) == 3
 
 
 def test_options_reach_the_specification() -> None:

@@ -6,13 +6,15 @@ import functools
 import gc
 import json
 import re
+import warnings
 import weakref
 from collections.abc import Sequence
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 import torch
+from pydantic import BaseModel, Field, field_validator
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers import decoders as token_decoders
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerFast
@@ -354,6 +356,33 @@ def test_a_lenient_schema_is_judged_at_the_end(model):
         out = run(model, grammar=decoders.json_schema(schema, strict=False), max_new_tokens=150)
     use = out.report.grammars[0]
     assert use.complete and "non-unique" in use.invalid and any("uniqueItems" in remark for remark in use.remarks)
+
+
+class Even(BaseModel):
+    n: Annotated[int, Field(ge=1, le=3)]
+
+    @field_validator("n")
+    @classmethod
+    def _even(cls, n: int) -> int:
+        if n % 2:
+            raise ValueError("an odd number")
+        return n
+
+
+def test_a_type_with_conditions_of_its_own_judges_the_finished_text(model, tokenizer):
+    """A validator is no part of the schema: whether the text passes it stands in the report."""
+    outcomes = set()
+    for seed in range(12):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            out = run(model, grammar=Even, **SAMPLED | {"seed": seed})
+        use, text = out.report.grammars[0], texts(tokenizer, out)[0]
+        odd = json.loads(text)["n"] % 2 == 1
+        assert use.complete and bool(use.invalid) is odd is bool(caught)
+        assert not odd or "$.n: Value error, an odd number" in use.invalid
+        outcomes.add(odd)
+    assert outcomes == {True, False}
+    assert any("validators" in remark for remark in use.remarks) and use.source == "memory"
 
 
 @pytest.mark.parametrize(
