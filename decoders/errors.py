@@ -54,8 +54,9 @@ class GrammarError(DecodersError, ValueError):
 def suggest(name: str, choices: Iterable[str]) -> str:
     """``Did you mean …? Choose from …`` for an unknown `name`; the first part only if something is close."""
     choices = sorted(choices)
-    near = difflib.get_close_matches(name, choices, n=1)
-    hint = f"Did you mean {near[0]!r}? " if near else ""
+    spelt = {choice.lower(): choice for choice in choices}
+    near = difflib.get_close_matches(name.lower().replace("-", "_"), spelt, n=1)
+    hint = f"Did you mean {spelt[near[0]]!r}? " if near else ""
     return f"{hint}Choose from: {', '.join(choices) or '(nothing is registered)'}."
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from .constraints.asked import as_specs
 from .constraints.base import Grammar
@@ -20,8 +21,8 @@ from .settings import RuntimeSettings
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-_vocabularies: WeakKeyDictionary[Any, dict[tuple, Vocabulary]] = WeakKeyDictionary()
+#: Tokenizers, or states of one, whose vocabularies are kept with them.
+KEPT = 8
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Grammars:
                 continue
             if isinstance(wanted, Grammar):
                 grammar, source, seconds = wanted, "given", 0.0
-                _check_fit(grammar, size, stops)
+                _check_fit(grammar, size, stops, tokenizer)
             else:
                 vocabulary = vocabulary or vocabulary_of(tokenizer, size, stops)
                 backend = resolve_backend(wanted.backend or runtime.constraint_backend)
@@ -106,17 +107,32 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase | None, size: int, stops: S
         raise UnsupportedError(
             "grammar= needs a token that ends the text: set eos_token_id in the call or the generation config"
         )
-    known = _vocabularies.setdefault(tokenizer, {})
-    key = (size, tuple(stops), len(tokenizer))  # tokens may have been added since
-    if key not in known:
-        known[key] = Vocabulary.of(tokenizer, size, stops)
-    return known[key]
+    added = tuple((token, each.content, each.special) for token, each in tokenizer.added_tokens_decoder.items())
+    state = (len(tokenizer), tuple(tokenizer.all_special_ids), added)  # a tokenizer may have been changed since
+    return _vocabulary(tokenizer, size, tuple(stops), state)
 
 
-def _check_fit(grammar: Grammar, size: int, stops: Sequence[int]) -> None:
+@lru_cache(KEPT)
+def _vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, stops: tuple[int, ...], state: tuple) -> Vocabulary:
+    return Vocabulary.of(tokenizer, size, stops)
+
+
+def _check_fit(grammar: Grammar, size: int, stops: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) -> None:
     """Refuses a compiled grammar that was made for another vocabulary."""
-    if len(grammar.vocabulary) != size or set(grammar.vocabulary.stops) != set(stops):
+    name, own = grammar.language.name, grammar.vocabulary
+    if len(own) != size or set(own.stops) != set(stops):
         raise UnsupportedError(
-            f"the compiled grammar {grammar.language.name!r} is for logits of {len(grammar.vocabulary)} entries and stop tokens "
-            f"{list(grammar.vocabulary.stops)}; this call has {size} and {sorted(stops)}"
+            f"the compiled grammar {name!r} is for logits of {len(own)} entries and stop tokens {list(own.stops)}; this call has "
+            f"{size} and {sorted(stops)}"
         )
+    if tokenizer is None:
+        return
+    with suppress(UnsupportedError):  # tokens that cannot be told in bytes: whoever compiled the grammar knows them
+        pairs = zip(own.tokens, vocabulary_of(tokenizer, size, stops).tokens, strict=True)
+        others = ((token, *pair) for token, pair in enumerate(pairs) if pair[0] != pair[1] and None not in pair)
+        if (other := next(others, None)) is not None:
+            raise GrammarError(
+                "the compiled grammar {!r} is for another tokenizer: token {} is {!r} there and {!r} here".format(
+                    name, *other
+                )
+            )

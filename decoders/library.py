@@ -58,7 +58,7 @@ def find(name: str) -> Ready:
         raise UnknownNameError("grammar", name, found or (every if "." in name else map(_stem, every)))
     content = _folder().joinpath(found[0]).read_text(encoding="utf-8").rstrip("\n")
     kind = KINDS[found[0].removeprefix(_stem(found[0]))]
-    text = "".join(line for line in content.splitlines() if not line.startswith("#")) if kind == "regex" else content
+    text = joined(content) if kind == "regex" else content
     return Ready(_stem(found[0]), found[0], kind, _description(content, kind), text)
 
 
@@ -69,6 +69,11 @@ def read(name: str) -> str:
         UnknownNameError: there is none of that name, or several.
     """
     return find(name).text
+
+
+def joined(content: str) -> str:
+    """The pattern that stands in a ``.regex`` file: its lines joined, those that begin with ``#`` left out."""
+    return "".join(line for line in content.split("\n") if not line.startswith("#"))
 
 
 def _description(content: str, kind: Kind) -> str:

@@ -15,6 +15,7 @@ from uuid import UUID
 
 from .. import library
 from ..errors import GrammarError, UnknownNameError, shortened
+from . import files
 from .base import Grammar
 from .python_types import is_json, listed
 from .specs import Choice, Lark, Regex, Spec, grammar, json_schema, regex
@@ -63,15 +64,11 @@ def of_file(path: Path) -> Spec:
     Raises:
         GrammarError: another kind of file, one that cannot be read, or what stands in it is no grammar.
     """
-    if path.suffix not in (".json", ".regex"):
-        return grammar(path)
-    try:
-        text = path.read_text(encoding="utf-8").strip()
-        return json_schema(json.loads(text)) if path.suffix == ".json" else regex(text)
-    except (OSError, ValueError) as error:
-        if isinstance(error, GrammarError):
-            raise
-        raise GrammarError(f"{path} cannot be read: {error}") from error
+    if path.suffix == ".json":
+        return json_schema(path)
+    return (
+        dataclasses.replace(regex(files.pattern(path)), label=path.name) if path.suffix == ".regex" else grammar(path)
+    )
 
 
 def named(text: str) -> Spec:
@@ -107,7 +104,10 @@ def _named(name: str) -> Spec:
     try:
         ready = library.find(name)
     except UnknownNameError as error:
-        hint = "Other texts: decoders.regex(pattern), decoders.grammar(lark), decoders.json_schema(schema), decoders.choice(list)."
+        hint = (
+            "Other texts: decoders.regex(pattern), decoders.grammar(lark), decoders.json_schema(schema), decoders.choice(list), "
+            "and pathlib.Path(name) for a file."
+        )
         raise UnknownNameError("grammar", shortened(name), error.choices, hint) from None
     if ready.kind == "json_schema":
         return dataclasses.replace(json_schema(json.loads(ready.text)), label=ready.name)
@@ -130,7 +130,11 @@ def _of_type(value: Any) -> Spec:
         if isinstance(value, type) or typing.get_origin(value) is not None:  # what outlines does not know, Pydantic may
             return json_schema(value)
         raise GrammarError(f"grammar={shortened(repr(value))}: {error}. What can be given: {_ALLOWED}") from error
-    return _of_term(term)
+    spec = _of_term(term)
+    if term is not value and isinstance(spec, Regex):  # not by the pattern that outlines makes of it
+        name = value.__name__ if isinstance(value, type) else str(value)
+        return dataclasses.replace(spec, label=f"type {shortened(name)}")
+    return spec
 
 
 def _aliased(value: Any) -> Any:

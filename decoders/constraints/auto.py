@@ -32,6 +32,8 @@ class Auto(Backend):
                 return backend().compile(language, vocabulary, policy)
             except GrammarError as refusal:
                 refusals.append(refusal)
+        if language.regex is None:  # that it is no expression is no defect of it
+            raise refusals[-1]
         reasons = "; ".join(
             f"{backend.name}: {str(refusal).removeprefix(f'{language.name}: ')}"
             for backend, refusal in zip(self.choices, refusals, strict=True)

@@ -65,7 +65,8 @@ class Cache:
             GrammarError: it cannot be expressed or compiled. Nothing is kept then.
         """
         begin = time.perf_counter()
-        key = (spec.key, vocabulary.fingerprint, type(backend), spec.policy)
+        # The label is no part of the meaning, but messages and reports show it.
+        key = (spec.key, spec.label, vocabulary.fingerprint, type(backend), spec.policy)
         with self._lock:
             entry = self._entries.get(key)
             known = entry is not None

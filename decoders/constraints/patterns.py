@@ -18,10 +18,17 @@ _INTERSECT = (
     "write the texts out, or use decoders.grammar, whose terminals have & (and) and ~ (not): T: /[a-z]+/ & ~/if|else/"
 )
 _ESCAPES = frozenset("dDwWsSnrtfvaxuUpP")
+#: Rust counts combining marks among word characters, and U+001C to U+001F not among white space. Classes nest in Rust.
+_CLASSES = {
+    r"\w": r"\p{L}\p{N}_", r"\W": r"[^\p{L}\p{N}_]", r"\s": r"\s\x1c-\x1f", r"\S": r"[^\s\x1c-\x1f]",
+}  # fmt: skip
+_CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "a": "\a"}
+_DIGITS = {"x": 2, "u": 4, "U": 8}
 _COUNT = re.compile(r"\{([0-9]+)?(,)?([0-9]+)?\}")
 _FLAGS = re.compile(r"\(\?[aiLmsuxRU-]+[:)]")
 _NAMED = re.compile(r"\(\?P?<([A-Za-z_]\w*)>")
 _BRACED = re.compile(r"\{[^{}]*\}")
+_HEX = re.compile(r"[0-9A-Fa-f]+")
 
 
 def whole_text(pattern: str) -> str:
@@ -204,7 +211,9 @@ class _Reader:
             return
         if letter in ("b", "B"):
             raise self.refusal("\\" + letter, f"word boundaries are not read: {_INTERSECT}", begin)
-        self.atom(self.escaped(), begin)
+        text = self.escaped()
+        classed = _CLASSES.get(text, text)
+        self.atom(classed if classed == text or classed[0] == "[" else f"[{classed}]", begin)
 
     def escaped(self) -> str:
         """An escape that stands for characters, inside a class or outside."""
@@ -221,8 +230,15 @@ class _Reader:
         if letter not in _ESCAPES:
             raise self.refusal("\\" + letter, "there is no such escape", begin)
         braces = _BRACED.match(self.pattern, self.at) if letter in "xuUpP" else None
-        self.at += len(braces[0]) if braces else {"x": 2, "u": 4, "U": 8, "p": 1, "P": 1}.get(letter, 0)
-        return self.pattern[begin : self.at]
+        self.at += len(braces[0]) if braces else _DIGITS.get(letter, int(letter in "pP"))
+        text = self.pattern[begin : self.at]
+        if letter in _DIGITS:
+            digits = text[3:-1] if braces else text[2:]
+            if not _HEX.fullmatch(digits) or (len(digits) < _DIGITS[letter] and not braces):
+                raise self.refusal(text, "hexadecimal digits are missing", begin)
+            if (code := int(digits, 16)) > 0x10FFFF or 0xD800 <= code < 0xE000:
+                raise self.refusal(text, "it stands for no character", begin)
+        return text
 
     def character_class(self) -> str:
         begin = self.at
@@ -238,22 +254,49 @@ class _Reader:
             if character == "]" and self.at > first:
                 self.at += 1
                 return "".join(out) + "]"
-            if pair == "\\b":  # a backspace, as in Python
-                self.at += 2
-                out.append(r"\x08")
-            elif character == "\\":
-                out.append(self.escaped())
-            elif character == "[":
-                raise self.refusal("[", "inside a class write \\[; classes in classes are not read", self.at)
-            elif pair in ("&&", "--", "~~"):
+            if pair in ("&&", "--", "~~"):
                 raise self.refusal(
                     pair, f"operations on classes are not read: escape the characters, or {_INTERSECT}", self.at
                 )
-            else:  # a single minus is a range or stands at an end, as everywhere
-                out.append(character if character == "-" else _literal(character))
-                self.at += 1
+            out.append(self.member())
         raise self.refusal("[", "it is never closed", begin)
+
+    def member(self) -> str:
+        """A character, a range of them, or a class that an escape stands for, inside of a class."""
+        begin = self.at
+        low = self.single()
+        if self.pattern[self.at : self.at + 1] != "-" or self.pattern[self.at + 1 : self.at + 2] in ("", "]", "-"):
+            return _CLASSES.get(low, low)
+        self.at += 1
+        high = self.single()
+        first, last, what = _character(low), _character(high), self.pattern[begin : self.at]
+        if first is None or last is None:
+            raise self.refusal(what, "a range is from one character to another", begin)
+        if first > last:
+            raise self.refusal(what, "the smaller character comes first", begin)
+        return f"{low}-{high}"
+
+    def single(self) -> str:
+        character = self.pattern[self.at]
+        if self.pattern.startswith("\\b", self.at):  # a backspace, as in Python
+            self.at += 2
+            return r"\x08"
+        if character == "\\":
+            return self.escaped()
+        if character == "[":
+            raise self.refusal("[", "inside a class write \\[; classes in classes are not read", self.at)
+        self.at += 1
+        return _literal(character)
 
     def refusal(self, what: str, why: str, at: int) -> GrammarError:
         shown = self.pattern if len(self.pattern) <= 80 else f"…{self.pattern[max(0, at - 30) : at + 40]}…"
         return GrammarError(f"regex {shown!r}: {what!r} at character {at}: {why}", keyword=what)
+
+
+def _character(item: str) -> str | None:
+    """What a literal or an escape stands for; None for a class."""
+    if item[0] != "\\" or not item[1].isalpha():
+        return item[-1]
+    if item[1] in _DIGITS:
+        return chr(int(item[2:].strip("{}"), 16))
+    return _CONTROLS.get(item[1])

@@ -12,6 +12,7 @@ from enum import Enum, EnumMeta
 from typing import Any
 
 from ..errors import GrammarError, shortened
+from .typed_dicts import readable
 
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 
@@ -57,7 +58,7 @@ def schema_of(value: Any) -> dict[str, Any]:
     from pydantic import PydanticUserError, TypeAdapter
 
     try:
-        schema = TypeAdapter(value).json_schema()
+        schema = TypeAdapter(readable(value)).json_schema()
     except (PydanticUserError, TypeError, NameError, RecursionError) as error:
         why = str(error).split("\n")[0]
         raise GrammarError(f"{shortened(repr(value))} has no JSON schema: {why}", "type") from error

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from ..errors import GrammarError, UnknownNameError, shortened
+from . import files
 from .base import Language, Policy
 from .patterns import quoted, whole_text
 from .python_types import schema_of
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 #: Characters of all choices together: automata of a million states are no longer built in seconds.
 CHOICES_LIMIT = 5_000_000
+_NO_SCHEMA = (type(None), int, float, bytes, list, tuple, set)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,18 +103,23 @@ class Lark(Spec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not re.search(r"^\s*[?!]?start\b[^:\n]*:", self.text, re.MULTILINE):
+        if not re.search(r"^\s*[?!]?start\b[^:\n]*:(?!:)", self.text, re.MULTILINE):
             hint = " This looks like GBNF or BNF: write `name: …` for `name ::= …`." if "::=" in self.text else ""
-            raise GrammarError(
-                f"grammar {shortened(self.text)} has no rule `start: …`, where texts begin.{hint}", "start"
-            )
+            raise GrammarError(f"{self.name} has no rule `start: …`, where texts begin.{hint}", "start")
+        if any("\ud800" <= character <= "\udfff" for character in self.text):
+            raise GrammarError(f"half of a surrogate pair in {self.name!a}: it stands for no character", "surrogate")
+
+    @property
+    def name(self) -> str:
+        """What messages and reports call it."""
+        return self.label or f"grammar {shortened(self.text) or '(empty)'}"
 
     @property
     def key(self) -> str:
         return self._keyed(self.text)
 
     def language(self) -> Language:
-        return Language(self.label or f"grammar {shortened(self.text)}", lark=self.text)
+        return Language(self.name, lark=self.text)
 
 
 @dataclass(frozen=True)
@@ -194,7 +201,9 @@ def grammar(text: str | Path, *, backend: str | None = None, policy: Policy = "f
     Raises:
         GrammarError: the file cannot be read, or there is no rule ``start``.
     """
-    file = Path(text) if isinstance(text, Path) or _names_a_file(text) else None
+    if not isinstance(text, (str, Path)):
+        raise GrammarError(f"grammar: text or a path is needed, not {type(text).__name__}", "grammar")
+    file = text if isinstance(text, Path) else files.named(text)
     if file is None:
         return Lark(str(text), backend=backend, policy=policy)
     if file.suffix == ".gbnf":
@@ -203,7 +212,7 @@ def grammar(text: str | Path, *, backend: str | None = None, policy: Policy = "f
             "of Lark take as much text as they can and those of GBNF do not",
             "gbnf",
         )
-    return Lark(_content(file), backend=backend, policy=policy, label=file.name)
+    return Lark(files.content(file), backend=backend, policy=policy, label=file.name)
 
 
 def choice(
@@ -252,29 +261,28 @@ def json_schema(
             and what would handle it.
     """
     from .json_schema import JsonSchema
+    from .typed import OfType, asks_more
 
     is_schema = isinstance(schema, (Mapping, str, bool, Path))
-    if isinstance(schema, Path):
-        schema = _content(schema)
-    elif isinstance(schema, Mapping):
+    file = schema if isinstance(schema, Path) else files.named(schema) if isinstance(schema, str) else None
+    if file is not None:
+        schema = files.schema(file)
+    if isinstance(schema, Mapping):
         schema = dict(schema)
-    elif not is_schema:
-        schema = schema_of(schema)
-    return JsonSchema(
-        schema,
-        whitespace=whitespace,
-        strict=strict,
-        closed=not is_schema if closed is None else closed,
-        backend=backend,
-        policy=policy,
-    )
-
-
-def _content(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise GrammarError(f"{file} cannot be read: {error}", "path") from error
+    elif isinstance(schema, _NO_SCHEMA if file is None else object) and not isinstance(schema, bool):
+        where = f"{file}: " if file else ""
+        raise GrammarError(
+            f"json_schema: {where}{shortened(repr(schema))} is no schema: give a dict, its text or its file, or a type",
+            "schema",
+        )
+    options: dict[str, Any] = dict(
+        whitespace=whitespace, strict=strict, closed=not is_schema if closed is None else closed, backend=backend,
+        policy=policy, label=file.name if file else None,
+    )  # fmt: skip
+    if is_schema:
+        return JsonSchema(schema, **options)
+    made = schema_of(schema)
+    return OfType(made, kind=schema, **options) if asks_more(schema) else JsonSchema(made, **options)
 
 
 def _shared(ordered: list[str]) -> int:
@@ -297,16 +305,3 @@ def _written(option: Any, place: int) -> str:
         "choice",
         f"$[{place}]",
     )
-
-
-def _names_a_file(text: str) -> bool:
-    if not isinstance(text, str):
-        raise GrammarError(f"grammar: text or a path is needed, not {type(text).__name__}", "grammar")
-    if "\n" in text:
-        return False
-    if text.endswith((".lark", ".gbnf")):  # nothing of the notation ends so: a file, there or not
-        return True
-    try:
-        return Path(text).is_file()
-    except (OSError, ValueError):  # too long for a name, or with a null
-        return False

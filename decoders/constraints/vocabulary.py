@@ -23,16 +23,21 @@ class Vocabulary:
     Attributes:
         tokens: ``V`` entries; None for what never stands in a text: special tokens, stop tokens, unused rows of the logits.
         stops: ids that end a text.
-        encode: text to ids as the tokenizer itself writes it, no special tokens.
+        encode: text to ids as the tokenizer itself writes it, no special tokens. rules: a text that tells ways to encode
+            apart, for vocabularies that have the same tokens.
     """
 
     def __init__(
-        self, tokens: Sequence[bytes | None], stops: Sequence[int], encode: Callable[[str], Sequence[int]] | None = None
+        self,
+        tokens: Sequence[bytes | None],
+        stops: Sequence[int],
+        encode: Callable[[str], Sequence[int]] | None = None,
+        rules: str = "",
     ) -> None:
         ends = set(stops)
         self.tokens = tuple(None if token in ends or not text else text for token, text in enumerate(tokens))
         self.stops = tuple(sorted(token for token in ends if 0 <= token < len(self.tokens)))
-        self.encode = encode or self._greedy
+        self.encode, self.rules = encode or self._greedy, rules
 
     @staticmethod
     def of(tokenizer: PreTrainedTokenizerBase, size: int, stops: Sequence[int]) -> Vocabulary:
@@ -41,7 +46,9 @@ class Vocabulary:
         Raises:
             UnsupportedError: its tokens cannot be told in bytes (neither byte-level nor with byte fallback).
         """
-        spell = _spelling(tokenizer)
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        parts: dict = json.loads(backend.to_str()) if backend is not None else {}
+        spell = _spelling(tokenizer, parts)
         special = set(tokenizer.all_special_ids)
         tokens: list[bytes | None] = [None] * size
         for text, token in tokenizer.get_vocab().items():
@@ -55,15 +62,15 @@ class Vocabulary:
             ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
             return ids
 
-        return Vocabulary(tokens, stops, encode)
+        return Vocabulary(tokens, stops, encode, _rules(parts))
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Tells vocabularies apart: tokens and stop tokens."""
-        digest = hashlib.sha256(repr(self.stops).encode())
+        """Tells vocabularies apart: tokens, stop tokens, and how texts are written in them."""
+        digest = hashlib.sha256(repr((self.stops, self.rules)).encode())
         for token in self.tokens:
             digest.update(b"-" if token is None else b"%d:" % len(token) + token)
         return digest.hexdigest()
@@ -135,15 +142,21 @@ def _decodable(text: bytes) -> str:
     return ""
 
 
-def _spelling(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], bytes]:
-    """How `tokenizer` writes bytes in the names of its tokens.
+def _rules(parts: dict) -> str:
+    """Digest of what a tokenizer's `parts` make of a text, its plain vocabulary aside."""
+    model = parts.get("model", {})
+    deciding = {name: part for name, part in model.items() if name != "vocab" or model.get("type") == "Unigram"}
+    content = json.dumps([deciding, parts.get("normalizer"), parts.get("pre_tokenizer")])
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _spelling(tokenizer: PreTrainedTokenizerBase, parts: dict) -> Callable[[str], bytes]:
+    """How `tokenizer`, made of `parts`, writes bytes in the names of its tokens.
 
     Raises:
         UnsupportedError: neither byte-level nor with byte fallback.
     """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    steps = json.dumps(json.loads(backend.to_str()).get("decoder")) if backend is not None else ""
-    if '"ByteLevel"' in steps:
+    if '"ByteLevel"' in json.dumps(parts.get("decoder")):
         alphabet = _byte_level_alphabet()
         return lambda name: bytes(alphabet[character] for character in name)
     vocabulary = tokenizer.get_vocab()

@@ -77,8 +77,8 @@ def choose_along_path(
         nothing = torch.zeros_like(logits[0, 0])
         here = torch.stack([logits[row, at[row][0]] if row in at else nothing for row in range(batch)])
         processed = processors(ids, here)
-        if plan.masked:
-            processed = grammar_first(processed, here)
+        if plan.masked:  # a processor may force a token: the grammar wins
+            processed = grammar_first(processed.masked_fill(here == float("-inf"), float("-inf")), here)
         positions = torch.full((batch, 1), generated + depth, device=nodes.device)
         drawn = choose(processed[:, None], plan, rows.sampling, positions)[:, 0].tolist()
         for row in active:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable
+import typing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, time
 from enum import Enum
@@ -14,15 +15,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NewType, Optional, Union
 from uuid import UUID
 
+import genson
 import llguidance
 import outlines
 import pytest
 from outlines import types as named
 from outlines.types import dsl
-from pydantic import BaseModel, Field
+from pydantic import AfterValidator, BaseModel, Field, Json
 from typing_extensions import TypeAliasType, TypedDict  # Pydantic reads that of typing from Python 3.12 on
 
 import decoders
+from decoders import library
 from decoders.constraints.asked import as_spec, as_specs
 from decoders.constraints.json_schema import JsonSchema
 from decoders.constraints.specs import Choice, Lark, Regex, Spec
@@ -184,6 +187,25 @@ def test_terms_of_outlines(value: Any, good: list[str], bad: list[str]) -> None:
     assert not any(accepts(spec, text) for text in bad), [text for text in bad if accepts(spec, text)]
 
 
+def test_a_schema_builder_of_genson_is_read_as_outlines_reads_it() -> None:
+    builder = genson.SchemaBuilder()
+    builder.add_object({"a": 1})
+    for spec in (as_spec(builder), decoders.json_schema(builder.to_schema(), strict=False, closed=True)):
+        assert accepts(spec, '{"a": 2}') and not accepts(spec, '{"b": 2}') and not accepts(spec, '{"a": "2"}')
+    whole = spec.language().whole
+    assert whole is not None
+    whole('{"a": 2}')
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [(int, "type int"), (str | None, "type str | None"), (date, "type date"), (named.email, "outlines Regex")],
+)
+def test_types_are_called_by_their_name(value: Any, name: str) -> None:
+    spec = as_spec(value)
+    assert isinstance(spec, Spec) and spec.language().name.startswith(name)
+
+
 def test_terms_of_outlines_that_are_no_automata_are_refused() -> None:
     with pytest.raises(GrammarError, match="look-around"):
         as_spec(named.isbn)
@@ -216,10 +238,120 @@ def test_python_types_are_closed_and_schemas_are_as_the_standard_has_it() -> Non
 
 def test_a_schema_is_read_from_text_or_a_file(tmp_path: Path) -> None:
     (tmp_path / "bit.json").write_text('{"enum": [0, 1]}')
-    for schema in ('{"enum": [0, 1]}', tmp_path / "bit.json"):
+    for schema in ('{"enum": [0, 1]}', tmp_path / "bit.json", str(tmp_path / "bit.json")):
         assert accepts(decoders.json_schema(schema), "1") and not accepts(decoders.json_schema(schema), "2")
     with pytest.raises(GrammarError, match="cannot be read"):
         decoders.json_schema(tmp_path / "nowhere.json")
+    with pytest.raises(GrammarError, match="cannot be read"):
+        decoders.json_schema("nowhere.json")
+
+
+@pytest.mark.parametrize("value", [None, 3, [1], (int,), b"{}"], ids=repr)
+def test_what_is_no_schema_is_not_given_to_pydantic(value: Any) -> None:
+    with pytest.raises(GrammarError, match="is no schema: give a dict, its text or its file, or a type"):
+        decoders.json_schema(value)
+
+
+@pytest.mark.parametrize("file", library.names())
+def test_a_copy_of_a_grammar_of_the_library_means_the_same(file: str, tmp_path: Path) -> None:
+    """With its comments, and its pattern on several lines."""
+    copy = tmp_path / file
+    text = (Path(__file__).parents[2] / "grammars" / file).read_text(encoding="utf-8")
+    copy.write_text(text.rstrip("\n"), encoding="utf-8")
+    assert as_spec(copy) == as_spec(file)
+    assert as_spec(copy).label == file
+
+
+class Step(typing.TypedDict, total=False):
+    n: typing.Required[int]
+    note: str
+
+
+class Chain(typing.TypedDict):
+    next: Chain | None
+
+
+class Plan(typing.TypedDict):
+    steps: list[Step]
+    last: typing.NotRequired[Step | None]
+
+
+@pytest.mark.parametrize(
+    ("kind", "around"),
+    [
+        (Plan, "{}"),
+        (list[Plan], "[{}]"),
+        (Plan | None, "{}"),
+        (Optional[Plan], "{}"),  # noqa: UP045
+        (Annotated[Plan, "x"], "{}"),
+        (dict[str, Plan], '{{"a": {}}}'),
+        (Sequence[Plan], "[{}]"),
+    ],
+    ids=str,
+)
+def test_typed_dicts_are_those_of_typing_too(kind: Any, around: str) -> None:
+    """Pydantic refuses them before Python 3.12."""
+    text = around.format('{"steps": [{"n": 1}, {"n": 2, "note": "a"}], "last": null}')
+    spec = as_spec(kind)
+    assert accepts(spec, text)
+    assert not accepts(spec, text.replace('"n": 1', '"m": 1')) and not accepts(spec, text.replace("steps", "step"))
+
+
+def test_a_typed_dict_that_refers_to_itself_is_refused_or_read() -> None:
+    try:
+        assert accepts(as_spec(Chain), '{"next": {"next": null}}')
+    except GrammarError as error:
+        assert "Chain" in str(error) and "has no JSON schema" in str(error)
+
+
+def _even(n: int) -> int:
+    if n % 2:
+        raise ValueError("odd")
+    return n
+
+
+@dataclass
+class Even:
+    n: int
+
+    def __post_init__(self) -> None:
+        _even(self.n)
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "bad", "why"),
+    [
+        (Annotated[int, AfterValidator(_even)], "2", "3", "$: Value error, odd"),
+        (list[Annotated[int, AfterValidator(_even)]], "[2]", "[2, 3]", "$[1]: Value error, odd"),
+        (dict[int, str], '{"1": "a"}', '{"x": "a"}', "$.x"),
+        (Even, '{"n": 2}', '{"n": 3}', "odd"),
+        (Json[int], '"1"', '"a"', "$: Invalid JSON"),
+    ],
+    ids=str,
+)
+def test_what_a_type_asks_for_beyond_its_schema_is_judged_at_the_end(kind: Any, good: str, bad: str, why: str) -> None:
+    spec = decoders.json_schema(kind)
+    language = spec.language()
+    assert accepts(spec, good) and accepts(spec, bad) and language.whole is not None
+    language.whole(good)
+    with pytest.raises(GrammarError, match=re.escape(why)):
+        language.whole(bad)
+    assert any("left to the validation" in remark for remark in language.remarks)
+
+
+def test_types_whose_schema_says_all_are_not_judged() -> None:
+    for kind in (Point, Address, Size, list[int], dict[str, Colour], int | None, date, Plan):
+        assert decoders.json_schema(kind).language().whole is None
+
+
+def test_judges_are_told_apart_in_caches() -> None:
+    def other(n: int) -> int:
+        return n
+
+    keys = {decoders.json_schema(kind).key for kind in (dict[int, int], dict[int, int], dict[UUID, int])}
+    assert len(keys) == 2, "equal types share a grammar"
+    validated = [decoders.json_schema(Annotated[int, AfterValidator(each)]).key for each in (_even, other)]
+    assert len({*validated, decoders.json_schema(int).key}) == 3
 
 
 def test_options_reach_the_specification() -> None:

@@ -73,5 +73,5 @@ def test_tables_are_taken_as_long_as_they_are_small(language: Language, backend:
 def test_a_vocabulary_that_lacks_bytes_is_no_matter_for_tables() -> None:
     some = Vocabulary([b"a", b"b", None], [2])
     assert Auto().compile(Language("mine", regex="a+(b|c)"), some).backend == "table"
-    with pytest.raises(GrammarError, match=r"table: .*reads regular expressions only.*llguidance: no token.*byte 0x00"):
+    with pytest.raises(GrammarError, match=r"^mine: no token.*byte 0x00"):
         Auto().compile(Language("mine", lark='start: "a"'), some)

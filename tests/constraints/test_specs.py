@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import decoders
+from decoders.constraints.asked import as_spec
 from decoders.constraints.patterns import quoted, whole_text
 from decoders.constraints.specs import CHOICES_LIMIT, Choice
 from decoders.errors import GrammarError, UnknownNameError
@@ -58,6 +59,9 @@ def accepts(matcher: llguidance.LLMatcher, text: str) -> bool:
         (r"\/\<\é", "/<é"),
         ("a\nb", r"a\x0ab"),
         (r"\u00e9\x41\p{L}\d", r"\u00e9\x41\p{L}\d"),
+        (r"\w[^\w-]", r"[\p{L}\p{N}_][^\p{L}\p{N}_\-]"),
+        (r"[\Wa]", r"[[^\p{L}\p{N}_]a]"),
+        ("[+-9-]", r"[\+-9\-]"),
         ("", ""),
     ],
 )
@@ -101,6 +105,15 @@ def test_what_is_idle_is_left_out(pattern: str, plain: str) -> None:
         ("[[:alpha:]]", "[", 1),
         ("[a-z&&b]", "&&", 4),
         ("[a--b]", "--", 2),
+        ("[b-a]", "b-a", 1),
+        (r"[a-\d]", r"a-\d", 1),
+        (r"x[\w-z]", r"\w-z", 2),
+        (r"[\x41-\t]", r"\x41-\t", 1),
+        (r"\x4g", r"\x4g", 0),
+        (r"[\u12]", r"\u12]", 1),
+        (r"\ud800", r"\ud800", 0),
+        (r"\U00110000", r"\U00110000", 0),
+        (r"\x{zz}", r"\x{zz}", 0),
         (r"\R", r"\R", 0),
         (r"\0", r"\0", 0),
         ("a\\", "\\", 1),
@@ -160,6 +173,16 @@ def test_a_pattern_means_what_it_means_in_python(pattern: str) -> None:
     python, ours = re.compile(pattern), compiled(whole)
     for text in SHORT_TEXTS:
         assert accepts(ours, text) is bool(python.fullmatch(text)), (whole, text)
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"\w", r"\W", r"\s", r"\S", r"[^\w\s]", r"[\W\d]", r"[^\S\n]", r"[\s\S]", r"[^\Wa]"]
+)
+def test_classes_are_those_of_python(pattern: str) -> None:
+    """A combining mark is no letter to Python, U+001C is white space, superscripts are digits of words."""
+    python, ours = re.compile(pattern), compiled(whole_text(pattern))
+    for text in "aé日²½Ⅷ٣_-‿\u0301\u200d \t\n\x1c\x1f\x85\u2028\u200b😀":
+        assert accepts(ours, text) is bool(python.fullmatch(text)), text
 
 
 @settings(max_examples=50, deadline=None, derandomize=True, database=None)
@@ -271,6 +294,26 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         decoders.grammar(tmp_path)
 
 
+def test_a_byte_order_mark_is_no_part_of_a_grammar(tmp_path: Path) -> None:
+    for suffix, text in ((".lark", LARK), (".json", '{"enum": [1]}'), (".regex", "[0-9]")):
+        file = tmp_path / f"a{suffix}"
+        file.write_text(text, encoding="utf-8-sig")
+        assert as_spec(file).language() and as_spec(file).key == as_spec(_rewritten(file, text)).key
+
+
+def _rewritten(file: Path, text: str) -> Path:
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def test_a_defect_in_a_file_is_told_with_its_name(tmp_path: Path) -> None:
+    with pytest.raises(GrammarError, match=r"a\.lark has no rule `start"):
+        as_spec(_rewritten(tmp_path / "a.lark", "print(1)"))
+    for text, message in (("{", "is not JSON"), ("[1]", r"\[1\] is no schema"), ('"a"', "is no schema")):
+        with pytest.raises(GrammarError, match=rf"b\.json.*{message}"):
+            as_spec(_rewritten(tmp_path / "b.json", text))
+
+
 def test_one_line_of_lark_is_no_path() -> None:
     assert decoders.grammar('start: "a"').text == 'start: "a"'
     assert decoders.grammar("start: " + '"a" ' * 5000).language().lark
@@ -281,6 +324,14 @@ def test_gbnf_is_refused_with_the_way_out(tmp_path: Path) -> None:
         decoders.grammar(tmp_path / "x.gbnf")
     with pytest.raises(GrammarError, match=r"looks like GBNF"):
         decoders.grammar('root ::= "a"\n')
+    with pytest.raises(GrammarError, match=r"looks like GBNF"):
+        decoders.grammar('start ::= "a"\n')
+
+
+def test_half_of_a_surrogate_pair_in_a_grammar_is_refused() -> None:
+    with pytest.raises(GrammarError, match="surrogate") as caught:
+        decoders.grammar('start: "\ud800"')
+    str(caught.value).encode()
 
 
 def test_a_grammar_needs_a_rule_to_start_with() -> None:

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import re
+import warnings
+import weakref
+from collections.abc import Sequence
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 import torch
+from pydantic import BaseModel, Field, field_validator
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers import decoders as token_decoders
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerFast
 
 import decoders
 from decoders.constraints.base import Grammar
-from decoders.constraints.compiled import compiled
+from decoders.constraints.compiled import compiled, forget
 from decoders.engine import loop
 from decoders.engine.blocks import Views
 from decoders.engine.device_guide import DeviceGuide
 from decoders.errors import GrammarError, SettingsError, UnknownNameError, UnsupportedError
-from decoders.grammars import vocabulary_of
+from decoders.grammars import KEPT, vocabulary_of
 from decoders.resolve import resolve_backend
 from decoders.strategies import Lookahead, PromptLookup, Speculative, Staged, Threshold
 from decoders.testing import decode, prompts, tiny_model
@@ -60,20 +65,35 @@ STRATEGIES: dict[str, Any] = {
 SAMPLED = dict(do_sample=True, seed=5, temperature=0.9, top_k=0)
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer: two special tokens, all bytes, some pairs."""
-    pairs = [('"', ":"), ("0", "0"), ("1", "9"), ("2", "0"), ("n", "a"), ("m", "e"), ("a", "g"), ('"', ","), ("{", '"')]
+def byte_level(merges: int | None = None, more: Sequence[tuple[str, str]] = ()) -> PreTrainedTokenizerFast:
+    """Two special tokens, all bytes, some pairs, of which the first `merges` are ever written."""
+    pairs = [
+        *more,
+        ('"', ":"),
+        ("0", "0"),
+        ("1", "9"),
+        ("2", "0"),
+        ("n", "a"),
+        ("m", "e"),
+        ("a", "g"),
+        ('"', ","),
+        ("{", '"'),
+    ]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     names = ["<pad>", "<end>", *alphabet, *(a + b for a, b in pairs)]
     assert len(names) <= SIZE
-    backend = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=pairs))
+    backend = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=pairs[:merges]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = token_decoders.ByteLevel()
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token="<pad>", eos_token="<end>", padding_side="left",
         clean_up_tokenization_spaces=False,
     )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return byte_level()
 
 
 def llama(seed: int, layers: int) -> PreTrainedModel:
@@ -209,6 +229,26 @@ def test_processors_on_the_host_see_masked_scores(model, tokenizer, strategy):
     assert texts(tokenizer, out) == ["zzzz"], "what a processor leaves is taken, and the end where it leaves nothing"
 
 
+class Force(LogitsProcessor):
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __call__(self, input_ids, scores):
+        forced = torch.full_like(scores, float("-inf"))
+        forced[:, self.token] = 0
+        return forced
+
+
+@pytest.mark.parametrize("draw", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_a_processor_cannot_force_what_the_grammar_forbids(model, tokenizer, draw):
+    """It can where that is legal; elsewhere nothing is left of its scores, and the grammar's remain."""
+    z = tokenizer.convert_tokens_to_ids("z")
+    options = dict(logits_processor=LogitsProcessorList([Force(z)]), output_scores=True, **draw)
+    out = run(model, grammar=decoders.regex("[ab][xyz][ab]"), **options)
+    assert re.fullmatch("[ab]z[ab]", texts(tokenizer, out)[0])
+    assert [int(torch.isfinite(step).sum()) for step in out.scores] == [2, 1, 2, 1]
+
+
 def test_scores_say_what_was_illegal_and_logits_do_not(model):
     out = run(model, grammar=decoders.regex("[ab]{2}"), output_scores=True, output_logits=True)
     assert all(torch.isneginf(step).sum() >= SIZE - 3 for step in out.scores)
@@ -230,8 +270,6 @@ def test_a_grammar_is_compiled_once(model):
 
 
 def test_compiled_grammars_are_kept_in_a_folder_on_request(model, tmp_path):
-    from decoders.constraints.compiled import forget
-
     asked, config = decoders.regex("[ab]{2,8}d?", backend="table"), EAGER | {"constraint_cache": str(tmp_path)}
     assert run(model, grammar=asked, decoders_config=config).report.grammars[0].source == "compiled"
     forget()
@@ -246,6 +284,54 @@ def test_a_compiled_grammar_can_be_given(model, tokenizer):
     assert out.report.grammars[0].source == "given" and re.fullmatch("[ab]{4}", texts(tokenizer, out)[0])
     with pytest.raises(UnsupportedError, match=r"stop tokens \[1\]; this call has 288 and \[1, 5\]"):
         run(model, grammar=ready, eos_token_id=[1, 5])
+
+
+def test_a_grammar_compiled_for_another_tokenizer_is_refused(model, tokenizer):
+    """Of as many tokens: each would mean something else."""
+    ready = compiled(decoders.regex("[ab]{4}"), vocabulary_of(tokenizer, SIZE, [END]), resolve_backend("auto")).grammar
+    with pytest.raises(GrammarError, match=r"is for another tokenizer: token 258 is b'\":' there and b'ab' here"):
+        run(model, grammar=ready, tokenizer=byte_level(more=[("a", "b")]))
+
+
+def test_a_tokenizer_that_was_changed_between_two_calls_is_read_anew(model):
+    mine = byte_level()
+    assert "1" in texts(mine, run(model, grammar=decoders.regex("1+"), tokenizer=mine))[0]
+    mine.add_special_tokens({"additional_special_tokens": ["1"]})  # an old token: there are as many as before
+    out = run(model, grammar=decoders.regex("[12]{40}"), tokenizer=mine)
+    assert texts(mine, out)[0] == "2" * 40
+    mine.add_tokens(["222222"])
+    out = run(model, grammar=decoders.regex("[12]{40}"), tokenizer=mine, **SAMPLED)
+    assert mine.convert_tokens_to_ids("222222") in out.sequences[0] and texts(mine, out)[0] == "2" * 40
+
+
+def test_tokenizers_with_the_same_tokens_may_write_them_differently(model):
+    """A canonical grammar is compiled for each."""
+    spec = decoders.regex('na: "', policy="canonical")
+    for merges, spelt in ((None, ["na", ":", "Ġ", '"']), (0, ["n", "a", ":", "Ġ", '"'])):
+        mine = byte_level(merges)
+        out = run(model, grammar=spec, tokenizer=mine)
+        written = mine.convert_ids_to_tokens(out.sequences[0, prompts()["input_ids"].shape[1] :])
+        assert written == [*spelt, "<end>"]
+
+
+def test_a_report_names_what_was_asked_for_though_it_was_compiled_under_another_name(model):
+    pattern = decoders.regex(decoders.library.read("semver"))
+    assert [run(model, grammar=each).report.grammars[0].name for each in ("semver", pattern)] == [
+        "semver",
+        pattern.language().name,
+    ]
+
+
+def test_few_tokenizers_are_kept(model):
+    first = byte_level()
+    kept = weakref.ref(first)
+    run(model, grammar=decoders.regex("a"), tokenizer=first)
+    del first
+    for _ in range(KEPT):
+        run(model, grammar=decoders.regex("a"), tokenizer=byte_level())
+    forget()
+    gc.collect()
+    assert kept() is None
 
 
 def test_the_mask_policy_is_part_of_the_specification(model, tokenizer):
@@ -270,6 +356,33 @@ def test_a_lenient_schema_is_judged_at_the_end(model):
         out = run(model, grammar=decoders.json_schema(schema, strict=False), max_new_tokens=150)
     use = out.report.grammars[0]
     assert use.complete and "non-unique" in use.invalid and any("uniqueItems" in remark for remark in use.remarks)
+
+
+class Even(BaseModel):
+    n: Annotated[int, Field(ge=1, le=3)]
+
+    @field_validator("n")
+    @classmethod
+    def _even(cls, n: int) -> int:
+        if n % 2:
+            raise ValueError("an odd number")
+        return n
+
+
+def test_a_type_with_conditions_of_its_own_judges_the_finished_text(model, tokenizer):
+    """A validator is no part of the schema: whether the text passes it stands in the report."""
+    outcomes = set()
+    for seed in range(12):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            out = run(model, grammar=Even, **SAMPLED | {"seed": seed})
+        use, text = out.report.grammars[0], texts(tokenizer, out)[0]
+        odd = json.loads(text)["n"] % 2 == 1
+        assert use.complete and bool(use.invalid) is odd is bool(caught)
+        assert not odd or "$.n: Value error, an odd number" in use.invalid
+        outcomes.add(odd)
+    assert outcomes == {True, False}
+    assert any("validators" in remark for remark in use.remarks) and use.source == "memory"
 
 
 @pytest.mark.parametrize(

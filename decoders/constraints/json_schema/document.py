@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from referencing._core import Resolver
     from referencing.jsonschema import Specification
 
+#: What once stood for whatever draft is the latest; genson writes it.
+_LATEST = "http://json-schema.org/schema"
 #: Drafts by the name that `referencing` gives them, and their year.
 _YEARS = {"draft-04": 2013, "draft-06": 2017, "draft-07": 2018, "draft2019-09": 2019, "draft2020-12": 2020}
 _BRACKETS = re.compile(r"[][{}]")
@@ -154,7 +156,7 @@ def _specification(contents: Any, default: Specification[Any], path: str) -> Spe
     from referencing.jsonschema import UnknownDialect, specification_with
 
     declared = contents.get("$schema") if isinstance(contents, dict) else None
-    if not isinstance(declared, str):
+    if not isinstance(declared, str) or declared.rstrip("#") == _LATEST:
         return default
     try:
         found = specification_with(declared)

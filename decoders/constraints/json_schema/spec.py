@@ -9,6 +9,7 @@ from typing import Any
 
 from ...errors import GrammarError, suggest
 from ..base import Language
+from ..python_types import schema_of
 from ..specs import Spec
 from . import notation
 from .document import document
@@ -16,7 +17,6 @@ from .lenient import Validation
 from .nodes import Node
 from .normal import Normal
 from .notation import Expr
-from .python_types import schema_of
 from .spelling import spell
 from .writing import BLANKS, Writer
 

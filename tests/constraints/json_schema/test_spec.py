@@ -79,7 +79,7 @@ def test_types_of_python(name: str, accepts: Callable[..., bool]) -> None:
 
 
 def test_type_without_schema_is_refused() -> None:
-    with pytest.raises(GrammarError, match="no JSON Schema"):
+    with pytest.raises(GrammarError, match="no JSON schema"):
         JsonSchema.of(Callable[[int], int])
 
 
