@@ -1,12 +1,13 @@
 """How numbers of a set are written: exact regular expressions over decimal digits.
 
 Integers are written without a fraction (``1``, not ``1.0``). Numbers between bounds have no exponent, and where rounding
-to a float could carry them over a bound, few enough digits that it cannot.
+to a float could carry them over a bound, or make them integers, few enough digits that it cannot.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
@@ -14,13 +15,16 @@ from typing import Any
 
 from ...errors import GrammarError
 from . import automata, ecma, json_text, limits
-from .numbers import Numbers
+from .numbers import Numbers, both
 
 INTEGER = "-?(?:0|[1-9][0-9]*)"
 _EXPONENT = r"[eE][+\-]?0*(?:[1-9]?[0-9]|[12][0-9][0-9]|30[0-7])"
 #: Any number; with an exponent only in scientific notation, and one that a float has.
 NUMBER = rf"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]+)?|[0-9](?:\.[0-9]+)?{_EXPONENT})"
 _DIGITS = 15  # decimal digits that a float keeps apart
+_LARGE = 10**_DIGITS
+_LARGEST = int(sys.float_info.max)
+_FRACTION = rf"-?(?:0\.[0-9]{{0,{_DIGITS - 1}}}[1-9]|[1-9][0-9]{{0,7}}\.[0-9]{{0,{_DIGITS - 9}}}[1-9])"
 _LONGEST = 40  # digits of a step
 _FEW = 200  # values that are enumerated, remainders that are told apart
 _LONGEST_TEXT = 5_000
@@ -28,12 +32,44 @@ _LONGEST_TEXT = 5_000
 
 @lru_cache(maxsize=1024)
 def expression(numbers: Numbers) -> str | None:
-    """The texts of `numbers`, a set as :meth:`Numbers.tidy` leaves it; None if this notation is too long for it."""
+    """The texts of `numbers`, a set as :meth:`Numbers.tidy` leaves it; None if this notation is too long for it.
+
+    Empty if none of them can be written.
+    """
     step = numbers.step
     if step is not None:
         return _spaced(numbers, step)
     if numbers.low is None and numbers.high is None:
-        return NUMBER if numbers.kind == "any" else rf"-?(?:0|[1-9][0-9]*)\.[0-9]{{0,{_DIGITS - 1}}}[1-9]"
+        return NUMBER if numbers.kind == "any" else _FRACTION
+    if numbers.low is not None and numbers.low == numbers.high:
+        return _plain(numbers.low)
+    if numbers.kind == "fraction":
+        small = all(bound is None or abs(bound) <= 10**8 for bound in (numbers.low, numbers.high))
+        return _between(_within(numbers, 10**8 if small else 10 ** (_DIGITS - 1)))
+    if _rounds(numbers.low, numbers.open_low) or _rounds(numbers.high, numbers.open_high):
+        high, low = Numbers(low=Fraction(_LARGE), kind="integer"), Numbers(high=Fraction(-_LARGE), kind="integer")
+        found = [both(numbers, high), _within(numbers, _LARGE), both(numbers, low)]
+        written = [expression(part) if part is not None and part.step else _between(part) for part in found]
+        return "|".join(way for way in written if way)
+    return _between(numbers)
+
+
+def _rounds(bound: Fraction | None, is_open: bool) -> bool:
+    """Whether a decimal beyond `bound` may become the bound, or pass it, as a float, however few digits it has."""
+    if bound is None or abs(bound) < _LARGE:
+        return False
+    return is_open or abs(bound) > _LARGEST or Fraction(float(bound)) != bound
+
+
+def _within(numbers: Numbers, most: int) -> Numbers | None:
+    """Those of `numbers` from -`most` to `most`."""
+    return both(numbers, Numbers(Fraction(-most), False, Fraction(most), False))
+
+
+def _between(numbers: Numbers | None) -> str:
+    """Decimals between bounds, at least one of which there is."""
+    if numbers is None:
+        return ""
     ways = []
     if numbers.low is None or numbers.low < 0:
         high = Fraction(0) if numbers.high is None or numbers.high > 0 else numbers.high
@@ -60,8 +96,8 @@ def _spaced(numbers: Numbers, step: Fraction) -> str | None:
     if multiples is None or (low is None and high is None and numbers.kind != "fraction"):
         return multiples
     bounds = expression(replace(numbers, multiple=None)) or ""
-    both = [ecma.strings(f"^(?:{way})$")[0] for way in (bounds, multiples)]
-    found = json_text.expression(automata.automaton(both))
+    conditions = [ecma.strings(f"^(?:{way})$")[0] for way in (bounds, multiples)]
+    found = json_text.expression(automata.automaton(conditions))
     return found if found is not None and len(found) <= _LONGEST_TEXT else None
 
 
@@ -201,7 +237,8 @@ def _decimals(low: Fraction, open_low: bool, high: Fraction | None, open_high: b
         return [*ways, _with(str(floor), _fractions(_places(low), open_low, None, False, most))]
     ceiling = int(high)
     if floor == ceiling:
-        return [_with(str(floor), _fractions(_places(low), open_low, _places(high), open_high, most))]
+        way = _with(str(floor), _fractions(_places(low), open_low, _places(high), open_high, most))
+        return [way] if way else []
     ways.append(_with(str(floor), _fractions(_places(low), open_low, None, False, most)))
     if floor + 1 <= ceiling - 1:
         ways.append(_with(_integers(floor + 1, ceiling - 1), some))

@@ -24,7 +24,8 @@ _MOST_DROPPED = 100
 _REMARKS = (
     "Keys stand in the order in which the schema declares them, then required ones that are not declared, then others.",
     "A declared key never occurs twice; other keys may.",
-    "Integers are written without a fraction, and numbers between bounds without an exponent.",
+    "Integers are written without a fraction, and numbers between bounds without an exponent; what must be no integer has up "
+    "to 15 digits.",
     "Strings under a condition (length, pattern, format, enum) escape only what has to be escaped.",
 )
 _FORMAT = "A known format is a condition: dates look like dates. To the drafts since 2019 it is an annotation."

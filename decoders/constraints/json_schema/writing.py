@@ -67,7 +67,7 @@ class Writer:
         """Every alternative of every type."""
         ways: list[Expr] = [text(unit) for unit in ("null", "true", "false") if unit in shapes.units]
         written = [(one, number_text.expression(one)) for one in shapes.numbers]
-        plain = "|".join(found for _, found in written if found is not None)
+        plain = "|".join(found for _, found in written if found)
         ways += [text(plain)] if plain else []
         ways += [notation.inline(number_text.schema(one)) for one, found in written if found is None]
         ways += [self.string(one) for one in shapes.strings]
