@@ -43,6 +43,9 @@ class Writer:
 
     Args:
         closed: objects that declare properties take no others, where the schema says nothing of others.
+
+    Attributes:
+        remarks: what has been left out on the way, one sentence each.
     """
 
     def __init__(self, normal: Normal, blanks: Blanks, closed: bool = False) -> None:
@@ -50,6 +53,7 @@ class Writer:
         self.rules: dict[str, Expr] = {}
         self.todo: list[Node] = []
         self.places: set[Node] = set()
+        self.remarks: list[str] = []
 
     def write(self, root: Node) -> dict[str, Expr]:
         """The rules, ``start`` first; none if nothing is of `root`."""
@@ -92,6 +96,11 @@ class Writer:
         if len(self.rules) > limits.RULES:
             limits.exceeded("RULES", limits.RULES, "the grammar")
         return Call(name)
+
+    def remark(self, text: str) -> None:
+        """Adds to :attr:`remarks`."""
+        if text not in self.remarks:
+            self.remarks.append(text)
 
     def call(self, name: str) -> Expr:
         """The rule of that name, written or to be written."""
