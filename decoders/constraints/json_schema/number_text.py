@@ -92,7 +92,7 @@ def _spaced(numbers: Numbers, step: Fraction) -> str | None:
         return "|".join(_plain(value) for value in values if numbers.holds(value)) or None
     if step == 1 and numbers.kind == "integer":
         return _integers(None if low is None else int(low), None if high is None else int(high))
-    multiples = _multiples(step) or (_remainders(step.numerator) if step.denominator == 1 else None)
+    multiples = _multiples(step) or _remainders(step)
     if multiples is None or (low is None and high is None and numbers.kind != "fraction"):
         return multiples
     bounds = expression(replace(numbers, multiple=None)) or ""
@@ -116,6 +116,8 @@ def schema(numbers: Numbers) -> dict[str, Any]:
     found: dict[str, Any] = {"type": "integer" if numbers.step.denominator == 1 else "number"}
     found["multipleOf"] = _json_number(numbers.step)
     for keyword, bound in (("minimum", numbers.low), ("maximum", numbers.high)):
+        if bound is not None and abs(bound) >= 2**63:
+            raise GrammarError(f"multiples beyond {'-' * (bound < 0)}2**63; strict=False works", "multipleOf")
         if bound is not None:
             found[keyword] = _json_number(bound)
     return {**found, "x-guidance": {"whitespace_flexible": False}}
@@ -129,15 +131,34 @@ def _json_number(value: Fraction) -> int | float:
     return float(value)
 
 
-def _remainders(step: int) -> str | None:
-    """Multiples of an integer: an automaton whose states are remainders, as an expression."""
-    if step > _FEW:
+def _remainders(step: Fraction) -> str | None:
+    """Multiples of a decimal: an automaton whose states are decimal places and remainders, as an expression."""
+    places = next((places for places in range(5) if (step * 10**places).denominator == 1), None)
+    if places is None or (size := int(step * 10**places)) > _FEW:
         return None
-    digits = [((0x30 + digit, 0x30 + digit),) for digit in range(10)]
-    first = [2, *(3 + digit % step for digit in range(1, 10))]  # state 1 follows a minus sign, 2 a leading zero
-    rows = [[*first, 1], [*first, -1], [-1] * 11]
-    rows += [[*(3 + (10 * rest + digit) % step for digit in range(10)), -1] for rest in range(step)]
-    found = json_text.expression(automata.minimal((*digits, ((0x2D, 0x2D),)), rows, {2, 3}))
+    symbols = [*(((0x30 + digit, 0x30 + digit),) for digit in range(10)), ((0x2D, 0x2D),), ((0x2E, 0x2E),)]
+
+    def state(place: int, rest: int) -> int:  # states 0, 1, 2: the beginning, a minus sign, a leading zero
+        return 3 + place * size + rest % size
+
+    def point(rest: int) -> int:
+        return state(places + 1, rest) if places else -1
+
+    first = [2, *(state(0, digit) for digit in range(1, 10))]
+    rows = [[*first, 1, -1], [*first, -1, -1], [*[-1] * 11, point(0)]]
+    for place in range(places + 1):
+        after = [0] if place == 0 else [place + 1] if place < places else []
+        for rest in range(size):
+            digits = [state(after[0], 10 * rest + digit) for digit in range(10)] if after else [-1] * 10
+            rows.append([*digits, -1, point(rest) if place == 0 else -1])
+    rows += [[*(state(1, 10 * rest + digit) for digit in range(10)), -1, -1] for rest in range(size if places else 0)]
+    ends = {
+        state(place, rest)
+        for place in range(places + 1)
+        for rest in range(size)
+        if rest * 10 ** (places - place) % size == 0
+    }
+    found = json_text.expression(automata.minimal(tuple(symbols), rows, {2, *ends}))
     return found if found is not None and len(found) <= _LONGEST_TEXT else None
 
 
@@ -223,8 +244,8 @@ def _span(first: int, last: int) -> str:
 
 def _decimals(low: Fraction, open_low: bool, high: Fraction | None, open_high: bool, kind: str) -> list[str]:
     """Decimals from `low` to `high`, none below zero."""
-    exact = open_low or open_high or kind == "fraction"
-    most = max(1, _DIGITS - len(str(int(max(low, high or 0))))) if exact else None
+    near = [low] * (open_low or kind == "fraction") + [high or Fraction(0)] * (open_high or kind == "fraction")
+    most = max(1, _DIGITS - len(str(int(max(near))))) if near else None
     open_low = open_low or (kind == "fraction" and low.denominator == 1)
     some = _fractions("", kind == "fraction", None, False, most)
     floor = int(low)

@@ -30,6 +30,8 @@ class Blanks:
     colon: str
 
 
+_DECIMALS = "Multiples of a decimal are exact; a validator that divides floats, as jsonschema does, refuses some: 0.7 is 7 times 0.1."
+_ALL_PLACES = "Multiples of a decimal have all of its decimal places or none, where they are counted by llguidance: 1.50, not 1.5."
 _BREAK = r"(?: |\r?\n[ \t]{0,40})?"
 BLANKS = {
     "space": Blanks("", "", ", ?", ": ?"),
@@ -73,7 +75,13 @@ class Writer:
         written = [(one, number_text.expression(one)) for one in shapes.numbers]
         plain = "|".join(found for _, found in written if found)
         ways += [text(plain)] if plain else []
-        ways += [notation.inline(number_text.schema(one)) for one, found in written if found is None]
+        inlined = [one for one, found in written if found is None]
+        for one, found in written:
+            if one.step is not None and one.step.denominator > 1:
+                self.remark(_DECIMALS)
+                if found is None:
+                    self.remark(_ALL_PLACES)
+        ways += [notation.inline(number_text.schema(one)) for one in inlined]
         ways += [self.string(one) for one in shapes.strings]
         ways += [write_array(self, f"n{node}a{i}", one) for i, one in enumerate(shapes.arrays)]
         ways += [write_object(self, f"n{node}o{i}", one) for i, one in enumerate(shapes.objects)]

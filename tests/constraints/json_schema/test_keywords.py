@@ -255,3 +255,16 @@ def test_what_is_left_out_for_keys_that_may_repeat_is_remarked() -> None:
     some = {"type": "object", "properties": {"a": True}, "minProperties": 2}
     assert any("minProperties" in remark for remark in JsonSchema(some).language().remarks)
     assert not any("minProperties" in remark for remark in JsonSchema({"minProperties": 1}).language().remarks)
+
+
+def test_multiples_that_llguidance_cannot_count_name_their_keyword() -> None:
+    with pytest.raises(GrammarError, match="2\\*\\*63") as problem:
+        JsonSchema({"items": {"minimum": -1e22, "multipleOf": 7}}).language()
+    assert (problem.value.keyword, problem.value.path) == ("multipleOf", "$.items")
+
+
+def test_multiples_that_a_validator_of_floats_refuses_are_remarked(judged: Callable[..., bool]) -> None:
+    cents = {"multipleOf": 0.1}
+    assert judged(cents, "0.7") and not Draft202012Validator(cents).is_valid(0.7)
+    assert any("divides floats" in remark for remark in JsonSchema(cents).language().remarks)
+    assert not any("divides floats" in remark for remark in JsonSchema({"multipleOf": 3}).language().remarks)

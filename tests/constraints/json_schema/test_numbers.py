@@ -15,7 +15,9 @@ from decoders.constraints.json_schema.numbers import Numbers
 
 decimals = st.builds(lambda n, places: Fraction(n, 10**places), st.integers(-3000, 3000), st.integers(0, 3))
 bounds = st.none() | decimals
-steps = st.none() | st.sampled_from([Fraction(n) for n in ("1", "2", "3", "5", "12", "20", "0.1", "0.02", "0.5")])
+steps = st.none() | st.sampled_from(
+    [Fraction(n) for n in ("1", "2", "3", "5", "12", "20", "0.1", "0.02", "0.5", "0.25", "0.3", "1.5")]
+)
 
 
 @st.composite
@@ -129,3 +131,18 @@ def test_interval_without_a_number_that_can_be_written_has_no_texts() -> None:
     between = Numbers(numbers.fraction(0.3), True, numbers.fraction(0.30000000000000004), True).tidy()
     assert between is not None
     assert number_text.expression(between) == ""
+
+
+@pytest.mark.parametrize("step", ["0.25", "0.3", "1.5", "0.125", "3", "0.04"])
+def test_multiples_of_decimals_need_not_have_all_places(step: str) -> None:
+    expression = number_text.expression(Numbers(multiple=Fraction(step)))
+    assert expression is not None
+    for thousandths in range(-4000, 4000):
+        value = Fraction(thousandths, 1000)
+        assert bool(re.fullmatch(expression, text(value))) is ((value / Fraction(step)).denominator == 1), value
+
+
+def test_bound_far_away_takes_no_decimals_from_small_numbers() -> None:
+    for found in (Numbers(Fraction(-(2**53)), True), Numbers(high=Fraction(10**14), open_high=True)):
+        expression = number_text.expression(found)
+        assert expression is not None and re.fullmatch(expression, "-0.466")
