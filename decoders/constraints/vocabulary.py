@@ -42,14 +42,15 @@ class Vocabulary:
             UnsupportedError: its tokens cannot be told in bytes (neither byte-level nor with byte fallback).
         """
         spell = _spelling(tokenizer)
-        special = set(tokenizer.all_special_ids)
+        added = tokenizer.added_tokens_decoder
+        special = {*tokenizer.all_special_ids, *(token for token, entry in added.items() if entry.special)}
+        texts = sorted(
+            token for token in {*tokenizer.get_vocab().values(), *added} if token < size and token not in special
+        )
         tokens: list[bytes | None] = [None] * size
-        for text, token in tokenizer.get_vocab().items():
-            if token < size and token not in special:
-                tokens[token] = spell(text)
-        for token, added in tokenizer.added_tokens_decoder.items():
-            if token < size:  # their text stands for itself
-                tokens[token] = None if added.special or token in special else added.content.encode()
+        # The names that are decoded: those of added tokens may have been normalised, and are not their text.
+        for token, name in zip(texts, tokenizer.convert_ids_to_tokens(texts), strict=True):
+            tokens[token] = spell(name)
 
         def encode(text: str) -> Sequence[int]:
             ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -150,7 +151,12 @@ def _spelling(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], bytes]:
     steps = json.dumps(json.loads(backend.to_str()).get("decoder")) if backend is not None else ""
     if '"ByteLevel"' in steps:
         alphabet = _byte_level_alphabet()
-        return lambda name: bytes(alphabet[character] for character in name)
+
+        def spell_bytes(name: str) -> bytes:  # an added token whose name has other characters stands for itself
+            known = all(character in alphabet for character in name)
+            return bytes(alphabet[character] for character in name) if known else name.encode()
+
+        return spell_bytes
     vocabulary = tokenizer.get_vocab()
     if all(f"<0x{byte:02X}>" in vocabulary for byte in range(128, 256)):
 
