@@ -202,7 +202,7 @@ class Matcher(ABC):
 
         The last ones are left out where what follows might join them into a longer token.
         """
-        return self.grammar.vocabulary.canonical(self.forced_bytes())[:limit]
+        return self.grammar.vocabulary.written(self.forced_bytes(), self.grammar.policy == "canonical")[:limit]
 
 
 class Backend(ABC):

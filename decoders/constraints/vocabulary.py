@@ -111,6 +111,18 @@ class Vocabulary:
             begin += len(self.tokens[token] or b"")
         return tokens
 
+    def written(self, forced: bytes, one_by_one: bool = False) -> list[int]:
+        """As :meth:`canonical`; `one_by_one`: as far as each token is also what the rest, by itself, begins with.
+
+        They may differ where the tokenizer sees a special token in the whole, or joins digits from the left.
+        """
+        tokens = self.canonical(forced)
+        for count, token in enumerate(tokens if one_by_one else ()):
+            if count and self.canonical(forced)[:1] != [token]:
+                return tokens[:count]
+            forced = forced[len(self.tokens[token] or b"") :]
+        return tokens
+
     def bytewise(self, tokens: Sequence[int]) -> list[int]:
         """The bytes of `tokens`, each as a token of its own; nothing if one of them has none."""
         spelled = [self.ids.get(bytes([byte])) for byte in self.spell(tokens)]

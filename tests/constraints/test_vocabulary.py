@@ -109,13 +109,23 @@ def test_canonical_tokens_spell_the_text(vocabulary: Vocabulary, text: str) -> N
     assert text.encode().startswith(vocabulary.spell(vocabulary.canonical(text.encode())))
 
 
-@pytest.mark.parametrize("backend", [Table, LLGuidance])
-@pytest.mark.parametrize(("name", "policy"), [("long forced parts", "canonical"), ("long characters", "full")])
-def test_backends_keep_the_contract(backend: type, policy: str, name: str, vocabulary: Vocabulary) -> None:
+@pytest.mark.parametrize(
+    ("backend", "name", "policy"),
+    [(Table, "long forced parts", "canonical"), (Table, "long characters", "full"), (LLGuidance, "counted", "full")],
+)
+def test_backends_keep_the_contract(backend: type, name: str, policy: str, vocabulary: Vocabulary) -> None:
     language = Language(name, regex=REGEXES[name])
     check_grammar(
         backend().compile(language, vocabulary, policy), Reference(language, Regex(REGEXES[name]), vocabulary)
     )
+
+
+@pytest.mark.parametrize("backend", [Table, LLGuidance])
+def test_forced_tokens_are_legal_one_by_one(backend: type, vocabulary: Vocabulary) -> None:
+    """Here the tokenizer sees a special token in the whole, and none in what is left after the first."""
+    matcher = backend().compile(Language("forced", regex=r'\{"true": true\}'), vocabulary, "canonical").start()
+    tokens = matcher.forced_tokens(99)
+    assert tokens and matcher.validate(tokens) == len(tokens)
 
 
 def test_tokenizer_whose_tokens_are_no_bytes_is_refused() -> None:

@@ -102,7 +102,7 @@ class TableGrammar(Tabulated):
         return text
 
     def forced_tokens(self, state: int, limit: int) -> list[int]:
-        return self.vocabulary.canonical(self.forced(state))[:limit]
+        return self.vocabulary.written(self.forced(state), self.policy == "canonical")[:limit]
 
     def _fold(self, state: int, token: int) -> int:
         """Along the bytes of a token that the mask allows."""
