@@ -25,6 +25,7 @@ _DIGITS = 15  # decimal digits that a float keeps apart
 _LARGE = 10**_DIGITS
 _LARGEST = int(sys.float_info.max)
 _FRACTION = r"-?(?:0\.[0-9]{0,14}[1-9]|[1-9][0-9]{0,7}\.[0-9]{0,6}[1-9]|[1-9][0-9]{8,12}\.[0-9]?[1-9])"  # at most 15
+_LARGEST_INLINE = 2**62  # bounds that llguidance keeps in 64 bits
 _LONGEST = 40  # digits of a step
 _FEW = 200  # values that are enumerated, remainders that are told apart
 _LONGEST_TEXT = 5_000
@@ -116,8 +117,8 @@ def schema(numbers: Numbers) -> dict[str, Any]:
     found: dict[str, Any] = {"type": "integer" if numbers.step.denominator == 1 else "number"}
     found["multipleOf"] = _json_number(numbers.step)
     for keyword, bound in (("minimum", numbers.low), ("maximum", numbers.high)):
-        if bound is not None and abs(bound) >= 2**63:
-            raise GrammarError(f"multiples beyond {'-' * (bound < 0)}2**63; strict=False works", "multipleOf")
+        if bound is not None and abs(bound) > _LARGEST_INLINE:
+            raise GrammarError(f"multiples beyond {'-' * (bound < 0)}2**62; strict=False works", "multipleOf")
         if bound is not None:
             found[keyword] = _json_number(bound)
     return {**found, "x-guidance": {"whitespace_flexible": False}}
