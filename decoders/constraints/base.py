@@ -114,7 +114,7 @@ class Tabulated(Grammar):
 
     def forced_tokens(self, state: int, limit: int) -> list[int]:
         """The tokens that the tokenizer itself would write them with, see :meth:`Matcher.forced_tokens`."""
-        return self.vocabulary.canonical(self.forced_bytes(state))[:limit]
+        return self.vocabulary.written(self.forced_bytes(state), limit, self.policy)
 
     @abstractmethod
     def tables(self) -> Tables:
@@ -206,7 +206,7 @@ class Matcher(ABC):
 
         The last ones are left out where what follows might join them into a longer token.
         """
-        return self.grammar.vocabulary.canonical(self.forced_bytes())[:limit]
+        return self.grammar.vocabulary.written(self.forced_bytes(), limit, self.grammar.policy)
 
 
 class Backend(ABC):

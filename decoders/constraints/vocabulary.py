@@ -14,6 +14,8 @@ from ..errors import UnsupportedError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from .base import Policy
+
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -49,14 +51,15 @@ class Vocabulary:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         parts: dict = json.loads(backend.to_str()) if backend is not None else {}
         spell = _spelling(tokenizer, parts)
-        special = set(tokenizer.all_special_ids)
+        added = tokenizer.added_tokens_decoder
+        special = {*tokenizer.all_special_ids, *(token for token, entry in added.items() if entry.special)}
+        texts = sorted(
+            token for token in {*tokenizer.get_vocab().values(), *added} if token < size and token not in special
+        )
         tokens: list[bytes | None] = [None] * size
-        for text, token in tokenizer.get_vocab().items():
-            if token < size and token not in special:
-                tokens[token] = spell(text)
-        for token, added in tokenizer.added_tokens_decoder.items():
-            if token < size:  # their text stands for itself
-                tokens[token] = None if added.special or token in special else added.content.encode()
+        # The names that are decoded: those of added tokens may have been normalised, and are not their text.
+        for token, name in zip(texts, tokenizer.convert_ids_to_tokens(texts), strict=True):
+            tokens[token] = spell(name)
 
         def encode(text: str) -> Sequence[int]:
             ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -117,6 +120,19 @@ class Vocabulary:
             begin += len(self.tokens[token] or b"")
         return tokens
 
+    def written(self, forced: bytes, limit: int, policy: Policy) -> list[int]:
+        """As :meth:`canonical`, at most `limit`; by the canonical policy as far as each token is also what the rest, by itself,
+        begins with.
+
+        They may differ where the tokenizer sees a special token in the whole, or joins digits from the left.
+        """
+        tokens = self.canonical(forced)[:limit]
+        for count, token in enumerate(tokens if policy == "canonical" else ()):
+            if count and self.canonical(forced)[:1] != [token]:
+                return tokens[:count]
+            forced = forced[len(self.tokens[token] or b"") :]
+        return tokens
+
     def _greedy(self, text: str) -> list[int]:
         """Longest match first; empty if some byte has no token."""
         rest = text.encode()
@@ -158,7 +174,12 @@ def _spelling(tokenizer: PreTrainedTokenizerBase, parts: dict) -> Callable[[str]
     """
     if '"ByteLevel"' in json.dumps(parts.get("decoder")):
         alphabet = _byte_level_alphabet()
-        return lambda name: bytes(alphabet[character] for character in name)
+
+        def spell_bytes(name: str) -> bytes:  # an added token whose name has other characters stands for itself
+            known = all(character in alphabet for character in name)
+            return bytes(alphabet[character] for character in name) if known else name.encode()
+
+        return spell_bytes
     vocabulary = tokenizer.get_vocab()
     if all(f"<0x{byte:02X}>" in vocabulary for byte in range(128, 256)):
 

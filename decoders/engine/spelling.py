@@ -44,9 +44,12 @@ class HostHabits:
         before, canonical = self.last, list[int]()  # what is left of the tokenizer's own spelling
         while forced and len(run) < limit:
             token = self._learnt(before, forced, vocabulary)
-            if token is None or policy == "canonical":  # there all others are illegal
-                canonical = canonical or vocabulary.canonical(forced)
+            if policy == "canonical":  # there all others are illegal
+                canonical = vocabulary.canonical(forced)
                 token = canonical[0] if canonical else token
+            elif token is None:
+                canonical = canonical or vocabulary.canonical(forced)
+                token = canonical[0] if canonical else None
             if token is None:
                 break
             canonical = canonical[1:] if canonical[:1] == [token] else []

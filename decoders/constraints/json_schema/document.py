@@ -76,6 +76,7 @@ class Place:
             ValueError,
             TypeError,
             KeyError,
+            AttributeError,
         ) as problem:  # the last ones: a pointer into what is no schema
             raise GrammarError(
                 f"{self.path}: {keyword} {reference!r} refers to nothing in the schema; nothing is fetched: put what it "

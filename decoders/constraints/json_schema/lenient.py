@@ -19,7 +19,7 @@ class Validation:
         """Nothing, if `text` is JSON that is valid.
 
         Raises:
-            GrammarError: it is not; names the keyword that it breaks and the place in the text.
+            GrammarError: it is not; names the keyword that it breaks and the place in the text. Or nobody can tell.
         """
         from jsonschema.exceptions import best_match
         from jsonschema.validators import Draft202012Validator, validator_for
@@ -30,7 +30,14 @@ class Validation:
         except (ValueError, RecursionError) as problem:
             raise GrammarError(f"the text is not JSON: {problem}") from problem
         kind = validator_for(self.schema, default=Draft202012Validator)
-        error = best_match(kind(self.schema, registry=REGISTRY).iter_errors(value))
+        try:
+            error = best_match(kind(self.schema, registry=REGISTRY).iter_errors(value))
+        except (
+            Exception
+        ) as problem:  # a pattern that `re` does not read, a text nested deeper than the stack, an infinite float
+            raise GrammarError(
+                f"jsonschema cannot judge the text: {type(problem).__name__}: {str(problem)[:200]}"
+            ) from problem
         if error is not None:
             raise GrammarError(
                 f"the text is JSON, but not valid: {error.message[:300]}", str(error.validator), str(error.json_path)

@@ -121,15 +121,14 @@ class _Constant:
 
 def prune(rules: dict[str, Expr]) -> dict[str, Expr]:
     """`rules` without what no text comes from, hence without dead ends, and without what ``start`` does not lead to."""
+    callers = _callers(rules)
     alive: set[str] = set()
-    names = list(rules)
-    while True:  # to and fro: rules stand before those they call, or behind
-        known = len(alive)
-        for name in (*names, *reversed(names)):
-            if name not in alive and _productive(rules[name], alive):
-                alive.add(name)
-        if len(alive) == known:
-            break
+    waiting = list(rules)
+    while waiting:
+        name = waiting.pop()
+        if name not in alive and _productive(rules[name], alive):
+            alive.add(name)
+            waiting += callers.get(name, ())
     kept: dict[str, Expr] = {}
     todo = ["start"]
     while todo:
@@ -150,6 +149,15 @@ def calls(expr: Expr) -> list[str]:
         case Rep(part, _, _):
             return calls(part)
     return []
+
+
+def _callers(rules: dict[str, Expr]) -> dict[str, list[str]]:
+    """For every rule those that refer to it."""
+    callers: dict[str, list[str]] = {}
+    for name, rule in rules.items():
+        for callee in calls(rule):
+            callers.setdefault(callee, []).append(name)
+    return callers
 
 
 def _productive(expr: Expr, alive: set[str]) -> bool:
@@ -220,10 +228,7 @@ def _size(regex: str) -> int:
 def _recursive(rules: dict[str, Expr]) -> bool:
     """Whether some rule comes to itself: whether taking out rules that call none that is left leaves some."""
     open_calls = {name: set(calls(rule)) for name, rule in rules.items()}
-    callers: dict[str, list[str]] = {}
-    for name, called in open_calls.items():
-        for callee in called:
-            callers.setdefault(callee, []).append(name)
+    callers = _callers(rules)
     done = [name for name, called in open_calls.items() if not called]
     for name in done:
         for caller in callers.get(name, ()):
@@ -234,7 +239,7 @@ def _recursive(rules: dict[str, Expr]) -> bool:
 
 
 def regex(rules: dict[str, Expr]) -> str | None:
-    """`rules` as one regular expression; None if they are recursive or it is longer than the limit."""
+    """`rules` as one regular expression; None if they are recursive, too deep or too long."""
     if _recursive(rules):
         return None
     known: dict[str, tuple[str, int] | None] = {}
@@ -271,5 +276,8 @@ def regex(rules: dict[str, Expr]) -> str | None:
                 count = f"{{{low}}}" if low == high else f"{{{low},{'' if high is None else high}}}"
                 return f"(?:{one[0]})" + marks.get((low, high), count), size
 
-    found = write(rules["start"])
+    try:
+        found = write(rules["start"])
+    except RecursionError:  # rules go down thousands of levels, as none of practice does
+        return None
     return None if found is None else found[0]

@@ -1,12 +1,13 @@
 """How numbers of a set are written: exact regular expressions over decimal digits.
 
 Integers are written without a fraction (``1``, not ``1.0``). Numbers between bounds have no exponent, and where rounding
-to a float could carry them over a bound, few enough digits that it cannot.
+to a float could carry them over a bound, or make them integers, few enough digits that it cannot.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
@@ -14,13 +15,17 @@ from typing import Any
 
 from ...errors import GrammarError
 from . import automata, ecma, json_text, limits
-from .numbers import Numbers
+from .numbers import Numbers, both
 
 INTEGER = "-?(?:0|[1-9][0-9]*)"
 _EXPONENT = r"[eE][+\-]?0*(?:[1-9]?[0-9]|[12][0-9][0-9]|30[0-7])"
 #: Any number; with an exponent only in scientific notation, and one that a float has.
 NUMBER = rf"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]+)?|[0-9](?:\.[0-9]+)?{_EXPONENT})"
 _DIGITS = 15  # decimal digits that a float keeps apart
+_LARGE = 10**_DIGITS
+_LARGEST = int(sys.float_info.max)
+_FRACTION = r"-?(?:0\.[0-9]{0,14}[1-9]|[1-9][0-9]{0,7}\.[0-9]{0,6}[1-9]|[1-9][0-9]{8,12}\.[0-9]?[1-9])"  # at most 15
+_LARGEST_INLINE = 2**62  # bounds that llguidance keeps in 64 bits
 _LONGEST = 40  # digits of a step
 _FEW = 200  # values that are enumerated, remainders that are told apart
 _LONGEST_TEXT = 5_000
@@ -28,12 +33,44 @@ _LONGEST_TEXT = 5_000
 
 @lru_cache(maxsize=1024)
 def expression(numbers: Numbers) -> str | None:
-    """The texts of `numbers`, a set as :meth:`Numbers.tidy` leaves it; None if this notation is too long for it."""
+    """The texts of `numbers`, a set as :meth:`Numbers.tidy` leaves it; None if this notation is too long for it.
+
+    Empty if none of them can be written.
+    """
     step = numbers.step
     if step is not None:
         return _spaced(numbers, step)
     if numbers.low is None and numbers.high is None:
-        return NUMBER if numbers.kind == "any" else rf"-?(?:0|[1-9][0-9]*)\.[0-9]{{0,{_DIGITS - 1}}}[1-9]"
+        return NUMBER if numbers.kind == "any" else _FRACTION
+    if numbers.low is not None and numbers.low == numbers.high:
+        return _plain(numbers.low)
+    if numbers.kind == "fraction":
+        small = all(bound is None or abs(bound) <= 10**8 for bound in (numbers.low, numbers.high))
+        return _between(_within(numbers, 10**8 if small else 10 ** (_DIGITS - 1)))
+    if _rounds(numbers.low, numbers.open_low) or _rounds(numbers.high, numbers.open_high):
+        high, low = Numbers(low=Fraction(_LARGE), kind="integer"), Numbers(high=Fraction(-_LARGE), kind="integer")
+        found = [both(numbers, high), _within(numbers, _LARGE), both(numbers, low)]
+        written = [expression(part) if part is not None and part.step else _between(part) for part in found]
+        return "|".join(way for way in written if way)
+    return _between(numbers)
+
+
+def _rounds(bound: Fraction | None, is_open: bool) -> bool:
+    """Whether a decimal beyond `bound` may become the bound, or pass it, as a float, however few digits it has."""
+    if bound is None or abs(bound) < _LARGE:
+        return False
+    return is_open or abs(bound) > _LARGEST or Fraction(float(bound)) != bound
+
+
+def _within(numbers: Numbers, most: int) -> Numbers | None:
+    """Those of `numbers` from -`most` to `most`."""
+    return both(numbers, Numbers(Fraction(-most), False, Fraction(most), False))
+
+
+def _between(numbers: Numbers | None) -> str:
+    """Decimals between bounds, at least one of which there is."""
+    if numbers is None:
+        return ""
     ways = []
     if numbers.low is None or numbers.low < 0:
         high = Fraction(0) if numbers.high is None or numbers.high > 0 else numbers.high
@@ -56,12 +93,12 @@ def _spaced(numbers: Numbers, step: Fraction) -> str | None:
         return "|".join(_plain(value) for value in values if numbers.holds(value)) or None
     if step == 1 and numbers.kind == "integer":
         return _integers(None if low is None else int(low), None if high is None else int(high))
-    multiples = _multiples(step) or (_remainders(step.numerator) if step.denominator == 1 else None)
+    multiples = _multiples(step) or _remainders(step)
     if multiples is None or (low is None and high is None and numbers.kind != "fraction"):
         return multiples
     bounds = expression(replace(numbers, multiple=None)) or ""
-    both = [ecma.strings(f"^(?:{way})$")[0] for way in (bounds, multiples)]
-    found = json_text.expression(automata.automaton(both))
+    conditions = [ecma.strings(f"^(?:{way})$")[0] for way in (bounds, multiples)]
+    found = json_text.expression(automata.automaton(conditions))
     return found if found is not None and len(found) <= _LONGEST_TEXT else None
 
 
@@ -80,6 +117,8 @@ def schema(numbers: Numbers) -> dict[str, Any]:
     found: dict[str, Any] = {"type": "integer" if numbers.step.denominator == 1 else "number"}
     found["multipleOf"] = _json_number(numbers.step)
     for keyword, bound in (("minimum", numbers.low), ("maximum", numbers.high)):
+        if bound is not None and abs(bound) > _LARGEST_INLINE:
+            raise GrammarError(f"multiples beyond {'-' * (bound < 0)}2**62; strict=False works", "multipleOf")
         if bound is not None:
             found[keyword] = _json_number(bound)
     return {**found, "x-guidance": {"whitespace_flexible": False}}
@@ -93,18 +132,36 @@ def _json_number(value: Fraction) -> int | float:
     return float(value)
 
 
-def _remainders(step: int) -> str | None:
-    """Multiples of an integer: an automaton whose states are remainders, as an expression."""
-    if step > _FEW:
+def _remainders(step: Fraction) -> str | None:
+    """Multiples of a decimal: an automaton whose states are decimal places and remainders, as an expression."""
+    places = next((places for places in range(5) if (step * 10**places).denominator == 1), None)
+    if places is None or (size := int(step * 10**places)) > _FEW:
         return None
     from interegular.fsm import FSM, Alphabet
 
-    minus = 10
-    alphabet = Alphabet({**{(0x30 + digit, 0x30 + digit): digit for digit in range(10)}, (0x2D, 0x2D): minus})
-    first = {0: 2} | {digit: 3 + digit % step for digit in range(1, 10)}
-    moves = {0: first | {minus: 1}, 1: first, 2: {}}  # state 1 follows a minus sign, 2 a leading zero
-    moves |= {3 + rest: {digit: 3 + (10 * rest + digit) % step for digit in range(10)} for rest in range(step)}
-    found = json_text.expression(automata.minimal(FSM(alphabet, set(moves), 0, {2, 3}, moves)))
+    def state(place: int, rest: int) -> int:  # states 0, 1, 2: the beginning, a minus sign, a leading zero
+        return 3 + place * size + rest % size
+
+    def point(rest: int) -> int:
+        return state(places + 1, rest) if places else -1
+
+    first = [2, *(state(0, digit) for digit in range(1, 10))]
+    rows = [[*first, 1, -1], [*first, -1, -1], [*[-1] * 11, point(0)]]
+    for place in range(places + 1):
+        after = [0] if place == 0 else [place + 1] if place < places else []
+        for rest in range(size):
+            digits = [state(after[0], 10 * rest + digit) for digit in range(10)] if after else [-1] * 10
+            rows.append([*digits, -1, point(rest) if place == 0 else -1])
+    rows += [[*(state(1, 10 * rest + digit) for digit in range(10)), -1, -1] for rest in range(size if places else 0)]
+    ends = {
+        state(place, rest)
+        for place in range(places + 1)
+        for rest in range(size)
+        if rest * 10 ** (places - place) % size == 0
+    }
+    alphabet = Alphabet({(ord(letter), ord(letter)): symbol for symbol, letter in enumerate("0123456789-.")})
+    moves = {at: {symbol: to for symbol, to in enumerate(row) if to >= 0} for at, row in enumerate(rows)}
+    found = json_text.expression(automata.minimal(FSM(alphabet, set(moves), 0, {2, *ends}, moves)))
     return found if found is not None and len(found) <= _LONGEST_TEXT else None
 
 
@@ -190,8 +247,8 @@ def _span(first: int, last: int) -> str:
 
 def _decimals(low: Fraction, open_low: bool, high: Fraction | None, open_high: bool, kind: str) -> list[str]:
     """Decimals from `low` to `high`, none below zero."""
-    exact = open_low or open_high or kind == "fraction"
-    most = max(1, _DIGITS - len(str(int(max(low, high or 0))))) if exact else None
+    near = [low] * (open_low or kind == "fraction") + [high or Fraction(0)] * (open_high or kind == "fraction")
+    most = max(1, _DIGITS - len(str(int(max(near))))) if near else None
     open_low = open_low or (kind == "fraction" and low.denominator == 1)
     some = _fractions("", kind == "fraction", None, False, most)
     floor = int(low)
@@ -204,7 +261,8 @@ def _decimals(low: Fraction, open_low: bool, high: Fraction | None, open_high: b
         return [*ways, _with(str(floor), _fractions(_places(low), open_low, None, False, most))]
     ceiling = int(high)
     if floor == ceiling:
-        return [_with(str(floor), _fractions(_places(low), open_low, _places(high), open_high, most))]
+        way = _with(str(floor), _fractions(_places(low), open_low, _places(high), open_high, most))
+        return [way] if way else []
     ways.append(_with(str(floor), _fractions(_places(low), open_low, None, False, most)))
     if floor + 1 <= ceiling - 1:
         ways.append(_with(_integers(floor + 1, ceiling - 1), some))

@@ -9,6 +9,9 @@ from typing import Any
 
 from ...errors import GrammarError
 
+#: From here on not every integer is a float.
+EXACT = 2**53
+
 
 @dataclass(frozen=True)
 class Numbers:
@@ -120,14 +123,15 @@ def point(value: Any) -> Numbers:
 
 
 def fraction(value: Any) -> Fraction:
-    """`value` of a schema, as it was written: 0.1 is one tenth.
+    """`value` of a schema, as it was written: 0.1 is one tenth. Large floats are what they are: 1e23 is not ten to the 23rd.
 
     Raises:
         GrammarError: infinite or not a number.
     """
     try:
-        return Fraction(value) if isinstance(value, int) else Fraction(repr(value))
-    except ValueError as problem:
+        exact = isinstance(value, int) or abs(value) >= EXACT
+        return Fraction(value) if exact else Fraction(repr(value))
+    except (ValueError, OverflowError) as problem:
         raise GrammarError(f"{value!r} is not a number of JSON") from problem
 
 

@@ -1,4 +1,8 @@
-"""Objects as rules: declared properties in their order, then others; how many, and what must occur somewhere."""
+"""Objects as rules: declared properties in their order, then others; how many, and what must occur somewhere.
+
+A grammar does not know which keys it has written. Declared ones stand in their order, so none occurs twice; others may, and
+whoever reads the text takes the last one. So of others only one is sure to count, and what the last ones fulfil.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,10 @@ from collections.abc import Callable
 from itertools import combinations
 from typing import TYPE_CHECKING
 
+from ...errors import GrammarError
 from . import json_text, limits, strings
 from .nodes import FALSE, TRUE, Node
-from .notation import EMPTY, Expr, alt, rep, seq, text
+from .notation import EMPTY, NOTHING, Expr, alt, rep, seq, text
 from .objects import Objects, Property
 from .strings import Strings
 
@@ -17,6 +22,10 @@ if TYPE_CHECKING:
 
 _MOST_SOME = 4
 _RUN = 16
+_FEW_OTHERS = (
+    "Of the properties that minProperties asks for, at most one is one that is not declared: others may be the same."
+)
+_AT_ONCE = "Where several conditions ask for some property, one that is not declared meets all of them, or each has keys of its own."
 
 
 def write_object(writer: Writer, name: str, shape: Objects) -> Expr:
@@ -98,6 +107,8 @@ class _Object:
     def others(self, count: int, met: frozenset[int]) -> Expr:
         """Members that are not declared; `met`: conditions of ``some`` that are fulfilled."""
         shape = self.shape
+        if self.low - count > 1:
+            return self.doubtful()
         if shape.some:
             return self.named(f"s{count}_{'_'.join(map(str, sorted(met)))}", lambda: self.searching(count, met))
         item = self.item(())
@@ -108,14 +119,33 @@ class _Object:
         # That there is nothing at all is dealt with elsewhere.
         return seq(item, rep(seq(self.comma, item), max(0, needed - 1), None if left is None else left - 1))
 
+    def doubtful(self) -> Expr:
+        """Several members that are not declared, as many as are asked for: they may have the same key.
+
+        Raises:
+            GrammarError: too few are declared to do without.
+        """
+        if self.item(()) != NOTHING:
+            if len(self.members) + 1 < self.low:
+                raise GrammarError(
+                    f"of {self.low} properties all but one need to be declared, since keys that are not may repeat; "
+                    "strict=False validates it afterwards",
+                    "minProperties",
+                )
+            self.writer.remark(_FEW_OTHERS)
+        return NOTHING
+
     def searching(self, count: int, met: frozenset[int]) -> Expr:
+        """Members that fulfil something stand behind all that do not, and none has a key with which one before fulfils."""
         open_ones = [index for index in range(len(self.shape.some)) if index not in met]
         comma = [self.comma] if count else []
         ways: list[Expr] = [EMPTY] if not open_ones and count >= max(1, self.low) else []
         again: Expr | None = None
-        for size in range(len(open_ones) + 1) if self.high is None or count < self.high else ():
+        if len(self.shape.some) > 1:
+            self.writer.remark(_AT_ONCE)
+        for size in range(bool(met), len(open_ones) + 1) if self.high is None or count < self.high else ():
             for taken in combinations(open_ones, size):
-                item = seq(*comma, self.item(taken))
+                item = seq(*comma, self.item(taken, met))
                 after = min(count + 1, self.last) if self.high is None else count + 1
                 if not taken and after == count:
                     again = item
@@ -123,8 +153,8 @@ class _Object:
                     ways.append(seq(item, self.others(after, met | set(taken))))
         return seq(rep(again, 0, None) if again is not None else EMPTY, alt(*ways))
 
-    def item(self, taken: tuple[int, ...]) -> Expr:
-        """A member that is not declared and fulfils the conditions `taken`."""
+    def item(self, taken: tuple[int, ...], met: frozenset[int] = frozenset()) -> Expr:
+        """A member that is not declared and fulfils the conditions `taken`, with a key that is of none that are `met`."""
         nodes, ways = self.writer.normal.nodes, []
         for keys, node in self.rest:
             wanted: Strings | None = strings.both(keys, self.undeclared) if self.undeclared is not None else None
@@ -133,6 +163,9 @@ class _Object:
                 rare, kind = self.shape.some[index]
                 wanted = strings.both(wanted, rare) if wanted is not None else None
                 value = nodes.both(value, kind)
-            if wanted is not None:
-                ways.append(seq(self.writer.string(wanted, self.writer.blanks.colon), self.writer.place(value)))
+            fresh = [] if wanted is None else [wanted]
+            for index in met:
+                apart = strings.others(self.shape.some[index][0])
+                fresh = [found for one in fresh for two in apart if (found := strings.both(one, two)) is not None]
+            ways += [seq(self.writer.string(one, self.writer.blanks.colon), self.writer.place(value)) for one in fresh]
         return alt(*ways)

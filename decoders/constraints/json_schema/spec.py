@@ -23,8 +23,9 @@ from .writing import BLANKS, Writer
 _MOST_DROPPED = 100
 _REMARKS = (
     "Keys stand in the order in which the schema declares them, then required ones that are not declared, then others.",
-    "A declared key never occurs twice; other keys may.",
-    "Integers are written without a fraction, and numbers between bounds without an exponent.",
+    "A declared key never occurs twice; other keys may, and what some property has to be is the last of them.",
+    "Integers are written without a fraction, and numbers between bounds without an exponent; what must be no integer has up "
+    "to 15 digits.",
     "Strings under a condition (length, pattern, format, enum) escape only what has to be escaped.",
 )
 _FORMAT = "A known format is a condition: dates look like dates. To the drafts since 2019 it is an annotation."
@@ -84,8 +85,9 @@ class JsonSchema(Spec):
         return "JsonSchema " + json.dumps(options, separators=(",", ":"))
 
     def language(self) -> Language:
-        rules, dropped = self._grammar
+        rules, dropped, written = self._grammar
         remarks = [*_REMARKS, *([_FORMAT] if '"format"' in self.text else []), *([_CLOSED] if self.closed else [])]
+        remarks += written
         remarks += [f"{path}: {keyword} is left to the validation of the finished text." for path, keyword in dropped]
         whole = None if self.strict else Validation(json.loads(self.text))
         title = json.loads(self.text).get("title") if self.text.lstrip().startswith("{") else None
@@ -102,15 +104,16 @@ class JsonSchema(Spec):
         return spell(normal, self._root(normal), value)
 
     @cached_property
-    def _grammar(self) -> tuple[dict[str, Expr], list[tuple[str, str]]]:
-        """The rules, and what they leave out: (path, keyword)."""
+    def _grammar(self) -> tuple[dict[str, Expr], list[tuple[str, str]], list[str]]:
+        """The rules, what they leave out: (path, keyword), and remarks."""
         if self.whitespace not in BLANKS:
             raise GrammarError(f"no white space {self.whitespace!r}. {suggest(self.whitespace, BLANKS)}")
         dropped: list[tuple[str, str]] = []
         while True:
             normal = Normal(frozenset(dropped), evaluation="unevaluated" in self.text)
             try:
-                rules = Writer(normal, BLANKS[self.whitespace], self.closed).write(self._root(normal))
+                writer = Writer(normal, BLANKS[self.whitespace], self.closed)
+                rules = writer.write(self._root(normal))
                 break
             except RecursionError as problem:
                 raise GrammarError("schemas within schemas go too deep; fewer levels work", path="$") from problem
@@ -123,7 +126,7 @@ class JsonSchema(Spec):
                 dropped.append(cause)
         if not rules:
             raise GrammarError("no value that can be written is valid under this schema", path="$")
-        return rules, dropped
+        return rules, dropped, writer.remarks
 
     def _root(self, normal: Normal) -> Node:
         return normal.place(document(self.text))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import permutations, product
 from typing import Any
 
 from .arrays import Arrays
@@ -57,21 +58,40 @@ def _object(normal: Normal, shape: Objects, value: dict[str, Any]) -> str | None
     names = shape.names
     if any(prop.required and prop.name not in value for prop in shape.properties):
         return None
-    missing = list(shape.some)
+    undeclared = [name for name in value if name not in names]
+    if undeclared and shape.low - (len(value) - len(undeclared)) > 1:
+        return None
+    order = {name: place for place, name in enumerate(names)}
+    behind = _meeting(normal, shape, {name: value[name] for name in undeclared})
+    if behind is None:
+        return None
+    free = [name for name in undeclared if name not in behind]
     written = []
-    for name in sorted(value, key=lambda name: list(names).index(name) if name in names else len(names)):
+    for name in [*sorted(value.keys() - set(undeclared), key=order.__getitem__), *free, *behind]:
         node: Node = names[name].node if name in names else shape.value(name)
-        if node == FALSE:
-            return None
-        for keys, kind in list(missing) if name not in names else []:
-            if keys.holds(name) and spell(normal, kind, value[name]) is not None:
-                node = normal.nodes.both(node, kind)
-                missing.remove((keys, kind))
-        text = spell(normal, node, value[name])
+        text = None if node == FALSE else spell(normal, node, value[name])
         if text is None:
             return None
         written.append(f"{quoted(name)}: {text}")
-    return None if missing else "{" + ", ".join(written) + "}"
+    return "{" + ", ".join(written) + "}"
+
+
+def _meeting(normal: Normal, shape: Objects, members: dict[str, Any]) -> list[str] | None:
+    """The names that meet ``some``, in an order in which none has a key that one before it is for; None if there are none."""
+    found = [
+        [name for name in members if keys.holds(name) and spell(normal, kind, members[name]) is not None]
+        for keys, kind in shape.some
+    ]
+    for chosen in product(*found):
+        for order in permutations(dict.fromkeys(chosen)):
+            met = {
+                name: [keys for (keys, _), its in zip(shape.some, chosen, strict=True) if its == name] for name in order
+            }
+            if not any(
+                keys.holds(later) for i, name in enumerate(order) for keys in met[name] for later in order[i + 1 :]
+            ):
+                return [*order]
+    return None
 
 
 def _identity(value: Any) -> str:

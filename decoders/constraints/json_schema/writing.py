@@ -30,6 +30,8 @@ class Blanks:
     colon: str
 
 
+_DECIMALS = "Multiples of a decimal are exact; a validator that divides floats, as jsonschema does, refuses some: 0.7 is 7 times 0.1."
+_ALL_PLACES = "Multiples of a decimal have all of its decimal places or none, where they are counted by llguidance: 1.50, not 1.5."
 _BREAK = r"(?: |\r?\n[ \t]{0,40})?"
 BLANKS = {
     "space": Blanks("", "", ", ?", ": ?"),
@@ -43,6 +45,9 @@ class Writer:
 
     Args:
         closed: objects that declare properties take no others, where the schema says nothing of others.
+
+    Attributes:
+        remarks: what has been left out on the way, one sentence each.
     """
 
     def __init__(self, normal: Normal, blanks: Blanks, closed: bool = False) -> None:
@@ -50,6 +55,7 @@ class Writer:
         self.rules: dict[str, Expr] = {}
         self.todo: list[Node] = []
         self.places: set[Node] = set()
+        self.remarks: list[str] = []
 
     def write(self, root: Node) -> dict[str, Expr]:
         """The rules, ``start`` first; none if nothing is of `root`."""
@@ -67,9 +73,15 @@ class Writer:
         """Every alternative of every type."""
         ways: list[Expr] = [text(unit) for unit in ("null", "true", "false") if unit in shapes.units]
         written = [(one, number_text.expression(one)) for one in shapes.numbers]
-        plain = "|".join(found for _, found in written if found is not None)
+        plain = "|".join(found for _, found in written if found)
         ways += [text(plain)] if plain else []
-        ways += [notation.inline(number_text.schema(one)) for one, found in written if found is None]
+        inlined = [one for one, found in written if found is None]
+        for one, found in written:
+            if one.step is not None and one.step.denominator > 1:
+                self.remark(_DECIMALS)
+                if found is None:
+                    self.remark(_ALL_PLACES)
+        ways += [notation.inline(number_text.schema(one)) for one in inlined]
         ways += [self.string(one) for one in shapes.strings]
         ways += [write_array(self, f"n{node}a{i}", one) for i, one in enumerate(shapes.arrays)]
         ways += [write_object(self, f"n{node}o{i}", one) for i, one in enumerate(shapes.objects)]
@@ -92,6 +104,11 @@ class Writer:
         if len(self.rules) > limits.RULES:
             limits.exceeded("RULES", limits.RULES, "the grammar")
         return Call(name)
+
+    def remark(self, text: str) -> None:
+        """Adds to :attr:`remarks`."""
+        if text not in self.remarks:
+            self.remarks.append(text)
 
     def call(self, name: str) -> Expr:
         """The rule of that name, written or to be written."""

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 from jsonschema.validators import Draft202012Validator, validator_for
 
+from decoders.constraints.json_schema import JsonSchema
+from decoders.errors import GrammarError
+
 CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "true": (True, [1, "a", None, [{}], {"a": [1.5e-7]}], []),
     "type": ({"type": "integer"}, [0, -12, 10**20], [1.5, "1", None, True]),
@@ -87,7 +90,7 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
     ),
     "minProperties": (
         {"type": "object", "properties": {"a": {"const": 1}, "b": {"const": 2}}, "minProperties": 2, "maxProperties": 3},
-        [{"a": 1, "b": 2}, {"a": 1, "x": 0}, {"x": 0, "y": 1}, {"a": 1, "b": 2, "x": 0}],
+        [{"a": 1, "b": 2}, {"a": 1, "x": 0}, {"b": 2, "x": 0}, {"a": 1, "b": 2, "x": 0}],
         [{}, {"a": 1}, {"x": 1}, {"a": 1, "b": 2, "x": 0, "y": 0}],
     ),
     "dependentRequired": (
@@ -218,3 +221,50 @@ def test_declared_keys_stand_in_order_and_occur_once(judged: Callable[..., bool]
         '{"x": 0, "\\u0061": 3}',
     ):
         assert not judged(schema, text)
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"properties": {"a": True}, "minProperties": 2}, '{"a": 0, "x": 0}', '{"x": 0, "x": 0}'),
+        ({"not": {"additionalProperties": {"type": "string"}}}, '{"x": "", "y": 0}', '{"x": 0, "x": ""}'),
+        ({"allOf": [{"not": {"additionalProperties": {"type": kind}}} for kind in ("string", "integer")]}, '{"x": null}',
+         '{"x": 0, "x": ""}'),
+    ],
+)  # fmt: skip
+def test_key_that_repeats_breaks_nothing(
+    schema: dict[str, Any], good: str, bad: str, judged: Callable[..., bool]
+) -> None:
+    """Whoever reads the text takes the last one."""
+    schema = {"type": "object", **schema}
+    assert Draft202012Validator(schema).is_valid(json.loads(good))
+    assert not Draft202012Validator(schema).is_valid(json.loads(bad))
+    assert judged(schema, good)
+    assert not judged(schema, bad)
+
+
+def test_more_properties_than_are_declared_are_refused() -> None:
+    many = {"type": "object", "properties": {"a": True}, "minProperties": 3}
+    with pytest.raises(GrammarError, match="keys that are not may repeat") as problem:
+        JsonSchema({"items": many}).language()
+    assert (problem.value.keyword, problem.value.path) == ("minProperties", "$.items")
+    assert "minProperties is left" in JsonSchema({"items": many}, strict=False).language().remarks[-1]
+
+
+def test_what_is_left_out_for_keys_that_may_repeat_is_remarked() -> None:
+    some = {"type": "object", "properties": {"a": True}, "minProperties": 2}
+    assert any("minProperties" in remark for remark in JsonSchema(some).language().remarks)
+    assert not any("minProperties" in remark for remark in JsonSchema({"minProperties": 1}).language().remarks)
+
+
+def test_multiples_that_llguidance_cannot_count_name_their_keyword() -> None:
+    with pytest.raises(GrammarError, match="2\\*\\*62") as problem:
+        JsonSchema({"items": {"minimum": -1e22, "multipleOf": 7}}).language()
+    assert (problem.value.keyword, problem.value.path) == ("multipleOf", "$.items")
+
+
+def test_multiples_that_a_validator_of_floats_refuses_are_remarked(judged: Callable[..., bool]) -> None:
+    cents = {"multipleOf": 0.1}
+    assert judged(cents, "0.7") and not Draft202012Validator(cents).is_valid(0.7)
+    assert any("divides floats" in remark for remark in JsonSchema(cents).language().remarks)
+    assert not any("divides floats" in remark for remark in JsonSchema({"multipleOf": 3}).language().remarks)

@@ -13,6 +13,10 @@ from decoders.errors import GrammarError
 
 REFS = {f"d{i}": {"properties": {"l": {"$ref": f"#/$defs/d{(i * 7 + 1) % 40}"}, "r": {"$ref": f"#/$defs/d{(i * 3 + 2) % 40}"}}}
         for i in range(40)}  # fmt: skip
+LEVEL = {"type": "object", "required": ["a"], "additionalProperties": False}
+LEVELS = {str(i): {**LEVEL, "properties": {"a": {"$ref": f"#/$defs/{i + 1}"}}} for i in range(2_000)} | {
+    "2000": {"type": "null"}
+}
 HOSTILE: dict[str, tuple[Any, str]] = {
     "deep nesting": ('{"items":' * 5000 + "{}" + "}" * 5000, "NESTING"),
     "a huge text": ('{"a": "' + "x" * 1_000_001 + '"}', "SCHEMA_CHARACTERS"),
@@ -60,8 +64,17 @@ def test_limit_is_named_in_time(name: str) -> None:
         {"type": "string", "pattern": "^a*$", "maxLength": 2_900},
         {"pattern": "^(a+)+$", "enum": ["a" * 5000 + "b", "aa"]},
         {"anyOf": [{"properties": {"k": {"const": i}}, "required": ["k"]} for i in range(150)]},
+        {"$ref": "#/$defs/0", "$defs": LEVELS},
     ],
-    ids=["enum", "length", "properties", "pattern and length", "pattern of exponential backtracking", "alternatives"],
+    ids=[
+        "enum",
+        "length",
+        "properties",
+        "pattern and length",
+        "pattern of exponential backtracking",
+        "alternatives",
+        "levels",
+    ],
 )
 def test_large_but_legal(schema: dict[str, Any]) -> None:
     begin = time.process_time()
@@ -79,6 +92,7 @@ def test_large_but_legal(schema: dict[str, Any]) -> None:
         {"$defs": 5, "$ref": "#/$defs/x"}, {"minimum": float("nan")}, {"minimum": "1"}, {"multipleOf": 0}, {"enum": 5}, {"pattern": 5},
         {"properties": [1]}, {"dependentRequired": 5}, {"$schema": "http://example.com/own"}, {1, 2},
         {"$schema": "http://json-schema.org/draft-03/schema#"}, {"$id": "http://[", "$ref": "#x"},
+        {"allOf": [1], "$ref": "#/allOf/0/x"},
     ],
     ids=lambda schema: json.dumps(schema, default=str)[:40],
 )  # fmt: skip

@@ -66,6 +66,9 @@ def test_accepted_is_valid_and_valid_is_spelled(
     for instance in instances:
         valid = validator.is_valid(instance)
         spelled = spec.spell(instance)
+        if spelled is None and valid:
+            assert any("not declared" in remark for remark in language.remarks), instance
+            continue
         assert (spelled is not None) is valid, instance
         if spelled is not None:
             assert json.loads(spelled) == instance
@@ -79,3 +82,23 @@ def test_accepted_is_valid_and_valid_is_spelled(
 @given(SCHEMAS, st.lists(INSTANCES, min_size=4, max_size=8))
 def test_accepted_is_valid_at_length(accepts: Callable[..., bool], schema: Any, instances: list[Any]) -> None:
     test_accepted_is_valid_and_valid_is_spelled.hypothesis.inner_test(accepts, schema, instances)
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"enum": [5e-324, 3]}, ""),
+        ({"minimum": -1e-238}, "-"),
+        ({"const": 1e23}, "1" + 23 * "0"),  # as a float 8388608 less
+        ({"not": {"type": "integer"}}, "2561703002835620.1"),  # as a float an integer
+        ({"minimum": 2**53 + 1}, "9007199254740993.0"),  # as a float 1 less
+        ({"exclusiveMaximum": 1e17}, "99999999999999999.9"),  # as a float the bound
+    ],
+)
+def test_invalid_text_is_refused(judged: Callable[..., bool], schema: Any, text: str) -> None:
+    try:
+        valid = Draft202012Validator(schema).is_valid(json.loads(text))
+    except ValueError:
+        valid = False
+    assert not valid
+    assert not judged(schema, text)

@@ -156,6 +156,21 @@ def test_strict_language_needs_no_validation() -> None:
     assert JsonSchema({"type": "integer"}).language().whole is None
 
 
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"pattern": r"^\p{L}+$"}, '"a"'),  # Python's re has no \p
+        ({"type": "array", "items": {"$ref": "#"}}, "[" * 900 + "]" * 900),
+        ({"multipleOf": 0.1}, "9" * 400 + ".5"),
+    ],
+)
+def test_text_that_jsonschema_cannot_judge_is_said_to_be_that(schema: dict[str, Any], text: str) -> None:
+    whole = JsonSchema(schema, strict=False).language().whole
+    assert whole is not None
+    with pytest.raises(GrammarError, match="cannot judge"):
+        whole(text)
+
+
 def test_nothing_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a connection")
