@@ -7,6 +7,14 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Processes that share the tests must call them the same."""
+    fleeting = [item.nodeid for item in items if " at 0x" in item.nodeid]
+    if fleeting:
+        raise pytest.UsageError(f"the address of an object is no test id: {fleeting[0]}")

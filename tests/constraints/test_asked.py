@@ -327,7 +327,7 @@ class Even:
         (Even, '{"n": 2}', '{"n": 3}', "odd"),
         (Json[int], '"1"', '"a"', "$: Invalid JSON"),
     ],
-    ids=str,
+    ids=["annotated", "list", "dict", "dataclass", "json"],
 )
 def test_what_a_type_asks_for_beyond_its_schema_is_judged_at_the_end(kind: Any, good: str, bad: str, why: str) -> None:
     spec = decoders.json_schema(kind)
