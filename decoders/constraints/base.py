@@ -118,7 +118,7 @@ class Tabulated(Grammar):
 
     @abstractmethod
     def tables(self) -> Tables:
-        """The automaton as tensors on the CPU."""
+        """The automaton as tensors on the CPU; its masks may be written out anew by each call, and are then the caller's."""
 
 
 class Matcher(ABC):

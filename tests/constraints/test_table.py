@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, example, given, reject, settings
 from hypothesis import strategies as st
 
@@ -18,6 +19,7 @@ from decoders.constraints.table.lexicon import Lexicon
 from decoders.constraints.table.masks import masks
 from decoders.constraints.table.minimise import columns, minimise
 from decoders.constraints.table.plain import room, split
+from decoders.constraints.table.rows import Row, Rows
 from decoders.constraints.table.trie import Trie
 from decoders.constraints.vocabulary import Vocabulary
 from decoders.errors import GrammarError
@@ -337,6 +339,44 @@ def test_tokens_with_the_last_bit_of_a_word_are_legal():
     assert allowed(grammar, grammar.tables().start) == {31, 63}
 
 
+# Masks as they are kept
+
+
+@QUICK
+@given(st.lists(st.sets(st.integers(0, 32 * 50 - 1), max_size=400), min_size=1, max_size=9))
+def test_masks_that_are_kept_are_those_that_were_given(sets):
+    masks = np.zeros((len(sets), 50), np.uint32)
+    for mask, tokens in zip(masks, sets, strict=True):
+        for token in tokens:
+            mask[token >> 5] |= np.uint32(1 << (token & 31))
+    given = torch.from_numpy(masks.view(np.int32))
+    rows = Rows(50, map(Row.of, masks.view(np.int32)))
+    out = torch.empty(2 * len(sets), 50, dtype=torch.int32)
+    rows.stack([*range(len(sets)), *reversed(range(len(sets)))], out)
+    assert torch.equal(out, torch.cat([given, given.flip(0)])) and torch.equal(rows.all(), given)
+    for row, tokens in zip(rows.each, sets, strict=True):
+        assert {token for token in range(32 * 50) if row.holds(token)} == tokens
+
+
+def test_few_masks_are_held_written_out(monkeypatch):
+    monkeypatch.setattr("decoders.constraints.table.rows.WRITTEN", 3)
+    rows = Rows(4000, (Row.of(np.eye(1, 4000, place, dtype=np.int32)[0]) for place in range(20)))
+    bare = rows.nbytes
+    out = torch.empty(20, 4000, dtype=torch.int32)
+    for _ in range(2):
+        rows.stack(range(20), out)
+        assert torch.equal(out, rows.all())
+        assert rows.nbytes <= bare + 3 * 16_000
+
+
+def test_memory_follows_the_tokens_that_masks_allow_not_the_vocabulary():
+    tokens = [bytes([byte]) for byte in range(256)] + [b"%d" % number for number in range(10, 20_000)]
+    grammar = compile(
+        "|".join(f"place {number * 7919 % 100_003}" for number in range(300)), Vocabulary([None, *tokens], [0])
+    )
+    assert grammar.nbytes < grammar.tables().nbytes / 4
+
+
 # Grammars and matchers
 
 
@@ -381,4 +421,4 @@ def test_lexicon_is_made_once_and_dies_with_its_vocabulary():
     vocabulary = byte_vocabulary()
     assert Lexicon.of(vocabulary) is Lexicon.of(vocabulary)
     after, kind = columns(automaton("a").next)
-    assert masks(after, kind, automaton("a").accepting, Lexicon.of(vocabulary)).rows.shape[1] == mask_words(301)
+    assert masks(after, kind, automaton("a").accepting, Lexicon.of(vocabulary)).rows.width == mask_words(301)

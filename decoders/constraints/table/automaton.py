@@ -1,4 +1,4 @@
-"""A compiled language: the arrays that are kept, on disk and on devices."""
+"""A compiled language: the arrays that are kept."""
 
 from __future__ import annotations
 
@@ -7,35 +7,49 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from ..base import Tables
 from .masks import Masks
+from .rows import Rows
 
 
 @dataclass(frozen=True)
 class Automaton:
-    """Tables, and what the tensors of the step do not need.
+    """What :class:`Tables` are made of, and what the tensors of the step do not need.
 
     Attributes:
-        tables: see there; the last state is that after a stop token.
-        accepting: ``[S]`` bool.
+        next: ``[S, C]`` int32. classes: ``[256]`` int64. mask_of: ``[S]`` int64. start, stopped: see :class:`Tables`; `stopped`
+            is the last state.
+        rows: the masks. accepting: ``[S]`` bool.
     """
 
-    tables: Tables
-    accepting: Tensor
+    next: NDArray[np.int32]
+    classes: NDArray[np.int64]
+    mask_of: NDArray[np.int64]
+    rows: Rows
+    accepting: NDArray[np.bool_]
+    start: int
+    stopped: int
 
     @staticmethod
     def of(
         after: NDArray[np.int32], kind: NDArray[np.int64], accepting: NDArray[np.bool_], start: int, masks: Masks
     ) -> Automaton:
         """From arrays ``[S, C]``, ``[256]``, ``[S]``; adds the state after a stop token."""
-        states = len(after)
-        next = torch.cat([torch.from_numpy(after), torch.zeros(1, after.shape[1], dtype=torch.int32)])
-        of = torch.cat([torch.from_numpy(masks.of), torch.tensor([masks.stops])])
-        tables = Tables(next, torch.from_numpy(kind), of, torch.from_numpy(masks.rows), start=start, stopped=states)
-        return Automaton(tables, torch.cat([torch.from_numpy(accepting), torch.ones(1, dtype=torch.bool)]))
+        next = np.concatenate([after, np.zeros((1, after.shape[1]), np.int32)])
+        mask_of = np.concatenate([masks.of, [masks.stops]])
+        return Automaton(next, kind, mask_of, masks.rows, np.concatenate([accepting, [True]]), start, len(after))
 
-    def with_masks(self, masks: Tensor, mask_of: Tensor) -> Automaton:
-        """The same automaton with other masks ``[R, W]``, ``[S]``."""
-        return replace(self, tables=replace(self.tables, masks=masks, mask_of=mask_of))
+    @property
+    def nbytes(self) -> int:
+        """Memory of all arrays."""
+        return sum(part.nbytes for part in (self.next, self.classes, self.mask_of, self.rows, self.accepting))
+
+    def tables(self) -> Tables:
+        """As tensors, the masks written out: these are made anew."""
+        next, classes, mask_of = map(torch.from_numpy, (self.next, self.classes, self.mask_of))
+        return Tables(next, classes, mask_of, self.rows.all(), start=self.start, stopped=self.stopped)
+
+    def with_masks(self, rows: Rows, mask_of: NDArray[np.int64]) -> Automaton:
+        """The same automaton with other masks."""
+        return replace(self, rows=rows, mask_of=mask_of)

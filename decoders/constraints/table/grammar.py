@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from ..base import Language, Policy, Tables, Tabulated, pack
+from ..base import Language, Policy, Tables, Tabulated
 from ..vocabulary import Vocabulary
 from .automaton import Automaton
 from .kept import dumped
 from .matcher import TableMatcher
+from .rows import Row, Rows
 
 #: Steps (a state and a token) that are remembered: about 10 MB.
 STEPS = 1 << 17
@@ -28,17 +27,17 @@ class TableGrammar(Tabulated):
     def __init__(self, language: Language, vocabulary: Vocabulary, policy: Policy, automaton: Automaton) -> None:
         """Of an automaton with the masks of the full policy."""
         self.language, self.vocabulary, self.policy = language, vocabulary, policy
-        tables = automaton.tables
-        self.first = tables.start
+        self.first, self.stopped = automaton.start, automaton.stopped
         self.accepting: list[bool] = automaton.accepting.tolist()
-        self._after: list[list[int]] = tables.next.tolist()
-        self._kind = bytes(tables.classes.tolist())
-        self._classes = tables.next.shape[1]
-        self._forced: dict[int, bytes] = {0: b"", tables.stopped: b""}
-        if policy == "canonical":
-            automaton = automaton.with_masks(*self._canonical(tables))
+        self._after = automaton.next.reshape(-1).data
+        self._kind = bytes(automaton.classes.tolist())
+        self._classes = automaton.next.shape[1]
+        self._forced: dict[int, bytes] = {0: b"", self.stopped: b""}
         self.automaton = automaton
-        self.mask_rows: list[int] = automaton.tables.mask_of.tolist()
+        if policy == "canonical":
+            self.automaton = automaton.with_masks(*self._canonical(automaton))
+        self.rows = self.automaton.rows
+        self.mask_rows: list[int] = self.automaton.mask_of.tolist()
         self._stops = frozenset(vocabulary.stops)
         self._steps: list[dict[int, int]] = [{} for _ in self.mask_rows]
         self._remembered = 0
@@ -47,16 +46,11 @@ class TableGrammar(Tabulated):
         return TableMatcher(self, self.first)
 
     @property
-    def stopped(self) -> int:
-        """The state after a stop token."""
-        return self.automaton.tables.stopped
-
-    @property
     def nbytes(self) -> int:
-        return self.automaton.tables.nbytes
+        return self.automaton.nbytes
 
     def tables(self) -> Tables:
-        return self.automaton.tables
+        return self.automaton.tables()
 
     def dump(self) -> bytes:
         return dumped(self.automaton)
@@ -97,7 +91,7 @@ class TableGrammar(Tabulated):
             found, at = bytearray(), state
             while not self.accepting[at] and (way := self._only[at]) >= 0:
                 found.append(way)
-                at = self._after[at][self._kind[way]]
+                at = self._after[at * self._classes + self._kind[way]]
             text = self._forced[state] = bytes(found)
         return text
 
@@ -105,19 +99,13 @@ class TableGrammar(Tabulated):
         """Along the bytes of a token that the mask allows."""
         if not state or state == self.stopped or not 0 <= token < len(self.vocabulary):
             return 0
-        word = int(self._masks[self.mask_rows[state], token >> 5])
-        if not word >> (token & 31) & 1:
+        if not self.rows.each[self.mask_rows[state]].holds(token):
             return 0
         if token in self._stops:
             return self.stopped
         for byte in self.vocabulary.tokens[token] or b"":
-            state = self._after[state][self._kind[byte]]
+            state = self._after[state * self._classes + self._kind[byte]]
         return state
-
-    @cached_property
-    def _masks(self) -> NDArray[np.int32]:
-        masks: NDArray[np.int32] = self.automaton.tables.masks.numpy()
-        return masks
 
     @cached_property
     def _only(self) -> list[int]:
@@ -126,22 +114,24 @@ class TableGrammar(Tabulated):
         for byte, kind in enumerate(self._kind):
             bytes_of[kind].append(byte)
         only = []
-        for row in self._after:
+        for row in self.automaton.next.tolist():
             ways = [kind for kind, after in enumerate(row) if after]
             single = len(ways) == 1 and len(bytes_of[ways[0]]) == 1
             only.append(bytes_of[ways[0]][0] if single else -1)
         return only
 
-    def _canonical(self, tables: Tables) -> tuple[Tensor, Tensor]:
+    def _canonical(self, automaton: Automaton) -> tuple[Rows, NDArray[np.int64]]:
         """Masks and their numbers, of one token where bytes are forced: that with which the tokenizer begins them."""
         rows: dict[int, int] = {}
-        of = tables.mask_of.tolist()
-        for state in range(1, tables.stopped):
+        of = automaton.mask_of.copy()
+        for state in range(1, self.stopped):
             first = self.vocabulary.canonical(self.forced_bytes(state))[:1]
             if first:
-                of[state] = rows.setdefault(first[0], len(tables.masks) + len(rows))
-        single = torch.zeros(len(rows), len(self.vocabulary), dtype=torch.bool)
-        single[torch.arange(len(rows)), torch.tensor([*rows], dtype=torch.int64)] = True
-        masks = torch.cat([tables.masks, pack(single)])
-        used, numbers = torch.tensor(of).unique(return_inverse=True)
-        return masks[used], numbers
+                of[state] = rows.setdefault(first[0], len(automaton.rows) + len(rows))
+        every = [*automaton.rows.each]
+        for token in rows:
+            mask = np.zeros(automaton.rows.width, np.uint32)
+            mask[token >> 5] = 1 << (token & 31)
+            every.append(Row.of(mask.view(np.int32)))
+        used, numbers = np.unique(of, return_inverse=True)
+        return Rows(automaton.rows.width, [every[number] for number in used.tolist()]), numbers

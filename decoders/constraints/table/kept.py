@@ -7,9 +7,10 @@ from safetensors import SafetensorError
 from safetensors import torch as tensors
 
 from ...errors import GrammarError
-from ..base import Tables, mask_words
+from ..base import mask_words
 from ..vocabulary import Vocabulary
 from .automaton import Automaton
+from .rows import Row, Rows
 
 _TYPES = {
     "next": torch.int32, "classes": torch.int64, "mask_of": torch.int64, "masks": torch.int32,
@@ -19,11 +20,11 @@ _TYPES = {
 
 def dumped(automaton: Automaton) -> bytes:
     """`automaton` as bytes."""
-    tables = automaton.tables
+    tables = automaton.tables()
     return tensors.save(
         {
             "next": tables.next, "classes": tables.classes, "mask_of": tables.mask_of, "masks": tables.masks,
-            "accepting": automaton.accepting, "ends": torch.tensor([tables.start, tables.stopped]),
+            "accepting": torch.from_numpy(automaton.accepting), "ends": torch.tensor([tables.start, tables.stopped]),
         }
     )  # fmt: skip
 
@@ -54,5 +55,6 @@ def restored(content: bytes, vocabulary: Vocabulary) -> Automaton:
     if bool(next[0].any()):
         raise GrammarError("state 0 is not dead")
     start, stopped = ends.tolist()
-    tables = Tables(next, found["classes"], found["mask_of"], masks, start=start, stopped=stopped)
-    return Automaton(tables, found["accepting"])
+    rows = Rows(masks.shape[1], map(Row.of, masks.numpy()))
+    classes, mask_of, accepting = (found[name].numpy() for name in ("classes", "mask_of", "accepting"))
+    return Automaton(next.numpy(), classes, mask_of, rows, accepting, start, stopped)

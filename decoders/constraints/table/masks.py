@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from .alike import Alike
 from .lexicon import Lexicon
+from .rows import Row, Rows
 from .strings import Strings
 from .trie import Ints
 
@@ -24,13 +25,13 @@ class Masks:
     """Masks of all states.
 
     Attributes:
-        rows: ``[R, W]`` int32; the first is ones, for states that no text comes to, the dead one among them.
+        rows: ``R`` masks, all different; the first is ones, for states that no text comes to, the dead one among them.
         of: ``[S]`` int64, row of each state.
         alive: ``[S]`` bool: tokens lead from here to the end of a text.
         stops: the row of the stop tokens alone.
     """
 
-    rows: NDArray[np.int32]
+    rows: Rows
     of: NDArray[np.int64]
     alive: NDArray[np.bool_]
     stops: int
@@ -72,14 +73,14 @@ def _sliced(after: Ints, kind: NDArray[np.int64], accepting: NDArray[np.bool_], 
         shared = alike.final | (deep[ones] <= alike.depth)
         number[open[shared[same]]] = number[ones[same]][shared[same]]
         open = open[~shared[same]]
-    rows = _Rows(lexicon)
+    rows = _Distinct(lexicon)
     of = np.zeros(len(after), np.int64)
     pairs = 2 * number + accepting
     for pair in np.unique(pairs[1:]).tolist():
         of[pairs == pair] = rows.add(bare[pair >> 1], bool(pair & 1))
     of[0] = 0
     stops = rows.add(np.zeros(lexicon.words, np.int32), True)
-    return Masks(rows.all(), of, np.arange(len(after)) > 0, stops)
+    return Masks(Rows(lexicon.words, rows.rows), of, np.arange(len(after)) > 0, stops)
 
 
 def _walks(
@@ -107,32 +108,30 @@ def _walked(
 ) -> Masks:
     """Masks where some bytes have no token of their own: token by token, and only those that lead to living states."""
     starts = np.flatnonzero(alive)
-    rows = _Rows(lexicon)
+    rows = _Distinct(lexicon)
     of = np.zeros(len(after), np.int64)
     for part, allowed in _collected(after, kind, starts, alive, lexicon):
         for state, row in zip(starts[part].tolist(), allowed, strict=True):
             of[state] = rows.add(row, bool(accepting[state]))
     stops = rows.add(np.zeros(lexicon.words, np.int32), True)
-    return Masks(rows.all(), of, alive, stops)
+    return Masks(Rows(lexicon.words, rows.rows), of, alive, stops)
 
 
-class _Rows:
+class _Distinct:
     """Masks, each once; the first is ones."""
 
     def __init__(self, lexicon: Lexicon) -> None:
-        self._rows = [np.full(lexicon.words, -1, np.int32)]
-        self._known: dict[bytes, int] = {}
+        self.rows = [Row.of(np.full(lexicon.words, -1, np.int32))]
+        self._known: dict[tuple[bytes, bytes], int] = {}
         self._ends = lexicon.mask(lexicon.stops)
 
-    def add(self, row: NDArray[np.int32], ending: bool) -> int:
-        row = row | self._ends if ending else row
-        number = self._known.setdefault(row.tobytes(), len(self._rows))
-        if number == len(self._rows):
-            self._rows.append(row)
+    def add(self, mask: NDArray[np.int32], ending: bool) -> int:
+        """The number of `mask`, with the stop tokens if the text may end."""
+        row = Row.of(mask | self._ends if ending else mask)
+        number = self._known.setdefault(row.key, len(self.rows))
+        if number == len(self.rows):
+            self.rows.append(row)
         return number
-
-    def all(self) -> NDArray[np.int32]:
-        return np.stack(self._rows)
 
 
 def _collected(

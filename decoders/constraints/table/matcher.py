@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from ..base import Matcher
@@ -56,14 +55,14 @@ class TableMatcher(Matcher):
 
     def fill_mask(self, out: Tensor) -> None:
         grammar = self.grammar
-        out.copy_(grammar.automaton.tables.masks[grammar.mask_rows[self.state]])
+        out.copy_(grammar.rows.written(grammar.mask_rows[self.state]))
 
     def fill_tree(self, parents: Sequence[int], tokens: Sequence[int], out: Tensor) -> list[bool]:
         grammar = self.grammar
         states = grammar.walk(parents, tokens, self.state)
         number = grammar.mask_rows
         # The dead state's mask is ones, as that of a node without a meaning should be.
-        torch.index_select(grammar.automaton.tables.masks, 0, torch.tensor([number[s] for s in states]), out=out)
+        grammar.rows.stack([number[state] for state in states], out)
         return [state > 0 for state in states]
 
     def forced_bytes(self) -> bytes:

@@ -1,0 +1,107 @@
+"""Packed masks as they are kept: most allow few tokens, and of these only the words that are not zero."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+#: Masks that are held written out, those asked for last: 2 MB at 128k tokens, and more than a tree of guesses has nodes.
+WRITTEN = 128
+
+
+@dataclass(frozen=True)
+class Row:
+    """A mask.
+
+    Attributes:
+        places: ``[k]``, ascending, the words that are not zero; None for all. words: ``[k]`` int32, these words.
+    """
+
+    places: NDArray[np.unsignedinteger[Any]] | None
+    words: NDArray[np.int32]
+
+    @staticmethod
+    def of(mask: NDArray[np.int32]) -> Row:
+        """Of a mask ``[W]``."""
+        places = np.flatnonzero(mask)
+        if 2 * len(places) > len(mask):  # would save little or nothing
+            return Row(None, mask.copy())
+        return Row(places.astype(np.uint16 if len(mask) <= 1 << 16 else np.uint32), mask[places])
+
+    @property
+    def key(self) -> tuple[bytes, bytes]:
+        """Tells masks apart."""
+        return b"" if self.places is None else self.places.tobytes(), self.words.tobytes()
+
+    @property
+    def nbytes(self) -> int:
+        return self.words.nbytes + (0 if self.places is None else self.places.nbytes)
+
+    def write(self, out: NDArray[np.int32]) -> None:
+        """The mask to `out`, ``[W]`` zeros."""
+        out[slice(None) if self.places is None else self.places] = self.words
+
+    def holds(self, token: int) -> bool:
+        """Whether the mask allows `token`."""
+        place = token >> 5
+        if self.places is not None:
+            at = int(self.places.searchsorted(place))
+            if at == len(self.places) or int(self.places[at]) != place:
+                return False
+            place = at
+        return bool(int(self.words[place]) >> (token & 31) & 1)
+
+
+class Rows:
+    """Masks ``[R, W]``.
+
+    Attributes:
+        width: ``W``. each: the ``R`` masks.
+    """
+
+    def __init__(self, width: int, rows: Iterable[Row]) -> None:
+        self.width = width
+        self.each = tuple(rows)
+        self._written: dict[int, Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self.each)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of what is kept and of what is written out at the moment."""
+        return sum(row.nbytes for row in self.each) + sum(row.nbytes for row in self._written.values())
+
+    def written(self, number: int) -> Tensor:
+        """One of the masks, ``[W]`` int32; not to be written to."""
+        found = self._written.get(number)
+        if found is None:
+            mask = np.zeros(self.width, np.int32)
+            self.each[number].write(mask)
+            found = torch.from_numpy(mask)
+            if len(self._written) >= WRITTEN:
+                self._written = {}  # another thread may still look into the old one
+            self._written[number] = found
+        return found
+
+    def stack(self, numbers: Sequence[int], out: Tensor) -> None:
+        """Some of the masks to ``out``, ``[N, W]`` int32."""
+        known = self._written
+        try:
+            rows = [known[number] for number in numbers]
+        except KeyError:
+            rows = [self.written(number) for number in numbers]
+        torch.stack(rows, out=out)
+
+    def all(self) -> Tensor:
+        """``[R, W]`` int32, made anew."""
+        masks = np.zeros((len(self.each), self.width), np.int32)
+        for row, mask in zip(self.each, masks, strict=True):
+            row.write(mask)
+        return torch.from_numpy(masks)
