@@ -9,6 +9,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -24,6 +25,14 @@ if TYPE_CHECKING:
 
 #: Characters of all choices together: automata of a million states are no longer built in seconds.
 CHOICES_LIMIT = 5_000_000
+#: What to write instead of a flag.
+_INSTEAD = {
+    re.IGNORECASE: "spell both cases, [Aa]",
+    re.DOTALL: r"write (.|\n) for any character",
+    re.ASCII: r"write [0-9] for \d, [A-Za-z0-9_] for \w",
+    re.VERBOSE: "leave out the blanks and remarks",
+    re.MULTILINE: "leave out ^ and $ within the text",
+}
 _NO_SCHEMA = (type(None), int, float, bytes, list, tuple, set)
 
 
@@ -180,9 +189,10 @@ def regex(pattern: str | re.Pattern[str], *, backend: str | None = None, policy:
     """
     if isinstance(pattern, re.Pattern):
         if flags := re.RegexFlag(pattern.flags) & ~re.RegexFlag.UNICODE:
-            raise GrammarError(
-                f"regex {pattern.pattern!r}: flags ({flags}) are not read: spell both cases, [Aa]", "flags"
+            instead = (
+                "; ".join(why for flag, why in _INSTEAD.items() if flag in flags) or "write the pattern without them"
             )
+            raise GrammarError(f"regex {pattern.pattern!r}: flags ({flags}) are not read: {instead}", "flags")
         pattern = pattern.pattern
     if not isinstance(pattern, str):
         raise GrammarError(f"regex: the pattern is text, not {type(pattern).__name__}", "regex")
@@ -221,7 +231,8 @@ def choice(
     """One of several texts, for ``generate(grammar=…)``.
 
     Args:
-        options: texts, verbatim; numbers, booleans and None as JSON writes them. Repeated ones count once.
+        options: texts, verbatim; numbers, booleans and None as JSON writes them; members of an Enum as their values.
+            Repeated ones count once.
         backend: name of the grammar backend; automatic by default.
         policy: ``full``, or ``canonical``: forced text only in the tokenizer's own tokens.
 
@@ -295,6 +306,8 @@ def _shared(ordered: list[str]) -> int:
 
 
 def _written(option: Any, place: int) -> str:
+    if isinstance(option, Enum):
+        option = option.value
     if isinstance(option, str):
         return str.__str__(option)  # a member of a StrEnum is the text it stands for
     if option is None or isinstance(option, (bool, int)) or (isinstance(option, float) and math.isfinite(option)):

@@ -202,6 +202,10 @@ def test_a_compiled_pattern_is_read_unless_it_has_flags() -> None:
     assert decoders.regex(re.compile("a+")) == decoders.regex("a+")
     with pytest.raises(GrammarError, match="IGNORECASE"):
         decoders.regex(re.compile("a+", re.IGNORECASE))
+    for flag, instead in ((re.ASCII, "[0-9] for"), (re.DOTALL, "any character"), (re.VERBOSE, "leave out the blanks")):
+        with pytest.raises(GrammarError, match=re.escape(instead)) as caught:
+            decoders.regex(re.compile("a+", flag))
+        assert "both cases" not in str(caught.value)
 
 
 def test_a_pattern_of_bytes_is_refused() -> None:
@@ -215,6 +219,14 @@ def test_choices_are_texts_verbatim_and_the_rest_as_json() -> None:
     matcher = compiled(spec.language().regex or "")
     assert all(accepts(matcher, text) for text in spec.texts)
     assert not any(accepts(matcher, text) for text in ("axb", "a.b1", "True", "2", "nul"))
+
+
+def test_a_member_of_an_enum_is_its_value() -> None:
+    class Answer(Enum):
+        YES = "yes"
+        ONE = 1
+
+    assert decoders.choice([Answer.YES, Answer.ONE]).texts == decoders.choice(Answer).texts == ("yes", "1")
 
 
 def test_a_member_of_a_text_enum_is_its_text() -> None:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from . import automata
+from ...errors import GrammarError
+from . import automata, limits
 from .regular import NOTHING, Rx, words
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class Strings:
             ((rx, good),) = self.conditions
             if good:  # trees leave out what cannot match
                 return None if rx == NOTHING else self
-        return None if self.conditions and self.automaton().empty() else self
+        return None if self.conditions and _nothing(self) else self
 
 
 ALL = Strings()
@@ -109,6 +110,26 @@ def others(a: Strings) -> list[Strings]:
     if a.excluded:
         left.append(Strings(values=a.excluded))
     return [piece for piece in left if piece is not None]
+
+
+def _nothing(strings: Strings) -> bool:
+    """Whether no string is among `strings`: their automaton says so or, if it is too large, the lengths that patterns allow.
+
+    Raises:
+        GrammarError: the automaton of the patterns alone is too large, or the lengths are.
+    """
+    try:
+        return strings.automaton().empty()
+    except GrammarError:
+        if strings.high is None or strings.high >= limits.STATES:
+            raise
+        patterns = replace(strings, low=0, high=None).automaton()
+    reached = set() if patterns.empty() else {0}
+    for length in range(strings.high + 1):
+        if length >= strings.low and reached & patterns.finals:
+            return False
+        reached = {after for state in reached for after in patterns.map[state].values()}
+    return True
 
 
 @lru_cache(maxsize=64)  # of up to 10 MB each

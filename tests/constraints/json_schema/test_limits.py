@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -111,3 +112,19 @@ def test_what_is_no_schema_is_refused(schema: Any) -> None:
 def test_schema_that_nothing_satisfies_is_refused(schema: Any) -> None:
     with pytest.raises(GrammarError, match="no value"):
         JsonSchema(schema).language()
+
+
+def test_a_format_may_be_longer_than_their_automaton_could_be(accepts: Callable[..., bool]) -> None:
+    """Pydantic's HttpUrl has 1 to 2083 characters: the grammar has both conditions side by side."""
+    language = JsonSchema({"type": "string", "format": "uri", "minLength": 12, "maxLength": 2083}).language()
+    assert language.regex is None
+    for length, good in ((11, False), (12, True), (2083, True), (2084, False)):
+        assert accepts(language, f'"http://a.b/{"x" * (length - 11)}"') is good, length
+    assert not accepts(language, '"http://a b/cd"')
+
+
+def test_lengths_that_no_pattern_has_are_found_though_their_automaton_is_too_large() -> None:
+    schema = {"type": "string", "pattern": "^a(bb)*(cc)*(dd)*(ee)*$", "minLength": 2002, "maxLength": 2002}
+    with pytest.raises(GrammarError, match="no value"):
+        JsonSchema(schema).language()
+    JsonSchema(schema | {"minLength": 2001}).language()
