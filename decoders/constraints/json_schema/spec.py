@@ -29,6 +29,10 @@ _REMARKS = (
     "Strings under a condition (length, pattern, format, enum) escape only what has to be escaped.",
 )
 _FORMAT = "A known format is a condition: dates look like dates. To the drafts since 2019 it is an annotation."
+_PATTERN = (
+    r"Patterns are those of ECMA-262: \d and \w are ASCII, $ is the very end. jsonschema reads them as Python's re does, and may "
+    "judge strings of other characters otherwise."
+)
 _CLOSED = "Objects that declare properties take no others, unless the schema says something of others."
 
 
@@ -87,6 +91,7 @@ class JsonSchema(Spec):
     def language(self) -> Language:
         rules, dropped, written = self._grammar
         remarks = [*_REMARKS, *([_FORMAT] if '"format"' in self.text else []), *([_CLOSED] if self.closed else [])]
+        remarks += [_PATTERN] if '"pattern' in self.text else []
         remarks += written
         remarks += [f"{path}: {keyword} is left to the validation of the finished text." for path, keyword in dropped]
         whole = None if self.strict else Validation(json.loads(self.text))

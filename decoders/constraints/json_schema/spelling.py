@@ -48,8 +48,23 @@ def _array(normal: Normal, shape: Arrays, value: list[Any]) -> str | None:
             return None
     if shape.unique and len({_identity(item) for item in value}) < len(value):
         return None
-    items = [spell(normal, shape.at(position), item) for position, item in enumerate(value)]
+    items = [spell(normal, node, item) for node, item in zip(_counted(normal, shape, value), value, strict=True)]
     return None if None in items else f"[{', '.join(item for item in items if item is not None)}]"
+
+
+def _counted(normal: Normal, shape: Arrays, value: list[Any]) -> list[Node]:
+    """What stands at each position where the first items of a kind are those that count: keys have the order of that."""
+    nodes = [shape.at(position) for position in range(len(value))]
+    for count in shape.counts:
+        had = 0
+        for position in range(count.start, len(value)):
+            of_kind = spell(normal, count.node, value[position]) is not None
+            if of_kind and (count.high is not None or had < count.low):
+                nodes[position] = normal.nodes.both(nodes[position], count.node)
+                had += 1
+            elif not of_kind and count.high is not None:
+                nodes[position] = normal.nodes.both(nodes[position], normal.nodes.negate(count.node))
+    return nodes
 
 
 def _object(normal: Normal, shape: Objects, value: dict[str, Any]) -> str | None:

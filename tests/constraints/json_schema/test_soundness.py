@@ -102,3 +102,9 @@ def test_invalid_text_is_refused(judged: Callable[..., bool], schema: Any, text:
         valid = False
     assert not valid
     assert not judged(schema, text)
+
+
+def test_items_that_count_are_spelled_in_the_order_of_their_kind(judged: Callable[..., bool]) -> None:
+    schema = {"type": "array", "contains": {"properties": {"a": True}, "type": "object"}}
+    spelled = JsonSchema(schema).spell([1, {"b": 0, "a": 0}])
+    assert spelled == '[1, {"a": 0, "b": 0}]' and judged(schema, spelled)

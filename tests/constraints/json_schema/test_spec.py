@@ -222,3 +222,8 @@ def test_unknown_white_space_suggests() -> None:
 def test_drafts_own_schemas_are_at_hand() -> None:
     language = JsonSchema({"$ref": "https://json-schema.org/draft/2020-12/meta/core"}).language()
     assert language.lark
+
+
+def test_dialect_of_patterns_is_remarked_where_there_are_any() -> None:
+    assert any("ECMA-262" in remark for remark in JsonSchema({"pattern": r"^\S+$"}).language().remarks)
+    assert not any("ECMA-262" in remark for remark in JsonSchema({"type": "string"}).language().remarks)
