@@ -50,6 +50,12 @@ from .verifier import Verifier
 
 #: Keywords of ``generate`` that are ours.
 OWN = ("strategy", "strategy_config", "decoders_config", "grammar", "verifier", "seed", "generator")
+#: Those that may stand in a generation config, which takes what JSON can hold.
+_CONFIGURABLE: dict[str, tuple[type, ...]] = {
+    "strategy": (str,),
+    "strategy_config": (Mapping,),
+    "grammar": (str, Mapping),
+}
 _POSITIONAL = [p for p in inspect.signature(GenerationMixin.generate).parameters if p not in ("self", "kwargs")]
 
 
@@ -103,12 +109,11 @@ class Generate:
         kwargs = positional | kwargs
         own = {name: kwargs.pop(name) for name in OWN if name in kwargs}
         configs = [c for c in (kwargs.get("generation_config"), self.model.generation_config) if c is not None]
-        configured = {name: first_of(configs, name) for name in ("strategy", "strategy_config")}
-        for name, kind in (("strategy", str), ("strategy_config", Mapping)):
-            if not isinstance(configured[name], (kind, type(None))):
-                raise SettingsError(
-                    f"{name} in the generation config is {configured[name]!r}: it takes a {kind.__name__.lower()}"
-                )
+        configured = {name: first_of(configs, name) for name in _CONFIGURABLE}
+        for name, kinds in _CONFIGURABLE.items():
+            if not isinstance(configured[name], (*kinds, type(None))):
+                wanted = " or ".join(f"a {kind.__name__.lower()}" for kind in kinds)
+                raise SettingsError(f"{name} in the generation config is {configured[name]!r}: it takes {wanted}")
         runtime = load_settings(
             RuntimeSettings,
             None,
@@ -129,6 +134,8 @@ class Generate:
         strategy = resolve_strategy(
             chosen, own.get("strategy_config"), configured["strategy_config"] if theirs else None
         )
+        if own.get("grammar") is None:
+            own["grammar"] = configured["grammar"]
         return self._decode(strategy, verifier, runtime, own, configs, kwargs)
 
     def _decode(

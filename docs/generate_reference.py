@@ -260,7 +260,8 @@ OWN = {
     "generator": "A `torch.Generator` that the seed is drawn from. Not together with `seed`.",
     "verifier": "The rule that decides which guesses are kept: a name ([list](verifiers.md)), a class or an object. Default `coupled`.",
     "grammar": "What the rows may write: a name of the library, `decoders.json_schema`, `regex`, `grammar` or `choice`, a type, a "
-    "term of outlines, or a list with one for each prompt; see [grammars](../how-to/grammars.md).",
+    "term of outlines, or a list with one for each prompt; see [grammars](../how-to/grammars.md). A name or a JSON schema may stand in "
+    "the generation config.",
 }
 
 

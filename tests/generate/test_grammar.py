@@ -17,7 +17,13 @@ import torch
 from pydantic import BaseModel, Field, field_validator
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers import decoders as token_decoders
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 import decoders
 from decoders.constraints.base import Grammar
@@ -502,3 +508,25 @@ def ready(call: Any) -> bool:
     parts = [call.request.strategy, call.guide, *call.drafters]
     assert all(part.on_device for part in parts)
     return True
+
+
+@pytest.mark.parametrize("grammar", ["iso_date", PERSON], ids=["name", "schema"])
+def test_a_generation_config_holds_a_grammar(model, tokenizer, tmp_path, grammar):
+    given = GenerationConfig(strategy="grammar", grammar=grammar, do_sample=False, eos_token_id=END, max_new_tokens=48)
+    given.save_pretrained(tmp_path)
+    saved = GenerationConfig.from_pretrained(tmp_path)
+    for config in given, saved:
+        out = model.generate(**prompts(), generation_config=config, decoders_config=EAGER)
+        assert torch.equal(out, run(model, "grammar", grammar=config.grammar).sequences)
+    called = model.generate(
+        **prompts(), generation_config=config, decoders_config=EAGER, grammar=decoders.choice(["call"])
+    )
+    assert tokenizer.decode(called[0, -5:], skip_special_tokens=True).endswith("call")
+
+
+def test_a_generation_config_holds_what_json_can(model):
+    config = GenerationConfig(strategy="grammar", grammar=["iso_date"], max_new_tokens=4)
+    with pytest.raises(
+        SettingsError, match=r"grammar in the generation config is \['iso_date'\]: it takes a str or a mapping"
+    ):
+        model.generate(**prompts(), generation_config=config)
