@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -68,7 +69,9 @@ class Rows:
     def __init__(self, width: int, rows: Iterable[Row]) -> None:
         self.width = width
         self.each = tuple(rows)
-        self._written: dict[int, Tensor] = {}
+        # Where those that are written out stand in the tensor beside. Replaced together: another thread may still look there.
+        self._written: tuple[dict[int, int], Tensor] = {}, torch.empty(0, width, dtype=torch.int32)
+        self._writing = Lock()
 
     def __len__(self) -> int:
         return len(self.each)
@@ -76,28 +79,49 @@ class Rows:
     @property
     def nbytes(self) -> int:
         """Memory of what is kept and of what is written out at the moment."""
-        return sum(row.nbytes for row in self.each) + sum(row.nbytes for row in self._written.values())
+        return sum(row.nbytes for row in self.each) + self._written[1].nbytes
 
-    def written(self, number: int) -> Tensor:
-        """One of the masks, ``[W]`` int32; not to be written to."""
-        found = self._written.get(number)
-        if found is None:
-            mask = np.zeros(self.width, np.int32)
-            self.each[number].write(mask)
-            found = torch.from_numpy(mask)
-            if len(self._written) >= WRITTEN:
-                self._written = {}  # another thread may still look into the old one
-            self._written[number] = found
-        return found
+    def fill(self, number: int, out: Tensor) -> None:
+        """One of the masks to `out`, ``[W]`` int32."""
+        places, masks = self._written
+        if number not in places:
+            places, masks = self._write([number])
+        out.copy_(masks[places[number]])
 
     def stack(self, numbers: Sequence[int], out: Tensor) -> None:
-        """Some of the masks to ``out``, ``[N, W]`` int32."""
-        known = self._written
+        """Some of the masks to `out`, ``[N, W]`` int32."""
+        places, masks = self._written
         try:
-            rows = [known[number] for number in numbers]
+            found = [places[number] for number in numbers]
         except KeyError:
-            rows = [self.written(number) for number in numbers]
-        torch.stack(rows, out=out)
+            if len({*numbers}) > WRITTEN:
+                out.zero_()
+                for number, mask in zip(numbers, out.numpy(), strict=True):
+                    self.each[number].write(mask)
+                return
+            places, masks = self._write(numbers)
+            found = [places[number] for number in numbers]
+        torch.index_select(masks, 0, torch.from_numpy(np.array(found)), out=out)
+
+    def _write(self, numbers: Iterable[int]) -> tuple[dict[int, int], Tensor]:
+        """Writes out masks; those of before give way if they become too many."""
+        with self._writing:
+            places, masks = self._written
+            missing = {*numbers} - places.keys()
+            needed = len(places) + len(missing)
+            if needed > len(masks):
+                if needed > WRITTEN:
+                    places, missing = {}, {*numbers}
+                room = min(2 * needed, WRITTEN)
+                places, before, masks = {**places}, masks, torch.empty(room, self.width, dtype=torch.int32)
+                masks[: len(places)] = before[: len(places)]
+            out = masks.numpy()
+            for number in missing:
+                out[len(places)] = 0
+                self.each[number].write(out[len(places)])
+                places[number] = len(places)
+            self._written = places, masks
+            return self._written
 
     def all(self) -> Tensor:
         """``[R, W]`` int32, made anew."""
