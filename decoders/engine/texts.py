@@ -7,12 +7,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..constraints.base import Grammar, Tabulated, mask_words, unpack
+from ..constraints.written import Written
 
 #: Row of every mask table that allows all tokens.
 FREE = 0
+#: Bytes of masks that are held unpacked during a call, one for each token.
+OPEN = 1 << 25
 
 
 class MaskTable:
@@ -22,6 +26,7 @@ class MaskTable:
         self.vocabulary, self.device = vocabulary, device
         self.words = torch.full((1, mask_words(vocabulary)), -1, dtype=torch.int32)
         self.fixed = self.used = 1
+        self._open = Written(vocabulary, np.bool_, max(OPEN // vocabulary, 1), self._unpack)
 
     def add(self, masks: Tensor) -> int:
         """Adds rows for the whole call; returns the first one's index. Not after :meth:`new`."""
@@ -46,8 +51,21 @@ class MaskTable:
         """``[B, N, V]`` bool, the masks of `rows` (``B`` lists of ``N``) on the call's device."""
         if self.device.type != "cpu":  # an eighth of the bytes to send
             return unpack(self.words[rows].to(self.device), self.vocabulary)
-        bits = np.unpackbits(self.words.numpy().view(np.uint8)[rows], axis=-1, count=self.vocabulary, bitorder="little")
-        return torch.from_numpy(bits.view(np.bool_))
+        flat = [row for some in rows for row in some]
+        found = self._open.places(flat) if self.used == self.fixed else None
+        if found is None:
+            masks = self._bits(flat)
+        else:
+            places, open = found
+            masks = open.take(places, 0)
+        return torch.from_numpy(masks).view(len(rows), -1, self.vocabulary)
+
+    def _unpack(self, row: int, out: NDArray[np.bool_]) -> None:
+        out[:] = self._bits([row])[0]
+
+    def _bits(self, rows: list[int]) -> NDArray[np.bool_]:
+        packed = self.words.numpy().view(np.uint8)[rows]
+        return np.unpackbits(packed, axis=-1, count=self.vocabulary, bitorder="little").view(np.bool_)
 
 
 class Text(ABC):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from threading import Lock
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from ..written import Written
 
 #: Masks that are held written out, those asked for last: 2 MB at 128k tokens, and more than a tree of guesses has nodes.
 WRITTEN = 128
@@ -69,9 +70,7 @@ class Rows:
     def __init__(self, width: int, rows: Iterable[Row]) -> None:
         self.width = width
         self.each = tuple(rows)
-        # Where those that are written out stand in the tensor beside. Replaced together: another thread may still look there.
-        self._written: tuple[dict[int, int], Tensor] = {}, torch.empty(0, width, dtype=torch.int32)
-        self._writing = Lock()
+        self._written = Written(width, np.int32, WRITTEN, self._write)
 
     def __len__(self) -> int:
         return len(self.each)
@@ -79,49 +78,21 @@ class Rows:
     @property
     def nbytes(self) -> int:
         """Memory of what is kept and of what is written out at the moment."""
-        return sum(row.nbytes for row in self.each) + self._written[1].nbytes
-
-    def fill(self, number: int, out: Tensor) -> None:
-        """One of the masks to `out`, ``[W]`` int32."""
-        places, masks = self._written
-        if number not in places:
-            places, masks = self._write([number])
-        out.copy_(masks[places[number]])
+        return sum(row.nbytes for row in self.each) + self._written.nbytes
 
     def stack(self, numbers: Sequence[int], out: Tensor) -> None:
         """Some of the masks to `out`, ``[N, W]`` int32."""
-        places, masks = self._written
-        try:
-            found = [places[number] for number in numbers]
-        except KeyError:
-            if len({*numbers}) > WRITTEN:
-                out.zero_()
-                for number, mask in zip(numbers, out.numpy(), strict=True):
-                    self.each[number].write(mask)
-                return
-            places, masks = self._write(numbers)
-            found = [places[number] for number in numbers]
-        torch.index_select(masks, 0, torch.from_numpy(np.array(found)), out=out)
+        found = self._written.places(numbers)
+        if found is None:
+            for number, mask in zip(numbers, out.numpy(), strict=True):
+                self._write(number, mask)
+        else:
+            places, masks = found
+            torch.index_select(torch.from_numpy(masks), 0, torch.from_numpy(np.array(places)), out=out)
 
-    def _write(self, numbers: Iterable[int]) -> tuple[dict[int, int], Tensor]:
-        """Writes out masks; those of before give way if they become too many."""
-        with self._writing:
-            places, masks = self._written
-            missing = {*numbers} - places.keys()
-            needed = len(places) + len(missing)
-            if needed > len(masks):
-                if needed > WRITTEN:
-                    places, missing = {}, {*numbers}
-                room = min(2 * needed, WRITTEN)
-                places, before, masks = {**places}, masks, torch.empty(room, self.width, dtype=torch.int32)
-                masks[: len(places)] = before[: len(places)]
-            out = masks.numpy()
-            for number in missing:
-                out[len(places)] = 0
-                self.each[number].write(out[len(places)])
-                places[number] = len(places)
-            self._written = places, masks
-            return self._written
+    def _write(self, number: int, out: NDArray[np.int32]) -> None:
+        out[:] = 0
+        self.each[number].write(out)
 
     def all(self) -> Tensor:
         """``[R, W]`` int32, made anew."""
