@@ -55,7 +55,7 @@ class TableMatcher(Matcher):
 
     def fill_mask(self, out: Tensor) -> None:
         grammar = self.grammar
-        grammar.rows.stack([grammar.mask_rows[self.state]], out[None])
+        grammar.rows.fill(grammar.mask_rows[self.state], out)
 
     def fill_tree(self, parents: Sequence[int], tokens: Sequence[int], out: Tensor) -> list[bool]:
         grammar = self.grammar

@@ -80,6 +80,13 @@ class Rows:
         """Memory of what is kept and of what is written out at the moment."""
         return sum(row.nbytes for row in self.each) + self._written.nbytes
 
+    def fill(self, number: int, out: Tensor) -> None:
+        """One of the masks to `out`, ``[W]`` int32."""
+        found = self._written.places((number,))
+        assert found is not None, "one is not too many"
+        (place,), masks = found
+        out.numpy()[:] = masks[place]
+
     def stack(self, numbers: Sequence[int], out: Tensor) -> None:
         """Some of the masks to `out`, ``[N, W]`` int32."""
         found = self._written.places(numbers)
