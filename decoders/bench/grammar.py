@@ -35,7 +35,7 @@ class Cost:
         subject, backend, vocabulary: name of the grammar, of the backend asked, tokens of the vocabulary.
         compiled_by: the backend that did it, where the one asked chooses.
         language_ms: from the specification to a language. compile_ms: from there to a grammar.
-        first_mask_ms: from the specification to the first mask, the first time.
+        first_mask_ms: from the specification to the first mask. All three are medians.
         mask_us, slow_mask_us: median and 99th percentile along the text, the first walk among several.
         tree_us: masks of a tree of :data:`NODES` guesses, median.
         memory: bytes held after the walks. states, rows: of the table.
@@ -126,33 +126,39 @@ def measure(
 
 def _compiled(subject: Subject, backend: Backend, vocabulary: Vocabulary, repeats: int) -> tuple[Cost, Grammar | None]:
     """All but the trees."""
-    out = torch.empty(mask_words(len(vocabulary)), dtype=torch.int32)
     name = {"subject": subject.name, "backend": backend.name, "vocabulary": len(vocabulary)}
-    before, begin = held(), time.perf_counter()
+    before = held()
     try:
-        language = subject.language()
-        spoken = time.perf_counter()
-        grammar = backend.compile(language, vocabulary)
-        ready = time.perf_counter()
-        grammar.start().fill_mask(out)
+        grammar, marks = _begun(subject, backend, vocabulary)
     except GrammarError as error:
         return Cost(**name, error=str(error)), None  # type: ignore[arg-type]
-    first, seconds = time.perf_counter() - begin, [ready - spoken]
     masks = sorted(_masks(grammar, list(vocabulary.encode(subject.text)), repeats))
     after = held()
-    while len(seconds) < repeats and sum(seconds) < PATIENCE:
-        again = time.perf_counter()
-        backend.compile(language, vocabulary)
-        seconds.append(time.perf_counter() - again)
+    turns = [marks]
+    while len(turns) < repeats and sum(turn[-1] for turn in turns) < PATIENCE:
+        turns.append(_begun(subject, backend, vocabulary)[1])
+    language_ms, compile_ms, first_mask_ms = (statistics.median(part) * 1e3 for part in zip(*turns, strict=True))
     tables = grammar.tables() if isinstance(grammar, Tabulated) else None
     cost = Cost(
         **name,  # type: ignore[arg-type]
-        compiled_by=grammar.backend, language_ms=(spoken - begin) * 1e3, compile_ms=statistics.median(seconds) * 1e3,
-        first_mask_ms=first * 1e3, mask_us=statistics.median(masks), slow_mask_us=masks[len(masks) * 99 // 100],
+        compiled_by=grammar.backend, language_ms=language_ms, compile_ms=compile_ms, first_mask_ms=first_mask_ms,
+        mask_us=statistics.median(masks), slow_mask_us=masks[len(masks) * 99 // 100],
         memory=None if before is None or after is None else max(after - before, 0),
         states=None if tables is None else tables.next.shape[0], rows=None if tables is None else tables.masks.shape[0],
     )  # fmt: skip
     return cost, grammar
+
+
+def _begun(subject: Subject, backend: Backend, vocabulary: Vocabulary) -> tuple[Grammar, tuple[float, float, float]]:
+    """A grammar anew, and the seconds to its language, from there to the grammar, and for all up to the first mask."""
+    out = torch.empty(mask_words(len(vocabulary)), dtype=torch.int32)
+    begin = time.perf_counter()
+    language = subject.language()
+    spoken = time.perf_counter()
+    grammar = backend.compile(language, vocabulary)
+    ready = time.perf_counter()
+    grammar.start().fill_mask(out)
+    return grammar, (spoken - begin, ready - spoken, time.perf_counter() - begin)
 
 
 def _masks(grammar: Grammar, tokens: list[int], repeats: int) -> Iterator[float]:
