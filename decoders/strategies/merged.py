@@ -27,10 +27,10 @@ class MergedSettings(Settings):
 
 @dataclass
 class MergedState:
-    """State of every part, and for each the order of the joint block that puts its own nodes first."""
+    """State of every part, and its nodes in the joint block."""
 
     parts: list[Any]
-    orders: list[list[int]]
+    owned: list[range]
 
 
 class Merged(Strategy):
@@ -68,8 +68,7 @@ class Merged(Strategy):
             size += len(kept) - 1
             scores = draft.scores[:, : len(kept) - 1] if draft.scores is not None else None
             drafts.append(Draft(draft.tokens[:, : len(kept) - 1], kept, scores, draft.depth))
-        everything = range(1, size)
-        state.orders = [[0, *mine, *(n for n in everything if n not in mine)] for mine in owned]
+        state.owned = owned
         tokens = torch.cat([draft.tokens for draft in drafts], dim=1)
         depth = max(draft.levels for draft in drafts)
         return Draft(tokens, joined([draft.topology for draft in drafts], tokens), self._scores(drafts), depth)
@@ -104,10 +103,9 @@ class Merged(Strategy):
         )
 
     def observe(self, state: MergedState, step: Step) -> None:
-        for part, own, order in zip(self.parts, state.parts, state.orders, strict=True):
+        for part, own, mine in zip(self.parts, state.parts, state.owned, strict=True):
             if type(part).observe is not Strategy.observe:
-                # The block may be padded behind the joint tree.
-                part.observe(own, _reordered(step, order + list(range(len(order), step.nodes.shape[1]))))
+                part.observe(own, _first(step, mine))
 
 
 def joined(trees: Sequence[Topology | TreeTensors], like: Tensor) -> Topology | TreeTensors:
@@ -121,16 +119,22 @@ def joined(trees: Sequence[Topology | TreeTensors], like: Tensor) -> Topology | 
     )
 
 
-def _reordered(step: Step, order: list[int]) -> Step:
-    """The same step with its nodes in another order."""
-    index = torch.tensor(order, device=step.nodes.device)
-    rank = torch.empty_like(index)
-    rank[index] = torch.arange(len(order), device=index.device)
+def _first(step: Step, mine: range) -> Step:
+    """The same step with some nodes right behind the root. Nothing comes from the host, so that a step can be recorded."""
+    begin, end = mine.start, mine.stop
+    if begin == 1:
+        return step
+
+    def moved(nodes: Tensor) -> Tensor:
+        return torch.cat([nodes[:, :1], nodes[:, begin:end], nodes[:, 1:begin], nodes[:, end:]], dim=1)
+
+    path = step.path
+    inside, before = (path >= begin) & (path < end), (path >= 1) & (path < begin)
     return replace(
         step,
-        nodes=step.nodes[:, index],
-        chosen=step.chosen[:, index],
-        path=rank[step.path],
-        logits=step.logits[:, index],
-        hidden=step.hidden[:, index],
+        nodes=moved(step.nodes),
+        chosen=moved(step.chosen),
+        path=torch.where(inside, path - begin + 1, torch.where(before, path + len(mine), path)),
+        logits=moved(step.logits),
+        hidden=moved(step.hidden),
     )

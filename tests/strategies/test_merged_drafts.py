@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from decoders.strategies import PromptLookup, Speculative
-from decoders.strategies.merged import Merged, MergedSettings
+from decoders.strategies.merged import Merged, MergedSettings, MergedState
+from decoders.strategy import Sequences, Step
 from decoders.testing import Replay, assert_same_tokens, decode, prompts
 
 EAGER = {"compile": False, "prefill_chunk": 8}
@@ -81,3 +83,28 @@ def test_more_nodes_of_others_than_there_are_tokens(target, near):
     wide = Merged([Speculative(length=3), PromptLookup(length=64, branches=8)], MergedSettings(nodes=1024))
     for inputs in (prompts(1, length=3), prompts(3)):
         assert_exact(target, near, wide, inputs, new=12)
+
+
+def test_every_part_sees_its_own_nodes_right_behind_the_root():
+    """A block of the root, two nodes of the first part, two of the second and a padded one; the path is root, 3, 4."""
+    seen: list[Step] = []
+
+    class Sees(PromptLookup):
+        name = "sees"
+
+        def observe(self, state: Any, step: Step) -> None:
+            seen.append(step)
+
+    strategy = Merged([PromptLookup(), Sees()])
+    nodes, one = torch.tensor([[10, 11, 12, 13, 14, 15]]), torch.tensor([4])
+    step = Step(
+        nodes=nodes, chosen=nodes + 100, path=torch.tensor([[0, 3, 4, 0]]), accepted=torch.tensor([2]),
+        emitted=torch.tensor([3]), logits=nodes[..., None] + 0.5, hidden=nodes[..., None] + 0.25,
+        sequences=Sequences(torch.zeros(1, 8, dtype=torch.int64), one, one, one > 9, one),
+    )  # fmt: skip
+    strategy.observe(MergedState([None, None], [range(1, 3), range(3, 5)]), step)
+    (mine,) = seen
+    assert mine.nodes.tolist() == [[10, 13, 14, 11, 12, 15]]
+    assert mine.path.tolist() == [[0, 1, 2, 0]]
+    for name, before in (("chosen", 100), ("logits", 0.5), ("hidden", 0.25)):
+        assert torch.equal(getattr(mine, name).squeeze(-1), mine.nodes + before)
