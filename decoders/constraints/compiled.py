@@ -6,7 +6,7 @@ import threading
 import time
 from collections import OrderedDict
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -42,7 +42,7 @@ class Cache:
 
     def __init__(self, size: int = KEPT) -> None:
         self.size = size
-        self._entries: OrderedDict[tuple[object, ...], Future[Grammar]] = OrderedDict()
+        self._entries: OrderedDict[tuple[object, ...], _Entry] = OrderedDict()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -65,28 +65,42 @@ class Cache:
             GrammarError: it cannot be expressed or compiled. Nothing is kept then.
         """
         begin = time.perf_counter()
+        folder = None if directory is None else Path(directory)
         # The label is no part of the meaning, but messages and reports show it.
         key = (spec.key, spec.label, vocabulary.fingerprint, type(backend), spec.policy)
         with self._lock:
-            entry = self._entries.get(key)
-            known = entry is not None
-            if entry is None:
-                entry = self._entries[key] = Future()
+            known = key in self._entries
+            entry = self._entries.setdefault(key, _Entry())
             self._entries.move_to_end(key)
             while len(self._entries) > self.size:
                 self._entries.popitem(last=False)
         source: Source = "memory"
         if not known:
             try:
-                grammar, source = _made(spec, vocabulary, backend, None if directory is None else Path(directory))
+                grammar, source = _made(spec, vocabulary, backend, folder)
             except BaseException as error:
                 with self._lock:
                     if self._entries.get(key) is entry:
                         del self._entries[key]
-                entry.set_exception(error)
+                entry.grammar.set_exception(error)
                 raise
-            entry.set_result(grammar)
-        return Compilation(entry.result(), time.perf_counter() - begin, source)
+            entry.folders.add(folder)
+            entry.grammar.set_result(grammar)
+        grammar = entry.grammar.result()
+        if folder is not None and folder not in entry.folders:
+            entry.folders.add(folder)
+            path = stored.path_of(folder, grammar.language, vocabulary, spec.policy, backend)
+            if not path.exists():
+                stored.write(grammar, path)
+        return Compilation(grammar, time.perf_counter() - begin, source)
+
+
+@dataclass
+class _Entry:
+    """A grammar, there or in the making, and the folders in which it is kept as well."""
+
+    grammar: Future[Grammar] = field(default_factory=Future)
+    folders: set[Path | None] = field(default_factory=set)
 
 
 def _made(spec: Spec, vocabulary: Vocabulary, backend: Backend, directory: Path | None) -> tuple[Grammar, Source]:

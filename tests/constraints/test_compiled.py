@@ -140,6 +140,17 @@ def test_threads_that_ask_for_the_same_wait_for_the_one_that_compiles(monkeypatc
     assert sorted(each.source for each in found) == ["compiled", "memory", "memory", "memory"]
 
 
+def test_a_folder_named_later_gets_what_is_in_memory(tmp_path: Path) -> None:
+    cache = Cache()
+    sources = [cache.compiled(Plain("a"), BYTES, Keeper(), folder).source for folder in (None, tmp_path, str(tmp_path))]
+    assert sources == ["compiled", "memory", "memory"]
+    (file,) = tmp_path.iterdir()
+    assert Cache().compiled(Plain("a"), BYTES, Keeper(), tmp_path).source == "disk"
+    written = file.stat().st_mtime_ns
+    cache.compiled(Plain("a"), BYTES, Keeper(), tmp_path)
+    assert (file.stat().st_mtime_ns, Keeper.compilations) == (written, 1)
+
+
 def test_a_file_is_read_in_the_next_process(tmp_path: Path) -> None:
     folder = tmp_path / "new"
     first = Cache().compiled(Plain("a"), BYTES, Keeper(), folder)
