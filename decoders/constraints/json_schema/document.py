@@ -104,12 +104,12 @@ def document(text: str) -> Place | bool:
     from jsonschema_specifications import REGISTRY
 
     if len(text) > limits.SCHEMA_CHARACTERS:
-        limits.exceeded("SCHEMA_CHARACTERS", limits.SCHEMA_CHARACTERS, "the schema")
+        limits.exceeded("SCHEMA_CHARACTERS", limits.SCHEMA_CHARACTERS, "the schema", path="$")
     nesting = 0
     for bracket in _BRACKETS.findall(text):  # those in strings count too: a bound, not a parser
         nesting += 1 if bracket in "[{" else -1
         if nesting > limits.NESTING:
-            limits.exceeded("NESTING", limits.NESTING, "schemas within schemas")
+            limits.exceeded("NESTING", limits.NESTING, "schemas within schemas", path="$")
     try:
         contents = json.loads(text)
     except (ValueError, RecursionError) as problem:

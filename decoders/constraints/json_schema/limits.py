@@ -40,14 +40,14 @@ REGEX_COPIES = 25_000
 
 
 def exceeded(limit: str, most: int, what: str, keyword: str | None = None, path: str | None = None) -> NoReturn:
-    """Refuses: `what` is above `limit`.
+    """Refuses: `what` is above `limit`. path: ``$`` for what the schema as a whole is too large for.
 
     Raises:
         GrammarError: always.
     """
+    remedy = "" if path == "$" else ", or strict=False, which validates it afterwards"
     raise GrammarError(
-        f"{what} exceeds the limit {limit} = {most:,} of decoders.constraints.json_schema; "
-        "simplify the schema, or ask for less of it and validate the text afterwards",
+        f"{what} exceeds the limit {limit} = {most:,} of decoders.constraints.json_schema: simplify the schema{remedy}",
         keyword,
         path,
     )

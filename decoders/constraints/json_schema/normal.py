@@ -86,17 +86,19 @@ class Normal(Reach):
             raise GrammarError(f"{path}: $ref refers to itself without anything in between", "$ref", path) from problem
 
     def blamed(self, node: Node, problem: GrammarError) -> GrammarError:
-        """`problem` of writing `node`, with the place of its keyword."""
-        seen, walk = {node}, [node]
+        """`problem` of writing `node`, with the place of its keyword; that of the node if it has none."""
+        seen, walk, nearest = {node}, [node], None
         for at in walk:
             term = self.nodes.terms[at]
-            if term[0] == "schema" and problem.keyword in term[1].schema:
+            if term[0] == "schema":
                 path = term[1].path
-                return GrammarError(f"{path}: {problem.keyword}: {problem}", problem.keyword, path)
+                if problem.keyword in term[1].schema:
+                    return GrammarError(f"{path}: {problem.keyword}: {problem}", problem.keyword, path)
+                nearest = nearest or path
             parts = {*self.within.get(at, ()), *(term[1] if term[0] in ("all", "any") else [])}
             walk += sorted(parts - seen)
             seen |= parts
-        return problem
+        return problem if nearest is None else GrammarError(f"{nearest}: {problem}", problem.keyword, nearest)
 
     def normal(self, node: Node) -> Shapes:
         if self.active:

@@ -196,7 +196,7 @@ def lark(rules: dict[str, Expr]) -> str:
         nonlocal size
         size += isinstance(expr, Seq | Alt | Rep)
         if size + len(rules) + len(terminals) > limits.SYMBOLS:
-            limits.exceeded("SYMBOLS", limits.SYMBOLS, "the grammar")
+            limits.exceeded("SYMBOLS", limits.SYMBOLS, "the grammar", path="$")
         match expr:
             case Word(terminal):
                 return terminals.setdefault(terminal.lark, f"{'t' if terminal.rule else 'T'}{len(terminals)}")

@@ -47,13 +47,19 @@ class Strings:
 
     @property
     def written(self) -> Strings | None:
-        """The strings that are written: formats are conditions here."""
+        """The strings that are written: formats are conditions here.
+
+        Raises:
+            GrammarError: they are too many conditions for an automaton, formats among them.
+        """
         if self.values is not None:
             kept = (text for text in self.values if all(automata.matches(rx, text) for rx in self.formats))
             return Strings(values=frozenset(kept)).tidy()
-        return replace(
-            self, conditions=self.conditions | {(rx, True) for rx in self.formats}, formats=frozenset()
-        ).tidy()
+        conditions = self.conditions | {(rx, True) for rx in self.formats}
+        try:
+            return replace(self, conditions=conditions, formats=frozenset()).tidy()
+        except GrammarError as problem:  # without formats there was none
+            raise GrammarError(str(problem), "format" if self.formats else None) from problem
 
     def automaton(self) -> FSM:
         """The strings as an automaton, unless they are enumerated; formats aside.

@@ -95,14 +95,14 @@ class Writer:
             self.places.add(node)
             self.todo.append(node)
             if len(self.places) > limits.PLACES:
-                limits.exceeded("PLACES", limits.PLACES, "places of the text with a schema of their own")
+                limits.exceeded("PLACES", limits.PLACES, "places of the text with a schema of their own", path="$")
         return Call(f"n{node}")
 
     def rule(self, name: str, expr: Expr) -> Expr:
         """A rule of that name."""
         self.rules[name] = expr
         if len(self.rules) > limits.RULES:
-            limits.exceeded("RULES", limits.RULES, "the grammar")
+            limits.exceeded("RULES", limits.RULES, "the grammar", path="$")
         return Call(name)
 
     def remark(self, text: str) -> None:

@@ -118,6 +118,13 @@ def test_closed_objects_take_no_others_unless_the_schema_says_so(accepts: Callab
         ({"allOf": [{"$ref": "http://example.com/x"}]}, "$ref", "$.allOf[0]", "nothing is fetched"),
         ({"not": {"multipleOf": 3}}, "not", "$", "strict=False"),
         ({"anyOf": [{"maxLength": 10**5, "pattern": "^(ab)*$"}]}, "maxLength", "$.anyOf[0]", "STATES"),
+        (
+            {"items": {"format": "email", "minLength": 5000}},
+            "format",
+            "$.items",
+            "format: a length of 5,000",
+        ),
+        ({"propertyNames": {"format": "date", "maxLength": 5000}}, "format", "$.propertyNames", "STATES"),
     ],
 )
 def test_error_names_keyword_path_and_remedy(schema: Any, keyword: str, path: str, advice: str) -> None:
