@@ -36,7 +36,8 @@ BEGIN = "\0\0"
 
 # Run by a bare interpreter; writes counts of transitions per state, states, bytes and targets as raw arrays.
 _CHILD = """
-import sys
+import gc, os, sys
+gc.disable()
 from array import array
 from itertools import chain
 try:
@@ -62,6 +63,7 @@ array("I", chain.from_iterable(d.values() for d in table.values())).tofile(out)
 array("I", finals).tofile(out)
 array("H", chain.from_iterable(table.values())).tofile(out)
 out.flush()
+os._exit(0)  # nothing is tidied up
 """
 
 

@@ -47,12 +47,11 @@ def columns(after: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int
 
 def distinct(rows: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """``[n]``: number of each row of ``[n, m]`` among the different ones, in the order in which they come; ``[k]``: their places."""
-    raw, size = rows.tobytes(), rows.itemsize * rows.shape[1]
-    seen: dict[bytes, int] = {}
-    number = np.fromiter(
-        (seen.setdefault(raw[place * size : (place + 1) * size], len(seen)) for place in range(len(rows))),
-        np.int64, len(rows),
-    )  # fmt: skip
+    raw: list[bytes] = (
+        np.ascontiguousarray(rows).view(np.dtype((np.void, rows.itemsize * rows.shape[1])))[:, 0].tolist()
+    )
+    numbers = {row: number for number, row in enumerate(dict.fromkeys(raw))}
+    number = np.fromiter(map(numbers.__getitem__, raw), np.int64, len(raw))
     return number, np.unique(number, return_index=True)[1]
 
 
