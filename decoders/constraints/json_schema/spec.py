@@ -131,7 +131,7 @@ class JsonSchema(Spec):
                 dropped.append(cause)
         if not rules:
             raise GrammarError("no value that can be written is valid under this schema", path="$")
-        return rules, dropped, writer.remarks
+        return rules, dropped, [*writer.remarks, *normal.remarks]
 
     def _root(self, normal: Normal) -> Node:
         return normal.place(document(self.text))

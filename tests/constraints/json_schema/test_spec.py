@@ -234,3 +234,28 @@ def test_drafts_own_schemas_are_at_hand() -> None:
 def test_dialect_of_patterns_is_remarked_where_there_are_any() -> None:
     assert any("ECMA-262" in remark for remark in JsonSchema({"pattern": r"^\S+$"}).language().remarks)
     assert not any("ECMA-262" in remark for remark in JsonSchema({"type": "string"}).language().remarks)
+
+
+@pytest.mark.parametrize(
+    ("schema", "remark"),
+    [
+        ({"properties": {"a": {"maxLenght": 5}}}, "$.properties.a: 'maxLenght' is no keyword and says nothing; 'maxLength' is one."),
+        ({"require": ["a"]}, "$: 'require' is no keyword and says nothing; 'required' is one."),
+        ({"items": {"format": "phone"}}, "$.items: the format 'phone' is not known and says nothing."),
+    ],
+)  # fmt: skip
+def test_what_says_nothing_is_remarked(schema: Any, remark: str) -> None:
+    assert remark in JsonSchema(schema).language().remarks
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"maxLenght": {}, "require": {}}, "required": ["format"]},
+        {"const": {"maxLenght": 5, "format": "phone"}},
+        {"title": "a", "x-maxLength": 3, "example": 1, "nullable": True, "items": {"type": "integer", "format": "int64"}},
+        {"type": "string", "format": "password"},
+    ],
+)  # fmt: skip
+def test_other_names_are_not_remarked(schema: Any) -> None:
+    assert not [remark for remark in JsonSchema(schema).language().remarks if "says nothing" in remark]
