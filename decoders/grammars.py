@@ -128,7 +128,10 @@ def _check_fit(grammar: Grammar, size: int, stops: Sequence[int], tokenizer: Pre
     if tokenizer is None:
         return
     with suppress(UnsupportedError):  # tokens that cannot be told in bytes: whoever compiled the grammar knows them
-        pairs = zip(own.tokens, vocabulary_of(tokenizer, size, stops).tokens, strict=True)
+        theirs = vocabulary_of(tokenizer, size, stops).tokens
+        if own.tokens == theirs:
+            return
+        pairs = zip(own.tokens, theirs, strict=True)
         others = ((token, *pair) for token, pair in enumerate(pairs) if pair[0] != pair[1] and None not in pair)
         if (other := next(others, None)) is not None:
             raise GrammarError(

@@ -66,9 +66,9 @@ def of_file(path: Path) -> Spec:
     """
     if path.suffix == ".json":
         return json_schema(path)
-    return (
-        dataclasses.replace(regex(files.pattern(path)), label=path.name) if path.suffix == ".regex" else grammar(path)
-    )
+    if path.suffix == ".regex":
+        return dataclasses.replace(regex(files.pattern(path)), label=path.name)
+    return grammar(path)
 
 
 def named(text: str) -> Spec:

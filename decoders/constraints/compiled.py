@@ -84,37 +84,33 @@ class Cache:
                         del self._entries[key]
                 entry.grammar.set_exception(error)
                 raise
-            entry.folders.add(folder)
             entry.grammar.set_result(grammar)
         grammar = entry.grammar.result()
         if folder is not None and folder not in entry.folders:
             entry.folders.add(folder)
             path = stored.path_of(folder, grammar.language, vocabulary, spec.policy, backend)
-            if not path.exists():
+            if source == "compiled" or not path.exists():
                 stored.write(grammar, path)
         return Compilation(grammar, time.perf_counter() - begin, source)
 
 
 @dataclass
 class _Entry:
-    """A grammar, there or in the making, and the folders in which it is kept as well."""
+    """A grammar, there or in the making, and the folders that have been seen to: it is kept there as well."""
 
     grammar: Future[Grammar] = field(default_factory=Future)
-    folders: set[Path | None] = field(default_factory=set)
+    folders: set[Path] = field(default_factory=set)
 
 
 def _made(spec: Spec, vocabulary: Vocabulary, backend: Backend, directory: Path | None) -> tuple[Grammar, Source]:
-    """From `directory` or, where it is not there, compiled and put there."""
+    """From `directory` or, where it is not there, compiled."""
     language = spec.language()
-    if directory is None:
-        return backend.compile(language, vocabulary, spec.policy), "compiled"
-    path = stored.path_of(directory, language, vocabulary, spec.policy, backend)
-    kept = stored.read(path, language, vocabulary, spec.policy, backend)
-    if kept is not None:
-        return kept, "disk"
-    grammar = backend.compile(language, vocabulary, spec.policy)
-    stored.write(grammar, path)
-    return grammar, "compiled"
+    if directory is not None:
+        path = stored.path_of(directory, language, vocabulary, spec.policy, backend)
+        kept = stored.read(path, language, vocabulary, spec.policy, backend)
+        if kept is not None:
+            return kept, "disk"
+    return backend.compile(language, vocabulary, spec.policy), "compiled"
 
 
 _shared = Cache()

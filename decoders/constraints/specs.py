@@ -280,7 +280,7 @@ def json_schema(
         schema = files.schema(file)
     if isinstance(schema, Mapping):
         schema = dict(schema)
-    elif isinstance(schema, _NO_SCHEMA if file is None else object) and not isinstance(schema, bool):
+    elif not isinstance(schema, bool) and (file is not None or isinstance(schema, _NO_SCHEMA)):
         where = f"{file}: " if file else ""
         raise GrammarError(
             f"json_schema: {where}{shortened(repr(schema))} is no schema: give a dict, its text or its file, or a type",

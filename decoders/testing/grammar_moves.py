@@ -55,11 +55,7 @@ def check_rollback(case: Case) -> None:
             assert matcher.advance(gone) == count, f"after rollback({count}) {case.told(gone)} is no longer taken"
             assert observed(matcher) == seen[len(taken) + count], f"rollback({count}) and again: another place"
             matcher.rollback(count)
-        try:
-            matcher.rollback(1)
-        except ValueError:
-            continue
-        raise AssertionError("rollback() behind the beginning must raise ValueError")
+        _goes_back_no_further(matcher, "rollback() behind the beginning")
 
 
 def check_fork(case: Case) -> None:
@@ -80,11 +76,7 @@ def check_fork(case: Case) -> None:
         assert observed(twin) == moved, "rolling back the original moves the fork"
         twin.rollback(1)
         assert observed(twin) == before, "a fork is not rolled back to where it was made"
-        try:
-            twin.rollback(1)
-        except ValueError:
-            continue
-        raise AssertionError("a fork rolled back behind the place where it was made must raise ValueError")
+        _goes_back_no_further(twin, "a fork rolled back behind the place where it was made")
 
 
 def check_tree(case: Case) -> None:
@@ -108,6 +100,14 @@ def check_tree(case: Case) -> None:
             if reached:
                 twin.fill_mask(want)
             assert torch.equal(out[node], want), f"{where}: the mask of node {node} is not that of its path"
+
+
+def _goes_back_no_further(matcher: Matcher, what: str) -> None:
+    try:
+        matcher.rollback(1)
+    except ValueError:
+        return
+    raise AssertionError(f"{what} must raise ValueError")
 
 
 def _tree(case: Case, matcher: Matcher, state: Hashable) -> tuple[list[int], list[int]]:

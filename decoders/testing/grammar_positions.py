@@ -70,9 +70,8 @@ def check_forced(case: Case) -> None:
         if tokens:
             rest = case.reference.ending(case.reference.after(state, text))
             whole = list(case.vocabulary.encode((text + rest).decode()))
-            if (
-                case.vocabulary.spell(whole) != text + rest
-            ):  # a tokenizer that puts a blank in front, or sees special tokens
+            # Some tokenizers put a blank in front, or see special tokens.
+            if case.vocabulary.spell(whole) != text + rest:
                 continue
             assert whole[: len(tokens)] == tokens, (
                 f"{where}: the tokenizer writes {text + rest!r} as {whole}, the forced tokens are {tokens}"

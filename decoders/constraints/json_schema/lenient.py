@@ -32,9 +32,8 @@ class Validation:
         kind = validator_for(self.schema, default=Draft202012Validator)
         try:
             error = best_match(kind(self.schema, registry=REGISTRY).iter_errors(value))
-        except (
-            Exception
-        ) as problem:  # a pattern that `re` does not read, a text nested deeper than the stack, an infinite float
+        # A pattern that `re` does not read, a text nested deeper than the stack, an infinite float.
+        except Exception as problem:
             raise GrammarError(
                 f"jsonschema cannot judge the text: {type(problem).__name__}: {str(problem)[:200]}"
             ) from problem

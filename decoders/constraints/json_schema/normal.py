@@ -11,7 +11,6 @@ from typing import Any
 from ...errors import GrammarError
 from . import arrays, keywords, limits, objects, shapes
 from .document import Place
-from .ignored import ignored
 from .nodes import FALSE, TRUE, Node, Nodes
 from .objects import Objects, Property
 from .reach import Reach
@@ -31,9 +30,6 @@ class Normal(Reach):
     Args:
         dropped: (path, keyword) of keywords that are not read, oneOf as if it were anyOf.
         evaluation: whether a keyword asks what others have evaluated.
-
-    Attributes:
-        remarks: what is said to no effect, each once.
     """
 
     def __init__(self, dropped: frozenset[tuple[str, str]] = frozenset(), evaluation: bool = True) -> None:
@@ -43,7 +39,6 @@ class Normal(Reach):
         self.known: dict[Node, Shapes] = {}
         self.active: list[Node] = []
         self.within: dict[Node, set[Node]] = {}
-        self.remarks: dict[str, None] = {}
 
     def step(self, count: int = 1) -> None:
         self.steps += count
@@ -146,7 +141,6 @@ class Normal(Reach):
     def schema(self, place: Place) -> Shapes:
         """What is of the schema at `place`."""
         schema = place.schema
-        self.remarks.update(dict.fromkeys(ignored(schema, place.path)))
 
         def read(keyword: str) -> bool:
             return keyword in schema and (place.path, keyword) not in self.dropped

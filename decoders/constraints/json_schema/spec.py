@@ -13,6 +13,7 @@ from ..python_types import schema_of
 from ..specs import Spec
 from . import notation
 from .document import document
+from .ignored import ignored
 from .lenient import Validation
 from .nodes import Node
 from .normal import Normal
@@ -131,7 +132,8 @@ class JsonSchema(Spec):
                 dropped.append(cause)
         if not rules:
             raise GrammarError("no value that can be written is valid under this schema", path="$")
-        return rules, dropped, [*writer.remarks, *normal.remarks]
+        places = (content for kind, content in normal.nodes.terms if kind == "schema")
+        return rules, dropped, [*writer.remarks, *ignored(places)]
 
     def _root(self, normal: Normal) -> Node:
         return normal.place(document(self.text))

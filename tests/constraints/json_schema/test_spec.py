@@ -259,3 +259,9 @@ def test_what_says_nothing_is_remarked(schema: Any, remark: str) -> None:
 )  # fmt: skip
 def test_other_names_are_not_remarked(schema: Any) -> None:
     assert not [remark for remark in JsonSchema(schema).language().remarks if "says nothing" in remark]
+
+
+def test_no_more_than_some_names_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decoders.constraints.json_schema.ignored._MOST", 3)
+    schema = {f"maxLengt{i}": 1 for i in range(9)}
+    assert sum("says nothing" in remark for remark in JsonSchema(schema).language().remarks) == 3
