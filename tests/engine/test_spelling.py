@@ -38,6 +38,10 @@ def test_what_followed_a_token_last_follows_it_again():
     assert spelled([QUOTE, KEY, QUOTE, KE, Y, QUOTE], b'key"') == [KE, Y, QUOTE]
 
 
+def test_what_followed_the_same_token_comes_before_what_began_with_the_byte():
+    assert spelled([QUOTE, KE, ONE, K, E, QUOTE], b"key") == [KE]
+
+
 def test_else_what_began_with_the_same_byte_last():
     """Nothing has followed "1"; the text begins "k" with a token of its own, and goes on from there by habit."""
     assert spelled([QUOTE, KE, ONE, K, E, ODD, ONE], b'key"') == [K, E, Y, QUOTE]

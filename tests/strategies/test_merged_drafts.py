@@ -86,7 +86,7 @@ def test_more_nodes_of_others_than_there_are_tokens(target, near):
 
 
 def test_every_part_sees_its_own_nodes_right_behind_the_root():
-    """A block of the root, two nodes of the first part, two of the second and a padded one; the path is root, 3, 4."""
+    """A block of the root, two nodes of the first part, two of the second and a padded one; the paths go down one part's nodes each."""
     seen: list[Step] = []
 
     class Sees(PromptLookup):
@@ -96,15 +96,15 @@ def test_every_part_sees_its_own_nodes_right_behind_the_root():
             seen.append(step)
 
     strategy = Merged([PromptLookup(), Sees()])
-    nodes, one = torch.tensor([[10, 11, 12, 13, 14, 15]]), torch.tensor([4])
+    nodes, one = torch.tensor([[10, 11, 12, 13, 14, 15]] * 2), torch.tensor([4, 4])
     step = Step(
-        nodes=nodes, chosen=nodes + 100, path=torch.tensor([[0, 3, 4, 0]]), accepted=torch.tensor([2]),
-        emitted=torch.tensor([3]), logits=nodes[..., None] + 0.5, hidden=nodes[..., None] + 0.25,
-        sequences=Sequences(torch.zeros(1, 8, dtype=torch.int64), one, one, one > 9, one),
+        nodes=nodes, chosen=nodes + 100, path=torch.tensor([[0, 3, 4, 0], [0, 1, 2, 0]]), accepted=one - 2,
+        emitted=one - 1, logits=nodes[..., None] + 0.5, hidden=nodes[..., None] + 0.25,
+        sequences=Sequences(torch.zeros(2, 8, dtype=torch.int64), one, one, one > 9, one),
     )  # fmt: skip
     strategy.observe(MergedState([None, None], [range(1, 3), range(3, 5)]), step)
     (mine,) = seen
-    assert mine.nodes.tolist() == [[10, 13, 14, 11, 12, 15]]
-    assert mine.path.tolist() == [[0, 1, 2, 0]]
+    assert mine.nodes.tolist() == [[10, 13, 14, 11, 12, 15]] * 2
+    assert mine.path.tolist() == [[0, 1, 2, 0], [0, 3, 4, 0]]
     for name, before in (("chosen", 100), ("logits", 0.5), ("hidden", 0.25)):
         assert torch.equal(getattr(mine, name).squeeze(-1), mine.nodes + before)
