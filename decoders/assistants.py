@@ -54,7 +54,7 @@ class Assistants:
                     f"the draft model is on {model.device}, the target on {target.device}: move one, draft.to({str(target.device)!r})"
                 )
             known = self._engines.get(model)
-            if known is None or not known.current(model, engine.attention):
+            if known is None or not known.refresh(model, engine.attention):
                 refuse_unfit(model)
                 known = self._engines[model] = Engine(model, engine.attention)
             return known

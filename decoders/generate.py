@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -75,10 +76,14 @@ class Generate:
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, previous: Any) -> None:
         self.model, self.tokenizer, self.previous = model, tokenizer, previous
         self._engine: Engine | None = None
+        self._building = threading.RLock()
         self._assistants = Assistants()
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_engine": None}  # compiled graphs and locks stay with this copy
+        return {k: v for k, v in vars(self).items() if k not in ("_engine", "_building")}  # they stay with this copy
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _engine=None, _building=threading.RLock())
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -96,9 +101,10 @@ class Generate:
 
     def engine(self, attention: Literal["auto", "sdpa", "flex"] = "auto") -> Engine:
         """The engine for the model's present weights; built on first use and again after weights change."""
-        if self._engine is None or not self._engine.current(self.model, attention):
-            self._engine = Engine(self.model, attention)
-        return self._engine
+        with self._building:  # two first calls from two threads share one
+            if self._engine is None or not self._engine.refresh(self.model, attention):
+                self._engine = Engine(self.model, attention)
+            return self._engine
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) > len(_POSITIONAL):
@@ -204,7 +210,7 @@ class Generate:
                 on_step=aligner.step if aligner is not None else None,
                 keep_logits=bool(generation_config.return_dict_in_generate and generation_config.output_logits),
                 keep_scores=plan.keep_scores,
-                compile=runtime.compile, prefill_chunk=runtime.prefill_chunk, slots=runtime.slots,
+                compile=runtime.compile, reuse=runtime.reuse, prefill_chunk=runtime.prefill_chunk, slots=runtime.slots,
                 engine_of=self._assistants.opener(self.model, engine, tokenizer, assistant_tokenizer),
                 context=dict(
                     model=self.model, tokenizer=tokenizer, assistant_model=assistant, strategy=resolve_strategy

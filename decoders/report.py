@@ -11,7 +11,9 @@ from typing import Any
 class Timings:
     """Seconds spent in each part of all steps.
 
-    ``core`` is forward + verify + commit, ``mask`` walking the grammars of the rows, ``host`` what is left.
+    ``core`` is forward + verify + commit, ``mask`` walking the grammars of the rows, ``host`` what is left. ``pack`` is making
+    the model ready in the first call, its weights packed; ``compile`` what the call waited for; ``background`` compiling beside
+    the steps.
     """
 
     prefill: float = 0.0
@@ -21,6 +23,8 @@ class Timings:
     observe: float = 0.0
     host: float = 0.0
     compile: float = 0.0
+    pack: float = 0.0
+    background: float = 0.0
 
     @property
     def steps(self) -> float:
@@ -98,7 +102,8 @@ class Report:
         strategy: registry name. settings: the settings in force.
         exact: False if the strategy or verifier may change the distribution.
         verifier: how drafts are accepted ("coupled").
-        compiled: whether the core ran compiled.
+        compiled_steps: how many of `steps` ran compiled, the others uncompiled.
+        reused: per row, prompt tokens that were not read, since an earlier call had left their keys and values.
         rows: batch size. prompt_tokens, new_tokens: per row.
         steps: target forwards after prefill.
         drafted: guesses put to the target, all rows. accepted: those that it confirmed.
@@ -115,11 +120,12 @@ class Report:
     settings: dict[str, Any] = field(default_factory=dict)
     exact: bool = True
     verifier: str = "coupled"
-    compiled: bool = False
     rows: int = 1
     prompt_tokens: list[int] = field(default_factory=list)
     new_tokens: list[int] = field(default_factory=list)
+    reused: list[int] = field(default_factory=list)
     steps: int = 0
+    compiled_steps: int = 0
     drafted: int = 0
     accepted: int = 0
     accepted_lengths: list[int] = field(default_factory=list)
@@ -130,6 +136,11 @@ class Report:
     compilations: int = 0
     stages: list[Stage] = field(default_factory=list)
     grammars: list[GrammarUse | None] = field(default_factory=list)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether any step ran compiled."""
+        return self.compiled_steps > 0
 
     @property
     def mean_accepted_length(self) -> float:
@@ -161,6 +172,7 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """Everything, derived figures included, ready for ``json.dumps``."""
         return asdict(self) | {
+            "compiled": self.compiled,
             "mean_accepted_length": self.mean_accepted_length,
             "acceptance_rate": self.acceptance_rate,
             "overhead": self.overhead,

@@ -71,7 +71,14 @@ class RuntimeSettings(Settings):
     """How the shared loop runs, whatever the strategy."""
 
     strategy: str | None = Field(None, description="Strategy of an enabled model when the call names none.")
-    compile: bool = Field(True, description="Compile the core (forward, verify, commit) with torch.compile.")
+    compile: Literal["auto"] | bool = Field(
+        "auto",
+        description="torch.compile: auto decodes uncompiled at once and compiles in the background when a model has been used "
+        "so long that it pays; true compiles before the first step; false never compiles.",
+    )
+    reuse: bool = Field(
+        True, description="Keep the last rows' keys and values: a prompt that begins as an earlier text is not read again."
+    )
     prefill_chunk: int = Field(512, ge=1, description="Prompt tokens per forward pass of the prefill.")
     attention: Literal["auto", "sdpa", "flex"] = Field(
         "auto", description="Attention kernel: auto takes flex on CUDA where it applies, sdpa elsewhere."

@@ -53,6 +53,28 @@ class CacheBuffers:
             [torch.zeros(rows, s.value_heads, slots, s.value_dim, dtype=s.dtype, device=s.device) for s in layout],
         )
 
+    def grown(self, slots: int) -> CacheBuffers:
+        """The same keys and values with room for `slots` tokens."""
+
+        def wider(buffer: Tensor) -> Tensor:
+            wide = buffer.new_zeros(*buffer.shape[:2], slots, buffer.shape[3])
+            wide[:, :, : buffer.shape[2]] = buffer
+            return wide
+
+        return CacheBuffers([wider(t) for t in self.keys], [wider(t) for t in self.values])
+
+    def of_row(self, row: int, count: int) -> CacheBuffers:
+        """A copy of the first `count` slots of a row."""
+        return CacheBuffers(
+            [t[row : row + 1, :, :count].clone() for t in self.keys],
+            [t[row : row + 1, :, :count].clone() for t in self.values],
+        )
+
+    def copy_row(self, row: int, source: CacheBuffers, source_row: int, count: int) -> None:
+        """The first `count` slots of a row of `source` become those of `row`."""
+        for own, other in zip(self.keys + self.values, source.keys + source.values, strict=True):
+            own[row, :, :count] = other[source_row, :, :count]
+
     @property
     def slots(self) -> int:
         return self.keys[0].shape[2]
@@ -99,8 +121,20 @@ def write_slots(buffer: Tensor, slots: Tensor, states: Tensor) -> None:
     buffer[rows, :, slots] = states.transpose(1, 2).to(buffer.dtype)
 
 
-def move_slots(buffers: CacheBuffers, source: Tensor, target: Tensor) -> None:
-    """Copies slot ``source[b, n]`` to ``target[b, n]`` in every layer; all reads come before all writes. Both ``[B, N]``."""
+def move_slots(buffers: CacheBuffers, base: Tensor, path: Tensor) -> None:
+    """Copies slot ``base[b] + path[b, n]`` to ``base[b] + n`` in every layer; all reads come before all writes.
+
+    Args:
+        base: ``[B]`` int64. path: ``[B, N]`` int64.
+    """
+    index = torch.arange(path.shape[1], device=path.device)
+    if path.device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere to look would be to wait
+        moved = (path != index).any(0).nonzero()
+        if not len(moved):
+            return
+        first, last = int(moved[0]), int(moved[-1]) + 1
+        path, index = path[:, first:last], index[first:last]
+    rows = torch.arange(path.shape[0], device=path.device)[:, None]
+    source, target = base[:, None] + path, base[:, None] + index
     for buffer in (*buffers.keys, *buffers.values):
-        rows = torch.arange(buffer.shape[0], device=buffer.device)[:, None]
         buffer[rows, :, target] = buffer[rows, :, source]

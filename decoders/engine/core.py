@@ -1,8 +1,9 @@
-"""One step of decoding: forward over a block of nodes, verify, commit. This file is what gets compiled."""
+"""One step of decoding: forward over a block of nodes, verify, commit."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,60 +11,12 @@ from torch import Tensor
 from ..strategy import Sequences, Step
 from ..tree import TreeTensors
 from ..verifier import Block, Verifier
-from .cache import CacheBuffers, move_slots
-from .sampling import Masks, SamplingInputs, SamplingPlan, choose, process
+from .blocks import NodeBlock
+from .cache import move_slots
+from .rows import Rows
+from .sampling import Masks, SamplingPlan, choose, process
 from .target import ForwardResult, Target
 from .verify import Acceptance, draw, follow_matches
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The rows of one call on the device; updated in place.
-
-    Attributes:
-        tokens: ``[B, L]`` int64, ``L`` cache slots. length, prompt_length: ``[B]`` int64. finished: ``[B]`` bool.
-        limit: ``[B]`` int64, the length at which a row ends.
-        buffers: the static cache. sampling: noise keys and parameters of the plan.
-        range: ``[L]`` int64, 0 … L-1; its prefix of length `view` tells the graph how many slots attention looks at.
-    """
-
-    tokens: Tensor
-    length: Tensor
-    prompt_length: Tensor
-    finished: Tensor
-    limit: Tensor
-    buffers: CacheBuffers
-    sampling: SamplingInputs
-    range: Tensor
-
-    @staticmethod
-    def allocate(target: Target, prompts: list[Tensor], slots: int, new_tokens: int, sampling: SamplingInputs) -> Rows:
-        """Rows that hold `prompts` (1-D int64 tensors) in slots 0 … and may grow by `new_tokens` each."""
-        device = target.device
-        tokens = torch.zeros(len(prompts), slots, dtype=torch.int64, device=device)
-        for row, prompt in enumerate(prompts):
-            tokens[row, : len(prompt)] = prompt
-        length = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        return Rows(
-            tokens, length, length.clone(), torch.zeros(len(prompts), dtype=torch.bool, device=device),
-            length + new_tokens, CacheBuffers.allocate(target.layout, len(prompts), slots), sampling,
-            torch.arange(slots, device=device),
-        )  # fmt: skip
-
-    def grown(self, slots: int) -> Rows:
-        """The same rows with room for `slots` tokens each."""
-
-        def wider(tensor: Tensor, dim: int) -> Tensor:
-            shape = list(tensor.shape)
-            shape[dim] = slots - shape[dim]
-            return torch.cat([tensor, tensor.new_zeros(shape)], dim)
-
-        buffers = CacheBuffers([wider(t, 2) for t in self.buffers.keys], [wider(t, 2) for t in self.buffers.values])
-        tokens = wider(self.tokens, 1)
-        return replace(self, tokens=tokens, buffers=buffers, range=torch.arange(slots, device=tokens.device))
-
-    def sequences(self, view: int) -> Sequences:
-        return Sequences(self.tokens[:, :view], self.length, self.prompt_length, self.finished, self.sampling.keys)
 
 
 @dataclass(frozen=True)
@@ -94,23 +47,27 @@ class StepOutput:
 class Core:
     """Forward + verify + commit for one target and one sampling plan.
 
+    Args:
+        run: the target's forward pass as it is to be run (see :class:`~decoders.engine.tiers.ForwardPass`); without one, as
+            :class:`Target` has it.
+
     Attributes:
         vocabulary: how many tokens a grammar's masks speak of: those of the target that decides.
     """
 
-    def __init__(self, target: Target, plan: SamplingPlan) -> None:
+    def __init__(self, target: Target, plan: SamplingPlan, run: Callable[..., ForwardResult] | None = None) -> None:
         self.target, self.plan, self.vocabulary = target, plan, target.vocab_size
+        self.run = run or target.forward
+        self.settle: Callable[..., tuple[Tensor, Tensor, Tensor]] = settle
 
     def key(self, method: str) -> tuple:
         """What the graph of `method` depends on, besides the model."""
         return () if method == "forward" else (self.plan,)
 
-    def step(
-        self, guesses: Tensor, tree: TreeTensors, rows: Rows, view_range: Tensor, masks: Masks | None = None
-    ) -> StepOutput:
-        """Runs one block. guesses: ``[B, N-1]`` int64, N at least 3. view_range: ``[view]``, see :class:`Rows`."""
-        nodes, forwarded = self.forward(guesses, tree, rows, view_range)
-        return self.decide(nodes, forwarded, tree, rows, masks)
+    def step(self, block: NodeBlock, rows: Rows) -> StepOutput:
+        """Runs one block of at least three nodes."""
+        nodes, forwarded = self.forward(block, rows)
+        return self.decide(nodes, forwarded, block.tree, rows, block.masks)
 
     def decide(
         self, nodes: Tensor, forwarded: ForwardResult, tree: TreeTensors, rows: Rows, masks: Masks | None = None
@@ -149,13 +106,11 @@ class Core:
             nodes, chosen, tree, rows, forwarded, scores if self.plan.keep_scores else None, acceptance=acceptance
         )
 
-    def forward(
-        self, guesses: Tensor, tree: TreeTensors, rows: Rows, view_range: Tensor
-    ) -> tuple[Tensor, ForwardResult]:
+    def forward(self, block: NodeBlock, rows: Rows) -> tuple[Tensor, ForwardResult]:
         """The block's nodes ``[B, N]`` and the target's results for them."""
         base = rows.length - 1
-        nodes = torch.cat([rows.tokens.gather(1, base[:, None]), guesses], dim=1)
-        return nodes, self.target.forward(nodes, base, tree, rows.buffers, view_range.shape[0])
+        nodes = torch.cat([rows.tokens.gather(1, base[:, None]), block.guesses], dim=1)
+        return nodes, self.run(nodes, base, block.tree, rows.buffers, block.view.shape[0])
 
     def commit(
         self,
@@ -172,31 +127,53 @@ class Core:
 
         Unless a verifier has decided already, the path is that which matches the choices.
         """
-        n = nodes.shape[1]
-        index = torch.arange(n, device=nodes.device)
-        base = (rows.length - 1)[:, None]
-        if acceptance is None:
-            acceptance = follow_matches(nodes, chosen, tree)
-        move_slots(rows.buffers, base + acceptance.path, base + index)
+        rewritten = (rows.tokens, rows.length, rows.limit, rows.finished, rows.sampling.stop_tokens)
+        if acceptance is None and most is None:
+            path, new, summary = self.settle(nodes, chosen, tree, *rewritten)
+        else:
+            acceptance = acceptance or follow_matches(nodes, chosen, tree)
+            path, (new, summary) = acceptance.path, append(nodes, chosen, tree, acceptance, *rewritten, most)
+        move_slots(rows.buffers, rows.length - summary[0] - 1, path)
+        return StepOutput(nodes, chosen, path, new, summary, result.logits, scores, result.hidden)
 
-        new = chosen.gather(1, acceptance.path)
-        room = torch.where(rows.finished, 0, rows.limit - rows.length)
-        if most is not None:
-            room = torch.minimum(room, most)
-        candidate = tree.ancestors[:, 1:, 0]  # a lookahead window is not guessed: it can never be accepted
-        guessed = torch.where(rows.finished, 0, ((nodes[:, 1:] >= 0) & candidate).sum(-1))
-        emitted = torch.minimum(acceptance.depth + 1, room)
-        is_stop = (new[:, :, None] == rows.sampling.stop_tokens).any(-1) & (index < emitted[:, None])
-        first_stop = torch.where(is_stop, index, n).amin(-1)
-        emitted = torch.minimum(emitted, first_stop + 1)
-        # Rejected tokens land behind the new length, where the next step overwrites them.
-        row = torch.arange(nodes.shape[0], device=nodes.device)[:, None]
-        rows.tokens[row, base + 1 + index] = new
-        rows.length.add_(emitted)
-        rows.finished.logical_or_((first_stop < n) | (rows.length >= rows.limit))
-        accepted = torch.minimum(acceptance.depth, emitted)  # an accepted stop token has no bonus token after it
-        summary = torch.stack([emitted, accepted, guessed, rows.finished.long()])
-        return StepOutput(nodes, chosen, acceptance.path, new, summary, result.logits, scores, result.hidden)
+
+def settle(
+    nodes: Tensor, chosen: Tensor, tree: TreeTensors, tokens: Tensor, length: Tensor, limit: Tensor, finished: Tensor,
+    stop_tokens: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Accepts the path that matches the choices and appends its tokens: path, new tokens and summary of the step."""
+    acceptance = follow_matches(nodes, chosen, tree)
+    return acceptance.path, *append(nodes, chosen, tree, acceptance, tokens, length, limit, finished, stop_tokens)
+
+
+def append(
+    nodes: Tensor, chosen: Tensor, tree: TreeTensors, acceptance: Acceptance, tokens: Tensor, length: Tensor,
+    limit: Tensor, finished: Tensor, stop_tokens: Tensor, most: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Appends an accepted path's tokens to the rows, in place; see :class:`Rows` for the tensors.
+
+    Returns:
+        the new tokens ``[B, N]`` and the summary ``[4, B]`` of the step, as in :class:`StepOutput`.
+    """
+    n = nodes.shape[1]
+    index = torch.arange(n, device=nodes.device)
+    new = chosen.gather(1, acceptance.path)
+    room = torch.where(finished, 0, limit - length)
+    if most is not None:
+        room = torch.minimum(room, most)
+    candidate = tree.ancestors[:, 1:, 0]  # a lookahead window is not drafted: it can never be accepted
+    drafted = torch.where(finished, 0, ((nodes[:, 1:] >= 0) & candidate).sum(-1))
+    emitted = torch.minimum(acceptance.depth + 1, room)
+    is_stop = (new[:, :, None] == stop_tokens).any(-1) & (index < emitted[:, None])
+    first_stop = torch.where(is_stop, index, n).amin(-1)
+    emitted = torch.minimum(emitted, first_stop + 1)
+    # Rejected tokens land behind the new length, where the next step overwrites them.
+    row = torch.arange(nodes.shape[0], device=nodes.device)[:, None]
+    tokens[row, length[:, None] + index] = new
+    length.add_(emitted)
+    finished.logical_or_((first_stop < n) | (length >= limit))
+    accepted = torch.minimum(acceptance.depth, emitted)  # an accepted stop token has no bonus token after it
+    return new, torch.stack([emitted, accepted, drafted, finished.long()])
 
 
 def one_hot(tokens: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..tree import TreeTensors
-from .core import Core, Rows, StepOutput
+from .blocks import NodeBlock
+from .core import Core, StepOutput
+from .rows import Rows
 from .sampling import Masks, SamplingPlan, choose, grammar_first, gumbel_noise, process
 from .target import ForwardResult, Target, causal_block
 
@@ -43,8 +46,11 @@ class DraftCore(Core):
     Where a grammar guides the rows, its masks come with every pass: one for each node that gets a continuation.
     """
 
-    def __init__(self, target: Target, plan: SamplingPlan, vocab: int, children: int = 1) -> None:
-        super().__init__(target, plan)
+    def __init__(
+        self, target: Target, plan: SamplingPlan, vocab: int, children: int = 1,
+        run: Callable[..., ForwardResult] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(target, plan, run)
         self.vocabulary = vocab
         self.vocab, self.padding = min(vocab, target.vocab_size), max(vocab - target.vocab_size, 0)
         self.children = min(children, self.vocab)
@@ -64,14 +70,12 @@ class DraftCore(Core):
         weights = scores.log_softmax(-1).gather(2, tokens[..., None])
         return Growth(tokens[..., None], weights, self._kept(scores))
 
-    def advance(
-        self, guesses: Tensor, tree: TreeTensors, rows: Rows, view_range: Tensor, unread: Tensor,
-        masks: Masks | None = None,
-    ) -> tuple[StepOutput, Growth]:  # fmt: skip
+    def advance(self, drafted: NodeBlock, rows: Rows, unread: Tensor) -> tuple[StepOutput, Growth]:
         """As :meth:`Core.step`, with `unread` tokens before the root: the draft's own draft is verified and committed.
 
         The growth is that of all ``N`` nodes of the block; its best continuations are those chosen.
         """
+        guesses, tree, masks, view_range = drafted.guesses, drafted.tree, drafted.masks, drafted.view
         u, n = unread.shape[0], guesses.shape[1] + 1
         base = rows.length - 1 - u
         nodes = torch.cat([self._tail(rows, unread), guesses], dim=1)
@@ -83,7 +87,7 @@ class DraftCore(Core):
         visible = pad(tree.visible, (u, 0, u, 0)) | pad(head.visible, (0, n, 0, n)) | in_front
         offsets = torch.cat([head.offsets, tree.offsets + u], dim=1)
         block = TreeTensors(offsets, offsets, visible, visible)  # a forward pass reads offsets and sight only
-        result = self.target.forward(nodes, base, block, rows.buffers, view_range.shape[0])
+        result = self.run(nodes, base, block, rows.buffers, view_range.shape[0])
         cut = ForwardResult(result.logits[:, u:, : self.vocab], result.hidden[:, u:])
         growth = self._grown(cut.logits, rows, (rows.length - rows.prompt_length)[:, None] + tree.offsets, masks)
         return self.decide(nodes[:, u:], cut, tree, rows, masks), growth
@@ -97,7 +101,7 @@ class DraftCore(Core):
         self, nodes: Tensor, tree: TreeTensors, rows: Rows, view_range: Tensor, masks: Masks | None = None
     ) -> Growth:
         """A further level: continuations of `nodes` ``[B, Q]``, the last ``Q`` nodes of `tree`; the others were run before."""
-        result = self.target.forward(nodes, rows.length - 1, tree, rows.buffers, view_range.shape[0])
+        result = self.run(nodes, rows.length - 1, tree, rows.buffers, view_range.shape[0])
         positions = (rows.length - rows.prompt_length)[:, None] + tree.offsets[:, -nodes.shape[1] :]
         return self._grown(result.logits[..., : self.vocab], rows, positions, masks)
 
@@ -124,7 +128,7 @@ class DraftCore(Core):
         nodes = self._tail(rows, unread)
         block = causal_block(*nodes.shape, nodes.device)
         base = rows.length - 1 - unread.shape[0]
-        result = self.target.forward(nodes, base, block, rows.buffers, view_range.shape[0])
+        result = self.run(nodes, base, block, rows.buffers, view_range.shape[0])
         return ForwardResult(result.logits[:, -1:, : self.vocab], result.hidden[:, -1:])
 
     @staticmethod

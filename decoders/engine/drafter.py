@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +13,13 @@ from torch import Tensor
 from ..report import Laps, Report, Stage
 from ..strategy import Context, Sequences, Step, Strategy
 from ..tree import TreeTensors
-from .blocks import Blocks, Views, capacity, prefill
-from .core import Rows, StepOutput
-from .draft import DraftCore, Growth
+from .blocks import Blocks, NodeBlock
+from .core import StepOutput
+from .draft import Growth
 from .engine import Engine
+from .rows import Rows
 from .sampling import Masks, SamplingInputs, SamplingPlan
+from .tiers import Compile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,20 +39,23 @@ class Terms:
         plan: what runs on the draft's logits; scores are kept if the verifier asks for the draft's distribution.
         sampling: parameters, noise keys (the very tensor of the call: fresh keys show up in it) and stop tokens.
         engine_of: the engine of a loaded model, or of a path; checks that its vocabulary is the target's.
-        compile, prefill_chunk: as in the request. report: where compilation is booked.
+        compile, reuse, prefill_chunk: as in the request. report: where compilation is booked.
+        stack: closes at the call's end what is opened for it.
     """
 
     prompts: list[Tensor]
     plan: SamplingPlan
     sampling: SamplingInputs
     engine_of: Callable[[PreTrainedModel | str], Engine]
-    compile: bool
+    compile: Compile
+    reuse: bool
     prefill_chunk: int
     report: Report
+    stack: ExitStack
 
     def compiler(self, engine: Engine) -> Callable[[Callable], Callable]:
         """``Context.compile`` for strategies on `engine`."""
-        return lambda f: engine.compile_function(f, self.report) if self.compile else f
+        return lambda f: engine.function(f, self.compile, self.report)
 
 
 class Drafter:
@@ -78,16 +83,18 @@ class Drafter:
         self.terms, self.level, self.ahead, self.stage = terms, context.level + 1, ahead, stage
         self.engine = terms.engine_of(model)
         target, batch = self.engine.target, len(terms.prompts)
-        self.core = DraftCore(target, terms.plan, context.vocab_size, children)
+        self.core = self.engine.draft_core(terms.plan, context.vocab_size, children)
         self.vocab_size = self.core.vocab
-        slots = capacity(context.slots + ahead, ahead, target.flex)
+        terms.stack.enter_context(self.engine.forward.during(terms.compile, terms.report))
         # How far a row may be drafted is set anew in every round, as its length is.
-        rows = Rows.allocate(target, terms.prompts, slots, ahead, terms.sampling)
-        self.views, self.blocks = Views(rows, target.flex), Blocks(batch, target.device)
+        opened = terms.stack.enter_context(
+            self.engine.sessions.open(terms.prompts, ahead, terms.sampling, context.slots + 2 * ahead, terms.reuse)
+        )
+        self.session, self.blocks = opened.session, Blocks(batch, target.device)
         self.guide = context.guide.ahead() if context.guide is not None else None
         self._ranges = {MIN_UNREAD: torch.arange(MIN_UNREAD, device=target.device)}
         self._functions: dict[str, Callable] = {}
-        self._begun = rows.length.clone()
+        self._begun = self.rows.length.clone()
         self._reach = max(map(len, terms.prompts))
         self._unread = self.level
         self._seconds = {"forward": 0.0, "stage": 0.0}
@@ -95,13 +102,16 @@ class Drafter:
         self._tally = torch.zeros(3 + LONGEST, dtype=torch.int64, device=target.device)
         self._name = model if isinstance(model, str) else model.config.name_or_path or type(model).__name__
         self.inner: list[Drafter] = []
-        prefill(target, self.views, self._reach, terms.prefill_chunk)
+        lengths = [len(prompt) for prompt in terms.prompts]
+        self.session.prefill(lengths, opened.reusable, terms.prefill_chunk)
+        # Behind the prompts a draft's slots may hold other nodes than those accepted: they serve no other call.
+        terms.stack.callback(self.session.keep, [length - 1 for length in lengths])
         if stage is not None:
             self._stage_state = stage.start(self._context(context))
 
     @property
     def rows(self) -> Rows:
-        return self.views.rows
+        return self.session.rows
 
     @property
     def on_device(self) -> bool:
@@ -121,7 +131,7 @@ class Drafter:
     def begin(self, sequences: Sequences) -> None:
         """Takes over what is committed; drafts of the last round that were rejected are forgotten."""
         self._reach = sequences.tokens.shape[1]
-        self.views = self.views.covering(self._reach)  # a wide block may have given the target's rows more room
+        self.session.reserve(self._reach)  # a wide block may have given the target's rows more room
         rows = self.rows
         tokens = sequences.tokens
         if self.core.padding:  # ids that only the target has would be out of range for a stage
@@ -149,11 +159,10 @@ class Drafter:
             draft = stage.propose(self._stage_state, self._view(0)[1])
             guesses, tree = self.blocks.of(draft, stage.name)
             view, sequences = self._view(guesses.shape[1] + 1)
-            masks = []
+            masks = None
             if self.guide is not None:
-                guesses, legal = self.guide.block(guesses, draft.topology, draft.levels)
-                masks.append(legal)
-        out, growth = self._run("advance", guesses, tree, self.rows, view, self._range(), *masks)
+                guesses, masks = self.guide.block(guesses, draft.topology, draft.levels)
+        out, growth = self._run("advance", NodeBlock(guesses, tree, view, masks), self.rows, self._range())
         with self._clock("stage"):
             if self.guide is not None:
                 self.guide.accept(out)
@@ -230,10 +239,8 @@ class Drafter:
 
     def _run(self, method: str, *arguments: Any) -> Any:
         if method not in self._functions:
-            function = getattr(self.core, method)
-            if self.terms.compile:
-                function, _ = self.engine.compiled(self.core, method, self.blocks.rows, self.terms.report)
-            self._functions[method] = function
+            terms = self.terms
+            self._functions[method] = self.engine.whole(self.core, method, self.blocks.rows, terms.compile, terms.report)
         with self._clock("forward"):
             result = self._functions[method](*arguments)
         self.passes += 1
@@ -263,9 +270,9 @@ class Drafter:
     def _view(self, nodes: int) -> tuple[Tensor, Sequences]:
         """What covers a block of so many nodes behind the tokens written so far in this round."""
         end = self._reach + self.ahead + nodes
-        if not self.views.whole:
-            self.views = self.views.covering(end)
-        return self.views.at(end)
+        if not self.engine.target.flex:
+            self.session.reserve(end)
+        return self.session.view(end)
 
     @contextmanager
     def _clock(self, part: str) -> Iterator[None]:
@@ -276,8 +283,8 @@ class Drafter:
     def _context(self, outer: Context) -> Context:
         """What the stage is told: this model is the target of its world."""
         context = replace(
-            outer, slots=self.rows.tokens.shape[1], vocab_size=self.vocab_size, level=self.level,
-            compile=self.terms.compiler(self.engine), sequences=self.views.at(self._reach)[1], guide=self.guide,
+            outer, slots=self.rows.slots, vocab_size=self.vocab_size, level=self.level,
+            compile=self.terms.compiler(self.engine), sequences=self.session.view(self._reach)[1], guide=self.guide,
         )  # fmt: skip
         return replace(context, draft=opener(self.terms, context, self.inner))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,18 +14,19 @@ from torch import Tensor
 from ..constraints.base import Grammar
 from ..report import Laps, Report
 from ..strategy import Context, Draft, Strategy
-from ..tree import TreeTensors
 from ..verifier import Verifier
-from .blocks import Blocks, Views, capacity, prefill
+from .blocks import Blocks, NodeBlock
 from .capture import WARM_UP_STEPS, CapturedSteps
-from .core import Rows, StepOutput
+from .core import StepOutput
 from .device_guide import guide_of
 from .drafter import Drafter, Terms, opener
-from .engine import Engine, sampling_inputs
+from .engine import Engine
 from .guide import Guide
 from .host import Prefixes, Processors
-from .sampling import Masks, SamplingPlan
+from .rows import Rows, sampling_inputs
+from .sampling import SamplingPlan
 from .steps import make_step
+from .tiers import Compile
 from .verify import step_keys
 
 
@@ -39,6 +41,8 @@ class Request:
         processors: called on the host instead, if the plan cannot express them. criteria: asked after every token.
         on_step: told the new tokens of every row and which rows have ended, after every step.
         keep_logits, keep_scores: return them per generated token.
+        compile: see :data:`~decoders.engine.tiers.Compile`. reuse: whether keys and values of earlier calls may serve.
+        prefill_chunk: most prompt tokens per pass. slots: least capacity of the rows.
         verifier: decides what is accepted, None is the coupled rule; it cannot be had with host processors.
         grammars: what each row may write, None is anything; with any, the plan is ``masked``.
         engine_of: engine of a draft model. context: fields of :class:`Context` that only the caller knows.
@@ -58,7 +62,8 @@ class Request:
     on_step: Callable[[list[list[int]], list[bool]], None] | None = None
     keep_logits: bool = False
     keep_scores: bool = False
-    compile: bool = True
+    compile: Compile = True
+    reuse: bool = True
     prefill_chunk: int = 512
     slots: int | None = None
     verifier: Verifier | None = None
@@ -80,7 +85,8 @@ class Decoded:
 def decode(engine: Engine, request: Request) -> Decoded:
     """Runs a call to its end. Calls on one engine run one after the other."""
     with engine.lock, torch.inference_mode(False), torch.no_grad():
-        return _Call(engine, request).run()
+        with ExitStack() as stack:  # sessions are given back, whatever happens
+            return _Call(engine, request, stack).run()
 
 
 @dataclass
@@ -95,10 +101,10 @@ class _Outcome:
 
 
 class _Call:
-    """The state of one call."""
+    """The state of one call. stack: closes what it opens."""
 
-    def __init__(self, engine: Engine, request: Request) -> None:
-        self.engine, self.request, self.target = engine, request, engine.target
+    def __init__(self, engine: Engine, request: Request, stack: ExitStack) -> None:
+        self.engine, self.request, self.stack, self.target = engine, request, stack, engine.target
         self.batch = len(request.prompts)
         self.lengths = [len(p) for p in request.prompts]
         self.generated: list[list[int]] = [[] for _ in range(self.batch)]
@@ -113,7 +119,7 @@ class _Call:
             strategy=strategy.name, settings=strategy.settings.model_dump(mode="json"),
             exact=strategy.exact and (chosen is None or chosen.exact),
             verifier=chosen.name if chosen is not None else "coupled",
-            compiled=request.compile, rows=self.batch, prompt_tokens=list(self.lengths),
+            rows=self.batch, prompt_tokens=list(self.lengths),
         )  # fmt: skip
         self.prefixes = Prefixes(request.padded_prompt, self.generated, request.pad_token)
         self.drafters: list[Drafter] = []
@@ -121,21 +127,23 @@ class _Call:
 
     @property
     def rows(self) -> Rows:
-        return self.views.rows
+        return self.session.rows
 
     def run(self) -> Decoded:
-        request, target = self.request, self.target
+        request, target, timings = self.request, self.target, self.report.timings
+        timings.pack, self.engine.preparing = self.engine.preparing, 0.0
+        self.stack.enter_context(self.engine.forward.during(request.compile, self.report))
         step = make_step(self.engine, request, self.verifier, self.prefixes, self.report)
-        laps = Laps(self.report.timings)
-        longest = max(self.lengths)
+        laps = Laps(timings)
         sampling = sampling_inputs(request.values, request.seed, self.batch, request.stop_tokens, target.device)
-        slots = capacity(max(longest + request.new_tokens, request.slots or 0), 0, target.flex)
-        rows = Rows.allocate(target, request.prompts, slots, request.new_tokens, sampling)
-        self.views, self.blocks = Views(rows, target.flex), Blocks(self.batch, target.device)
-        self._keys = rows.sampling.keys.clone()
-        prefill(target, self.views, longest, request.prefill_chunk)
+        slots = max(max(self.lengths) + request.new_tokens, request.slots or 0)
+        opened = self.stack.enter_context(
+            self.engine.sessions.open(request.prompts, request.new_tokens, sampling, slots, request.reuse)
+        )
+        self.session, self.blocks = opened.session, Blocks(self.batch, target.device)
+        self._keys = sampling.keys.clone()
+        self.report.reused = self.session.prefill(self.lengths, opened.reusable, request.prefill_chunk)
         state = request.strategy.start(self._context())
-        timings = self.report.timings
         timings.prefill = laps.next()
 
         self.finished = [request.new_tokens == 0] * self.batch
@@ -145,12 +153,14 @@ class _Call:
                 break
             laps = Laps(timings)
             self._renew_keys()
-            draft = request.strategy.propose(state, self.views.at(max(self.lengths))[1])
-            guesses, tree, view = self._block(draft)
+            draft = request.strategy.propose(state, self.session.view(max(self.lengths))[1])
+            block = self._block(draft)
             timings.propose += laps.next()
-            guesses, masks = self._masks(draft, guesses)
+            block = self._masked(draft, block)
             timings.mask += laps.next()
-            out = step(draft, guesses, tree, self.rows, view, masks)
+            passes = self.engine.forward.compiled_passes
+            out = step(draft, block, self.rows)
+            self.report.compiled_steps += self.engine.forward.compiled_passes > passes
             # The one place where the host waits for the device.
             outcome = _Outcome(*out.summary.tolist(), new=out.new.tolist())
             timings.core += laps.next()
@@ -167,6 +177,7 @@ class _Call:
             timings.host += laps.next()
         if self.guide is not None:
             self.guide.check()
+        self.session.keep([length - 1 for length in self.lengths])
         self.report.new_tokens = [len(tokens) for tokens in self.generated]
         self.report.peak_memory = self._memory()
         self.report.stages = [drafter.report() for drafter in self.drafters]
@@ -176,7 +187,7 @@ class _Call:
         """Whether nothing in a step needs the host or varies in shape, so that CUDA can replay it."""
         r = self.request
         return (
-            self.target.device.type == "cuda" and self.target.flex and self.report.compiled and r.strategy.on_device
+            self.target.device.type == "cuda" and self.target.flex and bool(r.compile) and r.strategy.on_device
             and (self.guide is None or self.guide.on_device)
             and all(drafter.on_device for drafter in self.drafters)
             and r.processors is None and r.criteria is None and not (r.keep_logits or r.keep_scores)
@@ -187,10 +198,8 @@ class _Call:
 
         def body() -> StepOutput:
             self._renew_keys()
-            draft = self.request.strategy.propose(state, self.views.at(0)[1])
-            guesses, tree, view = self._block(draft)
-            guesses, masks = self._masks(draft, guesses)
-            out = step(draft, guesses, tree, self.rows, view, masks)
+            draft = self.request.strategy.propose(state, self.session.view(0)[1])
+            out = step(draft, self._masked(draft, self._block(draft)), self.rows)
             if self.guide is not None:
                 self.guide.commit(out, self.rows.finished)
             self._observe(state, out)
@@ -220,33 +229,34 @@ class _Call:
         terms = Terms(
             prompts=request.prompts,
             plan=replace(request.plan, keep_scores=not coupled and request.plan.sample), sampling=rows.sampling,
-            engine_of=request.engine_of, compile=request.compile, prefill_chunk=request.prefill_chunk, report=self.report,
+            engine_of=request.engine_of, compile=request.compile, reuse=request.reuse,
+            prefill_chunk=request.prefill_chunk, report=self.report, stack=self.stack,
         )  # fmt: skip
         if request.plan.masked:
             vocabulary, device = self.target.vocab_size, self.target.device
             self.guide = guide_of(request.grammars, vocabulary, device, terms.compiler(self.engine))
         context = Context(
-            rows=self.batch, slots=rows.tokens.shape[1], device=self.target.device, compile=terms.compiler(self.engine),
-            vocab_size=self.target.vocab_size, sequences=self.views.at(max(self.lengths))[1], coupled=coupled,
+            rows=self.batch, slots=rows.slots, device=self.target.device, compile=terms.compiler(self.engine),
+            vocab_size=self.target.vocab_size, sequences=self.session.view(max(self.lengths))[1], coupled=coupled,
             plan=request.plan, sampling=rows.sampling, guide=self.guide, **request.context,
         )  # fmt: skip
         return replace(context, draft=opener(terms, context, self.drafters))
 
-    def _block(self, draft: Draft) -> tuple[Tensor, TreeTensors, Tensor]:
-        """A checked draft as the core wants it, and attention's view."""
+    def _block(self, draft: Draft) -> NodeBlock:
+        """A checked draft as the core wants it."""
         guesses, tree = self.blocks.of(draft, self.request.strategy.name)
         end = max(self.lengths) + guesses.shape[1] + 1
-        self.views = self.views.covering(end)
+        self.session.reserve(end)
         self.report.nodes = max(self.report.nodes, guesses.shape[1] + 1)
-        return guesses, tree, self.views.at(end)[0]
+        return NodeBlock(guesses, tree, self.session.view(end)[0])
 
-    def _masks(self, draft: Draft, guesses: Tensor) -> tuple[Tensor, Masks | None]:
-        """What the grammars allow after each node of a block, and its guesses without the illegal ones."""
+    def _masked(self, draft: Draft, block: NodeBlock) -> NodeBlock:
+        """`block` with what the grammars allow after each node, and without the draft tokens that they forbid."""
         if self.guide is None:
-            return guesses, None
-        legal, masks = self.guide.block(guesses, draft.topology, draft.levels)
-        # Other verifiers know what a guess was drawn from: taking one out would change the law.
-        return legal if self.verifier is None else guesses, masks
+            return block
+        legal, masks = self.guide.block(block.guesses, draft.topology, draft.levels)
+        # Other verifiers know what a draft token was drawn from: taking one out would change the distribution.
+        return replace(block, guesses=legal if self.verifier is None else block.guesses, masks=masks)
 
     def _apply_criteria(self, outcome: _Outcome, out: StepOutput) -> None:
         """Asks the stopping criteria after every new token and cuts rows where one says stop.
@@ -274,7 +284,7 @@ class _Call:
         strategy = self.request.strategy
         if type(strategy).observe is Strategy.observe:
             return
-        sequences = self.views.at(max(self.lengths) + out.nodes.shape[1])[1]
+        sequences = self.session.view(max(self.lengths) + out.nodes.shape[1])[1]
         strategy.observe(state, out.observed(sequences))
 
     def _record(self, outcome: _Outcome, out: StepOutput | None) -> None:

@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from ..errors import UnsupportedError
 from ..tree import Topology, TreeTensors
 from . import attention, flex
 from .cache import CacheBuffers, LayerSpec, LayoutProbe, SlotCache
+from .packing import pack
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,11 @@ class Target:
     """A causal language model whose weights are the user's and whose module tree is private.
 
     The private tree shares every parameter with `model` but has its own config, so that choosing our attention
-    function never shows in a plain ``model.generate`` that another thread may be running.
+    function never shows in a plain ``model.generate`` that another thread may be running. Its matrices are packed for the
+    CPU's kernels once; whatever runs the model runs on that copy.
+
+    Attributes:
+        packing: the packed matrices. weights: what they were packed from.
 
     Raises:
         UnsupportedError: the model's design does not fit the loop, or a self-check shows that its tree-verified logits
@@ -56,12 +61,18 @@ class Target:
         # The hidden states are taken where the head reads them: no model has to be asked how it names or norms them.
         self._head_inputs: list[Tensor] = []
         self.model.get_output_embeddings().register_forward_pre_hook(lambda _, args: self._head_inputs.append(args[0]))
-        self.weights = fingerprint(model)
+        self.packing = pack(self.model)
+        self.weights = Weights.of(model)
         self.layout = probe_layout(self.model, len(self.kinds), self.flex)
         self._head_inputs.clear()
         self.dtype = self.layout[0].dtype
         self.device = self.layout[0].device
         self._self_check(model)
+
+    def repack(self, weights: Weights) -> None:
+        """Packs again what has been written since; compiled code and recorded steps see the new values."""
+        self.packing.repack()
+        self.weights = weights
 
     def forward(
         self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: int
@@ -188,19 +199,32 @@ def share_weights(model: PreTrainedModel) -> PreTrainedModel:
     return twin.eval()
 
 
-def fingerprint(model: nn.Module) -> tuple:
-    """Changes whenever a weight is replaced, moved, cast or written in place (compiled code holds packed copies), and
-    whenever a module is exchanged, hooked or switched.
+@dataclass(frozen=True)
+class Weights:
+    """A model's weights and modules as they were when they were looked at.
+
+    Attributes:
+        modules: changes whenever a weight is exchanged for another tensor, resized or cast, and whenever a module is
+            exchanged, hooked or switched.
+        values: changes whenever a weight is written in place or gets other data.
     """
-    tensors = tuple(
-        (id(t), t.data_ptr(), t.dtype, 0 if t.is_inference() else t._version)
-        for t in (*model.parameters(), *model.buffers())
-    )
-    modules = tuple(
-        (id(module), *module._forward_hooks, *module._forward_pre_hooks, *_switches(module))
-        for module in model.modules()
-    )
-    return tensors, modules
+
+    modules: tuple
+    values: tuple
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Self:
+        tensors = (*model.parameters(), *model.buffers())
+        modules = tuple(
+            (id(module), *module._forward_hooks, *module._forward_pre_hooks, *_switches(module))
+            for module in model.modules()
+        )
+        shapes = tuple((id(t), t.dtype, t.device, t.shape) for t in tensors)
+        return cls((shapes, modules), tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors))
+
+    def replaces(self, other: Weights) -> bool:
+        """Whether these are `other` with other values, so that nothing but the packed copies has to follow."""
+        return self.modules == other.modules
 
 
 def _switches(module: nn.Module) -> Iterator[object]:

@@ -1,0 +1,89 @@
+"""The rows of a call on the device: tokens, lengths, and the slots that hold their keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..strategy import Sequences
+from .cache import CacheBuffers
+from .sampling import SamplingInputs, row_keys
+from .target import Target
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one call on the device; updated in place.
+
+    Attributes:
+        tokens: ``[B, L]`` int64, ``L`` cache slots.
+        length: ``[B]`` int64, committed tokens of each row.
+        prompt_length: ``[B]`` int64.
+        finished: ``[B]`` bool.
+        limit: ``[B]`` int64, the length at which a row ends.
+        buffers: the static cache.
+        sampling: noise keys and parameters of the plan.
+        range: ``[L]`` int64, 0 … L-1; its prefix of length `view` tells the graph how many slots attention looks at.
+    """
+
+    tokens: Tensor
+    length: Tensor
+    prompt_length: Tensor
+    finished: Tensor
+    limit: Tensor
+    buffers: CacheBuffers
+    sampling: SamplingInputs
+    range: Tensor
+
+    @staticmethod
+    def allocate(target: Target, batch: int, slots: int) -> Rows:
+        """Empty rows; :meth:`started` fills them."""
+        device = target.device
+
+        def numbers() -> Tensor:
+            return torch.zeros(batch, dtype=torch.int64, device=device)
+
+        return Rows(
+            torch.zeros(batch, slots, dtype=torch.int64, device=device), numbers(), numbers(), numbers().bool(), numbers(),
+            CacheBuffers.allocate(target.layout, batch, slots), sampling_inputs((), 0, batch, (), device),
+            torch.arange(slots, device=device),
+        )  # fmt: skip
+
+    @property
+    def slots(self) -> int:
+        return self.tokens.shape[1]
+
+    def started(self, prompts: list[Tensor], new_tokens: int, sampling: SamplingInputs) -> Rows:
+        """These rows with `prompts` (1-D int64 tensors) in slots 0 …, each of which may grow by `new_tokens`."""
+        for row, prompt in enumerate(prompts):
+            self.tokens[row, : len(prompt)] = prompt
+        self.length.copy_(torch.tensor([len(prompt) for prompt in prompts]))
+        self.prompt_length.copy_(self.length)
+        self.finished.zero_()
+        torch.add(self.length, new_tokens, out=self.limit)
+        return replace(self, sampling=sampling)
+
+    def grown(self, slots: int) -> Rows:
+        """The same rows with room for `slots` tokens each."""
+        tokens = self.tokens.new_zeros(len(self.tokens), slots)
+        tokens[:, : self.slots] = self.tokens
+        return replace(
+            self, tokens=tokens, buffers=self.buffers.grown(slots), range=torch.arange(slots, device=tokens.device)
+        )
+
+    def sequences(self, view: int) -> Sequences:
+        return Sequences(self.tokens[:, :view], self.length, self.prompt_length, self.finished, self.sampling.keys)
+
+
+def sampling_inputs(
+    values: tuple[float, ...], seed: int, rows: int, stop_tokens: tuple[int, ...], device: torch.device
+) -> SamplingInputs:
+    """The tensors of a plan. Stop tokens are padded to a multiple of 8 with -1, so that their number seldom matters."""
+    padded = list(stop_tokens) + [-1] * (max(8, -len(stop_tokens) % 8 + len(stop_tokens)) - len(stop_tokens))
+    return SamplingInputs(
+        torch.tensor(values or (0.0,), dtype=torch.float32, device=device),
+        row_keys(seed, rows, device),
+        torch.tensor(padded, device=device),
+    )
