@@ -6,7 +6,7 @@ mask's head axis: ``[B, T, N, view]``. Model code hands it through untouched and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,8 @@ from ..errors import UnsupportedError
 
 NAME = "decoders"
 KIND_ATTRIBUTE = "decoders_layer_kind"
+#: Queries of long blocks are attended to in stretches of so many: each looks no further than its own end.
+STRETCH = 64
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,41 @@ def build_mask(
     return torch.where(torch.stack(layers, dim=1), bias, torch.finfo(dtype).min)
 
 
+@dataclass(frozen=True)
+class MaskShape:
+    """How a mask was made; it hangs on the mask tensor as ``decoders_shape``, since model code hands nothing else through.
+
+    Attributes:
+        group: query heads per key head for which the mask's rows are repeated already.
+        latest: for blocks of several stretches, the largest slot of a node 0, and the number of leading nodes that see
+            nothing behind themselves; None: unknown.
+    """
+
+    group: int = 1
+    latest: tuple[int, int] | None = None
+
+    def note(self, query: Tensor, key: Tensor) -> None:
+        """Sees every layer's query and key heads."""
+
+
+@dataclass(frozen=True)
+class Probe(MaskShape):
+    """The mask of a trial pass. groups: query heads per key head that layers were found to have."""
+
+    groups: set[int] = field(default_factory=set)
+
+    def note(self, query: Tensor, key: Tensor) -> None:
+        self.groups.add(query.shape[1] // key.shape[1])
+
+
+def repeat_for_group(mask: Tensor, group: int) -> Tensor:
+    """``[B, T, N, view]`` → ``[B, T, group·N, view]``: the mask of queries that are packed as rows of one head."""
+    if group == 1:
+        return mask
+    rows, kinds, n, view = mask.shape
+    return mask.unsqueeze(2).expand(rows, kinds, group, n, view).reshape(rows, kinds, group * n, view)
+
+
 def tree_attention(
     module: nn.Module,
     query: Tensor,
@@ -109,7 +146,8 @@ def tree_attention(
     """Attention of ``N`` nodes over the cache, queries of a GQA group packed as rows of one head.
 
     Args:
-        query: ``[B, Hq, N, D]``. key, value: ``[B, Hkv, view, D]``. attention_mask: ``[B, T, N, view]`` additive.
+        query: ``[B, Hq, N, D]``. key, value: ``[B, Hkv, view, D]``. attention_mask: ``[B, T, N, view]`` additive, or
+            ``[B, T, group·N, view]`` (:func:`repeat_for_group`).
         softcap: ``cap·tanh(scores/cap)`` before the mask (gemma2). s_aux: ``[Hq]`` attention sinks (gpt-oss).
 
     Returns:
@@ -120,13 +158,32 @@ def tree_attention(
             f"{type(module).__name__} adds a position bias to its attention, which has no tree form here"
         )
     kind = getattr(module, KIND_ATTRIBUTE, 0)
+    mask, n = attention_mask[:, kind : kind + 1], query.shape[2]
+    shape = getattr(attention_mask, "decoders_shape", MaskShape())
+    shape.note(query, key)
+    if shape.latest is None:
+        return _attend(query, key, value, mask, shape.group, scaling, softcap, s_aux), None
+    latest, leading = shape.latest
+    stretches = []
+    for begin in range(0, n, STRETCH):
+        end = min(begin + STRETCH, n)
+        seen = mask.shape[-1] if end > leading else min(latest + end, mask.shape[-1])
+        part = query[:, :, begin:end], key[:, :, :seen], value[:, :, :seen], mask[:, :, begin:end, :seen]
+        stretches.append(_attend(*part, shape.group, scaling, softcap, s_aux))
+    return torch.cat(stretches, dim=1), None
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, repeated: int, scaling: float | None, softcap: float | None,
+    s_aux: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """One call of a kernel, ``[B, N, Hq, Dv]``. mask: ``[B, 1, …]``, its rows `repeated` so many times."""
     rows, q_heads, n, dim = query.shape
     kv_heads = key.shape[1]
     group = q_heads // kv_heads
     packed = query.reshape(rows, kv_heads, group * n, dim)
-    mask = attention_mask[:, kind : kind + 1]
-    if group > 1:
-        mask = mask.unsqueeze(2).expand(rows, 1, group, n, mask.shape[-1]).reshape(rows, 1, group * n, -1)
+    if repeated != group:
+        mask = repeat_for_group(mask, group)
     if softcap is None and s_aux is None:
         out = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
     else:
@@ -139,7 +196,7 @@ def tree_attention(
             scores = torch.cat([scores, sinks], dim=-1)
         probabilities = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
         out = probabilities @ value
-    return out.reshape(rows, q_heads, n, value.shape[-1]).transpose(1, 2).contiguous(), None
+    return out.reshape(rows, q_heads, n, value.shape[-1]).transpose(1, 2).contiguous()
 
 
 def register() -> None:

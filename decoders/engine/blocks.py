@@ -25,12 +25,15 @@ class NodeBlock:
         tree: of the ``N`` nodes; node 0 is each row's last committed token.
         view: ``[view]`` int64, ``range`` of the slots that attention looks at.
         masks: what a grammar allows after each node, if there is one.
+        text: how many tokens in front of node 0 are still to be read, and the largest slot of the first of them; the end of
+            the prompts is read by the first step.
     """
 
     guesses: Tensor
     tree: TreeTensors
     view: Tensor
     masks: Masks | None = None
+    text: tuple[int, int] = (0, 0)
 
 
 class Blocks:

@@ -15,7 +15,7 @@ from .blocks import NodeBlock
 from .cache import move_slots
 from .rows import Rows
 from .sampling import Masks, SamplingPlan, choose, process
-from .target import ForwardResult, Target
+from .target import ForwardResult, Target, after_text
 from .verify import Acceptance, draw, follow_matches
 
 
@@ -110,7 +110,15 @@ class Core:
         """The block's nodes ``[B, N]`` and the target's results for them."""
         base = rows.length - 1
         nodes = torch.cat([rows.tokens.gather(1, base[:, None]), block.guesses], dim=1)
-        return nodes, self.run(nodes, base, block.tree, rows.buffers, block.view.shape[0])
+        count, latest = block.text
+        if not count:
+            return nodes, self.run(nodes, base, block.tree, rows.buffers, block.view.shape[0])
+        begin = base - count
+        positions = begin[:, None] + torch.arange(count, device=base.device)
+        tokens = torch.cat([rows.tokens.gather(1, positions.clamp(min=0)), nodes], dim=1)
+        tree = after_text(count, block.tree)
+        view = block.view.shape[0]
+        return nodes, self.target.read(tokens, begin, tree, rows.buffers, view, latest, keep=nodes.shape[1])
 
     def commit(
         self,

@@ -13,7 +13,7 @@ from .blocks import NodeBlock
 from .core import Core, StepOutput
 from .rows import Rows
 from .sampling import Masks, SamplingPlan, choose, grammar_first, gumbel_noise, process
-from .target import ForwardResult, Target, causal_block
+from .target import ForwardResult, Target, after_text, causal_block
 
 
 @dataclass(frozen=True)
@@ -76,17 +76,10 @@ class DraftCore(Core):
         The growth is that of all ``N`` nodes of the block; its best continuations are those chosen.
         """
         guesses, tree, masks, view_range = drafted.guesses, drafted.tree, drafted.masks, drafted.view
-        u, n = unread.shape[0], guesses.shape[1] + 1
+        u = unread.shape[0]
         base = rows.length - 1 - u
         nodes = torch.cat([self._tail(rows, unread), guesses], dim=1)
-        head = causal_block(nodes.shape[0], u, nodes.device)
-        pad = torch.nn.functional.pad
-        index = torch.arange(u + n, device=nodes.device)
-        # What is in front of the root is seen by everything from the root on.
-        in_front = (index[:, None] >= u) & (index[None] < u)
-        visible = pad(tree.visible, (u, 0, u, 0)) | pad(head.visible, (0, n, 0, n)) | in_front
-        offsets = torch.cat([head.offsets, tree.offsets + u], dim=1)
-        block = TreeTensors(offsets, offsets, visible, visible)  # a forward pass reads offsets and sight only
+        block = after_text(u, tree)
         result = self.run(nodes, base, block, rows.buffers, view_range.shape[0])
         cut = ForwardResult(result.logits[:, u:, : self.vocab], result.hidden[:, u:])
         growth = self._grown(cut.logits, rows, (rows.length - rows.prompt_length)[:, None] + tree.offsets, masks)

@@ -103,7 +103,7 @@ class Drafter:
         self._name = model if isinstance(model, str) else model.config.name_or_path or type(model).__name__
         self.inner: list[Drafter] = []
         lengths = [len(prompt) for prompt in terms.prompts]
-        self.session.prefill(lengths, opened.reusable, terms.prefill_chunk)
+        self.session.prefill(lengths, opened.reusable, terms.prefill_chunk, leave=False)
         # Behind the prompts a draft's slots may hold other nodes than those accepted: they serve no other call.
         terms.stack.callback(self.session.keep, [length - 1 for length in lengths])
         if stage is not None:

@@ -142,7 +142,10 @@ class _Call:
         )
         self.session, self.blocks = opened.session, Blocks(self.batch, target.device)
         self._keys = sampling.keys.clone()
-        self.report.reused = self.session.prefill(self.lengths, opened.reusable, request.prefill_chunk)
+        leave = target.reads_ahead and target.device.type == "cpu" and request.new_tokens > 0  # a recorded step has one size
+        self.report.reused, self.unread = self.session.prefill(
+            self.lengths, opened.reusable, request.prefill_chunk, leave
+        )
         state = request.strategy.start(self._context())
         timings.prefill = laps.next()
 
@@ -248,7 +251,8 @@ class _Call:
         end = max(self.lengths) + guesses.shape[1] + 1
         self.session.reserve(end)
         self.report.nodes = max(self.report.nodes, guesses.shape[1] + 1)
-        return NodeBlock(guesses, tree, self.session.view(end)[0])
+        text, self.unread = (self.unread, max(self.lengths) - 1 - self.unread), 0
+        return NodeBlock(guesses, tree, self.session.view(end)[0], text=text)
 
     def _masked(self, draft: Draft, block: NodeBlock) -> NodeBlock:
         """`block` with what the grammars allow after each node, and without the draft tokens that they forbid."""

@@ -76,29 +76,32 @@ class Session:
             self.rows = self.rows.grown(slots_for(2 * length, self.target.flex))
             self._views.clear()
 
-    def prefill(self, lengths: list[int], reused: list[int], chunk: int) -> list[int]:
+    def prefill(self, lengths: list[int], reused: list[int], chunk: int, leave: bool) -> tuple[list[int], int]:
         """Stores keys and values of all prompt tokens but each row's last, which is node 0 of the first block.
 
         Args:
             lengths: tokens per prompt.
             reused: how many of each row's first slots hold its keys and values already.
             chunk: most tokens per row and pass.
+            leave: whether the last chunk is left to the first step, which then reads the weights once for both.
 
         Returns:
-            how many tokens of each row were not read again. Rows advance together, so one with little left to read
-            reads some of its tokens a second time.
+            how many tokens of each row are not read again, and how many in front of the last one are left unread. Rows
+            advance together, so one with little left to read reads some of its tokens a second time.
         """
         ends = [length - 1 for length in lengths]
         unread = max((end - kept for end, kept in zip(ends, reused, strict=True)), default=0)
         starts = [max(end - unread, 0) for end in ends]
+        left = (unread - 1) % chunk + 1 if leave and unread else 0
         rows = self.rows
         begin = torch.tensor(starts, device=rows.tokens.device)
-        for done in range(0, unread, chunk):
-            count = min(chunk, unread - done)
+        for done in range(0, unread - left, chunk):
+            count = min(chunk, unread - left - done)
             slots = begin[:, None] + torch.arange(done, done + count, device=begin.device)
-            view = self.view(max(starts) + done + count)[0].shape[0]
-            self.target.prefill(rows.tokens.gather(1, slots), begin + done, rows.buffers, view)
-        return starts
+            latest = max(starts) + done
+            view = self.view(latest + count)[0].shape[0]
+            self.target.prefill(rows.tokens.gather(1, slots), begin + done, rows.buffers, view, latest)
+        return starts, left
 
     def keep(self, lengths: list[int]) -> None:
         """Notes that the first so many tokens of each row have their keys and values in their slots."""

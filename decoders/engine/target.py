@@ -63,7 +63,9 @@ class Target:
         self.model.get_output_embeddings().register_forward_pre_hook(lambda _, args: self._head_inputs.append(args[0]))
         self.packing = pack(self.model)
         self.weights = Weights.of(model)
-        self.layout = probe_layout(self.model, len(self.kinds), self.flex)
+        self.layout, groups = probe_layout(self.model, len(self.kinds), self.flex)
+        self.group = groups.pop() if len(groups) == 1 else 1
+        self.reads_ahead = "logits_to_keep" in inspect.signature(self.model.forward).parameters
         self._head_inputs.clear()
         self.dtype = self.layout[0].dtype
         self.device = self.layout[0].device
@@ -80,8 +82,8 @@ class Target:
         """One pass over a block of nodes; writes their keys and values to slots ``base … base+N-1``.
 
         Args:
-            nodes: ``[B, N]`` int64 token ids; ids outside the vocabulary (-1, "no guess") are run as some token. If `tree` has
-                more nodes, these are its last ones, and the others have been run before.
+            nodes: ``[B, N]`` int64 token ids; ids outside the vocabulary (-1, "no draft token") are run as some token. If
+                `tree` has more nodes, these are its last ones, and the others have been run before.
             base: ``[B]`` int64, position and slot of the tree's node 0. Negative if a block starts before the row does:
                 the nodes in front of position 0 are run for nothing, in slots counted from the end of the cache.
             view: number of slots that attention looks at, at least ``base + N``.
@@ -89,22 +91,42 @@ class Target:
         output = self.model(**self._inputs(nodes, base, tree, buffers, view))
         return ForwardResult(output.logits.float(), self._head_inputs.pop())
 
-    def prefill(self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: int) -> None:
+    def read(
+        self, tokens: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: int, latest: int, keep: int
+    ) -> ForwardResult:
+        """As :meth:`forward`, for a block that begins with a stretch of text; results of its last `keep` nodes only.
+
+        Args:
+            latest: largest entry of `base`.
+        """
+        inputs = self._inputs(tokens, base, tree, buffers, view, (latest, tokens.shape[1] - keep))
+        output = self.model(**inputs, logits_to_keep=keep)
+        return ForwardResult(output.logits.float(), self._head_inputs.pop())
+
+    def prefill(self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: int, latest: int) -> None:
         """Writes the keys and values of ``tokens`` ``[B, N]`` to slots ``start …`` without computing logits."""
         tree = causal_block(*tokens.shape, tokens.device)
-        self.backbone(**self._inputs(tokens, start, tree, buffers, view))
+        self.backbone(**self._inputs(tokens, start, tree, buffers, view, (latest, tokens.shape[1])))
 
-    def _inputs(self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: int) -> dict:
+    def _inputs(
+        self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: int,
+        latest: tuple[int, int] | None = None,
+    ) -> dict:  # fmt: skip
         n = nodes.shape[1]
         slots = base[:, None] + torch.arange(tree.offsets.shape[1], device=nodes.device)[-n:]
         if self.flex:
             mask = flex.pack_mask(base, tree.offsets, tree.visible[:, -n:])
         else:
             mask = attention.build_mask(self.kinds, base, tree.offsets, tree.visible[:, -n:], view, self.dtype)
+            if latest is not None and n > attention.STRETCH:
+                mask.decoders_shape = attention.MaskShape(latest=latest)
+            elif self.group > 1:
+                mask = attention.repeat_for_group(mask, self.group)
+                mask.decoders_shape = attention.MaskShape(self.group)
         return dict(
             input_ids=nodes.clamp(0, self.embeddings - 1),
             attention_mask=mask,
-            # Guesses may reach past the context; the loop never commits them, but embeddings would be out of range.
+            # Draft tokens may reach past the context; the loop never commits them, but embeddings would be out of range.
             position_ids=(base[:, None] + tree.offsets[:, -n:]).clamp(0, self.max_positions - 1),
             past_key_values=SlotCache(buffers, slots, view),
             use_cache=True,
@@ -120,7 +142,7 @@ class Target:
         nodes = torch.tensor([[prompt[-1], 1, 2 % vocab, *branch]], device=device)
         buffers = CacheBuffers.allocate(self.layout, 1, 16)
         start = torch.zeros(1, dtype=torch.int64, device=device)
-        self.prefill(torch.tensor([prompt[:-1]], device=device), start, buffers, 8)
+        self.prefill(torch.tensor([prompt[:-1]], device=device), start, buffers, 8, 0)
         ours = self.forward(nodes, start + 2, tree.tensors(1, device), buffers, 8).logits[0, -1]
         reference = share_weights(model)  # as in evaluation, whatever mode the user's model is in
         plain = (
@@ -142,6 +164,19 @@ def causal_block(rows: int, n: int, device: torch.device) -> TreeTensors:
     visible = (index[:, None] >= index[None]).expand(rows, n, n)
     offsets = index.expand(rows, n)
     return TreeTensors((offsets - 1).clamp(min=0), offsets, visible, visible)
+
+
+def after_text(count: int, tree: TreeTensors) -> TreeTensors:
+    """`tree` with `count` tokens of text in front of its root, for a forward pass: offsets and visibility only."""
+    text = causal_block(tree.offsets.shape[0], count, tree.offsets.device)
+    n = count + len(tree)
+    index = torch.arange(n, device=tree.offsets.device)
+    pad = torch.nn.functional.pad
+    # What is in front of the root is seen by everything from the root on.
+    in_front = (index[:, None] >= count) & (index[None] < count)
+    visible = pad(tree.visible, (count, 0, count, 0)) | pad(text.visible, (0, len(tree), 0, len(tree))) | in_front
+    offsets = torch.cat([text.offsets, tree.offsets + count], dim=1)
+    return TreeTensors(offsets, offsets, visible, visible)
 
 
 def refuse_unfit(model: PreTrainedModel) -> None:
@@ -240,8 +275,8 @@ def _switches(module: nn.Module) -> Iterator[object]:
 
 
 @torch.no_grad()
-def probe_layout(model: PreTrainedModel, kinds: int, packed: bool) -> list[LayerSpec]:
-    """What each layer stores per token, learnt by running one token instead of reading configs."""
+def probe_layout(model: PreTrainedModel, kinds: int, packed: bool) -> tuple[list[LayerSpec], set[int]]:
+    """What each layer stores per token, and how many query heads share a key head, learnt by running one token."""
     probe = LayoutProbe()
     device = model.get_input_embeddings().weight.device
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
@@ -250,10 +285,11 @@ def probe_layout(model: PreTrainedModel, kinds: int, packed: bool) -> list[Layer
         one = torch.ones(1, 1, 1, dtype=torch.bool, device=device)
         mask = flex.pack_mask(torch.zeros(1, dtype=torch.int64, device=device), one[0].long() - 1, one)
     token = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    shape = mask.decoders_shape = attention.Probe()
     model(input_ids=token, attention_mask=mask, position_ids=token, past_key_values=probe, use_cache=True)
     if not probe.layouts or sorted(probe.layouts) != list(range(len(probe.layouts))):
         raise UnsupportedError(
             f"{type(model).__name__} stored keys and values for layers {sorted(probe.layouts)}: every layer must go through "
             "the cache. Call generate without strategy=."
         )
-    return [probe.layouts[i] for i in range(len(probe.layouts))]
+    return [probe.layouts[i] for i in range(len(probe.layouts))], shape.groups
