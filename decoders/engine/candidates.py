@@ -9,8 +9,18 @@ import torch
 from torch import Tensor
 
 from .sampling import (
-    GOLDEN, MIX_1, MIX_2, Masks, SamplingInputs, SamplingPlan, choose, gumbel_noise, noise_keys, noise_of, process,
-)  # fmt: skip
+    GOLDEN,
+    MIX_1,
+    MIX_2,
+    Masks,
+    SamplingInputs,
+    SamplingPlan,
+    gumbel_noise,
+    noise_keys,
+    noise_of,
+    process,
+)
+from .sampling import choose as choose_of_all
 from .selection import NEVER, Operations, Selection, by_reference, first_largest, largest, select
 
 #: Vocabularies up to this are drawn from with the noise of all their tokens.
@@ -45,7 +55,7 @@ class Candidates:
         """The token after each node, ``[B, N]`` int64, as :func:`~decoders.engine.sampling.choose` says."""
         if self.tokens is None:
             if not host_reads(self.scores):
-                return choose(self.scores, plan, inputs, positions)
+                return choose_of_all(self.scores, plan, inputs, positions)
             return _draw(self.scores, inputs.keys, positions) if plan.sample else first_largest(self.scores)
         noisy = self._noisy(self.tokens, plan, inputs, positions)
         best = noisy.amax(-1, keepdim=True)
@@ -53,14 +63,14 @@ class Candidates:
         token = torch.where(tied, self.tokens, self.vocab).amin(-1)
         if self.selection is not None:
             # Whatever is in doubt, the draw is certain if its token is not.
-            doubtful = self.selection.open | (self.selection.unsure & (self.tokens == token[..., None]).flatten(0, 1)).any(-1)
+            doubtful = self.selection.open | (
+                self.selection.unsure & (self.tokens == token[..., None]).flatten(0, 1)
+            ).any(-1)
             if bool(doubtful.any()):
                 return self._settled(doubtful).choose(plan, inputs, positions)
         return torch.where(best[..., 0] > NEVER, token, 0)
 
-    def best(
-        self, count: int, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def best(self, count: int, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The `count` best tokens of every node, ``[B, N, C]`` int64, and their log-probabilities, float32.
 
         Both of ``softmax(scores + noise)``, noise 0 when greedy.
@@ -75,7 +85,7 @@ class Candidates:
                 return top.indices, top.values
             values, tokens = largest(noisy.reshape(-1, self.vocab), count)
             values, tokens = values.view(*noisy.shape[:2], count), tokens.view(*noisy.shape[:2], count)
-            return tokens, values - noisy.logsumexp(-1, keepdim=True)
+            return tokens, values - values[..., :1] - _log_total(noisy, values[..., :1])
         noisy = settled._noisy(settled.tokens, plan, inputs, positions)
         # What is ruled out comes after everything else, but before columns without a token.
         rank = noisy.clamp(min=torch.finfo(noisy.dtype).min).masked_fill(settled.tokens < 0, NEVER)
@@ -90,7 +100,9 @@ class Candidates:
             own = scores.gather(-1, tokens[..., None])[..., 0].float()
         else:
             own = scores.masked_fill(settled.tokens != tokens[..., None], NEVER).amax(-1)
-        return own - scores.float().logsumexp(-1)
+        scores = scores.float()
+        best = scores.amax(-1, keepdim=True)
+        return own - best[..., 0] - _log_total(scores, best)[..., 0]
 
     def dense(self) -> Tensor:
         """``[B, N, V]`` float32, ``-inf`` for what is ruled out."""
@@ -115,7 +127,9 @@ class Candidates:
     def _settled(self, doubtful: Tensor) -> Candidates:
         assert self.selection is not None and self.reference is not None
         index = doubtful.nonzero()[:, 0]
-        return _selected(self.selection.put(index, self.reference(index)), self.scores.shape[:2], self.vocab, self.reference)
+        return _selected(
+            self.selection.put(index, self.reference(index)), self.scores.shape[:2], self.vocab, self.reference
+        )
 
     def _noisy(self, tokens: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor) -> Tensor:
         return self.scores + noise_of(inputs.keys, positions, tokens) if plan.sample else self.scores
@@ -134,13 +148,13 @@ def candidates(
         at_least: fewest tokens to give per node, those that are ruled out included.
     """
     names, values = plan.operations, inputs.values
-    ends = names[:1] == ("min_new_tokens",)
-    operations: Operations = [(name, values[i]) for i, name in enumerate(names)][int(ends) :]
-    if not host_reads(logits) or "min_new_tokens" in names[1:]:
+    ends = sum(name == "min_new_tokens" for name in names)
+    operations: Operations = [(name, values[i]) for i, name in enumerate(names)][ends:]
+    if not host_reads(logits) or "min_new_tokens" in names[ends:]:
         return Candidates.whole(process(logits, plan, inputs, positions, masks))
     legal = logits if masks is None else _allowed(logits, masks)
-    if ends and bool((positions < values[0]).any()):
-        legal = _without_ends(legal, values[0], inputs, positions)
+    if ends and bool((positions < values[:ends].amax()).any()):
+        legal = _without_ends(legal, values[:ends].amax(), inputs, positions)
         if masks is not None and bool((legal.amax(-1) == NEVER).any()):
             return Candidates.whole(process(logits, plan, inputs, positions, masks))
     if all(name == "temperature" for name, _ in operations):
@@ -158,6 +172,11 @@ def candidates(
 def host_reads(tensor: Tensor) -> bool:
     """Whether Python may look at values without waiting: on a CPU, outside of traced code."""
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _log_total(scores: Tensor, best: Tensor) -> Tensor:
+    """Logarithm of the sum of exponentials less `best` ``[..., 1]``: log-softmax's way, precise where scores are large."""
+    return (scores - best).exp_().sum(-1, keepdim=True).log_()
 
 
 def _selected(

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from .sampling import OPERATIONS
 
-#: How many tokens are tried, one after the other, before a row goes to the reference.
-SIZES = (64, 1024, 8192)
+#: How many of the largest are looked at first: mostly enough.
+FIRST = 64
 #: Tokens that share one maximum in the search for the largest.
 BLOCK = 64
 #: Half the distance from 1 to the next float32: the largest relative error of one operation.
@@ -81,12 +81,12 @@ def largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return top.values, top.indices
     blocked = scores[:, : blocks * BLOCK].unflatten(-1, (blocks, BLOCK))
     best = blocked.amax(-1).topk(count, sorted=False).indices  # [R, count]
-    pool = blocked.gather(1, best[..., None].expand(-1, -1, BLOCK)).flatten(1)
-    tokens = (best[..., None] * BLOCK + torch.arange(BLOCK)).flatten(1)
-    rest = torch.arange(blocks * BLOCK, vocab).expand(len(scores), -1)
-    pool, tokens = torch.cat([pool, scores[:, blocks * BLOCK :]], -1), torch.cat([tokens, rest], -1)
+    row = torch.arange(len(scores))[:, None]
+    pool = torch.cat([blocked[row, best].flatten(1), scores[:, blocks * BLOCK :]], -1)
     top = pool.topk(count)
-    return top.values, tokens.gather(1, top.indices)
+    inside = best.gather(1, (top.indices // BLOCK).clamp(max=count - 1)) * BLOCK + top.indices % BLOCK
+    behind = top.indices + (blocks - count) * BLOCK  # the vocabulary's end, which fills no block
+    return top.values, torch.where(top.indices < count * BLOCK, inside, behind)
 
 
 def first_largest(scores: Tensor) -> Tensor:
@@ -132,7 +132,11 @@ def by_reference(scores: Tensor, operations: Operations, at_least: int) -> Selec
     """What :func:`select` finds, from the operations' own definitions."""
     dense = scores.float()
     for name, value in operations:
-        dense = OPERATIONS[name](dense, value)
+        if name == "top_k":  # the k-th is what it is, sorted or not
+            kth = largest(dense, min(max(int(value), 1), dense.shape[-1]))[0][:, -1:]
+            dense = dense.masked_fill(dense < kth, NEVER)
+        else:
+            dense = OPERATIONS[name](dense, value)
     count = max(int((dense > NEVER).sum(-1).amax()), min(at_least, dense.shape[-1]))
     return _sure(*largest(dense, count))
 
@@ -148,7 +152,7 @@ def _top_k_of(scores: Tensor, scale: list[Tensor], k: int, at_least: int) -> Sel
     """Everything that ties with the k-th is kept. Dividing is monotone, so it can follow the selection."""
     vocab = scores.shape[-1]
     k = min(max(k, 1), vocab)
-    count = max(SIZES[0], at_least, k + k // 8 + 8)
+    count = max(FIRST, at_least, k + k // 8 + 8)
     while True:
         values, tokens = largest(scores, count)
         values = _scaled(values, scale)
@@ -165,27 +169,38 @@ def _top_k(selection: Selection, value: Tensor) -> Selection:
     return replace(selection, scores=scores.masked_fill(scores < scores.topk(k).values[:, -1:], NEVER))
 
 
-def _try_sizes(
-    whole: Tensor, order: Tensor, at_least: int, decide: Callable[[Tensor, Tensor, Tensor, bool], Selection]
-) -> Selection:
-    """Decides among the first of `order` ``[R, V]``, larger ones first, and among more of them for rows left open.
+def _enough(
+    whole: Tensor, order: Tensor, probabilities: Tensor, wanted: float, at_least: int,
+    decide: Callable[[Tensor, Tensor, Tensor, bool], Selection],
+) -> Selection:  # fmt: skip
+    """Decides among the first of `order` ``[R, V]``, larger ones first: a few, and where these do not do, as many as must be.
 
     Args:
-        decide: takes the scores ``[Q, K]`` and tokens of some rows, their index ``[Q]``, and whether that is all there is.
+        wanted: how much probability tokens must have to be enough.
+        decide: takes the scores ``[Q, K]`` of some rows, the tokens, the rows ``[Q, 1]`` and whether that is all there is.
+            In columns that a row does not use the score is ``-inf`` and the token -1.
     """
     vocab = whole.shape[-1]
-    index = torch.arange(len(whole))
-    selection: Selection | None = None
-    for size in SIZES:
-        count = min(max(size, at_least), vocab)
-        tokens = largest(order if selection is None else order[index], count)[1]
-        decided = decide(whole[index[:, None], tokens], tokens, index, count == vocab)
-        selection = decided if selection is None else selection.put(index, decided)
-        index = selection.open.nonzero()[:, 0]
-        if not len(index) or count == vocab:
-            break
-    assert selection is not None
+    count = min(max(FIRST, at_least), vocab)
+    tokens = largest(order, count)[1]
+    index = torch.arange(len(whole))[:, None]
+    selection = decide(whole[index, tokens], tokens, index, count == vocab)
+    if count < vocab and bool(selection.open.any()):
+        index = selection.open.nonzero()
+        rows = [_first(order[row], probabilities[row], wanted) for row in index[:, 0].tolist()]
+        tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
+        scores = whole[index, tokens.clamp(min=0)].masked_fill(tokens < 0, NEVER)
+        selection = selection.put(index[:, 0], decide(scores, tokens, index, False))
     return selection
+
+
+def _first(order: Tensor, probabilities: Tensor, wanted: float) -> Tensor:
+    """``[K]`` tokens, the first of `order` ``[V]``, in order, which have `wanted` of the probability or a little more."""
+    bins = (order - order.amax()).mul_(32).add_(1023).clamp_(min=0).int()
+    mass = torch.bincount(bins, weights=probabilities, minlength=1024)
+    last = 1023 - int((mass.flip(0).cumsum(0) < wanted).sum())
+    tokens = (bins >= last - 1).nonzero()[:, 0]  # one more: no border is where a bin ends
+    return tokens[order[tokens].argsort(descending=True)]
 
 
 def _top_p_of(whole: Tensor, value: Tensor, at_least: int) -> Selection:
@@ -195,10 +210,10 @@ def _top_p_of(whole: Tensor, value: Tensor, at_least: int) -> Selection:
     total = torch.stack([row.sum(dtype=torch.float64) for row in probabilities])
 
     def decide(scores: Tensor, tokens: Tensor, index: Tensor, everything: bool) -> Selection:
-        share = probabilities[index[:, None], tokens].double() / total[index, None]
+        share = probabilities[index, tokens.clamp(min=0)].masked_fill(tokens < 0, 0).double() / total[index]
         return _nucleus(scores, tokens, share, 0 if everything else vocab, value)
 
-    return _try_sizes(whole, whole, at_least, decide)
+    return _enough(whole, whole, probabilities, 1 - float(value) + 1e-4, at_least, decide)
 
 
 def _top_p(selection: Selection, value: Tensor) -> Selection:
@@ -246,18 +261,15 @@ def _nucleus(scores: Tensor, tokens: Tensor, share: Tensor, outside: int, value:
 
 
 def _min_p_of(whole: Tensor, value: Tensor, at_least: int) -> Selection:
+    """The reference's own comparison, taken of all tokens; only what it leaves is looked for."""
+    vocab = whole.shape[-1]
     probabilities = whole.softmax(-1)
     limit = value * probabilities.amax(-1, keepdim=True)
-
-    def decide(scores: Tensor, tokens: Tensor, index: Tensor, everything: bool) -> Selection:
-        own = probabilities[index[:, None], tokens]  # the reference's own numbers
-        kept = own >= limit[index]
-        kept[:, 0] = True
-        # exp is monotone but for its last bits.
-        more = own[:, -1] >= limit[index, 0] * (1 - 1e-5)
-        return replace(_sure(scores.masked_fill(~kept, NEVER), tokens), open=more & (not everything))
-
-    return _try_sizes(whole, whole, at_least, decide)
+    dropped = probabilities < limit
+    dropped.scatter_(1, first_largest(whole)[:, None], False)
+    count = vocab - int(dropped.sum(-1).amin())
+    values, tokens = largest(whole, max(count, min(at_least, vocab)))
+    return _sure(values.masked_fill(dropped.gather(1, tokens), NEVER), tokens)
 
 
 def _min_p(selection: Selection, value: Tensor) -> Selection:
@@ -268,9 +280,7 @@ def _min_p(selection: Selection, value: Tensor) -> Selection:
     kept = (probabilities >= limit) | best
     # Both sides are divided by one sum, here and there: what differs is how the quotients are rounded.
     close = ((probabilities - limit).abs() <= 1e-6 * limit) & ~best & (scores > NEVER)
-    return replace(
-        selection, scores=scores.masked_fill(~(kept | close), NEVER), unsure=selection.unsure | close
-    )
+    return replace(selection, scores=scores.masked_fill(~(kept | close), NEVER), unsure=selection.unsure | close)
 
 
 def _typical_p_of(whole: Tensor, value: Tensor, at_least: int) -> Selection:
@@ -281,13 +291,13 @@ def _typical_p_of(whole: Tensor, value: Tensor, at_least: int) -> Selection:
     near = (-logp - entropy).abs().neg()  # the reference's own numbers
 
     def decide(scores: Tensor, tokens: Tensor, index: Tensor, everything: bool) -> Selection:
-        share = probabilities[index[:, None], tokens].double()
+        share = probabilities[index, tokens.clamp(min=0)].masked_fill(tokens < 0, 0).double()
         # The largest may come first in this order: then every addition is off by up to 2^-24 of the whole.
         margin = value.double() * _ROUNDING * (2 * vocab / _LANES + 64)
-        surprise = -near[index[:, None], tokens]
+        surprise = -near[index, tokens.clamp(min=0)].masked_fill(tokens < 0, NEVER)
         return _typical(scores, tokens, surprise, torch.zeros(1), share, margin, everything, value)
 
-    return _try_sizes(whole, near, at_least, decide)
+    return _enough(whole, near, probabilities, float(value) + 2e-3, at_least, decide)
 
 
 def _typical_p(selection: Selection, value: Tensor) -> Selection:
