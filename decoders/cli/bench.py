@@ -213,8 +213,8 @@ def by_strategy(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return settings
 
 
-def numbers(text: str) -> list[int]:
-    """``"1,4"`` as numbers.
+def numbers(text: str, said: str = "--batch takes batch sizes such as 1,4") -> list[int]:
+    """``"1,4"`` as numbers; `said` begins the message if they are none.
 
     Raises:
         SettingsError: anything but positive whole numbers.
@@ -224,7 +224,7 @@ def numbers(text: str) -> list[int]:
     except ValueError:
         found = []
     if not found or min(found) < 1:
-        raise SettingsError(f"--batch takes batch sizes such as 1,4, not {text!r}")
+        raise SettingsError(f"{said}, not {text!r}")
     return list(dict.fromkeys(found))
 
 
