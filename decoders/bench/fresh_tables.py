@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from .shapes import RANDOM_WEIGHTS
 from .tables import _table, shown, size
 
 
@@ -25,15 +26,11 @@ def fresh_tables(runs: Sequence[Mapping[str, Any]]) -> list[Table]:
     errors = [Text(f"{run['way']}: {run['error']}", style="red") for run in runs if "error" in run]
     lines = [
         *errors,
-        *([Text(NOISE)] if runs[0]["shape"] else []),
+        *([Text(RANDOM_WEIGHTS)] if runs[0]["shape"] else []),
         *(Text(line) for run in whole for line in remarks(run)),
     ]
     tables[-1].caption, tables[-1].caption_justify = Text("\n").join(lines), "left"
     return tables
-
-
-#: What must be known about shapes.
-NOISE = "Random weights: times and memory are those of the real model, how often drafts are accepted means nothing."
 
 
 def calls_table(runs: Sequence[Mapping[str, Any]], title: str) -> Table:

@@ -18,6 +18,10 @@ from .contestants import Workload
 
 #: Random numbers that weights are taken from, over and over. A prime: no two rows of a matrix are the same.
 BLOCK = 4_194_301
+#: What must be known about figures of shapes.
+RANDOM_WEIGHTS = (
+    "Random weights: times and memory are those of the real model, how often drafts are accepted means nothing."
+)
 #: Standard deviation of the weights.
 SCALE = 0.02
 

@@ -46,6 +46,21 @@ def load(name: str, dtype: str = "float32") -> tuple[PreTrainedModel, PreTrained
     return _placed(model), tokenizer
 
 
+def load_shape(name: str, dtype: str = "float32") -> PreTrainedModel:
+    """A model of a shape with random weights, on CUDA if there is one.
+
+    Raises:
+        UnknownNameError: no such shape or dtype.
+    """
+    if dtype not in DTYPES[1:]:
+        raise UnknownNameError("dtype", dtype, DTYPES[1:])
+    import torch
+
+    from ..bench.shapes import build
+
+    return _placed(build(name, getattr(torch, dtype)))
+
+
 def load_assistant(name: str | None, model: str, dtype: str, needed: bool) -> PreTrainedModel | None:
     """The draft model: `name` if given; the demo's own draft where one is `needed` beside the demo `model`."""
     if name is not None and name != DEMO:
