@@ -12,8 +12,10 @@ from .call import Call, decode
 from .contestants import Contestant, Sampling, Workload, strategy_contestants, transformers_contestants, workloads
 from .interleave import Entry, Sample, calls, measure, rotation, take_turns, warm_up
 from .records import Record, Spread, summarise
+from .shapes import random_workloads
 
 __all__ = [
     "Call", "Contestant", "Entry", "Record", "Sample", "Sampling", "Spread", "Workload", "calls", "decode", "measure",
-    "rotation", "strategy_contestants", "summarise", "take_turns", "transformers_contestants", "warm_up", "workloads",
+    "random_workloads", "rotation", "strategy_contestants", "summarise", "take_turns", "transformers_contestants",
+    "warm_up", "workloads",
 ]  # fmt: skip

@@ -18,6 +18,8 @@ from ..names import canonical
 from ..plugins import registry
 from ..settings import RuntimeSettings, load_settings
 from .grammar_subjects import subjects
+from .prompts import Content, encode
+from .tiers import runtime
 from .variants import Variant, assistant_tokens, parse
 
 #: transformers' generate with its dynamic cache: what every ratio refers to, and greedy "identical" too.
@@ -115,9 +117,9 @@ class Contestant:
 
 
 def workloads(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[tuple[str, str, str]], rows: int = 1
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[tuple[str, str, Content]], rows: int = 1
 ) -> list[Workload]:
-    """Workloads of `rows` prompts each from ``(name, kind, text)``; prompts of one kind stay together.
+    """Workloads of `rows` prompts each from ``(name, kind, text or messages)``; prompts of one kind stay together.
 
     The last workload of a kind is filled up from the kind's first prompts, so that all have the same number of rows.
     """
@@ -126,7 +128,7 @@ def workloads(
         own = [(name, text) for name, other, text in texts if other == kind]
         for start in range(0, len(own), rows):
             chosen = [own[i % len(own)] for i in range(start, start + rows)]
-            encoded = [tokenizer(text)["input_ids"] for _, text in chosen]
+            encoded = [encode(tokenizer, text) for _, text in chosen]
             longest = max(map(len, encoded))
             ids = torch.tensor([[0] * (longest - len(tokens)) + tokens for tokens in encoded])
             mask = torch.tensor([[0] * (longest - len(tokens)) + [1] * len(tokens) for tokens in encoded])
@@ -204,7 +206,8 @@ def strategy_contestants(
     """Registered strategies, all or those of `names`. Enables `model`.
 
     A name may carry settings, ``speculative[length=2]``, and be there several times with other ones; ``verifier=…`` among
-    them names the verifier, ``grammar=…`` a grammar of the library or a file with one. ``a+b`` merges, each part with
+    them names the verifier, ``grammar=…`` a grammar of the library or a file with one, ``compile=false`` the uncompiled tier.
+    Prompts are read anew in every call, unless `decoders_config` says otherwise. ``a+b`` merges, each part with
     brackets of its own. When sampling, plain decoding comes first: it is what the others are compared with.
 
     Args:
@@ -262,7 +265,11 @@ def _contestant(
         impossible = str(error)  # a required setting was not given
     rule = variant.verifier or load_settings(RuntimeSettings, None, {}, {}, sections=registry().strategies()).verifier
     verifier = _generate.resolve_verifier(rule)
-    arguments: dict[str, Any] = {"strategy": name, "verifier": rule, "decoders_config": dict(decoders_config)}
+    # Every repeat has the same prompt: kept from the call before it would cost nothing, and comparing would mean nothing.
+    loop = (
+        runtime(reuse=False) | dict(decoders_config) | ({} if variant.compile is None else {"compile": variant.compile})
+    )
+    arguments: dict[str, Any] = {"strategy": name, "verifier": rule, "decoders_config": loop}
     if config:
         arguments["strategy_config"] = config
     # Asked of the object: one with a draft_model of its own needs no other beside it, and takes none.

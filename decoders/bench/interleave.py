@@ -6,6 +6,7 @@ ran after the same neighbour would inherit its caches.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,8 +17,10 @@ from ..errors import DecodersError
 from ..report import Report, Stage
 from .call import decode as _decode
 from .contestants import Contestant, Workload
-from .memory import PeakMemory
+from .memory import PeakMemory, resident
+from .stamps import stamped
 from .streams import Decode, PutCounter, first_token, forwards, written
+from .tiers import compiled_share
 
 T = TypeVar("T")
 Progress = Callable[[str], None]
@@ -31,6 +34,7 @@ class Sample:
         repeat: which round. position: place in that round's order.
         seconds: of the whole call without `compile_seconds`. new_tokens: of all rows.
         first_token: from the start of a call to its first token, from a call of its own that is cut off there.
+        prompt_tokens: of the longest row. compiled_share: of the steps, in the compiled tier.
         steps, prefill, propose, mask, core, observe, host, overhead, accepted_lengths, stages: from our report; None (no
             stages) for transformers. draft_passes: of the draft models that the strategy asks itself.
     """
@@ -54,11 +58,19 @@ class Sample:
     accepted_lengths: list[int] | None = None
     draft_passes: int | None = None
     stages: list[Stage] = field(default_factory=list)
+    prompt_tokens: int | None = None
+    compiled_share: float | None = None
 
 
 @dataclass(frozen=True)
 class Warmup:
-    """The first two calls: seconds each took, and what was compiled in each."""
+    """The first two calls: seconds each took, and what was compiled in each.
+
+    Attributes:
+        first_token: seconds from the start of the first call to its first token, compilation included.
+        memory_added: bytes by which the two calls made the process larger; None where the system does not tell.
+        pack_seconds, background_seconds: for packing weights, and for compiling beside a call that went on, as reported.
+    """
 
     first_call: float
     second_call: float
@@ -68,6 +80,10 @@ class Warmup:
     peak_memory: int | None
     memory_kind: str
     cache_bytes: int | None
+    first_token: float | None = None
+    memory_added: int | None = None
+    pack_seconds: float | None = None
+    background_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -157,9 +173,11 @@ def take_turns(
     progress: Progress = lambda what: None,
     decode: Decode = _decode,
     first_tokens: bool = True,
-) -> None:
+    deadline: float | None = None,
+) -> int:
     """One untimed call per workload (what is written, warm caches for its shape), then `repeats` timed rounds over all
-    workloads, in each of which the contestants run in another order.
+    workloads, in each of which the contestants run in another order. Returns the rounds taken: after `deadline`, of
+    ``time.monotonic``, no other one than the first begins.
     """
     for workload in workloads:
         for entry in entries:
@@ -167,11 +185,14 @@ def take_turns(
             _attempt(entry, partial(_check, entry, workload, new_tokens, decode))
     turn = 0
     for repeat in range(repeats):
+        if repeat and deadline is not None and time.monotonic() > deadline:
+            return repeat
         for workload in workloads:
             for position, entry in enumerate(rotation(entries, turn)):
                 progress(f"{entry.contestant.name} · round {repeat + 1} of {repeats}")
                 _attempt(entry, partial(_sample, entry, workload, repeat, position, new_tokens, decode, first_tokens))
             turn += 1
+    return repeats
 
 
 def _attempt(entry: Entry, action: Callable[[], None]) -> None:
@@ -191,16 +212,22 @@ def calls(contestants: int, workloads: int, repeats: int) -> int:
 
 
 def _warm_up(entry: Entry, workload: Workload, new_tokens: int, decode: Decode) -> None:
-    first = decode(entry.contestant, workload, new_tokens)
+    before = resident()
+    first, stamps = stamped(entry.contestant, workload, new_tokens, decode)
     with PeakMemory(entry.contestant.model.device) as memory:
         second = decode(entry.contestant, workload, new_tokens)
     # transformers does not say how long it compiled: what the first call took longer, if it compiled at all.
     compiling = first.compile_seconds
     if first.report is None and first.compilations:
         compiling = max(first.seconds - second.seconds, 0.0)
+    after = resident()
+    timings = None if first.report is None else first.report.timings
     entry.warmup = Warmup(
         first.seconds, second.seconds, compiling, first.compilations, second.compilations, memory.bytes, memory.kind,
         second.report.peak_memory if second.report is not None and memory.kind != "device" else None,
+        stamps["first_token"], None if before is None or after is None else max(after - before, 0),
+        getattr(timings, "pack", None),  # plain once Timings.pack exists
+        getattr(timings, "background", None),  # plain once Timings.background exists
     )  # fmt: skip
 
 
@@ -224,14 +251,14 @@ def _sample(
     call = decode(contestant, workload, new_tokens)
     count = sum(map(len, written(contestant, workload, call.sequences)))
     first = first_token(contestant, workload, new_tokens, decode) if first_tokens else None
-    parts: dict[str, Any] = {}
+    parts: dict[str, Any] = {"prompt_tokens": workload.input_ids.shape[1]}
     if (report := call.report) is not None:
         t = report.timings
-        parts = dict(
+        parts |= dict(
             steps=report.steps, prefill=t.prefill, propose=t.propose, mask=t.mask, core=t.core, observe=t.observe,
             host=t.host,
             overhead=report.overhead, accepted_lengths=report.accepted_lengths, draft_passes=draft_passes(report),
-            stages=report.stages,
+            stages=report.stages, compiled_share=compiled_share(report),
         )  # fmt: skip
     entry.samples.append(
         Sample(

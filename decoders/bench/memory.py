@@ -41,6 +41,19 @@ class PeakMemory:
             self.bytes = int(line.split()[1]) * 1024 if line else None
 
 
+def resident() -> int | None:
+    """Bytes of this process that are in memory now; None where the system does not tell.
+
+    Pages that were freed and not given back to the system count: it is what others cannot have.
+    """
+    gc.collect()
+    try:
+        lines = _STATUS.read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:")), None)
+
+
 class _Mallinfo(ctypes.Structure):
     """``struct mallinfo2`` of glibc."""
 

@@ -38,8 +38,8 @@ def plot(records: Sequence[Record], path: Path) -> None:
     figure_of = figure_class()
     usable = [r for r in records if r.tokens_per_second is not None]
     panels = [
-        (f"{kind}, {batch} row{'s' if batch > 1 else ''}, {dtype}", list(group))
-        for (dtype, batch, kind), group in groupby(usable, key=lambda r: (r.dtype, r.batch, r.kind))
+        (f"{model + ', ' if model else ''}{kind}, {batch} row{'s' if batch > 1 else ''}, {dtype}", list(group))
+        for (model, dtype, batch, kind), group in groupby(usable, key=lambda r: (r.model, r.dtype, r.batch, r.kind))
     ]
     if not panels:
         raise PlotError("nothing to plot: no contestant finished")

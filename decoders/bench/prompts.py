@@ -1,13 +1,23 @@
-"""Made-up prompts at the two ends of what drafting can meet: text whose continuation is obvious, and random bytes.
+"""Prompts: what people ask of chat models, and made-up ones at the two ends of what drafting can meet.
 
-They ask how a strategy behaves where every guess is right and where none is; real prompts lie in between.
+Text whose continuation is obvious and random bytes ask how a strategy behaves where every guess is right and where none
+is; instructions lie in between.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import string
 from collections.abc import Callable
+from importlib import resources
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+#: A text to go on with, or what was said so far, for a chat template.
+Content = str | list[dict[str, str]]
 
 #: Characters of a random prompt.
 LENGTH = 160
@@ -36,3 +46,29 @@ def noise() -> list[str]:
 
 #: Kind of prompt to what makes its texts.
 MADE_UP: dict[str, Callable[[], list[str]]] = {"predictable": predictable, "random": noise}
+
+#: Kinds of instructions.
+INSTRUCTIONS = ("edit", "summary", "extract", "chat", "code", "list")
+
+
+def instructions(kind: str) -> list[tuple[str, str, Content]]:
+    """(name, kind, messages) of the instructions of a kind that come with this package."""
+    lines = resources.files(__package__).joinpath("instructions.jsonl").read_text(encoding="utf-8").splitlines()
+    every = [json.loads(line) for line in lines]
+    return [(item["id"], item["kind"], item["messages"]) for item in every if item["kind"] == kind]
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, content: Content) -> list[int]:
+    """Tokens of a prompt: messages through the chat template, or as bare text where the tokenizer has none."""
+    if isinstance(content, str) or not tokenizer.chat_template:
+        return list(tokenizer(bare(content))["input_ids"])
+    # The template writes the special tokens itself.
+    text = tokenizer.apply_chat_template(content, tokenize=False, add_generation_prompt=True)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def bare(content: Content) -> str:
+    """What is said in a prompt, without a template."""
+    if isinstance(content, str):
+        return content
+    return "\n\n".join(message["content"] for message in content) + "\n\n"

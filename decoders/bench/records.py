@@ -84,6 +84,11 @@ class Record:
         first_call, second_call: seconds of the first two calls, on one prompt of the run. compilations: graphs
             compiled in the first call, recompilations: in all later ones.
         peak_memory: bytes, of `memory_kind` "device" or "process". cache_bytes: of the loop's key-value cache.
+        model: what was measured, as it was named; random_weights: a shape, whose acceptance means nothing.
+        prompt_tokens: the median prompt's. prefill: seconds of reading it. compiled_share: of the steps, in the compiled
+            tier. cold_first_token: seconds to the first token of the first call, compilation included, on one prompt of
+            the run. memory_added: bytes by which the first two calls made the process larger; whoever comes first pays
+            for what all share. pack_seconds, background_seconds: of the first call, see :class:`~decoders.report.Timings`.
         bandwidth_fraction: bytes of the target's weights, read once per step, over the core's (for transformers: the
             step's) time, relative to the measured copy bandwidth. Above 1 the weights stay in a cache.
     """
@@ -122,14 +127,25 @@ class Record:
     weight_bytes: int | None = None
     bandwidth_fraction: float | None = None
     samples: list[Sample] = field(default_factory=list)
+    model: str = ""
+    random_weights: bool = False
+    prompt_tokens: float | None = None
+    prefill: Spread | None = None
+    compiled_share: float | None = None
+    cold_first_token: float | None = None
+    memory_added: int | None = None
+    pack_seconds: float | None = None
+    background_seconds: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-safe."""
         return asdict(self)
 
 
-def summarise(entries: Sequence[Entry], bandwidth: float | None = None) -> list[Record]:
-    """One record per entry and kind; `bandwidth` of the device in bytes per second."""
+def summarise(
+    entries: Sequence[Entry], bandwidth: float | None = None, model: str = "", random_weights: bool = False
+) -> list[Record]:
+    """One record per entry and kind; `bandwidth` of the device in bytes per second, `model` as it is to be called."""
     records = []
     for entry in entries:
         contestant = entry.contestant
@@ -138,7 +154,9 @@ def summarise(entries: Sequence[Entry], bandwidth: float | None = None) -> list[
         if contestant.grammar:
             same = _beside(entry, entries, PLAIN, contestant.grammar) or same
         for kind in dict.fromkeys(entry.kind_of.values()):
-            records.append(_record(entry, kind, beside, same, bandwidth))
+            record = _record(entry, kind, beside, same, bandwidth)
+            record.model, record.random_weights = model, random_weights
+            records.append(record)
     return records
 
 
@@ -170,6 +188,11 @@ def _record(entry: Entry, kind: str, beside: Entry | None, same: Entry | None, b
         theirs = _per_repeat([s for s in beside.samples if s.workload in names])
         record.ratio = Spread.of([speeds[r] / theirs[r] for r in speeds if r in theirs])
     record.first_token = _first_tokens(record.samples)
+    lengths = [s.prompt_tokens for s in record.samples if s.prompt_tokens is not None]
+    record.prompt_tokens = median(lengths) if lengths else None
+    record.prefill = Spread.of([s.prefill for s in record.samples if s.prefill is not None])
+    steps = [(s.compiled_share, s.steps) for s in record.samples if s.compiled_share is not None and s.steps]
+    record.compiled_share = sum(share * n for share, n in steps) / sum(n for _, n in steps) if steps else None
     _count(record, [entry.checks[name] for name in names])
     record.step_ms = _step_times(record.samples, {name: entry.checks[name].steps for name in names})
     if record.step_ms is not None and record.step_ms.core is not None and record.step_ms.total:
@@ -183,6 +206,8 @@ def _record(entry: Entry, kind: str, beside: Entry | None, same: Entry | None, b
         record.compile_seconds, record.compilations = w.compile_seconds, w.compilations
         record.recompilations = w.second_compilations + sum(s.compilations for s in entry.samples)
         record.peak_memory, record.memory_kind, record.cache_bytes = w.peak_memory, w.memory_kind, w.cache_bytes
+        record.cold_first_token, record.memory_added = w.first_token, w.memory_added
+        record.pack_seconds, record.background_seconds = w.pack_seconds, w.background_seconds
     record.weight_bytes = weight_bytes(contestant.model)
     if bandwidth and record.step_ms is not None:
         seconds = (record.step_ms.core or record.step_ms.total) / 1e3

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from .capacity import Capacity
 from .records import PARTS, Record, Spread
+from .shapes import RANDOM_WEIGHTS
 
 #: Repeats whose fastest is this many times as fast as their slowest are called noisy.
 WIDE = 1.5
@@ -18,12 +19,13 @@ NAME_WIDTH = 48
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
-    """Per dtype, batch size and kind of prompt: speed, the parts of a step, draft models if any, start-up and memory."""
+    """Per model, dtype, batch size and kind of prompt: speed, the parts of a step, draft models if any, start-up and memory."""
     made = []
-    cells = dict.fromkeys((r.dtype, r.batch, r.kind) for r in records)
-    for dtype, batch, kind in cells:
-        members = [r for r in records if (r.dtype, r.batch, r.kind) == (dtype, batch, kind)]
-        title = f"{kind} · {batch} row{'s' if batch > 1 else ''} · {dtype}"
+    cells = dict.fromkeys((r.model, r.dtype, r.batch, r.kind) for r in records)
+    for model, dtype, batch, kind in cells:
+        members = [r for r in records if (r.model, r.dtype, r.batch, r.kind) == (model, dtype, batch, kind)]
+        tokens = next((f" · {r.prompt_tokens:.0f} tokens of prompt" for r in members if r.prompt_tokens), "")
+        title = f"{model + ' · ' if model else ''}{kind} · {batch} row{'s' if batch > 1 else ''} · {dtype}{tokens}"
         made.append(speed_table(members, title))
         if any(r.status == "ok" for r in members):
             made.append(step_table(members, f"{title} · ms per step"))
@@ -47,8 +49,10 @@ def speed_table(records: Sequence[Record], title: str = "") -> Table:
             *([shown(r.draft_passes, ".2f")] if drafted else []), identical(r),
         )  # fmt: skip
     absent = [r for r in records if r.status != "ok" or r.difference]
-    if absent:
-        lines = (Text.assemble(f"{r.contestant}: ", reason(r)) for r in absent)
+    lines = [Text.assemble(f"{r.contestant}: ", reason(r)) for r in absent]
+    if any(r.random_weights for r in records):
+        lines.append(Text(RANDOM_WEIGHTS))
+    if lines:
         table.caption, table.caption_justify = Text("\n").join(lines), "left"
     return table
 
@@ -79,14 +83,19 @@ def stage_table(records: Sequence[Record], title: str = "") -> Table:
 
 
 def start_table(records: Sequence[Record], title: str = "") -> Table:
-    """First and second call, compilation, memory. The first strategy pays for the core that all share."""
-    table = _table(title, "first call", "second", "compile", "graphs", "later", "memory", "cache")
+    """First and second call, tokens that are first in them, tiers, memory. The first strategy pays for what all share."""
+    columns = ("cold first token", "warm", "prefill", "first call", "second", "compile", "graphs", "later", "compiled",
+               "memory", "added", "cache")  # fmt: skip
+    table = _table(title, *columns)
     for r in records:
         if r.status == "ok":
+            warm = r.first_token and r.first_token.median * 1e3
+            prefill = r.prefill and r.prefill.median * 1e3
             table.add_row(
-                _name(r), shown(r.first_call, ".2f", " s"), shown(r.second_call, ".2f", " s"),
-                shown(r.compile_seconds, ".1f", " s"), shown(r.compilations, "d"), shown(r.recompilations, "d"),
-                size(r.peak_memory), size(r.cache_bytes),
+                _name(r), shown(r.cold_first_token, ".2f", " s"), shown(warm, ".1f", " ms"), shown(prefill, ".1f", " ms"),
+                shown(r.first_call, ".2f", " s"), shown(r.second_call, ".2f", " s"), shown(r.compile_seconds, ".1f", " s"),
+                shown(r.compilations, "d"), shown(r.recompilations, "d"), shown(r.compiled_share, ".0%"),
+                size(r.peak_memory), size(r.memory_added), size(r.cache_bytes),
             )  # fmt: skip
     return table
 

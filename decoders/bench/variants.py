@@ -14,6 +14,8 @@ from ..settings import parse_assignments
 VERIFIER = "verifier"
 #: Another: a grammar of the library, or a file with one, that the text must follow.
 GRAMMAR = "grammar"
+#: And whether the core is compiled: one of true, false and auto.
+COMPILE = "compile"
 _OPENING = {"[": "]", "{": "}", "(": ")"}
 
 
@@ -23,7 +25,7 @@ class Variant:
 
     Attributes:
         parts: names as written. brackets: the text in each part's brackets, "" without.
-        settings: by part, nested as in ``strategy_config``. verifier, grammar: named in the brackets, if any.
+        settings: by part, nested as in ``strategy_config``. verifier, grammar, compile: named in the brackets, if any.
     """
 
     parts: tuple[str, ...]
@@ -31,6 +33,7 @@ class Variant:
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     verifier: str | None = None
     grammar: str | None = None
+    compile: bool | str | None = None
 
     def shown(self, names: Sequence[str]) -> str:
         """What stands in tables and records; `names` are the registry names of the parts."""
@@ -85,16 +88,17 @@ def parse(text: str) -> Variant:
     Values are parsed as in ``--set``: JSON, or else the text itself.
 
     Raises:
-        SettingsError: malformed, or two verifiers or grammars.
+        SettingsError: malformed, or two verifiers, grammars or values of compile.
     """
     parts, brackets = [], []
-    of_all: dict[str, set[str]] = {VERIFIER: set(), GRAMMAR: set()}
+    of_all: dict[str, set[Any]] = {VERIFIER: set(), GRAMMAR: set(), COMPILE: set()}
     settings: dict[str, Mapping[str, Any]] = {}
     for piece in split(text, "+"):
         name, inside = bracketed(piece)
         own = parse_assignments(split(inside or ""), f"{name}[…]")
         for key in own.keys() & of_all:
-            of_all[key].add(str(own.pop(key)))
+            value = own.pop(key)
+            of_all[key].add(value if key == COMPILE and isinstance(value, bool) else str(value))
         if own:
             settings[name] = own
         parts.append(name)
@@ -104,8 +108,10 @@ def parse(text: str) -> Variant:
     for key, named in of_all.items():
         if len(named) > 1:
             raise SettingsError(f"{text!r}: one {key} holds for the whole tree, {len(named)} are named")
-    verifier, grammar = (next(iter(named), None) for named in of_all.values())
-    return Variant(tuple(parts), tuple(brackets), settings, verifier, grammar)
+    verifier, grammar, compiled = (next(iter(named), None) for named in of_all.values())
+    if isinstance(compiled, str) and compiled != "auto":
+        raise SettingsError(f"{text!r}: {COMPILE} is true, false or auto, not {compiled!r}")
+    return Variant(tuple(parts), tuple(brackets), settings, verifier, grammar, compiled)
 
 
 def assistant_tokens(text: str) -> tuple[str, int | None]:

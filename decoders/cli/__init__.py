@@ -63,7 +63,19 @@ def main() -> None:
 
 
 def _register() -> None:
-    from . import bench, bench_grammar, demo, doctor, generate, grammars, listing, train, train_medusa, warmup
+    from . import (
+        bench,
+        bench_fresh,
+        bench_grammar,
+        demo,
+        doctor,
+        generate,
+        grammars,
+        listing,
+        train,
+        train_medusa,
+        warmup,
+    )
 
     app.command()(demo.demo)
     app.command()(generate.generate)
@@ -75,6 +87,7 @@ def _register() -> None:
     app.command()(grammars.grammars)
     app.command()(doctor.doctor)
     train.app.command()(train_medusa.medusa)
+    bench.app.command()(bench_fresh.fresh)
     bench.app.command()(bench_grammar.grammar)
     app.add_typer(bench.app, name="bench")
     app.add_typer(train.app, name="train")

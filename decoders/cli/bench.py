@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import SettingsError
+from ..errors import SettingsError, UnknownNameError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from ..bench import Contestant
+    from ..bench import Contestant, Record
 
 
 app = typer.Typer(invoke_without_command=True)
@@ -29,8 +29,19 @@ app = typer.Typer(invoke_without_command=True)
 @app.callback()
 def bench(
     context: typer.Context,
-    model: Annotated[str, typer.Option(help='Path or hub name of a causal language model, or "demo".')] = "demo",
-    draft: Annotated[str | None, typer.Option(help="Draft model; the demo model has its own.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help='Folder, hub name or GGUF file of a causal language model, or "demo", the default.'),
+    ] = None,
+    shapes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--shape",
+            help="Measure a shape with random weights instead of a model, comma-separated or repeated: llama-110m, "
+            "smollm2-135m, gemma3-270m, qwen2.5-0.5b, qwen3-0.6b, llama-1b. Prompts are random tokens.",
+        ),
+    ] = None,
+    draft: Annotated[str | None, typer.Option(help="Draft model, or shape; the demo model has its own.")] = None,
     strategies: Annotated[
         list[str] | None,
         typer.Option(
@@ -39,7 +50,7 @@ def bench(
             "-s",
             # In capitals: rich would take lower-case brackets for markup.
             help="Strategies, comma-separated or repeated; a+b merges, STRATEGY[KEY=VALUE,…] is a variant with other "
-            "settings. Default: all.",
+            "settings, STRATEGY[compile=false] the uncompiled tier. Default: all; of shapes autoregressive, prompt_lookup.",
         ),
     ] = None,
     baselines: Annotated[
@@ -48,20 +59,27 @@ def bench(
             "--baseline",
             "--baselines",
             help="transformers' ways to compare with, comma-separated or repeated; transformers-assisted[K] drafts K "
-            "tokens in every step. Default: all.",
+            "tokens in every step. Default: all; of shapes only transformers.",
         ),
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="STRATEGY.KEY=VALUE", help="A setting, of all variants; may be repeated."),
+        typer.Option(
+            "--set", metavar="[STRATEGY.]KEY=VALUE", help="A setting of all variants, or of the loop; may be repeated."
+        ),
     ] = None,
     prompts: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="copy, code, docstring (all: these three), predictable, random, comma-separated; or a file: text, or "
-            "JSON lines with a field text."
+            help="copy, code, docstring (all: these three), instruct (edit, summary, extract, chat, code, list; one of "
+            "them: instruct:edit), predictable, random, comma-separated; or a file: text, or JSON lines with a field "
+            "text or messages, and kind. Default: instruct where the tokenizer has a chat template, else all."
         ),
-    ] = "all",
+    ] = None,
+    prompt_length: Annotated[
+        str | None,
+        typer.Option(help="Prompts of so many random tokens instead, comma-separated. Of shapes: 64."),
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Most prompts of a kind.")] = 4,
     batch: Annotated[str, typer.Option(help="Batch sizes, comma-separated.")] = "1",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16; comma-separated.")] = "float32",
@@ -77,7 +95,10 @@ def bench(
     check_capacity: Annotated[
         bool, typer.Option("--check-capacity", help="Only compare step times of a small and a large cache.")
     ] = False,
-    compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the core of the loop.")] = True,
+    compile: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="Measure the compiled tier, which the warm-up brings about.")
+    ] = True,
+    tiers: Annotated[bool, typer.Option("--tiers", help="Measure every strategy uncompiled, too.")] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write everything as JSON; - is standard output.")
     ] = None,
@@ -94,6 +115,7 @@ def bench(
     from rich.console import Console
 
     batches = numbers(batch)
+    lengths = None if prompt_length is None else numbers(prompt_length, "--prompt-length takes tokens such as 64,2000")
     dtypes = [name.strip() for name in dtype.split(",") if name.strip()]
     quiet = json_file is not None and str(json_file) == "-"
     progress_console, console = Console(stderr=True), Console(stderr=quiet)
@@ -101,12 +123,17 @@ def bench(
         from ..bench.plot import figure_class
 
         figure_class()  # a missing matplotlib shows before the minutes of measuring, not after
+    if model is not None and shapes is not None:
+        raise SettingsError("give --model or --shape, not both")
+    if prompts is not None and (prompt_length is not None or shapes is not None):
+        raise SettingsError("--prompts are texts: with --shape or --prompt-length prompts are random tokens")
 
     import torch
 
     from .. import bench as b
     from ..bench import bandwidth, machine
     from ..bench import capacity as c
+    from ..bench.shapes import SHAPES
     from ..bench.tables import capacity_table, noise, tables
     from ..settings import parse_assignments
     from . import generate
@@ -114,51 +141,78 @@ def bench(
 
     if threads is not None:
         torch.set_num_threads(threads)
-    nested = by_strategy(parse_assignments(settings or []))
+    of_loop, nested = by_strategy(parse_assignments(settings or []))
     given = generate.sampling(temperature, top_k, top_p, None, None)
     chosen = {name: given[name] for name in ("temperature", "top_k", "top_p") if name in given}
     sampling = b.Sampling(**chosen, seed=seed) if given["do_sample"] else None
-    config: dict[str, Any] = ({} if compile else {"compile": False}) | ({"slots": capacity} if capacity else {})
-    names = ["autoregressive"] if check_capacity else pieces(strategies)
-    texts = [] if check_capacity else read_prompts(prompts, limit)
-    contestants: list[Contestant] = []
-    tokenizer: PreTrainedTokenizerBase | None = None
-    for name in dtypes:
-        with progress_console.status(f"loading {model} in {name}"):
-            target, tokenizer, assistant = load(model, draft, name, device)
-        label = str(target.dtype).removeprefix("torch.")
-        if not check_capacity:
-            contestants += b.transformers_contestants(target, assistant, pieces(baselines), label, sampling)
-        contestants += b.strategy_contestants(target, names, assistant, nested, config, tokenizer, label, sampling)
-    assert tokenizer is not None
-    where = contestants[0].model.device
-    with progress_console.status("measuring the memory's bandwidth"):
-        speed = bandwidth.copy_bandwidth(where)
-    result: dict[str, Any] = {
-        "machine": machine.facts(where) | {"copy_bandwidth": speed},
-        "run": {
-            "model": model, "draft": draft, "new_tokens": new_tokens, "repeats": repeats, "compile": compile,
-            "slots": capacity, "prompts": prompts, "sampling": sampling and asdict(sampling),
-        },
-    }  # fmt: skip
-    if check_capacity:
-        with progress_bar(progress_console, len(contestants) * len(batches) * len(c.SLOTS) * (repeats + 1)) as advance:
-            checked = [
-                x
-                for n in batches
-                for x in c.check_capacity(contestants, n, slots=c.SLOTS, repeats=repeats, progress=advance)
+    config: dict[str, Any] = {"compile": compile} | ({"slots": capacity} if capacity else {}) | of_loop
+    subjects = pieces(shapes) or [model or "demo"]
+    for subject in subjects if shapes is not None else ():
+        if subject not in SHAPES:
+            raise UnknownNameError("shape", subject, SHAPES)
+    names, ways = pieces(strategies), pieces(baselines)
+    if shapes is not None:
+        names, ways = names or ["autoregressive", "prompt_lookup"], ways or []
+        lengths = lengths or [64]
+    names = in_both_tiers(names) if tiers else names
+    names = ["autoregressive"] if check_capacity else names
+    texts = [] if check_capacity or prompts is None else read_prompts(prompts, limit)
+    records: list[Record] = []
+    checked: list[Any] = []
+    facts: dict[str, Any] = {}
+    for subject in subjects:
+        contestants: list[Contestant] = []
+        tokenizer: PreTrainedTokenizerBase | None = None
+        for name in dtypes:
+            with progress_console.status(f"loading {subject} in {name}"):
+                target, tokenizer, assistant = load(subject, draft, name, device)
+            label = str(target.dtype).removeprefix("torch.")
+            if not check_capacity:
+                contestants += b.transformers_contestants(target, assistant, ways, label, sampling)
+            contestants += b.strategy_contestants(target, names, assistant, nested, config, tokenizer, label, sampling)
+        where = contestants[0].model.device
+        if not facts:
+            with progress_console.status("measuring the memory's bandwidth"):
+                speed = bandwidth.copy_bandwidth(where)
+            facts = machine.facts(where) | {"copy_bandwidth": speed}
+        if check_capacity:
+            calls = len(contestants) * len(batches) * len(c.SLOTS) * (repeats + 1)
+            with progress_bar(progress_console, calls) as advance:
+                for rows in batches:
+                    checked += c.check_capacity(contestants, rows, slots=c.SLOTS, repeats=repeats, progress=advance)
+            continue
+        if lengths is not None:
+            embeddings: Any = target.get_input_embeddings()
+            groups = [
+                b.random_workloads(embeddings.weight.shape[0], lengths, rows, min(limit or 1, 2)) for rows in batches
             ]
-        result["capacity"] = [x.as_dict() for x in checked]
-        shown = [capacity_table(checked)]
-    else:
-        groups = [b.workloads(tokenizer, texts, rows) for rows in batches]
+        else:
+            assert tokenizer is not None
+            if prompts is None:
+                texts = read_prompts("instruct" if tokenizer.chat_template else "all", limit)
+            groups = [b.workloads(tokenizer, texts, rows) for rows in batches]
         total = sum(b.calls(len(contestants), len(group), repeats) for group in groups)
-        records = []
+        own: list[Record] = []
         with progress_bar(progress_console, total) as advance:
             for group in groups:
                 entries = b.measure(contestants, group, new_tokens=new_tokens, repeats=repeats, progress=advance)
-                records += b.summarise(entries, speed)
-        records.sort(key=lambda r: (dtypes_order(contestants).index(r.dtype), r.batch))
+                own += b.summarise(entries, speed, "" if subject == "demo" else subject, subject in SHAPES)
+        order = dtypes_order(contestants)
+        records += sorted(own, key=lambda r: (order.index(r.dtype), r.batch))
+        del contestants, target, assistant, groups, entries  # the next one wants the memory
+    result: dict[str, Any] = {
+        "machine": facts,
+        "run": {
+            "model": None if shapes is not None else subjects[0], "shapes": subjects if shapes is not None else [],
+            "draft": draft, "new_tokens": new_tokens, "repeats": repeats, "compile": config["compile"],
+            "slots": capacity, "prompts": prompts, "prompt_lengths": lengths, "loop": of_loop,
+            "sampling": sampling and asdict(sampling),
+        },
+    }  # fmt: skip
+    if check_capacity:
+        result["capacity"] = [x.as_dict() for x in checked]
+        shown = [capacity_table(checked)]
+    else:
         result["records"] = [record.as_dict() for record in records]
         shown = tables(records)
     for table in shown:
@@ -176,14 +230,25 @@ def bench(
 
 def load(
     model: str, draft: str | None, dtype: str, device: str | None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, PreTrainedModel | None]:
-    """Target, tokenizer and draft (the demo's own beside the demo model, else only if named) in `dtype` on `device`."""
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None, PreTrainedModel | None]:
+    """Target, tokenizer and draft (the demo's own beside the demo model, else only if named) in `dtype` on `device`.
+
+    Shapes are models too, without a tokenizer.
+    """
     import torch
 
+    from ..bench.shapes import SHAPES
     from . import models
 
-    target, tokenizer = models.load(model, dtype)
-    assistant = models.load_assistant(draft, model, dtype, needed=True)
+    tokenizer: PreTrainedTokenizerBase | None = None
+    if model in SHAPES:
+        target = models.load_shape(model, dtype)
+    else:
+        target, tokenizer = models.load(model, dtype)
+    if draft in SHAPES:
+        assistant: PreTrainedModel | None = models.load_shape(draft, dtype)
+    else:
+        assistant = models.load_assistant(draft, model, dtype, needed=True)
     if device is not None:
         try:
             target = target.to(device)  # type: ignore[arg-type]
@@ -201,20 +266,38 @@ def pieces(texts: Sequence[str] | None) -> list[str] | None:
     return None if texts is None else [piece for text in texts for piece in split(text)]
 
 
-def by_strategy(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """`settings` if they are keyed by strategy.
+def by_strategy(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Settings of the loop, and the others by strategy.
 
     Raises:
-        SettingsError: one is not.
+        SettingsError: one is neither the loop's nor keyed by strategy, or the loop does not take its value.
     """
+    from ..settings import RuntimeSettings
+
+    of_loop = {name: value for name, value in settings.items() if name in RuntimeSettings.model_fields}
+    RuntimeSettings.parse(of_loop)
     for name, value in settings.items():
-        if not isinstance(value, dict):
+        if name not in of_loop and not isinstance(value, dict):
             raise SettingsError(f"--set {name}=…: name the strategy too, as in --set prompt_lookup.{name}=…")
-    return settings
+    return of_loop, {name: value for name, value in settings.items() if name not in of_loop}
 
 
-def numbers(text: str) -> list[int]:
-    """``"1,4"`` as numbers.
+def in_both_tiers(names: Sequence[str] | None) -> list[str]:
+    """Every strategy, and every one uncompiled."""
+    from ..bench.variants import COMPILE
+    from ..plugins import registry
+
+    uncompiled = f"{COMPILE}=false"
+    made = []
+    for name in registry().strategies() if names is None else names:
+        first, plus, rest = name.partition("+")
+        variant = f"{first[:-1]},{uncompiled}]" if first.endswith("]") else f"{first}[{uncompiled}]"
+        made += [name, variant + plus + rest]
+    return made
+
+
+def numbers(text: str, said: str = "--batch takes batch sizes such as 1,4") -> list[int]:
+    """``"1,4"`` as numbers; `said` begins the message if they are none.
 
     Raises:
         SettingsError: anything but positive whole numbers.
@@ -224,7 +307,7 @@ def numbers(text: str) -> list[int]:
     except ValueError:
         found = []
     if not found or min(found) < 1:
-        raise SettingsError(f"--batch takes batch sizes such as 1,4, not {text!r}")
+        raise SettingsError(f"{said}, not {text!r}")
     return list(dict.fromkeys(found))
 
 

@@ -1,11 +1,12 @@
-"""``decoders demo``: the demo model completes a prompt under a few strategies, live, then in a table of figures."""
+"""``decoders demo``: a model completes a prompt, at once and live, then under a few strategies for a table of figures."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,77 +17,122 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ..bench import Entry, Record, Workload
+    from ..bench.prompts import Content
 
-#: Kinds of prompt shown unless others are asked for.
-KINDS = ("copy", "code")
-#: Strategies shown unless others are asked for: each further one would add its compilation to the wait.
+#: Kinds of prompt for the demo model, and for others; the first two are shown unless one is asked for.
+DEMO_KINDS = ("copy", "code", "docstring")
+INSTRUCTION_KINDS = ("edit", "summary", "extract", "chat", "code", "list")
+#: Strategies shown unless others are asked for: each further one would add to the wait.
 STRATEGIES = ("autoregressive", "prompt_lookup", "speculative")
 
 
 def demo(
-    prompt: Annotated[str | None, typer.Option(help="Complete this instead of a held-out prompt.")] = None,
+    model: Annotated[
+        str,
+        typer.Argument(
+            help='Folder, hub name or GGUF file of a causal language model; "demo" is the one that comes along.'
+        ),
+    ] = "demo",
+    prompt: Annotated[str | None, typer.Option(help="Complete this instead of a prompt of ours.")] = None,
     prompt_file: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, readable=True, help="Complete the text of a file.")
     ] = None,
     kind: Annotated[
-        str | None, typer.Option(help="copy, code or docstring. Default: a copy, then a code prompt.")
+        str | None,
+        typer.Option(
+            help="copy, code or docstring of the demo model, by default a copy, then a code prompt; edit, summary, extract, "
+            "chat, code or list of others, by default an edit, then a summary."
+        ),
     ] = None,
     strategies: Annotated[
         list[str] | None,
         typer.Option(
             "--strategy",
             "-s",
-            help="Strategy, a+b merges; may be repeated. Default: autoregressive, prompt_lookup and speculative, beside "
-            "transformers' assisted generation.",
+            help="Strategy, a+b merges; may be repeated. Default: autoregressive, prompt_lookup and, with a draft model, "
+            "speculative, beside transformers' assisted generation.",
         ),
     ] = None,
+    draft: Annotated[str | None, typer.Option(help="Draft model; the demo model has its own.")] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Most tokens to write.")] = 96,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds for the table.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Most rounds for the table.")] = 3,
+    seconds: Annotated[
+        float, typer.Option(min=0, help="After so many no further round for the table begins; 0: the first text only.")
+    ] = 40,
     live: Annotated[bool, typer.Option("--live/--no-live", help="Show the text as it is written.")] = True,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     device: Annotated[str | None, typer.Option(help="cpu, cuda …; default: CUDA if there is one.")] = None,
-    compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the core of the loop.")] = True,
+    compile: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="Compile the core of the loop before the table is measured.")
+    ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, nothing else.")] = False,
 ) -> None:
-    """Show strategies at work on the model that comes with this package; nothing is downloaded.
+    """Show strategies at work: first a text, which waits for nothing, then a table of figures, within a time that you name.
 
-    Exits with 1 if a strategy that promises transformers' own output writes anything else.
+    The model that comes with this package needs no download. Exits with 1 if a strategy that promises transformers' own
+    output writes anything else.
     """
     from rich.console import Console
 
+    began = time.monotonic()
     progress = Console(stderr=True, quiet=as_json)
     console = Console(quiet=as_json)
-    texts = choose_prompts(prompt, prompt_file, kind)
-    with progress.status("loading the demo models"):
+    known = DEMO_KINDS if model == "demo" else INSTRUCTION_KINDS
+    texts = choose_prompts(prompt, prompt_file, kind, known)
+    with progress.status(f"loading {'the demo models' if model == 'demo' else model}"):
         from .. import bench as b
         from ..bench import machine
         from ..bench.contestants import ASSISTED
+        from ..bench.prompts import bare
+        from ..bench.tiers import at_once
         from .bench import load, progress_bar
 
-        model, tokenizer, draft = load("demo", None, dtype, device)
-        config: dict[str, Any] = {} if compile else {"compile": False}
-        contestants = b.transformers_contestants(model, draft, names=[] if strategies else [ASSISTED])
-        contestants += b.strategy_contestants(model, strategies or STRATEGIES, draft, None, config, tokenizer)
+        target, tokenizer, assistant = load(model, draft, dtype, device)
+        assert tokenizer is not None
+        asked = strategies or [n for n in STRATEGIES if assistant is not None or n != "speculative"]
+        baselines = [ASSISTED] if assistant is not None and not strategies else []
         workloads = b.workloads(tokenizer, texts)
-        facts = machine.facts(model.device)
-    runs = b.calls(len(contestants), len(workloads), repeats)
-    with progress_bar(progress, len(contestants)) as advance:
-        entries = b.warm_up(contestants, workloads, new_tokens=max_new_tokens, progress=advance)
-    console.print(f"[dim]{compilation(entries)}[/]\n")
+        facts = machine.facts(target.device)
     if live and not as_json:
         from ..bench.live import show
 
-        for entry, (name, _, text), workload in show_order(entries, texts, workloads, console.is_terminal):
-            show(console, entry.contestant, workload, tokenizer, name, text, max_new_tokens)
+        # The last strategy that needs no draft model, in the tier that is there at once.
+        config = at_once() if compile else {"compile": False}
+        first = b.strategy_contestants(target, asked, assistant, None, config, tokenizer)
+        alone = [c for c in first if not c.impossible and "assistant_model" not in c.arguments]
+        for opening in (alone or [c for c in first if not c.impossible])[-1:]:
+            name, _, content = texts[0]
+            show(console, opening, workloads[0], tokenizer, name, bare(content), max_new_tokens)
+            console.print(f"[dim]first text {time.monotonic() - began:.0f} s after the start, loading included[/]\n")
+    if not seconds:
+        return
+    contestants = b.transformers_contestants(target, assistant, names=baselines)
+    contestants += b.strategy_contestants(target, asked, assistant, None, {"compile": compile}, tokenizer)
+    if compile:
+        progress.print("[dim]compiling and measuring for the table; --no-compile or --seconds 0 leave that out[/]")
+    with progress_bar(progress, len(contestants)) as advance:
+        entries = b.warm_up(contestants, workloads, new_tokens=max_new_tokens, progress=advance)
+    console.print(f"[dim]{compilation(entries)}[/]\n")
+    deadline = time.monotonic() + seconds
+    measured, left = affordable(entries, texts, workloads, seconds)
+    if live and not as_json and console.is_terminal:
+        for entry, (name, _, content), workload in show_order(entries, texts[: len(measured)], measured):
+            if time.monotonic() < deadline:
+                show(console, entry.contestant, workload, tokenizer, name, bare(content), max_new_tokens)
+    for entry in entries:
+        entry.kind_of = {workload.name: workload.kind for workload in measured}
+    runs = b.calls(len(contestants), len(measured), repeats)
     with progress_bar(progress, runs - len(contestants)) as advance:
-        b.take_turns(
-            entries, workloads, new_tokens=max_new_tokens, repeats=repeats, progress=advance, first_tokens=False
-        )
+        rounds = b.take_turns(
+            entries, measured, new_tokens=max_new_tokens, repeats=repeats, progress=advance, first_tokens=False,
+            deadline=deadline,
+        )  # fmt: skip
     records = b.summarise(entries)
     wrong = [r for r in records if r.ours and r.exact and (r.identical is False or r.status == "failed")]
     if as_json:
         result = {
-            "machine": facts, "prompts": [name for name, _, _ in texts], "max_new_tokens": max_new_tokens,
+            "model": model, "machine": facts, "prompts": [workload.name for workload in measured],
+            "max_new_tokens": max_new_tokens, "rounds": rounds,
             "identical": not wrong, "completions": completions(entries, tokenizer),
             "records": [r.as_dict() for r in records],
         }  # fmt: skip
@@ -95,20 +141,39 @@ def demo(
         from ..bench.tables import noise
 
         console.print(overview(records))
+        if rounds < repeats or left:
+            without = f", without {', '.join(left)}" if left else ""
+            console.print(f"{rounds} of {repeats} rounds in the {seconds:.0f} s of --seconds{without}", style="dim")
         if warning := noise(records):
             console.print(warning, style="yellow")
         console.print(f"{facts['cpu']}, {facts['threads']} threads, device {facts['device']}, {dtype}", style="dim")
         for record in wrong if dtype != "float32" else []:
             console.print(f"{record.contestant}: {dtype} rounds near-ties, which may flip a token; float32 does not.")
             break
-        if not strategies and (rest := others(STRATEGIES)):
+        if not strategies and (rest := others(asked)):
             console.print(f"There are also {rest}: decoders bench measures all, with settings of your choice.")
+        console.print(f"[dim]{time.monotonic() - began:.0f} s in all[/]")
     if wrong:
         raise typer.Exit(1)
 
 
-def choose_prompts(prompt: str | None, prompt_file: Path | None, kind: str | None) -> list[tuple[str, str, str]]:
-    """(name, kind, text) of what is to be completed: the user's own, one of a kind, or one of each of `KINDS`.
+def affordable(
+    entries: Sequence[Entry], texts: Sequence[tuple[str, str, Content]], workloads: list[Workload], seconds: float
+) -> tuple[list[Workload], list[str]]:
+    """The first prompts of which everyone can write one text to check and one for the table in `seconds`, at least one of
+    them, and the names of the others. What a call takes is known from the warm-up.
+    """
+    each = 2 * sum(e.warmup.second_call for e in entries if e.warmup is not None)
+    count = max(min(len(workloads), int(seconds / each) if each else len(workloads)), 1)
+    return workloads[:count], [name for name, _, _ in texts[count:]]
+
+
+def choose_prompts(
+    prompt: str | None, prompt_file: Path | None, kind: str | None, known: Sequence[str] = DEMO_KINDS
+) -> list[tuple[str, str, Content]]:
+    """(name, kind, text or messages) of what is to be completed: the user's own, one of a kind, or of the first two `known`.
+
+    What is the user's own goes through the chat template too, unless `known` are the demo model's.
 
     Raises:
         SettingsError: two were given, or the prompt is empty. UnknownNameError: no such kind.
@@ -124,10 +189,15 @@ def choose_prompts(prompt: str | None, prompt_file: Path | None, kind: str | Non
             raise SettingsError(f"{prompt_file} is not UTF-8 text: {error}") from error
         if not text:
             raise SettingsError("the prompt is empty")
-        return [("prompt" if prompt_file is None else prompt_file.name, "prompt", text)]
-    if kind is not None and kind not in models.KINDS:
-        raise UnknownNameError("kind of prompt", kind, models.KINDS)
-    kinds = KINDS if kind is None else (kind,)
+        content: Content = text if known is DEMO_KINDS else [{"role": "user", "content": text}]
+        return [("prompt" if prompt_file is None else prompt_file.name, "prompt", content)]
+    if kind is not None and kind not in known:
+        raise UnknownNameError("kind of prompt", kind, known)
+    kinds = known[:2] if kind is None else (kind,)
+    if known is not DEMO_KINDS:
+        from ..bench.prompts import instructions
+
+        return [instructions(name)[0] for name in kinds]
     first = [models.prompts(name)[0] for name in kinds]
     return [(p.id, p.kind, p.text) for p in first]
 
@@ -142,13 +212,13 @@ def compilation(entries: list[Entry]) -> str:
 
 
 def show_order(
-    entries: list[Entry], texts: list[tuple[str, str, str]], workloads: list[Workload], terminal: bool
-) -> Iterator[tuple[Entry, tuple[str, str, str], Workload]]:
-    """Prompt by prompt, every contestant that runs; where nothing moves on the screen, one of them says it all."""
-    runnable = [entry for entry in entries if entry.status == "ok"]
+    entries: list[Entry], texts: Sequence[tuple[str, str, Content]], workloads: list[Workload]
+) -> Iterator[tuple[Entry, tuple[str, str, Content], Workload]]:
+    """Prompt by prompt, every contestant that runs."""
     for text, workload in zip(texts, workloads, strict=True):
-        for entry in runnable if terminal else runnable[-1:]:
-            yield entry, text, workload
+        for entry in entries:
+            if entry.status == "ok":
+                yield entry, text, workload
 
 
 def others(shown: Iterable[str]) -> str:

@@ -13,12 +13,13 @@ from ..errors import SettingsError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from transformers import BatchEncoding, PreTrainedTokenizerBase
 
     from ..report import GrammarUse, Report, Stage
 
 
 def generate(
-    model: Annotated[str, typer.Argument(help='Path or hub name of a causal language model, or "demo".')],
+    model: Annotated[str, typer.Argument(help='Folder, hub name or GGUF file of a causal language model, or "demo".')],
     prompt: Annotated[str | None, typer.Argument(help="The prompt; without one, standard input is read.")] = None,
     prompt_file: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, readable=True, help="Read the prompt from a file.")
@@ -46,6 +47,7 @@ def generate(
     top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Sample from the nucleus of this mass.")] = None,
     min_p: Annotated[float | None, typer.Option(min=0, max=1, help="Drop tokens below this share of the best.")] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same text, whatever the strategy.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask the prompt through the tokenizer's chat template.")] = False,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")] = "float32",
     compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the core of the loop.")] = True,
     stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print the text as it is written.")] = True,
@@ -82,7 +84,9 @@ def generate(
         from transformers import TextStreamer
 
         arguments["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    inputs = tokenizer(text, return_tensors="pt").to(loaded.device)
+    if chat and not tokenizer.chat_template:
+        raise SettingsError(f"--chat: the tokenizer of {model} has no chat template")
+    inputs = encoded(tokenizer, text, chat).to(loaded.device)
     output: Any = loaded.generate(  # type: ignore[operator]
         input_ids=inputs["input_ids"],
         attention_mask=inputs["attention_mask"],
@@ -101,6 +105,17 @@ def generate(
         typer.echo(written)
     if report:
         show_report(output.report, console)
+
+
+def encoded(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool) -> BatchEncoding:
+    """Tokens of the prompt, put in the chat template or as it is."""
+    if not chat:
+        return tokenizer(text, return_tensors="pt")
+    asked = tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+    )
+    # The template writes the special tokens itself.
+    return tokenizer(asked, add_special_tokens=False, return_tensors="pt")
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoints import load_model
+from ..checkpoints import load_model, load_tokenizer
 from ..errors import DecodersError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ class ModelLoadError(DecodersError, OSError):
 
 
 def load(name: str, dtype: str = "float32") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model and tokenizer at the path or hub name `name`, on CUDA if there is one.
+    """Model and tokenizer called `name`, on CUDA if there is one: a folder, a name on the hub, or a GGUF file.
 
     "demo" and "demo:target" are this project's own target, "demo:draft" its draft.
 
@@ -38,14 +38,27 @@ def load(name: str, dtype: str = "float32") -> tuple[PreTrainedModel, PreTrained
 
         model, tokenizer = demo.load(name.partition(":")[2] or "target", None if isinstance(wanted, str) else wanted)
         return _placed(model), tokenizer
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = load_tokenizer(name)
         model = load_model(name, wanted)
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"Model {name!r} cannot be loaded: {error}") from error
     return _placed(model), tokenizer
+
+
+def load_shape(name: str, dtype: str = "float32") -> PreTrainedModel:
+    """A model of a shape with random weights, on CUDA if there is one.
+
+    Raises:
+        UnknownNameError: no such shape or dtype.
+    """
+    if dtype not in DTYPES[1:]:
+        raise UnknownNameError("dtype", dtype, DTYPES[1:])
+    import torch
+
+    from ..bench.shapes import build
+
+    return _placed(build(name, getattr(torch, dtype)))
 
 
 def load_assistant(name: str | None, model: str, dtype: str, needed: bool) -> PreTrainedModel | None:

@@ -17,9 +17,12 @@ from typer.testing import CliRunner, Result
 from decoders import bench, demo
 from decoders.bench.live import ACCEPTED, ColouredStream, show
 from decoders.bench.plot import PlotError, plot
-from decoders.bench.prompts import MADE_UP
+from decoders.bench.prompts import INSTRUCTIONS, MADE_UP, encode, instructions
+from decoders.bench.shapes import SHAPES, Shape
 from decoders.cli import app
+from decoders.cli.prompts import read_prompts
 from decoders.demo import Prompt
+from decoders.settings import RuntimeSettings
 from decoders.testing import tiny_model
 
 from .conftest import TEXTS
@@ -177,6 +180,12 @@ def test_bench_checks_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "said"),
     [
         (("--batch", "one"), "batch sizes such as 1,4"),
+        (("--shape", "qwen2.5-0.5"), "Did you mean 'qwen2.5-0.5b'"),
+        (("--shape", "llama-1b", "--model", "demo"), "not both"),
+        (("--shape", "llama-1b", "--prompts", "code"), "prompts are random tokens"),
+        (("--prompt-length", "long"), "tokens such as 64,2000"),
+        (("--set", "prefill_chunk=0"), "prefill_chunk"),
+        (("-s", "prompt_lookup[compile=maybe]"), "true, false or auto"),
         (("--batch", "0"), "batch sizes such as 1,4"),
         (("--prompts", "nowhere.txt"), "neither one of"),
         (("--set", "length=3"), "name the strategy too"),
@@ -240,6 +249,125 @@ def test_demo_shows_text_and_one_table() -> None:
     assert done.exit_code == 0, done.output
     assert done.output.count("identical output") == 1
     assert "prompt_lookup" in done.output
+
+
+@pytest.mark.usefixtures("tiny_demo")
+def test_demo_writes_its_first_text_before_anything_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    from decoders.bench import live
+
+    asked: list[Any] = []
+    real = live.show
+    monkeypatch.setattr(live, "show", lambda console, c, *a: (asked.append(c.arguments), real(console, c, *a)))
+    done = run("demo", "-n", "6", "--seconds", "0", "-s", "autoregressive", "-s", "prompt_lookup")
+    assert done.exit_code == 0, done.output
+    (arguments,) = asked
+    assert arguments["strategy"] == "prompt_lookup"
+    assert arguments["decoders_config"]["compile"] in ("auto", False)
+    assert "first text" in done.output and "ratio" not in done.output
+
+
+@pytest.mark.usefixtures("tiny_demo")
+def test_demo_stops_after_the_time_it_was_given() -> None:
+    done = run(*DEMO, "--seconds", "0.001", "--json")
+    assert done.exit_code == 0, done.output
+    result = json.loads(done.stdout)
+    assert (result["rounds"], result["prompts"]) == (1, ["copy-01"]), "one round is always there, of one prompt"
+    said = run(*DEMO[:-4], "-s", "prompt_lookup", "--repeats", "3", "--seconds", "0.001").output
+    assert "1 of 3 rounds" in said and "without code-01" in said
+
+
+def test_demo_takes_a_folder_and_asks_it_what_one_asks_chat_models(tokenizer: Any, tmp_path: Path) -> None:
+    tokenizer.save_pretrained(tmp_path / "mine")
+    tiny_model("llama").save_pretrained(tmp_path / "mine")
+    done = run("demo", str(tmp_path / "mine"), *DEMO[1:], "--json", "--kind", "chat")
+    assert done.exit_code == 0, done.output
+    result = json.loads(done.stdout)
+    assert [r["contestant"] for r in result["records"]] == ["transformers", "autoregressive", "prompt_lookup"]
+    assert result["prompts"] == ["chat-01"]
+
+
+def test_instructions_go_through_the_chat_template() -> None:
+    asked: list[Any] = []
+
+    class Template:
+        chat_template = "…"
+
+        def apply_chat_template(self, messages: Any, tokenize: bool, add_generation_prompt: bool) -> str:
+            assert not tokenize and add_generation_prompt
+            return f"<{messages[0]['role']}>{messages[0]['content']}"
+
+        def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+            asked.append((text, add_special_tokens))
+            return {"input_ids": [1, 2]}
+
+    tokenizer: Any = Template()
+    (work, *_) = bench.workloads(tokenizer, instructions("chat"))
+    assert work.input_ids.tolist() == [[1, 2]]
+    assert asked[0][0].startswith("<user>My neighbour") and asked[0][1] is False, "special tokens are the template's"
+    encode(tokenizer, "plain text")
+    assert asked[-1] == ("plain text", True)
+
+
+def test_there_are_two_instructions_of_every_kind() -> None:
+    for kind in INSTRUCTIONS:
+        names = [name for name, _, messages in instructions(kind) if messages[0]["role"] == "user"]
+        assert names == [f"{kind}-01", f"{kind}-02"]
+
+
+def test_prompts_are_read_with_messages_and_kinds(tmp_path: Path) -> None:
+    lines = [
+        {"kind": "a", "text": "one"},
+        {"kind": "b", "messages": [{"role": "user", "content": "two"}]},
+        {"text": "x"},
+    ]
+    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert read_prompts(str(tmp_path / "mine.jsonl"), 4) == [
+        ("a-01", "a", "one"), ("b-01", "b", [{"role": "user", "content": "two"}]), ("mine-01", "mine", "x")
+    ]  # fmt: skip
+    assert [kind for _, kind, _ in read_prompts("instruct", 1)] == [f"instruct:{kind}" for kind in INSTRUCTIONS]
+    assert [name for name, _, _ in read_prompts("instruct:edit,code", 1)] == ["instruct:edit-01", "code-01"]
+
+
+def test_bench_measures_shapes_with_random_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = dict(
+        num_hidden_layers=1, hidden_size=32, num_attention_heads=4, intermediate_size=48, vocab_size=128,
+        max_position_embeddings=256, tie_word_embeddings=True,
+    )  # fmt: skip
+    for name in ("small", "other"):
+        monkeypatch.setitem(SHAPES, name, Shape("llama", sizes))
+    done = run(
+        *BENCH, "--shape", "small,other", "--prompt-length", "8,20", "--limit", "1", "--tiers", "-s", "autoregressive",
+        "--dtype", "bfloat16", "--json", "-",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    result = json.loads(done.stdout)
+    assert (result["run"]["model"], result["run"]["shapes"]) == (None, ["small", "other"])
+    assert [(r["model"], r["contestant"], r["kind"], r["prompt_tokens"]) for r in result["records"]] == [
+        (m, c, f"{n} random tokens", n)
+        for m in ("small", "other")
+        for c in ("transformers", "autoregressive", "autoregressive[compile=false]")
+        for n in (8, 20)
+    ]
+    ours = result["records"][2]
+    assert ours["status"] == "ok", ours["reason"]
+    assert ours["compiled_share"] == 0 and ours["prefill"]["median"] > 0 and ours["cold_first_token"] > 0
+    assert ours["memory_added"] >= 0
+    text = " ".join(done.stderr.split())
+    for said in ("small · 8 random tokens · 1 row · bfloat16", "means nothing", "cold first token", "added"):
+        assert said in text, said
+
+
+@pytest.mark.usefixtures("tiny_demo")
+def test_settings_of_the_loop_reach_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    real = bench.strategy_contestants
+    monkeypatch.setattr(bench, "strategy_contestants", lambda *a, **k: asked.extend(made := real(*a, **k)) or made)
+    arguments = ("-s", "prompt_lookup,prompt_lookup[compile=false]", "--prompts", "copy", "--set", "prefill_chunk=64")
+    done = run("bench", "--repeats", "1", "-n", "2", "--baseline", "transformers", "--no-compile", *arguments)
+    assert done.exit_code == 0, done.output
+    configs = [c.arguments["decoders_config"] for c in asked]
+    assert [(c["compile"], c["prefill_chunk"]) for c in configs] == [(False, 64), (False, 64)]
+    assert all(c.get("reuse") is False for c in configs) or "reuse" not in RuntimeSettings.model_fields
 
 
 @pytest.mark.usefixtures("tiny_demo")

@@ -47,6 +47,13 @@ def test_merged_parts_have_brackets_of_their_own() -> None:
     assert shown == "prompt_lookup[length=3]+speculative[length=2,verifier=coupled]+autoregressive"
 
 
+def test_brackets_name_the_tier() -> None:
+    assert [parse(f"autoregressive{inside}").compile for inside in ("", "[compile=false]", "[compile=auto]")] == [
+        None, False, "auto"
+    ]  # fmt: skip
+    assert parse("lookahead[compile=true,window=3]").settings == {"lookahead": {"window": 3}}
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -1,0 +1,288 @@
+"""What somebody meets who loads a model in a new process: the wait for the first token, compilation, memory.
+
+``python -m decoders.bench.fresh`` is that process: a :class:`Job` as JSON on standard input, lines of JSON on standard
+output, ``{"progress": …}`` and in the end ``{"result": …}``. :mod:`.processes` starts it. Everything is measured on random
+tokens, and no text ends early.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from .call import Call
+from .contestants import YARDSTICK, Contestant, Sampling, Workload, strategy_contestants, transformers_contestants
+from .interleave import rotation
+from .memory import resident
+from .shapes import SHAPES, build
+from .stamps import stamped
+from .tiers import compiled_share, compiles
+
+#: How the sampled calls sample.
+SAMPLING = Sampling(temperature=0.7, top_k=50, top_p=0.9)
+#: New tokens of a call that is made for its prefill only.
+FEW = 2
+#: New tokens of a chat's first turn.
+TURN = 16
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one process measures.
+
+    Attributes:
+        subject: a shape, "demo", or a checkpoint. dtype: of the weights.
+        strategy: its registry name; "" is transformers' own generate, of which only the calls are measured.
+        config: ``decoders_config`` of every call; empty are the default settings.
+        prompt_lengths: in tokens; the calls take the first, the prefill is measured at all.
+        new_tokens: of each call. repeats: of what is measured in turns.
+        history, question: tokens of a chat's first turn and of what its second adds; no chat with a history of 0.
+        patience: seconds to wait for compilation in the background before the turns are taken.
+        threads: of the CPU, None leaves it. spawned: ``time.time()`` at which the process was asked for.
+    """
+
+    subject: str
+    dtype: str = "float32"
+    strategy: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    prompt_lengths: tuple[int, ...] = (64, 512)
+    new_tokens: int = 128
+    repeats: int = 3
+    history: int = 2000
+    question: int = 50
+    patience: float = 60.0
+    threads: int | None = None
+    device: str | None = None
+    spawned: float = 0.0
+
+
+class _Fresh:
+    """The measurements of a job, in the order in which they are made: memory and first calls come before anything else."""
+
+    def __init__(self, job: Job, progress: Callable[[str], None]) -> None:
+        self.job, self.progress = job, progress
+        self.figures: dict[str, Any] = {"imported": time.time() - job.spawned if job.spawned else None}
+        self.drawn = 0
+
+    def run(self) -> dict[str, Any]:
+        """Everything; what failed is in `error`, and what was measured before stays."""
+        job, figures = self.job, self.figures
+        if job.threads is not None:
+            torch.set_num_threads(job.threads)
+        self.progress("load")
+        begin = time.perf_counter()
+        self.model = _load(job)
+        touched = sum(parameter.float().sum().item() for parameter in self.model.parameters())
+        figures["loaded"] = time.perf_counter() - begin
+        if touched != touched:
+            raise ValueError("there are weights that are no numbers")
+        figures["weights"] = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        figures["parameters"] = self.model.num_parameters()
+        self.vocabulary = self.model.get_input_embeddings().weight.shape[0]
+        room = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
+        self.room = room - job.new_tokens
+        self.lengths = [n for n in job.prompt_lengths if n <= self.room] or [self.room]
+        figures["memory"] = [{"after": "loading", "bytes": resident()}]
+        begin = time.perf_counter()
+        self.ours = self._contestant(job.strategy) if job.strategy else None
+        self.theirs = _endless(transformers_contestants(self.model, names=[])[0], self.vocabulary)
+        figures["enabled"] = time.perf_counter() - begin
+        self.begun = time.perf_counter()
+        self._calls()
+        if self.ours is not None:
+            self._settled()
+            self._side_by_side()
+            self._prefill()
+            self._chat()
+        return figures
+
+    def _contestant(self, strategy: str, **config: Any) -> Contestant:
+        (made,) = strategy_contestants(self.model, [strategy], decoders_config={**self.job.config, **config})
+        return _endless(made, self.vocabulary)
+
+    def _prompt(self, length: int, rows: int = 1) -> Workload:
+        """Random tokens that no call has had before: nothing is kept from an earlier call."""
+        self.drawn += 1
+        generator = torch.Generator().manual_seed(self.drawn)
+        ids = torch.randint(self.vocabulary, (rows, length), generator=generator)
+        return Workload(f"{length}", "random", ids, torch.ones_like(ids))
+
+    def _calls(self) -> None:
+        """The first calls of the process: greedy twice, sampled twice, two rows."""
+        contestant = self.ours or self.theirs
+        sampled = replace(contestant, sampling=SAMPLING)
+        self.figures["calls"] = []
+        plan = [("greedy", contestant, 1), ("greedy again", contestant, 1), ("sampled", sampled, 1),
+                ("sampled again", sampled, 1), ("two rows", contestant, 2)]  # fmt: skip
+        for name, one, rows in plan:
+            self.progress(f"{name} call")
+            prompt = self._prompt(self.lengths[0], rows)
+            begin = time.perf_counter()
+            call, stamps = stamped(one, prompt, self.job.new_tokens)
+            figures = {"call": name, "prompt_tokens": self.lengths[0], "rows": rows}
+            figures |= {"seconds": time.perf_counter() - begin, **stamps, **of_report(call)}
+            self.figures["calls"].append(figures)
+            if not name.endswith("again"):
+                self.figures["memory"].append({"after": f"{name} call", "bytes": resident()})
+            if call.report is not None:
+                cache = self.figures.get("cache_bytes") or 0
+                self.figures["cache_bytes"] = max(cache, call.report.peak_memory)
+
+    def _settled(self) -> None:
+        """Calls until one of them runs compiled from its first step to its last, for each way to decode."""
+        assert self.ours is not None
+        self.figures["settled"] = {}
+        for name, one in (("greedy", self.ours), ("sampled", replace(self.ours, sampling=SAMPLING))):
+            self.progress(f"{name}: until all is compiled")
+            end = time.perf_counter() + self.job.patience
+            while True:
+                call, _ = stamped(one, self._prompt(self.lengths[0]), self.job.new_tokens)
+                share = compiled_share(call.report)
+                over = time.perf_counter() > end or self.job.config.get("compile") is False
+                if share == 1 or over:
+                    break
+            self.figures["settled"][name] = {"compiled_share": share, "seconds": time.perf_counter() - self.begun}
+        self.figures["memory"].append({"after": "compiling", "bytes": resident()})
+
+    def _side_by_side(self) -> None:
+        """transformers, ours uncompiled and ours, in turns, greedy and sampled."""
+        assert self.ours is not None
+        uncompiled = replace(self._contestant(self.job.strategy, compile=False), name=f"{self.ours.name}, uncompiled")
+        ways = [self.theirs, uncompiled, *([self.ours] if compiles(self.job.config) else [])]
+        self.figures["decoding"] = []
+        for name, sampling in (("greedy", None), ("sampled", SAMPLING)):
+            found: dict[str, list[tuple[float, dict[str, Any]]]] = {way.name: [] for way in ways}
+            for turn in range(self.job.repeats + 1):
+                prompt = self._prompt(self.lengths[0])
+                for way in rotation(ways, turn):
+                    self.progress(f"{name}, side by side: {way.name}")
+                    call, stamps = stamped(replace(way, sampling=sampling), prompt, self.job.new_tokens)
+                    if turn and stamps["tokens_per_second"]:  # the first round warms up
+                        found[way.name].append((stamps["tokens_per_second"], of_report(call)))
+            base = median(speed for speed, _ in found[YARDSTICK])
+            for way in ways:
+                speed = median(speed for speed, _ in found[way.name])
+                shares = [f["compiled_share"] for _, f in found[way.name] if f.get("compiled_share") is not None]
+                self.figures["decoding"].append({
+                    "way": way.name, "sampling": name, "tokens_per_second": speed, "ratio": speed / base,
+                    "compiled_share": median(shares) if shares else None,
+                    "range": [min(s for s, _ in found[way.name]), max(s for s, _ in found[way.name])],
+                })  # fmt: skip
+
+    def _prefill(self) -> None:
+        """Seconds to the first token at every length, in turns with transformers."""
+        assert self.ours is not None
+        self.figures["prefill"] = []
+        for length in self.lengths:
+            self.progress(f"prefill of {length} tokens")
+            times: dict[str, list[float]] = {"theirs": [], "ours": [], "read": []}
+            for turn in range(self.job.repeats + 1):
+                prompt = self._prompt(length)
+                for key, way in rotation([("theirs", self.theirs), ("ours", self.ours)], turn):
+                    call, stamps = stamped(way, prompt, FEW)
+                    if turn and stamps["first_token"] is not None:
+                        times[key].append(stamps["first_token"])
+                        if call.report is not None:
+                            times["read"].append(call.report.timings.prefill)
+            self.figures["prefill"].append({
+                "prompt_tokens": length, "transformers": median(times["theirs"]), "first_token": median(times["ours"]),
+                "prefill": median(times["read"]), "ratio": median(times["ours"]) / median(times["theirs"]),
+            })  # fmt: skip
+
+    def _chat(self) -> None:
+        """A second turn: all that was said, and a question. The ratio is that of what reading both prompts took."""
+        assert self.ours is not None
+        history = min(self.job.history, self.room - self.job.question - TURN)
+        if history < 1:
+            return
+        turns = []
+        for _ in range(self.job.repeats):
+            self.progress(f"second turn after {history} tokens")
+            opening = self._prompt(history)
+            first, first_stamps = stamped(self.ours, opening, TURN)
+            ids = torch.cat([first.sequences, self._prompt(self.job.question).input_ids], dim=1)
+            second, second_stamps = stamped(self.ours, Workload("chat", "chat", ids, torch.ones_like(ids)), TURN)
+            assert first.report is not None and second.report is not None
+            turns.append({
+                "first_read": first.report.timings.prefill, "second_read": second.report.timings.prefill,
+                "first_token": first_stamps["first_token"], "second_first_token": second_stamps["first_token"],
+                "reused": of_report(second)["reused"],
+            })  # fmt: skip
+        middle = {key: median(turn[key] for turn in turns) for key in turns[0] if key != "reused"}
+        self.figures["chat"] = {
+            "history": history, "question": self.job.question, **middle, "reused": turns[-1]["reused"],
+            "ratio": middle["second_read"] / middle["first_read"] if middle["first_read"] else None,
+        }  # fmt: skip
+
+
+def of_report(call: Call) -> dict[str, Any]:
+    """What our report says of a call; nothing of transformers'."""
+    report = call.report
+    if report is None:
+        return {}
+    t = report.timings
+    return {
+        "steps": report.steps, "compiled_share": compiled_share(report), "prefill": t.prefill,
+        "compile_seconds": t.compile, "compilations": call.compilations,
+        "reused": list(getattr(report, "reused", [])),  # plain once Report.reused exists
+        "pack_seconds": getattr(t, "pack", None),  # plain once Timings.pack exists
+        "background_seconds": getattr(t, "background", None),  # plain once Timings.background exists
+    }  # fmt: skip
+
+
+def _load(job: Job) -> PreTrainedModel:
+    dtype = getattr(torch, job.dtype)
+    if job.subject in SHAPES:
+        model = build(job.subject, dtype)
+    elif job.subject == "demo":
+        from .. import demo
+
+        model = demo.load("target", dtype)[0]
+    else:
+        from ..checkpoints import load_model
+
+        model = load_model(job.subject, dtype)
+    device = job.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return model.to(device)
+
+
+def _endless(contestant: Contestant, vocabulary: int) -> Contestant:
+    """With a stop token that is never chosen, so that all calls are equally long."""
+    return replace(contestant, arguments={**contestant.arguments, "eos_token_id": vocabulary})
+
+
+def measure(job: Job, progress: Callable[[str], None] = lambda what: None) -> dict[str, Any]:
+    """Runs `job` in this process; figures are those of a fresh one only if nothing ran before."""
+    fresh = _Fresh(job, progress)
+    try:
+        return fresh.run()
+    except Exception as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        return fresh.figures | {"error": f"{type(error).__name__}: {lines[0] if lines else ''}"}
+
+
+def main() -> None:
+    """Reads a job from standard input and writes what it finds to standard output, which is nobody else's meanwhile."""
+    channel = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+    def say(**line: Any) -> None:
+        channel.write(json.dumps(line, default=str) + "\n")
+        channel.flush()
+
+    values = json.load(sys.stdin)
+    job = Job(**values | {"prompt_lengths": tuple(values["prompt_lengths"])})
+    say(result=measure(job, lambda what: say(progress=what)))
+
+
+if __name__ == "__main__":
+    main()

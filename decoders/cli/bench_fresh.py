@@ -1,0 +1,135 @@
+"""``decoders bench fresh``: what a new process waits for, and what it takes of memory."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import SettingsError, UnknownNameError
+from .bench import footnote, numbers, pieces, write_json
+
+
+def fresh(
+    models: Annotated[
+        list[str] | None,
+        typer.Option("--model", help='Folder, hub name, GGUF file or "demo"; comma-separated or repeated.'),
+    ] = None,
+    shapes: Annotated[
+        list[str] | None,
+        typer.Option("--shape", help="Shape with random weights, comma-separated or repeated: llama-110m …"),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16; comma-separated.")] = "float32",
+    strategies: Annotated[
+        list[str] | None,
+        typer.Option("--strategy", "-s", help="Strategies, each in a process of its own. Default: autoregressive."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="A setting of the loop in all calls, compile=false say."),
+    ] = None,
+    prompt_length: Annotated[
+        str, typer.Option(help="Random tokens in a prompt, comma-separated; calls take the first, prefill all.")
+    ] = "64,512,2048",
+    new_tokens: Annotated[int, typer.Option("--new-tokens", "-n", min=2, help="New tokens of a call.")] = 128,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds of what is measured in turns.")] = 3,
+    history: Annotated[int, typer.Option(min=0, help="Tokens before a chat's second turn; 0: no chat.")] = 2000,
+    question: Annotated[int, typer.Option(min=1, help="Tokens that the second turn adds.")] = 50,
+    patience: Annotated[
+        float, typer.Option(min=0, help="Seconds to wait for compilation in the background before taking turns.")
+    ] = 60,
+    again: Annotated[
+        bool, typer.Option("--again", help="Once more, with what the first process left in torch.compile's disk cache.")
+    ] = False,
+    baseline: Annotated[
+        bool, typer.Option("--baseline/--no-baseline", help="A process with nothing but transformers' generate, too.")
+    ] = True,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the CPU.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; default: CUDA if there is one.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write everything as JSON; - is standard output.")
+    ] = None,
+) -> None:
+    """Measure first tokens, compilation, memory, prefill and a chat's second turn, in processes started for it.
+
+    Prompts are random tokens, and no text ends early. torch.compile's disk cache is empty for the first process.
+    """
+    from rich.console import Console
+
+    from .models import DTYPES
+
+    quiet = json_file is not None and str(json_file) == "-"
+    status, console = Console(stderr=True), Console(stderr=quiet)
+    lengths = tuple(numbers(prompt_length, "--prompt-length takes tokens such as 64,2000"))
+    dtypes = pieces([dtype]) or []
+    for name in dtypes:
+        if name not in DTYPES[1:]:
+            raise UnknownNameError("dtype", name, DTYPES[1:])
+
+    import torch
+
+    from ..bench import bandwidth, machine
+    from ..bench.fresh import Job
+    from ..bench.fresh_tables import fresh_tables
+    from ..bench.processes import in_new_process
+    from ..bench.shapes import SHAPES
+    from ..resolve import resolve_strategy
+    from ..settings import RuntimeSettings, parse_assignments
+
+    config = parse_assignments(settings or [])
+    RuntimeSettings.parse(config)
+    for name in pieces(shapes) or ():
+        if name not in SHAPES:
+            raise UnknownNameError("shape", name, SHAPES)
+    subjects = [*(pieces(shapes) or ()), *(pieces(models) or ())]
+    if not subjects:
+        raise SettingsError("name what to measure: --shape llama-110m, or --model with a folder")
+    names = pieces(strategies) or ["autoregressive"]
+    for name in names:
+        if resolve_strategy(name, None, None).needs_assistant:
+            raise SettingsError(
+                f"{name} needs a draft model, and there is none in a new process: measure it with decoders bench"
+            )
+    found: list[dict[str, Any]] = []
+    for subject in subjects:
+        for kind in dtypes:
+            runs: list[dict[str, Any]] = []
+            plan = [("transformers", "")] if baseline else []
+            plan += [(name, name) for name in names]
+            for way, strategy in plan:
+                job = Job(
+                    subject=subject, dtype=kind, strategy=strategy, config=config, prompt_lengths=lengths,
+                    new_tokens=new_tokens, repeats=repeats, history=history, question=question, patience=patience,
+                    threads=threads, device=device,
+                )  # fmt: skip
+                with (
+                    tempfile.TemporaryDirectory(prefix="decoders-bench-", ignore_cleanup_errors=True) as cache,
+                    status.status(f"{subject} in {kind}: {way}") as line,
+                ):
+                    for turn in range(1 + (again and bool(strategy))):
+                        shown = way if not turn else f"{way}, disk cache warm"
+                        figures = in_new_process(
+                            job,
+                            Path(cache),
+                            lambda what: line.update(f"{subject} in {kind}, {shown}: {what}"),  # noqa: B023
+                        )
+                        labels = {"subject": subject, "shape": subject in SHAPES, "dtype": kind, "way": shown}
+                        runs.append(labels | {"strategy": strategy, "config": config} | figures)
+            for table in fresh_tables(runs):
+                console.print(table)
+            found += runs
+    where = torch.device("cpu")
+    facts = machine.facts(where) | {"copy_bandwidth": bandwidth.copy_bandwidth(where)}
+    if threads is not None:
+        facts["threads"] = threads
+    console.print(footnote(facts), style="dim")
+    if json_file is not None:
+        run = {
+            "prompt_lengths": lengths, "new_tokens": new_tokens, "repeats": repeats, "history": history,
+            "question": question, "patience": patience, "threads": threads,
+        }  # fmt: skip
+        write_json({"machine": facts, "run": run, "processes": found}, json_file)
+    if any("error" in run for run in found):
+        raise typer.Exit(1)

@@ -1,0 +1,148 @@
+"""A fresh process is measured from its start to a chat's second turn; a broken one says what happened."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from decoders.bench import fresh, processes
+from decoders.bench.fresh import Job, measure
+from decoders.bench.fresh_tables import fresh_tables
+from decoders.bench.shapes import SHAPES, Shape, build, random_workloads
+from decoders.cli import app
+from decoders.errors import UnknownNameError
+
+SMALL = Shape("llama", dict(
+    num_hidden_layers=2, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
+    vocab_size=128, max_position_embeddings=256, tie_word_embeddings=True))  # fmt: skip
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setitem(SHAPES, "small", SMALL)
+    return "small"
+
+
+def job(**values: Any) -> Job:
+    common = dict(subject="small", strategy="autoregressive", config={"compile": False}, prompt_lengths=(8, 24, 999))
+    return Job(**common | dict(new_tokens=6, repeats=1, history=40, question=5, patience=0) | values)
+
+
+def test_a_shape_is_the_same_in_every_run_and_has_no_stop_token(small: str) -> None:
+    one, two, other = build(small), build(small), build(small, seed=1)
+    ids = random_workloads(128, [9])[0].input_ids
+    assert one(ids).logits.equal(two(ids).logits)
+    assert not one(ids).logits.equal(other(ids).logits)
+    assert one.generation_config.eos_token_id is None
+    assert one.get_output_embeddings().weight is one.get_input_embeddings().weight
+    assert len(one.get_input_embeddings().weight.unique(dim=0)) == 128, "equal rows would be ties"
+
+
+def test_an_unknown_shape_names_the_nearest() -> None:
+    with pytest.raises(UnknownNameError, match="Did you mean 'llama-110m'"):
+        build("llama-100m")
+
+
+def test_random_prompts_are_the_same_in_every_run() -> None:
+    prompts = random_workloads(50, [4, 8], rows=2, count=2)
+    assert [(p.name, p.kind, tuple(p.input_ids.shape)) for p in prompts] == [
+        ("4-01", "4 random tokens", (2, 4)), ("4-02", "4 random tokens", (2, 4)),
+        ("8-01", "8 random tokens", (2, 8)), ("8-02", "8 random tokens", (2, 8)),
+    ]  # fmt: skip
+    again = random_workloads(50, [4, 8], rows=2, count=2)
+    assert all(a.input_ids.equal(b.input_ids) for a, b in zip(prompts, again, strict=True))
+    assert not prompts[0].input_ids.equal(prompts[1].input_ids)
+
+
+def test_a_job_measures_calls_memory_prefill_and_a_second_turn(small: str) -> None:
+    steps: list[str] = []
+    found = measure(job(), steps.append)
+    assert "error" not in found, found
+    assert [call["call"] for call in found["calls"]] == [
+        "greedy", "greedy again", "sampled", "sampled again", "two rows"
+    ]  # fmt: skip
+    assert all(call["steps"] == 6 and call["compiled_share"] == 0 for call in found["calls"])
+    assert all(0 < call["first_token"] < call["seconds"] for call in found["calls"])
+    assert [mark["after"] for mark in found["memory"]][:2] == ["loading", "greedy call"]
+    assert found["weights"] == 4 * found["parameters"]
+    assert {(row["sampling"], row["way"]) for row in found["decoding"]} == {
+        (s, w) for s in ("greedy", "sampled") for w in ("transformers", "autoregressive, uncompiled")
+    }
+    assert [row["prompt_tokens"] for row in found["prefill"]] == [8, 24], "longer ones do not fit the model"
+    assert found["chat"]["history"] == 40
+    assert found["chat"]["ratio"] > 0
+    assert steps[0] == "load" and steps[-1] == "second turn after 40 tokens"
+
+
+def test_transformers_process_makes_the_calls_only(small: str) -> None:
+    found = measure(job(strategy=""))
+    assert "error" not in found, found
+    assert len(found["calls"]) == 5
+    assert "decoding" not in found and "steps" not in found["calls"][0]
+
+
+def test_what_fails_leaves_what_was_measured(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("out of memory\nlong story")
+
+    monkeypatch.setattr(fresh._Fresh, "_prefill", broken)
+    found = measure(job())
+    assert found["error"] == "RuntimeError: out of memory"
+    assert len(found["calls"]) == 5 and "chat" not in found
+
+
+def test_tables_name_subject_dtype_way_and_length(small: str) -> None:
+    runs = [
+        {"subject": "small", "shape": True, "dtype": "float32", "way": way, **measure(job(strategy=strategy))}
+        for way, strategy in (("transformers", ""), ("autoregressive", "autoregressive"))
+    ]
+    console = Console(width=200, record=True, file=io.StringIO())
+    for table in fresh_tables([*runs, {**runs[0], "way": "broken", "error": "RuntimeError: no"}]):
+        console.print(table)
+    text = console.export_text()
+    for said in ("small · float32", "greedy again", "24 tokens", "two rows", "means nothing", "second turn of a chat",
+                 "broken: RuntimeError: no", "of the weights"):  # fmt: skip
+        assert said in text, said
+
+
+def test_a_process_that_dies_says_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "MODULE", "decoders.bench.no_such_module")
+    assert "no_such_module" in processes.in_new_process(job())["error"]
+
+
+def test_the_command_measures_in_processes_of_its_own(tmp_path: Path) -> None:
+    from decoders.testing import tiny_model
+
+    tiny_model("llama").save_pretrained(tmp_path / "tiny")
+    done = CliRunner().invoke(
+        app,
+        ["bench", "fresh", "--model", str(tmp_path / "tiny"), "--set", "compile=false", "--prompt-length", "8", "-n", "4",
+         "--repeats", "1", "--history", "0", "--patience", "0", "--threads", "1", "--no-baseline", "--json", "-"],
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    (process,) = json.loads(done.stdout)["processes"]
+    assert process["imported"] > 0 and len(process["calls"]) == 5
+    assert process["config"] == {"compile": False}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "name what to measure"),
+        (("--shape", "llama-110"), "Did you mean 'llama-110m'"),
+        (("--shape", "llama-110m", "--dtype", "float31"), "Did you mean 'float32'"),
+        (("--shape", "llama-110m", "--prompt-length", "0"), "tokens such as 64,2000"),
+        (("--shape", "llama-110m", "--set", "compil=1"), "Did you mean 'compile'"),
+        (("--shape", "llama-110m", "-s", "speculative"), "needs a draft model"),
+    ],
+)
+def test_mistakes_end_in_one_line(arguments: tuple[str, ...], said: str) -> None:
+    done = CliRunner().invoke(app, ["bench", "fresh", *arguments])
+    assert done.exit_code == 2, done.output
+    assert said in " ".join(done.output.split())
