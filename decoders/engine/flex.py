@@ -116,9 +116,9 @@ def pack_mask(base: Tensor, offsets: Tensor, visible: Tensor) -> Tensor:
 
 
 def unpack_mask(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What :func:`pack_mask` was given; int32."""
+    """What :func:`pack_mask` was given, as int32: kernels read these views as they are."""
     queries, n = packed.shape[2] - 1, packed.shape[3] - 1
-    return packed[:, 0, 0, n], packed[:, 0, queries, :n], packed[:, 0, :queries, :n].bool()
+    return packed[:, 0, 0, n], packed[:, 0, queries, :n], packed[:, 0, :queries, :n]
 
 
 def block_mask(packed: Tensor, kind: LayerKind, slots: int, packing: Packing | None = None) -> BlockMask:
@@ -135,7 +135,7 @@ def block_mask(packed: Tensor, kind: LayerKind, slots: int, packing: Packing | N
         inside = node.clamp(0, n - 1)
         q = packing.node(h, q)
         in_block = (node >= 0) & (node < n)
-        allowed = (node < 0) | (in_block & visible[b, q, inside])
+        allowed = (node < 0) | (in_block & (visible[b, q, inside] != 0))
         position_q = base[b] + offsets[b, n - queries + q]
         position_k = torch.where(in_block, base[b] + offsets[b, inside], k)
         return kind.narrow(allowed, position_q, position_k)
@@ -195,7 +195,7 @@ def attend_densely(
 ) -> Tensor:  # fmt: skip
     """The same by additive masks over all slots, for where :func:`attend` cannot be compiled: slower, and needs no compiler."""
     base, offsets, visible = unpack_mask(mask)
-    bias = attention.build_mask((kind,), base.long(), offsets.long(), visible, key.shape[2], query.dtype)
+    bias = attention.build_mask((kind,), base.long(), offsets.long(), visible.bool(), key.shape[2], query.dtype)
     out, _ = attention.tree_attention(_NO_KIND, query, key, value, bias, scale, softcap=softcap, s_aux=sinks)
     return out.transpose(1, 2)
 

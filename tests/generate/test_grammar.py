@@ -37,7 +37,7 @@ from decoders.resolve import resolve_backend
 from decoders.strategies import Lookahead, PromptLookup, Speculative, Staged, Threshold
 from decoders.testing import decode, prompts, tiny_model
 from decoders.testing.models import ARCHITECTURES, Architecture
-from decoders.testing.spy import _NoHostReads
+from decoders.testing.spy import NoHostReads
 
 #: Rows of the logits; the tokenizer has fewer tokens.
 SIZE = 288
@@ -458,7 +458,7 @@ def test_other_verifiers_draw_the_same_with_a_guide_on_the_device(model, monkeyp
     assert torch.equal(host.sequences, run(model, Speculative(length=3), **options).sequences)
 
 
-class Recording(_NoHostReads):
+class Recording(NoHostReads):
     """Refuses what a recording cannot hold: waiting for the device, and tensors of what the host knows."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
