@@ -226,7 +226,9 @@ class Recordings:
             self._failed.add(key)
             if not self._warned:
                 self._warned = True
-                warnings.warn(f"a step could not be recorded, steps run one by one instead: {_cause(error)}", stacklevel=2)
+                warnings.warn(
+                    f"a step could not be recorded, steps run one by one instead: {_cause(error)}", stacklevel=2
+                )
             return None
         self._steps[key] = step
         while len(self._steps) > self.most:

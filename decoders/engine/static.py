@@ -88,6 +88,8 @@ class PerShape:
     def _warn(self, reason: object) -> None:
         if not self._warned:
             name = getattr(self.function, "__name__", repr(self.function))
-            what = next(iter(str(reason).splitlines()), "") or type(reason).__name__  # inductor appends all of its input
+            what = (
+                next(iter(str(reason).splitlines()), "") or type(reason).__name__
+            )  # inductor appends all of its input
             warnings.warn(f"{name} could not be compiled, running it uncompiled instead: {what}", stacklevel=4)
             self._warned = True

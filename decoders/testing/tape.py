@@ -25,8 +25,22 @@ INDEXING = frozenset({aten.index, aten.index_put, aten.index_put_})
 FROM_HOST = frozenset({aten.lift, aten.lift_fresh})
 
 
+#: Functions that make tensors of it.
+MAKERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, Tensor.new_tensor})
+HOST_DATA = "a tensor is made of data of the host, whose copy would have to be waited for; make it in start"
+
+
 class RecordingError(AssertionError):
     """What ran cannot be part of a recording."""
+
+
+class NoHostData(NoHostReads):
+    """Also raises at whatever makes a tensor of data of the host."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func in MAKERS:
+            raise RecordingError(HOST_DATA)
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 class Tape(TorchDispatchMode):
@@ -46,10 +60,12 @@ class Tape(TorchDispatchMode):
         packet = func.overloadpacket
         if packet in WAITING:
             raise RecordingError(f"{packet.__name__} waits for the device")
-        if packet in INDEXING and any(isinstance(i, Tensor) and i.dtype == torch.bool for i in args[1]):
+        # One value for all that a mask picks needs no count of them.
+        counts = packet in INDEXING and not (len(args) > 2 and args[2].numel() == 1)
+        if counts and any(isinstance(i, Tensor) and i.dtype == torch.bool for i in args[1]):
             raise RecordingError("indexing with a bool mask waits for the device")
-        if packet in FROM_HOST:
-            raise RecordingError("a tensor is made of data of the host")
+        if packet in FROM_HOST and args[0].dim():  # a single number is an argument of a kernel
+            raise RecordingError(HOST_DATA)
         written = list(_written(func, args, kwargs))
         self._before += [(tensor, tensor.clone()) for tensor in written]
         result = func(*args, **kwargs)
@@ -110,7 +126,7 @@ class TapeRecorder:
     def record(self, body: Callable[[], Any]) -> tuple[Any, Any]:
         self.settle()  # recording begins when the device has come to rest
         tape = Tape()
-        with NoHostReads(), tape:  # some reads never get as far as an operation
+        with NoHostData(), tape:  # some reads never get as far as an operation
             output = body()
         self.recorded += 1
         return _Graph(self, tape), output
