@@ -11,8 +11,10 @@ of a tree out so that this holds, whatever the model's ratio.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +42,25 @@ MOST_ROWS_PER_PROGRAM = 64
 LEAST_HEAD_DIM = 16
 
 
+@torch.compiler.assume_constant_result
+def takes_several_programs() -> bool:
+    """Whether the kernel that splits the cache deals a head's queries out to several programs. Before it did (during 2.11's
+    development), it left all but the first ``BLOCK_M`` out without a word.
+    """
+    return _several_programs()
+
+
+@cache
+def _several_programs() -> bool:
+    from torch._inductor.kernel.flex.flex_decoding import flex_decoding_grid
+
+    try:
+        programs = flex_decoding_grid(1, 1, 1, 2 * 16, 64, {"BLOCK_M": 16, "SPLIT_KV": 1})
+        return math.prod(int(size) for size in programs) == 2
+    except Exception:  # no answer is no
+        return False
+
+
 @dataclass(frozen=True)
 class Packing:
     """Where the queries of a block stand: those of a GQA group are rows of one key head, dealt out to `parts` heads.
@@ -64,7 +85,8 @@ class Packing:
         total, parts = group * nodes, 1
         while -(-total // parts) >= SPLIT_BELOW:
             parts *= 2
-        if nodes > MOST_PACKED_NODES or parts > MOST_PARTS:
+        too_many = parts > MOST_PARTS or (total > MOST_ROWS_PER_PROGRAM and not takes_several_programs())
+        if nodes > MOST_PACKED_NODES or too_many:
             return Packing(kv_heads, group, nodes, 0, nodes)
         return Packing(kv_heads, group, nodes, parts, -(-total // parts))
 

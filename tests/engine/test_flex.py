@@ -73,6 +73,15 @@ def test_every_tree_gets_the_kernel_that_splits_the_cache(group: int, nodes: int
     assert BLOCK % tile == 0 and tile % packing.parts == 0 and tile >= 16
 
 
+def test_where_the_kernel_takes_one_tile_only_larger_blocks_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert flex.takes_several_programs()
+    monkeypatch.setattr(flex, "takes_several_programs", lambda: False)
+    for nodes in (1, 8, 9):
+        packing = Packing.of(14, 2, nodes)
+        assert packing.parts == 1 and packing.kernel_options["BLOCK_M"] >= 7 * nodes
+    assert Packing.of(14, 2, 10).parts == 0
+
+
 def test_prefill_is_not_packed() -> None:
     packing = Packing.of(14, 2, 512)
     assert packing.parts == 0 and packing.shared and packing.kernel_options is None
