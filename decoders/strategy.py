@@ -198,8 +198,9 @@ class Strategy(ABC):
         exact: whether output is token-identical to plain decoding. A lossy strategy is marked in every report.
         needs_assistant: whether the call must bring ``assistant_model=``; others refuse one.
         needs_grammar: whether the call must bring ``grammar=``; others take one as well.
-        on_device: `propose` and `observe` never wait for the device or read the host, so a whole step can be captured. What a
-            guide does counts for the guide: the loop asks it too.
+        on_device: promises that `propose` and `observe` never wait for the device, take no data from the host, keep all shapes,
+            and change nothing but the contents of tensors, so that a whole step can be recorded and replayed. The kit checks it.
+            What a guide does counts for the guide: the loop asks it too.
     """
 
     name: str
@@ -208,7 +209,7 @@ class Strategy(ABC):
     exact: bool = True
     needs_assistant: bool = False
     needs_grammar: bool = False
-    on_device: bool = True
+    on_device: bool = False
 
     def __init__(self, settings: Settings | None = None, /, **values: Any) -> None:
         if settings is not None and values:

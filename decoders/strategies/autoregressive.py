@@ -10,6 +10,7 @@ class Autoregressive(Strategy):
 
     name = "autoregressive"
     summary = "One token per step in the compiled static-cache loop."
+    on_device = True
 
     def propose(self, state: None, sequences: Sequences) -> Draft:
         return Draft.nothing(sequences.tokens.shape[0], sequences.tokens.device)

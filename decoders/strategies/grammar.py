@@ -27,6 +27,7 @@ class Grammar(Strategy):
     name = "grammar"
     summary = "Proposes what the grammar forces anyway: keys, quotes, punctuation."
     settings_class = GrammarSettings
+    on_device = True
     needs_grammar = True
 
     def start(self, context: Context) -> Guide:

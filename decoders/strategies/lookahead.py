@@ -70,6 +70,7 @@ class Lookahead(Strategy):
     name = "lookahead"
     summary = "Collects n-grams from a Jacobi iteration that runs beside verification; needs no draft."
     settings_class = LookaheadSettings
+    on_device = True
 
     def start(self, context: Context) -> LookaheadState:
         s: LookaheadSettings = self.settings

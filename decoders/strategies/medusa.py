@@ -77,6 +77,7 @@ class Medusa(Strategy):
     name = "medusa"
     summary = "Small heads trained on the target guess several tokens ahead, as a tree."
     settings_class = MedusaSettings
+    on_device = True
 
     def start(self, context: Context) -> _State:
         heads = self._heads(context)

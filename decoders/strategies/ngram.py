@@ -80,6 +80,7 @@ class Ngram(Strategy):
     name = "ngram"
     summary = "Proposes the likeliest followers by n-gram counts of the text so far, a saved table, or both."
     settings_class = NgramSettings
+    on_device = True
 
     def start(self, context: Context) -> NgramState:
         s: NgramSettings = self.settings

@@ -38,6 +38,7 @@ class PromptLookup(Strategy):
     name = "prompt_lookup"
     summary = "Proposes what followed the same n-gram earlier in the prompt or the output."
     settings_class = PromptLookupSettings
+    on_device = True
 
     def start(self, context: Context) -> Callable[..., Tensor]:
         return context.compile(continuations)

@@ -67,10 +67,11 @@ class Speculative(DraftModelStrategy):
     name = "speculative"
     summary = "A smaller model of the same family drafts a chain or a tree of tokens."
     settings_class = SpeculativeSettings
+    on_device = True
 
     def __init__(self, settings: Settings | None = None, /, **values: Any) -> None:
         super().__init__(settings, **values)
-        self.on_device = self.settings.schedule == "constant"
+        self.on_device = self.settings.schedule == "constant"  # others say on the host how long the next draft is
 
     def start(self, context: Context) -> _State:
         s: SpeculativeSettings = self.settings

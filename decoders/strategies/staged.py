@@ -52,6 +52,7 @@ class Staged(DraftModelStrategy):
     name = "staged"
     summary = "A draft model, itself sped up by n-grams or a smaller model, drafts a tree."
     settings_class = StagedSettings
+    on_device = True
 
     def start(self, context: Context) -> _State:
         s: StagedSettings = self.settings

@@ -70,7 +70,7 @@ class Threshold(DraftModelStrategy):
     name = "threshold"
     summary = "A draft model drafts until it is no longer sure; how sure it must be adapts."
     settings_class = ThresholdSettings
-    on_device = False  # the host looks whether any row goes on
+    on_device = False  # the host looks whether any row goes on, in every pass
 
     def start(self, context: Context) -> _State:
         s: ThresholdSettings = self.settings

@@ -8,7 +8,7 @@ import pickle
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -21,7 +21,9 @@ from ..settings import Settings
 from ..strategy import Strategy
 from .exactness import assert_same_tokens, decode, prompts
 from .models import VOCAB, tiny_draft, tiny_model
+from .replayed import Replayed, ShapeError
 from .spy import HostReadError, Spy
+from .tape import RecordingError
 from .toy_grammar import Matched, TokenAutomaton
 
 NEW_TOKENS = 32
@@ -136,15 +138,29 @@ def check_drafts(strategy: Strategy, conditions: Conditions = Conditions()) -> N
 
 
 def check_on_device(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """A strategy that claims ``on_device`` never makes the host wait for the device in its hooks."""
+    """A strategy that claims ``on_device`` can be recorded: no waiting for the device, no data of the host, the same shapes and
+    places in every step, and the same drafts when its hooks are replayed instead of called.
+    """
     if not strategy.on_device:
         return
-    name = conditions.models[0]
+    name, inputs = conditions.models[0], prompts(2)
+    eager = replace(conditions, compile=False)
+    called, replayed = Replayed(strategy, record=False), Replayed(strategy, record=True)
     with conditions.enabled(name) as model:
         try:
-            run(model, name, Spy(strategy, forbid_host_reads=True), prompts(2), conditions, max_new_tokens=12)
-        except HostReadError as error:
+            run(model, name, Spy(strategy, forbid_host_reads=True), inputs, eager, max_new_tokens=12)
+            for twin in (called, replayed):
+                run(model, name, twin, inputs, eager, max_new_tokens=32)
+        except (HostReadError, RecordingError, ShapeError) as error:
             raise AssertionError(f"claims on_device = True, but {error}") from error
+    for number, (first, second) in enumerate(zip(called.drafts, replayed.drafts, strict=False)):
+        assert first == second, (
+            f"claims on_device = True, but proposes {first} in step {number + 1}, and {second} when it is replayed: what a hook "
+            "changes must be tensors that it writes into, not numbers or other objects of Python"
+        )
+    assert len(called.drafts) == len(replayed.drafts), (
+        "claims on_device = True, but takes other steps when it is replayed"
+    )
 
 
 def check_one_new_token(strategy: Strategy, conditions: Conditions = Conditions()) -> None:

@@ -25,6 +25,7 @@ class Replay(Strategy):
     name = "replay"
     summary = "Proposes a known text, wrong here and there (for tests)."
     settings_class = ReplaySettings
+    on_device = True
 
     def start(self, context: Context) -> Tensor:
         texts = self.settings.texts

@@ -30,7 +30,9 @@ class HostReadError(AssertionError):
     """A hook of a strategy that claims ``on_device`` read the device."""
 
 
-class _NoHostReads(TorchFunctionMode):
+class NoHostReads(TorchFunctionMode):
+    """Raises HostReadError at whatever reads the device."""
+
     off = False
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -50,7 +52,7 @@ class _NoHostReads(TorchFunctionMode):
 class _Excused:
     """A guide that may read the device when it is asked what is forced: the loop asks the guide itself whether it does."""
 
-    def __init__(self, guide: Guide, reads: _NoHostReads) -> None:
+    def __init__(self, guide: Guide, reads: NoHostReads) -> None:
         self.guide, self.reads = guide, reads
 
     def __getattr__(self, name: str) -> Any:
@@ -82,7 +84,7 @@ class Spy(Strategy):
 
     def __init__(self, inner: Strategy, forbid_host_reads: bool = False) -> None:
         self.inner, self.settings = inner, inner.settings
-        self.reads = _NoHostReads() if forbid_host_reads else None
+        self.reads = NoHostReads() if forbid_host_reads else None
         self.seen: list[Seen] = []
         self.name, self.exact = inner.name, inner.exact
         self.needs_assistant, self.needs_grammar = inner.needs_assistant, inner.needs_grammar

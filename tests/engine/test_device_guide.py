@@ -17,7 +17,7 @@ from decoders.constraints.vocabulary import Vocabulary
 from decoders.engine.device_guide import DeviceGuide, guide_of
 from decoders.engine.host_guide import HostGuide
 from decoders.errors import GrammarError
-from decoders.testing.spy import _NoHostReads
+from decoders.testing.spy import NoHostReads
 from decoders.testing.toy_grammar import Matched, TokenAutomaton
 from decoders.tree import Topology, TreeTensors
 
@@ -107,7 +107,7 @@ def test_it_says_what_the_host_says(data, rows):
         guesses = torch.cat([guesses, padding], dim=1)
         tree, depth = data.draw(st.sampled_from([(shape, shape.max_depth), (shape.tensors(len(rows), CPU), None)]))
         kept, masks = host.block(guesses, tree)
-        with _NoHostReads():
+        with NoHostReads():
             mine, allowed = device.block(guesses, tree, depth)
         assert torch.equal(kept, mine) and torch.equal(masks.allowed, allowed.allowed)
 
@@ -125,7 +125,7 @@ def test_it_says_what_the_host_says(data, rows):
             texts[row] += got[: counts[row]]
             ended[row] = ended[row] or last in STOPS or data.draw(st.integers(0, 9)) == 0
         host.commit(output(new, counts, path), torch.tensor(ended))
-        with _NoHostReads():
+        with NoHostReads():
             device.commit(output(new, counts, path), torch.tensor(ended))
         device.check()
     assert torch.equal(host.end().allowed, device.end().allowed)
@@ -175,7 +175,7 @@ def test_nothing_waits_for_the_device():
     guide.forced(text, 4)  # tables made once, by the host: in an ordinary step
     guide.block(torch.full((3, 4), -1), Topology.chain(4))
     place = guide.positions.data_ptr()
-    with _NoHostReads():
+    with NoHostReads():
         ahead = guide.ahead()
         ahead.follow()
         ahead.end()

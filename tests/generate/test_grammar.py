@@ -37,7 +37,7 @@ from decoders.resolve import resolve_backend
 from decoders.strategies import Lookahead, PromptLookup, Speculative, Staged, Threshold
 from decoders.testing import decode, prompts, tiny_model
 from decoders.testing.models import ARCHITECTURES, Architecture
-from decoders.testing.spy import _NoHostReads
+from decoders.testing.tape import NoHostData
 
 #: Rows of the logits; the tokenizer has fewer tokens.
 SIZE = 288
@@ -458,14 +458,6 @@ def test_other_verifiers_draw_the_same_with_a_guide_on_the_device(model, monkeyp
     assert torch.equal(host.sequences, run(model, Speculative(length=3), **options).sequences)
 
 
-class Recording(_NoHostReads):
-    """Refuses what a recording cannot hold: waiting for the device, and tensors of what the host knows."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func not in (torch.tensor, torch.as_tensor, torch.from_numpy), "made of data of the host"
-        return super().__torch_function__(func, types, args, kwargs)
-
-
 class Replays:
     """In the place of a recorded step: runs it anew, as if it were recorded."""
 
@@ -474,7 +466,7 @@ class Replays:
 
     def __iter__(self) -> Any:
         while True:
-            with Recording():
+            with NoHostData():
                 out = self.body()
             yield out.summary.tolist(), out.new.tolist()
 

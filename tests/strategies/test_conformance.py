@@ -53,6 +53,7 @@ class Good(Strategy):
 
     name = "good"
     summary = "Repeats the last token."
+    on_device = True
 
     def propose(self, state: Any, sequences: Sequences) -> Draft:
         return Draft.chain(sequences.last.expand(-1, 3))

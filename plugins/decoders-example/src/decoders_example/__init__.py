@@ -41,6 +41,7 @@ class Bigram(Strategy):
     name = "bigram"
     summary = "Chains each token's most recent follower in prompt and output."
     settings_class = BigramSettings
+    on_device = True
 
     def start(self, context: Context) -> BigramState:
         return BigramState(torch.full((context.rows, context.vocab_size), -1, device=context.device))

@@ -1,0 +1,103 @@
+"""Sizes that compiled code and recorded graphs are made for: small ladders, so that their number is bounded.
+
+On CUDA every size is a graph of its own, so rows, nodes, slots and prefill chunks are rounded up to the next rung. On the CPU one
+dynamic graph serves all sizes: there `static` is false and only the least sizes count.
+
+==============  ==========================================  =================================
+size            rungs on CUDA                               on the CPU
+==============  ==========================================  =================================
+rows            1, 2, 4, 8, …                               as they are
+nodes           4, 8, 16, 32, 64, 128, then 256, 384, …     as they are, at least 3
+slots           256, 512, 1024, …                           multiples of 64
+prefill chunk   32, 64, … up to the call's chunk            as they are
+==============  ==========================================  =================================
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..tree import Topology, TreeTensors
+
+#: Least nodes of a block; 1 and 2 would get graphs of their own, and more cost nothing.
+LEAST_NODES, LEAST_STATIC_NODES = 3, 4
+#: From here on blocks grow by this many nodes: doubling would compute up to twice as much.
+NODE_STEP = 128
+LEAST_SLOTS, SLOT_STEP = 256, 64
+LEAST_CHUNK = 32
+
+
+def static_shapes(device: torch.device) -> bool:
+    """Whether code for `device` is compiled for one size each."""
+    return device.type != "cpu"
+
+
+def row_bucket(rows: int, static: bool = True) -> int:
+    """Rows of a batch, rounded up to a power of two; the rows added have ended before they begin."""
+    return _power_of_two(rows) if static else rows
+
+
+def node_bucket(nodes: int, static: bool = True) -> int:
+    """Nodes of a block, the root included."""
+    if not static:
+        return max(nodes, LEAST_NODES)
+    if nodes > NODE_STEP:
+        return -(-nodes // NODE_STEP) * NODE_STEP
+    return max(_power_of_two(nodes), LEAST_STATIC_NODES)
+
+
+def slot_bucket(slots: int, static: bool = True) -> int:
+    """Slots of a cache, or of attention's view of it."""
+    return max(_power_of_two(slots), LEAST_SLOTS) if static else max(-(-slots // SLOT_STEP), 1) * SLOT_STEP
+
+
+def prefill_chunks(tokens: int, chunk: int, static: bool = True) -> list[tuple[int, int]]:
+    """``(start, size)`` of the passes that read `tokens` tokens, at most `chunk` at once; only the last one is rounded up.
+
+    What it reads behind the prompt is written to slots that the next block overwrites before anything sees them. It needs
+    room: the last pass ends at most at ``start + size``.
+    """
+    passes = [(start, chunk) for start in range(0, tokens - tokens % chunk, chunk)]
+    if rest := tokens % chunk:
+        size = min(max(_power_of_two(rest), LEAST_CHUNK), chunk) if static else rest
+        passes.append((tokens - rest, size))
+    return passes
+
+
+def block_shapes(rows: int, nodes: int, slots: int) -> int:
+    """How many (rows, nodes, slots) a step can be compiled for, given the most of each that calls ask for."""
+    return _rungs(row_bucket, rows) * _rungs(node_bucket, nodes) * _rungs(slot_bucket, slots)
+
+
+def prefill_shapes(rows: int, chunk: int, slots: int) -> int:
+    """The same for passes over prompts: (rows, chunk, slots)."""
+    sizes = {size for tokens in range(1, chunk + 1) for _, size in prefill_chunks(tokens, chunk)}
+    return _rungs(row_bucket, rows) * len(sizes) * _rungs(slot_bucket, slots)
+
+
+def pad_block(guesses: Tensor, tree: Topology | TreeTensors, nodes: int) -> tuple[Tensor, Topology | TreeTensors]:
+    """A block filled up to `nodes` nodes with "no guess".
+
+    Args:
+        guesses: ``[B, N-1]`` int64. tree: of ``N`` nodes.
+
+    Returns:
+        ``[B, nodes-1]`` and the tree of as many nodes; both as they are if they are that large.
+    """
+    missing = nodes - 1 - guesses.shape[1]
+    return (F.pad(guesses, (0, missing), value=-1), tree.padded(nodes)) if missing > 0 else (guesses, tree)
+
+
+def _rungs(bucket, most: int) -> int:
+    """How many rungs there are up to that of `most`."""
+    count, size = 0, 0
+    while size < bucket(most):
+        size = bucket(size + 1)
+        count += 1
+    return count
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << max(size - 1, 0).bit_length()

@@ -1,0 +1,120 @@
+"""A strategy whose hooks are recorded after a few steps and replayed from then on, as a CUDA graph would."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from torch import Tensor
+
+from ..engine.capture import WARM_UP_STEPS
+from ..engine.static_inputs import find_tensors
+from ..strategy import Context, Draft, Sequences, Step, Strategy
+from ..tree import Topology
+from .tape import NoHostData, Tape
+
+
+class Replayed(Strategy):
+    """Passes calls on to `inner` on tensors that stay where they are; notes every draft.
+
+    After the steps that come before a recording, shapes must stay the same and what the state holds must stay in its place.
+
+    Args:
+        record: from then on, also record each hook once and replay it ever after.
+
+    Attributes:
+        drafts: the guesses of every step, as lists.
+    """
+
+    def __init__(self, inner: Strategy, record: bool) -> None:
+        self.inner, self.settings, self.record = inner, inner.settings, record
+        self.name, self.exact, self.on_device = inner.name, inner.exact, inner.on_device
+        self.needs_assistant, self.needs_grammar = inner.needs_assistant, inner.needs_grammar
+        self.drafts: list[list[list[int]]] = []
+
+    def start(self, context: Context) -> Any:
+        # What a guide on the host does in a step is not the strategy's fault, and no recording is made with one.
+        self._recordable = context.guide is None or context.guide.on_device
+        self.drafts, self._tapes = [], {}
+        self._static: dict[str, Tensor] = {}
+        self._slots = context.slots
+        self._shape: tuple | None = None
+        self._places: dict[str, tuple] | None = None
+        return self.inner.start(context)
+
+    def propose(self, state: Any, sequences: Sequences) -> Draft:
+        given = self._sequences(sequences)
+        if self._recording and self._recordable:
+            self._compare_places(state)
+        draft = self._run("propose", lambda: self.inner.propose(state, given))
+        if self._recording:
+            self._compare_shape(draft)
+        self.drafts.append(draft.tokens.tolist())
+        return draft
+
+    def observe(self, state: Any, step: Step) -> None:
+        if type(self.inner).observe is Strategy.observe:
+            return
+        given = {f.name: getattr(step, f.name) for f in fields(step) if f.name != "sequences"}
+        static = Step(
+            **{n: self._copy(f"step.{n}", t) for n, t in given.items()}, sequences=self._sequences(step.sequences)
+        )
+        self._run("observe", lambda: self.inner.observe(state, static))
+
+    @property
+    def _recording(self) -> bool:
+        return len(self.drafts) >= WARM_UP_STEPS
+
+    def _run(self, hook: str, call: Any) -> Any:
+        """`call`, or what it gave when it was recorded."""
+        # `observe` comes after the draft of its step was noted; it, too, is recorded with the first `propose` that is.
+        if not self.record or not self._recordable or len(self.drafts) - (hook == "observe") < WARM_UP_STEPS:
+            return call()
+        if hook not in self._tapes:
+            tape = Tape()
+            with NoHostData(), tape:
+                result = call()
+            self._tapes[hook] = tape, result
+        tape, result = self._tapes[hook]
+        tape.replay()
+        return result
+
+    def _sequences(self, sequences: Sequences) -> Sequences:
+        """The rows in tensors that never move and have room for the whole call, as on CUDA."""
+        parts = {f.name: getattr(sequences, f.name) for f in fields(sequences)}
+        tokens = self._static.setdefault("tokens", sequences.tokens.new_zeros(sequences.tokens.shape[0], self._slots))
+        width = min(self._slots, sequences.tokens.shape[1])
+        tokens[:, :width].copy_(sequences.tokens[:, :width])
+        return Sequences(**{n: tokens if n == "tokens" else self._copy(n, t) for n, t in parts.items()})
+
+    def _copy(self, name: str, tensor: Tensor) -> Tensor:
+        own = self._static.get(name)
+        # Up to the step that is recorded, shapes may change.
+        if own is None or (own.shape != tensor.shape and len(self.drafts) <= WARM_UP_STEPS + 1):
+            self._static[name] = own = tensor.clone()
+        if own.shape != tensor.shape:
+            raise ShapeError(f"{name} is {list(tensor.shape)} after {list(own.shape)}: a recorded step has one shape")
+        return own.copy_(tensor)
+
+    def _compare_shape(self, draft: Draft) -> None:
+        tree = draft.topology
+        shape = (tuple(draft.tokens.shape), tree if isinstance(tree, Topology) else len(tree), draft.scores is None)
+        if self._shape is not None and shape != self._shape:
+            nodes, before = shape[0][1] + 1, self._shape[0][1] + 1
+            what = f"{nodes} nodes after {before}" if nodes != before else f"another tree of {nodes} nodes"
+            raise ShapeError(f"proposes {what}: a recorded step has one shape; pad with -1, or take TreeTensors")
+        self._shape = shape
+
+    def _compare_places(self, state: Any) -> None:
+        """What the state holds must be where it was a step ago: a recording reads and writes there."""
+        places = {p: (t.data_ptr(), tuple(t.shape)) for p, t in find_tensors(state)[0].items()}
+        for path, place in places.items() if self._places is not None else ():
+            before = self._places.get(path, place)  # type: ignore[union-attr]
+            if before != place:
+                how = f"is {list(place[1])} after {list(before[1])}" if before[1] != place[1] else "has moved"
+                raise ShapeError(f"{path} {how}: a recorded step goes on with the old tensor; write into it with copy_")
+        self._places = places
+
+
+class ShapeError(AssertionError):
+    """Something changed from step to step that a recording holds fast."""

@@ -1,0 +1,181 @@
+"""A device on the CPU that records: operations are noted once and run again, as a CUDA graph's kernels are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .spy import NoHostReads
+
+aten = torch.ops.aten
+#: Operations that wait for the device, or whose result has a size that only the device knows.
+WAITING = frozenset(
+    {
+        aten._local_scalar_dense, aten.is_nonzero, aten.equal, aten.nonzero, aten.masked_select, aten._unique2,
+        aten.unique_dim, aten.unique_consecutive, aten.bincount,
+    }
+)  # fmt: skip
+INDEXING = frozenset({aten.index, aten.index_put, aten.index_put_})
+#: What ``torch.tensor`` and its like run: data of the host becomes a tensor.
+FROM_HOST = frozenset({aten.lift, aten.lift_fresh})
+
+
+#: Functions that make tensors of it.
+MAKERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, Tensor.new_tensor})
+HOST_DATA = "a tensor is made of data of the host, whose copy would have to be waited for; make it in start"
+
+
+class RecordingError(AssertionError):
+    """What ran cannot be part of a recording."""
+
+
+class NoHostData(NoHostReads):
+    """Also raises at whatever makes a tensor of data of the host."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func in MAKERS:
+            raise RecordingError(HOST_DATA)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class Tape(TorchDispatchMode):
+    """Notes the operations that run inside, each of which :meth:`replay` runs again on the same tensors.
+
+    Python is not run again, whatever was read from the host stays as it was, and results land where they did the first time.
+    On leaving, what was written to is put back: recording by itself changes nothing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._operations: list[tuple[Callable, tuple, dict, list[Tensor]]] = []
+        self._before: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        packet = func.overloadpacket
+        if packet in WAITING:
+            raise RecordingError(f"{packet.__name__} waits for the device")
+        # One value for all that a mask picks needs no count of them.
+        counts = packet in INDEXING and not (len(args) > 2 and args[2].numel() == 1)
+        if counts and any(isinstance(i, Tensor) and i.dtype == torch.bool for i in args[1]):
+            raise RecordingError("indexing with a bool mask waits for the device")
+        if packet in FROM_HOST and args[0].dim():  # a single number is an argument of a kernel
+            raise RecordingError(HOST_DATA)
+        written = list(_written(func, args, kwargs))
+        self._before += [(tensor, tensor.clone()) for tensor in written]
+        result = func(*args, **kwargs)
+        if written or not any(r.alias_info for r in func._schema.returns):  # a view needs no second look
+            outputs = [] if written else [t for t in _flat(result) if isinstance(t, Tensor)]
+            self._operations.append((func, args, kwargs, outputs))
+        return result
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for tensor, before in reversed(self._before):
+            tensor.copy_(before)
+        self._before.clear()
+
+    def replay(self) -> None:
+        with torch.no_grad():
+            for func, args, kwargs, outputs in self._operations:
+                results = [t for t in _flat(func(*args, **kwargs)) if isinstance(t, Tensor)]
+                for output, result in zip(outputs, results, strict=False):
+                    if output.data_ptr() != result.data_ptr():
+                        output.copy_(result)
+
+
+def _written(func: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            yield from (t for t in _flat(value) if isinstance(t, Tensor))
+
+
+def _flat(value: Any) -> list:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+class TapeRecorder:
+    """A :class:`~decoders.engine.capture.Recorder` that counts, for tests of everything around a recording.
+
+    Args:
+        late: let nothing happen until somebody waits for it, as if the device were slow.
+
+    Attributes:
+        recorded, replayed: how often. waited: how often the host has waited.
+    """
+
+    def __init__(self, late: bool = False) -> None:
+        self.late, self.recorded, self.replayed, self.waited = late, 0, 0, 0
+        self._pending: list[Callable[[], Any]] = []
+        self._active = 0
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        self._active += 1
+        try:
+            yield
+        finally:
+            self._active -= 1
+
+    def record(self, body: Callable[[], Any]) -> tuple[Any, Any]:
+        self.settle()  # recording begins when the device has come to rest
+        tape = Tape()
+        with NoHostData(), tape:  # some reads never get as far as an operation
+            output = body()
+        self.recorded += 1
+        return _Graph(self, tape), output
+
+    def pinned(self, like: Tensor) -> Tensor:
+        assert self._active, "pinned memory belongs to a device"
+        return torch.zeros_like(like, device="cpu")
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        self._do(lambda: target.copy_(source))
+
+    def event(self) -> Any:
+        return _Event(self)
+
+    def settle(self) -> None:
+        """Runs all that is under way."""
+        pending, self._pending = self._pending, []
+        for operation in pending:
+            operation()
+
+    def _do(self, operation: Callable[[], Any]) -> None:
+        assert self._active, "the device is not the current one"
+        self._pending.append(operation)
+        if not self.late:
+            self.settle()
+
+
+class _Graph:
+    def __init__(self, recorder: TapeRecorder, tape: Tape) -> None:
+        self.recorder, self.tape = recorder, tape
+
+    def replay(self) -> None:
+        self.recorder.replayed += 1
+        self.recorder._do(self.tape.replay)
+
+
+class _Event:
+    def __init__(self, recorder: TapeRecorder) -> None:
+        self.recorder, self._passed = recorder, True
+
+    def record(self) -> None:
+        self._passed = False
+        self.recorder._do(self._pass)
+
+    def _pass(self) -> None:
+        self._passed = True
+
+    def synchronize(self) -> None:
+        """Runs what was to be done before this event, and nothing after it."""
+        self.recorder.waited += 1
+        while not self._passed:
+            self.recorder._pending.pop(0)()

@@ -1,0 +1,154 @@
+"""Sizes that compiled code is made for: how many there can be, and that padding changes nothing but the size."""
+
+from __future__ import annotations
+
+import random
+import warnings
+
+import pytest
+import torch
+
+from decoders.engine.buckets import (
+    block_shapes,
+    node_bucket,
+    pad_block,
+    prefill_chunks,
+    prefill_shapes,
+    row_bucket,
+    slot_bucket,
+)
+from decoders.engine.static import PerShape
+from decoders.tree import Topology
+
+
+def test_rungs_are_few_and_cover_what_is_asked() -> None:
+    assert [node_bucket(n) for n in (1, 4, 5, 33, 65, 128, 129, 300)] == [4, 4, 8, 64, 128, 128, 256, 384]
+    assert [row_bucket(b) for b in (1, 2, 3, 8, 9)] == [1, 2, 4, 8, 16]
+    assert [slot_bucket(s) for s in (1, 256, 257, 5000)] == [256, 256, 512, 8192]
+    for bucket in (node_bucket, row_bucket, slot_bucket):
+        for size in range(1, 2000):
+            assert bucket(size) >= size and bucket(bucket(size)) == bucket(size)
+
+
+def test_on_the_cpu_sizes_stay_as_they_are_but_for_the_least() -> None:
+    assert [node_bucket(n, static=False) for n in (1, 3, 17)] == [3, 3, 17]
+    assert row_bucket(7, static=False) == 7
+    assert [slot_bucket(s, static=False) for s in (1, 64, 65)] == [64, 64, 128]
+    assert prefill_chunks(70, 64, static=False) == [(0, 64), (64, 6)]
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 31, 32, 33, 511, 512, 513, 1700])
+def test_chunks_cover_a_prompt_without_gap_or_overlap(tokens: int) -> None:
+    passes, end = prefill_chunks(tokens, 512), 0
+    for start, size in passes:
+        assert start == end and size in (32, 64, 128, 256, 512)
+        end = start + size
+    assert end >= tokens and (not passes or end - passes[-1][1] < tokens)
+
+
+class CountingCompiler:
+    """Compiles nothing and counts what it is given; refuses a second shape for one piece of code, as Dynamo would recompile."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, function):
+        self.graphs += 1
+        known = []
+
+        def compiled(*args):
+            shapes = [tuple(a.shape) for a in args]
+            known.append(shapes)
+            assert known[0] == shapes, "another shape for the same graph"
+            return function(*args)
+
+        return compiled
+
+
+def test_a_day_of_random_calls_compiles_no_more_shapes_than_stated() -> None:
+    most_rows, most_nodes, most_slots, chunk = 16, 200, 8192, 512
+    choice = random.Random(0)
+    steps, reads = CountingCompiler(), CountingCompiler()
+    step = PerShape(lambda guesses, cache: guesses.shape, steps)
+    read = PerShape(lambda tokens, cache: tokens.shape, reads)
+    seen: set[int] = set()
+    for _ in range(3000):
+        rows = row_bucket(choice.randint(1, most_rows))
+        prompt = round(2 ** choice.uniform(0, 12.9))
+        room = min(prompt + choice.randint(1, 1000), most_slots - 512 - most_nodes)
+        prompt = min(prompt, room - 1) if room > 1 else 1
+        slots = slot_bucket(room + max(most_nodes, 512))
+        cache = torch.empty(rows, slots, device="meta")
+        for _start, size in prefill_chunks(prompt, chunk):
+            read((rows, size, slots), torch.empty(rows, size, device="meta"), cache)
+        guesses = choice.randint(1, 20)
+        for _ in range(20):  # the heuristic schedule: two more guesses after success, one less after failure
+            nodes = node_bucket(guesses + 1)
+            seen.add(guesses + 1)
+            step((rows, nodes, slots), torch.empty(rows, nodes - 1, device="meta"), cache)
+            guesses = min(guesses + 2, most_nodes - 1) if choice.random() < 0.6 else max(guesses - 1, 1)
+    assert len(seen) > 30  # as many graphs as Dynamo would have been asked for, times rows and slots
+    assert steps.graphs <= block_shapes(most_rows, most_nodes, most_slots) == 5 * 7 * 6
+    assert reads.graphs <= prefill_shapes(most_rows, chunk, most_slots) == 5 * 5 * 6
+    assert steps.graphs == len(step) and reads.graphs == len(read)
+
+
+def test_a_padded_block_holds_the_same_guesses_and_nothing_more() -> None:
+    shape = Topology.branches(2, 3)
+    guesses = torch.arange(6)[None]
+    for tree in (shape, shape.tensors(1, guesses.device)):
+        padded, larger = pad_block(guesses, tree, node_bucket(len(tree)))
+        assert padded.tolist() == [[0, 1, 2, 3, 4, 5, -1]] and len(larger) == 8
+        tensors = larger.tensors(1, guesses.device) if isinstance(larger, Topology) else larger
+        assert torch.equal(tensors.candidates[0], torch.arange(8) < 7)
+        assert torch.equal(tensors.visible[0, :7, :7], shape.tensors(1, guesses.device).visible[0])
+        assert not tensors.visible[0, :7, 7].any() and tensors.visible[0, 7].sum() == 1
+        assert pad_block(guesses, tree, 7)[1] is tree
+
+
+def test_what_cannot_be_compiled_runs_uncompiled_after_one_warning() -> None:
+    def refuse(function):
+        raise RuntimeError("no kernel for this shape")
+
+    double = PerShape(lambda x: 2 * x, refuse)
+    with pytest.warns(UserWarning, match="no kernel for this shape") as said:
+        assert [double(key, torch.tensor(key)).item() for key in (1, 2, 1)] == [2, 4, 2]
+    assert len(said) == 1 and not double.is_compiled(1) and len(double) == 2
+
+
+def test_a_graph_that_dynamo_refuses_later_is_given_up() -> None:
+    calls = []
+
+    def compile(function):
+        def compiled(x):
+            calls.append(x)
+            if len(calls) > 1:
+                raise torch._dynamo.exc.FailOnRecompileLimitHit("too many")
+            return function(x)
+
+        return compiled
+
+    double = PerShape(lambda x: 2 * x, compile)
+    assert double("key", 3) == 6
+    with pytest.warns(UserWarning, match="too many"):
+        assert double("key", 4) == 8
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert double("key", 5) == 10 and calls == [3, 4]
+
+
+def test_shapes_beyond_the_most_are_not_compiled() -> None:
+    compiler = CountingCompiler()
+    size = PerShape(lambda x: x.shape[0], compiler, most=3)
+    with pytest.warns(UserWarning, match="3 different shapes"):
+        assert [size(n, torch.empty(n)) for n in range(5)] == list(range(5))
+    assert compiler.graphs == 3
+
+
+def test_an_error_of_the_function_itself_is_raised() -> None:
+    def broken(x):
+        raise ValueError("wrong")
+
+    call = PerShape(broken, lambda function: function)
+    with pytest.warns(UserWarning, match="wrong"), pytest.raises(ValueError, match="wrong"):
+        call("key", 1)
