@@ -1,0 +1,280 @@
+"""Weight matrices packed once for oneDNN, shared by uncompiled steps, compiled graphs and every use of a model as a draft."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from ..errors import UnsupportedError
+
+#: Matrices with fewer elements are left alone: calling oneDNN costs more than its kernel saves.
+SMALLEST = 128 * 128
+
+_library = torch.library.Library("decoders", "FRAGMENT")
+_library.define("packed_linear(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor")
+
+
+def _packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
+
+
+_library.impl("packed_linear", _packed_linear, "CPU")
+_library.impl("packed_linear", _packed_linear, "MkldnnCPU")
+
+
+@torch.library.register_fake("decoders::packed_linear", lib=_library)
+def _(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], out_features))
+
+
+def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    """``x @ weight.T + bias`` with a packed weight. x: ``[…, in]``, packed: ``[out, in]`` opaque, bias: ``[out]`` or None."""
+    if torch.compiler.is_compiling():
+        return torch.ops.decoders.packed_linear(x, packed, bias, out_features)
+    return _packed_linear(x, packed, bias, out_features)  # without a second pass through the dispatcher
+
+
+class PackedLinear(nn.Linear):
+    """An ``nn.Linear`` that multiplies by the packed copy of its weight; ``weight`` and ``bias`` stay for those who read them."""
+
+    packed: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != self.packed.dtype:
+            return F.linear(x, self.weight, self.bias)  # raises PyTorch's own error, or is autocast's business
+        return packed_linear(x, self.packed, self.bias, self.out_features)
+
+
+class PackedConv1D(Conv1D):
+    """GPT-2's linear layer, whose weight is stored as ``[in, out]``."""
+
+    packed: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != self.packed.dtype:
+            return super().forward(x)
+        return packed_linear(x, self.packed, self.bias, self.nf)
+
+
+#: How a kind of layer is packed: the class that stands in for it, and the matrix ``[out, in]`` that its weight holds.
+_KINDS: dict[type[nn.Module], tuple[type[nn.Module], Callable[[Tensor], Tensor]]] = {
+    nn.Linear: (PackedLinear, lambda weight: weight),
+    Conv1D: (PackedConv1D, lambda weight: weight.t()),
+}
+
+
+class PackedWeight:
+    """One matrix in oneDNN's layout.
+
+    Attributes:
+        source: the parameter it was packed from. packed: ``[out, in]``, opaque; the same object for life.
+    """
+
+    def __init__(self, source: Tensor, matrix: Callable[[Tensor], Tensor]) -> None:
+        self.source, self._matrix = source, matrix
+        self.packed = _reorder(matrix(source.detach()))
+        self._packed_from = _state(source)
+
+    @property
+    def stale(self) -> bool:
+        """Whether the parameter has changed since it was packed."""
+        return _state(self.source) != self._packed_from
+
+    def repack(self) -> None:
+        """Packs the parameter's present values into the same tensor: graphs that hold it see them."""
+        self.packed.copy_(_reorder(self._matrix(self.source.detach())))
+        self._packed_from = _state(self.source)
+
+    def dense(self) -> Tensor:
+        """The weight in its original layout, bit for bit."""
+        return self._matrix(self.packed.to_dense()).contiguous()
+
+
+#: Packed copies in use anywhere in the process: two engines that share a parameter share its packed copy.
+_in_use: weakref.WeakValueDictionary[tuple, PackedWeight] = weakref.WeakValueDictionary()
+
+
+@dataclass
+class Packing:
+    """What :func:`pack` did to a module tree.
+
+    Attributes:
+        weights: one per distinct matrix. layers: every module that was packed, by its path, with its matrix.
+    """
+
+    weights: list[PackedWeight] = field(default_factory=list)
+    layers: dict[str, tuple[nn.Module, PackedWeight]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the packed copies."""
+        return sum(weight.packed.nbytes for weight in self.weights)
+
+    @torch.no_grad()
+    def repack(self) -> int:
+        """Packs again what has been written since, in place; returns how many matrices that were."""
+        stale = [weight for weight in self.weights if weight.stale]
+        with torch.inference_mode(False):
+            for weight in stale:
+                weight.repack()
+        return len(stale)
+
+
+@torch.no_grad()
+def pack(model: nn.Module, smallest: int = SMALLEST) -> Packing:
+    """Makes the linear layers of `model`, a private tree, multiply by packed copies of their weights.
+
+    Packed are plain linear layers with dense weights on the CPU in a type that oneDNN multiplies on this machine. Left
+    alone is all else: subclasses and layers whose ``forward`` was exchanged, quantized and distributed weights,
+    parametrized layers, batched experts, other devices.
+
+    Args:
+        smallest: matrices with fewer elements are left alone.
+    """
+    packing = Packing()
+    distinct: dict[int, PackedWeight] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        packable = _packable(module, smallest)
+        if packable is None:
+            if isinstance(module, PackedLinear | PackedConv1D) and id(module) in distinct:  # one module under two names
+                packing.layers[path] = (module, distinct[id(module)])
+            continue
+        stand_in, matrix = packable
+        weight = _shared(module.weight, matrix)
+        if weight not in packing.weights:
+            packing.weights.append(weight)
+        distinct[id(module)] = weight
+        packing.layers[path] = (module, weight)
+        module.__class__ = stand_in
+        module.packed = weight.packed
+    return packing
+
+
+def _packable(module: nn.Module, smallest: int) -> tuple[type[nn.Module], Callable[[Tensor], Tensor]] | None:
+    kind = _KINDS.get(type(module))
+    weight = module._parameters.get("weight")  # a parametrized or pruned weight is no parameter
+    if kind is None or weight is None or "forward" in vars(module):
+        return None
+    plain = type(weight) in (nn.Parameter, Tensor) and weight.layout == torch.strided and weight.device.type == "cpu"
+    return kind if plain and weight.dim() == 2 and weight.numel() >= smallest and _multiplies(weight.dtype) else None
+
+
+def _multiplies(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies packed matrices of this type on this machine."""
+    if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
+        return False
+    if dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if dtype == torch.float16:
+        return torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return dtype == torch.float32
+
+
+def _shared(source: Tensor, matrix: Callable[[Tensor], Tensor]) -> PackedWeight:
+    """The packed copy of `source`, from this process's if there is one."""
+    key = (source.data_ptr(), source.dtype, source.shape, source.stride(), matrix)
+    weight = _in_use.get(key)
+    # The copy's own parameter keeps the memory from being used by another, unless its data has been exchanged.
+    if weight is None or weight.stale or weight.source.data_ptr() != source.data_ptr():
+        with torch.inference_mode(False):
+            weight = PackedWeight(source, matrix)
+        _in_use[key] = weight
+    return weight
+
+
+def _reorder(matrix: Tensor) -> Tensor:
+    # The row count is a hint; the layout was the same for every count tried.
+    return torch.ops.mkldnn._reorder_linear_weight(matrix, 8)
+
+
+def _state(source: Tensor) -> tuple:
+    """Differs after an in-place change; inference tensors do not count theirs."""
+    return source.data_ptr(), 0 if source.is_inference() else source._version
+
+
+@dataclass
+class FreedWeights:
+    """The dense weights that :func:`free_originals` took from a model, and what is needed to give them back."""
+
+    places: list[tuple[nn.Module, str, nn.Parameter, PackedWeight]] = field(default_factory=list)
+    hooks: list[torch.utils.hooks.RemovableHandle] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the dense weights took."""
+        return sum({id(weight): weight.packed.nbytes for *_, weight in self.places}.values())
+
+
+@torch.no_grad()
+def free_originals(model: nn.Module, packing: Packing) -> FreedWeights:
+    """Frees the dense copy of every weight of `model` that only packed layers use; `packing` is of a twin of its tree.
+
+    Until :func:`restore_originals`, the model itself cannot run or be saved: its weights are on the meta device, and
+    calling it raises an error that says so. Weights that are also looked up (tied embeddings) stay.
+    """
+    users: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                users.setdefault(parameter.data_ptr(), []).append((path, module, name))
+    freed = FreedWeights()
+    for weight in packing.weights:
+        if weight.stale:
+            weight.repack()
+        places = users.get(weight.source.data_ptr(), [])
+        if not places or any(name != "weight" or path not in packing.layers for path, _, name in places):
+            continue
+        if any(packing.layers[path][1] is not weight for path, *_ in places):
+            continue
+        for path, module, name in places:
+            original = module._parameters[name]
+            if original.is_meta:  # one module under two names
+                continue
+            freed.places.append((module, name, original, weight))
+            module._parameters[name] = nn.Parameter(torch.empty_like(original, device="meta"), original.requires_grad)
+            # Layers read the shape, type and device of their weight; the values are never used.
+            twin = packing.layers[path][0]
+            nothing = torch.full((1, 1), torch.nan, dtype=original.dtype).expand(original.shape)
+            twin._parameters[name] = nn.Parameter(nothing, requires_grad=False)
+            freed.hooks.append(module.register_forward_pre_hook(_refuse))
+        for *_, original, freed_weight in freed.places:
+            if freed_weight is weight:
+                original.data = original.data.new_empty(0)
+        weight._packed_from = _state(weight.source)
+    if freed.places:
+        freed.hooks.append(model.register_state_dict_pre_hook(_refuse))
+    return freed
+
+
+@torch.no_grad()
+def restore_originals(freed: FreedWeights, packing: Packing) -> None:
+    """Gives the model back its parameters, the very objects, with their values bit for bit."""
+    for hook in freed.hooks:
+        hook.remove()
+    dense: dict[int, Tensor] = {}
+    for module, name, original, weight in freed.places:
+        if id(weight) not in dense:
+            dense[id(weight)] = weight.dense()
+        original.data = dense[id(weight)]
+        module._parameters[name] = original
+        weight._packed_from = _state(weight.source)
+    for layer, weight in packing.layers.values():
+        layer._parameters["weight"] = weight.source
+    freed.places.clear()
+    freed.hooks.clear()
+
+
+def _refuse(module: nn.Module, *_: object) -> None:
+    raise UnsupportedError(
+        "this model's weights were freed, since a packed copy of them decodes: call decoders.release(model) or "
+        "decoders.disable(model) to get them back before you run, train or save it without strategy=."
+    )
