@@ -35,7 +35,8 @@ def _(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tens
 
 def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
     """``x @ weight.T + bias`` with a packed weight. x: ``[…, in]``, packed: ``[out, in]`` opaque, bias: ``[out]`` or None."""
-    if torch.compiler.is_compiling():
+    # Not is_compiling(): in torch 2.13 that is true in every thread while one of them compiles.
+    if torch.compiler.is_dynamo_compiling():
         return torch.ops.decoders.packed_linear(x, packed, bias, out_features)
     return _packed_linear(x, packed, bias, out_features)  # without a second pass through the dispatcher
 
