@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +16,7 @@ from ..errors import UnsupportedError
 #: Matrices with fewer elements are left alone: calling oneDNN costs more than its kernel saves.
 SMALLEST = 128 * 128
 
-_library = torch.library.Library("decoders", "DEF")
+_library = torch.library.Library("decoders", "FRAGMENT")
 _library.define("packed_linear(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor")
 
 
@@ -35,7 +35,8 @@ def _(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tens
 
 def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
     """``x @ weight.T + bias`` with a packed weight. x: ``[…, in]``, packed: ``[out, in]`` opaque, bias: ``[out]`` or None."""
-    if torch.compiler.is_compiling():
+    # Not is_compiling(): in torch 2.13 that is true in every thread while one of them compiles.
+    if torch.compiler.is_dynamo_compiling():
         return torch.ops.decoders.packed_linear(x, packed, bias, out_features)
     return _packed_linear(x, packed, bias, out_features)  # without a second pass through the dispatcher
 
@@ -278,10 +279,3 @@ def _refuse(module: nn.Module, *_: object) -> None:
         "this model's weights were freed, since a packed copy of them decodes: call decoders.release(model) or "
         "decoders.disable(model) to get them back before you run, train or save it without strategy=."
     )
-
-
-def unpacked_layers(model: nn.Module) -> Iterator[str]:
-    """Paths of linear layers that :func:`pack` left alone because of what they are, for reports."""
-    for path, module in model.named_modules():
-        if type(module) in _KINDS:
-            yield path

@@ -1,0 +1,87 @@
+"""Compiling beside decoding: a thread makes the graph while the loop goes on with the uncompiled function."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+#: Seconds for which a thread may hold the interpreter's lock while something compiles (Python's default is 0.005).
+#: Every operator of a decoding step gives the lock up and waits for it again: a step of 300 operators would take 1.5 s.
+SWITCH_INTERVAL = 2e-5
+
+#: Dynamo and inductor keep process-wide state: one compilation at a time.
+_turn = threading.Lock()
+
+
+class BackgroundCompile:
+    """Runs `work`, which compiles something, in a daemon thread: ``ready`` when it has succeeded.
+
+    A failure is one warning, given by :meth:`poll` in the thread that asks. Threads are daemons and nothing waits for them,
+    so a process that ends while compiling ends at once.
+
+    Attributes:
+        name: what is compiled, for the warning. seconds: what the compilation took, once it is over, its turn not waited for.
+        ready: the graph is there. failed: it will never be.
+    """
+
+    def __init__(self, name: str, work: Callable[[], object]) -> None:
+        self.name, self.seconds = name, 0.0
+        self.ready = self.failed = False
+        self._work, self._error = work, None
+        self._modes = torch.is_inference_mode_enabled(), torch.get_num_threads(), torch.get_default_dtype()
+        self._over = threading.Event()
+        self._warned = False
+        threading.Thread(target=self._run, name=f"compile {name}", daemon=True).start()
+
+    def poll(self) -> bool:
+        """Whether the graph can be used from now on; to be asked between two steps."""
+        if self.failed and not self._warned:
+            self._warned = True
+            warnings.warn(f"{self.name} could not be compiled, decoding goes on uncompiled: {self._error}", stacklevel=2)
+        return self.ready
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits for the end, or `timeout` seconds; as :meth:`poll`."""
+        self._over.wait(timeout)
+        return self.poll()
+
+    def _run(self) -> None:
+        inference, threads, _ = self._modes
+        # Graphs are guarded by these; a new thread starts with defaults.
+        torch.set_num_threads(threads)
+        started = time.perf_counter()
+        try:
+            with compiling() as started, torch.inference_mode(inference), torch.no_grad():
+                self._work()
+            self.ready = True
+        except BaseException as error:
+            self._error, self.failed = error, True
+        finally:
+            self.seconds = time.perf_counter() - started
+            self._over.set()
+
+
+@contextmanager
+def compiling() -> Iterator[float]:
+    """Waits for this thread's turn to compile, and lets others have the interpreter often meanwhile; gives the time it began."""
+    with _turn:
+        usual = sys.getswitchinterval()
+        sys.setswitchinterval(min(usual, SWITCH_INTERVAL))
+        try:
+            yield time.perf_counter()
+        finally:
+            sys.setswitchinterval(usual)
+
+
+def worth_compiling(spent: float, expected: float) -> bool:
+    """Whether to begin compiling, rent or buy: once uncompiled steps have taken the seconds that compiling is expected to.
+
+    Whoever stops before has paid nothing, and whoever goes on pays at most twice what foresight would have.
+    """
+    return spent >= expected
