@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from typing import Literal
 
-import torch
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedError
 from ..report import Report
 from ..verifier import Verifier
 from . import compiler
-from .core import Core
+from .core import Core, Passes
 from .draft import DraftCore
 from .sampling import SamplingPlan
 from .session import Sessions
 from .target import Target, Weights
-from .tiers import Compile, ForwardPass
+from .tiers import Compile, ForwardPass, TieredFunction
 
 
 class Engine:
@@ -44,7 +42,7 @@ class Engine:
         self.sessions = Sessions(self.target)
         self.forward = ForwardPass(self.target)
         self._whole: dict[tuple, Callable | None] = {}
-        self._functions: dict[Callable, compiler.CompiledFunction] = {}
+        self._functions: dict[Callable, TieredFunction] = {}
         self._judges: dict[tuple, compiler.CompiledFunction] = {}
 
     def refresh(self, model: PreTrainedModel, attention: str) -> bool:
@@ -76,7 +74,7 @@ class Engine:
     def draft_core(self, plan: SamplingPlan, vocabulary: int, children: int) -> DraftCore:
         return DraftCore(self.target, plan, vocabulary, children, self._run())
 
-    def _run(self) -> Callable | None:
+    def _run(self) -> Passes | None:
         """On the CPU the forward pass is compiled by itself; on other devices it is a part of whole steps."""
         return self.forward if self.target.device.type == "cpu" else None
 
@@ -104,11 +102,13 @@ class Engine:
 
     def function(self, function: Callable, compile: Compile, report: Report) -> Callable:
         """A strategy's tensor function, compiled once for all calls on this engine."""
-        if not compile or (compile == "auto" and self.target.device.type == "cpu"):
+        if not compile:
             return function
         if function not in self._functions:
-            self._functions[function] = compiler.CompiledFunction(function)
-        return _booked(self._functions[function], report)
+            self._functions[function] = TieredFunction(function, compiler.CompiledFunction(function))
+        tiered = self._functions[function]
+        compiled = _booked(tiered.compiled, report)
+        return tiered if compile == "auto" and self.target.device.type == "cpu" else compiled
 
 
 def _booked(compiled: compiler.CompiledFunction, report: Report) -> compiler.CompiledFunction:

@@ -84,9 +84,9 @@ class Decoded:
 
 def decode(engine: Engine, request: Request) -> Decoded:
     """Runs a call to its end. Calls on one engine run one after the other."""
-    with engine.lock, torch.inference_mode(False), torch.no_grad():
-        with ExitStack() as stack:  # sessions are given back, whatever happens
-            return _Call(engine, request, stack).run()
+    # The stack gives sessions back, whatever happens.
+    with engine.lock, torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
+        return _Call(engine, request, stack).run()
 
 
 @dataclass
