@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
+import torch
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedError
@@ -45,7 +46,8 @@ class Engine:
         self.lock = lock or threading.RLock()  # a streamer or processor may call generate again
         self.attention = attention
         started = time.perf_counter()
-        self.target = make_target(model, attention)
+        with torch.autocast(model.device.type, enabled=False):
+            self.target = make_target(model, attention)
         self.preparing = time.perf_counter() - started
         self.sessions = Sessions(self.target)
         self.forward = ForwardPass(self.target)

@@ -75,6 +75,14 @@ class Samples:
         return any(sample.changed for sample in self._samples)
 
 
+def writes_counted(tensor: Tensor) -> int:
+    """How often PyTorch saw the tensor being written to; inference tensors, and what takes their data, do not count."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return 0
+
+
 def sampled(tensor: Tensor) -> bool:
     """Whether the content of `tensor` lies in one piece of memory that can be looked at."""
     if type(tensor) not in (nn.Parameter, nn.Buffer, Tensor) or tensor.layout != torch.strided or tensor.is_meta:

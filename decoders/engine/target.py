@@ -17,7 +17,7 @@ from ..tree import Topology, TreeTensors
 from . import attention, flex
 from .cache import CacheBuffers, LayerSpec, LayoutProbe, SlotCache
 from .packing import pack
-from .samples import Samples
+from .samples import Samples, writes_counted
 
 
 @dataclass(frozen=True)
@@ -281,7 +281,7 @@ class Weights:
             for module in model.modules()
         )
         shapes = tuple((id(t), t.dtype, t.device, t.shape) for t in tensors)
-        return cls((shapes, modules), tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors))
+        return cls((shapes, modules), tuple((t.data_ptr(), writes_counted(t)) for t in tensors))
 
     def replaces(self, other: Weights) -> bool:
         """Whether these are `other` with other values, so that nothing but the packed copies has to follow."""
