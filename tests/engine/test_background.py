@@ -12,7 +12,7 @@ import torch
 
 from decoders.engine.background import SWITCH_INTERVAL, BackgroundCompile, worth_compiling
 
-WAIT = 60.0
+WAIT = 240.0
 
 
 def test_result_is_ready_after_the_work_and_not_before():

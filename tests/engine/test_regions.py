@@ -115,7 +115,7 @@ def test_tokens_are_the_same_across_the_switch_from_uncompiled_to_compiled():
     forward = Pass(tiny_model("llama"))
 
     def decode(job: BackgroundCompile | None) -> list[int]:
-        tokens, base, tree, buffers, slots = forward.arguments(1, 2, 176, 80, 0)
+        _, base, tree, buffers, slots = forward.arguments(1, 2, 176, 80, 0)
         written = [1]
         for step in range(60):
             if job is not None and step == 30:
