@@ -11,7 +11,8 @@ from ..strategy import Sequences, Step
 from ..tree import TreeTensors
 from ..verifier import Block, Verifier
 from .cache import CacheBuffers, move_slots
-from .sampling import Masks, SamplingInputs, SamplingPlan, choose, process
+from .candidates import candidates
+from .sampling import Masks, SamplingInputs, SamplingPlan
 from .target import ForwardResult, Target
 from .verify import Acceptance, draw, follow_matches
 
@@ -117,9 +118,11 @@ class Core:
     ) -> StepOutput:
         """Draws the target's token after every node and commits the path that agrees."""
         positions = rows.length[:, None] - rows.prompt_length[:, None] + tree.offsets
-        scores = process(forwarded.logits, self.plan, rows.sampling, positions, masks)
-        chosen = choose(scores, self.plan, rows.sampling, positions)
-        return self.commit(nodes, chosen, tree, rows, forwarded, scores if self.plan.keep_scores else None)
+        left = candidates(forwarded.logits, self.plan, rows.sampling, positions, masks)
+        if self.plan.keep_scores:
+            left = left.settled()
+        chosen = left.choose(self.plan, rows.sampling, positions)
+        return self.commit(nodes, chosen, tree, rows, forwarded, left.dense() if self.plan.keep_scores else None)
 
     def judge(
         self, nodes: Tensor, forwarded: ForwardResult, tree: TreeTensors, rows: Rows, masks: Masks | None,
@@ -132,7 +135,8 @@ class Core:
             siblings: most children of a node, None if the host does not know.
         """
         positions = rows.length[:, None] - rows.prompt_length[:, None] + tree.offsets
-        scores = process(forwarded.logits, self.plan, rows.sampling, positions, masks)
+        left = candidates(forwarded.logits, self.plan, rows.sampling, positions, masks).settled()
+        scores = left.dense()
         vocab, dtype = scores.shape[-1], scores.dtype
         target = scores.softmax(-1) if self.plan.sample else one_hot(scores.argmax(-1), vocab, dtype)
         draft = one_hot(nodes[:, 1:], vocab, dtype) if drawn_from is None else drawn_from.softmax(-1)
@@ -142,7 +146,7 @@ class Core:
         end = acceptance.path.gather(1, acceptance.depth[:, None])
         accepted = tree.ancestors.gather(1, end[..., None].expand(-1, 1, len(tree)))[:, 0]
         accepted = accepted & (torch.arange(len(tree), device=nodes.device) > 0)
-        chosen = torch.nn.functional.pad(choose(scores, self.plan, rows.sampling, positions), (0, 1))
+        chosen = torch.nn.functional.pad(left.choose(self.plan, rows.sampling, positions), (0, 1))
         chosen = chosen.scatter(1, torch.where(accepted, tree.parents, len(tree)), nodes)[:, :-1]
         chosen = chosen.scatter(1, end, last[:, None])
         return self.commit(

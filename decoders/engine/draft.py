@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ..tree import TreeTensors
+from .candidates import Candidates, candidates, host_reads
 from .core import Core, Rows, StepOutput
-from .sampling import Masks, SamplingPlan, choose, grammar_first, gumbel_noise, process
+from .sampling import Masks, SamplingPlan, grammar_first
 from .target import ForwardResult, Target, causal_block
 
 
@@ -56,13 +57,13 @@ class DraftCore(Core):
         """Appends the draft's own choice to every row. unread: ``[U]``, any values, ``U >= 2``. ``C`` and ``Q`` are 1."""
         result = self._read(rows, view_range, unread)
         positions = (rows.length - rows.prompt_length)[:, None]
-        scores = self._process(result.logits, rows, positions, masks)
-        tokens = choose(scores, self.plan, rows.sampling, positions)
+        left = self._process(result.logits, rows, positions, masks)
+        tokens = left.choose(self.plan, rows.sampling, positions)
         row = torch.arange(tokens.shape[0], device=tokens.device)
         rows.tokens[row, rows.length] = tokens[:, 0]
         rows.length.add_(1)
-        weights = scores.log_softmax(-1).gather(2, tokens[..., None])
-        return Growth(tokens[..., None], weights, self._kept(scores))
+        weights = left.log_probabilities(tokens)[..., None]
+        return Growth(tokens[..., None], weights, self._kept(left))
 
     def advance(
         self, guesses: Tensor, tree: TreeTensors, rows: Rows, view_range: Tensor, unread: Tensor,
@@ -101,22 +102,24 @@ class DraftCore(Core):
         positions = (rows.length - rows.prompt_length)[:, None] + tree.offsets[:, -nodes.shape[1] :]
         return self._grown(result.logits[..., : self.vocab], rows, positions, masks)
 
-    def _process(self, logits: Tensor, rows: Rows, positions: Tensor, masks: Masks | None) -> Tensor:
-        scores = process(logits, self.plan, rows.sampling, positions, masks)
+    def _process(self, logits: Tensor, rows: Rows, positions: Tensor, masks: Masks | None) -> Candidates:
+        left = candidates(logits, self.plan, rows.sampling, positions, masks, self.children)
+        if masks is None or not self.padding:
+            return left.settled()
         # A grammar may leave only tokens that the draft does not have; what it proposes then is never accepted.
-        return grammar_first(scores, logits) if masks is not None and self.padding else scores
+        if host_reads(logits) and bool((left.scores.amax(-1) > float("-inf")).all()):
+            return left.settled()
+        return Candidates.whole(grammar_first(left.dense(), logits))
 
     def _grown(self, logits: Tensor, rows: Rows, positions: Tensor, masks: Masks | None) -> Growth:
-        scores = self._process(logits, rows, positions, masks)
-        noisy = scores
-        if self.plan.sample:
-            noisy = scores + gumbel_noise(rows.sampling.keys, positions, scores.shape[-1])
-        best = noisy.log_softmax(-1).topk(self.children)
-        return Growth(best.indices, best.values, self._kept(scores))
+        left = self._process(logits, rows, positions, masks)
+        tokens, weights = left.best(self.children, self.plan, rows.sampling, positions)
+        return Growth(tokens, weights, self._kept(left))
 
-    def _kept(self, scores: Tensor) -> Tensor | None:
+    def _kept(self, left: Candidates) -> Tensor | None:
         if not self.plan.keep_scores:
             return None
+        scores = left.dense()
         return torch.nn.functional.pad(scores, (0, self.padding), value=float("-inf")) if self.padding else scores
 
     def _read(self, rows: Rows, view_range: Tensor, unread: Tensor) -> ForwardResult:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ..tree import TreeTensors
+from .candidates import Candidates
 from .core import Rows
-from .sampling import SamplingPlan, choose, grammar_first
+from .sampling import SamplingPlan, grammar_first
 
 #: chosen token of nodes that the walk never reached: equals no proposal, not even "no guess" (-1).
 NOT_REACHED = -2
@@ -80,7 +81,7 @@ def choose_along_path(
         if plan.masked:  # a processor may force a token: the grammar wins
             processed = grammar_first(processed.masked_fill(here == float("-inf"), float("-inf")), here)
         positions = torch.full((batch, 1), generated + depth, device=nodes.device)
-        drawn = choose(processed[:, None], plan, rows.sampling, positions)[:, 0].tolist()
+        drawn = Candidates.whole(processed[:, None]).choose(plan, rows.sampling, positions)[:, 0].tolist()
         for row in active:
             token = drawn[row]
             scores[row, at[row]], chosen[row, at[row]] = processed[row], token

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 # splitmix64 (Steele, Lea & Flood 2014) as signed 64-bit constants: torch has no unsigned multiplication.
-_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
-_MIX_2 = 0x94D049BB133111EB - (1 << 64)
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+MIX_2 = 0x94D049BB133111EB - (1 << 64)
+GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class Masks:
 
 def mix64(z: Tensor) -> Tensor:
     """splitmix64's finaliser on int64, bit for bit the same on every device."""
-    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * _MIX_1
-    z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * _MIX_2
+    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * MIX_1
+    z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * MIX_2
     return z ^ ((z >> 31) & 0x1FFFFFFFF)
 
 
@@ -73,7 +73,7 @@ def row_keys(seed: int, rows: int, device: torch.device) -> Tensor:
     """``[B]`` int64 noise keys of the rows of a batch, from one seed."""
     index = torch.arange(1, rows + 1, dtype=torch.int64, device=device)
     start = torch.full((rows,), seed, dtype=torch.int64, device=device)
-    return mix64(mix64(start) + index * _GOLDEN)
+    return mix64(mix64(start) + index * GOLDEN)
 
 
 def gumbel_noise(keys: Tensor, positions: Tensor, vocab: int) -> Tensor:
@@ -88,11 +88,20 @@ def gumbel_noise(keys: Tensor, positions: Tensor, vocab: int) -> Tensor:
     Returns:
         ``[B, N, V]`` float32.
     """
-    at = mix64(keys[:, None] + positions * _GOLDEN)
-    tokens = torch.arange(1, vocab + 1, dtype=torch.int64, device=keys.device)
-    bits = mix64(at[..., None] + tokens * _GOLDEN)
+    tokens = torch.arange(vocab, dtype=torch.int64, device=keys.device)
+    return noise_of(keys, positions, tokens.expand(*positions.shape, vocab))
+
+
+def noise_of(keys: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """:func:`gumbel_noise` of `tokens` ``[B, N, K]`` int64 alone, ``[B, N, K]`` float32."""
+    bits = mix64(noise_keys(keys, positions)[..., None] + (tokens + 1) * GOLDEN)
     u = (((bits >> 32) & 0xFFFFFFFF).float() + 0.5) * 2.0**-32
     return -torch.log(-torch.log1p(-u.clamp(max=1 - 2.0**-24)))
+
+
+def noise_keys(keys: Tensor, positions: Tensor) -> Tensor:
+    """``[B, N]`` int64: what the noise of a position is made of, besides the token."""
+    return mix64(keys[:, None] + positions * GOLDEN)
 
 
 def _temperature(scores: Tensor, value: Tensor, **_: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..engine.sampling import SamplingInputs, SamplingPlan, gumbel_noise, process
+from ..engine.candidates import candidates
+from ..engine.sampling import SamplingInputs, SamplingPlan
 from ..errors import SettingsError, UnsupportedError
 from ..medusa.files import check_fit, find_heads, load_heads
 from ..medusa.heads import MedusaHeads, Weights, head_scores
@@ -186,6 +187,5 @@ def guesses(
     scores = head_scores(hidden, weights, lm_head, lm_bias).float()
     if not plan.sample or sampling is None:
         return scores.topk(ranks).indices, None
-    scores = process(scores, plan, sampling, positions)
-    noisy = scores + gumbel_noise(sampling.keys, positions, scores.shape[-1])
-    return noisy.topk(ranks).indices, scores
+    left = candidates(scores, plan, sampling, positions, at_least=ranks).settled()
+    return left.best(ranks, plan, sampling, positions)[0], left.dense()

@@ -1,0 +1,248 @@
+"""What may follow each node, and the draw from it: a few tokens where processors leave only these, or all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .sampling import (
+    GOLDEN,
+    MIX_1,
+    MIX_2,
+    Masks,
+    SamplingInputs,
+    SamplingPlan,
+    gumbel_noise,
+    noise_keys,
+    noise_of,
+    process,
+)
+from .sampling import choose as choose_of_all
+from .selection import NEVER, Operations, Selection, by_reference, first_largest, largest, select
+
+#: Vocabularies up to this are drawn from with the noise of all their tokens.
+_FEW = 4096
+#: Numbers that one pass works on: what stays in a core's cache.
+_CHUNK = 1 << 17
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The processed scores of every node, of the tokens that may follow it.
+
+    Attributes:
+        scores: ``[B, N, K]`` float32, ``-inf`` for what is ruled out.
+        tokens: ``[B, N, K]`` int64, each once, -1 in columns that a node does not use; None if they are all, in order.
+        vocab: ``V``.
+        selection: ``[B * N, K]``, where some of the scores are in doubt; `reference` settles the rows it is given.
+    """
+
+    scores: Tensor
+    tokens: Tensor | None
+    vocab: int
+    selection: Selection | None = None
+    reference: Callable[[Tensor], Selection] | None = None
+
+    @staticmethod
+    def whole(scores: Tensor) -> Candidates:
+        """All of the vocabulary; scores: ``[B, N, V]``."""
+        return Candidates(scores, None, scores.shape[-1])
+
+    def choose(self, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor) -> Tensor:
+        """The token after each node, ``[B, N]`` int64, as :func:`~decoders.engine.sampling.choose` says."""
+        if self.tokens is None:
+            if not host_reads(self.scores):
+                return choose_of_all(self.scores, plan, inputs, positions)
+            return _draw(self.scores, inputs.keys, positions) if plan.sample else first_largest(self.scores)
+        noisy = self._noisy(self.tokens, plan, inputs, positions)
+        best = noisy.amax(-1, keepdim=True)
+        tied = (noisy == best) & (self.tokens >= 0)
+        token = torch.where(tied, self.tokens, self.vocab).amin(-1)
+        if self.selection is not None:
+            # Whatever is in doubt, the draw is certain if its token is not.
+            doubtful = self.selection.open | (
+                self.selection.unsure & (self.tokens == token[..., None]).flatten(0, 1)
+            ).any(-1)
+            if bool(doubtful.any()):
+                return self._settled(doubtful).choose(plan, inputs, positions)
+        return torch.where(best[..., 0] > NEVER, token, 0)
+
+    def best(self, count: int, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The `count` best tokens of every node, ``[B, N, C]`` int64, and their log-probabilities, float32.
+
+        Both of ``softmax(scores + noise)``, noise 0 when greedy.
+        """
+        settled = self.settled()
+        if settled.tokens is None:
+            noisy = settled.scores.float()
+            if plan.sample:
+                noisy = noisy + gumbel_noise(inputs.keys, positions, self.vocab)
+            if not host_reads(noisy):
+                top = noisy.log_softmax(-1).topk(count)
+                return top.indices, top.values
+            values, tokens = largest(noisy.reshape(-1, self.vocab), count)
+            values, tokens = values.view(*noisy.shape[:2], count), tokens.view(*noisy.shape[:2], count)
+            return tokens, values - values[..., :1] - _log_total(noisy, values[..., :1])
+        noisy = settled._noisy(settled.tokens, plan, inputs, positions)
+        # What is ruled out comes after everything else, but before columns without a token.
+        rank = noisy.clamp(min=torch.finfo(noisy.dtype).min).masked_fill(settled.tokens < 0, NEVER)
+        column = rank.topk(count).indices
+        return settled.tokens.gather(-1, column), noisy.log_softmax(-1).gather(-1, column)
+
+    def log_probabilities(self, tokens: Tensor) -> Tensor:
+        """Of `tokens` ``[B, N]``, each one of the candidates: ``[B, N]`` float32."""
+        settled = self.settled()
+        scores = settled.scores
+        if settled.tokens is None:
+            own = scores.gather(-1, tokens[..., None])[..., 0].float()
+        else:
+            own = scores.masked_fill(settled.tokens != tokens[..., None], NEVER).amax(-1)
+        scores = scores.float()
+        best = scores.amax(-1, keepdim=True)
+        return own - best[..., 0] - _log_total(scores, best)[..., 0]
+
+    def dense(self) -> Tensor:
+        """``[B, N, V]`` float32, ``-inf`` for what is ruled out."""
+        settled = self.settled()
+        if settled.tokens is None:
+            return settled.scores.float()
+        scores = settled.scores
+        best = scores.max(-1, keepdim=True)
+        # What has no score writes the best one's again: no two columns disagree about a token.
+        out = scores == NEVER
+        tokens = torch.where(out, settled.tokens.gather(-1, best.indices), settled.tokens)
+        dense = torch.full((*scores.shape[:2], self.vocab), NEVER)
+        return dense.scatter_(-1, tokens.clamp(min=0), torch.where(out, best.values, scores))
+
+    def settled(self) -> Candidates:
+        """The same without doubt: exactly the tokens that the processors' definitions leave."""
+        if self.selection is None:
+            return self
+        doubtful = ~self.selection.settled
+        return self._settled(doubtful) if bool(doubtful.any()) else replace(self, selection=None)
+
+    def _settled(self, doubtful: Tensor) -> Candidates:
+        assert self.selection is not None and self.reference is not None
+        index = doubtful.nonzero()[:, 0]
+        return _selected(
+            self.selection.put(index, self.reference(index)), self.scores.shape[:2], self.vocab, self.reference
+        )
+
+    def _noisy(self, tokens: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor) -> Tensor:
+        return self.scores + noise_of(inputs.keys, positions, tokens) if plan.sample else self.scores
+
+
+def candidates(
+    logits: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor, masks: Masks | None = None,
+    at_least: int = 1,
+) -> Candidates:  # fmt: skip
+    """What the plan's operations leave of every node: logits ``[B, N, V]``, positions ``[B, N]``.
+
+    Equal to :func:`~decoders.engine.sampling.process`, which is what runs where the host cannot read the device or the
+    code is being traced.
+
+    Args:
+        at_least: fewest tokens to give per node, those that are ruled out included.
+    """
+    names, values = plan.operations, inputs.values
+    ends = sum(name == "min_new_tokens" for name in names)
+    operations: Operations = [(name, values[i]) for i, name in enumerate(names)][ends:]
+    if not host_reads(logits) or "min_new_tokens" in names[ends:]:
+        return Candidates.whole(process(logits, plan, inputs, positions, masks))
+    legal = logits if masks is None else _allowed(logits, masks)
+    if ends and bool((positions < values[:ends].amax()).any()):
+        legal = _without_ends(legal, values[:ends].amax(), inputs, positions)
+        if masks is not None and bool((legal.amax(-1) == NEVER).any()):
+            return Candidates.whole(process(logits, plan, inputs, positions, masks))
+    if all(name == "temperature" for name, _ in operations):
+        for _, value in operations:
+            legal = legal.float() / value
+        return Candidates.whole(legal)
+    rows = legal.reshape(-1, legal.shape[-1])
+
+    def reference(index: Tensor) -> Selection:
+        return by_reference(rows[index], operations, at_least)
+
+    return _selected(select(rows, operations, at_least), logits.shape[:2], logits.shape[-1], reference)
+
+
+def host_reads(tensor: Tensor) -> bool:
+    """Whether Python may look at values without waiting: on a CPU, outside of traced code."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _log_total(scores: Tensor, best: Tensor) -> Tensor:
+    """Logarithm of the sum of exponentials less `best` ``[..., 1]``: log-softmax's way, precise where scores are large."""
+    return (scores - best).exp_().sum(-1, keepdim=True).log_()
+
+
+def _selected(
+    selection: Selection, shape: torch.Size, vocab: int, reference: Callable[[Tensor], Selection]
+) -> Candidates:
+    scores, tokens = selection.scores.view(*shape, -1), selection.tokens.view(*shape, -1)
+    return Candidates(scores, tokens, vocab, selection, reference)
+
+
+def _allowed(logits: Tensor, masks: Masks) -> Tensor:
+    """:meth:`Masks.allow`, in arithmetic that runs at the speed of memory."""
+    bound = masks.allowed[..., : logits.shape[-1]].to(logits.dtype)
+    return torch.minimum(bound.sub_(0.5).mul_(float("inf")), logits, out=bound)
+
+
+def _without_ends(scores: Tensor, value: Tensor, inputs: SamplingInputs, positions: Tensor) -> Tensor:
+    stops = inputs.stop_tokens
+    stops = stops[(stops >= 0) & (stops < scores.shape[-1])]
+    scores = scores.clone()
+    scores[..., stops] = scores[..., stops].masked_fill((positions < value)[..., None], NEVER)
+    return scores
+
+
+def _draw(scores: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
+    """``argmax(scores + noise)`` over ``[B, N, V]``, of equals the first, with the noise of few tokens.
+
+    Noise is ``-log E`` with ``E >= u``, the hash's upper bits over 2^32: a token whose bits say ``u > exp(score - bound)``
+    stays below `bound`, and the best of a few likely tokens is one. Only the bits are made for all tokens.
+    """
+    vocab = scores.shape[-1]
+    if vocab <= _FEW:
+        return first_largest(scores.float() + gumbel_noise(keys, positions, vocab))
+    shape = positions.shape
+    rows = scores.reshape(-1, vocab)
+    likely, tokens = largest(rows, 64)
+    noisy = likely.float() + noise_of(keys, positions, tokens.view(*shape, -1)).view_as(likely)
+    bound, column = noisy.max(-1)
+    start = noise_keys(keys, positions).flatten()  # [R]
+    # Bits are compared before they are final and in float32, scores are rounded when noise is added: hence the slack.
+    level = (bound - 1e-3 - 4e-7 * bound.abs()).clamp(min=-1e30)[:, None]
+    found = [torch.stack([torch.arange(len(rows)), tokens.gather(1, column[:, None])[:, 0]], 1)]
+    width = max(_CHUNK // len(rows), 1024)
+    for begin in range(0, vocab, width):
+        part = rows[:, begin : begin + width]
+        most = torch.sub(part, level).exp_().mul_(2.0**32).add_(4096)
+        survivors = (_upper_bits(start, begin, part.shape[1]) <= most).nonzero()
+        survivors[:, 1] += begin
+        found.append(survivors)
+    row, token = torch.cat(found).unbind(1)
+    flat_keys, flat_positions = keys[:, None].expand(shape).flatten(), positions.flatten()
+    noise = noise_of(flat_keys[row], flat_positions[row][:, None], token[:, None, None])[:, 0, 0]
+    noisy = rows[row, token].float() + noise
+    best = noisy.new_full((len(rows),), NEVER).scatter_reduce(0, row, noisy, "amax")
+    token = torch.where(noisy == best[row], token, vocab)
+    first = token.new_full((len(rows),), vocab).scatter_reduce(0, row, token, "amin")
+    return torch.where(best > NEVER, first, 0).view(shape)
+
+
+def _upper_bits(start: Tensor, begin: int, count: int) -> Tensor:
+    """The hash's upper 32 bits of ``count`` tokens from `begin` on, ``[R, count]`` float32, up to the last of the bits.
+
+    start: ``[R]`` int64. As in :func:`~decoders.engine.sampling.mix64`, in two buffers.
+    """
+    z = torch.arange(begin + 1, begin + count + 1).mul_(GOLDEN) + start[:, None]
+    t = z >> 30
+    z.bitwise_xor_(t.bitwise_and_(0x3FFFFFFFF)).mul_(MIX_1)
+    torch.bitwise_right_shift(z, 27, out=t)
+    z.bitwise_xor_(t.bitwise_and_(0x1FFFFFFFFF)).mul_(MIX_2)
+    return z.bitwise_right_shift_(32).bitwise_and_(0xFFFFFFFF).float()

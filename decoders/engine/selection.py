@@ -1,0 +1,345 @@
+"""Which tokens the processors keep, found without sorting the vocabulary: for devices that Python may read at no cost.
+
+The functions of :data:`~decoders.engine.sampling.OPERATIONS` say what is kept. Here the few tokens that can be kept are
+selected first and the same decisions are taken among them. A decision that hangs on how the reference rounds a sum, or on
+the order in which its sort leaves equal scores (torch's is not stable), is not guessed: the token is marked as unsure,
+and the reference decides about the row if anything comes to depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .sampling import OPERATIONS
+
+#: How many of the largest are looked at first: mostly enough.
+FIRST = 64
+#: Tokens that share one maximum in the search for the largest.
+BLOCK = 64
+#: Half the distance from 1 to the next float32: the largest relative error of one operation.
+_ROUNDING = 2.0**-24
+#: float32 numbers that a vector register holds: as many partial sums softmax adds up. 4 is the least of any CPU.
+_LANES = {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability(), 4)
+NEVER = float("-inf")
+
+#: Names out of :data:`OPERATIONS`, but for ``min_new_tokens``, with their values ``[]``.
+Operations = list[tuple[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Tokens of ``R`` rows that are kept, or may be.
+
+    Attributes:
+        scores: ``[R, K]`` float32, ``-inf`` for what is not kept.
+        tokens: ``[R, K]`` int64, -1 in columns that a row does not use.
+        unsure: ``[R, K]`` bool, tokens that are kept for all that is known.
+        open: ``[R]`` bool, rows about which nothing is known: the reference has to decide.
+    """
+
+    scores: Tensor
+    tokens: Tensor
+    unsure: Tensor
+    open: Tensor
+
+    @property
+    def settled(self) -> Tensor:
+        """``[R]`` bool, whether the row is what the reference gives."""
+        return ~(self.open | self.unsure.any(-1))
+
+    def put(self, index: Tensor, better: Selection) -> Selection:
+        """`self` with its rows `index` ``[Q]`` taken from `better`."""
+        width = max(self.scores.shape[1], better.scores.shape[1])
+
+        def merged(name: str, fill: float) -> Tensor:
+            own, new = getattr(self, name), getattr(better, name)
+            own, new = (torch.nn.functional.pad(t, (0, width - t.shape[1]), value=fill) for t in (own, new))
+            return own.index_copy(0, index, new)
+
+        open_rows = self.open.index_copy(0, index, better.open)
+        return Selection(merged("scores", NEVER), merged("tokens", -1), merged("unsure", False), open_rows)
+
+
+def _sure(scores: Tensor, tokens: Tensor) -> Selection:
+    unsure = torch.zeros_like(tokens, dtype=torch.bool)
+    return Selection(scores, tokens, unsure, unsure.new_zeros(len(scores)))
+
+
+def largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest of every row of ``[R, V]``, in descending order, and their tokens: what ``topk`` gives.
+
+    The `count` largest lie in the `count` blocks with the largest maxima, and maxima are taken at the speed of memory.
+    """
+    vocab = scores.shape[-1]
+    blocks = vocab // BLOCK
+    if 2 * count >= blocks:
+        top = scores.topk(min(count, vocab))
+        return top.values, top.indices
+    blocked = scores[:, : blocks * BLOCK].unflatten(-1, (blocks, BLOCK))
+    best = blocked.amax(-1).topk(count, sorted=False).indices  # [R, count]
+    row = torch.arange(len(scores))[:, None]
+    pool = torch.cat([blocked[row, best].flatten(1), scores[:, blocks * BLOCK :]], -1)
+    top = pool.topk(count)
+    inside = best.gather(1, (top.indices // BLOCK).clamp(max=count - 1)) * BLOCK + top.indices % BLOCK
+    behind = top.indices + (blocks - count) * BLOCK  # the vocabulary's end, which fills no block
+    return top.values, torch.where(top.indices < count * BLOCK, inside, behind)
+
+
+def first_largest(scores: Tensor) -> Tensor:
+    """``argmax`` over the last axis of ``[..., V]``: of equals the first."""
+    vocab = scores.shape[-1]
+    blocks = vocab // BLOCK
+    if blocks < BLOCK:
+        return scores.argmax(-1)
+    blocked = scores[..., : blocks * BLOCK].unflatten(-1, (blocks, BLOCK))
+    maxima = blocked.amax(-1)
+    block = maxima.argmax(-1, keepdim=True)  # [..., 1]
+    inside = blocked.gather(-2, block[..., None].expand(*block.shape, BLOCK))[..., 0, :]
+    best = block[..., 0] * BLOCK + inside.argmax(-1)
+    if blocks * BLOCK == vocab:
+        return best
+    rest = scores[..., blocks * BLOCK :]
+    return torch.where(rest.amax(-1) > maxima.amax(-1), blocks * BLOCK + rest.argmax(-1), best)
+
+
+def select(scores: Tensor, operations: Operations, at_least: int) -> Selection:
+    """What the operations leave of ``[R, V]`` scores; at least one of them must truncate.
+
+    Args:
+        at_least: fewest columns ``K``, should there be as many tokens.
+    """
+    first = next(i for i, (name, _) in enumerate(operations) if name != "temperature")
+    scale, (name, value) = [value for _, value in operations[:first]], operations[first]
+    if name == "top_k":
+        selection = _top_k_of(scores, scale, int(value), at_least)
+    else:
+        selection = _WHOLE[name](_scaled(scores, scale), value, at_least)
+    for name, value in operations[first + 1 :]:
+        if name == "temperature":
+            selection = replace(selection, scores=selection.scores / value)
+            continue
+        unsettled = ~selection.settled
+        selection = _AMONG[name](selection, value)
+        selection = replace(selection, open=selection.open | unsettled)
+    return selection
+
+
+def by_reference(scores: Tensor, operations: Operations, at_least: int) -> Selection:
+    """What :func:`select` finds, from the operations' own definitions."""
+    dense = scores.float()
+    for name, value in operations:
+        if name == "top_k":  # the k-th is what it is, sorted or not
+            kth = largest(dense, min(max(int(value), 1), dense.shape[-1]))[0][:, -1:]
+            dense = dense.masked_fill(dense < kth, NEVER)
+        else:
+            dense = OPERATIONS[name](dense, value)
+    count = max(int((dense > NEVER).sum(-1).amax()), min(at_least, dense.shape[-1]))
+    return _sure(*largest(dense, count))
+
+
+def _scaled(scores: Tensor, scale: list[Tensor]) -> Tensor:
+    scores = scores.float()
+    for value in scale:
+        scores = scores / value
+    return scores
+
+
+def _top_k_of(scores: Tensor, scale: list[Tensor], k: int, at_least: int) -> Selection:
+    """Everything that ties with the k-th is kept. Dividing is monotone, so it can follow the selection."""
+    vocab = scores.shape[-1]
+    k = min(max(k, 1), vocab)
+    count = max(FIRST, at_least, k + k // 8 + 8)
+    while True:
+        values, tokens = largest(scores, count)
+        values = _scaled(values, scale)
+        kth = values[:, k - 1 : k]
+        # A tie with the last column may go on outside; of -inf nothing is kept anyway.
+        if count >= vocab or bool(((values[:, -1:] < kth) | (kth == NEVER)).all()):
+            return _sure(values.masked_fill(values < kth, NEVER), tokens)
+        count *= 4
+
+
+def _top_k(selection: Selection, value: Tensor) -> Selection:
+    scores = selection.scores
+    k = min(max(int(value), 1), scores.shape[1])
+    return replace(selection, scores=scores.masked_fill(scores < scores.topk(k).values[:, -1:], NEVER))
+
+
+def _enough(
+    whole: Tensor, order: Tensor, probabilities: Tensor, wanted: float, at_least: int,
+    decide: Callable[[Tensor, Tensor, Tensor, bool], Selection],
+) -> Selection:  # fmt: skip
+    """Decides among the first of `order` ``[R, V]``, larger ones first: a few, and where these do not do, as many as must be.
+
+    Args:
+        wanted: how much probability tokens must have to be enough.
+        decide: takes the scores ``[Q, K]`` of some rows, the tokens, the rows ``[Q, 1]`` and whether that is all there is.
+            In columns that a row does not use the score is ``-inf`` and the token -1.
+    """
+    vocab = whole.shape[-1]
+    count = min(max(FIRST, at_least), vocab)
+    tokens = largest(order, count)[1]
+    index = torch.arange(len(whole))[:, None]
+    selection = decide(whole[index, tokens], tokens, index, count == vocab)
+    if count < vocab and bool(selection.open.any()):
+        index = selection.open.nonzero()
+        rows = [_first(order[row], probabilities[row], wanted) for row in index[:, 0].tolist()]
+        tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
+        scores = whole[index, tokens.clamp(min=0)].masked_fill(tokens < 0, NEVER)
+        selection = selection.put(index[:, 0], decide(scores, tokens, index, False))
+    return selection
+
+
+def _first(order: Tensor, probabilities: Tensor, wanted: float) -> Tensor:
+    """``[K]`` tokens, the first of `order` ``[V]``, in order, which have `wanted` of the probability or a little more."""
+    bins = (order - order.amax()).mul_(32).add_(1023).clamp_(min=0).int()
+    mass = torch.bincount(bins, weights=probabilities, minlength=1024)
+    last = 1023 - int((mass.flip(0).cumsum(0) < wanted).sum())
+    tokens = (bins >= last - 1).nonzero()[:, 0]  # one more: no border is where a bin ends
+    return tokens[order[tokens].argsort(descending=True)]
+
+
+def _top_p_of(whole: Tensor, value: Tensor, at_least: int) -> Selection:
+    vocab = whole.shape[-1]
+    probabilities = whole.softmax(-1)
+    # Row by row: casting all of it at once is memory that the cache does not hold.
+    total = torch.stack([row.sum(dtype=torch.float64) for row in probabilities])
+
+    def decide(scores: Tensor, tokens: Tensor, index: Tensor, everything: bool) -> Selection:
+        share = probabilities[index, tokens.clamp(min=0)].masked_fill(tokens < 0, 0).double() / total[index]
+        return _nucleus(scores, tokens, share, 0 if everything else vocab, value)
+
+    return _enough(whole, whole, probabilities, 1 - float(value) + 1e-4, at_least, decide)
+
+
+def _top_p(selection: Selection, value: Tensor) -> Selection:
+    ordered = selection.scores.sort(-1, descending=True)
+    share = ordered.values.softmax(-1).double()
+    share = share / share.sum(-1, keepdim=True)
+    return _nucleus(ordered.values, selection.tokens.gather(1, ordered.indices), share, 0, value)
+
+
+def _nucleus(scores: Tensor, tokens: Tensor, share: Tensor, outside: int, value: Tensor) -> Selection:
+    """What top_p keeps of the largest scores ``[R, K]``, descending.
+
+    The reference adds up softmax from the smallest score on and drops what does not get beyond ``value = 1 - p``. Its sum
+    up to a token is what all of them have less what the larger ones have, known here in double precision but for one
+    factor: the float32 sum S that softmax divides by. An addition is off by at most 2^-24 of its result, and a score that
+    is r-th from the top goes through about r / lanes of them; so S is off by at most 2^-24 (E[r] / lanes + a few), E[r]
+    being the mean rank under the probabilities, of which the top K are known and the rest are at most V.
+
+    Args:
+        share: ``[R, K]`` float64, probabilities. outside: most tokens that may follow these.
+    """
+    count = scores.shape[1]
+    cumulative = share.cumsum(-1)
+    up_to = 1 - (cumulative - share)  # what it has with all that is smaller
+    rank = torch.arange(1, count + 1, dtype=torch.float64)
+    mean_rank = (share * rank).sum(-1, keepdim=True) + (1 - cumulative[:, -1:]).clamp(min=0) * outside
+    limit = value.double()
+    # The 16: adding up the lanes, rounding of the probabilities here and there, and of the reference's running sum.
+    margin = limit * _ROUNDING * (mean_rank / _LANES + 16) + 1e-12
+    kept, dropped = up_to > limit + margin, up_to <= limit - margin
+    kept[:, 0], dropped[:, 0] = True, False  # the best stays
+    unsure = ~kept & ~dropped
+    left_open = torch.zeros(len(scores), dtype=torch.bool)
+    if outside:
+        left_open = ~dropped[:, -1]
+    # Which of the equal scores at the border are dropped is for the reference's sort to say.
+    border = scores.gather(1, (~dropped).sum(-1, keepdim=True) - 1)
+    equal = scores == border
+    split = (equal & dropped).any(-1, keepdim=True) & (border > NEVER)
+    unsure = unsure | (equal & split)
+    if outside:
+        left_open = left_open | (split & equal[:, -1:])[:, 0]  # equals may go on outside
+    scores = scores.masked_fill(dropped & ~unsure, NEVER)
+    return Selection(scores, tokens, unsure & (scores > NEVER), left_open)
+
+
+def _min_p_of(whole: Tensor, value: Tensor, at_least: int) -> Selection:
+    """The reference's own comparison, taken of all tokens; only what it leaves is looked for."""
+    vocab = whole.shape[-1]
+    probabilities = whole.softmax(-1)
+    limit = value * probabilities.amax(-1, keepdim=True)
+    dropped = probabilities < limit
+    dropped.scatter_(1, first_largest(whole)[:, None], False)
+    count = vocab - int(dropped.sum(-1).amin())
+    values, tokens = largest(whole, max(count, min(at_least, vocab)))
+    return _sure(values.masked_fill(dropped.gather(1, tokens), NEVER), tokens)
+
+
+def _min_p(selection: Selection, value: Tensor) -> Selection:
+    scores = selection.scores
+    probabilities = scores.softmax(-1)
+    limit = value * probabilities.amax(-1, keepdim=True)
+    best = torch.zeros_like(scores, dtype=torch.bool).scatter(1, scores.argmax(-1, keepdim=True), True)
+    kept = (probabilities >= limit) | best
+    # Both sides are divided by one sum, here and there: what differs is how the quotients are rounded.
+    close = ((probabilities - limit).abs() <= 1e-6 * limit) & ~best & (scores > NEVER)
+    return replace(selection, scores=scores.masked_fill(~(kept | close), NEVER), unsure=selection.unsure | close)
+
+
+def _typical_p_of(whole: Tensor, value: Tensor, at_least: int) -> Selection:
+    vocab = whole.shape[-1]
+    logp = whole.log_softmax(-1)
+    probabilities = logp.exp()
+    entropy = -(logp * probabilities).nansum(-1, keepdim=True)
+    near = (-logp - entropy).abs().neg()  # the reference's own numbers
+
+    def decide(scores: Tensor, tokens: Tensor, index: Tensor, everything: bool) -> Selection:
+        share = probabilities[index, tokens.clamp(min=0)].masked_fill(tokens < 0, 0).double()
+        # The largest may come first in this order: then every addition is off by up to 2^-24 of the whole.
+        margin = value.double() * _ROUNDING * (2 * vocab / _LANES + 64)
+        surprise = -near[index, tokens.clamp(min=0)].masked_fill(tokens < 0, NEVER)
+        return _typical(scores, tokens, surprise, torch.zeros(1), share, margin, everything, value)
+
+    return _enough(whole, near, probabilities, float(value) + 2e-3, at_least, decide)
+
+
+def _typical_p(selection: Selection, value: Tensor) -> Selection:
+    logp = selection.scores.double().log_softmax(-1)
+    share = logp.exp()
+    finite = logp.masked_fill(share == 0, 0)
+    entropy = -(finite * share).sum(-1, keepdim=True)
+    surprise, order = (-logp - entropy).abs().sort(-1)
+    # The reference's surprises are float32: two within this distance may stand in the other order there.
+    blur = 2.0**-16 * (1 + finite.abs().amax(-1, keepdim=True))
+    margin = value.double() * _ROUNDING * (surprise.shape[1] + 64)
+    scores, tokens = selection.scores.gather(1, order), selection.tokens.gather(1, order)
+    return _typical(scores, tokens, surprise, blur, share.gather(1, order), margin, True, value)
+
+
+def _typical(
+    scores: Tensor, tokens: Tensor, surprise: Tensor, blur: Tensor, share: Tensor, margin: Tensor, everything: bool,
+    value: Tensor,
+) -> Selection:  # fmt: skip
+    """What typical_p keeps of the least surprising ``[R, K]``, ascending.
+
+    Kept is what surprises no more than the token whose probability brings the sum to `value`.
+
+    Args:
+        surprise: ``[R, K]``, off by at most `blur` ``[R, 1]``. share: ``[R, K]`` float64, whose sums are off by `margin`.
+        everything: nothing that could be kept is outside.
+    """
+    count = scores.shape[1]
+    mass, limit = share.cumsum(-1), value.double()
+    # The token at the border is one of those from `first` to `last`.
+    first, last = ((mass < bound).sum(-1, keepdim=True) for bound in (limit - margin, limit + margin))
+    low, high = (surprise.gather(1, at.clamp(max=count - 1)) for at in (first, last))
+    alone = ~(((surprise - low).abs() <= 2 * blur) & (surprise != low)).any(-1, keepdim=True)
+    sure = (surprise <= low - 2 * blur) | (alone & (surprise <= low))
+    kept = surprise <= high + 2 * blur
+    sure[:, 0] = kept[:, 0] = True
+    left_open = torch.zeros(len(scores), dtype=torch.bool)
+    if not everything:
+        left_open = (last >= count)[:, 0] | kept[:, -1]
+    scores = scores.masked_fill(~kept, NEVER)
+    return Selection(scores, tokens, ~sure & (scores > NEVER), left_open)
+
+
+_WHOLE = {"top_p": _top_p_of, "min_p": _min_p_of, "typical_p": _typical_p_of}
+_AMONG = {"top_k": _top_k, "top_p": _top_p, "min_p": _min_p, "typical_p": _typical_p}
