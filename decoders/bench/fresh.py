@@ -235,9 +235,9 @@ def of_report(call: Call) -> dict[str, Any]:
     return {
         "steps": report.steps, "compiled_share": compiled_share(report), "prefill": t.prefill,
         "compile_seconds": t.compile, "compilations": call.compilations,
-        "reused": list(getattr(report, "reused", [])),  # plain once Report.reused exists
-        "pack_seconds": getattr(t, "pack", None),  # plain once Timings.pack exists
-        "background_seconds": getattr(t, "background", None),  # plain once Timings.background exists
+        "reused": report.reused,
+        "pack_seconds": t.pack,
+        "background_seconds": t.background,
     }  # fmt: skip
 
 
