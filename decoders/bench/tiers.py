@@ -7,7 +7,6 @@ from typing import Any
 
 from ..report import Report
 
-
 #: Settings with which the first token waits for no compilation.
 AT_ONCE = {"compile": "auto"}
 

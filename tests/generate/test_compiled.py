@@ -9,11 +9,10 @@ import torch
 from transformers import LogitsProcessor, PreTrainedModel
 
 import decoders
-from decoders.strategies import PromptLookup
 from decoders.engine import packing, tiers
+from decoders.strategies import PromptLookup
 from decoders.testing import Replay, assert_same_tokens, prompts, tiny_model
 from decoders.testing import decode as decode_once
-
 
 COMPILED = {"compile": True}
 
