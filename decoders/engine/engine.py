@@ -15,6 +15,7 @@ from ..verifier import Verifier
 from . import compiler
 from .core import Core, Passes
 from .draft import DraftCore
+from .packing import FreedParameter, FreedWeights, free_originals, freed_error, restore_originals
 from .sampling import SamplingPlan
 from .session import Sessions
 from .target import Target, Weights
@@ -33,8 +34,15 @@ class Engine:
         UnsupportedError: see :class:`Target`.
     """
 
-    def __init__(self, model: PreTrainedModel, attention: Literal["auto", "sdpa", "flex"] = "auto") -> None:
-        self.lock = threading.RLock()  # a streamer or processor may call generate again
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        attention: Literal["auto", "sdpa", "flex"] = "auto",
+        lock: threading.RLock | None = None,
+    ) -> None:
+        if any(isinstance(parameter, FreedParameter) for parameter in model.parameters()):
+            raise freed_error()
+        self.lock = lock or threading.RLock()  # a streamer or processor may call generate again
         self.attention = attention
         started = time.perf_counter()
         self.target = make_target(model, attention)
@@ -44,6 +52,7 @@ class Engine:
         self._whole: dict[tuple, Callable | None] = {}
         self._functions: dict[Callable, TieredFunction] = {}
         self._judges: dict[tuple, compiler.CompiledFunction] = {}
+        self._freed: FreedWeights | None = None
 
     def refresh(self, model: PreTrainedModel, attention: str) -> bool:
         """Whether this engine still serves `model`; weights that were written to since are packed again first."""
@@ -51,17 +60,30 @@ class Engine:
             return False
         with self.lock:
             weights = Weights.of(model)
-            if weights == self.target.weights:
-                return True
             if not weights.replaces(self.target.weights):
                 return False
-            self.target.repack(weights)
-            self.sessions.forget()
+            # Pointers are compared first: samples are taken where they point.
+            if weights != self.target.weights or self.target.samples.changed:
+                self.target.repack(model)
+                self.sessions.forget()
             return True
 
-    def release(self) -> None:
-        """Frees what no call uses: buffers, compiled code, recorded steps."""
+    def settle_originals(self, model: PreTrainedModel, weights: Literal["keep", "packed"]) -> None:
+        """Frees the dense weights of `model`, or gives them back."""
         with self.lock:
+            if weights == "packed" and self._freed is None:
+                self._freed = free_originals(model, self.target.packing)
+            elif weights == "keep" and self._freed is not None:
+                restore_originals(self._freed, self.target.packing)
+                self._freed = None
+            else:
+                return
+            self.target.remember(model)
+
+    def release(self, model: PreTrainedModel) -> None:
+        """Frees what no call uses: buffers, compiled code, recorded steps. Gives `model` its dense weights back."""
+        with self.lock:
+            self.settle_originals(model, "keep")
             self.sessions.release()
             self.forward.forget()
             self._whole.clear()

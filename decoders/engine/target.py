@@ -17,6 +17,7 @@ from ..tree import Topology, TreeTensors
 from . import attention, flex
 from .cache import CacheBuffers, LayerSpec, LayoutProbe, SlotCache
 from .packing import pack
+from .samples import Samples
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Target:
     CPU's kernels once; whatever runs the model runs on that copy.
 
     Attributes:
-        packing: the packed matrices. weights: what they were packed from.
+        packing: the packed matrices. weights, samples: what they were packed from.
 
     Raises:
         UnsupportedError: the model's design does not fit the loop, or a self-check shows that its tree-verified logits
@@ -61,7 +62,7 @@ class Target:
         # The hidden states are taken where the head reads them: no model has to be asked how it names or norms them.
         self._watch_head()
         self.packing = pack(self.model)
-        self.weights = Weights.of(model)
+        self.remember(model)
         self.layout, groups = probe_layout(self.model, len(self.kinds), self.flex)
         self.group = groups.pop() if len(groups) == 1 else 1
         self.reads_ahead = "logits_to_keep" in inspect.signature(self.model.forward).parameters
@@ -84,10 +85,14 @@ class Target:
         twin._watch_head()
         return twin
 
-    def repack(self, weights: Weights) -> None:
+    def repack(self, model: PreTrainedModel) -> None:
         """Packs again what has been written since; compiled code and recorded steps see the new values."""
         self.packing.repack()
-        self.weights = weights
+        self.remember(model)
+
+    def remember(self, model: PreTrainedModel) -> None:
+        """Notes the present weights of `model` as those that were packed."""
+        self.weights, self.samples = Weights.of(model), Samples((*model.parameters(), *model.buffers()))
 
     def forward(
         self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor
@@ -105,7 +110,14 @@ class Target:
         return ForwardResult(output.logits.float(), self._head_inputs.pop())
 
     def read(
-        self, tokens: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor, latest: int, keep: int
+        self,
+        tokens: Tensor,
+        base: Tensor,
+        tree: TreeTensors,
+        buffers: CacheBuffers,
+        view: Tensor,
+        latest: int,
+        keep: int,
     ) -> ForwardResult:
         """As :meth:`forward`, for a block that begins with a stretch of text; results of its last `keep` nodes only.
 
