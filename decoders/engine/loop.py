@@ -84,8 +84,10 @@ class Decoded:
 
 def decode(engine: Engine, request: Request) -> Decoded:
     """Runs a call to its end. Calls on one engine run one after the other."""
+    # Packed weights, compiled code and kept texts are in the model's own precision, in whatever context the call is made.
+    own_precision = torch.autocast(engine.target.device.type, enabled=False)
     # The stack gives sessions back, whatever happens.
-    with engine.lock, torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
+    with engine.lock, torch.inference_mode(False), torch.no_grad(), own_precision, ExitStack() as stack:
         return _Call(engine, request, stack).run()
 
 
