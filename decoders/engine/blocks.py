@@ -10,10 +10,8 @@ from torch import Tensor
 from ..errors import DraftError
 from ..strategy import Draft
 from ..tree import Topology, TreeTensors
+from .buckets import node_bucket, pad_block
 from .sampling import Masks
-
-#: Smaller blocks are padded: sizes 0 and 1 would get graphs of their own, and two nodes more cost nothing.
-MIN_GUESSES = 2
 
 
 @dataclass(frozen=True)
@@ -37,15 +35,19 @@ class NodeBlock:
 
 
 class Blocks:
-    """Drafts as the core wants them: checked, at least three nodes, topology per row. One for each call and model."""
+    """Drafts as the core wants them: checked, of a size that it is compiled for, topology per row.
 
-    def __init__(self, rows: int, device: torch.device) -> None:
-        self.rows, self.device = rows, device
-        self.no_guess = torch.full((rows, MIN_GUESSES), -1, dtype=torch.int64, device=device)
+    A session has one: recorded steps read the tensors that are kept here.
+    """
+
+    def __init__(self, rows: int, device: torch.device, static: bool = False) -> None:
+        self.rows, self.device, self.static = rows, device, static
+        least = node_bucket(1, static) - 1
+        self.no_guess = torch.full((rows, least), -1, dtype=torch.int64, device=device)
         self._trees: dict[Topology, TreeTensors] = {}
 
     def of(self, draft: Draft, proposer: str) -> tuple[Tensor, TreeTensors]:
-        """Guesses ``[B, N-1]`` and the tree of ``N >= 3`` nodes.
+        """Guesses ``[B, N-1]`` and the tree of ``N`` nodes, a :func:`~decoders.engine.buckets.node_bucket`.
 
         Raises:
             DraftError: `proposer` broke the contract.
@@ -53,14 +55,16 @@ class Blocks:
         if not isinstance(draft, Draft):
             raise DraftError(f"propose of {proposer!r} must return a Draft, not {type(draft).__name__}")
         draft.check(self.rows)
-        guesses, missing = draft.tokens, MIN_GUESSES - draft.tokens.shape[1]
-        if missing > 0:
-            guesses = torch.cat([guesses, self.no_guess[:, :missing]], dim=1) if guesses.shape[1] else self.no_guess
-        tree = draft.topology
-        return guesses, self.tensors(tree) if isinstance(tree, Topology) else tree.padded(MIN_GUESSES + 1)
+        tree, nodes = draft.topology, node_bucket(len(draft.topology), self.static)
+        if isinstance(tree, Topology):
+            tree = self.tensors(tree)
+        if not draft.tokens.shape[1] and nodes == self.no_guess.shape[1] + 1:
+            return self.no_guess, tree.padded(nodes)
+        guesses, _ = pad_block(draft.tokens, tree, nodes)
+        return guesses, tree.padded(nodes)
 
     def tensors(self, tree: Topology) -> TreeTensors:
         """`tree`, padded, on the device; made once."""
         if tree not in self._trees:
-            self._trees[tree] = tree.padded(MIN_GUESSES + 1).tensors(self.rows, self.device)
+            self._trees[tree] = tree.padded(node_bucket(len(tree), self.static)).tensors(self.rows, self.device)
         return self._trees[tree]

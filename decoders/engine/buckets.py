@@ -26,6 +26,8 @@ LEAST_NODES, LEAST_STATIC_NODES = 3, 4
 #: From here on blocks grow by this many nodes: doubling would compute up to twice as much.
 NODE_STEP = 128
 LEAST_SLOTS, SLOT_STEP = 256, 64
+#: Blocks up to this size fit behind the longest row without growing the cache.
+BLOCK_MARGIN = 64
 LEAST_CHUNK = 32
 
 
@@ -51,6 +53,14 @@ def node_bucket(nodes: int, static: bool = True) -> int:
 def slot_bucket(slots: int, static: bool = True) -> int:
     """Slots of a cache, or of attention's view of it."""
     return max(_power_of_two(slots), LEAST_SLOTS) if static else max(-(-slots // SLOT_STEP), 1) * SLOT_STEP
+
+
+def slots_for(tokens: int, static: bool = True) -> int:
+    """Slots per row for `tokens` and a block behind them.
+
+    Where one dynamic graph serves all sizes, a view must stay smaller than the cache: the graph was made with two different sizes.
+    """
+    return slot_bucket(tokens + BLOCK_MARGIN + (0 if static else SLOT_STEP), static)
 
 
 def prefill_chunks(tokens: int, chunk: int, static: bool = True) -> list[tuple[int, int]]:

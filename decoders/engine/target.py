@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from ..errors import UnsupportedError
 from ..tree import Topology, TreeTensors
 from . import attention, flex
+from .buckets import static_shapes
 from .cache import CacheBuffers, LayerSpec, LayoutProbe, SlotCache
 from .packing import pack
 from .samples import Samples, writes_counted
@@ -36,7 +37,9 @@ class Target:
     CPU's kernels once; whatever runs the model runs on that copy.
 
     Attributes:
-        packing: the packed matrices. weights, samples: what they were packed from.
+        static: whether code is compiled for one size each, so that sizes are rounded to buckets.
+        packing: the packed matrices.
+        weights, samples: what they were packed from.
 
     Raises:
         UnsupportedError: the model's design does not fit the loop, or a self-check shows that its tree-verified logits
@@ -47,14 +50,11 @@ class Target:
         refuse_unfit(model)
         attention.register()
         self.flex = backend == "flex"
+        self.static = static_shapes(model.device)
         self.kinds, kind_of_layer = attention.layer_kinds(model.config)
         self.model = share_weights(model)
         self.model.set_attn_implementation(flex.NAME if self.flex else attention.NAME)
-        for module in self.model.modules():
-            layer = getattr(module, "layer_idx", None)
-            if isinstance(layer, int) and layer < len(kind_of_layer):
-                setattr(module, attention.KIND_ATTRIBUTE, kind_of_layer[layer])
-                setattr(module, flex.KINDS_ATTRIBUTE, self.kinds)
+        flex.prepare(self.model, self.kinds, kind_of_layer)
         self.embeddings = model.get_input_embeddings().num_embeddings
         self.vocab_size = model.get_output_embeddings().weight.shape[0]
         self.max_positions = context_length(model)
@@ -70,6 +70,11 @@ class Target:
         self.dtype = self.layout[0].dtype
         self.device = self.layout[0].device
         self._self_check(model)
+
+    @property
+    def static_slots(self) -> bool:
+        """Whether attention always looks at all slots: FlexAttention does so everywhere, and skips what is not in use."""
+        return self.static or self.flex
 
     def _watch_head(self) -> None:
         seen: list[Tensor] = []

@@ -30,7 +30,9 @@ def texts(*texts: list[int]) -> list[Tensor]:
     return [torch.tensor(text) for text in texts]
 
 
-def read(pool: Sessions, prompts: list[Tensor], reuse: bool = True, chunk: int = 512, slots: int = 0) -> tuple[list, Session]:
+def read(
+    pool: Sessions, prompts: list[Tensor], reuse: bool = True, chunk: int = 512, slots: int = 0
+) -> tuple[list, Session]:
     """What a call does before its first step: per row the tokens not read, and the session."""
     lengths = [len(prompt) for prompt in prompts]
     with torch.no_grad(), pool.open(prompts, 4, sampling(len(prompts)), max(*lengths, slots) + 4, reuse) as opened:

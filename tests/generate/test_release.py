@@ -222,7 +222,9 @@ def test_weights_replaced_while_the_others_are_freed_count(fresh: PreTrainedMode
     ours(fresh, "packed")
     other = tiny_model("llama", seed=4)
     if how == "assign":
-        fresh.model.layers[0].mlp.up_proj.weight = nn.Parameter(other.model.layers[0].mlp.up_proj.weight.detach().clone())
+        fresh.model.layers[0].mlp.up_proj.weight = nn.Parameter(
+            other.model.layers[0].mlp.up_proj.weight.detach().clone()
+        )
     else:
         fresh.load_state_dict(other.state_dict(), assign=True)
     after = ours(fresh, "packed")
