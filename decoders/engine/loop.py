@@ -86,7 +86,7 @@ class Decoded:
 
 def decode(engine: Engine, request: Request) -> Decoded:
     """Runs a call to its end. Calls on one engine run one after the other."""
-    with engine.lock, engine.active(), torch.inference_mode(False), torch.no_grad():
+    with engine.lock, engine.active(), torch.inference_mode(False), torch.no_grad():  # noqa: SIM117
         with ExitStack() as stack:  # sessions are given back, whatever happens
             return _Call(engine, request, stack).run()
 
@@ -161,7 +161,9 @@ class _Call:
         inputs = None
         if not all(self.finished) and self._can_record():
             inputs = StaticInputs(
-                dict(state=state, guide=self.guide, drafters=self.drafters, keys=self._keys, sampling=self.rows.sampling)
+                dict(
+                    state=state, guide=self.guide, drafters=self.drafters, keys=self._keys, sampling=self.rows.sampling
+                )
             )
             self._replay(self._recorded(inputs))
         while not all(self.finished):

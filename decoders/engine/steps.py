@@ -13,7 +13,7 @@ from ..strategy import Draft
 from ..tree import Topology
 from ..verifier import Verifier
 from .blocks import NodeBlock
-from .core import Core, StepOutput
+from .core import StepOutput
 from .engine import Engine
 from .host import Prefixes, choose_along_path
 from .rows import Rows
