@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import ctypes
+import gc
 import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -18,12 +22,18 @@ SWITCH_INTERVAL = 2e-5
 #: Dynamo and inductor keep process-wide state: one compilation at a time.
 _turn = threading.Lock()
 
+_running: weakref.WeakSet[BackgroundCompile] = weakref.WeakSet()
+
+
+class _ProcessEnds(BaseException):
+    """Raised in a compiling thread when the interpreter shuts down."""
+
 
 class BackgroundCompile:
     """Runs `work`, which compiles something, in a daemon thread: ``ready`` when it has succeeded.
 
-    A failure is one warning, given by :meth:`poll` in the thread that asks. Threads are daemons and nothing waits for them,
-    so a process that ends while compiling ends at once.
+    A failure is one warning, given by :meth:`poll` in the thread that asks. Nothing waits for the thread: a process that ends
+    while compiling ends at once.
 
     Attributes:
         name: what is compiled, for the warning. seconds: what the compilation took, once it is over, its turn not waited for.
@@ -34,16 +44,20 @@ class BackgroundCompile:
         self.name, self.seconds = name, 0.0
         self.ready = self.failed = False
         self._work, self._error = work, None
-        self._modes = torch.is_inference_mode_enabled(), torch.get_num_threads(), torch.get_default_dtype()
+        self._modes = torch.is_inference_mode_enabled(), torch.get_num_threads()
         self._over = threading.Event()
         self._warned = False
-        threading.Thread(target=self._run, name=f"compile {name}", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name=f"compile {name}", daemon=True)
+        _running.add(self)
+        self._thread.start()
 
     def poll(self) -> bool:
         """Whether the graph can be used from now on; to be asked between two steps."""
         if self.failed and not self._warned:
             self._warned = True
-            warnings.warn(f"{self.name} could not be compiled, decoding goes on uncompiled: {self._error}", stacklevel=2)
+            warnings.warn(
+                f"{self.name} could not be compiled, decoding goes on uncompiled: {self._error}", stacklevel=2
+            )
         return self.ready
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -52,7 +66,7 @@ class BackgroundCompile:
         return self.poll()
 
     def _run(self) -> None:
-        inference, threads, _ = self._modes
+        inference, threads = self._modes
         # Graphs are guarded by these; a new thread starts with defaults.
         torch.set_num_threads(threads)
         started = time.perf_counter()
@@ -64,6 +78,7 @@ class BackgroundCompile:
             self._error, self.failed = error, True
         finally:
             self.seconds = time.perf_counter() - started
+            _running.discard(self)
             self._over.set()
 
 
@@ -85,3 +100,15 @@ def worth_compiling(spent: float, expected: float) -> bool:
     Whoever stops before has paid nothing, and whoever goes on pays at most twice what foresight would have.
     """
     return spent >= expected
+
+
+@atexit.register
+def _end_threads() -> None:
+    """Stops compiling threads before the interpreter goes: one that met its end in the middle of a torch operator would abort
+    the process. One that waits for g++ is left where it is."""
+    threads = [compile._thread for compile in list(_running) if compile._thread.is_alive()]
+    for thread in threads:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_ProcessEnds))
+    if threads:
+        threads[0].join(0.5)
+        gc.freeze()  # or the interpreter would walk through half-made graphs for seconds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from ..strategy import Sequences, Step
 from ..tree import TreeTensors
 from ..verifier import Block, Verifier
 from .blocks import NodeBlock
-from .cache import move_slots
+from .cache import CacheBuffers, move_slots
 from .candidates import candidates
 from .rows import Rows
 from .sampling import Masks, SamplingPlan
@@ -45,21 +46,29 @@ class StepOutput:
         return Step(self.nodes, self.chosen, self.path, accepted, emitted, self.logits, self.hidden, sequences)
 
 
+class Passes(Protocol):
+    """How a model's passes are run, and their results settled (:class:`~decoders.engine.tiers.ForwardPass`)."""
+
+    def __call__(
+        self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor
+    ) -> ForwardResult: ...
+    def settle(self, nodes: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
 class Core:
     """Forward + verify + commit for one target and one sampling plan.
 
     Args:
-        run: the target's forward pass as it is to be run (see :class:`~decoders.engine.tiers.ForwardPass`); without one, as
-            :class:`Target` has it.
+        run: how the target's passes are run; without it, as :class:`Target` has them.
 
     Attributes:
         vocabulary: how many tokens a grammar's masks speak of: those of the target that decides.
     """
 
-    def __init__(self, target: Target, plan: SamplingPlan, run: Callable[..., ForwardResult] | None = None) -> None:
+    def __init__(self, target: Target, plan: SamplingPlan, run: Passes | None = None) -> None:
         self.target, self.plan, self.vocabulary = target, plan, target.vocab_size
-        self.run = run or target.forward
-        self.settle: Callable[..., tuple[Tensor, Tensor, Tensor]] = settle
+        self.run: Callable[..., ForwardResult] = run or target.forward
+        self.settle: Callable[..., tuple[Tensor, Tensor, Tensor]] = run.settle if run is not None else settle
 
     def key(self, method: str) -> tuple:
         """What the graph of `method` depends on, besides the model."""
@@ -116,13 +125,12 @@ class Core:
         nodes = torch.cat([rows.tokens.gather(1, base[:, None]), block.guesses], dim=1)
         count, latest = block.text
         if not count:
-            return nodes, self.run(nodes, base, block.tree, rows.buffers, block.view.shape[0])
+            return nodes, self.run(nodes, base, block.tree, rows.buffers, block.view)
         begin = base - count
         positions = begin[:, None] + torch.arange(count, device=base.device)
         tokens = torch.cat([rows.tokens.gather(1, positions.clamp(min=0)), nodes], dim=1)
         tree = after_text(count, block.tree)
-        view = block.view.shape[0]
-        return nodes, self.target.read(tokens, begin, tree, rows.buffers, view, latest, keep=nodes.shape[1])
+        return nodes, self.target.read(tokens, begin, tree, rows.buffers, block.view, latest, keep=nodes.shape[1])
 
     def commit(
         self,

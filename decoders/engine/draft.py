@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +11,7 @@ from ..tree import TreeTensors
 from .blocks import NodeBlock
 from .buckets import host_reads
 from .candidates import Candidates, candidates
-from .core import Core, StepOutput
+from .core import Core, Passes, StepOutput
 from .rows import Rows
 from .sampling import Masks, SamplingPlan, grammar_first
 from .target import ForwardResult, Target, after_text, causal_block
@@ -50,7 +49,7 @@ class DraftCore(Core):
 
     def __init__(
         self, target: Target, plan: SamplingPlan, vocab: int, children: int = 1,
-        run: Callable[..., ForwardResult] | None = None,
+        run: Passes | None = None,
     ) -> None:  # fmt: skip
         super().__init__(target, plan, run)
         self.vocabulary = vocab
@@ -82,7 +81,7 @@ class DraftCore(Core):
         base = rows.length - 1 - u
         nodes = torch.cat([self._tail(rows, unread), guesses], dim=1)
         block = after_text(u, tree)
-        result = self.run(nodes, base, block, rows.buffers, view_range.shape[0])
+        result = self.run(nodes, base, block, rows.buffers, view_range)
         cut = ForwardResult(result.logits[:, u:, : self.vocab], result.hidden[:, u:])
         growth = self._grown(cut.logits, rows, (rows.length - rows.prompt_length)[:, None] + tree.offsets, masks)
         return self.decide(nodes[:, u:], cut, tree, rows, masks), growth
@@ -96,7 +95,7 @@ class DraftCore(Core):
         self, nodes: Tensor, tree: TreeTensors, rows: Rows, view_range: Tensor, masks: Masks | None = None
     ) -> Growth:
         """A further level: continuations of `nodes` ``[B, Q]``, the last ``Q`` nodes of `tree`; the others were run before."""
-        result = self.run(nodes, rows.length - 1, tree, rows.buffers, view_range.shape[0])
+        result = self.run(nodes, rows.length - 1, tree, rows.buffers, view_range)
         positions = (rows.length - rows.prompt_length)[:, None] + tree.offsets[:, -nodes.shape[1] :]
         return self._grown(result.logits[..., : self.vocab], rows, positions, masks)
 
@@ -125,7 +124,7 @@ class DraftCore(Core):
         nodes = self._tail(rows, unread)
         block = causal_block(*nodes.shape, nodes.device)
         base = rows.length - 1 - unread.shape[0]
-        result = self.run(nodes, base, block, rows.buffers, view_range.shape[0])
+        result = self.run(nodes, base, block, rows.buffers, view_range)
         return ForwardResult(result.logits[:, -1:, : self.vocab], result.hidden[:, -1:])
 
     @staticmethod

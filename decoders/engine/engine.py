@@ -15,13 +15,14 @@ from ..errors import UnsupportedError
 from ..report import Report
 from . import compiler
 from .capture import recorder_of
-from .core import Core
+from .core import Core, Passes
 from .draft import DraftCore
+from .packing import FreedParameter, FreedWeights, free_originals, freed_error, restore_originals
 from .sampling import SamplingPlan
 from .session import Sessions
 from .static import WholeStep
 from .target import Target, Weights
-from .tiers import Compile, ForwardPass
+from .tiers import Compile, ForwardPass, TieredFunction
 
 Compiled = TypeVar("Compiled", compiler.CompiledFunction, WholeStep)
 
@@ -38,8 +39,15 @@ class Engine:
         UnsupportedError: see :class:`Target`.
     """
 
-    def __init__(self, model: PreTrainedModel, attention: Literal["auto", "sdpa", "flex"] = "auto") -> None:
-        self.lock = threading.RLock()  # a streamer or processor may call generate again
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        attention: Literal["auto", "sdpa", "flex"] = "auto",
+        lock: threading.RLock | None = None,
+    ) -> None:
+        if any(isinstance(parameter, FreedParameter) for parameter in model.parameters()):
+            raise freed_error()
+        self.lock = lock or threading.RLock()  # a streamer or processor may call generate again
         self.attention = attention
         started = time.perf_counter()
         with current(model.device):
@@ -48,7 +56,8 @@ class Engine:
         self.sessions = Sessions(self.target, recorder_of(self.target.device))
         self.forward = ForwardPass(self.target)
         self._whole: dict[tuple, WholeStep] = {}
-        self._functions: dict[Callable, compiler.CompiledFunction] = {}
+        self._functions: dict[Callable, TieredFunction] = {}
+        self._freed: FreedWeights | None = None
 
     def refresh(self, model: PreTrainedModel, attention: str) -> bool:
         """Whether this engine still serves `model`; weights that were written to since are packed again first."""
@@ -56,14 +65,14 @@ class Engine:
             return False
         with self.lock:
             weights = Weights.of(model)
-            if weights == self.target.weights:
-                return True
             if not weights.replaces(self.target.weights):
                 return False
-            if [place for place, _ in weights.values] != [place for place, _ in self.target.weights.values]:
-                self.sessions.forget_recordings()
-            self.target.repack(weights)
-            self.sessions.forget()
+            # Pointers are compared first: samples are taken where they point.
+            if weights != self.target.weights or self.target.samples.changed:
+                if [place for place, _ in weights.values] != [place for place, _ in self.target.weights.values]:
+                    self.sessions.forget_recordings()
+                self.target.repack(model)
+                self.sessions.forget()
             return True
 
     def active(self) -> AbstractContextManager:
@@ -75,9 +84,22 @@ class Engine:
         """Passes that ran compiled so far."""
         return self.forward.compiled_passes + sum(whole.runs for whole in self._whole.values())
 
-    def release(self) -> None:
-        """Frees what no call uses: buffers, compiled code, recorded steps."""
+    def settle_originals(self, model: PreTrainedModel, weights: Literal["keep", "packed"]) -> None:
+        """Frees the dense weights of `model`, or gives them back."""
         with self.lock:
+            if weights == "packed" and self._freed is None:
+                self._freed = free_originals(model, self.target.packing)
+            elif weights == "keep" and self._freed is not None:
+                restore_originals(self._freed, self.target.packing)
+                self._freed = None
+            else:
+                return
+            self.target.remember(model)
+
+    def release(self, model: PreTrainedModel) -> None:
+        """Frees what no call uses: buffers, compiled code, recorded steps. Gives `model` its dense weights back."""
+        with self.lock:
+            self.settle_originals(model, "keep")
             self.sessions.release()
             self.forward.forget()
             self._whole.clear()
@@ -89,7 +111,7 @@ class Engine:
     def draft_core(self, plan: SamplingPlan, vocabulary: int, children: int) -> DraftCore:
         return DraftCore(self.target, plan, vocabulary, children, self._run())
 
-    def _run(self) -> Callable | None:
+    def _run(self) -> Passes | None:
         """On the CPU the forward pass is compiled by itself; on other devices it is a part of whole steps."""
         return None if self.target.static else self.forward
 
@@ -108,11 +130,13 @@ class Engine:
 
     def function(self, function: Callable, compile: Compile, report: Report) -> Callable:
         """A strategy's tensor function, compiled once for all calls on this engine."""
-        if not compile or (compile == "auto" and not self.target.static):
+        if not compile:
             return function
         if function not in self._functions:
-            self._functions[function] = compiler.CompiledFunction(function)
-        return _booked(self._functions[function], report)
+            self._functions[function] = TieredFunction(function, compiler.CompiledFunction(function))
+        tiered = self._functions[function]
+        compiled = _booked(tiered.compiled, report)
+        return tiered if compile == "auto" and not self.target.static else compiled
 
 
 def current(device: torch.device) -> AbstractContextManager:

@@ -86,7 +86,7 @@ class Guide(ABC):
             GrammarError: a row has left its grammar.
         """
 
-    def expect(self, sequences: Sequences) -> None:  # noqa: B027 - the host prepares nothing
+    def expect(self, sequences: Sequences) -> None:
         """:meth:`forced` will be asked; `sequences` are the rows as they begin. What it needs is there before a step is recorded."""
 
     @abstractmethod

@@ -86,9 +86,9 @@ class Decoded:
 
 def decode(engine: Engine, request: Request) -> Decoded:
     """Runs a call to its end. Calls on one engine run one after the other."""
-    with engine.lock, engine.active(), torch.inference_mode(False), torch.no_grad():  # noqa: SIM117
-        with ExitStack() as stack:  # sessions are given back, whatever happens
-            return _Call(engine, request, stack).run()
+    # The stack gives sessions back, whatever happens.
+    with engine.lock, engine.active(), torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
+        return _Call(engine, request, stack).run()
 
 
 @dataclass

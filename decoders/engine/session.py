@@ -121,7 +121,7 @@ class Session:
                 rows = self.rows
             slots = begin[:, None] + torch.arange(done, done + count, device=begin.device)
             latest = max(starts) + done
-            view = self.view(latest + count)[0].shape[0]
+            view = self.view(latest + count)[0]
             self.target.prefill(rows.tokens.gather(1, slots), begin + done, rows.buffers, view, latest)
         return starts, left
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
 
@@ -17,6 +17,7 @@ from ..tree import Topology, TreeTensors
 from . import attention, buckets, flex
 from .cache import CacheBuffers, LayerSpec, LayoutProbe, SlotCache
 from .packing import pack
+from .samples import Samples
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,9 @@ class Target:
     CPU's kernels once; whatever runs the model runs on that copy.
 
     Attributes:
-        static: whether code is compiled for one size each, so that sizes are rounded to buckets. packing: the packed
-            matrices. weights: what they were packed from.
+        static: whether code is compiled for one size each, so that sizes are rounded to buckets.
+        packing: the packed matrices.
+        weights, samples: what they were packed from.
 
     Raises:
         UnsupportedError: the model's design does not fit the loop, or a self-check shows that its tree-verified logits
@@ -57,10 +59,9 @@ class Target:
         self.max_positions = context_length(model)
         self.backbone = backbone_of(self.model)
         # The hidden states are taken where the head reads them: no model has to be asked how it names or norms them.
-        self._head_inputs: list[Tensor] = []
-        self.model.get_output_embeddings().register_forward_pre_hook(lambda _, args: self._head_inputs.append(args[0]))
+        self._watch_head()
         self.packing = pack(self.model)
-        self.weights = Weights.of(model)
+        self.remember(model)
         self.layout, groups = probe_layout(self.model, len(self.kinds), self.flex)
         self.group = groups.pop() if len(groups) == 1 else 1
         self.reads_ahead = "logits_to_keep" in inspect.signature(self.model.forward).parameters
@@ -74,13 +75,31 @@ class Target:
         """Whether attention always looks at all slots: FlexAttention does so everywhere, and skips what is not in use."""
         return self.static or self.flex
 
-    def repack(self, weights: Weights) -> None:
+    def _watch_head(self) -> None:
+        seen: list[Tensor] = []
+        head = self.model.get_output_embeddings()
+        self._head_inputs, self._head_hook = seen, head.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+
+    def sibling(self) -> Target:
+        """The same model on a module tree of its own, with the same weights, packed ones included."""
+        twin = copy.copy(self)
+        twin.model = share_weights(self.model, [weight.packed for weight in self.packing.weights])
+        twin.backbone = backbone_of(twin.model)
+        twin.model.get_output_embeddings()._forward_pre_hooks.pop(self._head_hook.id)
+        twin._watch_head()
+        return twin
+
+    def repack(self, model: PreTrainedModel) -> None:
         """Packs again what has been written since; compiled code and recorded steps see the new values."""
         self.packing.repack()
-        self.weights = weights
+        self.remember(model)
+
+    def remember(self, model: PreTrainedModel) -> None:
+        """Notes the present weights of `model` as those that were packed."""
+        self.weights, self.samples = Weights.of(model), Samples((*model.parameters(), *model.buffers()))
 
     def forward(
-        self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: int
+        self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor
     ) -> ForwardResult:
         """One pass over a block of nodes; writes their keys and values to slots ``base … base+N-1``.
 
@@ -89,13 +108,20 @@ class Target:
                 `tree` has more nodes, these are its last ones, and the others have been run before.
             base: ``[B]`` int64, position and slot of the tree's node 0. Negative if a block starts before the row does:
                 the nodes in front of position 0 are run for nothing, in slots counted from the end of the cache.
-            view: number of slots that attention looks at, at least ``base + N``.
+            view: ``[view]``, any values: its length is the number of slots that attention looks at, at least ``base + N``.
         """
         output = self.model(**self._inputs(nodes, base, tree, buffers, view))
         return ForwardResult(output.logits.float(), self._head_inputs.pop())
 
     def read(
-        self, tokens: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: int, latest: int, keep: int
+        self,
+        tokens: Tensor,
+        base: Tensor,
+        tree: TreeTensors,
+        buffers: CacheBuffers,
+        view: Tensor,
+        latest: int,
+        keep: int,
     ) -> ForwardResult:
         """As :meth:`forward`, for a block that begins with a stretch of text; results of its last `keep` nodes only.
 
@@ -106,13 +132,13 @@ class Target:
         output = self.model(**inputs, logits_to_keep=keep)
         return ForwardResult(output.logits.float(), self._head_inputs.pop())
 
-    def prefill(self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: int, latest: int) -> None:
+    def prefill(self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int) -> None:
         """Writes the keys and values of ``tokens`` ``[B, N]`` to slots ``start …`` without computing logits."""
         tree = causal_block(*tokens.shape, tokens.device)
         self.backbone(**self._inputs(tokens, start, tree, buffers, view, (latest, tokens.shape[1])))
 
     def _inputs(
-        self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: int,
+        self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor,
         latest: tuple[int, int] | None = None,
     ) -> dict:  # fmt: skip
         n = nodes.shape[1]
@@ -120,7 +146,7 @@ class Target:
         if self.flex:
             mask = flex.pack_mask(base, tree.offsets, tree.visible[:, -n:])
         else:
-            mask = attention.build_mask(self.kinds, base, tree.offsets, tree.visible[:, -n:], view, self.dtype)
+            mask = attention.build_mask(self.kinds, base, tree.offsets, tree.visible[:, -n:], view.shape[0], self.dtype)
             if latest is not None and n > attention.STRETCH:
                 mask.decoders_shape = attention.MaskShape(latest=latest)
             elif self.group > 1:
@@ -131,7 +157,7 @@ class Target:
             attention_mask=mask,
             # Draft tokens may reach past the context; the loop never commits them, but embeddings would be out of range.
             position_ids=(base[:, None] + tree.offsets[:, -n:]).clamp(0, self.max_positions - 1),
-            past_key_values=SlotCache(buffers, slots, view),
+            past_key_values=SlotCache(buffers, slots, view.shape[0]),
             use_cache=True,
         )
 
@@ -145,8 +171,9 @@ class Target:
         nodes = torch.tensor([[prompt[-1], 1, 2 % vocab, *branch]], device=device)
         buffers = CacheBuffers.allocate(self.layout, 1, 16)
         start = torch.zeros(1, dtype=torch.int64, device=device)
-        self.prefill(torch.tensor([prompt[:-1]], device=device), start, buffers, 8, 0)
-        ours = self.forward(nodes, start + 2, tree.tensors(1, device), buffers, 8).logits[0, -1]
+        view = torch.arange(8, device=device)
+        self.prefill(torch.tensor([prompt[:-1]], device=device), start, buffers, view, 0)
+        ours = self.forward(nodes, start + 2, tree.tensors(1, device), buffers, view).logits[0, -1]
         reference = share_weights(model)  # as in evaluation, whatever mode the user's model is in
         plain = (
             reference(input_ids=torch.tensor([prompt + branch], device=device), use_cache=False).logits[0, -1].float()
@@ -225,9 +252,9 @@ def context_length(model: PreTrainedModel) -> int:
     return getattr(text, "max_position_embeddings", None) or (1 << 31)
 
 
-def share_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of the module tree with its own config whose parameters and buffers are the very same tensors."""
-    memo: dict[int, object] = {id(t): t for t in (*model.parameters(), *model.buffers())}
+def share_weights(model: PreTrainedModel, packed: Sequence[Tensor] = ()) -> PreTrainedModel:
+    """A copy of the module tree with its own config whose parameters, buffers and `packed` weights are the very same tensors."""
+    memo: dict[int, object] = {id(t): t for t in (*model.parameters(), *model.buffers(), *packed)}
     # What other tools hung on the instance (an overridden generate, a lock) is not part of the network.
     foreign = {k: v for k, v in vars(model).items() if k == "generate" or k.startswith("decoders_")}
     memo.update({id(v): None for v in foreign.values()})

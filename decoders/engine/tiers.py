@@ -1,40 +1,191 @@
-"""In which tier a forward pass runs: uncompiled at once, compiled as soon as that has been worth its time."""
+"""In which tier code runs: uncompiled at once, compiled as soon as that has been worth its time."""
 
 from __future__ import annotations
 
 import time
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ..report import Report
-from ..tree import TreeTensors
-from . import compiler
+from ..tree import Topology, TreeTensors
+from .background import BackgroundCompile, worth_compiling
 from .cache import CacheBuffers
+from .compiler import CompiledFunction
+from .core import settle
+from .regions import RegionalForward, fixed
 from .target import ForwardResult, Target
 
 #: Setting ``compile``: in the background when it pays, before the first step, or never.
 Compile = Literal["auto"] | bool
 
+#: Seconds that compiling is expected to take, before this process has seen for itself.
+FORWARD_SECONDS, FUNCTION_SECONDS = 12.0, 5.0
+
+
+@dataclass
+class _Tier:
+    """Passes over one row, or over several.
+
+    Attributes:
+        seconds: spent in uncompiled passes so far.
+        job: the compilation, under way or over; None before it has begun.
+        booked: whether a report has its seconds.
+    """
+
+    seconds: float = 0.0
+    job: BackgroundCompile | None = None
+    booked: bool = False
+
 
 class ForwardPass:
+    """The forward pass of one model on the CPU, shared by all that runs it: as target, draft model or stage.
+
+    Uncompiled and compiled passes give the same tokens in float32. In lower precision they round differently, so there a
+    call stays in the tier in which it began: its tokens do not depend on when the compiler is ready.
+
+    Attributes:
+        compiled_passes: how many passes ran compiled so far.
+    """
+
     def __init__(self, target: Target) -> None:
         self.target = target
         self.compiled_passes = 0
+        self.forget()
+        self._mode: Compile = False
+        self._report = Report("")
+        self._allowed: set[bool] | None = None
+        self._steady = target.dtype in (torch.float32, torch.float64)
+
+    def forget(self) -> None:
+        """Drops compiled code; a compilation under way is left to end by itself."""
+        self._tiers = {False: _Tier(), True: _Tier()}
+        self._regional: RegionalForward | None = None
+        self._settle = CompiledFunction(settle)
 
     @contextmanager
     def during(self, mode: Compile, report: Report) -> Iterator[None]:
-        yield
+        """A call that compiles as `mode` says and books what that costs in `report`."""
+        before = self._mode, self._report, self._allowed
+        self._mode, self._report, self._allowed = mode, report, None
+        if mode == "auto" and not self._steady:
+            self._allowed = {several for several, tier in self._tiers.items() if tier.job is not None and tier.job.poll()}
+        try:
+            yield
+        finally:
+            self._mode, self._report, self._allowed = before
 
     def __call__(
-        self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: int
+        self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor
     ) -> ForwardResult:
-        """As :meth:`Target.forward`."""
-        return self.target.forward(nodes, base, tree, buffers, view)
+        """As :meth:`Target.forward`. view: ``[view]``, whose length says how many slots attention looks at."""
+        if self._compiled(len(nodes) > 1):
+            assert self._regional is not None
+            self.compiled_passes += 1
+            return ForwardResult(*self._regional(nodes, base, tree, buffers, view))
+        started = time.perf_counter()
+        result = self.target.forward(nodes, base, tree, buffers, view)
+        self._tiers[len(nodes) > 1].seconds += time.perf_counter() - started
+        return result
 
-    def forget(self) -> None: ...
+    def settle(self, nodes: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """:func:`decoders.engine.core.settle` in the tier of the passes."""
+        return (self._settle if self._compiled(len(nodes) > 1) else settle)(nodes, *arguments)
+
+    def compile(self, several: bool, report: Report) -> bool:
+        """Compiles passes over one row, or over `several`, waits for it, and says whether it succeeded."""
+        started = time.perf_counter()
+        ready = self._begin(several).wait()
+        report.timings.compile += time.perf_counter() - started
+        report.compilations += not self._tiers[several].booked
+        self._tiers[several].booked = True
+        return ready
+
+    def _compiled(self, several: bool) -> bool:
+        """Whether a pass of this call is to run compiled; begins to compile when that is due."""
+        tier = self._tiers[several]
+        if not self._mode:
+            return False
+        if tier.job is None or not (tier.job.ready or tier.job.failed):
+            if self._mode is True:
+                return self.compile(several, self._report)
+            if tier.job is None and worth_compiling(tier.seconds, FORWARD_SECONDS):
+                self._begin(several)
+            return False
+        if not tier.booked:
+            tier.booked = True
+            self._report.timings.background += tier.job.seconds
+            self._report.compilations += 1
+        return tier.job.poll() and (self._allowed is None or several in self._allowed)
+
+    def _begin(self, several: bool) -> BackgroundCompile:
+        tier = self._tiers[several]
+        if tier.job is None:
+            if self._regional is None:
+                self._regional = regional(self.target)
+            forward, settled = self._regional, self._settle
+            target = self.target
+
+            def work() -> None:
+                nodes, base, tree, buffers, view = examples(target, 3 if several else 1)
+                forward.compile(nodes, base, tree, buffers, view)
+                tokens, flags = torch.zeros(len(nodes), buffers.slots, dtype=torch.int64), torch.zeros(len(nodes)).bool()
+                stops = torch.full((8,), -1)
+                settled(nodes, nodes.clone(), tree, tokens, base + 1, base + 40, flags, stops)
+
+            tier.job = BackgroundCompile("the forward pass", work)
+        return tier.job
+
+
+def regional(target: Target) -> RegionalForward:
+    """The forward pass of `target`, to be compiled, on a module tree of its own: the target's own goes on running meanwhile."""
+    twin = target.sibling()
+
+    def forward(nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor) -> tuple:
+        result = twin.forward(nodes, base, tree, buffers, view)
+        return result.logits, result.hidden
+
+    return RegionalForward(forward, twin.model, target.packing)
+
+
+def examples(target: Target, rows: int) -> tuple[Tensor, Tensor, TreeTensors, CacheBuffers, Tensor]:
+    """Arguments to compile for: sizes that may differ are pairwise different, or Dynamo would take one for another."""
+    nodes = torch.randint(0, min(target.vocab_size, target.embeddings), (rows, 11))
+    buffers = CacheBuffers.allocate(target.layout, rows, 176)
+    fixed(*((buffer, (1, 3)) for buffer in (*buffers.keys, *buffers.values)))
+    return nodes, torch.full((rows,), 19), Topology.chain(10).tensors(rows, target.device), buffers, torch.arange(176)[:80]
+
+
+class TieredFunction:
+    """A strategy's tensor function: run as it is, and compiled in the background once it has taken as long as that would."""
+
+    def __init__(self, function: Callable, compiled: CompiledFunction) -> None:
+        self.function, self.compiled = function, compiled
+        self._seconds = 0.0
+        self._job: BackgroundCompile | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        if self._job is not None:
+            return (self.compiled if self._job.poll() else self.function)(*args)
+        started = time.perf_counter()
+        result = self.function(*args)
+        self._seconds += time.perf_counter() - started
+        if worth_compiling(self._seconds, FUNCTION_SECONDS):
+            copies = copied(args)  # what the function writes to is the call's
+            self._job = BackgroundCompile(getattr(self.function, "__name__", "a function"), lambda: self.compiled(*copies))
+        return result
+
+
+def copied(value: Any) -> Any:
+    """`value` with a copy of every tensor in it."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return type(value)(copied(item) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: copied(getattr(value, f.name)) for f in fields(value) if f.init})
+    return value

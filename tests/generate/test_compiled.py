@@ -9,19 +9,30 @@ import torch
 from transformers import LogitsProcessor, PreTrainedModel
 
 import decoders
+from decoders.engine import packing, tiers
 from decoders.strategies import PromptLookup
-from decoders.testing import Replay, decode, prompts, tiny_model
+from decoders.testing import Replay, assert_same_tokens, prompts, tiny_model
+from decoders.testing import decode as decode_once
+
+COMPILED = {"compile": True}
+
+
+def decode(model: PreTrainedModel, inputs: dict, strategy: Any = None, **options: Any) -> Any:
+    if strategy is not None:
+        options = {"decoders_config": COMPILED} | options
+    return decode_once(model, inputs, strategy, **options)
 
 
 @pytest.fixture(scope="module")
 def compiled() -> PreTrainedModel:
-    """A model that has generated for one row and for several, greedily and with sampling; all that a process compiles."""
-    model = decoders.enable(tiny_model("llama"))
-    for rows in (1, 2):
-        first = decode(model, prompts(rows), "autoregressive", max_new_tokens=4)
-        assert first.report.compiled and first.report.compilations > 0 and first.report.timings.compile > 0
-        decode(model, prompts(rows), "autoregressive", max_new_tokens=4, do_sample=True, top_k=5, temperature=0.5)
-        decode(model, prompts(rows), "prompt_lookup", max_new_tokens=4)
+    """A model that has generated for one row and for several; all that a process compiles for it. Its matrices are packed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "SMALLEST", 0)
+        model = decoders.enable(tiny_model("llama"))
+        for rows in (1, 2):
+            first = decode(model, prompts(rows), "autoregressive", max_new_tokens=4)
+            assert first.report.compiled and first.report.compilations > 0 and first.report.timings.compile > 0
+            decode(model, prompts(rows), "prompt_lookup", max_new_tokens=4)
     return model
 
 
@@ -70,7 +81,6 @@ def test_a_block_of_any_size_takes_the_same_graph(compiled: PreTrainedModel) -> 
     assert torch.equal(out.sequences, decode(compiled, prompts(2), max_new_tokens=6).sequences)
 
 
-@pytest.mark.slow
 def test_processors_on_the_host_use_a_graph_of_the_forward_alone(compiled: PreTrainedModel) -> None:
     class Twist(LogitsProcessor):
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -83,18 +93,66 @@ def test_processors_on_the_host_use_a_graph_of_the_forward_alone(compiled: PreTr
     assert second.report.compilations == 0
 
 
-@pytest.mark.slow
-def test_a_weight_changed_in_place_is_seen_by_compiled_code() -> None:
-    model = decoders.enable(tiny_model("llama"))
-    before = decode(model, prompts(), "autoregressive", max_new_tokens=12)
-    with torch.no_grad():
-        model.model.layers[1].mlp.down_proj.weight.add_(0.5)
-    after = decode(model, prompts(), "autoregressive", max_new_tokens=12)
-    assert before.report.compiled and after.report.compiled
-    assert not torch.equal(after.sequences, before.sequences)
-    assert torch.equal(after.sequences, decode(model, prompts(), max_new_tokens=12).sequences)
-    model.load_state_dict(tiny_model("llama").state_dict())
-    assert torch.equal(decode(model, prompts(), "autoregressive", max_new_tokens=12).sequences, before.sequences)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_weights_changed_in_place_are_seen_and_nothing_is_compiled_again(compiled: PreTrainedModel, rows: int) -> None:
+    before = decode(compiled, prompts(rows), "autoregressive", max_new_tokens=12)
+    kept = {name: tensor.clone() for name, tensor in compiled.state_dict().items()}
+    for seed in (3, 4):  # as an optimizer does, step after step
+        compiled.load_state_dict(tiny_model("llama", seed=seed).state_dict())
+        after = decode(compiled, prompts(rows), "autoregressive", max_new_tokens=12)
+        assert after.report.compiled and after.report.compilations == 0
+        assert not torch.equal(after.sequences, before.sequences)
+        assert torch.equal(after.sequences, decode(compiled, prompts(rows), max_new_tokens=12).sequences)
+    compiled.load_state_dict(kept)
+    again = decode(compiled, prompts(rows), "autoregressive", max_new_tokens=12)
+    assert torch.equal(again.sequences, before.sequences)
+
+
+def test_a_call_changes_over_between_two_steps_when_the_compiler_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "FORWARD_SECONDS", 0.0)
+    model, inputs = decoders.enable(tiny_model("llama")), prompts()
+    steps = 0
+
+    class Waits(decoders.strategies.Autoregressive):
+        """Waits for the compiler in the fourth step."""
+
+        def propose(self, state: Any, sequences: Any) -> Any:
+            nonlocal steps
+            steps += 1
+            if steps == 4:
+                passes = vars(model)["generate"].engine().forward
+                assert passes._tiers[False].job.wait()
+            return super().propose(state, sequences)
+
+    out = decode(model, inputs, Waits(), max_new_tokens=12, decoders_config={"compile": "auto"})
+    # The first step reads the prompt's end, the others begin uncompiled.
+    assert (out.report.steps, out.report.compiled_steps) == (12, 9)
+    assert out.report.timings.background > 0 and out.report.timings.compile == 0
+    assert torch.equal(out.sequences, decode(model, inputs, max_new_tokens=12).sequences)
+
+
+def test_in_lower_precision_a_call_ends_in_the_tier_in_which_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "FORWARD_SECONDS", 0.0)
+    model, inputs = decoders.enable(tiny_model("llama").bfloat16()), prompts()
+    auto = dict(max_new_tokens=8, decoders_config={"compile": "auto"})
+    first = decode(model, inputs, "autoregressive", **auto)
+    assert vars(model)["generate"].engine().forward._tiers[False].job.wait()
+    second = decode(model, inputs, "autoregressive", **auto)
+    assert (first.report.compiled_steps, second.report.compiled_steps) == (0, 8)  # nothing of the prompt is left to read
+    assert_same_tokens(model, inputs, first.sequences, second.sequences, "tiers in bfloat16")
+
+
+def test_a_compiler_that_fails_is_one_warning_and_decoding_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any) -> None:
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(tiers.RegionalForward, "compile", broken)
+    model, inputs = decoders.enable(tiny_model("llama")), prompts()
+    with pytest.warns(UserWarning, match="could not be compiled.*no compiler here") as caught:
+        outputs = [decode(model, inputs, "autoregressive", max_new_tokens=6) for _ in range(2)]
+    assert len(caught) == 1
+    expected = decode(model, inputs, max_new_tokens=6).sequences
+    assert all(torch.equal(out.sequences, expected) and not out.report.compiled for out in outputs)
 
 
 def test_a_strategy_that_cannot_be_compiled_is_no_reason_to_fail(compiled: PreTrainedModel) -> None:

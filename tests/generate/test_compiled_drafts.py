@@ -38,6 +38,9 @@ CASES: dict[str, tuple[Strategy, list[Strategy]]] = {
 }
 
 
+COMPILED = dict(decoders_config={"compile": True})
+
+
 @pytest.fixture(scope="module")
 def pair() -> tuple[PreTrainedModel, PreTrainedModel]:
     return decoders.enable(tiny_model("llama")), tiny_draft("llama")
@@ -58,7 +61,7 @@ def test_later_calls_compile_nothing(pair, kind, rows):
 
     def call(strategy: Strategy, length: int = 24, new: int = 20, **options: Any) -> Any:
         inputs = prompts(rows, length)
-        out = decode(model, inputs, strategy, assistant_model=draft, max_new_tokens=new, **options)
+        out = decode(model, inputs, strategy, assistant_model=draft, max_new_tokens=new, **COMPILED, **options)
         expected = decode(model, inputs, max_new_tokens=new)
         assert_same_tokens(model, inputs, expected.sequences, out.sequences, f"{strategy!r}, compiled, batch {rows}")
         assert out.report.compiled and out.report.accepted > 0

@@ -19,6 +19,9 @@ STOPS = [5, 9]
 SAMPLED = dict(do_sample=True, seed=1, temperature=0.3, top_k=0)
 
 
+COMPILED = dict(decoders_config={"compile": True})
+
+
 @pytest.fixture(scope="module")
 def pair() -> tuple[PreTrainedModel, PreTrainedModel]:
     return decoders.enable(tiny_model("llama")), tiny_draft("llama")
@@ -41,7 +44,7 @@ def assert_as_eager(pair, strategy: Strategy, rows: int, draw: dict[str, Any]) -
             model, prompts(rows), "autoregressive", grammar=one, decoders_config={"compile": False},
             **{name: value for name, value in options.items() if name != "assistant_model"},
         )  # fmt: skip
-        out = decode(model, prompts(rows), strategy, grammar=one, **options)
+        out = decode(model, prompts(rows), strategy, grammar=one, **COMPILED, **options)
         assert torch.equal(eager.sequences, out.sequences), f"{strategy!r}, batch {rows}, {draw or 'greedy'}"
         assert out.report.compiled and (not call or out.report.compilations == 0)
 

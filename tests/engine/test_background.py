@@ -1,0 +1,95 @@
+"""A compilation beside decoding: picked up when ready, survived when it fails, left behind when the process ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import warnings
+
+import pytest
+import torch
+
+from decoders.engine.background import SWITCH_INTERVAL, BackgroundCompile, worth_compiling
+
+WAIT = 240.0
+
+
+def test_result_is_ready_after_the_work_and_not_before():
+    gate = threading.Event()
+    job = BackgroundCompile("the step", lambda: gate.wait(WAIT))
+    assert not job.poll()
+    gate.set()
+    assert job.wait(WAIT)
+    assert job.poll()
+    assert not job.failed
+
+
+def test_failure_is_one_warning_of_the_thread_that_asks():
+    def work():
+        raise RuntimeError("no compiler here")
+
+    job = BackgroundCompile("the step", work)
+    with pytest.warns(UserWarning, match="the step could not be compiled.*no compiler here"):
+        assert not job.wait(WAIT)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not job.poll()
+
+
+def test_two_compilations_take_turns():
+    inside, most = [], []
+    gate = threading.Event()
+
+    def work():
+        inside.append(1)
+        most.append(len(inside))
+        gate.wait(WAIT)
+        inside.pop()
+
+    jobs = [BackgroundCompile(f"job {i}", work) for i in range(3)]
+    gate.set()
+    assert all(job.wait(WAIT) for job in jobs)
+    assert most == [1, 1, 1]
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_thread_works_in_the_modes_of_the_one_that_started_it(inference):
+    seen = []
+    with torch.inference_mode(inference), torch.no_grad():
+        job = BackgroundCompile(
+            "modes",
+            lambda: seen.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled(), torch.get_num_threads())),
+        )
+    assert job.wait(WAIT)
+    assert seen == [(inference, False, torch.get_num_threads())]
+
+
+def test_interpreter_switches_threads_often_while_compiling_and_as_before_afterwards():
+    usual, during = sys.getswitchinterval(), []
+    assert BackgroundCompile("interval", lambda: during.append(sys.getswitchinterval())).wait(WAIT)
+    assert during[0] == pytest.approx(SWITCH_INTERVAL)
+    assert sys.getswitchinterval() == pytest.approx(usual)
+
+
+@pytest.mark.parametrize("work", ["time.sleep(600)", "spin()"])
+def test_process_ends_while_compiling(work):
+    script = f"""
+import time, sys, torch
+from decoders.engine.background import BackgroundCompile
+def spin():
+    while True:
+        torch.ones(8) + 1
+job = BackgroundCompile("the step", lambda: {work})
+time.sleep(0.2)
+assert not job.poll()
+sys.exit(7)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], timeout=WAIT, capture_output=True, text=True)
+    assert ended.returncode == 7, ended.stderr
+    assert ended.stderr == ""
+
+
+def test_compiling_begins_when_as_much_was_spent_without_it():
+    assert not worth_compiling(spent=2.0, expected=10.0)
+    assert worth_compiling(spent=10.0, expected=10.0)

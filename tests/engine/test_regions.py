@@ -1,0 +1,146 @@
+"""A pass compiled layer by layer computes what the uncompiled one does, for every kind of structure."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from decoders.engine.background import BackgroundCompile
+from decoders.engine.cache import CacheBuffers
+from decoders.engine.compiler import compilations
+from decoders.engine.packing import pack
+from decoders.engine.regions import RegionalForward, decoder_layers, fixed, layers_as_regions
+from decoders.engine.target import Target
+from decoders.testing import tiny_model
+from decoders.testing.models import ARCHITECTURES
+from decoders.tree import Topology
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    with torch.no_grad():
+        yield
+
+
+class Pass:
+    """A target, its packed weights, and its forward pass as a function of tensors."""
+
+    def __init__(self, model) -> None:
+        self.target = Target(model)
+        self.packing = pack(self.target.model, smallest=0)
+        self.compiled = RegionalForward(self.run, self.target.model, self.packing)
+
+    def run(self, nodes, base, tree, buffers, view):
+        result = self.target.forward(nodes, base, tree, buffers, view.shape[0])
+        return result.logits, result.hidden
+
+    def arguments(self, rows: int, nodes: int = 11, slots: int = 176, view: int = 80, base: int = 19) -> tuple:
+        buffers = CacheBuffers.allocate(self.target.layout, rows, slots)
+        fixed(*((t, (1, 3)) for t in (*buffers.keys, *buffers.values)))
+        tokens = torch.arange(rows * nodes).reshape(rows, nodes) % 50
+        tree = Topology.chain(nodes).tensors(rows, CPU)
+        return tokens, torch.full((rows,), base), tree, buffers, torch.arange(slots)[:view]
+
+    def check(self, *sizes: int) -> None:
+        ours, theirs = self.arguments(*sizes), self.arguments(*sizes)
+        for got, expected in zip(self.compiled(*ours), self.run(*theirs), strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+        for got, expected in zip(ours[3].keys + ours[3].values, theirs[3].keys + theirs[3].values, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+def test_every_layer_is_found(name):
+    model = tiny_model(name)
+    layers = decoder_layers(model)
+    assert len(layers) == model.config.get_text_config(decoder=True).num_hidden_layers
+    with layers_as_regions(model) as count:
+        assert count == len(layers)
+    assert not any("forward" in vars(layer) for layer in layers)
+
+
+def test_marked_layers_compute_the_same_uncompiled():
+    model = tiny_model("gemma3")
+    tokens = torch.arange(6)[None]
+    plain = model(tokens, use_cache=False).logits
+    with layers_as_regions(model):
+        assert torch.equal(model(tokens, use_cache=False).logits, plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+def test_compiled_by_regions_equals_uncompiled(name):
+    forward = Pass(tiny_model(name))
+    forward.compiled.compile(*forward.arguments(1))
+    before = compilations()
+    forward.check(1, 3, 176, 80, 19)
+    forward.check(1, 9, 176, 96, 60)
+    forward.check(1, 33, 304, 240, 200)
+    assert compilations() == before
+
+
+@pytest.mark.slow
+def test_two_or_more_rows_are_one_more_graph():
+    forward = Pass(tiny_model("llama"))
+    forward.compiled.compile(*forward.arguments(1))
+    forward.compiled.compile(*forward.arguments(3))
+    before = compilations()
+    for rows in (1, 2, 3, 5, 9):
+        forward.check(rows, 9, 176, 96, 60)
+    assert compilations() == before
+
+
+@pytest.mark.slow
+def test_depth_adds_no_region_and_new_weights_no_graph():
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=5, num_attention_heads=4, pad_token_id=0
+    )
+    model = LlamaForCausalLM(config).eval()
+    forward = Pass(model)
+    forward.compiled.compile(*forward.arguments(1))
+    assert forward.compiled.regional
+    before = compilations()
+    model.model.layers[2].mlp.up_proj.weight.mul_(3)
+    model.lm_head.weight.mul_(2)
+    assert forward.packing.repack() == 2
+    forward.check(1, 3, 176, 80, 19)
+    assert compilations() == before
+
+
+@pytest.mark.slow
+def test_tokens_are_the_same_across_the_switch_from_uncompiled_to_compiled():
+    forward = Pass(tiny_model("llama"))
+
+    def decode(job: BackgroundCompile | None) -> list[int]:
+        _, base, tree, buffers, slots = forward.arguments(1, 2, 176, 80, 0)
+        written = [1]
+        for step in range(60):
+            if job is not None and step == 30:
+                assert job.wait()
+            run = forward.compiled if job is not None and job.poll() else forward.run
+            nodes = torch.tensor([[written[-1], -1]])
+            logits, _ = run(nodes, base + step, tree, buffers, slots)
+            written.append(int(logits[0, 0].argmax()))
+        return written
+
+    expected = decode(None)
+    job = BackgroundCompile("forward", lambda: forward.compiled.compile(*forward.arguments(1)))
+    assert decode(job) == expected
+    assert job.ready
+
+
+@pytest.mark.slow
+def test_what_regions_cannot_hold_is_compiled_as_a_whole(monkeypatch):
+    forward = Pass(tiny_model("llama"))
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("no regions today")
+
+    monkeypatch.setattr("decoders.engine.regions._region", lambda function: broken)
+    forward.compiled.compile(*forward.arguments(1))
+    assert forward.compiled.regional is False
+    monkeypatch.undo()
+    forward.check(1, 3, 176, 80, 19)
