@@ -32,8 +32,13 @@ LEAST_CHUNK = 32
 
 
 def static_shapes(device: torch.device) -> bool:
-    """Whether code for `device` is compiled for one size each."""
+    """Whether code for `device` is compiled for one size each. The switch between the two paths: tests turn it on a CPU."""
     return device.type != "cpu"
+
+
+def host_reads(tensor: Tensor) -> bool:
+    """Whether Python may look at values without waiting: on a CPU, outside of traced and recorded code."""
+    return not static_shapes(tensor.device) and not torch.compiler.is_compiling()
 
 
 def row_bucket(rows: int, static: bool = True) -> int:

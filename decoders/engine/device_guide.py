@@ -15,7 +15,7 @@ from ..constraints.token_table import TokenTable
 from ..errors import GrammarError
 from ..strategy import Sequences
 from ..tree import Topology, TreeTensors
-from .buckets import static_shapes
+from . import buckets
 from .core import StepOutput
 from .guide import LIES, Guide
 from .host_guide import HostGuide
@@ -237,6 +237,6 @@ def guide_of(
     Args:
         static: whether sizes are static on the device; by default that of the device.
     """
-    static = static_shapes(device) if static is None else static
+    static = buckets.static_shapes(device) if static is None else static
     made = DeviceGuide.of(grammars, vocabulary, device, compile) if static else None
     return made if made is not None else HostGuide.of(grammars, vocabulary, device)

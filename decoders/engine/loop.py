@@ -162,7 +162,9 @@ class _Call:
         inputs = None
         if not all(self.finished) and self._can_record():
             inputs = StaticInputs(
-                dict(state=state, guide=self.guide, drafters=self.drafters, keys=self._keys, sampling=self.rows.sampling)
+                dict(
+                    state=state, guide=self.guide, drafters=self.drafters, keys=self._keys, sampling=self.rows.sampling
+                )
             )
             self._replay(self._recorded(inputs))
         while not all(self.finished):

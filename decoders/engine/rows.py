@@ -67,7 +67,6 @@ class Rows:
             self.tokens[row, : len(prompt)] = prompt
         self.length.copy_(torch.tensor([len(prompt) for prompt in prompts]))
         self.prompt_length.copy_(self.length)
-        self.finished.zero_()
         torch.add(self.length, new_tokens, out=self.limit)
         return replace(self, sampling=sampling)
 

@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 
 from ..errors import UnsupportedError
 from ..tree import Topology, TreeTensors
-from . import attention, flex
-from .buckets import static_shapes
+from . import attention, buckets, flex
 from .cache import CacheBuffers, LayerSpec, LayoutProbe, SlotCache
 from .packing import pack
 from .samples import Samples, writes_counted
@@ -50,7 +49,7 @@ class Target:
         refuse_unfit(model)
         attention.register()
         self.flex = backend == "flex"
-        self.static = static_shapes(model.device)
+        self.static = buckets.static_shapes(model.device)
         self.kinds, kind_of_layer = attention.layer_kinds(model.config)
         self.model = share_weights(model)
         self.model.set_attn_implementation(flex.NAME if self.flex else attention.NAME)
