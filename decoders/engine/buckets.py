@@ -40,7 +40,7 @@ def static_shapes(device: torch.device) -> bool:
 
 def host_reads(tensor: Tensor) -> bool:
     """Whether Python may look at values without waiting: on a CPU, outside of traced and recorded code."""
-    return not static_shapes(tensor.device) and not torch.compiler.is_compiling()
+    return not static_shapes(tensor.device) and not torch.compiler.is_dynamo_compiling()
 
 
 def row_bucket(rows: int, static: bool = True) -> int:

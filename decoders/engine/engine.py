@@ -50,7 +50,7 @@ class Engine:
         self.lock = lock or threading.RLock()  # a streamer or processor may call generate again
         self.attention = attention
         started = time.perf_counter()
-        with current(model.device):
+        with current(model.device), torch.autocast(model.device.type, enabled=False):
             self.target = make_target(model, attention)
         self.preparing = time.perf_counter() - started
         self.sessions = Sessions(self.target, recorder_of(self.target.device))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import UnsupportedError
-from .samples import Sample
+from .samples import Sample, writes_counted
 
 #: Matrices with fewer elements are left alone: calling oneDNN costs more than its kernel saves.
 SMALLEST = 128 * 128
@@ -141,7 +141,7 @@ class Packing:
 
 
 @torch.no_grad()
-def pack(model: nn.Module, smallest: int = SMALLEST) -> Packing:
+def pack(model: nn.Module, smallest: int | None = None) -> Packing:
     """Makes the linear layers of `model`, a private tree, multiply by packed copies of their weights.
 
     Packed are plain linear layers with dense weights on the CPU in a type that oneDNN multiplies on this machine. Left
@@ -149,8 +149,9 @@ def pack(model: nn.Module, smallest: int = SMALLEST) -> Packing:
     parametrized layers, batched experts, other devices.
 
     Args:
-        smallest: matrices with fewer elements are left alone.
+        smallest: matrices with fewer elements are left alone; None is :data:`SMALLEST`.
     """
+    smallest = SMALLEST if smallest is None else smallest
     packing = Packing()
     distinct: dict[int, PackedWeight] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -208,8 +209,8 @@ def _reorder(matrix: Tensor) -> Tensor:
 
 
 def _state(source: Tensor) -> tuple:
-    """Differs after an in-place change; inference tensors do not count theirs."""
-    return source.data_ptr(), 0 if source.is_inference() else source._version
+    """Differs after an in-place change that PyTorch counts."""
+    return source.data_ptr(), writes_counted(source)
 
 
 class FreedParameter(nn.Parameter):
@@ -314,7 +315,8 @@ def free_originals(model: nn.Module, packing: Packing) -> FreedWeights:
             twin._parameters[name] = nn.Parameter(nothing, requires_grad=False)
         for _, _, original, _, freed_weight in freed.places:
             if freed_weight is weight:
-                original.data = original.data.new_empty(0)
+                with torch.inference_mode(original.is_inference()):
+                    original.data = original.data.new_empty(0)
         weight.settle()
     return freed
 
@@ -323,13 +325,13 @@ def free_originals(model: nn.Module, packing: Packing) -> FreedWeights:
 def restore_originals(freed: FreedWeights, packing: Packing) -> None:
     """Gives the model back its parameters, the very objects, with their values bit for bit; others' stay in their places."""
     dense: dict[int, Tensor] = {}
-    with torch.inference_mode(False):
-        for module, name, original, stand_in, weight in freed.places:
+    for module, name, original, stand_in, weight in freed.places:
+        with torch.inference_mode(original.is_inference()):
             if id(weight) not in dense:
                 dense[id(weight)] = weight.dense()
             original.data = dense[id(weight)]
-            if module._parameters.get(name) is stand_in:
-                module._parameters[name] = original
+        if module._parameters.get(name) is stand_in:
+            module._parameters[name] = original
     for layer, weight in packing.layers.values():
         if weight.source.numel():
             layer._parameters["weight"] = weight.source

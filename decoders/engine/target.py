@@ -17,7 +17,7 @@ from ..tree import Topology, TreeTensors
 from . import attention, buckets, flex
 from .cache import CacheBuffers, LayerSpec, LayoutProbe, SlotCache
 from .packing import pack
-from .samples import Samples
+from .samples import Samples, writes_counted
 
 
 @dataclass(frozen=True)
@@ -285,22 +285,26 @@ class Weights:
             for module in model.modules()
         )
         shapes = tuple((id(t), t.dtype, t.device, t.shape) for t in tensors)
-        return cls((shapes, modules), tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors))
+        return cls((shapes, modules), tuple((t.data_ptr(), writes_counted(t)) for t in tensors))
 
     def replaces(self, other: Weights) -> bool:
         """Whether these are `other` with other values, so that nothing but the packed copies has to follow."""
         return self.modules == other.modules
 
 
+_INTERNAL = frozenset(vars(nn.Module()))
+
+
 def _switches(module: nn.Module) -> Iterator[object]:
     """A module's plain attributes, by which adapters and the like are switched; ``training`` does not count here."""
     for name, value in vars(module).items():
+        if name in _INTERNAL:
+            continue
         if isinstance(value, (bool, int, float, str)):
-            if name != "training":
-                yield value
-        elif isinstance(value, (list, tuple, dict)) and not name.startswith("_forward"):
+            yield value
+        elif isinstance(value, (list, tuple, dict)) and value:
             items = value.values() if isinstance(value, dict) else value
-            if value and all(isinstance(item, (bool, int, float, str)) for item in items):
+            if all(isinstance(item, (bool, int, float, str)) for item in items):
                 yield repr(value)
 
 
