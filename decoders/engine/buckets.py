@@ -15,6 +15,8 @@ prefill chunk   32, 64, … up to the call's chunk            as they are
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -105,7 +107,7 @@ def pad_block(guesses: Tensor, tree: Topology | TreeTensors, nodes: int) -> tupl
     return (F.pad(guesses, (0, missing), value=-1), tree.padded(nodes)) if missing > 0 else (guesses, tree)
 
 
-def _rungs(bucket, most: int) -> int:
+def _rungs(bucket: Callable[[int], int], most: int) -> int:
     """How many rungs there are up to that of `most`."""
     count, size = 0, 0
     while size < bucket(most):
