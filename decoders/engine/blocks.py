@@ -10,6 +10,7 @@ from torch import Tensor
 from ..errors import DraftError
 from ..strategy import Draft
 from ..tree import Topology, TreeTensors
+from .invariance import round_up
 from .sampling import Masks
 
 #: Smaller blocks are padded: sizes 0 and 1 would get graphs of their own, and two nodes more cost nothing.
@@ -37,10 +38,14 @@ class NodeBlock:
 
 
 class Blocks:
-    """Drafts as the core wants them: checked, at least three nodes, topology per row. One for each call and model."""
+    """Drafts as the core wants them: checked, at least three nodes, topology per row. One for each call and model.
 
-    def __init__(self, rows: int, device: torch.device) -> None:
-        self.rows, self.device = rows, device
+    Args:
+        multiple: the number of nodes is a multiple of this.
+    """
+
+    def __init__(self, rows: int, device: torch.device, multiple: int = 1) -> None:
+        self.rows, self.device, self.multiple = rows, device, multiple
         self.no_guess = torch.full((rows, MIN_GUESSES), -1, dtype=torch.int64, device=device)
         self._trees: dict[Topology, TreeTensors] = {}
 
@@ -53,14 +58,18 @@ class Blocks:
         if not isinstance(draft, Draft):
             raise DraftError(f"propose of {proposer!r} must return a Draft, not {type(draft).__name__}")
         draft.check(self.rows)
-        guesses, missing = draft.tokens, MIN_GUESSES - draft.tokens.shape[1]
+        guesses, tree = draft.tokens, draft.topology
+        missing = self.nodes(guesses.shape[1] + 1) - 1 - guesses.shape[1]
         if missing > 0:
-            guesses = torch.cat([guesses, self.no_guess[:, :missing]], dim=1) if guesses.shape[1] else self.no_guess
-        tree = draft.topology
-        return guesses, self.tensors(tree) if isinstance(tree, Topology) else tree.padded(MIN_GUESSES + 1)
+            guesses = torch.cat([guesses, self.no_guess[:, :1].expand(-1, missing)], dim=1)
+        return guesses, self.tensors(tree) if isinstance(tree, Topology) else tree.padded(self.nodes(len(tree)))
+
+    def nodes(self, nodes: int) -> int:
+        """Size of the block that holds so many nodes, the root included."""
+        return round_up(max(nodes, MIN_GUESSES + 1), self.multiple)
 
     def tensors(self, tree: Topology) -> TreeTensors:
         """`tree`, padded, on the device; made once."""
         if tree not in self._trees:
-            self._trees[tree] = tree.padded(MIN_GUESSES + 1).tensors(self.rows, self.device)
+            self._trees[tree] = tree.padded(self.nodes(len(tree))).tensors(self.rows, self.device)
         return self._trees[tree]

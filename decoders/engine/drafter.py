@@ -40,6 +40,7 @@ class Terms:
         sampling: parameters, noise keys (the very tensor of the call: fresh keys show up in it) and stop tokens.
         engine_of: the engine of a loaded model, or of a path; checks that its vocabulary is the target's.
         compile, reuse, prefill_chunk: as in the request. report: where compilation is booked.
+        block_size: nodes of the block in which the model drafted for verifies so many nodes of a draft, the root included.
         stack: closes at the call's end what is opened for it.
     """
 
@@ -50,6 +51,7 @@ class Terms:
     compile: Compile
     reuse: bool
     prefill_chunk: int
+    block_size: Callable[[int], int]
     report: Report
     stack: ExitStack
 
@@ -201,7 +203,7 @@ class Drafter:
                 are not in the slots of their positions: 0 for a chain, the depth of a tree.
         """
         # Fewer nodes than its own: a node budget has cut them, so there are others.
-        others = step.nodes.shape[1] != max(own_nodes, self.blocks.no_guess.shape[1] + 1)
+        others = step.nodes.shape[1] != self.terms.block_size(own_nodes)
         behind = step.nodes.shape[1] - 1 if others else displaced
         self._unread = self.level + behind
         for drafter in self.inner:
@@ -286,7 +288,8 @@ class Drafter:
             outer, slots=self.rows.slots, vocab_size=self.vocab_size, level=self.level,
             compile=self.terms.compiler(self.engine), sequences=self.session.view(self._reach)[1], guide=self.guide,
         )  # fmt: skip
-        return replace(context, draft=opener(self.terms, context, self.inner))
+        terms = replace(self.terms, block_size=self.blocks.nodes)
+        return replace(context, draft=opener(terms, context, self.inner))
 
 
 def opener(terms: Terms, context: Context, opened: list[Drafter]) -> Callable[..., Drafter]:

@@ -140,7 +140,7 @@ class _Call:
         opened = self.stack.enter_context(
             self.engine.sessions.open(request.prompts, request.new_tokens, sampling, slots, request.reuse)
         )
-        self.session, self.blocks = opened.session, Blocks(self.batch, target.device)
+        self.session, self.blocks = opened.session, Blocks(self.batch, target.device, target.multiple)
         self._keys = sampling.keys.clone()
         leave = target.reads_ahead and target.device.type == "cpu" and request.new_tokens > 0  # a recorded step has one size
         self.report.reused, self.unread = self.session.prefill(
@@ -233,7 +233,7 @@ class _Call:
             prompts=request.prompts,
             plan=replace(request.plan, keep_scores=not coupled and request.plan.sample), sampling=rows.sampling,
             engine_of=request.engine_of, compile=request.compile, reuse=request.reuse,
-            prefill_chunk=request.prefill_chunk, report=self.report, stack=self.stack,
+            prefill_chunk=request.prefill_chunk, block_size=self.blocks.nodes, report=self.report, stack=self.stack,
         )  # fmt: skip
         if request.plan.masked:
             vocabulary, device = self.target.vocab_size, self.target.device

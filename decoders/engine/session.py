@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from ..strategy import Sequences
+from .invariance import round_up, round_view
 from .rows import Rows
 from .sampling import SamplingInputs
 from .target import Target
 
-#: Attention looks at a multiple of this many slots.
+#: Slots come in multiples of this, and a view is at least one smaller than the cache.
 VIEW_STEP = 64
 #: Blocks up to this size fit behind the longest row without growing the cache.
 BLOCK_MARGIN = 64
@@ -64,7 +65,7 @@ class Session:
 
         FlexAttention skips unused blocks by itself and wants static sizes: it gets all slots.
         """
-        slots = self.rows.slots if self.target.flex else -(-length // VIEW_STEP) * VIEW_STEP
+        slots = self.rows.slots if self.target.flex else round_view(length)
         if slots not in self._views:
             self._views[slots] = (self.rows.range[:slots], self.rows.sequences(slots))
         return self._views[slots]
@@ -72,7 +73,7 @@ class Session:
     def reserve(self, length: int) -> None:
         """Makes room for a block that ends at `length`; what the rows hold stays."""
         # A view must stay smaller than the cache: the graph was made with two different sizes.
-        if length >= self.rows.slots - VIEW_STEP:
+        if (length + VIEW_STEP if self.target.flex else round_view(length)) >= self.rows.slots:
             self.rows = self.rows.grown(slots_for(2 * length, self.target.flex))
             self._views.clear()
 
@@ -90,7 +91,10 @@ class Session:
             advance together, so one with little left to read reads some of its tokens a second time.
         """
         ends = [length - 1 for length in lengths]
-        unread = max((end - kept for end, kept in zip(ends, reused, strict=True)), default=0)
+        multiple = self.target.multiple
+        chunk = max(chunk - chunk % multiple, multiple)
+        # What a short row reads behind its end is written anew before anything sees it.
+        unread = round_up(max((end - kept for end, kept in zip(ends, reused, strict=True)), default=0), multiple)
         starts = [max(end - unread, 0) for end in ends]
         left = (unread - 1) % chunk + 1 if leave and unread else 0
         rows = self.rows
@@ -213,5 +217,5 @@ def _continued(session: Session, texts: list[Tensor]) -> float:
 
 def slots_for(tokens: int, static: bool) -> int:
     """Slots per row for `tokens` and a block behind them; a power of two where each size is a graph."""
-    slots = tokens + BLOCK_MARGIN + VIEW_STEP
-    return 1 << math.ceil(math.log2(slots)) if static else -(-slots // VIEW_STEP) * VIEW_STEP
+    slots = tokens + BLOCK_MARGIN
+    return 1 << math.ceil(math.log2(slots + VIEW_STEP)) if static else round_view(slots) + VIEW_STEP
