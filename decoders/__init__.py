@@ -16,18 +16,22 @@ if TYPE_CHECKING:
     from . import demo, strategies, testing, verifiers
     from .constraints.specs import choice, grammar, json_schema, regex
     from .errors import DecodersError
-    from .generate import DecodersOutput, disable, enable
+    from .generate import DecodersOutput, disable, enable, release
     from .hookspecs import hookimpl
     from .report import Report
     from .settings import Settings
     from .strategy import Context, Draft, Sequences, Step, Strategy
     from .tree import Topology, TreeTensors
     from .verifier import Block, Outcomes, Verifier
+    from .warming import Warmup, warmup
 
 #: Where each public name lives; loaded on first use, so that ``import decoders`` and the command line start quickly.
 _HOME = {
     "enable": "generate",
     "disable": "generate",
+    "release": "generate",
+    "warmup": "warming",
+    "Warmup": "warming",
     "DecodersOutput": "generate",
     "DecodersError": "errors",
     "Report": "report",
@@ -52,8 +56,8 @@ _MODULES = ("demo", "strategies", "testing", "verifiers")
 
 __all__ = [
     "Block", "Context", "DecodersError", "DecodersOutput", "Draft", "Outcomes", "Report", "Sequences", "Settings", "Step",
-    "Strategy", "Topology", "TreeTensors", "Verifier", "choice", "demo", "disable", "enable", "grammar", "hookimpl",
-    "json_schema", "regex", "strategies", "testing", "verifiers",
+    "Strategy", "Topology", "TreeTensors", "Verifier", "Warmup", "choice", "demo", "disable", "enable", "grammar", "hookimpl",
+    "json_schema", "regex", "release", "strategies", "testing", "verifiers", "warmup",
 ]  # fmt: skip
 
 

@@ -29,6 +29,13 @@ class Assistants:
     def __reduce__(self) -> tuple:
         return Assistants, ()  # engines stay with this copy
 
+    def release(self) -> None:
+        """Frees the engines of all draft models, and the models that were loaded from paths."""
+        for model, engine in list(self._engines.items()):
+            engine.release(model)
+        self._engines.clear()
+        self._loaded.clear()
+
     def opener(
         self,
         target: PreTrainedModel,

@@ -76,14 +76,14 @@ class Generate:
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, previous: Any) -> None:
         self.model, self.tokenizer, self.previous = model, tokenizer, previous
         self._engine: Engine | None = None
-        self._building = threading.RLock()
+        self._lock = threading.RLock()
         self._assistants = Assistants()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in vars(self).items() if k not in ("_engine", "_building")}  # they stay with this copy
+        return {k: v for k, v in vars(self).items() if k not in ("_engine", "_lock")}  # they stay with this copy
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _engine=None, _building=threading.RLock())
+        vars(self).update(state, _engine=None, _lock=threading.RLock())
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -99,12 +99,30 @@ class Generate:
         model_class: Any = type(self.model)  # looked up late: a bound method would survive deepcopy on the old model
         return model_class.generate(self.model, *args, **kwargs)
 
-    def engine(self, attention: Literal["auto", "sdpa", "flex"] = "auto") -> Engine:
+    def engine(
+        self, attention: Literal["auto", "sdpa", "flex"] = "auto", weights: Literal["keep", "packed"] = "keep"
+    ) -> Engine:
         """The engine for the model's present weights; built on first use and again after weights change."""
-        with self._building:  # two first calls from two threads share one
-            if self._engine is None or not self._engine.refresh(self.model, attention):
-                self._engine = Engine(self.model, attention)
+        # Two first calls from two threads share one. Calls hold the same lock: with two, a call made within a call (by a
+        # streamer) and one in another thread would wait for each other.
+        with self._lock:
+            if self._engine is not None and not self._engine.refresh(self.model, attention):
+                self._drop()
+            if self._engine is None:
+                self._engine = Engine(self.model, attention, self._lock)
+            self._engine.settle_originals(self.model, weights)
             return self._engine
+
+    def release(self) -> None:
+        """See :func:`release`."""
+        with self._lock:
+            self._drop()
+            self._assistants.release()
+
+    def _drop(self) -> None:
+        if self._engine is not None:
+            self._engine.release(self.model)
+            self._engine = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) > len(_POSITIONAL):
@@ -196,7 +214,7 @@ class Generate:
             aligner = (
                 StreamAligner(streamer, len(prompts), pad_token_of(generation_config)) if streamer is not None else None
             )
-            engine = self.engine(runtime.attention)
+            engine = self.engine(runtime.attention, runtime.weights)
             grammars = Grammars.of(
                 own.get("grammar"), len(prompts), generation_config.num_return_sequences or 1, tokenizer,
                 engine.target.vocab_size, stop_tokens, runtime,
@@ -299,11 +317,39 @@ def enable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = N
 
 
 def disable(model: PreTrainedModel) -> PreTrainedModel:
-    """Undoes :func:`enable`; does nothing on a model that is not enabled. Returns the same object."""
+    """Undoes :func:`enable`; does nothing on a model that is not enabled. Frees what :func:`release` frees.
+
+    Returns the same object.
+    """
     present = vars(model).get("generate")
     if isinstance(present, Generate):
+        present.release()
         if present.previous is None:
             del vars(model)["generate"]
         else:
             vars(model)["generate"] = present.previous
+    return model
+
+
+def release(model: PreTrainedModel) -> PreTrainedModel:
+    """Frees all that is kept for an enabled model between calls, and gives freed weights back. It stays enabled.
+
+    Freed are packed weights, caches and the texts in them, compiled code, recorded steps, and the same of the draft models
+    that were used with it. The next call makes them anew. With the setting ``weights="packed"`` the model gets its dense
+    weights back, the same objects, bit for bit. A call that runs in another thread is waited for.
+
+    Args:
+        model: a model of transformers. Nothing happens to one that is not enabled, or was not used.
+
+    Returns:
+        the same object.
+
+    Raises:
+        UnsupportedError: not a model of transformers.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedError(f"release() takes a transformers model, not {type(model).__name__}")
+    present = vars(model).get("generate")
+    if isinstance(present, Generate):
+        present.release()
     return model

@@ -77,7 +77,13 @@ class RuntimeSettings(Settings):
         "so long that it pays; true compiles before the first step; false never compiles.",
     )
     reuse: bool = Field(
-        True, description="Keep the last rows' keys and values: a prompt that begins as an earlier text is not read again."
+        True,
+        description="Keep the last rows' keys and values: a prompt that begins as an earlier text is not read again.",
+    )
+    weights: Literal["keep", "packed"] = Field(
+        "keep",
+        description="keep leaves the model as it is; packed frees the dense weights of which the engine has a packed copy: until "
+        "decoders.release or decoders.disable the model can only be used with strategy=.",
     )
     prefill_chunk: int = Field(512, ge=1, description="Prompt tokens per forward pass of the prefill.")
     attention: Literal["auto", "sdpa", "flex"] = Field(

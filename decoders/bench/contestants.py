@@ -19,7 +19,6 @@ from ..plugins import registry
 from ..settings import RuntimeSettings, load_settings
 from .grammar_subjects import subjects
 from .prompts import Content, encode
-from .tiers import runtime
 from .variants import Variant, assistant_tokens, parse
 
 #: transformers' generate with its dynamic cache: what every ratio refers to, and greedy "identical" too.
@@ -267,7 +266,7 @@ def _contestant(
     verifier = _generate.resolve_verifier(rule)
     # Every repeat has the same prompt: kept from the call before it would cost nothing, and comparing would mean nothing.
     loop = (
-        runtime(reuse=False) | dict(decoders_config) | ({} if variant.compile is None else {"compile": variant.compile})
+        {"reuse": False} | dict(decoders_config) | ({} if variant.compile is None else {"compile": variant.compile})
     )
     arguments: dict[str, Any] = {"strategy": name, "verifier": rule, "decoders_config": loop}
     if config:

@@ -226,8 +226,8 @@ def _warm_up(entry: Entry, workload: Workload, new_tokens: int, decode: Decode) 
         first.seconds, second.seconds, compiling, first.compilations, second.compilations, memory.bytes, memory.kind,
         second.report.peak_memory if second.report is not None and memory.kind != "device" else None,
         stamps["first_token"], None if before is None or after is None else max(after - before, 0),
-        getattr(timings, "pack", None),  # plain once Timings.pack exists
-        getattr(timings, "background", None),  # plain once Timings.background exists
+        None if timings is None else timings.pack,
+        None if timings is None else timings.background,
     )  # fmt: skip
 
 

@@ -84,7 +84,7 @@ def demo(
         from ..bench import machine
         from ..bench.contestants import ASSISTED
         from ..bench.prompts import bare
-        from ..bench.tiers import at_once
+        from ..bench.tiers import AT_ONCE
         from .bench import load, progress_bar
 
         target, tokenizer, assistant = load(model, draft, dtype, device)
@@ -97,7 +97,7 @@ def demo(
         from ..bench.live import show
 
         # The last strategy that needs no draft model, in the tier that is there at once.
-        config = at_once() if compile else {"compile": False}
+        config = AT_ONCE if compile else {"compile": False}
         first = b.strategy_contestants(target, asked, assistant, None, config, tokenizer)
         alone = [c for c in first if not c.impossible and "assistant_model" not in c.arguments]
         for opening in (alone or [c for c in first if not c.impossible])[-1:]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -18,10 +17,12 @@ def warmup(
     assistant: Annotated[
         str | None, typer.Option(help='Draft model for strategies that need one ("demo": ours).')
     ] = None,
+    rows: Annotated[list[int] | None, typer.Option(help="Rows of a batch to warm up for; may be repeated.")] = None,
+    sampling: Annotated[bool, typer.Option("--sampling", help="Warm up drawing tokens, too.")] = False,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")] = "float32",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
-    """Compile a model's core into torch.compile's cache on disk, and say how long it took."""
+    """Pack a model's weights and compile it into torch.compile's cache on disk, and say how long that took."""
     from rich.console import Console
 
     from . import models
@@ -34,38 +35,20 @@ def warmup(
 
         loaded, tokenizer = models.load(model, dtype)
         draft = models.load_assistant(assistant, model, dtype, any(needs.values()))
-        decoders.enable(loaded, tokenizer=tokenizer)
     if draft is None and any(needs.values()):
         raise SettingsError(f"{next(n for n, need in needs.items() if need)} needs a draft model: --assistant")
-    # Something repetitive, so that drafts are proposed and accepted in blocks of every size.
-    inputs = tokenizer("one two three four one two three four one two", return_tensors="pt").to(loaded.device)
-    rows = []
-    for name in wanted:
-        extra: dict[str, Any] = {"assistant_model": draft} if needs[name] else {}
-        started = time.perf_counter()
-        with console.status(f"compiling for {name}"):
-            output: Any = loaded.generate(  # type: ignore[operator]
-                input_ids=inputs["input_ids"],
-                attention_mask=inputs["attention_mask"],
-                strategy=name,
-                do_sample=False,
-                max_new_tokens=16,
-                return_dict_in_generate=True,
-                **extra,
-            )
-        seconds = time.perf_counter() - started
-        rows.append(
-            {
-                "strategy": name,
-                "seconds": seconds,
-                "compile_seconds": output.report.timings.compile,
-                "compilations": output.report.compilations,
-            }
+    with console.status("packing and compiling"):
+        done = decoders.warmup(
+            loaded, strategies=wanted, rows=rows or [1], assistant_model=draft, sampling=sampling, tokenizer=tokenizer
         )
-        if not as_json:
-            graphs = output.report.compilations
-            typer.echo(f"{name}: {seconds:.1f} s, {graphs} graph{'' if graphs == 1 else 's'} compiled")
     if as_json:
         import json
+        from dataclasses import asdict
 
-        typer.echo(json.dumps(rows, indent=2))
+        typer.echo(json.dumps(asdict(done), indent=2))
+        return
+    typer.echo(f"packed in {done.pack_seconds:.1f} s")
+    for part in done.parts:
+        graphs = f"{part.compilations} graph{'' if part.compilations == 1 else 's'} compiled"
+        of = f"{part.strategy}, {part.rows} row{'' if part.rows == 1 else 's'}{', sampled' if part.sampling else ''}"
+        typer.echo(f"{of}: {part.seconds:.1f} s, {graphs}")

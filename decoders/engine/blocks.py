@@ -10,11 +10,8 @@ from torch import Tensor
 from ..errors import DraftError
 from ..strategy import Draft
 from ..tree import Topology, TreeTensors
-from .invariance import round_up
+from .buckets import node_bucket, pad_block
 from .sampling import Masks
-
-#: Smaller blocks are padded: sizes 0 and 1 would get graphs of their own, and two nodes more cost nothing.
-MIN_GUESSES = 2
 
 
 @dataclass(frozen=True)
@@ -38,19 +35,21 @@ class NodeBlock:
 
 
 class Blocks:
-    """Drafts as the core wants them: checked, at least three nodes, topology per row. One for each call and model.
+    """Drafts as the core wants them: checked, of a size that it is compiled for, topology per row.
+
+    A session has one: recorded steps read the tensors that are kept here.
 
     Args:
-        multiple: the number of nodes is a multiple of this.
+        static, multiple: of the :class:`Target`, see there.
     """
 
-    def __init__(self, rows: int, device: torch.device, multiple: int = 1) -> None:
-        self.rows, self.device, self.multiple = rows, device, multiple
-        self.no_guess = torch.full((rows, MIN_GUESSES), -1, dtype=torch.int64, device=device)
+    def __init__(self, rows: int, device: torch.device, static: bool = False, multiple: int = 1) -> None:
+        self.rows, self.device, self.static, self.multiple = rows, device, static, multiple
+        self.no_guess = torch.full((rows, self.size(1) - 1), -1, dtype=torch.int64, device=device)
         self._trees: dict[Topology, TreeTensors] = {}
 
     def of(self, draft: Draft, proposer: str) -> tuple[Tensor, TreeTensors]:
-        """Guesses ``[B, N-1]`` and the tree of ``N >= 3`` nodes.
+        """Guesses ``[B, N-1]`` and the tree of ``N`` nodes, a :func:`~decoders.engine.buckets.node_bucket`.
 
         Raises:
             DraftError: `proposer` broke the contract.
@@ -58,18 +57,20 @@ class Blocks:
         if not isinstance(draft, Draft):
             raise DraftError(f"propose of {proposer!r} must return a Draft, not {type(draft).__name__}")
         draft.check(self.rows)
-        guesses, tree = draft.tokens, draft.topology
-        missing = self.nodes(guesses.shape[1] + 1) - 1 - guesses.shape[1]
-        if missing > 0:
-            guesses = torch.cat([guesses, self.no_guess[:, :1].expand(-1, missing)], dim=1)
-        return guesses, self.tensors(tree) if isinstance(tree, Topology) else tree.padded(self.nodes(len(tree)))
+        tree, nodes = draft.topology, self.size(len(draft.topology))
+        if isinstance(tree, Topology):
+            tree = self.tensors(tree)
+        if not draft.tokens.shape[1] and nodes == self.no_guess.shape[1] + 1:
+            return self.no_guess, tree.padded(nodes)
+        guesses, _ = pad_block(draft.tokens, tree, nodes)
+        return guesses, tree.padded(nodes)
 
-    def nodes(self, nodes: int) -> int:
-        """Size of the block that holds so many nodes, the root included."""
-        return round_up(max(nodes, MIN_GUESSES + 1), self.multiple)
+    def size(self, nodes: int) -> int:
+        """Nodes of the block that holds so many of a draft, the root included."""
+        return node_bucket(nodes, self.static, self.multiple)
 
     def tensors(self, tree: Topology) -> TreeTensors:
         """`tree`, padded, on the device; made once."""
         if tree not in self._trees:
-            self._trees[tree] = tree.padded(self.nodes(len(tree))).tensors(self.rows, self.device)
+            self._trees[tree] = tree.padded(self.size(len(tree))).tensors(self.rows, self.device)
         return self._trees[tree]

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from .buckets import host_reads
+
 
 @dataclass(frozen=True)
 class LayerSpec:
@@ -128,7 +130,7 @@ def move_slots(buffers: CacheBuffers, base: Tensor, path: Tensor) -> None:
         base: ``[B]`` int64. path: ``[B, N]`` int64.
     """
     index = torch.arange(path.shape[1], device=path.device)
-    if path.device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere to look would be to wait
+    if host_reads(path):  # elsewhere to look would be to wait
         moved = (path != index).any(0).nonzero()
         if not len(moved):
             return

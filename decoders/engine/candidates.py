@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from .buckets import host_reads
 from .sampling import (
     GOLDEN,
     MIX_1,
@@ -167,11 +168,6 @@ def candidates(
         return by_reference(rows[index], operations, at_least)
 
     return _selected(select(rows, operations, at_least), logits.shape[:2], logits.shape[-1], reference)
-
-
-def host_reads(tensor: Tensor) -> bool:
-    """Whether Python may look at values without waiting: on a CPU, outside of traced code."""
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _log_total(scores: Tensor, best: Tensor) -> Tensor:

@@ -100,9 +100,14 @@ class CudaRecorder:
         return torch.cuda.Event()
 
 
+def recorder_of(device: torch.device) -> Recorder | None:
+    """What records steps on `device`; None where nothing can be recorded."""
+    return CudaRecorder(device) if device.type == "cuda" else None
+
+
 @dataclass(frozen=True)
 class Capacity:
-    """What a recording was made for: rows, nodes of a block, slots per row. It writes no further than that."""
+    """What a recording was made for: rows, nodes of a block, slots that a row may fill. It writes one block further, no more."""
 
     rows: int
     nodes: int
@@ -213,7 +218,10 @@ class Recordings:
         """Records `body` in the place of what was there for `key`; None if that fails, now or before: go on without.
 
         Args:
-            capacity: of the tensors that `body` works on. inputs: as in :meth:`reuse`; kept, with all its tensors.
+            capacity: of the tensors that `body` works on.
+            inputs: as in :meth:`reuse`; kept, with all its tensors. A caller that has made steps since the call began hands over
+                the :class:`StaticInputs` that it made then, for a later call will be compared as it begins. If steps have moved
+                some of these tensors, the recording serves this call only.
             body: runs one step on static tensors; no syncs, the same shapes every time.
         """
         if key in self._failed:
@@ -221,7 +229,8 @@ class Recordings:
         self._steps.pop(key, None)  # its memory is free for the new one
         try:
             with self.recorder.active():
-                step = RecordedStep(self.recorder, body, capacity, StaticInputs(inputs))
+                own = inputs if isinstance(inputs, StaticInputs) else StaticInputs(inputs)
+                step = RecordedStep(self.recorder, body, capacity, own)
         except Exception as error:
             self._failed.add(key)
             if not self._warned:
@@ -230,10 +239,12 @@ class Recordings:
                     f"a step could not be recorded, steps run one by one instead: {_cause(error)}", stacklevel=2
                 )
             return None
+        self.recorded += 1
+        if not own.settled:
+            return step
         self._steps[key] = step
         while len(self._steps) > self.most:
             self._steps.popitem(last=False)
-        self.recorded += 1
         return step
 
     def clear(self) -> None:
@@ -247,15 +258,3 @@ def _cause(error: BaseException) -> BaseException:
     while error.__context__ is not None:
         error = error.__context__
     return error
-
-
-class CapturedSteps:
-    """A step recorded for one call, on the current device: for a loop that keeps no session yet."""
-
-    def __init__(self, body: Callable[[], StepOutput]) -> None:
-        self._recorder = CudaRecorder(torch.device("cuda", torch.cuda.current_device()))
-        with self._recorder.active():
-            self._step = RecordedStep(self._recorder, body, Capacity(0, 0, 0), StaticInputs(None))
-
-    def __iter__(self) -> Iterator[Result]:
-        return self._step.steps()

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from .sampling import SamplingPlan
+from .static_inputs import Same
 
 _serial = itertools.count()
 
@@ -31,18 +32,6 @@ def private(function: Callable) -> Callable:
     copy = types.FunctionType(code, plain.__globals__, code.co_name, plain.__defaults__, plain.__closure__)
     copy.__kwdefaults__ = plain.__kwdefaults__
     return types.MethodType(copy, function.__self__) if isinstance(function, types.MethodType) else copy
-
-
-def compile_core(function: Callable, device: torch.device) -> Callable:
-    """Compiles forward + verify + commit as one graph without breaks.
-
-    On the CPU the weights are frozen into the graph, prepacked for its matrix kernels: verification of a few nodes then
-    costs hardly more than one. Guards on modules are dropped; the engine compares weight fingerprints instead.
-    """
-    options = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
-    # On CUDA every block size and cache size is a graph of its own: kernels are tuned to it, and capture needs it static.
-    dynamic = None if device.type == "cpu" else False
-    return torch.compile(private(function), fullgraph=True, dynamic=dynamic, options=options)
 
 
 def frozen_weights() -> AbstractContextManager:
@@ -94,6 +83,10 @@ class CompiledFunction:
         if compilations() > before:
             self.on_compile(time.perf_counter() - started)
         return result
+
+    def static_parts(self) -> Same:
+        """Calls share it: see :func:`~decoders.engine.static_inputs.find_tensors`."""
+        return Same(self)
 
     def _run(self, *args: Any) -> Any:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from ..constraints.token_table import TokenTable
 from ..errors import GrammarError
 from ..strategy import Sequences
 from ..tree import Topology, TreeTensors
+from . import buckets
 from .core import StepOutput
 from .guide import LIES, Guide
 from .host_guide import HostGuide
@@ -128,6 +130,17 @@ class DeviceGuide(Guide):
         automaton = Automaton.of(tabulated, vocabulary, device) if len(tabulated) == len(grammars) else None
         return DeviceGuide(automaton, vocabulary, compile(spell)) if automaton is not None else None
 
+    def static_parts(self) -> dict[str, Any]:
+        """What differs from call to call; tables that calls share must not be written to."""
+        automaton, habits = self.automaton, self._habits
+        spelling = vars(automaton).get("forced") if habits is not None else None
+        return dict(
+            positions=self.positions, lost=self._lost, entries=automaton.entries, first=automaton.first,
+            columns=automaton.columns, grammar=automaton.grammar, mask_of=automaton.mask_of, masks=automaton.masks,
+            free=automaton.free, grammars=len(automaton.tables), vocabulary=self.vocabulary, speller=self.speller,
+            spelling=spelling, habits=habits.tensors if habits is not None else None, follows=self.outer is not None,
+        )  # fmt: skip
+
     def ahead(self) -> DeviceGuide:
         guide = DeviceGuide(self.automaton, self.vocabulary, self.speller)
         guide.outer = self
@@ -187,13 +200,20 @@ class DeviceGuide(Guide):
         automaton = self.automaton
         if not automaton.tables:
             return torch.full((len(self.positions), limit), -1, device=self.positions.device)
-        if self._habits is None:
-            self._habits = DeviceHabits(len(self.positions), automaton.tables[0][0].vocabulary, self.positions.device)
+        self.expect(sequences)
+        assert self._habits is not None
         self._habits.read(sequences)
         return self.speller(
             limit, self.positions, sequences.last[:, 0], self._habits.after, self._habits.begun, self._habits.sizes,
             automaton.columns, automaton.grammar, automaton.entries, *automaton.forced,
         )  # fmt: skip
+
+    def expect(self, sequences: Sequences) -> None:
+        if self._habits is None and self.automaton.tables:
+            vocabulary = self.automaton.tables[0][0].vocabulary
+            self._habits = DeviceHabits(len(self.positions), vocabulary, self.positions.device)
+            self._habits.read(sequences)
+            _ = self.automaton.forced
 
     def _still(self, nodes: int) -> Tensor:
         """``[B, nodes]``: where the rows stand, and nowhere; free rows are free everywhere."""
@@ -210,7 +230,13 @@ def guide_of(
     vocabulary: int,
     device: torch.device,
     compile: Callable[[Callable], Callable] = lambda function: function,
+    static: bool | None = None,
 ) -> Guide:
-    """The guide that suits the device: on CUDA one that stays there, if all grammars can be walked there."""
-    made = DeviceGuide.of(grammars, vocabulary, device, compile) if device.type == "cuda" else None
+    """The guide that suits the device: one that stays there, if all grammars can be walked there, where steps can be recorded.
+
+    Args:
+        static: whether sizes are static on the device; by default that of the device.
+    """
+    static = buckets.static_shapes(device) if static is None else static
+    made = DeviceGuide.of(grammars, vocabulary, device, compile) if static else None
     return made if made is not None else HostGuide.of(grammars, vocabulary, device)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ..tree import TreeTensors
 from .blocks import NodeBlock
-from .candidates import Candidates, candidates, host_reads
+from .buckets import host_reads
+from .candidates import Candidates, candidates
 from .core import Core, Passes, StepOutput
 from .rows import Rows
 from .sampling import Masks, SamplingPlan, grammar_first

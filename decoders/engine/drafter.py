@@ -13,12 +13,14 @@ from torch import Tensor
 from ..report import Laps, Report, Stage
 from ..strategy import Context, Sequences, Step, Strategy
 from ..tree import TreeTensors
-from .blocks import Blocks, NodeBlock
+from .blocks import NodeBlock
+from .buckets import node_bucket
 from .core import StepOutput
 from .draft import Growth
 from .engine import Engine
 from .rows import Rows
 from .sampling import Masks, SamplingInputs, SamplingPlan
+from .static_inputs import Same
 from .tiers import Compile
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ class Terms:
     """What a call has settled for every model that takes part in it.
 
     Attributes:
-        prompts: 1-D int64 tensors, one per row.
+        prompts: 1-D int64 tensors, one per row. longest: most tokens that a row can come to.
         plan: what runs on the draft's logits; scores are kept if the verifier asks for the draft's distribution.
         sampling: parameters, noise keys (the very tensor of the call: fresh keys show up in it) and stop tokens.
         engine_of: the engine of a loaded model, or of a path; checks that its vocabulary is the target's.
@@ -45,6 +47,7 @@ class Terms:
     """
 
     prompts: list[Tensor]
+    longest: int
     plan: SamplingPlan
     sampling: SamplingInputs
     engine_of: Callable[[PreTrainedModel | str], Engine]
@@ -76,6 +79,7 @@ class Drafter:
     Attributes:
         length: ``[B]`` int64, tokens per row including what has been drafted.
         vocab_size: how many of the target's tokens the draft can propose. passes: forward passes so far.
+        proposed: nodes of the block that is verified next, its padding not counted; set by whoever puts it to the model.
     """
 
     def __init__(
@@ -84,30 +88,33 @@ class Drafter:
     ) -> None:  # fmt: skip
         self.terms, self.level, self.ahead, self.stage = terms, context.level + 1, ahead, stage
         self.engine = terms.engine_of(model)
-        target, batch = self.engine.target, len(terms.prompts)
+        target = self.engine.target
         self.core = self.engine.draft_core(terms.plan, context.vocab_size, children)
         self.vocab_size = self.core.vocab
         terms.stack.enter_context(self.engine.forward.during(terms.compile, terms.report))
         # How far a row may be drafted is set anew in every round, as its length is.
+        slots = (terms.longest if target.static else context.slots) + 2 * ahead
         opened = terms.stack.enter_context(
-            self.engine.sessions.open(terms.prompts, ahead, terms.sampling, context.slots + 2 * ahead, terms.reuse)
+            self.engine.sessions.open(terms.prompts, ahead, terms.sampling, slots, terms.reuse, shared=True)
         )
-        self.session, self.blocks = opened.session, Blocks(batch, target.device)
+        self.session, self.blocks = opened.session, opened.session.blocks
         self.guide = context.guide.ahead() if context.guide is not None else None
         self._ranges = {MIN_UNREAD: torch.arange(MIN_UNREAD, device=target.device)}
         self._functions: dict[str, Callable] = {}
         self._begun = self.rows.length.clone()
         self._reach = max(map(len, terms.prompts))
         self._unread = self.level
+        self._deepest = 0
+        self.proposed: int | None = None
         self._seconds = {"forward": 0.0, "stage": 0.0}
-        self.passes = self._marked = 0
+        self.passes, self._marked, self._passes_per_step = 0, (0, 0), 0
         self._tally = torch.zeros(3 + LONGEST, dtype=torch.int64, device=target.device)
         self._name = model if isinstance(model, str) else model.config.name_or_path or type(model).__name__
         self.inner: list[Drafter] = []
-        lengths = [len(prompt) for prompt in terms.prompts]
-        self.session.prefill(lengths, opened.reusable, terms.prefill_chunk, leave=False)
+        self.session.prefill(opened.lengths, opened.reusable, terms.prefill_chunk, leave=False)
         # Behind the prompts a draft's slots may hold other nodes than those accepted: they serve no other call.
-        terms.stack.callback(self.session.keep, [length - 1 for length in lengths])
+        terms.stack.callback(self.session.keep, [len(prompt) - 1 for prompt in terms.prompts])
+        self._stage_state: Any = None
         if stage is not None:
             self._stage_state = stage.start(self._context(context))
 
@@ -133,9 +140,12 @@ class Drafter:
     def begin(self, sequences: Sequences) -> None:
         """Takes over what is committed; drafts of the last round that were rejected are forgotten."""
         self._reach = sequences.tokens.shape[1]
-        self.session.reserve(self._reach)  # a wide block may have given the target's rows more room
+        if self.engine.target.static:  # the target's rows have room that they will not use
+            self._reach = min(self._reach, self.rows.slots)
+        else:
+            self.session.reserve(self._reach)  # a wide block may have given the target's rows more room
         rows = self.rows
-        tokens = sequences.tokens
+        tokens = sequences.tokens[:, : self._reach]
         if self.core.padding:  # ids that only the target has would be out of range for a stage
             tokens = tokens.clamp(max=self.vocab_size - 1)
         rows.tokens[:, : self._reach].copy_(tokens)
@@ -161,6 +171,8 @@ class Drafter:
             draft = stage.propose(self._stage_state, self._view(0)[1])
             guesses, tree = self.blocks.of(draft, stage.name)
             view, sequences = self._view(guesses.shape[1] + 1)
+            for drafter in self.inner:
+                drafter.proposed = len(draft.topology)
             masks = None
             if self.guide is not None:
                 guesses, masks = self.guide.block(guesses, draft.topology, draft.levels)
@@ -203,7 +215,10 @@ class Drafter:
                 are not in the slots of their positions: 0 for a chain, the depth of a tree.
         """
         # Fewer nodes than its own: a node budget has cut them, so there are others.
-        others = step.nodes.shape[1] != self.terms.block_size(own_nodes)
+        if self.proposed is not None:
+            others = self.proposed != own_nodes
+        else:
+            others = step.nodes.shape[1] != self.terms.block_size(own_nodes)
         behind = step.nodes.shape[1] - 1 if others else displaced
         self._unread = self.level + behind
         for drafter in self.inner:
@@ -215,17 +230,41 @@ class Drafter:
         for drafter in self.inner:
             drafter.fall_behind(tokens)
 
-    def recorded(self) -> None:
-        """What follows is a round that a CUDA graph records."""
-        self._marked = self.passes
-        for drafter in self.inner:
-            drafter.recorded()
+    @property
+    def room(self) -> int:
+        """How many committed tokens a row may come to before a round like those so far writes behind its slots."""
+        own = self.rows.slots - self.ahead - self._deepest
+        return min([own, *(drafter.room - self.ahead for drafter in self.inner)])
 
-    def replayed(self, steps: int) -> None:
-        """The round recorded has been run so many times, unseen by Python."""
-        self.passes = self._marked + steps * (self.passes - self._marked)
+    def static_parts(self) -> dict[str, Any]:
+        """What a recorded round reads and writes besides the session's tensors; see :mod:`~decoders.engine.static_inputs`."""
+        return dict(
+            session=Same(self.session), slots=self.rows.slots, core=(self.core.plan, self.core.key("root")), ahead=self.ahead,
+            level=self.level, begun=self._begun, tally=self._tally, guide=self.guide, inner=self.inner,
+            stage=(type(self.stage), repr(self.stage), self._stage_state),
+        )  # fmt: skip
+
+    def recording(self) -> None:
+        """What follows is a round that is recorded: Python runs, and the device does not."""
+        self._marked = self.passes, self._unread
         for drafter in self.inner:
-            drafter.replayed(steps)
+            drafter.recording()
+
+    def recorded(self, worked: bool) -> None:
+        """The round has been recorded, or not; nothing has been run."""
+        passes, unread = self._marked
+        self._passes_per_step, self.passes = self.passes - passes, passes
+        if not worked:
+            self._unread = unread
+        for drafter in self.inner:
+            drafter.recorded(worked)
+
+    def replayed(self, like: Drafter, steps: int) -> None:
+        """The round that `like` has recorded has been run so many times in this one's place, unseen by Python."""
+        self.passes += steps * like._passes_per_step
+        self._tally = like._tally.clone()  # later calls write to that one
+        for drafter, recorded in zip(self.inner, like.inner, strict=True):
+            drafter.replayed(recorded, steps)
 
     def report(self) -> Stage:
         """What it did in this call. Reads the device: not for use between steps."""
@@ -242,7 +281,7 @@ class Drafter:
     def _run(self, method: str, *arguments: Any) -> Any:
         if method not in self._functions:
             terms = self.terms
-            self._functions[method] = self.engine.whole(self.core, method, self.blocks.rows, terms.compile, terms.report)
+            self._functions[method] = self.engine.whole(self.core, method, terms.compile, terms.report)
         with self._clock("forward"):
             result = self._functions[method](*arguments)
         self.passes += 1
@@ -265,6 +304,8 @@ class Drafter:
     def _range(self) -> Tensor:
         """``[U]``: as many entries as tokens are unread."""
         unread = max(min(self._unread, self._reach), MIN_UNREAD)  # no row is longer than the reach
+        if self.engine.target.static:  # with the last token they are a block
+            unread = node_bucket(unread + 1) - 1
         if unread not in self._ranges:
             self._ranges[unread] = torch.arange(unread, device=self.rows.tokens.device)
         return self._ranges[unread]
@@ -272,7 +313,10 @@ class Drafter:
     def _view(self, nodes: int) -> tuple[Tensor, Sequences]:
         """What covers a block of so many nodes behind the tokens written so far in this round."""
         end = self._reach + self.ahead + nodes
-        if not self.engine.target.flex:
+        if self.engine.target.static:
+            end = self.terms.longest + self.ahead + nodes
+            self._deepest = max(self._deepest, nodes)
+        if not self.engine.target.flex or self.engine.target.static:
             self.session.reserve(end)
         return self.session.view(end)
 
@@ -288,7 +332,7 @@ class Drafter:
             outer, slots=self.rows.slots, vocab_size=self.vocab_size, level=self.level,
             compile=self.terms.compiler(self.engine), sequences=self.session.view(self._reach)[1], guide=self.guide,
         )  # fmt: skip
-        terms = replace(self.terms, block_size=self.blocks.nodes)
+        terms = replace(self.terms, longest=self.terms.longest + self.ahead, block_size=self.blocks.size)
         return replace(context, draft=opener(terms, context, self.inner))
 
 

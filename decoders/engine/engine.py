@@ -5,20 +5,26 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Literal
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal, TypeVar
 
+import torch
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedError
 from ..report import Report
-from ..verifier import Verifier
 from . import compiler
+from .capture import recorder_of
 from .core import Core, Passes
 from .draft import DraftCore
+from .packing import FreedParameter, FreedWeights, free_originals, freed_error, restore_originals
 from .sampling import SamplingPlan
 from .session import Sessions
+from .static import WholeStep
 from .target import Target, Weights
 from .tiers import Compile, ForwardPass, TieredFunction
+
+Compiled = TypeVar("Compiled", compiler.CompiledFunction, WholeStep)
 
 
 class Engine:
@@ -33,17 +39,25 @@ class Engine:
         UnsupportedError: see :class:`Target`.
     """
 
-    def __init__(self, model: PreTrainedModel, attention: Literal["auto", "sdpa", "flex"] = "auto") -> None:
-        self.lock = threading.RLock()  # a streamer or processor may call generate again
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        attention: Literal["auto", "sdpa", "flex"] = "auto",
+        lock: threading.RLock | None = None,
+    ) -> None:
+        if any(isinstance(parameter, FreedParameter) for parameter in model.parameters()):
+            raise freed_error()
+        self.lock = lock or threading.RLock()  # a streamer or processor may call generate again
         self.attention = attention
         started = time.perf_counter()
-        self.target = make_target(model, attention)
+        with current(model.device), torch.autocast(model.device.type, enabled=False):
+            self.target = make_target(model, attention)
         self.preparing = time.perf_counter() - started
-        self.sessions = Sessions(self.target)
+        self.sessions = Sessions(self.target, recorder_of(self.target.device))
         self.forward = ForwardPass(self.target)
-        self._whole: dict[tuple, Callable | None] = {}
+        self._whole: dict[tuple, WholeStep] = {}
         self._functions: dict[Callable, TieredFunction] = {}
-        self._judges: dict[tuple, compiler.CompiledFunction] = {}
+        self._freed: FreedWeights | None = None
 
     def refresh(self, model: PreTrainedModel, attention: str) -> bool:
         """Whether this engine still serves `model`; weights that were written to since are packed again first."""
@@ -51,22 +65,45 @@ class Engine:
             return False
         with self.lock:
             weights = Weights.of(model)
-            if weights == self.target.weights:
-                return True
             if not weights.replaces(self.target.weights):
                 return False
-            self.target.repack(weights)
-            self.sessions.forget()
+            # Pointers are compared first: samples are taken where they point.
+            if weights != self.target.weights or self.target.samples.changed:
+                if [place for place, _ in weights.values] != [place for place, _ in self.target.weights.values]:
+                    self.sessions.forget_recordings()
+                self.target.repack(model)
+                self.sessions.forget()
             return True
 
-    def release(self) -> None:
-        """Frees what no call uses: buffers, compiled code, recorded steps."""
+    def active(self) -> AbstractContextManager:
+        """Within it, the model's device is the current one: kernels, streams and graphs are made for that."""
+        return current(self.target.device)
+
+    @property
+    def compiled_passes(self) -> int:
+        """Passes that ran compiled so far."""
+        return self.forward.compiled_passes + sum(whole.runs for whole in self._whole.values())
+
+    def settle_originals(self, model: PreTrainedModel, weights: Literal["keep", "packed"]) -> None:
+        """Frees the dense weights of `model`, or gives them back."""
         with self.lock:
+            if weights == "packed" and self._freed is None:
+                self._freed = free_originals(model, self.target.packing)
+            elif weights == "keep" and self._freed is not None:
+                restore_originals(self._freed, self.target.packing)
+                self._freed = None
+            else:
+                return
+            self.target.remember(model)
+
+    def release(self, model: PreTrainedModel) -> None:
+        """Frees what no call uses: buffers, compiled code, recorded steps. Gives `model` its dense weights back."""
+        with self.lock:
+            self.settle_originals(model, "keep")
             self.sessions.release()
             self.forward.forget()
             self._whole.clear()
             self._functions.clear()
-            self._judges.clear()
 
     def core(self, plan: SamplingPlan) -> Core:
         return Core(self.target, plan, self._run())
@@ -76,29 +113,20 @@ class Engine:
 
     def _run(self) -> Passes | None:
         """On the CPU the forward pass is compiled by itself; on other devices it is a part of whole steps."""
-        return self.forward if self.target.device.type == "cpu" else None
+        return None if self.target.static else self.forward
 
-    def whole(self, core: Core, method: str, rows: int, compile: Compile, report: Report) -> Callable:
-        """A method of `core` as one compiled graph, where the device wants that.
+    def whole(self, core: Core, method: str, compile: Compile, report: Report) -> Callable:
+        """A method of `core` as one compiled graph for every shape, where the device wants that.
 
-        If the compiler fails, a warning says why, once, and the method itself is given back: the tokens are the same.
+        If the compiler fails, a warning says why, once, and the method itself runs: the tokens are the same.
         """
         plain = getattr(core, method)
-        if self.target.device.type == "cpu" or not compile:
+        if not self.target.static or not compile:
             return plain
-        key = (method, *core.key(method), rows > 1)
+        key = (method, *core.key(method))
         if key not in self._whole:
-            self._whole[key] = compiler.compile_whole(plain)
-        return compiler.or_uncompiled(self._whole, key, plain, report)
-
-    def judge(self, core: Core, verifier: Verifier, compile: Compile, report: Report) -> Callable:
-        """`core.judge`, one graph per verifier, plan and shape of tree where whole steps are compiled."""
-        if self.target.device.type == "cpu" or not compile:
-            return core.judge
-        key = ("judge", *core.key("judge"), type(verifier))
-        if key not in self._judges:
-            self._judges[key] = compiler.CompiledFunction(core.judge)
-        return _booked(self._judges[key], report)
+            self._whole[key] = WholeStep(plain)
+        return _booked(self._whole[key], report)
 
     def function(self, function: Callable, compile: Compile, report: Report) -> Callable:
         """A strategy's tensor function, compiled once for all calls on this engine."""
@@ -108,10 +136,15 @@ class Engine:
             self._functions[function] = TieredFunction(function, compiler.CompiledFunction(function))
         tiered = self._functions[function]
         compiled = _booked(tiered.compiled, report)
-        return tiered if compile == "auto" and self.target.device.type == "cpu" else compiled
+        return tiered if compile == "auto" and not self.target.static else compiled
 
 
-def _booked(compiled: compiler.CompiledFunction, report: Report) -> compiler.CompiledFunction:
+def current(device: torch.device) -> AbstractContextManager:
+    """Makes `device` the current one, where there are several of its kind."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _booked(compiled: Compiled, report: Report) -> Compiled:
     """`compiled`, with what it compiles from now on booked in `report`."""
 
     def book(seconds: float) -> None:

@@ -86,6 +86,9 @@ class Guide(ABC):
             GrammarError: a row has left its grammar.
         """
 
+    def expect(self, sequences: Sequences) -> None:
+        """:meth:`forced` will be asked; `sequences` are the rows as they begin. What it needs is there before a step is recorded."""
+
     @abstractmethod
     def forced(self, sequences: Sequences, limit: int) -> Tensor:
         """``[B, K]`` int64, tokens of the bytes that must come next, -1 behind the last one; ``K`` is at most `limit`.

@@ -7,7 +7,7 @@ make, in the same order, however large the tree is. Stateful processors therefor
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -55,14 +55,16 @@ def choose_along_path(
     """Walks all rows' trees down the target's own choices, one depth of all rows at a time.
 
     Processors see whole batches at one length, as in plain decoding. The walk therefore ends for all rows where it ends
-    for the first: rows stay level, at the price of some accepted guesses. What a grammar forbids is masked already.
+    for the first: rows stay level, at the price of some accepted guesses. What a grammar forbids is masked already. Rows behind
+    those of `prefixes` fill the batch up: nobody is asked about them.
 
     Returns:
         chosen ``[B, N]`` int64, :data:`NOT_REACHED` off the path; scores ``[B, N, V]``, zero off the path; and how many
         tokens each row may commit, ``[B]`` int64.
     """
-    batch, n = nodes.shape
-    chosen = torch.full((batch, n), NOT_REACHED, dtype=torch.int64, device=nodes.device)
+    n, batch = nodes.shape[1], len(prefixes.generated)
+    sampling = replace(rows.sampling, keys=rows.sampling.keys[:batch])
+    chosen = torch.full(nodes.shape, NOT_REACHED, dtype=torch.int64, device=nodes.device)
     scores = torch.zeros_like(logits)
     tokens, parents = nodes.tolist(), tree.parents.tolist()
     candidate = tree.ancestors[:, :, 0].tolist()
@@ -81,7 +83,7 @@ def choose_along_path(
         if plan.masked:  # a processor may force a token: the grammar wins
             processed = grammar_first(processed.masked_fill(here == float("-inf"), float("-inf")), here)
         positions = torch.full((batch, 1), generated + depth, device=nodes.device)
-        drawn = Candidates.whole(processed[:, None]).choose(plan, rows.sampling, positions)[:, 0].tolist()
+        drawn = Candidates.whole(processed[:, None]).choose(plan, sampling, positions)[:, 0].tolist()
         for row in active:
             token = drawn[row]
             scores[row, at[row]], chosen[row, at[row]] = processed[row], token
@@ -93,4 +95,4 @@ def choose_along_path(
             at[row] = following or at[row]
             going = going and bool(following) and token not in stops and depth + 1 < room[row]
         depth += 1
-    return chosen, scores, torch.full((batch,), depth, dtype=torch.int64, device=nodes.device)
+    return chosen, scores, torch.full((len(nodes),), depth, dtype=torch.int64, device=nodes.device)

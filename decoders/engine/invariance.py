@@ -4,8 +4,9 @@ Measured with torch 2.13 on AVX512 (oneDNN, MKL, ATen), one to three threads; :f
 
 - oneDNN's packed products give a row the same bits for any number of rows from two up. A single row takes another kernel.
 - Fused attention works on 32 query rows of a head at a time; one to three left over are summed in another order. Blocks
-  and stretches of text therefore come in multiples of :data:`ROWS` (:func:`row_multiple`).
-- Its last 512 slots are summed in another order if their number lies strictly between 192 and 384: :func:`round_view`.
+  and stretches of text therefore come in multiples of four (:func:`~decoders.engine.buckets.row_multiple`).
+- Its last 512 slots are summed in another order if their number lies strictly between 192 and 384:
+  :func:`~decoders.engine.buckets.view_bucket`.
 - silu, sigmoid and tanh-gelu compute the last elements of every thread's share with scalar code, which rounds otherwise:
   :func:`align_activations`. exp, tanh, gelu (erf), softmax and norms do not.
 - Softmax sums by slot modulo 16 and the product with the values by groups of slots, so that a path has its bits only where
@@ -27,34 +28,16 @@ from torch import Tensor, nn
 from transformers import activations
 
 from ..tree import Topology
+from .buckets import round_up, row_multiple, view_bucket
 from .cache import CacheBuffers
 
 if TYPE_CHECKING:
     from .target import Target
 
-#: Nodes of a block, and tokens of a stretch of text, come in multiples of this in low precision.
-ROWS = 4
-#: Slots of attention's last 512 on which its kernels agree.
-VIEWS = (0, 64, 128, 192, 384, 448, 512)
 #: ATen gives a thread at least so many elements, and whole multiples of two vectors are never computed one by one.
 GRAIN, TWO_VECTORS = 32768, 64
 #: Activations of torch that work by element and have both a vector form and another scalar one.
 ELEMENTWISE = (nn.SiLU, nn.Sigmoid, nn.GELU, nn.Softplus, nn.Mish)
-
-
-def round_view(length: int) -> int:
-    """The smallest number of slots from `length` up that attention may look at."""
-    full, rest = divmod(length, 512)
-    return full * 512 + next(size for size in VIEWS if size >= rest)
-
-
-def row_multiple(dtype: torch.dtype, device: torch.device) -> int:
-    """Blocks and stretches of text come in multiples of this. In float32 differences are far below any near-tie."""
-    return ROWS if device.type == "cpu" and dtype in (torch.bfloat16, torch.float16) else 1
-
-
-def round_up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
 
 
 def align_activations(model: nn.Module) -> None:
@@ -114,9 +97,9 @@ def check(target: Target, length: int = 40) -> Invariance:
 
 
 def _comparisons(target: Target, length: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """What is compared, and the two results. length: of the text, in tokens; a multiple of :data:`ROWS`."""
+    """What is compared, and the two results. length: of the text, in tokens."""
     device, multiple = target.device, row_multiple(target.dtype, target.device)
-    slots = round_view(length + 64) + 512
+    slots = view_bucket(length + 64) + 512
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(0, target.embeddings, (1, length + 8), generator=generator).to(device)
     whole = torch.arange(slots, device=device)
@@ -126,7 +109,7 @@ def _comparisons(target: Target, length: int) -> Iterator[tuple[str, Tensor, Ten
         for size in chunks:
             tokens = text[:, done : done + size].expand(rows, -1)
             start = torch.full((rows,), done, device=device)
-            target.prefill(tokens, start, buffers, whole[: round_view(done + size)], done)
+            target.prefill(tokens, start, buffers, whole[: view_bucket(done + size)], done)
             done += size
         return buffers
 
@@ -136,7 +119,7 @@ def _comparisons(target: Target, length: int) -> Iterator[tuple[str, Tensor, Ten
         nodes = torch.arange(len(tree), device=device)[None] % target.embeddings
         nodes[0, path] = text[0, length : length + len(path)]
         base = torch.full((rows,), length, device=device)
-        view = whole[: round_view(length + len(tree) + spare)]
+        view = whole[: view_bucket(length + len(tree) + spare)]
         return target.forward(nodes.expand(rows, -1), base, tree.tensors(rows, device), buffers, view).logits[0, path]
 
     def cached(buffers: CacheBuffers, until: int = length) -> Tensor:

@@ -15,8 +15,9 @@ from ..constraints.base import Grammar
 from ..report import Laps, Report
 from ..strategy import Context, Draft, Strategy
 from ..verifier import Verifier
-from .blocks import Blocks, NodeBlock
-from .capture import WARM_UP_STEPS, CapturedSteps
+from .blocks import NodeBlock
+from .buckets import row_bucket
+from .capture import WARM_UP_STEPS, Capacity, RecordedStep
 from .core import StepOutput
 from .device_guide import guide_of
 from .drafter import Drafter, Terms, opener
@@ -25,6 +26,7 @@ from .guide import Guide
 from .host import Prefixes, Processors
 from .rows import Rows, sampling_inputs
 from .sampling import SamplingPlan
+from .static_inputs import StaticInputs
 from .steps import make_step
 from .tiers import Compile
 from .verify import step_keys
@@ -84,9 +86,11 @@ class Decoded:
 
 def decode(engine: Engine, request: Request) -> Decoded:
     """Runs a call to its end. Calls on one engine run one after the other."""
-    # The stack gives sessions back, whatever happens.
-    with engine.lock, torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
-        return _Call(engine, request, stack).run()
+    # Packed weights, compiled code and kept texts are in the model's own precision, in whatever context the call is made.
+    own_precision = torch.autocast(engine.target.device.type, enabled=False)
+    with engine.lock, engine.active(), own_precision, torch.inference_mode(False), torch.no_grad():
+        with ExitStack() as stack:  # gives sessions back, whatever happens
+            return _Call(engine, request, stack).run()
 
 
 @dataclass
@@ -99,6 +103,11 @@ class _Outcome:
     ended: list[int]
     new: list[list[int]]
 
+    @staticmethod
+    def of(summary: list[list[int]], new: list[list[int]], rows: int) -> _Outcome:
+        """That of the first `rows` rows; see :class:`StepOutput`. Rows that fill a batch up end here."""
+        return _Outcome(*(figures[:rows] for figures in summary), new=new[:rows])
+
 
 class _Call:
     """The state of one call. stack: closes what it opens."""
@@ -106,6 +115,7 @@ class _Call:
     def __init__(self, engine: Engine, request: Request, stack: ExitStack) -> None:
         self.engine, self.request, self.stack, self.target = engine, request, stack, engine.target
         self.batch = len(request.prompts)
+        self.width = row_bucket(self.batch, self.target.static)  # rows that a call has not asked for have ended
         self.lengths = [len(p) for p in request.prompts]
         self.generated: list[list[int]] = [[] for _ in range(self.batch)]
         self.logits: list[list[Tensor]] = [[] for _ in range(self.batch)]
@@ -135,25 +145,34 @@ class _Call:
         self.stack.enter_context(self.engine.forward.during(request.compile, self.report))
         step = make_step(self.engine, request, self.verifier, self.prefixes, self.report)
         laps = Laps(timings)
-        sampling = sampling_inputs(request.values, request.seed, self.batch, request.stop_tokens, target.device)
-        slots = max(max(self.lengths) + request.new_tokens, request.slots or 0)
+        sampling = sampling_inputs(request.values, request.seed, self.width, request.stop_tokens, target.device)
+        self.longest = max(self.lengths) + request.new_tokens
+        slots = max(self.longest, request.slots or 0)
         opened = self.stack.enter_context(
             self.engine.sessions.open(request.prompts, request.new_tokens, sampling, slots, request.reuse)
         )
-        self.session, self.blocks = opened.session, Blocks(self.batch, target.device, target.multiple)
+        self.session, self.blocks = opened.session, opened.session.blocks
         self._keys = sampling.keys.clone()
-        leave = target.reads_ahead and target.device.type == "cpu" and request.new_tokens > 0  # a recorded step has one size
-        self.report.reused, self.unread = self.session.prefill(
-            self.lengths, opened.reusable, request.prefill_chunk, leave
-        )
+        leave = target.reads_ahead and not target.static and request.new_tokens > 0  # a recorded step has one size
+        reused, self.unread = self.session.prefill(opened.lengths, opened.reusable, request.prefill_chunk, leave)
+        self.report.reused = reused[: self.batch]
         state = request.strategy.start(self._context())
         timings.prefill = laps.next()
 
         self.finished = [request.new_tokens == 0] * self.batch
+        inputs = None
+        if not all(self.finished) and self._can_record():
+            inputs = StaticInputs(
+                dict(
+                    state=state, guide=self.guide, drafters=self.drafters, keys=self._keys, sampling=self.rows.sampling
+                )
+            )
+            self._replay(self._recorded(inputs))
         while not all(self.finished):
-            if self._can_capture() and self.report.steps == WARM_UP_STEPS:
-                self._run_captured(state, step)
-                break
+            if inputs is not None and self.report.steps == WARM_UP_STEPS:
+                self._replay(self._record_step(inputs, state, step))
+                inputs = None
+                continue
             laps = Laps(timings)
             self._renew_keys()
             draft = request.strategy.propose(state, self.session.view(max(self.lengths))[1])
@@ -161,11 +180,11 @@ class _Call:
             timings.propose += laps.next()
             block = self._masked(draft, block)
             timings.mask += laps.next()
-            passes = self.engine.forward.compiled_passes
+            passes = self.engine.compiled_passes
             out = step(draft, block, self.rows)
-            self.report.compiled_steps += self.engine.forward.compiled_passes > passes
+            self.report.compiled_steps += self.engine.compiled_passes > passes
             # The one place where the host waits for the device.
-            outcome = _Outcome(*out.summary.tolist(), new=out.new.tolist())
+            outcome = _Outcome.of(out.summary.tolist(), out.new.tolist(), self.batch)
             timings.core += laps.next()
             if not self.report.steps:
                 self.report.time_to_first_token = timings.prefill + timings.propose + timings.mask + timings.core
@@ -186,18 +205,32 @@ class _Call:
         self.report.stages = [drafter.report() for drafter in self.drafters]
         return Decoded(self.generated, self.report, self.logits, self.scores)
 
-    def _can_capture(self) -> bool:
-        """Whether nothing in a step needs the host or varies in shape, so that CUDA can replay it."""
+    def _can_record(self) -> bool:
+        """Whether nothing in a step needs the host or varies in shape, so that a device that records can replay it."""
         r = self.request
         return (
-            self.target.device.type == "cuda" and self.target.flex and bool(r.compile) and r.strategy.on_device
+            self.session.recordings is not None and self.target.static and bool(r.compile) and r.strategy.on_device
             and (self.guide is None or self.guide.on_device)
             and all(drafter.on_device for drafter in self.drafters)
             and r.processors is None and r.criteria is None and not (r.keep_logits or r.keep_scores)
         )  # fmt: skip
 
-    def _run_captured(self, state: Any, step: Callable[..., StepOutput]) -> None:
-        """The rest of the call as replays of one CUDA graph; its parts cannot be told apart, all time is the core's."""
+    def _recording_key(self) -> tuple:
+        """What a recorded step depends on, besides the tensors that it reads."""
+        r, rows = self.request, self.rows
+        verifier = None if self.verifier is None else (type(self.verifier), str(getattr(self.verifier, "settings", "")))
+        return (
+            type(r.strategy), r.strategy.name, repr(r.strategy), r.plan, verifier, len(rows.sampling.values),
+            len(rows.sampling.stop_tokens), type(self.guide), tuple(id(drafter.session) for drafter in self.drafters),
+        )  # fmt: skip
+
+    def _recorded(self, inputs: StaticInputs) -> RecordedStep | None:
+        """What an earlier call has recorded, if this one can use it; its tensors then hold what this call begins with."""
+        assert self.session.recordings is not None
+        return self.session.recordings.reuse(self._recording_key(), Capacity(self.width, 0, self.longest), inputs.root)
+
+    def _record_step(self, inputs: StaticInputs, state: Any, step: Callable[..., StepOutput]) -> RecordedStep | None:
+        """Records a step like those so far, for this call and later ones."""
 
         def body() -> StepOutput:
             self._renew_keys()
@@ -208,16 +241,35 @@ class _Call:
             self._observe(state, out)
             return out
 
-        begun, first = time.perf_counter(), self.report.steps
+        nodes = self.report.nodes
+        room = min([self.rows.slots - nodes, *(drafter.room for drafter in self.drafters)])
+        assert self.session.recordings is not None
         for drafter in self.drafters:
-            drafter.recorded()
-        steps = CapturedSteps(body)  # runs the body's Python once and nothing on the device
-        for summary, new in steps:
-            self._record(_Outcome(*summary, new=new), None)
+            drafter.recording()
+        recorded = self.session.recordings.record(
+            self._recording_key(), Capacity(self.width, nodes, room), inputs, body
+        )
+        for drafter in self.drafters:
+            drafter.recorded(recorded is not None)
+        return recorded
+
+    def _replay(self, recorded: RecordedStep | None) -> None:
+        """The rest of the call as replays of one step; its parts cannot be told apart, all time is the core's."""
+        if recorded is None:
+            return
+        begun, first = time.perf_counter(), self.report.steps
+        for summary, new in recorded.steps():
+            self._record(_Outcome.of(summary, new, self.batch), None)
+            if not first and self.report.steps == 1:
+                self.report.time_to_first_token = self.report.timings.prefill + time.perf_counter() - begun
             if all(self.finished):
                 break
-        for drafter in self.drafters:
-            drafter.replayed(self.report.steps - first)
+        steps = self.report.steps - first
+        self.report.compiled_steps += steps
+        self.report.nodes = max(self.report.nodes, recorded.capacity.nodes)
+        for drafter, like in zip(self.drafters, recorded.inputs.root["drafters"], strict=True):
+            drafter.replayed(like, steps)
+        self.guide = recorded.inputs.root["guide"]  # the one that has been led
         self.report.timings.core += time.perf_counter() - begun
 
     def _renew_keys(self) -> None:
@@ -230,16 +282,17 @@ class _Call:
         request, rows = self.request, self.rows
         coupled = self.verifier is None
         terms = Terms(
-            prompts=request.prompts,
+            prompts=request.prompts, longest=self.longest,
             plan=replace(request.plan, keep_scores=not coupled and request.plan.sample), sampling=rows.sampling,
             engine_of=request.engine_of, compile=request.compile, reuse=request.reuse,
-            prefill_chunk=request.prefill_chunk, block_size=self.blocks.nodes, report=self.report, stack=self.stack,
+            prefill_chunk=request.prefill_chunk, block_size=self.blocks.size, report=self.report, stack=self.stack,
         )  # fmt: skip
         if request.plan.masked:
             vocabulary, device = self.target.vocab_size, self.target.device
-            self.guide = guide_of(request.grammars, vocabulary, device, terms.compiler(self.engine))
+            grammars = [*request.grammars, *[None] * (self.width - self.batch)]
+            self.guide = guide_of(grammars, vocabulary, device, terms.compiler(self.engine), self.target.static)
         context = Context(
-            rows=self.batch, slots=rows.slots, device=self.target.device, compile=terms.compiler(self.engine),
+            rows=self.width, slots=rows.slots, device=self.target.device, compile=terms.compiler(self.engine),
             vocab_size=self.target.vocab_size, sequences=self.session.view(max(self.lengths))[1], coupled=coupled,
             plan=request.plan, sampling=rows.sampling, guide=self.guide, **request.context,
         )  # fmt: skip
@@ -248,10 +301,14 @@ class _Call:
     def _block(self, draft: Draft) -> NodeBlock:
         """A checked draft as the core wants it."""
         guesses, tree = self.blocks.of(draft, self.request.strategy.name)
-        end = max(self.lengths) + guesses.shape[1] + 1
+        for drafter in self.drafters:
+            drafter.proposed = len(draft.topology)
+        # Where steps may be recorded there is room from the beginning: nobody looks later.
+        end = (self.longest if self.target.static else max(self.lengths)) + guesses.shape[1] + 1
         self.session.reserve(end)
         self.report.nodes = max(self.report.nodes, guesses.shape[1] + 1)
-        text, self.unread = (self.unread, max(self.lengths) - 1 - self.unread), 0
+        text = (self.unread, max(self.lengths) - 1 - self.unread) if self.unread else (0, 0)
+        self.unread = 0
         return NodeBlock(guesses, tree, self.session.view(end)[0], text=text)
 
     def _masked(self, draft: Draft, block: NodeBlock) -> NodeBlock:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import UnsupportedError
+from .samples import Sample, writes_counted
 
 #: Matrices with fewer elements are left alone: calling oneDNN costs more than its kernel saves.
 SMALLEST = 128 * 128
@@ -48,6 +49,7 @@ class PackedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype != self.packed.dtype:
+            _refuse_freed(self.weight)
             return F.linear(x, self.weight, self.bias)  # raises PyTorch's own error, or is autocast's business
         return packed_linear(x, self.packed, self.bias, self.out_features)
 
@@ -59,6 +61,7 @@ class PackedConv1D(Conv1D):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype != self.packed.dtype:
+            _refuse_freed(self.weight)
             return super().forward(x)
         return packed_linear(x, self.packed, self.bias, self.nf)
 
@@ -80,17 +83,24 @@ class PackedWeight:
     def __init__(self, source: Tensor, matrix: Callable[[Tensor], Tensor]) -> None:
         self.source, self._matrix = source, matrix
         self.packed = _reorder(matrix(source.detach()))
-        self._packed_from = _state(source)
+        self.settle()
+
+    def settle(self) -> None:
+        """Notes that the packed copy has the parameter's present values, or all that there is if the parameter was freed."""
+        self._packed_from = _state(self.source)
+        self._sample = Sample(self.source) if self.source.numel() else None
 
     @property
     def stale(self) -> bool:
         """Whether the parameter has changed since it was packed."""
-        return _state(self.source) != self._packed_from
+        if _state(self.source) != self._packed_from:
+            return True
+        return self._sample is not None and self._sample.changed
 
     def repack(self) -> None:
         """Packs the parameter's present values into the same tensor: graphs that hold it see them."""
         self.packed.copy_(_reorder(self._matrix(self.source.detach())))
-        self._packed_from = _state(self.source)
+        self.settle()
 
     def dense(self) -> Tensor:
         """The weight in its original layout, bit for bit."""
@@ -131,7 +141,7 @@ class Packing:
 
 
 @torch.no_grad()
-def pack(model: nn.Module, smallest: int = SMALLEST) -> Packing:
+def pack(model: nn.Module, smallest: int | None = None) -> Packing:
     """Makes the linear layers of `model`, a private tree, multiply by packed copies of their weights.
 
     Packed are plain linear layers with dense weights on the CPU in a type that oneDNN multiplies on this machine. Left
@@ -139,8 +149,9 @@ def pack(model: nn.Module, smallest: int = SMALLEST) -> Packing:
     parametrized layers, batched experts, other devices.
 
     Args:
-        smallest: matrices with fewer elements are left alone.
+        smallest: matrices with fewer elements are left alone; None is :data:`SMALLEST`.
     """
+    smallest = SMALLEST if smallest is None else smallest
     packing = Packing()
     distinct: dict[int, PackedWeight] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -198,16 +209,70 @@ def _reorder(matrix: Tensor) -> Tensor:
 
 
 def _state(source: Tensor) -> tuple:
-    """Differs after an in-place change; inference tensors do not count theirs."""
-    return source.data_ptr(), 0 if source.is_inference() else source._version
+    """Differs after an in-place change that PyTorch counts."""
+    return source.data_ptr(), writes_counted(source)
+
+
+class FreedParameter(nn.Parameter):
+    """Stands in a model where a weight was freed: it tells shape, type and device, and every other use is an error."""
+
+    def __new__(cls, original: nn.Parameter) -> FreedParameter:
+        nothing = torch.full((1, 1), torch.nan, dtype=original.dtype).expand(original.shape)
+        return super().__new__(cls, nothing, original.requires_grad)  # type: ignore[return-value]
+
+    def __init__(self, original: nn.Parameter) -> None: ...
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            name = getattr(getattr(func, "__self__", None), "__name__", "")
+        if name not in _TOLD:
+            raise freed_error()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __repr__(self, **_: object) -> str:
+        return f"FreedParameter(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: dict) -> FreedParameter:
+        raise freed_error()
+
+    def __reduce_ex__(self, protocol: object) -> tuple:
+        raise freed_error()
+
+
+#: What may be asked of a freed weight.
+_TOLD = {
+    "shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad", "grad_fn", "is_leaf", "is_meta", "is_sparse",
+    "is_quantized", "is_nested", "is_cuda", "is_cpu", "is_mkldnn", "names", "itemsize", "nbytes", "_version", "size", "dim",
+    "ndimension", "numel", "nelement", "stride", "element_size", "data_ptr", "storage_offset", "is_contiguous",
+    "is_floating_point", "is_complex", "is_inference", "is_signed", "get_device", "__len__", "__hash__", "untyped_storage",
+}  # fmt: skip
+
+
+def freed_error() -> UnsupportedError:
+    return UnsupportedError(
+        "this model's weights were freed (setting weights='packed'), since a packed copy of them decodes. Call "
+        "decoders.release(model) or decoders.disable(model) to get them back before you run, copy, change, train or save it "
+        "without strategy=; the next call with strategy= frees them again unless weights='keep'"
+    )
+
+
+def _refuse_freed(weight: Tensor) -> None:
+    if weight.stride() == (0, 0):
+        raise freed_error()
 
 
 @dataclass
 class FreedWeights:
-    """The dense weights that :func:`free_originals` took from a model, and what is needed to give them back."""
+    """The dense weights that :func:`free_originals` took from a model, and what is needed to give them back.
 
-    places: list[tuple[nn.Module, str, nn.Parameter, PackedWeight]] = field(default_factory=list)
-    hooks: list[torch.utils.hooks.RemovableHandle] = field(default_factory=list)
+    Attributes:
+        places: the module and the name that a weight has there, the parameter, what stands in for it, its packed copy.
+    """
+
+    places: list[tuple[nn.Module, str, nn.Parameter, FreedParameter, PackedWeight]] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -219,8 +284,8 @@ class FreedWeights:
 def free_originals(model: nn.Module, packing: Packing) -> FreedWeights:
     """Frees the dense copy of every weight of `model` that only packed layers use; `packing` is of a twin of its tree.
 
-    Until :func:`restore_originals`, the model itself cannot run or be saved: its weights are on the meta device, and
-    calling it raises an error that says so. Weights that are also looked up (tied embeddings) stay.
+    Until :func:`restore_originals`, the model itself cannot run, change or be saved: its weights are
+    :class:`FreedParameter`, which say so. Weights that are also looked up (tied embeddings) stay.
     """
     users: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -236,46 +301,40 @@ def free_originals(model: nn.Module, packing: Packing) -> FreedWeights:
             continue
         if any(packing.layers[path][1] is not weight for path, *_ in places):
             continue
+        stands: dict[int, FreedParameter] = {}
         for path, module, name in places:
             original = module._parameters[name]
-            if original.is_meta:  # one module under two names
+            if isinstance(original, FreedParameter):  # one module under two names
                 continue
-            freed.places.append((module, name, original, weight))
-            module._parameters[name] = nn.Parameter(torch.empty_like(original, device="meta"), original.requires_grad)
+            stand_in = stands.setdefault(id(original), FreedParameter(original))
+            freed.places.append((module, name, original, stand_in, weight))
+            module._parameters[name] = stand_in
             # Layers read the shape, type and device of their weight; the values are never used.
             twin = packing.layers[path][0]
             nothing = torch.full((1, 1), torch.nan, dtype=original.dtype).expand(original.shape)
             twin._parameters[name] = nn.Parameter(nothing, requires_grad=False)
-            freed.hooks.append(module.register_forward_pre_hook(_refuse))
-        for *_, original, freed_weight in freed.places:
+        for _, _, original, _, freed_weight in freed.places:
             if freed_weight is weight:
-                original.data = original.data.new_empty(0)
-        weight._packed_from = _state(weight.source)
-    if freed.places:
-        freed.hooks.append(model.register_state_dict_pre_hook(_refuse))
+                with torch.inference_mode(original.is_inference()):
+                    original.data = original.data.new_empty(0)
+        weight.settle()
     return freed
 
 
 @torch.no_grad()
 def restore_originals(freed: FreedWeights, packing: Packing) -> None:
-    """Gives the model back its parameters, the very objects, with their values bit for bit."""
-    for hook in freed.hooks:
-        hook.remove()
+    """Gives the model back its parameters, the very objects, with their values bit for bit; others' stay in their places."""
     dense: dict[int, Tensor] = {}
-    for module, name, original, weight in freed.places:
-        if id(weight) not in dense:
-            dense[id(weight)] = weight.dense()
-        original.data = dense[id(weight)]
-        module._parameters[name] = original
-        weight._packed_from = _state(weight.source)
+    for module, name, original, stand_in, weight in freed.places:
+        with torch.inference_mode(original.is_inference()):
+            if id(weight) not in dense:
+                dense[id(weight)] = weight.dense()
+            original.data = dense[id(weight)]
+        if module._parameters.get(name) is stand_in:
+            module._parameters[name] = original
     for layer, weight in packing.layers.values():
-        layer._parameters["weight"] = weight.source
+        if weight.source.numel():
+            layer._parameters["weight"] = weight.source
+    for *_, weight in freed.places:
+        weight.settle()
     freed.places.clear()
-    freed.hooks.clear()
-
-
-def _refuse(module: nn.Module, *_: object) -> None:
-    raise UnsupportedError(
-        "this model's weights were freed, since a packed copy of them decodes: call decoders.release(model) or "
-        "decoders.disable(model) to get them back before you run, train or save it without strategy=."
-    )

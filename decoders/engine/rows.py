@@ -56,12 +56,17 @@ class Rows:
         return self.tokens.shape[1]
 
     def started(self, prompts: list[Tensor], new_tokens: int, sampling: SamplingInputs) -> Rows:
-        """These rows with `prompts` (1-D int64 tensors) in slots 0 …, each of which may grow by `new_tokens`."""
+        """These rows with `prompts` (1-D int64 tensors) in slots 0 …, each of which may grow by `new_tokens`.
+
+        Rows that are left over hold one token and have ended.
+        """
+        added = len(self.tokens) - len(prompts)
+        self.finished.copy_(torch.tensor([False] * len(prompts) + [True] * added))
+        prompts = [*prompts, *[self.tokens.new_zeros(1)] * added]
         for row, prompt in enumerate(prompts):
             self.tokens[row, : len(prompt)] = prompt
         self.length.copy_(torch.tensor([len(prompt) for prompt in prompts]))
         self.prompt_length.copy_(self.length)
-        self.finished.zero_()
         torch.add(self.length, new_tokens, out=self.limit)
         return replace(self, sampling=sampling)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,15 +10,13 @@ import torch
 from torch import Tensor
 
 from ..strategy import Sequences
-from .invariance import round_up, round_view
+from .blocks import Blocks
+from .buckets import prefill_chunks, round_up, row_bucket, slots_for, view_bucket
+from .capture import Recorder, Recordings
 from .rows import Rows
 from .sampling import SamplingInputs
 from .target import Target
 
-#: Slots come in multiples of this, and a view is at least one smaller than the cache.
-VIEW_STEP = 64
-#: Blocks up to this size fit behind the longest row without growing the cache.
-BLOCK_MARGIN = 64
 #: Free sessions that keep their buffers.
 KEPT_SESSIONS = 2
 
@@ -41,41 +38,63 @@ NOTHING = KeptText(torch.empty(0, dtype=torch.int64))
 
 
 class Session:
-    """Rows of one batch size, their views, and what the last call left in them.
+    """Rows of one batch size, their views, what the last call left in them, and the steps recorded with them.
 
     Attributes:
         rows: on the device.
-        batch: number of rows.
+        batch: number of rows; where sizes are static it may exceed that of a call, whose rows come first.
+        blocks: drafts as the core wants them.
+        recordings: steps that work on these very tensors; None where nothing can be recorded.
         texts: per row, what the slots hold while no call uses the session.
     """
 
-    def __init__(self, target: Target, batch: int, slots: int) -> None:
+    def __init__(self, target: Target, batch: int, slots: int, recorder: Recorder | None = None) -> None:
         self.target, self.batch = target, batch
         self.rows = Rows.allocate(target, batch, slots)
+        self.blocks = Blocks(batch, target.device, target.static, target.multiple)
+        self.recordings = Recordings(recorder) if recorder is not None else None
         self.texts = [NOTHING] * batch
         self._views: dict[int, tuple[Tensor, Sequences]] = {}
+        self._sampling: dict[tuple[int, int], SamplingInputs] = {}
 
     def start(self, prompts: list[Tensor], new_tokens: int, sampling: SamplingInputs) -> None:
         """Puts a call's prompts in the rows; keys and values are still to be computed (:meth:`prefill`)."""
         self.rows = self.rows.started(prompts, new_tokens, sampling)
         self._views.clear()
 
+    def own(self, sampling: SamplingInputs) -> SamplingInputs:
+        """The values of `sampling` in tensors that later calls with as many of them get, too: recorded steps read these."""
+        sizes = len(sampling.values), len(sampling.stop_tokens)
+        kept = self._sampling.setdefault(sizes, sampling)
+        if kept is not sampling:
+            for name, tensor in vars(kept).items():
+                tensor.copy_(getattr(sampling, name))
+        return kept
+
     def view(self, length: int) -> tuple[Tensor, Sequences]:
         """``range`` of the slots that attention looks at to cover `length`, and the rows' tokens in them.
 
-        FlexAttention skips unused blocks by itself and wants static sizes: it gets all slots.
+        Where sizes are static these are all slots, so that a row's length is no shape. FlexAttention skips unused blocks by
+        itself.
         """
-        slots = self.rows.slots if self.target.flex else round_view(length)
+        slots = self.rows.slots if self.target.static_slots else view_bucket(length)
         if slots not in self._views:
             self._views[slots] = (self.rows.range[:slots], self.rows.sequences(slots))
         return self._views[slots]
 
     def reserve(self, length: int) -> None:
         """Makes room for a block that ends at `length`; what the rows hold stays."""
-        # A view must stay smaller than the cache: the graph was made with two different sizes.
-        if (length + VIEW_STEP if self.target.flex else round_view(length)) >= self.rows.slots:
-            self.rows = self.rows.grown(slots_for(2 * length, self.target.flex))
-            self._views.clear()
+        # Otherwise a view must stay smaller than the cache (see slots_for).
+        static = self.target.static_slots
+        if (length > self.rows.slots) if static else (view_bucket(length) >= self.rows.slots):
+            self.grow(slots_for(2 * length, static))
+
+    def grow(self, slots: int) -> None:
+        """Gives every row room for `slots` tokens. What was recorded knows the old tensors only: it is dropped."""
+        self.rows = self.rows.grown(slots)
+        self._views.clear()
+        if self.recordings is not None:
+            self.recordings.clear()
 
     def prefill(self, lengths: list[int], reused: list[int], chunk: int, leave: bool) -> tuple[list[int], int]:
         """Stores keys and values of all prompt tokens but each row's last, which is node 0 of the first block.
@@ -99,8 +118,10 @@ class Session:
         left = (unread - 1) % chunk + 1 if leave and unread else 0
         rows = self.rows
         begin = torch.tensor(starts, device=rows.tokens.device)
-        for done in range(0, unread - left, chunk):
-            count = min(chunk, unread - left - done)
+        for done, count in prefill_chunks(unread - left, chunk, self.target.static):
+            if self.target.static:  # what is read behind the end needs room as well
+                self.reserve(max(starts) + done + count)
+                rows = self.rows
             slots = begin[:, None] + torch.arange(done, done + count, device=begin.device)
             latest = max(starts) + done
             view = self.view(latest + count)[0]
@@ -108,9 +129,10 @@ class Session:
         return starts, left
 
     def keep(self, lengths: list[int]) -> None:
-        """Notes that the first so many tokens of each row have their keys and values in their slots."""
+        """Notes that the first so many tokens of each row, from the first row on, have their keys and values in their slots."""
         tokens = self.rows.tokens.cpu()
         self.texts = [KeptText(tokens[row, :length].clone()) for row, length in enumerate(lengths)]
+        self.texts += [NOTHING] * (self.batch - len(lengths))
 
     def forget(self) -> None:
         """Notes that the slots hold nothing of use."""
@@ -118,10 +140,14 @@ class Session:
 
 
 class Sessions:
-    """The sessions of one model. A call takes one for itself; the last ones used are kept."""
+    """The sessions of one model. A call takes one for itself; the last ones used are kept.
 
-    def __init__(self, target: Target) -> None:
-        self.target = target
+    Args:
+        recorder: records steps, where the device can.
+    """
+
+    def __init__(self, target: Target, recorder: Recorder | None = None) -> None:
+        self.target, self.recorder = target, recorder
         self._free: list[Session] = []
 
     @property
@@ -131,20 +157,24 @@ class Sessions:
 
     @contextmanager
     def open(
-        self, prompts: list[Tensor], new_tokens: int, sampling: SamplingInputs, slots: int, reuse: bool
-    ) -> Iterator[Opened]:
-        """A session whose rows hold `prompts`, with room for `slots` tokens in each; it is free again afterwards.
+        self, prompts: list[Tensor], new_tokens: int, sampling: SamplingInputs, slots: int, reuse: bool,
+        shared: bool = False,
+    ) -> Iterator[Opened]:  # fmt: skip
+        """A session whose first rows hold `prompts`, with room for `slots` tokens in each; it is free again afterwards.
+
+        Its rows read the very tensors of `sampling` if these are `shared`, and else the session's own copy of them.
 
         Without `reuse` it holds nothing of earlier texts. Nor does it for later calls unless the caller says what to
         :meth:`Session.keep`.
         """
         texts = [prompt.cpu() for prompt in prompts]
-        session = self._take(texts, slots_for(slots, self.target.flex))
+        texts += [torch.zeros(1, dtype=torch.int64)] * (row_bucket(len(texts), self.target.static) - len(texts))
+        session = self._take(texts, slots_for(slots, self.target.static_slots))
         try:
             reusable = self._fill(session, texts) if reuse else [0] * len(texts)
             session.forget()
-            session.start(prompts, new_tokens, sampling)
-            yield Opened(session, reusable)
+            session.start(prompts, new_tokens, sampling if shared else session.own(sampling))
+            yield Opened(session, reusable, [len(text) for text in texts])
         finally:
             self._free.append(session)
             del self._free[:-KEPT_SESSIONS]
@@ -153,6 +183,12 @@ class Sessions:
         """Weights have changed: nothing that is kept is theirs."""
         for session in self._free:
             session.forget()
+
+    def forget_recordings(self) -> None:
+        """Weights are elsewhere: what was recorded reads where they were."""
+        for session in self._free:
+            if session.recordings is not None:
+                session.recordings.clear()
 
     def release(self) -> None:
         """Frees all buffers that no call uses."""
@@ -167,12 +203,12 @@ class Sessions:
         fitting = [session for session in self._free if session.batch == len(texts)]
         best = max(fitting, key=lambda s: (_continued(s, texts), -self._free.index(s)), default=None)
         if best is None or (_continued(best, texts) < 0.5 and len(self._free) < KEPT_SESSIONS):
-            return Session(self.target, len(texts), slots)
+            return Session(self.target, len(texts), slots, self.recorder)
         self._free.remove(best)
         if best.rows.slots < slots:
-            best.rows = best.rows.grown(slots)
+            best.grow(slots)
         elif best.rows.slots > 4 * slots:  # one long call must not hold its memory for ever
-            return Session(self.target, len(texts), slots)
+            return Session(self.target, len(texts), slots, self.recorder)
         return best
 
     def _fill(self, session: Session, texts: list[Tensor]) -> list[int]:
@@ -201,10 +237,16 @@ class Sessions:
 
 @dataclass(frozen=True)
 class Opened:
-    """A session in use. reusable: per row, the prompt tokens whose keys and values are in their slots already."""
+    """A session in use.
+
+    Attributes:
+        reusable: per row, the prompt tokens whose keys and values are in their slots already. lengths: tokens per row; rows
+            that a call has not asked for hold one.
+    """
 
     session: Session
     reusable: list[int]
+    lengths: list[int]
 
 
 def _continued(session: Session, texts: list[Tensor]) -> float:
@@ -213,9 +255,3 @@ def _continued(session: Session, texts: list[Tensor]) -> float:
     if not held:
         return 1.0
     return sum(text.shared_with(prompt) for text, prompt in zip(session.texts, texts, strict=True)) / held
-
-
-def slots_for(tokens: int, static: bool) -> int:
-    """Slots per row for `tokens` and a block behind them; a power of two where each size is a graph."""
-    slots = tokens + BLOCK_MARGIN
-    return 1 << math.ceil(math.log2(slots + VIEW_STEP)) if static else round_view(slots) + VIEW_STEP

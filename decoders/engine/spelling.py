@@ -83,6 +83,11 @@ class DeviceHabits:
         self.time = torch.zeros((), dtype=torch.int64, device=device)
         self._window: int | None = None
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What has been learnt; the rest is the vocabulary's."""
+        return self.after, self.begun, self.time, self.sizes, self.leads
+
     def read(self, sequences: Sequences) -> None:
         """Learns from the rows as committed."""
         tokens, length = sequences.tokens, sequences.length[:, None]

@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Hashable
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
+from .cache import CacheBuffers
 from .compiler import private
 
 #: Shapes that one function is compiled for; buckets keep well below it.
@@ -17,7 +20,7 @@ MOST_SHAPES = 512
 
 
 def compile_static(function: Callable) -> Callable:
-    """`function` as one graph for the sizes of its first call. Guards on modules are dropped, as in :mod:`.compiler`."""
+    """`function` as one graph for the sizes of its first call. Guards on modules are dropped: the engine compares the weights."""
     options = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
     return torch.compile(function, fullgraph=True, dynamic=False, options=options)
 
@@ -34,7 +37,7 @@ class PerShape:
         most: keys beyond so many are not compiled.
 
     Attributes:
-        on_compile: told the seconds of every first call of a key.
+        on_compile: told the seconds of every first call of a key. runs: calls that ran compiled.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class PerShape:
         self.on_compile: Callable[[float], None] = lambda seconds: None
         self._compiled: dict[Hashable, Callable | None] = {}
         self._warned = False
+        self.runs = 0
 
     def __len__(self) -> int:
         """Keys seen so far, those that could not be compiled included."""
@@ -64,7 +68,9 @@ class PerShape:
         if compiled is None:
             return self.fallback(*args)
         try:
-            return compiled(*args)
+            result = compiled(*args)
+            self.runs += 1
+            return result
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # raised before anything has run
             self._compiled[key] = None
             self._warn(error)
@@ -82,6 +88,7 @@ class PerShape:
             self._warn(error)
             return self.fallback(*args)
         self._compiled[key] = compiled
+        self.runs += 1
         self.on_compile(time.perf_counter() - started)
         return result
 
@@ -93,3 +100,25 @@ class PerShape:
             )  # inductor appends all of its input
             warnings.warn(f"{name} could not be compiled, running it uncompiled instead: {what}", stacklevel=4)
             self._warned = True
+
+
+class WholeStep(PerShape):
+    """A method of a core as one graph for every shape of its arguments, and the method itself where that fails."""
+
+    def __call__(self, *args: Any) -> Any:  # type: ignore[override]
+        return super().__call__(shape_key(args), *args)
+
+
+def shape_key(value: Any) -> Hashable:
+    """What compiled code depends on in an argument: sizes and layout of tensors, values of numbers, the type of all else."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, CacheBuffers):  # all layers are as long as the first
+        return len(value.keys), value.keys[0].shape
+    if isinstance(value, bool | int | float | str | None):
+        return value
+    if isinstance(value, list | tuple):
+        return tuple([shape_key(item) for item in value])
+    if is_dataclass(value):
+        return type(value), *[shape_key(getattr(value, part.name)) for part in fields(value)]
+    return type(value), str(getattr(value, "settings", ""))

@@ -9,17 +9,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..tree import Topology
+
 #: Objects that are themselves or another, with nothing inside that a call would change.
 _OPAQUE = (
     nn.Module, type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, torch.device, torch.dtype,
-    str, bytes, int, float, bool, complex, type(None),
+    str, bytes, int, float, bool, complex, type(None), Topology,
 )  # fmt: skip
+
+
+class Same:
+    """Something that must be the very same object in a later call, and is not looked into."""
+
+    __slots__ = ("thing",)
+
+    def __init__(self, thing: Any) -> None:
+        self.thing = thing
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.thing is other.thing
+
+    def __hash__(self) -> int:
+        return id(self.thing)
 
 
 def find_tensors(root: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Everything inside `root`, by the path that leads to it: tensors, and whatever is neither a tensor nor looked into.
 
-    Lists, tuples, dicts and plain objects' attributes are looked into; functions, modules and classes are not.
+    Lists, tuples, dicts and plain objects' attributes are looked into; functions, modules and classes are not. An object with a
+    method `static_parts` says itself what there is to look at.
     """
     tensors: dict[str, Tensor] = {}
     others: dict[str, Any] = {}
@@ -41,6 +59,9 @@ def _leaves(value: Any, path: str, above: set[int]) -> Iterator[tuple[str, Any]]
         yield path, (type(value), len(value))
         for key, item in value.items():
             yield from _leaves(item, f"{path}[{key!r}]", above)
+    elif hasattr(type(value), "static_parts"):
+        yield path, type(value)
+        yield from _leaves(value.static_parts(), path, above)
     elif hasattr(value, "__dict__"):
         yield path, type(value)
         for name, item in vars(value).items():
@@ -58,8 +79,15 @@ class StaticInputs:
     """
 
     def __init__(self, root: Any) -> None:
-        self._root = root  # keeps alive what is compared by identity
+        self.root = root  # keeps alive what is compared by identity
         self.tensors, self.others = find_tensors(root)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the tensors are still the same ones, and no more. What steps have moved cannot be given another call's values."""
+        tensors, _ = find_tensors(self.root)
+        same = tensors.keys() == self.tensors.keys()
+        return same and all(self.tensors[path].data_ptr() == tensor.data_ptr() for path, tensor in tensors.items())
 
     def load(self, root: Any, copy: Callable[[Tensor, Tensor], None] = Tensor.copy_) -> bool:
         """Copies the values of `root`'s tensors in, or says that it does not fit, with nothing copied."""

@@ -30,13 +30,12 @@ def make_step(
 ) -> StepFunction:
     """The step of one call. verifier: None where the built-in rule decides."""
     core = engine.core(request.plan)
-    batch = len(request.prompts)
     if request.processors is None and verifier is None:
-        step = engine.whole(core, "step", batch, request.compile, report)
+        step = engine.whole(core, "step", request.compile, report)
         return lambda draft, block, rows: step(block, rows)
-    forward = engine.whole(core, "forward", batch, request.compile, report)
+    forward = engine.whole(core, "forward", request.compile, report)
     if verifier is not None:
-        judge = engine.judge(core, verifier, request.compile, report)
+        judge = engine.whole(core, "judge", request.compile, report)
         return judged(forward, judge, verifier, request.strategy.name)
 
     def on_host(draft: Draft, block: NodeBlock, rows: Rows) -> StepOutput:

@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 
 from ..errors import UnsupportedError
 from ..tree import Topology, TreeTensors
-from . import attention, flex, invariance
+from . import attention, buckets, flex, invariance
 from .cache import CacheBuffers, LayerSpec, LayoutProbe, SlotCache
 from .packing import pack
+from .samples import Samples, writes_counted
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,9 @@ class Target:
     CPU's kernels once; whatever runs the model runs on that copy.
 
     Attributes:
-        packing: the packed matrices. weights: what they were packed from.
+        static: whether code is compiled for one size each, so that sizes are rounded to buckets.
+        packing: the packed matrices.
+        weights, samples: what they were packed from.
         multiple: blocks and stretches of text have a multiple of so many nodes.
 
     Raises:
@@ -47,14 +50,11 @@ class Target:
         refuse_unfit(model)
         attention.register()
         self.flex = backend == "flex"
+        self.static = buckets.static_shapes(model.device)
         self.kinds, kind_of_layer = attention.layer_kinds(model.config)
         self.model = share_weights(model)
         self.model.set_attn_implementation(flex.NAME if self.flex else attention.NAME)
-        for module in self.model.modules():
-            layer = getattr(module, "layer_idx", None)
-            if isinstance(layer, int) and layer < len(kind_of_layer):
-                setattr(module, attention.KIND_ATTRIBUTE, kind_of_layer[layer])
-                setattr(module, flex.KINDS_ATTRIBUTE, self.kinds)
+        flex.prepare(self.model, self.kinds, kind_of_layer)
         self.embeddings = model.get_input_embeddings().num_embeddings
         self.vocab_size = model.get_output_embeddings().weight.shape[0]
         self.max_positions = context_length(model)
@@ -62,17 +62,22 @@ class Target:
         # The hidden states are taken where the head reads them: no model has to be asked how it names or norms them.
         self._watch_head()
         self.packing = pack(self.model)
-        self.weights = Weights.of(model)
+        self.remember(model)
         self.layout, groups = probe_layout(self.model, len(self.kinds), self.flex)
         self.group = groups.pop() if len(groups) == 1 else 1
         self.reads_ahead = "logits_to_keep" in inspect.signature(self.model.forward).parameters
         self._head_inputs.clear()
         self.dtype = self.layout[0].dtype
         self.device = self.layout[0].device
-        self.multiple = invariance.row_multiple(self.dtype, self.device)
+        self.multiple = buckets.row_multiple(self.dtype, self.device)
         if self.multiple > 1:
             invariance.align_activations(self.model)
         self._self_check(model)
+
+    @property
+    def static_slots(self) -> bool:
+        """Whether attention always looks at all slots: FlexAttention does so everywhere, and skips what is not in use."""
+        return self.static or self.flex
 
     def _watch_head(self) -> None:
         seen: list[Tensor] = []
@@ -88,10 +93,14 @@ class Target:
         twin._watch_head()
         return twin
 
-    def repack(self, weights: Weights) -> None:
+    def repack(self, model: PreTrainedModel) -> None:
         """Packs again what has been written since; compiled code and recorded steps see the new values."""
         self.packing.repack()
-        self.weights = weights
+        self.remember(model)
+
+    def remember(self, model: PreTrainedModel) -> None:
+        """Notes the present weights of `model` as those that were packed."""
+        self.weights, self.samples = Weights.of(model), Samples((*model.parameters(), *model.buffers()))
 
     def forward(
         self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor
@@ -109,7 +118,14 @@ class Target:
         return ForwardResult(output.logits.float(), self._head_inputs.pop())
 
     def read(
-        self, tokens: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor, latest: int, keep: int
+        self,
+        tokens: Tensor,
+        base: Tensor,
+        tree: TreeTensors,
+        buffers: CacheBuffers,
+        view: Tensor,
+        latest: int,
+        keep: int,
     ) -> ForwardResult:
         """As :meth:`forward`, for a block that begins with a stretch of text; results of its last `keep` nodes only.
 
@@ -273,7 +289,7 @@ class Weights:
             for module in model.modules()
         )
         shapes = tuple((id(t), t.dtype, t.device, t.shape) for t in tensors)
-        return cls((shapes, modules), tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors))
+        return cls((shapes, modules), tuple((t.data_ptr(), writes_counted(t)) for t in tensors))
 
     def replaces(self, other: Weights) -> bool:
         """Whether these are `other` with other values, so that nothing but the packed copies has to follow."""

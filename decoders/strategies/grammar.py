@@ -33,6 +33,8 @@ class Grammar(Strategy):
     def start(self, context: Context) -> Guide:
         if context.guide is None:  # as a part of another strategy; by itself the call was refused
             raise UnsupportedError("strategy 'grammar' needs grammar=")
+        if context.sequences is not None:
+            context.guide.expect(context.sequences)
         return context.guide
 
     def propose(self, state: Guide, sequences: Sequences) -> Draft:

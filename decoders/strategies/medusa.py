@@ -10,6 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ..engine.candidates import candidates
+from ..engine.packing import FreedParameter
 from ..engine.sampling import SamplingInputs, SamplingPlan
 from ..errors import SettingsError, UnsupportedError
 from ..medusa.files import check_fit, find_heads, load_heads
@@ -137,6 +138,10 @@ class Medusa(Strategy):
         if context.level > 0:
             raise UnsupportedError("medusa cannot draft for a draft model: its heads read the target's hidden states")
         weight = context.model.get_output_embeddings().weight
+        if isinstance(weight, FreedParameter):
+            raise UnsupportedError(
+                "medusa reads the output head, which weights='packed' has freed: take weights='keep'"
+            )
         folder = find_heads(self.settings.heads, context.model)
         heads = load_heads(folder, context.device, weight.dtype)
         check_fit(heads, context.model, folder)

@@ -277,12 +277,16 @@ def test_strategy_settings_and_sampling_reach_the_call(checkpoint: str, tmp_path
 
 def test_warmup_reports_each_strategy(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DECODERS_COMPILE", "0")
-    result = run("warmup", checkpoint, "--strategy", "autoregressive", "--strategy", "prompt-lookup", "--json")
+    options = ["--strategy", "autoregressive", "--strategy", "prompt-lookup", "--rows", "1", "--rows", "2"]
+    result = run("warmup", checkpoint, *options, "--json")
     assert result.exit_code == 0, result.output
-    assert [(row["strategy"], row["compilations"]) for row in json.loads(result.stdout)] == [
-        ("autoregressive", 0),
-        ("prompt-lookup", 0),
+    done = json.loads(result.stdout)
+    assert done["pack_seconds"] > 0 and done["compilations"] == 0
+    assert [(part["strategy"], part["rows"]) for part in done["parts"]] == [
+        (strategy, rows) for rows in (1, 2) for strategy in ("autoregressive", "prompt_lookup")
     ]
+    told = run("warmup", checkpoint, "--strategy", "autoregressive", "--sampling").stdout
+    assert "autoregressive, 1 row: " in told and "autoregressive, 1 row, sampled: " in told
 
 
 @pytest.mark.parametrize(

@@ -54,35 +54,53 @@ def test_every_head_is_written():
 
 
 def test_reads_come_before_writes():
-    buffers = filled(1, 4)
+    buffers = filled(1, 5)
     before = [t.clone() for t in buffers.keys + buffers.values]
-    move_slots(buffers, torch.tensor([[1, 2, 3]]), torch.tensor([[0, 1, 2]]))  # a shift that overlaps itself
+    move_slots(buffers, torch.tensor([1]), torch.tensor([[1, 2, 3]]))  # a shift that overlaps itself
     for old, new in zip(before, buffers.keys + buffers.values, strict=True):
-        assert torch.equal(new[:, :, :3], old[:, :, 1:])
-        assert torch.equal(new[:, :, 3], old[:, :, 3])
+        assert torch.equal(new[:, :, :1], old[:, :, :1])
+        assert torch.equal(new[:, :, 1:4], old[:, :, 2:])
+        assert torch.equal(new[:, :, 4], old[:, :, 4])
 
 
 def test_moving_a_slot_onto_itself_changes_nothing():
-    buffers, slots = filled(2, 5), torch.arange(5).expand(2, 5)
+    buffers = filled(2, 7)
     before = [t.clone() for t in buffers.keys]
-    move_slots(buffers, slots, slots)
+    move_slots(buffers, torch.tensor([2, 0]), torch.arange(5).expand(2, 5))
     assert all(torch.equal(old, new) for old, new in zip(before, buffers.keys, strict=True))
 
 
 @given(st.data())
 def test_moves_equal_a_loop_over_copies(data):
     rows, slots, n = 2, 8, data.draw(st.integers(1, 5))
-    source = [data.draw(st.lists(st.integers(0, 7), min_size=n, max_size=n)) for _ in range(rows)]
-    target = [data.draw(st.permutations(range(8)))[:n] for _ in range(rows)]
+    path = [data.draw(st.lists(st.integers(0, n - 1), min_size=n, max_size=n)) for _ in range(rows)]
+    base = [data.draw(st.integers(0, slots - n)) for _ in range(rows)]
     buffers = filled(rows, slots)
     before = [t.clone() for t in buffers.keys + buffers.values]
-    move_slots(buffers, torch.tensor(source), torch.tensor(target))
+    move_slots(buffers, torch.tensor(base), torch.tensor(path))
     for old, new in zip(before, buffers.keys + buffers.values, strict=True):
         expected = old.clone()
         for row in range(rows):
-            for s, t in zip(source[row], target[row], strict=True):
-                expected[row, :, t] = old[row, :, s]
+            for place, node in enumerate(path[row]):
+                expected[row, :, base[row] + place] = old[row, :, base[row] + node]
         assert torch.equal(new, expected)
+
+
+def test_a_row_is_copied_from_another_cache_up_to_a_slot():
+    own, other = filled(2, 6), filled(3, 9)
+    before = [t.clone() for t in own.keys + own.values]
+    own.copy_row(1, other, 2, 4)
+    for old, new, source in zip(before, own.keys + own.values, other.keys + other.values, strict=True):
+        assert torch.equal(new[1, :, :4], source[2, :, :4])
+        assert torch.equal(new[1, :, 4:], old[1, :, 4:]) and torch.equal(new[0], old[0])
+
+
+def test_a_grown_cache_holds_what_it_held():
+    buffers = filled(2, 4)
+    grown = buffers.grown(9)
+    assert grown.slots == 9
+    for old, new in zip(buffers.keys + buffers.values, grown.keys + grown.values, strict=True):
+        assert torch.equal(new[:, :, :4], old) and not new[:, :, 4:].any()
 
 
 def test_cache_gives_attention_the_view_and_keeps_the_rest():

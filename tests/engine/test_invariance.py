@@ -15,8 +15,8 @@ from transformers.activations import ACT2FN
 import decoders
 from decoders.engine import invariance, target
 from decoders.engine.blocks import Blocks
+from decoders.engine.buckets import row_multiple, slots_for, view_bucket
 from decoders.engine.packing import pack
-from decoders.engine.session import slots_for
 from decoders.engine.target import Target
 from decoders.strategy import Draft
 from decoders.testing.exactness import prompts
@@ -56,7 +56,7 @@ def test_bits_that_depend_on_the_view_are_found(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_view_covers_its_length_with_little_excess_and_fits_into_the_cache() -> None:
     for length in range(1, 1200):
-        view = invariance.round_view(length)
+        view = view_bucket(length)
         assert length <= view < length + 192
         assert not 192 < (view - 1) % 512 + 1 < 384
         assert slots_for(length, False) > view
@@ -64,10 +64,14 @@ def test_a_view_covers_its_length_with_little_excess_and_fits_into_the_cache() -
 
 def test_low_precision_pads_blocks_on_the_cpu_alone() -> None:
     cpu = torch.device("cpu")
-    assert [invariance.row_multiple(dtype, cpu) for dtype in (torch.bfloat16, torch.float16, torch.float32)] == [4, 4, 1]
-    assert invariance.row_multiple(torch.bfloat16, torch.device("cuda")) == 1
+    assert [row_multiple(dtype, cpu) for dtype in (torch.bfloat16, torch.float16, torch.float32)] == [
+        4,
+        4,
+        1,
+    ]
+    assert row_multiple(torch.bfloat16, torch.device("cuda")) == 1
     for multiple, sizes in ((4, {0: 4, 3: 4, 4: 8, 10: 12}), (1, {0: 3, 2: 3, 3: 4, 10: 11})):
-        blocks = Blocks(2, cpu, multiple)
+        blocks = Blocks(2, cpu, multiple=multiple)
         for length, size in sizes.items():
             draft = Draft(torch.ones(2, length, dtype=torch.int64), Topology.chain(length))
             guesses, tree = blocks.of(draft, "test")

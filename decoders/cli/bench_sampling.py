@@ -1,0 +1,81 @@
+"""``decoders bench sampling``: what choosing a token costs, by plan, nodes and vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import UnknownNameError
+from .bench import footnote, numbers, pieces, progress_bar, write_json
+from .bench_grammar import vocabulary_sizes
+
+
+def sampling(
+    plans: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--plan", "-p", help="Plans, comma-separated or repeated: greedy, temperature, top_p … Default: all."
+        ),
+    ] = None,
+    nodes: Annotated[str, typer.Option(help="Nodes of a block, comma-separated.")] = "1,9,33",
+    vocabulary: Annotated[
+        str, typer.Option(help="Tokens of the vocabularies, comma-separated; k is 1000.")
+    ] = "32k,152k",
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each.")] = 20,
+    definitions: Annotated[
+        int,
+        typer.Option(min=0, help="Measurements of the processors' definitions, which sort the vocabulary; 0: none."),
+    ] = 3,
+    flat: Annotated[
+        bool, typer.Option("--flat", help="Logits of which thousands share the probability: the hardest to truncate.")
+    ] = False,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the CPU.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write everything as JSON; - is standard output.")
+    ] = None,
+) -> None:
+    """Measure what choosing the tokens of a block costs beside a forward pass: temperature, top_k, top_p and the like.
+
+    The logits are made up and fall as language models' do; no model is needed.
+    """
+    from rich.console import Console
+
+    quiet = json_file is not None and str(json_file) == "-"
+    progress_console, console = Console(stderr=True), Console(stderr=quiet)
+    sizes = vocabulary_sizes(vocabulary)
+    counts = numbers(nodes, "--nodes takes nodes of a block such as 1,9,33")
+
+    import torch
+
+    from ..bench import bandwidth, machine
+    from ..bench import sampling as s
+    from ..bench.sampling_tables import sampling_table
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    chosen = {}
+    for name in pieces(plans) or s.PLANS:
+        if name not in s.PLANS:
+            raise UnknownNameError("plan", name, s.PLANS)
+        chosen[name] = s.PLANS[name]
+    times: list[s.SamplingTime] = []
+    logits = s.flat if flat else s.text_like
+    with progress_bar(progress_console, len(sizes) * len(counts)) as advance:
+        for size in sizes:
+            for count in counts:
+                times += s.time_sampling(chosen, [count], size, repeats, logits, definitions)
+                advance(f"{count} nodes, {size} tokens")
+    for size in sizes:
+        console.print(sampling_table([time for time in times if time.vocabulary == size], f"{size:,} tokens · ms"))
+    where = torch.device("cpu")
+    facts = machine.facts(where) | {"copy_bandwidth": bandwidth.copy_bandwidth(where)}
+    console.print(footnote(facts), style="dim")
+    if json_file is not None:
+        run = {
+            "repeats": repeats, "definitions": definitions, "vocabularies": sizes, "nodes": counts, "flat": flat,
+            "plans": chosen,
+        }  # fmt: skip
+        write_json({"machine": facts, "run": run, "times": [asdict(time) for time in times]}, json_file)

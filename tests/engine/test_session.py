@@ -1,0 +1,251 @@
+"""What a session keeps between calls, and which keys and values a call may take over."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from decoders.engine import session as sessions
+from decoders.engine.rows import sampling_inputs
+from decoders.engine.session import KEPT_SESSIONS, KeptText, Session, Sessions, slots_for
+from decoders.engine.target import Target
+from decoders.testing import tiny_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3"])
+def target(request: pytest.FixtureRequest) -> Target:
+    return Target(tiny_model(request.param))
+
+
+def sampling(rows: int):
+    return sampling_inputs((), 0, rows, (), CPU)
+
+
+def texts(*texts: list[int]) -> list[Tensor]:
+    return [torch.tensor(text) for text in texts]
+
+
+def read(
+    pool: Sessions, prompts: list[Tensor], reuse: bool = True, chunk: int = 512, slots: int = 0
+) -> tuple[list, Session]:
+    """What a call does before its first step: per row the tokens not read, and the session."""
+    lengths = [len(prompt) for prompt in prompts]
+    with torch.no_grad(), pool.open(prompts, 4, sampling(len(prompts)), max(*lengths, slots) + 4, reuse) as opened:
+        reused, left = opened.session.prefill(lengths, opened.reusable, chunk, leave=False)
+        assert left == 0
+        opened.session.keep([length - 1 for length in lengths])
+    return reused, opened.session
+
+
+def assert_holds(session: Session, prompts: list[Tensor], target: Target) -> None:
+    """Every row has the keys and values that reading the whole prompt gives."""
+    for row, prompt in enumerate(prompts):
+        _, alone = read(Sessions(target), [prompt], reuse=False)
+        count = len(prompt) - 1
+        own, expected = session.rows.buffers, alone.rows.buffers
+        for ours, theirs in zip(own.keys + own.values, expected.keys + expected.values, strict=True):
+            torch.testing.assert_close(ours[row, :, :count], theirs[0, :, :count], rtol=1e-4, atol=1e-5)
+        assert torch.equal(session.rows.tokens[row, : len(prompt)], prompt)
+        assert torch.equal(session.texts[row].tokens, prompt[:-1])
+
+
+LONG = list(range(3, 43))
+
+
+@pytest.mark.parametrize(
+    ("kept", "prompt", "shared"),
+    [
+        ([], [1, 2], 0),
+        ([1, 2], [], 0),
+        ([1, 2, 3], [1, 2, 3], 3),
+        ([1, 2, 3], [1, 2, 3, 4], 3),
+        ([1, 2, 3], [1, 2], 2),
+        ([1, 2, 3], [1, 9, 3], 1),
+        ([1, 2, 3], [9, 2, 3], 0),
+    ],
+)
+def test_what_a_text_shares_with_a_prompt_is_their_common_beginning(kept: list, prompt: list, shared: int) -> None:
+    as_tensor = lambda tokens: torch.tensor(tokens, dtype=torch.int64)  # noqa: E731
+    assert KeptText(as_tensor(kept)).shared_with(as_tensor(prompt)) == shared
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 512])
+def test_a_longer_prompt_reads_only_the_rest(target: Target, chunk: int) -> None:
+    pool = Sessions(target)
+    read(pool, texts(LONG[:30]))
+    reused, session = read(pool, texts(LONG), chunk=chunk)
+    assert reused == [29]
+    assert_holds(session, texts(LONG), target)
+
+
+def test_the_same_prompt_and_a_shorter_one_read_nothing(target: Target) -> None:
+    pool = Sessions(target)
+    read(pool, texts(LONG))
+    assert read(pool, texts(LONG))[0] == [39]
+    reused, session = read(pool, texts(LONG[:12]))
+    assert reused == [11]
+    assert_holds(session, texts(LONG[:12]), target)
+
+
+def test_a_prompt_of_one_token_reads_nothing(target: Target) -> None:
+    pool = Sessions(target)
+    read(pool, texts(LONG))
+    assert read(pool, texts(LONG[:1]))[0] == [0]
+
+
+def test_rows_that_change_places_take_each_others_texts(target: Target) -> None:
+    first, second, third = LONG, LONG[::-1], LONG[::2] + LONG[1::2]
+    pool = Sessions(target)
+    read(pool, texts(first, second, third))
+    swapped = texts([*second, 50], [*third, 51], [*first, 52])
+    reused, session = read(pool, swapped)
+    assert reused == [39, 39, 39]
+    assert_holds(session, swapped, target)
+
+
+def test_a_batch_of_questions_on_one_document_reads_it_once(target: Target) -> None:
+    pool = Sessions(target)
+    read(pool, texts([*LONG, 60]))
+    questions = texts([*LONG, 61, 62], [*LONG, 63], [*LONG, 64, 65, 66])
+    reused, session = read(pool, questions)
+    assert reused == [39, 38, 40], "rows advance together: the one with most to read sets the pace"
+    assert_holds(session, questions, target)
+
+
+def test_one_row_takes_its_text_from_a_batch(target: Target) -> None:
+    pool = Sessions(target)
+    read(pool, texts(LONG, LONG[::-1]))
+    prompt = texts([*LONG[::-1], 50, 51])
+    reused, session = read(pool, prompt)
+    assert reused == [39]
+    assert_holds(session, prompt, target)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 512])
+def test_ragged_rows_with_different_shares_are_read(target: Target, chunk: int) -> None:
+    pool = Sessions(target)
+    read(pool, texts(LONG[:20], LONG[5:9]))
+    prompts = texts([*LONG[:20], 70, 71, 72], [*LONG[5:8], *LONG], [80, 81])
+    reused, session = read(pool, prompts, chunk=chunk)
+    assert_holds(session, prompts, target)
+    assert all(0 <= r < len(p) for r, p in zip(reused, prompts, strict=True))
+
+
+def test_a_session_grows_and_keeps_what_it_holds(target: Target) -> None:
+    pool = Sessions(target)
+    _, small = read(pool, texts(LONG))
+    slots = small.rows.slots
+    reused, session = read(pool, texts([*LONG, 90]), slots=2 * slots)
+    assert session is small and session.rows.slots > slots
+    assert reused == [39]
+    assert_holds(session, texts([*LONG, 90]), target)
+
+
+def test_one_long_call_does_not_hold_its_memory_for_ever(target: Target) -> None:
+    pool = Sessions(target)
+    for _ in range(KEPT_SESSIONS):
+        read(pool, texts(LONG), slots=4000)
+    for i in range(KEPT_SESSIONS):
+        _, session = read(pool, texts([i, *LONG[::-1]]))
+        assert session.rows.slots < 4000
+    assert max(s.rows.slots for s in pool._free) < 4000
+
+
+def test_another_text_leaves_the_first_one_alone_while_there_is_room(target: Target) -> None:
+    pool = Sessions(target)
+    read(pool, texts(LONG))
+    read(pool, texts(LONG[::-1]))
+    assert read(pool, texts([*LONG, 50]))[0] == [39]
+    assert read(pool, texts([*LONG[::-1], 50]))[0] == [39]
+
+
+def test_the_session_used_longest_ago_goes_first(target: Target) -> None:
+    pool = Sessions(target)
+    others = [[100 + i, *LONG] for i in range(KEPT_SESSIONS)]
+    read(pool, texts(LONG))
+    for other in others:
+        read(pool, texts(other))
+    assert len(pool._free) == KEPT_SESSIONS
+    assert read(pool, texts([*others[-1], 50]))[0] == [40]
+    assert read(pool, texts([*LONG, 50]))[0] == [0]
+
+
+def test_memory_is_bounded_whatever_the_numbers_of_rows(target: Target) -> None:
+    pool = Sessions(target)
+    largest = 0
+    for rows in (1, 2, 3, 4, 3, 2, 1, 5):
+        read(pool, texts(*[[rows, row, *LONG] for row in range(rows)]))
+        largest = max(largest, *(s.rows.buffers.nbytes for s in pool._free))
+        assert len(pool._free) <= KEPT_SESSIONS
+        assert pool.nbytes <= KEPT_SESSIONS * largest
+    pool.release()
+    assert pool.nbytes == 0
+
+
+def test_without_reuse_everything_is_read(target: Target) -> None:
+    pool = Sessions(target)
+    read(pool, texts(LONG))
+    reused, session = read(pool, texts(LONG), reuse=False)
+    assert reused == [0]
+    assert_holds(session, texts(LONG), target)
+
+
+def test_what_was_forgotten_is_read_again(target: Target) -> None:
+    pool = Sessions(target)
+    read(pool, texts(LONG))
+    pool.forget()
+    assert read(pool, texts(LONG))[0] == [0]
+
+
+def test_a_call_that_fails_leaves_nothing_that_counts(target: Target) -> None:
+    pool = Sessions(target)
+    read(pool, texts(LONG))
+    with pytest.raises(ZeroDivisionError), pool.open(texts(LONG), 4, sampling(1), 60, True):
+        raise ZeroDivisionError
+    assert len(pool._free) == 1
+    assert read(pool, texts(LONG))[0] == [0]
+
+
+def test_a_session_in_use_is_not_taken_by_a_call_within_the_call(target: Target) -> None:
+    pool = Sessions(target)
+    read(pool, texts(LONG))
+    with torch.no_grad(), pool.open(texts(LONG), 4, sampling(1), 60, True) as outer:
+        with pool.open(texts(LONG), 4, sampling(1), 60, True) as inner:
+            assert inner.session is not outer.session
+            assert inner.reusable == [0], "what a running call holds is no one else's"
+    assert len(pool._free) <= KEPT_SESSIONS
+
+
+@pytest.mark.parametrize("static", [False, True])
+@given(tokens=st.integers(1, 100_000))
+@settings(max_examples=50, deadline=None)
+def test_slots_leave_room_for_a_block(static: bool, tokens: int) -> None:
+    slots = slots_for(tokens, static)
+    assert slots >= tokens + sessions.BLOCK_MARGIN + sessions.VIEW_STEP
+    assert slots % sessions.VIEW_STEP == 0 if not static else slots.bit_count() == 1
+
+
+PROMPT = st.lists(st.integers(3, 5), min_size=1, max_size=14)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    calls=st.lists(
+        st.tuples(st.lists(PROMPT, min_size=1, max_size=3), st.sampled_from([1, 2, 3, 7, 512]), st.booleans()),
+        min_size=2, max_size=6,
+    )
+)  # fmt: skip
+def test_any_sequence_of_calls_holds_what_reading_everything_gives(target: Target, calls: list) -> None:
+    """Three token ids: prompts begin alike, cross between rows, are each other's beginnings."""
+    pool = Sessions(target)
+    for rows, chunk, reuse in calls:
+        prompts = texts(*rows)
+        reused, session = read(pool, prompts, reuse, chunk)
+        assert reuse or not any(r for r, p in zip(reused, prompts, strict=True) if len(p) == max(map(len, prompts)))
+        assert_holds(session, prompts, target)
+        assert len(pool._free) <= KEPT_SESSIONS
