@@ -6,6 +6,7 @@ import json
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import metadata
 from typing import Annotated, Literal
 
@@ -23,17 +24,26 @@ class Finding:
     detail: str
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False) -> None:
-    """Examine the installation; exit with 1 if something is broken."""
+def doctor(
+    model: Annotated[
+        str | None, typer.Argument(help='Also examine this model: folder, hub name, GGUF file or "demo".')
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Of the model: float32, bfloat16, float16 or auto (the checkpoint's).")
+    ] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+) -> None:
+    """Examine the installation, and a model if one is named; exit with 1 if something is broken."""
     from rich.console import Console
     from rich.text import Text
 
     found: list[Finding] = []
-    for check in CHECKS:
+    for check in (*CHECKS, *([partial(same_tokens, model, dtype)] if model is not None else [])):
         try:
             found += check()
         except Exception as error:  # the examination must get through on broken installations above all
-            found.append(Finding(check.__name__, "problem", f"{type(error).__name__}: {error}"))
+            name = "model" if isinstance(check, partial) else check.__name__
+            found.append(Finding(name, "problem", f"{type(error).__name__}: {error}"))
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in found], indent=2))
     else:
@@ -141,6 +151,32 @@ def demo_models() -> Iterator[Finding]:
         yield Finding("demo", "ok", "models present")
     else:
         yield Finding("demo", "warning", "models absent: decoders train demo")
+
+
+def same_tokens(name: str, dtype: str) -> Iterator[Finding]:
+    """Whether all strategies write the same tokens with a model, in its dtype, on this device."""
+    from ..engine.engine import make_target
+    from ..engine.invariance import check
+    from .models import load
+
+    target = make_target(load(name, dtype)[0], "auto")
+    kind = str(target.dtype).removeprefix("torch.")
+    yield Finding("model", "ok", f"{name}: {len(target.layout)} layers, {kind} on {target.device}")
+    found = check(target)
+    if not found.differs:
+        yield Finding("same tokens", "ok", f"{found}: every strategy writes the tokens of autoregressive")
+    elif target.dtype.itemsize > 2:
+        yield Finding("same tokens", "ok", f"{found}, by roundings of {kind}: tokens differ in near-ties only")
+    elif found.holds:
+        yield Finding(
+            "same tokens", "warning",
+            f"{found}: where a branch other than the first is accepted, a later near-tie may go another way; strategies "
+            "that draft one chain write the tokens of autoregressive",
+        )  # fmt: skip
+    else:
+        yield Finding(
+            "same tokens", "warning", f"{found}: in near-ties strategies may part ways; in float32 they are rare"
+        )
 
 
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (

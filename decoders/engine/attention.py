@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.masking_utils import sdpa_mask
 
 from ..errors import UnsupportedError
+from .buckets import view_bucket
 
 NAME = "decoders"
 KIND_ATTRIBUTE = "decoders_layer_kind"
@@ -167,7 +168,7 @@ def tree_attention(
     stretches = []
     for begin in range(0, n, STRETCH):
         end = min(begin + STRETCH, n)
-        seen = mask.shape[-1] if end > leading else min(latest + end, mask.shape[-1])
+        seen = mask.shape[-1] if end > leading else min(view_bucket(latest + end), mask.shape[-1])
         part = query[:, :, begin:end], key[:, :, :seen], value[:, :, :seen], mask[:, :, begin:end, :seen]
         stretches.append(_attend(*part, shape.group, scaling, softcap, s_aux))
     return torch.cat(stretches, dim=1), None

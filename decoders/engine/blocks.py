@@ -38,12 +38,14 @@ class Blocks:
     """Drafts as the core wants them: checked, of a size that it is compiled for, topology per row.
 
     A session has one: recorded steps read the tensors that are kept here.
+
+    Args:
+        static, multiple: of the :class:`Target`, see there.
     """
 
-    def __init__(self, rows: int, device: torch.device, static: bool = False) -> None:
-        self.rows, self.device, self.static = rows, device, static
-        least = node_bucket(1, static) - 1
-        self.no_guess = torch.full((rows, least), -1, dtype=torch.int64, device=device)
+    def __init__(self, rows: int, device: torch.device, static: bool = False, multiple: int = 1) -> None:
+        self.rows, self.device, self.static, self.multiple = rows, device, static, multiple
+        self.no_guess = torch.full((rows, self.size(1) - 1), -1, dtype=torch.int64, device=device)
         self._trees: dict[Topology, TreeTensors] = {}
 
     def of(self, draft: Draft, proposer: str) -> tuple[Tensor, TreeTensors]:
@@ -55,7 +57,7 @@ class Blocks:
         if not isinstance(draft, Draft):
             raise DraftError(f"propose of {proposer!r} must return a Draft, not {type(draft).__name__}")
         draft.check(self.rows)
-        tree, nodes = draft.topology, node_bucket(len(draft.topology), self.static)
+        tree, nodes = draft.topology, self.size(len(draft.topology))
         if isinstance(tree, Topology):
             tree = self.tensors(tree)
         if not draft.tokens.shape[1] and nodes == self.no_guess.shape[1] + 1:
@@ -63,8 +65,12 @@ class Blocks:
         guesses, _ = pad_block(draft.tokens, tree, nodes)
         return guesses, tree.padded(nodes)
 
+    def size(self, nodes: int) -> int:
+        """Nodes of the block that holds so many of a draft, the root included."""
+        return node_bucket(nodes, self.static, self.multiple)
+
     def tensors(self, tree: Topology) -> TreeTensors:
         """`tree`, padded, on the device; made once."""
         if tree not in self._trees:
-            self._trees[tree] = tree.padded(node_bucket(len(tree), self.static)).tensors(self.rows, self.device)
+            self._trees[tree] = tree.padded(self.size(len(tree))).tensors(self.rows, self.device)
         return self._trees[tree]

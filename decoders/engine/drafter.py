@@ -42,6 +42,7 @@ class Terms:
         sampling: parameters, noise keys (the very tensor of the call: fresh keys show up in it) and stop tokens.
         engine_of: the engine of a loaded model, or of a path; checks that its vocabulary is the target's.
         compile, reuse, prefill_chunk: as in the request. report: where compilation is booked.
+        block_size: nodes of the block in which the model drafted for verifies so many nodes of a draft, the root included.
         stack: closes at the call's end what is opened for it.
     """
 
@@ -53,6 +54,7 @@ class Terms:
     compile: Compile
     reuse: bool
     prefill_chunk: int
+    block_size: Callable[[int], int]
     report: Report
     stack: ExitStack
 
@@ -216,7 +218,7 @@ class Drafter:
         if self.proposed is not None:
             others = self.proposed != own_nodes
         else:
-            others = step.nodes.shape[1] != node_bucket(own_nodes, self.engine.target.static)
+            others = step.nodes.shape[1] != self.terms.block_size(own_nodes)
         behind = step.nodes.shape[1] - 1 if others else displaced
         self._unread = self.level + behind
         for drafter in self.inner:
@@ -330,7 +332,7 @@ class Drafter:
             outer, slots=self.rows.slots, vocab_size=self.vocab_size, level=self.level,
             compile=self.terms.compiler(self.engine), sequences=self.session.view(self._reach)[1], guide=self.guide,
         )  # fmt: skip
-        terms = replace(self.terms, longest=self.terms.longest + self.ahead)
+        terms = replace(self.terms, longest=self.terms.longest + self.ahead, block_size=self.blocks.size)
         return replace(context, draft=opener(terms, context, self.inner))
 
 

@@ -291,7 +291,7 @@ class _Call:
             prompts=request.prompts, longest=self.longest,
             plan=replace(request.plan, keep_scores=not coupled and request.plan.sample), sampling=rows.sampling,
             engine_of=request.engine_of, compile=request.compile, reuse=request.reuse,
-            prefill_chunk=request.prefill_chunk, report=self.report, stack=self.stack,
+            prefill_chunk=request.prefill_chunk, block_size=self.blocks.size, report=self.report, stack=self.stack,
         )  # fmt: skip
         if request.plan.masked:
             vocabulary, device = self.target.vocab_size, self.target.device

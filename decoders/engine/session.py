@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..strategy import Sequences
 from .blocks import Blocks
-from .buckets import SLOT_STEP, prefill_chunks, row_bucket, slot_bucket, slots_for
+from .buckets import prefill_chunks, round_up, row_bucket, slots_for, view_bucket
 from .capture import Recorder, Recordings
 from .rows import Rows
 from .sampling import SamplingInputs
@@ -53,7 +53,7 @@ class Session:
     def __init__(self, target: Target, batch: int, slots: int, recorder: Recorder | None = None) -> None:
         self.target, self.batch = target, batch
         self.rows = Rows.allocate(target, batch, slots)
-        self.blocks = Blocks(batch, target.device, target.static)
+        self.blocks = Blocks(batch, target.device, target.static, target.multiple)
         self.recordings = Recordings(recorder) if recorder is not None else None
         self.texts = [NOTHING] * batch
         self._views: dict[int, tuple[Tensor, Sequences]] = {}
@@ -79,7 +79,7 @@ class Session:
         Where sizes are static these are all slots, so that a row's length is no shape. FlexAttention skips unused blocks by
         itself.
         """
-        slots = self.rows.slots if self.target.static_slots else slot_bucket(length, static=False)
+        slots = self.rows.slots if self.target.static_slots else view_bucket(length)
         if slots not in self._views:
             self._views[slots] = (self.rows.range[:slots], self.rows.sequences(slots))
         return self._views[slots]
@@ -88,7 +88,7 @@ class Session:
         """Makes room for a block that ends at `length`; what the rows hold stays."""
         # Otherwise a view must stay smaller than the cache (see slots_for).
         static = self.target.static_slots
-        if length > (self.rows.slots if static else self.rows.slots - SLOT_STEP - 1):
+        if (length > self.rows.slots) if static else (view_bucket(length) >= self.rows.slots):
             self.grow(slots_for(2 * length, static))
 
     def grow(self, slots: int) -> None:
@@ -112,7 +112,10 @@ class Session:
             advance together, so one with little left to read reads some of its tokens a second time.
         """
         ends = [length - 1 for length in lengths]
-        unread = max((end - kept for end, kept in zip(ends, reused, strict=True)), default=0)
+        multiple = self.target.multiple
+        chunk = max(chunk - chunk % multiple, multiple)
+        # What a short row reads behind its end is written anew before anything sees it.
+        unread = round_up(max((end - kept for end, kept in zip(ends, reused, strict=True)), default=0), multiple)
         starts = [max(end - unread, 0) for end in ends]
         left = (unread - 1) % chunk + 1 if leave and unread else 0
         rows = self.rows

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ..errors import UnsupportedError
 from ..tree import Topology, TreeTensors
-from . import attention, buckets, flex
+from . import attention, buckets, flex, invariance
 from .cache import CacheBuffers, LayerSpec, LayoutProbe, SlotCache
 from .packing import pack
 from .samples import Samples, writes_counted
@@ -39,6 +39,7 @@ class Target:
         static: whether code is compiled for one size each, so that sizes are rounded to buckets.
         packing: the packed matrices.
         weights, samples: what they were packed from.
+        multiple: blocks and stretches of text have a multiple of so many nodes.
 
     Raises:
         UnsupportedError: the model's design does not fit the loop, or a self-check shows that its tree-verified logits
@@ -68,6 +69,9 @@ class Target:
         self._head_inputs.clear()
         self.dtype = self.layout[0].dtype
         self.device = self.layout[0].device
+        self.multiple = buckets.row_multiple(self.dtype, self.device)
+        if self.multiple > 1:
+            invariance.align_activations(self.model)
         self._self_check(model)
 
     @property

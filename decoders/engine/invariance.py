@@ -1,0 +1,141 @@
+"""The same bits for a node whatever else is in its block: the sizes on which CPU kernels agree, and a check of them.
+
+Measured with torch 2.13 on AVX512 (oneDNN, MKL, ATen), one to three threads; :func:`check` measures the model at hand:
+
+- oneDNN's packed products give a row the same bits for any number of rows from two up. A single row takes another kernel.
+- Fused attention works on 32 query rows of a head at a time; one to three left over are summed in another order. Blocks
+  and stretches of text therefore come in multiples of four (:func:`~decoders.engine.buckets.row_multiple`).
+- Its last 512 slots are summed in another order if their number lies strictly between 192 and 384:
+  :func:`~decoders.engine.buckets.view_bucket`.
+- silu, sigmoid and tanh-gelu compute the last elements of every thread's share with scalar code, which rounds otherwise:
+  :func:`align_activations`. exp, tanh, gelu (erf), softmax and norms do not.
+- Softmax sums by slot modulo 16 and the product with the values by groups of slots, so that a path has its bits only where
+  its nodes lie in slots ``base + depth``, that is in a chain or on a tree's first branch. Other branches may differ.
+- Experts that see a single row take that other kernel too, and how many rows an expert sees depends on the block.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import activations
+
+from ..tree import Topology
+from .buckets import round_up, row_multiple, view_bucket
+from .cache import CacheBuffers
+
+if TYPE_CHECKING:
+    from .target import Target
+
+#: ATen gives a thread at least so many elements, and whole multiples of two vectors are never computed one by one.
+GRAIN, TWO_VECTORS = 32768, 64
+#: Activations of torch that work by element and have both a vector form and another scalar one.
+ELEMENTWISE = (nn.SiLU, nn.Sigmoid, nn.GELU, nn.Softplus, nn.Mish)
+
+
+def align_activations(model: nn.Module) -> None:
+    """Makes the activations of a private twin give an element the same bits wherever it lies in its tensor."""
+    for module in model.modules():
+        plain = type(module)
+        elementwise = plain in ELEMENTWISE or sys.modules.get(plain.__module__) is activations
+        if elementwise and "forward" not in vars(module) and not any(True for _ in module.parameters()):
+            module.__class__ = _aligned(plain)
+
+
+@functools.cache
+def _aligned(plain: type[nn.Module]) -> type[nn.Module]:
+    """The class that stands in for `plain`: it pads what would leave a thread a part of a vector."""
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        if torch.compiler.is_dynamo_compiling():
+            return plain.forward(self, x)
+        count = x.numel()
+        threads = 1 if count <= GRAIN else min(torch.get_num_threads(), -(-count // GRAIN))
+        spare = -count % (TWO_VECTORS * threads)
+        # A strided input is computed row by row.
+        if not (spare if x.is_contiguous() else x.shape[-1] % TWO_VECTORS or threads > 1):
+            return plain.forward(self, x)
+        return plain.forward(self, F.pad(x.reshape(-1), (0, spare)))[:count].view(x.shape)
+
+    return type(plain.__name__, (plain,), {"forward": forward, "__module__": plain.__module__})
+
+
+@dataclass(frozen=True)
+class Invariance:
+    """What :func:`check` found.
+
+    Attributes:
+        holds: whether strategies that draft chains write the tokens of plain decoding, bit for bit.
+        differs: the comparisons in which some bits were not the same; one of other branches does not count for `holds`.
+    """
+
+    holds: bool
+    differs: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if not self.differs:
+            return "a token has the same bits in every block"
+        return f"bits depend on {', '.join(self.differs)}"
+
+
+#: The comparison of branches, whose nodes lie in other slots.
+BRANCHES = "the branch of a tree"
+
+
+@torch.no_grad()
+def check(target: Target, length: int = 40) -> Invariance:
+    """Reads made-up text in several ways and compares logits, keys and values bit for bit."""
+    differs = dict.fromkeys(what for what, left, right in _comparisons(target, length) if not torch.equal(left, right))
+    return Invariance(not set(differs) - {BRANCHES}, tuple(differs))
+
+
+def _comparisons(target: Target, length: int) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """What is compared, and the two results. length: of the text, in tokens."""
+    device, multiple = target.device, row_multiple(target.dtype, target.device)
+    slots = view_bucket(length + 64) + 512
+    generator = torch.Generator().manual_seed(0)
+    text = torch.randint(0, target.embeddings, (1, length + 8), generator=generator).to(device)
+    whole = torch.arange(slots, device=device)
+
+    def read(*chunks: int, rows: int = 1) -> CacheBuffers:
+        buffers, done = CacheBuffers.allocate(target.layout, rows, slots + 64), 0
+        for size in chunks:
+            tokens = text[:, done : done + size].expand(rows, -1)
+            start = torch.full((rows,), done, device=device)
+            target.prefill(tokens, start, buffers, whole[: view_bucket(done + size)], done)
+            done += size
+        return buffers
+
+    def run(buffers: CacheBuffers, tree: Topology, path: list[int], rows: int = 1, spare: int = 0) -> Tensor:
+        """Logits ``[D, V]`` along `path`, whose nodes hold the text from `length` on."""
+        tree = tree.padded(round_up(max(len(tree), 3), multiple))
+        nodes = torch.arange(len(tree), device=device)[None] % target.embeddings
+        nodes[0, path] = text[0, length : length + len(path)]
+        base = torch.full((rows,), length, device=device)
+        view = whole[: view_bucket(length + len(tree) + spare)]
+        return target.forward(nodes.expand(rows, -1), base, tree.tensors(rows, device), buffers, view).logits[0, path]
+
+    def cached(buffers: CacheBuffers, until: int = length) -> Tensor:
+        return torch.cat([t[0, :, :until].reshape(-1) for t in buffers.keys + buffers.values])
+
+    plain = read(length)
+    chain, depths = Topology.chain(3), [0, 1, 2, 3]
+    yield "how text is divided into passes", cached(read(12, length - 12)), cached(plain)
+    yield "the number of rows", cached(read(length, rows=3)), cached(plain)
+    yield "the number of rows", run(read(length, rows=3), chain, depths, rows=3), (chained := run(plain, chain, depths))
+    yield "whether a token is read or decoded", cached(read(length + 4), length + 4), cached(plain, length + 4)
+    for draft in (0, 11, 35):
+        longer = chained[: min(draft, 3) + 1]
+        yield "the size of the block", run(plain, Topology.chain(draft), depths[: len(longer)]), longer
+    for spare in (64, 200, 500):
+        yield "how many slots attention looks at", run(plain, chain, depths, spare=spare), chained
+    for branches in (2, 11):
+        tree = Topology.branches(branches, 3)
+        yield BRANCHES, run(read(length), tree, [0, *range(len(tree) - 3, len(tree))]), chained

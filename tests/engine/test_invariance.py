@@ -1,0 +1,159 @@
+"""A node's bits do not depend on what else is in its block, so in bfloat16, too, strategies write the same tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+
+import decoders
+from decoders.engine import invariance, target
+from decoders.engine.blocks import Blocks
+from decoders.engine.buckets import row_multiple, slots_for, view_bucket
+from decoders.engine.packing import pack
+from decoders.engine.target import Target
+from decoders.strategy import Draft
+from decoders.testing.exactness import prompts
+from decoders.testing.models import tiny_draft, tiny_model
+from decoders.tree import Topology
+
+DESIGNS = ["llama", "gemma3", "gpt2", "qwen2", "gemma2"]
+STRATEGIES = ["prompt_lookup", "lookahead", "ngram", "speculative"]
+AS_IT_IS = {"compile": False, "reuse": False}
+
+
+@pytest.fixture(autouse=True)
+def tiny_matrices_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target, "pack", lambda model: pack(model, smallest=0))
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_a_chain_has_the_same_bits_in_every_block(design: str) -> None:
+    found = invariance.check(Target(tiny_model(design).bfloat16()))
+    assert found.holds, str(found)
+
+
+def test_bits_that_depend_on_the_view_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    odd = Target(tiny_model("llama").bfloat16())
+    forward = odd.forward
+
+    def rounded_by_view(*args: Any) -> Any:
+        result = forward(*args)
+        result.logits.mul_(1 + len(args[4]) % 7 * 1e-6)
+        return result
+
+    monkeypatch.setattr(odd, "forward", rounded_by_view)
+    found = invariance.check(odd)
+    assert not found.holds
+    assert "how many slots attention looks at" in str(found)
+
+
+def test_a_view_covers_its_length_with_little_excess_and_fits_into_the_cache() -> None:
+    for length in range(1, 1200):
+        view = view_bucket(length)
+        assert length <= view < length + 192
+        assert not 192 < (view - 1) % 512 + 1 < 384
+        assert slots_for(length, False) > view
+
+
+def test_low_precision_pads_blocks_on_the_cpu_alone() -> None:
+    cpu = torch.device("cpu")
+    assert [row_multiple(dtype, cpu) for dtype in (torch.bfloat16, torch.float16, torch.float32)] == [
+        4,
+        4,
+        1,
+    ]
+    assert row_multiple(torch.bfloat16, torch.device("cuda")) == 1
+    for multiple, sizes in ((4, {0: 4, 3: 4, 4: 8, 10: 12}), (1, {0: 3, 2: 3, 3: 4, 10: 11})):
+        blocks = Blocks(2, cpu, multiple=multiple)
+        for length, size in sizes.items():
+            draft = Draft(torch.ones(2, length, dtype=torch.int64), Topology.chain(length))
+            guesses, tree = blocks.of(draft, "test")
+            assert (guesses.shape[1] + 1, len(tree)) == (size, size)
+            assert bool((guesses[:, length:] == -1).all())
+
+
+@pytest.mark.parametrize(("length", "chunk"), [(1, 512), (2, 1), (5, 512), (30, 6), (30, 512)])
+def test_text_is_read_in_multiples_of_four_tokens(length: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    inputs = Target._inputs
+
+    def spy(self: Target, nodes: torch.Tensor, *args: Any, **options: Any) -> Any:
+        sizes.append(nodes.shape[1])
+        return inputs(self, nodes, *args, **options)
+
+    model = decoders.enable(tiny_model("llama").bfloat16())
+    ids = prompts(1, length=max(length, 3))["input_ids"][:, :length]
+    options: dict[str, Any] = dict(do_sample=False, max_new_tokens=6, strategy="prompt_lookup")
+    expected = model.generate(ids, **options, decoders_config=AS_IT_IS)
+    monkeypatch.setattr(Target, "_inputs", spy)
+    actual = model.generate(ids, **options, decoders_config=AS_IT_IS | {"prefill_chunk": chunk})
+    assert sizes and all(size % 4 == 0 for size in sizes)
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh", "gelu", "sigmoid"])
+@pytest.mark.parametrize("strided", [False, True], ids=["dense", "strided"])
+def test_an_activation_gives_an_element_the_same_bits_wherever_it_lies(activation: str, strided: bool) -> None:
+    model = torch.nn.Sequential(ACT2FN[activation])
+    plain = type(model[0])
+    invariance.align_activations(model)
+    x = torch.randn(300, 48, generator=torch.Generator().manual_seed(0)).bfloat16() * 3
+    x = x[:, ::2] if strided else x[:, :24].contiguous()
+    whole = model(x)
+    for rows in (1, 3, 5, 14, 19, 257):
+        torch.testing.assert_close(model(x[:rows]), whole[:rows], rtol=0, atol=0)
+    assert isinstance(model[0], plain)
+    torch.testing.assert_close(whole, ACT2FN[activation](x))
+
+
+def test_activations_that_are_no_function_of_single_elements_stay() -> None:
+    model = torch.nn.Sequential(torch.nn.Softmax(-1), torch.nn.PReLU())
+    kinds = [type(module) for module in model]
+    invariance.align_activations(model)
+    assert [type(module) for module in model] == kinds
+
+
+def write(model: PreTrainedModel, inputs: dict[str, Any], strategy: str, **options: Any) -> list[list[int]]:
+    options = dict(do_sample=False, max_new_tokens=20, decoders_config=AS_IT_IS) | options
+    return model.generate(**inputs, **options, strategy=strategy).tolist()
+
+
+@pytest.mark.parametrize(("design", "rows"), [*((design, 1) for design in DESIGNS), ("llama", 3), ("gemma3", 3)])
+def test_strategies_write_the_tokens_of_plain_decoding_in_bfloat16(design: str, rows: int) -> None:
+    model, draft = decoders.enable(tiny_model(design).bfloat16()), tiny_draft(design).bfloat16()
+    inputs = prompts(rows, length=30)
+    expected = write(model, inputs, "autoregressive")
+    for strategy in STRATEGIES:
+        extra = {"assistant_model": draft} if strategy == "speculative" else {}
+        assert write(model, inputs, strategy, **extra) == expected, strategy
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m"])
+def test_a_real_model_writes_the_same_tokens_in_bfloat16(name: str) -> None:
+    """Chains: where a branch other than the first is accepted, a near-tie may go another way."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = Path(os.environ["DECODERS_REAL_MODELS"]) / name
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    found = invariance.check(Target(model))
+    assert found.holds, str(found)
+    model = decoders.enable(model, tokenizer=tokenizer)
+    texts = ["def add(a, b):\n    return a + b\n\ndef", "The capital of France is"]
+    if file := os.environ.get("DECODERS_REAL_PROMPTS"):
+        texts = [json.loads(line)["messages"][0]["content"] for line in Path(file).read_text().splitlines()]
+    for text in texts:
+        inputs = dict(tokenizer(text, return_tensors="pt"))
+        expected = write(model, inputs, "autoregressive", max_new_tokens=64)
+        for strategy in ("prompt_lookup", "ngram"):
+            config = {"branches": 1} if strategy == "prompt_lookup" else {}
+            actual = write(model, inputs, strategy, max_new_tokens=64, strategy_config=config)
+            assert actual == expected, f"{strategy}: {text}"
