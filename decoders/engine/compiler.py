@@ -1,4 +1,4 @@
-"""How the loop is compiled: one private graph per model and sampling plan, nothing per strategy or call."""
+"""Compiled functions of strategies, each with a code object of its own."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import itertools
 import time
 import types
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -32,29 +30,6 @@ def private(function: Callable) -> Callable:
     copy = types.FunctionType(code, plain.__globals__, code.co_name, plain.__defaults__, plain.__closure__)
     copy.__kwdefaults__ = plain.__kwdefaults__
     return types.MethodType(copy, function.__self__) if isinstance(function, types.MethodType) else copy
-
-
-def frozen_weights() -> AbstractContextManager:
-    """Settings of the CPU for what is compiled inside: weights frozen and prepacked, projections of one input joined, kernels
-    called from C++. As an option of ``torch.compile`` freezing has no effect, hence a context.
-    """
-    return torch._inductor.config.patch({"freezing": True, "cpp.enable_concat_linear": True, "cpp_wrapper": True})
-
-
-@contextmanager
-def separate_loops() -> Iterator[None]:
-    """Keeps inductor from nesting the loops of several kernels in one over their common rows.
-
-    Such nests hold what one loop hands to the next in a buffer of their own, and where masks or 64-bit noise take part
-    gcc 12 makes code of them that overwrites its stack (torch 2.13). There is no setting for it.
-    """
-    from torch._inductor.codegen.cpp import CppScheduling
-
-    if not hasattr(CppScheduling, "_get_outer_loop_fusion_depth"):
-        yield
-        return
-    with mock.patch.object(CppScheduling, "_get_outer_loop_fusion_depth", return_value=0):
-        yield
 
 
 class CompiledFunction:
