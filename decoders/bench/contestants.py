@@ -265,9 +265,7 @@ def _contestant(
     rule = variant.verifier or load_settings(RuntimeSettings, None, {}, {}, sections=registry().strategies()).verifier
     verifier = _generate.resolve_verifier(rule)
     # Every repeat has the same prompt: kept from the call before it would cost nothing, and comparing would mean nothing.
-    loop = (
-        {"reuse": False} | dict(decoders_config) | ({} if variant.compile is None else {"compile": variant.compile})
-    )
+    loop = {"reuse": False} | dict(decoders_config) | ({} if variant.compile is None else {"compile": variant.compile})
     arguments: dict[str, Any] = {"strategy": name, "verifier": rule, "decoders_config": loop}
     if config:
         arguments["strategy_config"] = config

@@ -17,6 +17,8 @@ In low precision nodes and chunks on the CPU come in multiples of 4, and views t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -44,7 +46,7 @@ def static_shapes(device: torch.device) -> bool:
 
 def host_reads(tensor: Tensor) -> bool:
     """Whether Python may look at values without waiting: on a CPU, outside of traced and recorded code."""
-    return not static_shapes(tensor.device) and not torch.compiler.is_compiling()
+    return not static_shapes(tensor.device) and not torch.compiler.is_dynamo_compiling()
 
 
 def row_bucket(rows: int, static: bool = True) -> int:
@@ -126,7 +128,7 @@ def pad_block(guesses: Tensor, tree: Topology | TreeTensors, nodes: int) -> tupl
     return (F.pad(guesses, (0, missing), value=-1), tree.padded(nodes)) if missing > 0 else (guesses, tree)
 
 
-def _rungs(bucket, most: int) -> int:
+def _rungs(bucket: Callable[[int], int], most: int) -> int:
     """How many rungs there are up to that of `most`."""
     count, size = 0, 0
     while size < bucket(most):

@@ -88,9 +88,15 @@ def decode(engine: Engine, request: Request) -> Decoded:
     """Runs a call to its end. Calls on one engine run one after the other."""
     # Packed weights, compiled code and kept texts are in the model's own precision, in whatever context the call is made.
     own_precision = torch.autocast(engine.target.device.type, enabled=False)
-    with engine.lock, engine.active(), own_precision, torch.inference_mode(False), torch.no_grad():
-        with ExitStack() as stack:  # gives sessions back, whatever happens
-            return _Call(engine, request, stack).run()
+    with (
+        engine.lock,
+        engine.active(),
+        own_precision,
+        torch.inference_mode(False),
+        torch.no_grad(),
+        ExitStack() as stack,
+    ):
+        return _Call(engine, request, stack).run()  # the stack gives sessions back, whatever happens
 
 
 @dataclass

@@ -27,13 +27,13 @@ class Sample:
         size = tensor.element_size()
         memory = (ctypes.c_char * (tensor.numel() * size)).from_address(self._pointer)
         # NaNs and signed zeros count: bytes are compared, not numbers.
-        self._view = np.ndarray((rows, width * size), np.uint8, memory, strides=(step * size, 1))
-        self._bytes = self._view.tobytes()
+        self.view = np.ndarray((rows, width * size), np.uint8, memory, strides=(step * size, 1))
+        self.content = self.view.tobytes()
 
     @property
     def changed(self) -> bool:
         """Whether the entries differ, or the tensor has other memory."""
-        return self.tensor.data_ptr() != self._pointer or self._view.tobytes() != self._bytes
+        return self.tensor.data_ptr() != self._pointer or self.view.tobytes() != self.content
 
 
 class DeviceSamples:
@@ -57,22 +57,28 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Samples:
-    """Samples of all of a model's tensors that can be sampled."""
+    """Samples of all of a model's tensors that can be sampled.
+
+    They are looked at in every call, so that what is cheap to know is left to the caller: :attr:`changed` may be asked only
+    while the tensors have the memory that they had.
+    """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         groups: dict[tuple[torch.device, int], list[Tensor]] = {}
-        self._samples: list[Sample | DeviceSamples] = []
+        on_host: list[Sample] = []
         for tensor in {id(t): t for t in tensors if sampled(t)}.values():
             if tensor.device.type == "cpu":
-                self._samples.append(Sample(tensor))
+                on_host.append(Sample(tensor))
             else:
                 groups.setdefault((tensor.device, tensor.element_size()), []).append(tensor)
-        self._samples += [DeviceSamples(group) for group in groups.values()]
+        self._look = [sample.view.tobytes for sample in on_host]
+        self._content = [sample.content for sample in on_host]
+        self._elsewhere = [DeviceSamples(group) for group in groups.values()]
 
     @property
     def changed(self) -> bool:
         """Whether any sample differs from what it was."""
-        return any(sample.changed for sample in self._samples)
+        return [look() for look in self._look] != self._content or any(group.changed for group in self._elsewhere)
 
 
 def writes_counted(tensor: Tensor) -> int:

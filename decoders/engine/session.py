@@ -19,6 +19,8 @@ from .target import Target
 
 #: Free sessions that keep their buffers.
 KEPT_SESSIONS = 2
+#: The same where steps are recorded: what was recorded goes with its session.
+KEPT_RECORDING_SESSIONS = 4
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,7 @@ class Sessions:
 
     def __init__(self, target: Target, recorder: Recorder | None = None) -> None:
         self.target, self.recorder = target, recorder
+        self.kept = KEPT_SESSIONS if recorder is None else KEPT_RECORDING_SESSIONS
         self._free: list[Session] = []
 
     @property
@@ -177,7 +180,7 @@ class Sessions:
             yield Opened(session, reusable, [len(text) for text in texts])
         finally:
             self._free.append(session)
-            del self._free[:-KEPT_SESSIONS]
+            del self._free[: -self.kept]
 
     def forget(self) -> None:
         """Weights have changed: nothing that is kept is theirs."""
@@ -202,7 +205,8 @@ class Sessions:
         """
         fitting = [session for session in self._free if session.batch == len(texts)]
         best = max(fitting, key=lambda s: (_continued(s, texts), -self._free.index(s)), default=None)
-        if best is None or (_continued(best, texts) < 0.5 and len(self._free) < KEPT_SESSIONS):
+        room = len(self._free) < self.kept and len(fitting) < KEPT_SESSIONS
+        if best is None or (room and _continued(best, texts) < 0.5):
             return Session(self.target, len(texts), slots, self.recorder)
         self._free.remove(best)
         if best.rows.slots < slots:

@@ -296,15 +296,19 @@ class Weights:
         return self.modules == other.modules
 
 
+_INTERNAL = frozenset(vars(nn.Module()))
+
+
 def _switches(module: nn.Module) -> Iterator[object]:
     """A module's plain attributes, by which adapters and the like are switched; ``training`` does not count here."""
     for name, value in vars(module).items():
+        if name in _INTERNAL:
+            continue
         if isinstance(value, (bool, int, float, str)):
-            if name != "training":
-                yield value
-        elif isinstance(value, (list, tuple, dict)) and not name.startswith("_forward"):
+            yield value
+        elif isinstance(value, (list, tuple, dict)) and value:
             items = value.values() if isinstance(value, dict) else value
-            if value and all(isinstance(item, (bool, int, float, str)) for item in items):
+            if all(isinstance(item, (bool, int, float, str)) for item in items):
                 yield repr(value)
 
 

@@ -73,7 +73,9 @@ class ForwardPass:
         before = self._mode, self._report, self._allowed
         self._mode, self._report, self._allowed = mode, report, None
         if mode == "auto" and not self._steady:
-            self._allowed = {several for several, tier in self._tiers.items() if tier.job is not None and tier.job.poll()}
+            self._allowed = {
+                several for several, tier in self._tiers.items() if tier.job is not None and tier.job.poll()
+            }
         try:
             yield
         finally:
@@ -133,7 +135,10 @@ class ForwardPass:
             def work() -> None:
                 nodes, base, tree, buffers, view = examples(target, 3 if several else 1)
                 forward.compile(nodes, base, tree, buffers, view)
-                tokens, flags = torch.zeros(len(nodes), buffers.slots, dtype=torch.int64), torch.zeros(len(nodes)).bool()
+                tokens, flags = (
+                    torch.zeros(len(nodes), buffers.slots, dtype=torch.int64),
+                    torch.zeros(len(nodes)).bool(),
+                )
                 stops = torch.full((8,), -1)
                 settled(nodes, nodes.clone(), tree, tokens, base + 1, base + 40, flags, stops)
 
@@ -157,7 +162,13 @@ def examples(target: Target, rows: int) -> tuple[Tensor, Tensor, TreeTensors, Ca
     nodes = torch.randint(0, min(target.vocab_size, target.embeddings), (rows, 11))
     buffers = CacheBuffers.allocate(target.layout, rows, 176)
     fixed(*((buffer, (1, 3)) for buffer in (*buffers.keys, *buffers.values)))
-    return nodes, torch.full((rows,), 19), Topology.chain(10).tensors(rows, target.device), buffers, torch.arange(176)[:80]
+    return (
+        nodes,
+        torch.full((rows,), 19),
+        Topology.chain(10).tensors(rows, target.device),
+        buffers,
+        torch.arange(176)[:80],
+    )
 
 
 class TieredFunction:
@@ -176,7 +187,9 @@ class TieredFunction:
         self._seconds += time.perf_counter() - started
         if worth_compiling(self._seconds, FUNCTION_SECONDS):
             copies = copied(args)  # what the function writes to is the call's
-            self._job = BackgroundCompile(getattr(self.function, "__name__", "a function"), lambda: self.compiled(*copies))
+            self._job = BackgroundCompile(
+                getattr(self.function, "__name__", "a function"), lambda: self.compiled(*copies)
+            )
         return result
 
 

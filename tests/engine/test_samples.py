@@ -55,12 +55,20 @@ def test_a_transposed_matrix_is_sampled_and_a_part_of_one_is_not() -> None:
     assert sample.changed
 
 
+def test_a_write_to_one_of_many_is_seen() -> None:
+    tensors = [torch.randn(30, 40) for _ in range(5)] + [torch.randn(7), torch.empty(0)]
+    samples = Samples(tensors)
+    assert not samples.changed
+    tensors[3].data.neg_()
+    assert samples.changed and not Samples(tensors).changed
+
+
 def test_a_sample_does_not_keep_memory_alive() -> None:
     import weakref
 
     tensor = nn.Parameter(torch.randn(100, 100))
     storage = weakref.ref(tensor.untyped_storage())
-    samples = Samples([tensor])
+    sample, samples = Sample(tensor), Samples([tensor])
     tensor.data = torch.zeros(3)
-    assert samples.changed
+    assert sample.changed and samples is not None
     assert storage() is None

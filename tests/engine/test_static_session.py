@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import decoders as token_decoders
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, StoppingCriteriaList
 
 import decoders
 from decoders.engine import buckets, capture, engine
 from decoders.engine.buckets import block_shapes, prefill_shapes
-from decoders.engine.session import Session
 from decoders.engine.target import Target
-from decoders.strategies import Lookahead, PromptLookup, Speculative
+from decoders.strategies import Lookahead, PromptLookup, Speculative, Staged
 from decoders.testing import decode, prompts, tiny_model
+from decoders.testing.models import ARCHITECTURES, Architecture
 from decoders.testing.tape import TapeRecorder
 
 
@@ -68,3 +72,151 @@ def model(seed: int = 0) -> PreTrainedModel:
 
 def recordings(model: PreTrainedModel) -> list[capture.Recordings]:
     return [s.recordings for s in model.generate.engine().sessions._free if s.recordings is not None]
+
+
+END, SIZE = 1, 288
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    names = ["<pad>", "<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    backend = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = token_decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<end>")
+
+
+def random_calls(count: int) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Strategies and arguments: prompts of 2 to 200 tokens in batches of 1 to 5, drawn and not, a grammar now and then."""
+    choice = random.Random(0)
+    strategies = [
+        "autoregressive", PromptLookup(branches=2), PromptLookup(length=5), Lookahead(), Speculative(length=3),
+        Speculative(length=2, schedule="heuristic"),
+    ]  # fmt: skip
+    for _ in range(count):
+        rows, width = choice.randint(1, 5), round(2 ** choice.uniform(1, 7.6))
+        ids = torch.tensor([[choice.randint(2, SIZE - 1) for _ in range(width)] for _ in range(rows)])
+        given: dict[str, Any] = dict(max_new_tokens=choice.randint(1, 9))
+        if choice.random() < 0.4:
+            given |= dict(do_sample=True, temperature=choice.uniform(0.5, 1.5), top_k=0, seed=choice.randint(0, 99))
+        if choice.random() < 0.2:
+            given |= dict(grammar=decoders.regex("[0-9]{4}-[0-9]{2}"), eos_token_id=END)
+        yield choice.choice(strategies), dict(input_ids=ids, attention_mask=torch.ones_like(ids)) | given
+
+
+def test_a_day_of_random_calls(device: TapeRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DECODERS_CONSTRAINT_BACKEND", "table")
+    options = MappingProxyType(dict(ARCHITECTURES["llama"].options) | {"vocab_size": SIZE, "num_hidden_layers": 1})
+    target, draft = Architecture("llama", options)(0), Architecture("llama", options)(1)
+    decoders.enable(target, tokenizer=byte_tokenizer())
+    calls = list(random_calls(70))
+    with monkeypatch.context() as dynamic:
+        dynamic.setattr(buckets, "static_shapes", lambda device: False)
+        dynamic.setattr(engine, "recorder_of", lambda device: None)
+        twin = decoders.enable(Architecture("llama", options)(0), tokenizer=byte_tokenizer())
+        expected = [twin.generate(strategy="autoregressive", **given) for _, given in calls]
+    read: set[tuple] = set()
+    prefill = Target.prefill
+
+    def noted(self: Target, tokens: torch.Tensor, *args: Any) -> None:
+        read.add((id(self), tuple(tokens.shape), args[1].slots))
+        prefill(self, tokens, *args)
+
+    monkeypatch.setattr(Target, "prefill", noted)
+    reused = 0
+    for (strategy, given), wanted in zip(calls, expected, strict=True):
+        helped = dict(assistant_model=draft) if isinstance(strategy, Speculative) else {}
+        before = sum(r.reused for r in recordings(target))
+        found = target.generate(strategy=strategy, **given, **helped)
+        reused += sum(r.reused for r in recordings(target)) > before
+        assert torch.equal(found, wanted), (strategy, given)
+    graphs = torch.compile.graphs  # type: ignore[attr-defined]
+    plans = 4  # greedy or drawn, with a grammar or without
+    assert graphs["step"] <= plans * block_shapes(5, 17, 512)
+    assert len(read) <= 2 * prefill_shapes(5, 512, 512)
+    assert reused > 10 and device.recorded < len(calls)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "autoregressive",
+        PromptLookup(branches=2),
+        Lookahead(),
+        Speculative(length=3),
+        Speculative(tree="static"),
+        Staged(),
+    ],
+    ids=lambda strategy: strategy if isinstance(strategy, str) else type(strategy).__name__,
+)
+def test_a_later_call_replays_what_an_earlier_one_has_recorded(device: TapeRecorder, strategy: Any) -> None:
+    target, reports = model(), []
+    helped = dict(assistant_model=tiny_model("llama", 1)) if getattr(strategy, "needs_assistant", False) else {}
+    for _ in range(2):
+        out = decode(target, prompts(3), strategy, max_new_tokens=10, do_sample=True, seed=4, top_k=0, **helped)
+        reports.append(out.report)
+        if len(reports) == 1:
+            tokens = out.sequences
+    (kept,) = recordings(target)
+    assert (kept.recorded, kept.reused) == (1, 1) and torch.equal(out.sequences, tokens)
+    first, second = reports
+    assert first.rows == second.rows == 3 and len(second.new_tokens) == 3
+    assert second.compiled_steps == second.steps == first.steps and second.accepted == first.accepted
+    assert [vars(s) | {"forward_seconds": 0, "drafter_seconds": 0} for s in first.stages] == [
+        vars(s) | {"forward_seconds": 0, "drafter_seconds": 0} for s in second.stages
+    ]
+
+
+def test_rows_that_fill_a_batch_up_are_nobodys_business(device: TapeRecorder) -> None:
+    """Processors, criteria and streamers see the rows of the call; so do the report and the result."""
+    seen: set[int] = set()
+
+    def stop(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        seen.add(len(ids))
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    out = decode(
+        model(), prompts(3), "prompt_lookup", max_new_tokens=6, repetition_penalty=1.2,
+        stopping_criteria=StoppingCriteriaList([stop]), output_logits=True,
+    )  # fmt: skip
+    assert seen == {3} and out.sequences.shape[0] == 3
+    assert out.report.rows == len(out.report.new_tokens) == len(out.report.reused) == 3
+    assert out.logits[0].shape[0] == 3
+
+
+def test_rows_that_grow_and_weights_that_move_drop_what_was_recorded(device: TapeRecorder) -> None:
+    target = model()
+    run = lambda new: decode(target, prompts(2), "autoregressive", max_new_tokens=new)  # noqa: E731
+    run(8)
+    (kept,) = recordings(target)
+    assert len(kept) == 1
+    with torch.no_grad():
+        target.model.norm.weight.mul_(1.5)  # in place: the recording reads the new values
+    plain = target.generate(**prompts(2), max_new_tokens=8, do_sample=False)
+    assert torch.equal(run(8).sequences, plain) and kept.reused == 1
+    run(300)
+    assert recordings(target) == [kept] and kept.recorded == 2  # more slots: recorded anew
+    target.model.norm.weight.data = target.model.norm.weight.data.clone()
+    run(8)
+    assert kept.recorded == 3
+
+
+def test_a_step_that_cannot_be_compiled_runs_as_it_is(device: TapeRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(function: Any, dynamic: bool, **options: Any) -> Any:
+        if not dynamic:
+            raise RuntimeError("no kernel")
+        return function
+
+    monkeypatch.setattr(torch, "compile", refuse)
+    target = model()
+    with pytest.warns(UserWarning, match="no kernel") as said:
+        out = decode(target, prompts(2), "autoregressive", max_new_tokens=8)
+    assert len(said) == 1
+    plain = target.generate(**prompts(2), max_new_tokens=8, do_sample=False)
+    assert torch.equal(out.sequences, plain)
+
+
+def test_the_time_of_compiling_is_booked_apart(device: TapeRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = CountingCompiler()
+    monkeypatch.setattr(torch, "compile", lambda f, **options: time.sleep(0.2) or compiler(f, **options))
+    report = decode(model(), prompts(1), "autoregressive", max_new_tokens=4).report
+    assert report.compilations == 1 and report.timings.compile >= 0.2

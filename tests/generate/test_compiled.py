@@ -138,7 +138,10 @@ def test_in_lower_precision_a_call_ends_in_the_tier_in_which_it_began(monkeypatc
     first = decode(model, inputs, "autoregressive", **auto)
     assert vars(model)["generate"].engine().forward._tiers[False].job.wait()
     second = decode(model, inputs, "autoregressive", **auto)
-    assert (first.report.compiled_steps, second.report.compiled_steps) == (0, 8)  # nothing of the prompt is left to read
+    assert (first.report.compiled_steps, second.report.compiled_steps) == (
+        0,
+        8,
+    )  # nothing of the prompt is left to read
     assert_same_tokens(model, inputs, first.sequences, second.sequences, "tiers in bfloat16")
 
 

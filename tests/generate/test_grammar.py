@@ -28,8 +28,7 @@ from transformers import (
 import decoders
 from decoders.constraints.base import Grammar
 from decoders.constraints.compiled import compiled, forget
-from decoders.engine import loop
-from decoders.engine.blocks import Views
+from decoders.engine import buckets, engine, loop
 from decoders.engine.device_guide import DeviceGuide
 from decoders.errors import GrammarError, SettingsError, UnknownNameError, UnsupportedError
 from decoders.grammars import KEPT, vocabulary_of
@@ -37,7 +36,7 @@ from decoders.resolve import resolve_backend
 from decoders.strategies import Lookahead, PromptLookup, Speculative, Staged, Threshold
 from decoders.testing import decode, prompts, tiny_model
 from decoders.testing.models import ARCHITECTURES, Architecture
-from decoders.testing.tape import NoHostData
+from decoders.testing.tape import TapeRecorder
 
 #: Rows of the logits; the tokenizer has fewer tokens.
 SIZE = 288
@@ -428,7 +427,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guides stay on the device, as on CUDA, though this one is the CPU."""
 
     def guide_of(*args: Any) -> DeviceGuide:
-        made = DeviceGuide.of(*args)
+        made = DeviceGuide.of(*args[:4])
         assert made is not None
         return made
 
@@ -458,19 +457,6 @@ def test_other_verifiers_draw_the_same_with_a_guide_on_the_device(model, monkeyp
     assert torch.equal(host.sequences, run(model, Speculative(length=3), **options).sequences)
 
 
-class Replays:
-    """In the place of a recorded step: runs it anew, as if it were recorded."""
-
-    def __init__(self, body: Any) -> None:
-        self.body = body
-
-    def __iter__(self) -> Any:
-        while True:
-            with NoHostData():
-                out = self.body()
-            yield out.summary.tolist(), out.new.tolist()
-
-
 RECORDED = {
     "autoregressive": "autoregressive", "grammar": "grammar", "prompt_lookup": PromptLookup(branches=2),
     "chain": Speculative(length=3), "static tree": Speculative(tree="static"),
@@ -479,27 +465,20 @@ RECORDED = {
 
 
 @pytest.mark.parametrize("strategy", RECORDED.values(), ids=RECORDED)
-def test_steps_with_a_guide_on_the_device_can_be_recorded(model, monkeypatch, strategy):
-    """Masks and commits are part of the recorded step, in which nothing waits and no shape changes."""
+def test_steps_with_a_guide_on_the_device_are_recorded_and_replayed(model, tokenizer, monkeypatch, strategy):
+    """Masks and commits are part of the recorded step, in which nothing waits and no shape changes; a later call replays it."""
     monkeypatch.setenv("DECODERS_CONSTRAINT_BACKEND", "table")
     options = dict(rows=3, grammar=[decoders.json_schema(PERSON), None, decoders.regex(DATE)], **SAMPLED)
     host = run(model, strategy, **options)
-    on_device(monkeypatch)
-    made = Views.__init__
-    monkeypatch.setattr(Views, "__init__", lambda views, rows, whole: made(views, rows, True))
-    recorded = []
-    monkeypatch.setattr(loop, "CapturedSteps", lambda body: recorded.append(body) or Replays(body))
-    monkeypatch.setattr(loop._Call, "_can_capture", ready)
-    out = run(model, strategy, **options)
-    assert torch.equal(host.sequences, out.sequences) and host.report.steps == out.report.steps
-    assert len(recorded) == 1
-
-
-def ready(call: Any) -> bool:
-    """What the loop asks before it records, but for the device and its kernels."""
-    parts = [call.request.strategy, call.guide, *call.drafters]
-    assert all(part.on_device for part in parts)
-    return True
+    target, recorder = llama(0, 2), TapeRecorder()
+    monkeypatch.setattr(buckets, "static_shapes", lambda device: True)
+    monkeypatch.setattr(engine, "recorder_of", lambda device: recorder)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    decoders.enable(target, tokenizer=tokenizer)
+    for _ in range(3):  # two sessions keep the texts of two calls, each with its recording
+        out = run(target, strategy, **options | dict(decoders_config={}))
+        assert torch.equal(host.sequences, out.sequences) and host.report.steps == out.report.steps
+    assert recorder.recorded == 2 and recorder.replayed > out.report.steps
 
 
 @pytest.mark.parametrize("grammar", ["iso_date", PERSON], ids=["name", "schema"])

@@ -7,7 +7,7 @@ import gc
 import pickle
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -119,13 +119,13 @@ def test_a_call_within_a_call_and_one_in_another_thread_do_not_wait_for_each_oth
 
 
 @pytest.fixture(params=["llama", "gpt2"])
-def freed(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
+def freed(request: pytest.FixtureRequest) -> PreTrainedModel:
     """A model whose dense weights are freed; the head of the second is tied."""
     model = decoders.enable(tiny_model(request.param))
     model.expected = plainly(model)
     assert torch.equal(ours(model, "packed"), model.expected)
     assert any(isinstance(p, FreedParameter) for p in model.parameters())
-    yield model
+    return model
 
 
 @pytest.mark.parametrize("strategy", ["autoregressive", "prompt_lookup", "ngram", "lookahead", "ngram+prompt_lookup"])

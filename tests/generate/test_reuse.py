@@ -188,6 +188,20 @@ def test_a_penalty_on_repetition_counts_tokens_that_were_not_read(model: PreTrai
     assert new(call(model, turn, **options), turn) == expected
 
 
+def test_a_grammar_follows_rows_that_were_not_read() -> None:
+    model, tokenizer = decoders.demo.load()
+    decoders.enable(model, tokenizer=tokenizer)
+    texts = [tokenizer(text)["input_ids"] for text in ("def add(a, b):\n    return a + b\n", "import os\nimport sys\n")]
+    options = dict(grammar=decoders.regex("x = [0-9]{3,9}(, [a-f]{2})?"), max_new_tokens=8)
+    turn = [[*texts[0], *texts[1]], [*texts[1], *texts[0][:3]]]
+    for strategy in ("grammar", "prompt_lookup"):
+        expected = unread(model, turn, strategy, **options)
+        call(model, texts, strategy, **options)
+        out = call(model, turn, strategy, **options)
+        assert min(out.report.reused) > 0
+        assert new(out, turn) == expected
+
+
 # --- calls that fail, calls within calls ------------------------------------------------------------------------------
 
 
@@ -229,8 +243,7 @@ def test_a_call_that_fails_in_a_hook_leaves_nothing(model: PreTrainedModel) -> N
     layers = (getattr(model.model, "language_model", None) or model.model).layers
     handle = layers[1].register_forward_pre_hook(breaks)
     with pytest.raises(ZeroDivisionError):
-        for _ in range(4):
-            call(model, [TEXT])
+        call(model, [TEXT], "autoregressive")
     handle.remove()
     out = call(model, [TEXT])
     assert out.report.reused == [0] and new(out, [TEXT]) == plain(model, [TEXT])

@@ -82,7 +82,7 @@ def test_pyproject_table_is_read_where_there_is_no_decoders_toml() -> None:
     Path("pyproject.toml").write_text("[tool.decoders]\ncompile = false\n[tool.decoders.lookup]\nsize = 7\n")
     assert (runtime().compile, lookup().size) == (False, 7)
     Path("decoders.toml").write_text("prefill-chunk = 64\n")
-    assert (runtime().compile, runtime().prefill_chunk, lookup().size) == (True, 64, 1)
+    assert (runtime().compile, runtime().prefill_chunk, lookup().size) == ("auto", 64, 1)
 
 
 def test_named_file_replaces_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_named_file_replaces_the_others(monkeypatch: pytest.MonkeyPatch, tmp_pat
     other = tmp_path / "elsewhere.toml"
     other.write_text("[lookup]\nsize = 9\n")
     monkeypatch.setenv("DECODERS_CONFIG", str(other))
-    assert (runtime().compile, lookup().size) == (True, 9)
+    assert (runtime().compile, lookup().size) == ("auto", 9)
     monkeypatch.setenv("DECODERS_CONFIG", "absent.toml")
     with pytest.raises(SettingsError, match=r"DECODERS_CONFIG names 'absent\.toml'"):
         runtime()
@@ -193,3 +193,13 @@ def _seconds() -> float:
     lookup()
     runtime()
     return time.perf_counter() - start
+
+
+def test_settings_of_packing_and_sessions_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (runtime().weights, runtime().reuse) == ("keep", True)
+    monkeypatch.setenv("DECODERS_WEIGHTS", "packed")
+    monkeypatch.setenv("DECODERS_REUSE", "0")
+    assert (runtime().weights, runtime().reuse) == ("packed", False)
+    assert runtime({"weights": "keep"}).weights == "keep"
+    with pytest.raises(SettingsError, match="weights"):
+        runtime({"weights": "dense"})
