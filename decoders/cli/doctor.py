@@ -172,8 +172,8 @@ def same_tokens(name: str, dtype: str) -> Iterator[Finding]:
     elif found.holds:
         yield Finding(
             "same tokens", "warning",
-            f"{found}: where a branch other than the first is accepted, a later near-tie may go another way; strategies "
-            "that draft one chain write the tokens of autoregressive",
+            f"{found}: a near-tie on a branch other than the first may go another way; strategies that draft one chain "
+            "write the tokens of autoregressive",
         )  # fmt: skip
     else:
         yield Finding(
