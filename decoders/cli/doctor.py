@@ -38,11 +38,13 @@ def doctor(
     from rich.text import Text
 
     found: list[Finding] = []
-    for check in (*CHECKS, *([partial(same_tokens, model, dtype)] if model is not None else [])):
+    checks = {check.__name__: check for check in CHECKS}
+    if model is not None:
+        checks["model"] = partial(same_tokens, model, dtype)
+    for name, check in checks.items():
         try:
             found += check()
         except Exception as error:  # the examination must get through on broken installations above all
-            name = "model" if isinstance(check, partial) else check.__name__
             found.append(Finding(name, "problem", f"{type(error).__name__}: {error}"))
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in found], indent=2))
@@ -170,8 +172,8 @@ def same_tokens(name: str, dtype: str) -> Iterator[Finding]:
     elif found.holds:
         yield Finding(
             "same tokens", "warning",
-            f"{found}: where a branch other than the first is accepted, a later near-tie may go another way; strategies "
-            "that draft one chain write the tokens of autoregressive",
+            f"{found}: a near-tie on a branch other than the first may go another way; strategies that draft one chain "
+            "write the tokens of autoregressive",
         )  # fmt: skip
     else:
         yield Finding(

@@ -25,6 +25,7 @@ class NodeBlock:
         masks: what a grammar allows after each node, if there is one.
         text: how many tokens in front of node 0 are still to be read, and the largest slot of the first of them; the end of
             the prompts is read by the first step.
+        again: these tokens were nodes before, a few: they are run with the block, and what they give is dropped.
     """
 
     guesses: Tensor
@@ -32,6 +33,7 @@ class NodeBlock:
     view: Tensor
     masks: Masks | None = None
     text: tuple[int, int] = (0, 0)
+    again: bool = False
 
 
 class Blocks:

@@ -130,6 +130,9 @@ class Core:
         positions = begin[:, None] + torch.arange(count, device=base.device)
         tokens = torch.cat([rows.tokens.gather(1, positions.clamp(min=0)), nodes], dim=1)
         tree = after_text(count, block.tree)
+        if block.again:
+            result = self.run(tokens, begin, tree, rows.buffers, block.view)
+            return nodes, ForwardResult(result.logits[:, count:], result.hidden[:, count:])
         return nodes, self.target.read(tokens, begin, tree, rows.buffers, block.view, latest, keep=nodes.shape[1])
 
     def commit(

@@ -10,7 +10,8 @@ Measured with torch 2.13 on AVX512 (oneDNN, MKL, ATen), one to three threads; :f
 - silu, sigmoid and tanh-gelu compute the last elements of every thread's share with scalar code, which rounds otherwise:
   :func:`align_activations`. exp, tanh, gelu (erf), softmax and norms do not.
 - Softmax sums by slot modulo 16 and the product with the values by groups of slots, so that a path has its bits only where
-  its nodes lie in slots ``base + depth``, that is in a chain or on a tree's first branch. Other branches may differ.
+  its nodes lie in slots ``base + depth``, that is in a chain or on a tree's first branch. Tokens accepted on other branches
+  are run again in front of the next block (:func:`branch_length`). What was chosen there may be a near-tie's other token.
 - Experts that see a single row take that other kernel too, and how many rows an expert sees depends on the block.
 """
 
@@ -65,6 +66,15 @@ def _aligned(plain: type[nn.Module]) -> type[nn.Module]:
         return plain.forward(self, F.pad(x.reshape(-1), (0, spare)))[:count].view(x.shape)
 
     return type(plain.__name__, (plain,), {"forward": forward, "__module__": plain.__module__})
+
+
+def branch_length(path: Tensor, emitted: list[int]) -> int:
+    """How many of the last tokens of any row were accepted in other slots than ``base + depth``; path: ``[B, N]`` int64."""
+    longest = 0
+    for nodes, count in zip(path.tolist(), emitted, strict=True):
+        moved = next((depth for depth in range(count) if nodes[depth] != depth), count)
+        longest = max(longest, count - moved)
+    return longest
 
 
 @dataclass(frozen=True)

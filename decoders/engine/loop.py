@@ -16,7 +16,7 @@ from ..report import Laps, Report
 from ..strategy import Context, Draft, Strategy
 from ..verifier import Verifier
 from .blocks import NodeBlock
-from .buckets import row_bucket
+from .buckets import round_up, row_bucket
 from .capture import WARM_UP_STEPS, Capacity, RecordedStep
 from .core import StepOutput
 from .device_guide import guide_of
@@ -24,6 +24,7 @@ from .drafter import Drafter, Terms, opener
 from .engine import Engine
 from .guide import Guide
 from .host import Prefixes, Processors
+from .invariance import branch_length
 from .rows import Rows, sampling_inputs
 from .sampling import SamplingPlan
 from .static_inputs import StaticInputs
@@ -202,10 +203,12 @@ class _Call:
             self._observe(state, out)
             timings.observe += laps.next()
             self._record(outcome, out)
+            if target.multiple > 1:
+                self.unread = round_up(branch_length(out.path, outcome.emitted), target.multiple)
             timings.host += laps.next()
         if self.guide is not None:
             self.guide.check()
-        self.session.keep([length - 1 for length in self.lengths])
+        self.session.keep([max(length - 1 - self.unread, 0) for length in self.lengths])
         self.report.new_tokens = [len(tokens) for tokens in self.generated]
         self.report.peak_memory = self._memory()
         self.report.stages = [drafter.report() for drafter in self.drafters]
@@ -315,7 +318,7 @@ class _Call:
         self.report.nodes = max(self.report.nodes, guesses.shape[1] + 1)
         text = (self.unread, max(self.lengths) - 1 - self.unread) if self.unread else (0, 0)
         self.unread = 0
-        return NodeBlock(guesses, tree, self.session.view(end)[0], text=text)
+        return NodeBlock(guesses, tree, self.session.view(end)[0], text=text, again=self.report.steps > 0)
 
     def _masked(self, draft: Draft, block: NodeBlock) -> NodeBlock:
         """`block` with what the grammars allow after each node, and without the draft tokens that they forbid."""
