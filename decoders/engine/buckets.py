@@ -17,7 +17,9 @@ In low precision nodes and chunks on the CPU come in multiples of 4, and views t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -44,9 +46,23 @@ def static_shapes(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
+_recorded = ContextVar("recorded", default=False)
+
+
+@contextmanager
+def as_recorded() -> Iterator[None]:
+    """Within it the engine's code runs on the CPU as in a recording: it reads nothing from tensors."""
+    token = _recorded.set(True)
+    try:
+        yield
+    finally:
+        _recorded.reset(token)
+
+
 def host_reads(tensor: Tensor) -> bool:
     """Whether Python may look at values without waiting: on a CPU, outside of traced and recorded code."""
-    return not static_shapes(tensor.device) and not torch.compiler.is_dynamo_compiling()
+    # Traced code never gets as far as the variable.
+    return not static_shapes(tensor.device) and not torch.compiler.is_dynamo_compiling() and not _recorded.get()
 
 
 def row_bucket(rows: int, static: bool = True) -> int:

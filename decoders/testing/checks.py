@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..engine.buckets import as_recorded
 from ..errors import SettingsError
 from ..generate import disable, enable
 from ..settings import Settings
@@ -146,7 +147,7 @@ def check_on_device(strategy: Strategy, conditions: Conditions = Conditions()) -
     name, inputs = conditions.models[0], prompts(2)
     eager = replace(conditions, compile=False)
     called, replayed = Replayed(strategy, record=False), Replayed(strategy, record=True)
-    with conditions.enabled(name) as model:
+    with conditions.enabled(name) as model, as_recorded():
         try:
             run(model, name, Spy(strategy, forbid_host_reads=True), inputs, eager, max_new_tokens=12)
             for twin in (called, replayed):

@@ -287,7 +287,7 @@ def test_a_second_call_compiles_nothing():
     for rows, length in ((3, 24), (2, 40), (3, 90)):
         inputs = prompts(rows, length=length)
         expected = decode(model, inputs, max_new_tokens=NEW).sequences
-        out = decode(model, inputs, strategy, max_new_tokens=NEW)
+        out = decode(model, inputs, strategy, max_new_tokens=NEW, decoders_config={"compile": True})
         assert_same_tokens(model, inputs, expected, out.sequences, f"compiled, {rows} rows")
         reports.append(out.report)
     first, *later = reports
