@@ -317,8 +317,8 @@ class _Call:
         self.session.reserve(end)
         self.report.nodes = max(self.report.nodes, guesses.shape[1] + 1)
         text = (self.unread, max(self.lengths) - 1 - self.unread) if self.unread else (0, 0)
-        self.unread = 0
-        return NodeBlock(guesses, tree, self.session.view(end)[0], text=text, again=self.report.steps > 0)
+        again, self.unread = text[0] > 0 and self.report.steps > 0, 0
+        return NodeBlock(guesses, tree, self.session.view(end)[0], text=text, again=again)
 
     def _masked(self, draft: Draft, block: NodeBlock) -> NodeBlock:
         """`block` with what the grammars allow after each node, and without the draft tokens that they forbid."""
