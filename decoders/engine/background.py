@@ -12,6 +12,8 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
+from unittest import mock
 
 import torch
 
@@ -89,9 +91,29 @@ def compiling() -> Iterator[float]:
         usual = sys.getswitchinterval()
         sys.setswitchinterval(min(usual, SWITCH_INTERVAL))
         try:
-            yield time.perf_counter()
+            with traced_by_one_thread():
+                yield time.perf_counter()
         finally:
             sys.setswitchinterval(usual)
+
+
+@contextmanager
+def traced_by_one_thread() -> Iterator[None]:
+    """While this thread traces with torch.fx, modules that other threads call run as they always do.
+
+    A tracer puts itself in the place of ``nn.Module.__call__`` for the whole process (torch 2.13): a decoding step, or anybody's
+    model, that is called meanwhile would be taken for a part of what is traced, and raise.
+    """
+    tracing = threading.get_ident()
+    usual = torch.fx.Tracer.call_module
+
+    def call_module(self: Any, module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        if threading.get_ident() != tracing:
+            return forward(*args, **kwargs)
+        return usual(self, module, forward, args, kwargs)
+
+    with mock.patch.object(torch.fx.Tracer, "call_module", call_module):
+        yield
 
 
 def worth_compiling(spent: float, expected: float) -> bool:

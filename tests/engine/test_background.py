@@ -93,3 +93,22 @@ sys.exit(7)
 def test_compiling_begins_when_as_much_was_spent_without_it():
     assert not worth_compiling(spent=2.0, expected=10.0)
     assert worth_compiling(spent=10.0, expected=10.0)
+
+
+def test_modules_that_other_threads_call_are_not_traced() -> None:
+    """torch.fx takes the place of every module's call while it traces; a step that runs meanwhile must not notice."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    def traced(x: torch.Tensor) -> torch.Tensor:
+        inside.set()
+        assert go_on.wait(20)
+        return x + 1
+
+    job = BackgroundCompile("a trace", lambda: torch.fx.symbolic_trace(traced))
+    layer = torch.nn.Linear(2, 2)
+    try:
+        assert inside.wait(20)
+        assert layer(torch.ones(1, 2)).shape == (1, 2)
+    finally:
+        go_on.set()
+    assert job.wait(20)
