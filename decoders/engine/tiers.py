@@ -23,7 +23,7 @@ from .target import ForwardResult, Target
 #: Setting ``compile``: in the background when it pays, before the first step, or never.
 Compile = Literal["auto"] | bool
 
-#: Seconds that compiling is expected to take, before this process has seen for itself.
+#: Seconds that compiling is expected to take on two cores: a forward pass, and a function of a strategy.
 FORWARD_SECONDS, FUNCTION_SECONDS = 12.0, 5.0
 
 
