@@ -18,3 +18,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     fleeting = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if fleeting:
         raise pytest.UsageError(f"the address of an object is no test id: {fleeting[0]}")
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(3600))

@@ -13,6 +13,7 @@ from ..strategy import Sequences
 from .blocks import Blocks
 from .buckets import prefill_chunks, round_up, row_bucket, slots_for, view_bucket
 from .capture import Recorder, Recordings
+from .prefixes import NOTHING, KeptText, PrefixIndex
 from .rows import Rows
 from .sampling import SamplingInputs
 from .target import Target
@@ -21,22 +22,6 @@ from .target import Target
 KEPT_SESSIONS = 2
 #: The same where steps are recorded: what was recorded goes with its session.
 KEPT_RECORDING_SESSIONS = 4
-
-
-@dataclass(frozen=True)
-class KeptText:
-    """A text whose keys and values stand in slots ``0 … len(tokens)-1`` of a row. tokens: 1-D int64, on the CPU."""
-
-    tokens: Tensor
-
-    def shared_with(self, prompt: Tensor) -> int:
-        """How many tokens `prompt` (1-D int64, on the CPU) begins with that this text begins with, too."""
-        n = min(len(self.tokens), len(prompt))
-        differing = (self.tokens[:n] != prompt[:n]).nonzero()
-        return int(differing[0]) if len(differing) else n
-
-
-NOTHING = KeptText(torch.empty(0, dtype=torch.int64))
 
 
 class Session:
@@ -204,9 +189,10 @@ class Sessions:
         long as there is room for one more.
         """
         fitting = [session for session in self._free if session.batch == len(texts)]
-        best = max(fitting, key=lambda s: (_continued(s, texts), -self._free.index(s)), default=None)
+        continued = [_continued(session, texts) for session in fitting]
+        best = max(zip(fitting, continued, strict=True), key=lambda pair: pair[1], default=(None, 1.0))[0]
         room = len(self._free) < self.kept and len(fitting) < KEPT_SESSIONS
-        if best is None or (room and _continued(best, texts) < 0.5):
+        if best is None or (room and max(continued) < 0.5):
             return Session(self.target, len(texts), slots, self.recorder)
         self._free.remove(best)
         if best.rows.slots < slots:
@@ -217,17 +203,16 @@ class Sessions:
 
     def _fill(self, session: Session, texts: list[Tensor]) -> list[int]:
         """Copies keys and values that free rows hold to the rows of `session` whose prompts begin alike."""
+        places = [(other, row) for other in (session, *self._free) for row in range(other.batch)]
+        index = PrefixIndex([other.texts[row] for other, row in places])
         reused, moves = [], []
         for row, prompt in enumerate(texts):
-            sources = [
-                (text.shared_with(prompt), other is session and place == row, other, place)
-                for other in (session, *self._free)
-                for place, text in enumerate(other.texts)
-            ]
-            count, in_place, other, place = max(sources, key=lambda source: source[:2])
-            reused.append(min(count, len(prompt) - 1))
-            if reused[row] > 0 and not in_place:
-                moves.append((row, other.rows.buffers, place, reused[row]))
+            in_place = session.texts[row].shared_with(prompt)
+            longest, place = index.longest(prompt)
+            reused.append(min(max(longest, in_place), len(prompt) - 1))
+            if reused[row] > in_place:
+                other, source_row = places[place]
+                moves.append((row, other.rows.buffers, source_row, reused[row]))
         own, written = session.rows.buffers, {row for row, *_ in moves}
         # A row that is read from may be written to first: what it holds is set aside.
         sources = [

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from decoders.engine.rows import sampling_inputs
-from decoders.engine.session import KEPT_SESSIONS, KeptText, Session, Sessions
+from decoders.engine.prefixes import KeptText
+from decoders.engine.session import KEPT_SESSIONS, Session, Sessions
 from decoders.engine.target import Target
 from decoders.testing import tiny_model
 
@@ -54,23 +55,6 @@ def assert_holds(session: Session, prompts: list[Tensor], target: Target) -> Non
 
 
 LONG = list(range(3, 43))
-
-
-@pytest.mark.parametrize(
-    ("kept", "prompt", "shared"),
-    [
-        ([], [1, 2], 0),
-        ([1, 2], [], 0),
-        ([1, 2, 3], [1, 2, 3], 3),
-        ([1, 2, 3], [1, 2, 3, 4], 3),
-        ([1, 2, 3], [1, 2], 2),
-        ([1, 2, 3], [1, 9, 3], 1),
-        ([1, 2, 3], [9, 2, 3], 0),
-    ],
-)
-def test_what_a_text_shares_with_a_prompt_is_their_common_beginning(kept: list, prompt: list, shared: int) -> None:
-    as_tensor = lambda tokens: torch.tensor(tokens, dtype=torch.int64)  # noqa: E731
-    assert KeptText(as_tensor(kept)).shared_with(as_tensor(prompt)) == shared
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 512])
@@ -239,3 +223,15 @@ def test_any_sequence_of_calls_holds_what_reading_everything_gives(target: Targe
         assert reuse or not any(r for r, p in zip(reused, prompts, strict=True) if len(p) == max(map(len, prompts)))
         assert_holds(session, prompts, target)
         assert len(pool._free) <= KEPT_SESSIONS
+
+
+def test_matching_many_rows_does_not_compare_each_with_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, rows = Target(tiny_model("llama")), 64
+    pool = Sessions(target)
+    prompts = texts(*([row, row % 7, row % 3, 5] for row in range(rows)))
+    read(pool, prompts)
+    compared = []
+    shared_with = KeptText.shared_with
+    monkeypatch.setattr(KeptText, "shared_with", lambda *both: compared.append(both) or shared_with(*both))
+    assert read(pool, prompts[::-1])[0] == [3] * rows
+    assert len(compared) <= 4 * rows

@@ -1,0 +1,45 @@
+"""Which kept text begins most like a prompt."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decoders.engine.prefixes import NOTHING, KeptText, PrefixIndex
+
+TOKENS = st.lists(st.sampled_from([0, 1, 255, 256, 70_000]), max_size=6)
+
+
+def tensor(tokens: list[int]) -> torch.Tensor:
+    return torch.tensor(tokens, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("kept", "prompt", "shared"),
+    [
+        ([], [1, 2], 0),
+        ([1, 2], [], 0),
+        ([1, 2, 3], [1, 2, 3], 3),
+        ([1, 2, 3], [1, 2, 3, 4], 3),
+        ([1, 2, 3], [1, 2], 2),
+        ([1, 2, 3], [1, 9, 3], 1),
+        ([1, 2, 3], [9, 2, 3], 0),
+    ],
+)
+def test_what_a_text_shares_with_a_prompt_is_their_common_beginning(kept: list, prompt: list, shared: int) -> None:
+    assert KeptText(tensor(kept)).shared_with(tensor(prompt)) == shared
+
+
+@given(st.lists(TOKENS, max_size=12), TOKENS)
+def test_the_index_finds_what_comparing_with_each_text_finds(kept: list[list[int]], prompt: list[int]) -> None:
+    texts = [KeptText(tensor(tokens)) for tokens in kept]
+    count, place = PrefixIndex(texts).longest(tensor(prompt))
+    assert count == max((text.shared_with(tensor(prompt)) for text in texts), default=0)
+    assert not texts or texts[place].shared_with(tensor(prompt)) == count
+
+
+def test_an_empty_index_shares_nothing() -> None:
+    assert PrefixIndex([]).longest(tensor([1])) == (0, 0)
+    assert PrefixIndex([NOTHING]).longest(tensor([1])) == (0, 0)
