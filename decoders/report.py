@@ -11,7 +11,8 @@ from typing import Any
 class Timings:
     """Seconds spent in each part of all steps.
 
-    ``core`` is forward + verify + commit, ``mask`` walking the grammars of the rows, ``host`` what is left. ``pack`` is making
+    ``prefill`` is reading the prompt, with the core of a first step that reads the prompt's end. ``core`` is forward + verify +
+    commit, ``mask`` walking the grammars of the rows, ``host`` what is left. ``pack`` is making
     the model ready in the first call, its weights packed; ``compile`` what the call waited for; ``background`` compiling beside
     the steps.
     """
@@ -105,7 +106,8 @@ class Report:
         compiled_steps: how many of `steps` ran compiled, the others uncompiled.
         reused: per row, prompt tokens that were not read, since an earlier call had left their keys and values.
         rows: batch size. prompt_tokens, new_tokens: per row.
-        steps: target forwards after prefill.
+        steps: target forwards that commit tokens. prefill_steps: how many of them, 0 or 1, read the end of the prompt as
+            well; their core is timed as ``timings.prefill``.
         drafted: guesses put to the target, all rows. accepted: those that it confirmed.
         accepted_lengths: histogram; entry ``n`` counts row-steps that committed ``n + 1`` tokens.
         nodes: largest block that was verified. timings: see :class:`Timings`.
@@ -125,6 +127,7 @@ class Report:
     new_tokens: list[int] = field(default_factory=list)
     reused: list[int] = field(default_factory=list)
     steps: int = 0
+    prefill_steps: int = 0
     compiled_steps: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -155,13 +158,19 @@ class Report:
 
     @property
     def overhead(self) -> float:
-        """Share of the decoding steps' seconds outside the forward passes of target and draft models."""
+        """Share of the decoding steps' seconds outside the forward passes of target and draft models.
+
+        A step whose core was timed as prefill counts as much as the others.
+        """
 
         def inside(stages: list[Stage]) -> float:
             return sum(stage.forward_seconds + inside(stage.stages) for stage in stages)
 
-        steps = self.timings.steps
-        return 1 - (self.timings.core + inside(self.stages)) / steps if steps else 0.0
+        later = self.steps - self.prefill_steps
+        if later == 0 or self.timings.core == 0:
+            return 0.0
+        core = self.timings.core * self.steps / later
+        return 1 - (core + inside(self.stages)) / (core + self.timings.steps - self.timings.core)
 
     @property
     def tokens_per_second(self) -> float:

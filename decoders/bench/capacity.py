@@ -74,8 +74,9 @@ def check_capacity(
                 if count not in failed:
                     try:
                         report = decode(variants[count], workload, new_tokens).report
-                        if turn:  # the first round warms up
-                            times[count].append(report.timings.core / report.steps * 1e3)
+                        later = report.steps - report.prefill_steps
+                        if turn and later:  # the first round warms up
+                            times[count].append(report.timings.core / later * 1e3)
                     except Exception as error:
                         failed[count] = f"{type(error).__name__}: {error}"
                 progress(f"{count} slots")

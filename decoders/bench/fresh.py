@@ -184,46 +184,42 @@ class _Fresh:
         self.figures["prefill"] = []
         for length in self.lengths:
             self.progress(f"prefill of {length} tokens")
-            times: dict[str, list[float]] = {"theirs": [], "ours": [], "read": []}
+            times: dict[str, list[float]] = {"theirs": [], "ours": []}
             for turn in range(self.job.repeats + 1):
                 prompt = self._prompt(length)
                 for key, way in rotation([("theirs", self.theirs), ("ours", self.ours)], turn):
-                    call, stamps = stamped(way, prompt, FEW)
+                    _, stamps = stamped(way, prompt, FEW)
                     if turn and stamps["first_token"] is not None:
                         times[key].append(stamps["first_token"])
-                        if call.report is not None:
-                            times["read"].append(call.report.timings.prefill)
             self.figures["prefill"].append({
                 "prompt_tokens": length, "transformers": median(times["theirs"]), "first_token": median(times["ours"]),
-                "prefill": median(times["read"]), "ratio": median(times["ours"]) / median(times["theirs"]),
+                "ratio": median(times["ours"]) / median(times["theirs"]),
             })  # fmt: skip
 
     def _chat(self) -> None:
-        """A second turn: all that was said, and a question. The ratio is that of what reading both prompts took."""
-        assert self.ours is not None
+        """Seconds to the first token of a second turn, all that was said and a question, beside those of the first turn."""
         history = min(self.job.history, self.room - self.job.question - TURN)
         if history < 1:
             return
-        turns = []
+        ours = self._contestant(self.job.strategy, reuse=True)
+        times: dict[str, list[float]] = {"first": [], "second": []}
+        reused = [0]
         for turn in range(self.job.repeats + 1):
             self.progress(f"second turn after {history} tokens")
-            opening = self._prompt(history)
-            first, first_stamps = stamped(self.ours, opening, TURN)
-            ids = torch.cat([first.sequences, self._prompt(self.job.question).input_ids], dim=1)
-            second, second_stamps = stamped(self.ours, Workload("chat", "chat", ids, torch.ones_like(ids)), TURN)
-            assert first.report is not None and second.report is not None
-            if not turn:  # a slow first read, of a shape that is new, would flatter the second
-                continue
-            turns.append({
-                "first_read": first.report.timings.prefill, "second_read": second.report.timings.prefill,
-                "first_token": first_stamps["first_token"], "second_first_token": second_stamps["first_token"],
-                "reused": of_report(second)["reused"],
-            })  # fmt: skip
-        middle = {key: median(figures[key] for figures in turns) for key in turns[0] if key != "reused"}
-        self.figures["chat"] = {
-            "history": history, "question": self.job.question, **middle, "reused": turns[-1]["reused"],
-            "ratio": middle["second_read"] / middle["first_read"] if middle["first_read"] else None,
-        }  # fmt: skip
+            opening, first = stamped(ours, self._prompt(history), TURN)
+            ids = torch.cat([opening.sequences, self._prompt(self.job.question).input_ids], dim=1)
+            answer, second = stamped(ours, Workload("chat", "chat", ids, torch.ones_like(ids)), TURN)
+            # A slow first read, of a shape that is new, would flatter the second.
+            if turn and first["first_token"] and second["first_token"]:
+                times["first"].append(first["first_token"])
+                times["second"].append(second["first_token"])
+                reused = of_report(answer)["reused"]
+        if times["first"]:
+            first_token, second_first_token = median(times["first"]), median(times["second"])
+            self.figures["chat"] = {
+                "history": history, "question": self.job.question, "first_token": first_token,
+                "second_first_token": second_first_token, "ratio": second_first_token / first_token, "reused": reused,
+            }  # fmt: skip
 
 
 def of_report(call: Call) -> dict[str, Any]:

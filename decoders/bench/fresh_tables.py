@@ -83,12 +83,11 @@ def decoding_table(run: Mapping[str, Any], title: str) -> Table:
 
 def prefill_table(run: Mapping[str, Any], title: str) -> Table:
     """Milliseconds to the first token of a warm call at every prompt length."""
-    table = _table(title, "transformers", "first token", "of it prefill", "ratio")
+    table = _table(title, "transformers", "first token", "ratio")
     for row in run.get("prefill", ()):
         table.add_row(
             f"{row['prompt_tokens']} tokens", shown(row["transformers"] * 1e3, ".0f", " ms"),
-            shown(row["first_token"] * 1e3, ".0f", " ms"), shown(row["prefill"] * 1e3, ".0f", " ms"),
-            shown(row["ratio"], ".2f"),
+            shown(row["first_token"] * 1e3, ".0f", " ms"), shown(row["ratio"], ".2f"),
         )  # fmt: skip
     return table
 
@@ -107,8 +106,8 @@ def remarks(run: Mapping[str, Any]) -> list[str]:
     if chat := run.get("chat"):
         reused = sum(chat["reused"])
         lines.append(
-            f"{run['way']}, second turn of a chat, {chat['question']} new tokens after {chat['history']}: read in "
-            f"{chat['second_read'] * 1e3:.0f} ms, the first turn in {chat['first_read'] * 1e3:.0f} ms, "
+            f"{run['way']}, second turn of a chat, {chat['question']} new tokens after {chat['history']}: first token after "
+            f"{chat['second_first_token'] * 1e3:.0f} ms, in the first turn after {chat['first_token'] * 1e3:.0f} ms, "
             f"ratio {shown(chat['ratio'], '.2f')}, {reused} tokens not read again"
         )
     return lines

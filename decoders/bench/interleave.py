@@ -35,8 +35,8 @@ class Sample:
         seconds: of the whole call without `compile_seconds`. new_tokens: of all rows.
         first_token: from the start of a call to its first token, from a call of its own that is cut off there.
         prompt_tokens: of the longest row. compiled_share: of the steps, in the compiled tier.
-        steps, prefill, propose, mask, core, observe, host, overhead, accepted_lengths, stages: from our report; None (no
-            stages) for transformers. draft_passes: of the draft models that the strategy asks itself.
+        steps, prefill_steps, prefill, propose, mask, core, observe, host, overhead, accepted_lengths, stages: from our
+            report; None (no stages) for transformers. draft_passes: of the draft models that the strategy asks itself.
     """
 
     workload: str
@@ -48,6 +48,7 @@ class Sample:
     new_tokens: int
     first_token: float | None
     steps: int | None = None
+    prefill_steps: int = 0
     prefill: float | None = None
     propose: float | None = None
     core: float | None = None
@@ -88,7 +89,7 @@ class Warmup:
 
 @dataclass(frozen=True)
 class Check:
-    """What one untimed call wrote: new tokens per row, target forwards after prefill, tokens per row and step, and the
+    """What one untimed call wrote: new tokens per row, target forwards that commit, tokens per row and step, and the
     forward passes of the draft model if there is one.
     """
 
@@ -255,7 +256,8 @@ def _sample(
     if (report := call.report) is not None:
         t = report.timings
         parts |= dict(
-            steps=report.steps, prefill=t.prefill, propose=t.propose, mask=t.mask, core=t.core, observe=t.observe,
+            steps=report.steps, prefill_steps=report.prefill_steps, prefill=t.prefill,
+            propose=t.propose, mask=t.mask, core=t.core, observe=t.observe,
             host=t.host,
             overhead=report.overhead, accepted_lengths=report.accepted_lengths, draft_passes=draft_passes(report),
             stages=report.stages, compiled_share=compiled_share(report),

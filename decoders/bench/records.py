@@ -239,8 +239,9 @@ def _stages(calls: Sequence[tuple[list[Stage], Sample]], depth: int = 0) -> list
             passes.append(stage.passes / sample.steps if sample.steps else 0.0)
             lengths[0] += sum((n + 1) * count for n, count in enumerate(stage.accepted_lengths))
             lengths[1] += sum(stage.accepted_lengths)
-            seconds = sum(getattr(sample, part) or 0.0 for part in PARTS)
-            shares += [stage.forward_seconds / seconds] if seconds else []
+            if sample.steps and sample.steps > sample.prefill_steps:
+                step = sum(_parts_of_a_step(sample).values()) / 1e3
+                shares.append(stage.forward_seconds / (step * sample.steps))
         figures.append(
             StageFigures(
                 stages[0].model,
@@ -276,13 +277,19 @@ def _first_tokens(samples: Sequence[Sample]) -> Spread | None:
     return Spread.of([sum(values) / len(values) for values in by_repeat.values()])
 
 
+def _parts_of_a_step(sample: Sample) -> dict[str, float]:
+    """Milliseconds; a step whose core was timed as prefill has none that is known."""
+    assert sample.steps is not None
+    counts = dict.fromkeys(PARTS, sample.steps) | {"core": sample.steps - sample.prefill_steps}
+    return {part: getattr(sample, part) / counts[part] * 1e3 for part in PARTS}
+
+
 def _step_times(samples: Sequence[Sample], steps: dict[str, int]) -> StepTimes | None:
     """Medians over the calls. For transformers: what follows the first token, over the steps after the first."""
-    split = [s for s in samples if s.steps]
+    split = [_parts_of_a_step(s) for s in samples if s.steps and s.steps > s.prefill_steps]
     if split:
-        medians = {part: median([getattr(s, part) / s.steps * 1e3 for s in split]) for part in PARTS}
-        totals = [sum(getattr(s, part) for part in PARTS) / s.steps * 1e3 for s in split]
-        return StepTimes(median(totals), **medians)
+        medians = {part: median([parts[part] for parts in split]) for part in PARTS}
+        return StepTimes(median([sum(parts.values()) for parts in split]), **medians)
     totals = [
         (s.seconds - s.first_token) / (steps[s.workload] - 1) * 1e3
         for s in samples

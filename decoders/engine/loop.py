@@ -161,7 +161,8 @@ class _Call:
         self.session, self.blocks = opened.session, opened.session.blocks
         self._keys = sampling.keys.clone()
         leave = target.reads_ahead and not target.static and request.new_tokens > 0  # a recorded step has one size
-        reused, self.unread = self.session.prefill(opened.lengths, opened.reusable, request.prefill_chunk, leave)
+        reused, left = self.session.prefill(opened.lengths, opened.reusable, request.prefill_chunk, leave)
+        self.unread = left
         self.report.reused = reused[: self.batch]
         state = request.strategy.start(self._context())
         timings.prefill = laps.next()
@@ -192,9 +193,13 @@ class _Call:
             self.report.compiled_steps += self.engine.compiled_passes > passes
             # The one place where the host waits for the device.
             outcome = _Outcome.of(out.summary.tolist(), out.new.tolist(), self.batch)
-            timings.core += laps.next()
+            if left and not self.report.steps:
+                self.report.prefill_steps = 1
+                timings.prefill += laps.next()
+            else:
+                timings.core += laps.next()
             if not self.report.steps:
-                self.report.time_to_first_token = timings.prefill + timings.propose + timings.mask + timings.core
+                self.report.time_to_first_token = timings.prefill + timings.steps
             if request.criteria is not None:
                 self._apply_criteria(outcome, out)
             if self.guide is not None:

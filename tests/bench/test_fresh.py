@@ -77,6 +77,7 @@ def test_a_job_measures_calls_memory_prefill_and_a_second_turn(small: str) -> No
     assert [row["prompt_tokens"] for row in found["prefill"]] == [8, 24], "longer ones do not fit the model"
     assert found["chat"]["history"] == 40
     assert found["chat"]["ratio"] > 0
+    assert found["chat"]["reused"] == [40 + fresh.TURN - 1], "the question alone is read, and the last token before it"
     assert steps[0] == "load" and steps[-1] == "second turn after 40 tokens"
 
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from decoders.engine.rows import sampling_inputs
 from decoders.engine.prefixes import KeptText
+from decoders.engine.rows import sampling_inputs
 from decoders.engine.session import KEPT_SESSIONS, Session, Sessions
 from decoders.engine.target import Target
 from decoders.testing import tiny_model
