@@ -27,12 +27,24 @@ class UnsupportedError(DecodersError, ValueError):
     """A model or an argument of ``generate`` that the shared loop cannot honour exactly, with the alternative."""
 
 
+class InputError(DecodersError, ValueError):
+    """Token ids or an attention mask that no model could read, or that are not this model's."""
+
+
 class ContextLengthError(DecodersError, ValueError):
     """Prompt plus new tokens exceed what the model's positions can express, or the prompt is empty."""
 
 
+class CacheMemoryError(DecodersError, MemoryError):
+    """There is no memory for the key-value cache that a call wants."""
+
+
 class DraftError(DecodersError, ValueError):
     """A strategy broke the contract of :class:`decoders.strategy.Draft` (wrong shape, dtype or topology)."""
+
+
+class VerifierError(DecodersError, ValueError):
+    """A verifier broke the contract of :class:`decoders.verifier.Outcomes`: what it gave is no distribution."""
 
 
 class PluginError(DecodersError):

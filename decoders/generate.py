@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -23,30 +22,23 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
-from .arguments import (
-    check_lengths,
-    first_of,
-    host_criteria,
-    max_length,
-    pad_token_of,
-    plan_sampling,
-    refuse_arguments,
-    resolve_seed,
-    stop_tokens_of,
-    unpad,
-)
-from .assistants import Assistants
 from .engine.engine import Engine
+from .engine.locks import CallLock
 from .engine.loop import Decoded, Request, decode
 from .engine.target import refuse_unfit
 from .errors import SettingsError, UnsupportedError
 from .grammars import Grammars
+from .hf.arguments import HINTS, TRANSLATED, first_of, hints_of, loop_options, refuse_arguments, resolve_seed, shown
+from .hf.assistants import Assistants
+from .hf.inputs import check_inputs, check_lengths, unpad
+from .hf.peft import base_of, refuse_prompt_learning
+from .hf.prepared import host_criteria, max_length, pad_token_of, plan_sampling, stop_tokens_of
+from .hf.streaming import StreamAligner
 from .plugins import registry
 from .report import Report
-from .resolve import resolve_strategy, resolve_verifier, strategy_name
+from .resolve import resolve_strategy, resolve_verifier, strategy_name, with_hints
 from .settings import RuntimeSettings, load_settings
 from .strategy import Strategy
-from .streaming import StreamAligner
 from .verifier import Verifier
 
 #: Keywords of ``generate`` that are ours.
@@ -70,20 +62,23 @@ class DecodersOutput(GenerateDecoderOnlyOutput):
 class Generate:
     """What ``enable`` puts in the place of ``model.generate``; with no strategy named it is transformers' own.
 
-    It refers to the model, not to a bound method, so that ``copy.deepcopy(model)`` copies it along with the model.
+    It refers to the model, not to a bound method, so that ``copy.deepcopy(model)`` copies it along with the model. wrapper: the
+    ``PeftModel`` around it whose ``generate`` this is, if there is one.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, previous: Any) -> None:
-        self.model, self.tokenizer, self.previous = model, tokenizer, previous
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, previous: Any, wrapper: Any = None
+    ) -> None:
+        self.model, self.tokenizer, self.previous, self.wrapper = model, tokenizer, previous, wrapper
         self._engine: Engine | None = None
-        self._lock = threading.RLock()
+        self._lock = CallLock()
         self._assistants = Assistants()
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in vars(self).items() if k not in ("_engine", "_lock")}  # they stay with this copy
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _engine=None, _lock=threading.RLock())
+        vars(self).update(state, _engine=None, _lock=CallLock())
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -96,8 +91,9 @@ class Generate:
         return self._transformers_generate(*args, **kwargs)
 
     def _transformers_generate(self, *args: Any, **kwargs: Any) -> Any:
-        model_class: Any = type(self.model)  # looked up late: a bound method would survive deepcopy on the old model
-        return model_class.generate(self.model, *args, **kwargs)
+        model: Any = self.wrapper if self.wrapper is not None else self.model
+        # Looked up late: a bound method would survive deepcopy on the old model.
+        return type(model).generate(model, *args, **kwargs)
 
     def engine(
         self, attention: Literal["auto", "sdpa", "flex"] = "auto", weights: Literal["keep", "packed"] = "keep"
@@ -132,18 +128,25 @@ class Generate:
             raise TypeError(f"generate() got two values for {', '.join(sorted(twice))}")
         kwargs = positional | kwargs
         own = {name: kwargs.pop(name) for name in OWN if name in kwargs}
-        configs = [c for c in (kwargs.get("generation_config"), self.model.generation_config) if c is not None]
+        for name in ("strategy_config", "decoders_config"):
+            _check_mapping(name, own.get(name))
+        given = kwargs.get("generation_config")
+        if not isinstance(given, (GenerationConfig, type(None))):
+            raise SettingsError(f"generation_config must be a GenerationConfig, not {shown(given)}")
+        configs = [c for c in (given, self.model.generation_config) if c is not None]
         configured = {name: first_of(configs, name) for name in _CONFIGURABLE}
         for name, kinds in _CONFIGURABLE.items():
             if not isinstance(configured[name], (*kinds, type(None))):
                 wanted = " or ".join(f"a {kind.__name__.lower()}" for kind in kinds)
                 raise SettingsError(f"{name} in the generation config is {configured[name]!r}: it takes {wanted}")
+        in_configs = {name: first_of(configs, name) for name in (*HINTS, *TRANSLATED)}
         runtime = load_settings(
             RuntimeSettings,
             None,
-            dict(own.get("decoders_config") or {})
+            loop_options(kwargs)
+            | dict(own.get("decoders_config") or {})
             | ({"strategy": own["strategy"]} if isinstance(own.get("strategy"), str) else {}),
-            {"strategy": configured["strategy"]} if configured["strategy"] else {},
+            loop_options(in_configs) | ({"strategy": configured["strategy"]} if configured["strategy"] else {}),
             sections=registry().strategies(),
         )
         chosen = own.get("strategy") if own.get("strategy") is not None else runtime.strategy
@@ -156,8 +159,11 @@ class Generate:
         # Settings in a config that names a strategy are that strategy's.
         theirs = configured["strategy"] is None or strategy_name(configured["strategy"]) == strategy_name(chosen)
         strategy = resolve_strategy(
-            chosen, own.get("strategy_config"), configured["strategy_config"] if theirs else None
+            chosen,
+            with_hints(chosen, own.get("strategy_config"), hints_of(kwargs)),
+            with_hints(chosen, configured["strategy_config"] if theirs else None, hints_of(in_configs)),
         )
+        kwargs = {name: value for name, value in kwargs.items() if name not in (*HINTS, *TRANSLATED)}
         if own.get("grammar") is None:
             own["grammar"] = configured["grammar"]
         return self._decode(strategy, verifier, runtime, own, configs, kwargs)
@@ -168,7 +174,11 @@ class Generate:
     ) -> Any:  # fmt: skip
         """Refuses what cannot be honoured, lets transformers prepare the inputs, and runs the loop."""
         refuse_unfit(self.model)
+        refuse_prompt_learning(self.model, self.wrapper)
         refuse_arguments(configs, kwargs)
+        kwargs.pop("custom_generate", None)
+        input_ids = kwargs.get("input_ids")
+        check_inputs(self.model, kwargs.get("inputs") if input_ids is None else input_ids, kwargs.get("attention_mask"))
         assistant = kwargs.pop("assistant_model", None)
         if assistant is None and strategy.needs_assistant:
             setting = (
@@ -229,12 +239,18 @@ class Generate:
                 keep_logits=bool(generation_config.return_dict_in_generate and generation_config.output_logits),
                 keep_scores=plan.keep_scores,
                 compile=runtime.compile, reuse=runtime.reuse, prefill_chunk=runtime.prefill_chunk, slots=runtime.slots,
+                origin=registry().origin(type(strategy)),
                 engine_of=self._assistants.opener(self.model, engine, tokenizer, assistant_tokenizer),
                 context=dict(
                     model=self.model, tokenizer=tokenizer, assistant_model=assistant, strategy=resolve_strategy
                 ),
             )  # fmt: skip
-            decoded = decode(engine, request)
+            try:
+                decoded = decode(engine, request)
+            except BaseException as error:
+                if isinstance(getattr(error, "partial", None), Decoded):
+                    error.partial = assemble(input_ids.to(given_on), error.partial, generation_config)  # type: ignore[attr-defined]
+                raise
             decoded.report.grammars = grammars.judge(decoded.tokens)
             if aligner is not None:
                 aligner.end()
@@ -271,7 +287,7 @@ def assemble(input_ids: Tensor, decoded: Decoded, config: GenerationConfig) -> T
 
     def by_position(per_row: list[list[Tensor]]) -> tuple[Tensor, ...]:
         # A row that has ended has no scores any more; zeros stand in its place.
-        blank = torch.zeros_like(next(t for row in per_row for t in row))
+        blank = next((torch.zeros_like(t) for row in per_row for t in row), torch.empty(0))
         return tuple(torch.stack([row[t] if t < len(row) else blank for row in per_row]) for t in range(longest))
 
     output: Any = DecodersOutput  # transformers' annotations are narrower than what it fills in itself
@@ -284,10 +300,21 @@ def assemble(input_ids: Tensor, decoded: Decoded, config: GenerationConfig) -> T
 
 
 def _without_own_work(config: GenerationConfig) -> GenerationConfig:
-    """A copy without what the loop does itself: stop strings (their tokenizer would get lost) and the static cache."""
+    """A copy without what the loop does itself: stop strings (their tokenizer would get lost), the static cache, drafting."""
     config = copy.deepcopy(config)
-    config.stop_strings = config.cache_implementation = None
+    for name in ("stop_strings", "cache_implementation", *HINTS, *TRANSLATED):
+        setattr(config, name, None)
     return config
+
+
+def _check_mapping(name: str, given: Any) -> None:
+    """Raises SettingsError unless `given` is None or holds settings by name."""
+    if given is None or (isinstance(given, Mapping) and all(isinstance(key, str) for key in given)):
+        return
+    wrong = (
+        f"the key {next(k for k in given if not isinstance(k, str))!r}" if isinstance(given, Mapping) else shown(given)
+    )
+    raise SettingsError(f'{name} must be a dict of settings, {{"name": value}}, not {wrong}')
 
 
 def enable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> PreTrainedModel:
@@ -296,7 +323,7 @@ def enable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = N
     Calling it again only replaces the tokenizer. :func:`disable` takes it back.
 
     Args:
-        model: a causal language model of transformers.
+        model: a causal language model of transformers, or a ``PeftModel`` around one.
         tokenizer: used by strategies, grammars and ``stop_strings``; may also be given per call.
 
     Returns:
@@ -305,14 +332,15 @@ def enable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = N
     Raises:
         UnsupportedError: not a transformers model that generates.
     """
-    if not isinstance(model, PreTrainedModel) or not isinstance(model, GenerationMixin):
+    base = base_of(model)
+    if not isinstance(base, PreTrainedModel) or not isinstance(base, GenerationMixin):
         raise UnsupportedError(f"enable() takes a transformers model that can generate, not {type(model).__name__}")
     present = vars(model).get("generate")
     if isinstance(present, Generate):
         if tokenizer is not None:
             present.tokenizer = tokenizer
         return model
-    vars(model)["generate"] = Generate(model, tokenizer, present)
+    vars(model)["generate"] = Generate(base, tokenizer, present, model if model is not base else None)
     return model
 
 
@@ -320,7 +348,12 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     """Undoes :func:`enable`; does nothing on a model that is not enabled. Frees what :func:`release` frees.
 
     Returns the same object.
+
+    Raises:
+        UnsupportedError: not a model of transformers.
     """
+    if not isinstance(base_of(model), PreTrainedModel):
+        raise UnsupportedError(f"disable() takes a transformers model, not {type(model).__name__}")
     present = vars(model).get("generate")
     if isinstance(present, Generate):
         present.release()
@@ -347,7 +380,7 @@ def release(model: PreTrainedModel) -> PreTrainedModel:
     Raises:
         UnsupportedError: not a model of transformers.
     """
-    if not isinstance(model, PreTrainedModel):
+    if not isinstance(base_of(model), PreTrainedModel):
         raise UnsupportedError(f"release() takes a transformers model, not {type(model).__name__}")
     present = vars(model).get("generate")
     if isinstance(present, Generate):

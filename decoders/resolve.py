@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from .constraints.base import Backend
-from .errors import SettingsError
+from .errors import SettingsError, UnsupportedError
 from .plugins import registry
 from .settings import Settings, load_settings
 from .strategies.merged import Merged, MergedSettings
@@ -28,6 +28,13 @@ def resolve_strategy(
             raise SettingsError("strategy_config given beside a strategy object, which already holds its settings")
         return chosen
     if inspect.isclass(chosen) and issubclass(chosen, Strategy):
+        for given in (call, configured):
+            for name, value in (given or {}).items():
+                if isinstance(value, Mapping) and name not in chosen.settings_class.model_fields:
+                    raise SettingsError(
+                        f"the settings of {chosen.name!r} stand in the dict itself, {{'setting': value}}: a dict per strategy, as "
+                        f"{name!r} here, is for strategies merged with '+'"
+                    )
         return chosen(_settings_of(chosen, call, configured))
     if not isinstance(chosen, str):
         raise SettingsError(f"strategy must be a name, a Strategy class or a Strategy, not {type(chosen).__name__}")
@@ -47,6 +54,43 @@ def resolve_strategy(
         parts,
         cast(MergedSettings, _settings_of(Merged, (call or {}).get(Merged.name), (configured or {}).get(Merged.name))),
     )
+
+
+def with_hints(chosen: Any, config: Mapping[str, Any] | None, hints: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The ``strategy_config`` `config` with transformers' drafting `hints` as the settings that they stand for.
+
+    Raises:
+        UnsupportedError: a strategy has no setting for one. SettingsError: a setting is given twice.
+        UnknownNameError, PluginError: see :func:`resolve_strategy`.
+    """
+    if not hints:
+        return config
+    if not isinstance(chosen, (str, type, Strategy)):
+        return config  # resolve_strategy says what is wrong
+    merged = isinstance(chosen, str) and "+" in chosen
+    classes: list[Any] = (
+        [registry().strategy(n.strip()) for n in chosen.split("+")] if isinstance(chosen, str) else [chosen]
+    )
+    settings: dict[str, Any] = dict(config or {})
+    for hint, value in hints.items():
+        takers = [c for c in classes if hint in getattr(c, "hints", {})]
+        if not takers:
+            able = sorted(name for name, entry in registry().strategies().items() if hint in entry.cls.hints)
+            raise UnsupportedError(
+                f"{hint}={value!r} means nothing to strategy {strategy_name(chosen)!r}: leave it out, or take "
+                f"{' or '.join(map(repr, able))}"
+            )
+        if isinstance(chosen, Strategy):
+            raise SettingsError(f"{hint}={value!r} given beside a strategy object, which already holds its settings")
+        for taker in takers:
+            if merged:
+                settings[taker.name] = dict(settings.get(taker.name) or {})
+            own, setting = settings[taker.name] if merged else settings, taker.hints[hint]
+            if own.setdefault(setting, value) != value:
+                raise SettingsError(
+                    f"{hint}={value!r} and {setting}={own[setting]!r} in strategy_config are one setting"
+                )
+    return settings
 
 
 def resolve_verifier(chosen: Any) -> Verifier:

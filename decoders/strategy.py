@@ -7,7 +7,7 @@ token is found, not *which*: what it proposes is verified against the target's o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .errors import DraftError, UnsupportedError
 from .settings import Settings
-from .tree import Topology, TreeTensors
+from .tree import MAX_NODES, Topology, TreeTensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -130,12 +130,24 @@ class Draft:
 
     @staticmethod
     def chain(tokens: Tensor, scores: Tensor | None = None) -> Draft:
-        """One continuation per row: ``tokens`` is ``[B, K]``."""
+        """One continuation per row: ``tokens`` is ``[B, K]``.
+
+        Raises:
+            DraftError: `tokens` is something else.
+        """
+        if not isinstance(tokens, Tensor) or tokens.dim() != 2:
+            raise DraftError(f"a chain is made of a tensor [rows, length], not {_described(tokens)}")
         return Draft(tokens, Topology.chain(tokens.shape[1]), scores)
 
     @staticmethod
     def branches(tokens: Tensor) -> Draft:
-        """Several continuations per row, all from the root: ``tokens`` is ``[B, branches, K]``."""
+        """Several continuations per row, all from the root: ``tokens`` is ``[B, branches, K]``.
+
+        Raises:
+            DraftError: `tokens` is something else.
+        """
+        if not isinstance(tokens, Tensor) or tokens.dim() != 3:
+            raise DraftError(f"branches are made of a tensor [rows, branches, length], not {_described(tokens)}")
         return Draft(tokens.flatten(1), Topology.branches(tokens.shape[1], tokens.shape[2]))
 
     @staticmethod
@@ -145,19 +157,49 @@ class Draft:
 
     def check(self, rows: int) -> None:
         """Raises DraftError if shapes or dtype break the contract (values are never trusted anyway)."""
+        if not isinstance(self.tokens, Tensor):
+            raise DraftError(f"draft tokens must be int64 [{rows}, N-1], not {_described(self.tokens)}")
         if self.tokens.dtype != torch.int64 or self.tokens.dim() != 2 or self.tokens.shape[0] != rows:
             raise DraftError(
                 f"draft tokens must be int64 [{rows}, N-1], not {self.tokens.dtype} {list(self.tokens.shape)}"
             )
-        if isinstance(self.topology, TreeTensors) and self.topology.offsets.shape[0] != rows:
-            raise DraftError(f"trees per row are given for {self.topology.offsets.shape[0]} rows, the batch has {rows}")
+        if self.tokens.shape[1] + 1 > MAX_NODES:
+            raise DraftError(f"a draft may have {MAX_NODES - 1} tokens per row at most, not {self.tokens.shape[1]}")
+        if isinstance(self.topology, TreeTensors):
+            self.topology.check(rows)
+        elif not isinstance(self.topology, Topology):
+            raise DraftError(f"a draft's topology is a Topology or TreeTensors, not {_described(self.topology)}")
         if len(self.topology) != self.tokens.shape[1] + 1:
             raise DraftError(
                 f"{self.tokens.shape[1]} draft tokens need a topology of {self.tokens.shape[1] + 1} nodes (the root counts), "
                 f"not {len(self.topology)}"
             )
-        if self.scores is not None and self.scores.shape[:2] != self.tokens.shape:
-            raise DraftError(f"draft scores are {list(self.scores.shape)}, tokens {list(self.tokens.shape)}")
+        if self.scores is not None:
+            fits = (
+                isinstance(self.scores, Tensor)
+                and self.scores.dim() == 3
+                and self.scores.shape[:2] == self.tokens.shape
+            )
+            if not fits or not self.scores.is_floating_point():
+                wanted = [*self.tokens.shape, "V"]
+                raise DraftError(f"draft scores must be floating-point {wanted}, not {_described(self.scores)}")
+
+
+def check_draft(draft: object, proposer: str, rows: int) -> None:
+    """Raises DraftError if what `proposer` proposed is no draft for so many rows; values are never trusted anyway."""
+    if not isinstance(draft, Draft):
+        raise DraftError(f"propose of {proposer!r} must return a Draft, not {type(draft).__name__}")
+    try:
+        draft.check(rows)
+    except DraftError as error:
+        raise DraftError(f"propose of {proposer!r}: {error}") from None
+
+
+def _described(value: object) -> str:
+    """What was given, for a message."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {list(value.shape)}"
+    return f"a {type(value).__name__}"
 
 
 @dataclass(frozen=True)
@@ -195,6 +237,8 @@ class Strategy(ABC):
         name: registry name, ``snake_case``.
         summary: one line for ``decoders strategies``.
         settings_class: pydantic model of the settings.
+        hints: transformers' drafting arguments that stand for a setting, ``{"num_assistant_tokens": "length"}``. Others are
+            refused beside this strategy.
         exact: whether output is token-identical to plain decoding. A lossy strategy is marked in every report.
         needs_assistant: whether the call must bring ``assistant_model=``; others refuse one.
         needs_grammar: whether the call must bring ``grammar=``; others take one as well.
@@ -206,6 +250,7 @@ class Strategy(ABC):
     name: str
     summary: ClassVar[str] = ""
     settings_class: ClassVar[type[Settings]] = Settings
+    hints: ClassVar[Mapping[str, str]] = {}
     exact: bool = True
     needs_assistant: bool = False
     needs_grammar: bool = False

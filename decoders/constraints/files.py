@@ -19,6 +19,8 @@ def content(file: Path) -> str:
     Raises:
         GrammarError: it cannot be read.
     """
+    if file.exists() and not file.is_file():  # to open a pipe is to wait for its writer
+        raise GrammarError(f"{file} cannot be read: it is no regular file", "path")
     try:
         return file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:

@@ -11,8 +11,8 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..checkpoints import load_model
 from ..errors import DecodersError, UnknownNameError
+from ..hf.checkpoints import load_model
 from .prompt_set import Prompt
 
 if TYPE_CHECKING:

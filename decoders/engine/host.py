@@ -6,12 +6,13 @@ make, in the same order, however large the tree is. Stateful processors therefor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from ..errors import UnsupportedError
 from ..tree import TreeTensors
 from .candidates import Candidates
 from .core import Rows
@@ -40,7 +41,30 @@ class Prefixes:
         return torch.cat([self.prompt[row], torch.tensor(tail, dtype=torch.int64, device=self.prompt.device)])[None]
 
 
-Processors = Callable[[Tensor, Tensor], Tensor]
+#: Logits processors, called one after the other with token ids ``[B, T]`` and scores ``[B, V]``.
+Processors = Sequence[Callable[[Tensor, Tensor], Tensor]]
+
+
+def processed_by(processors: Processors, ids: Tensor, scores: Tensor) -> Tensor:
+    """What `processors` make of `scores` ``[B, V]`` float32, in their order.
+
+    Raises:
+        UnsupportedError: one returned anything else than scores of that shape; whatever one raises, with a note.
+    """
+    for processor in processors:
+        name = type(processor).__name__
+        try:
+            result = processor(ids, scores)
+        except Exception as error:
+            error.add_note(f"decoders: in logits processor {name}, shown {ids.shape[1]} tokens per row")
+            raise
+        if not isinstance(result, Tensor) or result.shape != scores.shape or not result.is_floating_point():
+            what = (
+                f"{result.dtype} {list(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
+            )
+            raise UnsupportedError(f"logits processor {name} returned {what} for scores {list(scores.shape)}")
+        scores = result.to(scores.dtype)
+    return scores
 
 
 def choose_along_path(
@@ -79,7 +103,7 @@ def choose_along_path(
         ids = torch.cat([prefixes.of(row, generated + depth, paths.get(row, ())) for row in range(batch)])
         nothing = torch.zeros_like(logits[0, 0])
         here = torch.stack([logits[row, at[row][0]] if row in at else nothing for row in range(batch)])
-        processed = processors(ids, here)
+        processed = processed_by(processors, ids, here)
         if plan.masked:  # a processor may force a token: the grammar wins
             processed = grammar_first(processed.masked_fill(here == float("-inf"), float("-inf")), here)
         positions = torch.full((batch, 1), generated + depth, device=nodes.device)

@@ -105,7 +105,12 @@ def _ours(path: Path, config: dict[str, Any], state: dict[str, Tensor]) -> Medus
     known = HeadsConfig.__dataclass_fields__
     given = {name: value for name, value in config.items() if name in known}
     if given.get("tree") is not None:
-        given["tree"] = tuple(tuple(map(int, path)) for path in given["tree"])
+        try:
+            given["tree"] = tuple(tuple(map(int, branch)) for branch in given["tree"])
+        except (TypeError, ValueError) as error:
+            raise SettingsError(
+                f"{path}: the tree of these Medusa heads must be a list of paths of ranks, [[0], [0, 1]], not {given['tree']!r:.60}"
+            ) from error
     try:
         heads = MedusaHeads(HeadsConfig(**given))
         heads.load_state_dict({name: tensor.float() for name, tensor in state.items()})

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import SettingsError, UnsupportedError
 from ..settings import Settings
-from ..strategy import Context, Draft, Sequences, Step, Strategy
+from ..strategy import Context, Draft, Sequences, Step, Strategy, check_draft
 from ..tree import NO_PARENT, Topology, TreeTensors
 
 
@@ -62,6 +62,7 @@ class Merged(Strategy):
         drafts, owned, size = [], [], 1
         for part, own in zip(self.parts, state.parts, strict=True):
             draft = part.propose(own, sequences)
+            check_draft(draft, part.name, len(sequences.length))
             kept = draft.topology.head(self.settings.nodes - size + 1)
             self._check_cut(part, draft, len(kept))
             owned.append(range(size, size + len(kept) - 1))

@@ -112,6 +112,8 @@ class NgramTable:
         Raises:
             SettingsError: no such file, no table, or one that does not hold together.
         """
+        if path.exists() and not path.is_file():  # to open a pipe is to wait for its writer
+            raise SettingsError(f"n-gram table {path} cannot be read: it is no regular file")
         try:
             with safe_open(path, framework="pt") as file:
                 about = file.metadata() or {}

@@ -38,6 +38,7 @@ class PromptLookup(Strategy):
     name = "prompt_lookup"
     summary = "Proposes what followed the same n-gram earlier in the prompt or the output."
     settings_class = PromptLookupSettings
+    hints = {"prompt_lookup_num_tokens": "length", "max_matching_ngram_size": "max_ngram"}
     on_device = True
 
     def start(self, context: Context) -> Callable[..., Tensor]:

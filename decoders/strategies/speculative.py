@@ -67,6 +67,7 @@ class Speculative(DraftModelStrategy):
     name = "speculative"
     summary = "A smaller model of the same family drafts a chain or a tree of tokens."
     settings_class = SpeculativeSettings
+    hints = {"num_assistant_tokens": "length", "num_assistant_tokens_schedule": "schedule"}
     on_device = True
 
     def __init__(self, settings: Settings | None = None, /, **values: Any) -> None:

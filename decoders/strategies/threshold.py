@@ -70,6 +70,7 @@ class Threshold(DraftModelStrategy):
     name = "threshold"
     summary = "A draft model drafts until it is no longer sure; how sure it must be adapts."
     settings_class = ThresholdSettings
+    hints = {"num_assistant_tokens": "max_length", "assistant_confidence_threshold": "threshold"}
     on_device = False  # the host looks whether any row goes on, in every pass
 
     def start(self, context: Context) -> _State:

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import decoders
-from decoders.assistants import PADDING, check_vocabulary
 from decoders.errors import SettingsError, UnsupportedError
+from decoders.hf.assistants import PADDING, check_vocabulary
 from decoders.strategies import PromptLookup, Speculative, Staged, Threshold
 from decoders.testing import decode, prompts, tiny_draft, tiny_model
 from decoders.testing.models import ARCHITECTURES, VOCAB, Architecture

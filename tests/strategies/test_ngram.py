@@ -314,3 +314,10 @@ def test_compiled_guesses_are_those_of_plain_tensor_code():
         tokens, length = torch.randint(0, 5, (3, slots), generator=generator), torch.tensor([slots, 2, 1])
         given = tokens, length, (3, 2), 3, 2, torch.zeros(3, V, dtype=torch.int32), *table
         assert torch.equal(compiled(*given), mini_tree(*given))
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes here")
+def test_a_pipe_is_no_table(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(SettingsError, match="no regular file"):
+        NgramTable.load(tmp_path / "pipe")

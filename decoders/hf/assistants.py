@@ -8,10 +8,10 @@ from typing import Literal
 
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..engine.engine import Engine
+from ..engine.target import refuse_unfit
+from ..errors import UnsupportedError
 from .checkpoints import load_model
-from .engine.engine import Engine
-from .engine.target import refuse_unfit
-from .errors import UnsupportedError
 
 #: Heads are padded to multiples of up to this many ids; a larger difference means another vocabulary.
 PADDING = 256

@@ -1,0 +1,42 @@
+"""Models that PEFT has wrapped, recognised by what they have: the package need not be installed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..errors import UnsupportedError
+
+
+def is_peft(model: Any) -> bool:
+    """Whether `model` is a ``PeftModel`` around a model of transformers."""
+    return isinstance(model, nn.Module) and hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def base_of(model: Any) -> Any:
+    """The model of transformers that generates: `model` itself, or what PEFT has wrapped, its layers adapted."""
+    return model.get_base_model() if is_peft(model) else model
+
+
+def refuse_prompt_learning(model: PreTrainedModel, wrapper: Any) -> None:
+    """Raises UnsupportedError where an adapter puts vectors in front of the prompt: the loop would decode without them.
+
+    Args:
+        model: what generates. wrapper: the ``PeftModel`` around it, None without one.
+    """
+    configs = wrapper.peft_config if wrapper is not None else {}
+    active = [configs.get(name) for name in getattr(wrapper, "active_adapters", ())]
+    learning = next((c for c in active if getattr(c, "is_prompt_learning", False)), None)
+    if learning is not None:
+        kind = getattr(learning.peft_type, "value", learning.peft_type)
+        raise UnsupportedError(
+            f"{kind} puts learnt vectors in front of the prompt, which is no token of it. Adapters of layers (LoRA and its "
+            "kin) work; call generate without strategy= for this one."
+        )
+    if "prepare_inputs_for_generation" in vars(model):
+        raise UnsupportedError(
+            f"prepare_inputs_for_generation of this {type(model).__name__} was replaced on the instance, as PEFT does for prompt "
+            "and prefix tuning; the loop prepares its inputs itself and would ignore it. Call generate without strategy=."
+        )
