@@ -17,7 +17,7 @@ import pluggy
 
 from . import __version__, builtin, hookspecs
 from .constraints.base import Backend
-from .errors import PluginError, UnknownNameError
+from .errors import PluginError, UnknownNameError, suggest
 from .hookspecs import PROJECT
 from .kinds import BACKEND, KINDS, STRATEGY, VERIFIER, Kind, Provided
 from .names import BUILTIN, DISTRIBUTION, THIS_PROCESS, Entry, Names, PluginInfo, canonical, settle
@@ -87,6 +87,14 @@ class Registry:
             if absent:
                 error.args = (f"{error} Not loaded: {', '.join(absent)} (`decoders plugins` says why).",)
             raise
+
+    def origin(self, cls: type) -> str:
+        """Distribution and version that `cls` was registered from; of another class its module."""
+        for kind in KINDS:
+            for entry in self._names[kind].usable.values():
+                if entry.cls is cls:
+                    return f"{entry.provider} {entry.version}".strip()
+        return cls.__module__
 
     def plugins(self) -> list[PluginInfo]:
         """Every plugin found, whatever became of it."""
@@ -160,6 +168,10 @@ class Registry:
             raise PluginError(f"it is the same object as plugin {self.manager.get_name(plugin)!r}")
         trial = _manager()
         trial.register(plugin, info.key)
+        for caller in trial.get_hookcallers(plugin) or ():
+            if not caller.has_spec():
+                known = [name for name in vars(hookspecs) if name.startswith(f"{PROJECT}_")]
+                raise PluginError(f"there is no hook {caller.name!r}. {suggest(caller.name, known)}")
         trial.check_pending()
         hooks = tuple(sorted(caller.name for caller in trial.get_hookcallers(plugin) or ()))
         if not hooks:

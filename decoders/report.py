@@ -105,6 +105,8 @@ class Report:
         verifier: how drafts are accepted ("coupled").
         compiled_steps: how many of `steps` ran compiled, the others uncompiled.
         reused: per row, prompt tokens that were not read, since an earlier call had left their keys and values.
+        same_bits: in low precision on a CPU, whether a token has the same bits in every block, so that drafts change nothing at
+            near-ties either: a brief check when the model was made ready. None where it is not checked.
         rows: batch size. prompt_tokens, new_tokens: per row.
         steps: target forwards that commit tokens. prefill_steps: how many of them, 0 or 1, read the end of the prompt as
             well; their core is timed as ``timings.prefill``.
@@ -122,6 +124,7 @@ class Report:
     settings: dict[str, Any] = field(default_factory=dict)
     exact: bool = True
     verifier: str = "coupled"
+    same_bits: bool | None = None
     rows: int = 1
     prompt_tokens: list[int] = field(default_factory=list)
     new_tokens: list[int] = field(default_factory=list)

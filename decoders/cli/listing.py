@@ -130,9 +130,7 @@ def plugins(
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(
-            "plugin", "provider", "status", "strategies", "verifiers", "grammar backends", "why", pad_edge=False
-        )
+        table = Table("plugin", "provider", "status", "strategies", "verifiers", "grammar backends", pad_edge=False)
         for info in found:
             table.add_row(
                 info.name,
@@ -141,8 +139,11 @@ def plugins(
                 Text(", ".join(info.strategies)),
                 Text(", ".join(info.verifiers)),
                 Text(", ".join(info.grammar_backends)),
-                Text(info.error or ""),
             )
-        Console().print(table)
+        console = Console()
+        console.print(table)
+        for info in found:  # below the table, where a narrow window leaves the remedy readable
+            if info.error:
+                console.print(Text(f"{info.name}: {info.error}", style=STYLES[info.status]))
     if strict and any(info.status in ("failed", "conflict") for info in found):
         raise typer.Exit(1)

@@ -14,14 +14,17 @@ from torch import Tensor
 from ..constraints.base import Grammar
 from ..report import Laps, Report
 from ..strategy import Context, Draft, Strategy
+from ..tree import TreeTensors
 from ..verifier import Verifier
 from .blocks import NodeBlock
 from .buckets import round_up, row_bucket
 from .capture import WARM_UP_STEPS, Capacity, RecordedStep
 from .core import StepOutput
+from .criteria import Asking, Criteria, Outcome
 from .device_guide import guide_of
 from .drafter import Drafter, Terms, opener
 from .engine import Engine
+from .guard import note_tree, raise_faults, untouched
 from .guide import Guide
 from .host import Prefixes, Processors
 from .invariance import branch_length
@@ -41,13 +44,14 @@ class Request:
         prompts: one 1-D int64 tensor per row, padding removed. padded_prompt: ``[B, P]`` as the user passed it.
         new_tokens: most tokens to generate per row. stop_tokens: end-of-sequence ids. pad_token: follows them.
         plan, values: what runs on logits inside the step (see :class:`SamplingPlan`). seed: of the noise.
-        processors: called on the host instead, if the plan cannot express them. criteria: asked after every token.
+        processors: called on the host instead, if the plan cannot express them. criteria: asked after every token, on the host.
         on_step: told the new tokens of every row and which rows have ended, after every step.
         keep_logits, keep_scores: return them per generated token.
         compile: see :data:`~decoders.engine.tiers.Compile`. reuse: whether keys and values of earlier calls may serve.
         prefill_chunk: most prompt tokens per pass. slots: least capacity of the rows.
         verifier: decides what is accepted, None is the coupled rule; it cannot be had with host processors.
         grammars: what each row may write, None is anything; with any, the plan is ``masked``.
+        origin: distribution and version of the strategy, for notes on errors.
         engine_of: engine of a draft model. context: fields of :class:`Context` that only the caller knows.
     """
 
@@ -61,7 +65,7 @@ class Request:
     values: tuple[float, ...] = ()
     seed: int = 0
     processors: Processors | None = None
-    criteria: Callable[..., Any] | None = None
+    criteria: Criteria | None = None
     on_step: Callable[[list[list[int]], list[bool]], None] | None = None
     keep_logits: bool = False
     keep_scores: bool = False
@@ -71,6 +75,7 @@ class Request:
     slots: int | None = None
     verifier: Verifier | None = None
     grammars: Sequence[Grammar | None] = ()
+    origin: str = ""
     engine_of: Callable[..., Engine] | None = None
     context: dict[str, Any] = field(default_factory=dict)
 
@@ -100,22 +105,6 @@ def decode(engine: Engine, request: Request) -> Decoded:
         return _Call(engine, request, stack).run()  # the stack gives sessions back, whatever happens
 
 
-@dataclass
-class _Outcome:
-    """One step as the host knows it, per row: tokens emitted, guesses accepted and made, ended or not, new tokens."""
-
-    emitted: list[int]
-    accepted: list[int]
-    guessed: list[int]
-    ended: list[int]
-    new: list[list[int]]
-
-    @staticmethod
-    def of(summary: list[list[int]], new: list[list[int]], rows: int) -> _Outcome:
-        """That of the first `rows` rows; see :class:`StepOutput`. Rows that fill a batch up end here."""
-        return _Outcome(*(figures[:rows] for figures in summary), new=new[:rows])
-
-
 class _Call:
     """The state of one call. stack: closes what it opens."""
 
@@ -132,13 +121,19 @@ class _Call:
         built_in = chosen is None or chosen.coupled or (chosen.exact and not request.plan.sample)
         self.verifier = None if built_in else chosen
         self.finished = [False] * self.batch
+        self.where = "while the prompt was read"  # for notes on errors
         self.report = Report(
             strategy=strategy.name, settings=strategy.settings.model_dump(mode="json"),
             exact=strategy.exact and (chosen is None or chosen.exact),
             verifier=chosen.name if chosen is not None else "coupled",
             rows=self.batch, prompt_tokens=list(self.lengths),
+            same_bits=self.target.invariance.holds if self.target.invariance is not None else None,
         )  # fmt: skip
         self.prefixes = Prefixes(request.padded_prompt, self.generated, request.pad_token)
+        self.may_err = self.verifier is not None  # whether a hook can do wrong what only the device sees
+        self.asking: Asking | None = None
+        if request.criteria is not None:
+            self.asking = Asking(request.criteria, self.prefixes, self.scores if request.keep_scores else None)
         self.drafters: list[Drafter] = []
         self.guide: Guide | None = None
 
@@ -147,6 +142,25 @@ class _Call:
         return self.session.rows
 
     def run(self) -> Decoded:
+        """Decodes to the end. An exception on the way gets a note, and ``partial``: what was committed before."""
+        try:
+            self._run()
+        except BaseException as error:
+            strategy = f"strategy {self.request.strategy.name!r} ({self.request.origin or type(self.request.strategy).__module__})"
+            error.add_note(
+                f"decoders: {strategy}, {self.where}, after {self.report.steps} steps; error.partial is what was written."
+            )
+            error.partial = self._decoded()  # type: ignore[attr-defined]
+            raise
+        return self._decoded()
+
+    def _decoded(self) -> Decoded:
+        report = self.report
+        report.new_tokens = [len(tokens) for tokens in self.generated]
+        report.stages = [drafter.report() for drafter in self.drafters]
+        return Decoded(self.generated, report, self.logits, self.scores)
+
+    def _run(self) -> None:
         request, target, timings = self.request, self.target, self.report.timings
         timings.pack, self.engine.preparing = self.engine.preparing, 0.0
         self.stack.enter_context(self.engine.forward.during(request.compile, self.report))
@@ -164,6 +178,7 @@ class _Call:
         reused, left = self.session.prefill(opened.lengths, opened.reusable, request.prefill_chunk, leave)
         self.unread = left
         self.report.reused = reused[: self.batch]
+        self.where = "start"
         state = request.strategy.start(self._context())
         timings.prefill = laps.next()
 
@@ -183,16 +198,19 @@ class _Call:
                 continue
             laps = Laps(timings)
             self._renew_keys()
-            draft = request.strategy.propose(state, self.session.view(max(self.lengths))[1])
+            self.where = "propose"
+            draft = self._proposed(state, max(self.lengths))
             block = self._block(draft)
+            self.where = "forward pass and verification"
             timings.propose += laps.next()
             block = self._masked(draft, block)
             timings.mask += laps.next()
             passes = self.engine.compiled_passes
             out = step(draft, block, self.rows)
+            self._raise_faults(wait=False)
             self.report.compiled_steps += self.engine.compiled_passes > passes
             # The one place where the host waits for the device.
-            outcome = _Outcome.of(out.summary.tolist(), out.new.tolist(), self.batch)
+            outcome = Outcome.of(out.summary.tolist(), out.new.tolist(), self.batch)
             if left and not self.report.steps:
                 self.report.prefill_steps = 1
                 timings.prefill += laps.next()
@@ -200,24 +218,25 @@ class _Call:
                 timings.core += laps.next()
             if not self.report.steps:
                 self.report.time_to_first_token = timings.prefill + timings.steps
-            if request.criteria is not None:
-                self._apply_criteria(outcome, out)
+            if self.asking is not None:
+                self.where = "stopping criteria"
+                self.asking.apply(outcome, out, self.rows, self.finished)
             if self.guide is not None:
                 self.guide.commit(out, self.rows.finished)
             timings.mask += laps.next()
+            self.where = "observe"
             self._observe(state, out)
             timings.observe += laps.next()
+            self.where = "streamer"
             self._record(outcome, out)
             if target.multiple > 1:
                 self.unread = round_up(branch_length(out.path, outcome.emitted), target.multiple)
             timings.host += laps.next()
         if self.guide is not None:
             self.guide.check()
+        self._raise_faults(wait=True)
         self.session.keep([max(length - 1 - self.unread, 0) for length in self.lengths])
-        self.report.new_tokens = [len(tokens) for tokens in self.generated]
         self.report.peak_memory = self._memory()
-        self.report.stages = [drafter.report() for drafter in self.drafters]
-        return Decoded(self.generated, self.report, self.logits, self.scores)
 
     def _can_record(self) -> bool:
         """Whether nothing in a step needs the host or varies in shape, so that a device that records can replay it."""
@@ -248,7 +267,7 @@ class _Call:
 
         def body() -> StepOutput:
             self._renew_keys()
-            draft = self.request.strategy.propose(state, self.session.view(0)[1])
+            draft = self._proposed(state, 0)
             out = step(draft, self._masked(draft, self._block(draft)), self.rows)
             if self.guide is not None:
                 self.guide.commit(out, self.rows.finished)
@@ -273,7 +292,7 @@ class _Call:
             return
         begun, first = time.perf_counter(), self.report.steps
         for summary, new in recorded.steps():
-            self._record(_Outcome.of(summary, new, self.batch), None)
+            self._record(Outcome.of(summary, new, self.batch), None)
             if not first and self.report.steps == 1:
                 self.report.time_to_first_token = self.report.timings.prefill + time.perf_counter() - begun
             if all(self.finished):
@@ -312,9 +331,29 @@ class _Call:
         )  # fmt: skip
         return replace(context, draft=opener(terms, context, self.drafters))
 
+    def _proposed(self, state: Any, length: int) -> Draft:
+        """What the strategy proposes, shown `length` slots of the rows."""
+        strategy, rows = self.request.strategy, self.rows
+        with untouched(
+            f"propose of {strategy.name!r}", tokens=rows.tokens, length=rows.length, prompt_length=rows.prompt_length,
+            finished=rows.finished, noise_keys=rows.sampling.keys,
+        ):  # fmt: skip
+            return strategy.propose(state, self.session.view(length)[1])
+
+    def _raise_faults(self, wait: bool) -> None:
+        """Raises what hooks did wrong as far as the device saw it; without `wait` only where looking is no waiting."""
+        if not self.may_err or (self.target.static and not wait):
+            return
+        strategy, verifier = self.request.strategy.name, self.report.verifier
+        raise_faults(self.rows, f"strategy {strategy!r} ({self.request.origin})", f"verifier {verifier!r}")
+
     def _block(self, draft: Draft) -> NodeBlock:
         """A checked draft as the core wants it."""
         guesses, tree = self.blocks.of(draft, self.request.strategy.name)
+        if isinstance(draft.topology, TreeTensors):
+            self.may_err = True
+            note_tree(draft, self.rows)
+            self._raise_faults(wait=False)
         for drafter in self.drafters:
             drafter.proposed = len(draft.topology)
         # Where steps may be recorded there is room from the beginning: nobody looks later.
@@ -333,36 +372,18 @@ class _Call:
         # Other verifiers know what a draft token was drawn from: taking one out would change the distribution.
         return replace(block, guesses=legal if self.verifier is None else block.guesses, masks=masks)
 
-    def _apply_criteria(self, outcome: _Outcome, out: StepOutput) -> None:
-        """Asks the stopping criteria after every new token and cuts rows where one says stop.
-
-        Criteria may know rows by their index. Rows have different lengths here, so each is shown a batch that repeats
-        it, of which its own row counts.
-        """
-        assert self.request.criteria is not None
-        for row, tokens in enumerate(outcome.new):
-            done = len(self.generated[row])
-            for count in range(1, outcome.emitted[row] + 1):
-                ids = self.prefixes.of(row, done + count, tuple(tokens)).expand(self.batch, -1)
-                scores = None
-                if out.scores is not None:
-                    new = out.scores[row, out.path[row, :count]]
-                    scores = tuple(t.expand(self.batch, -1) for t in (*self.scores[row], *new))
-                stop = self.request.criteria(ids, scores)
-                if bool(stop.expand(self.batch)[row] if isinstance(stop, Tensor) else stop):
-                    self.rows.length[row] -= outcome.emitted[row] - count
-                    self.rows.finished[row] = True
-                    outcome.emitted[row], outcome.ended[row] = count, 1
-                    break
-
     def _observe(self, state: Any, out: StepOutput) -> None:
         strategy = self.request.strategy
         if type(strategy).observe is Strategy.observe:
             return
-        sequences = self.session.view(max(self.lengths) + out.nodes.shape[1])[1]
-        strategy.observe(state, out.observed(sequences))
+        sequences, rows = self.session.view(max(self.lengths) + out.nodes.shape[1])[1], self.rows
+        with untouched(
+            f"observe of {strategy.name!r}", tokens=rows.tokens, length=rows.length, prompt_length=rows.prompt_length,
+            finished=rows.finished, noise_keys=rows.sampling.keys, path=out.path, logits=out.logits,
+        ):  # fmt: skip
+            strategy.observe(state, out.observed(sequences))
 
-    def _record(self, outcome: _Outcome, out: StepOutput | None) -> None:
+    def _record(self, outcome: Outcome, out: StepOutput | None) -> None:
         """Books a step; `out` is needed for logits and scores only."""
         request, report = self.request, self.report
         report.steps += 1

@@ -144,10 +144,20 @@ def test_plugins_as_json_and_strict(monkeypatch: pytest.MonkeyPatch) -> None:
         "name": "bad", "version": "2", "provider": "dist-bad", "hooks": [], "strategies": [], "verifiers": [],
         "grammar_backends": [], "status": "failed", "error": "why [x]",
     }  # fmt: skip
-    assert "why [x]" in run("plugins").stdout
+    assert "bad: why [x]" in run("plugins").stdout
     assert run("plugins", "--strict").exit_code == 1
     monkeypatch.setattr(plugins, "registry", lambda: SimpleNamespace(plugins=lambda: [good]))
     assert run("plugins", "--strict").exit_code == 0
+
+
+def test_a_narrow_window_shows_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    remedy = (
+        "Strategy 'x' is claimed by 'a' (d 1) and 'b' (e 2). Block one, for instance with DECODERS_PLUGINS_BLOCK=b."
+    )
+    clash = PluginInfo("a", "1", "d", strategies=("x",), status="conflict", error=remedy)
+    monkeypatch.setattr(plugins, "registry", lambda: SimpleNamespace(plugins=lambda: [clash]))
+    monkeypatch.setenv("COLUMNS", "80")
+    assert remedy in " ".join(run("plugins").stdout.split())
 
 
 def test_expected_error_is_one_line_and_exit_code_2() -> None:

@@ -140,22 +140,76 @@ def test_a_criterion_ends_its_row(llama: PreTrainedModel, rows: int, strategy: s
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_row_that_a_criterion_ended_is_padded_also_without_a_stop_token(
-    llama: PreTrainedModel, strategy: str
-) -> None:
-    """transformers goes on writing such a row, which then means nothing, unless the model has a stop token."""
-    stop = int(unstopped(2)[0, P + 6])
-    out = llama.generate(
-        **prompts(2),
-        strategy=named(strategy, 2),
-        do_sample=False,
-        max_new_tokens=NEW,
-        stopping_criteria=[Ends(stop)],
-        **EAGER,
-    )
-    first = unstopped(2)[0, P:].tolist().index(stop)
-    assert out[0].tolist() == unstopped(2)[0, : P + first + 1].tolist() + [0] * (NEW - first - 1)
-    assert out[1].tolist() == unstopped(2)[1].tolist()
+def test_without_a_stop_token_a_row_is_written_on_until_all_were_told(llama: PreTrainedModel, strategy: str) -> None:
+    stops = [int(unstopped(3)[row, P + at]) for row, at in enumerate((2, 7, 5))]
+    for criterion in (Ends(stops[0]), Ends(*stops), PerRow(P + 4, P + 12, P + 9)):
+        assert_like_transformers(llama, 3, strategy, stopping_criteria=[criterion])
+
+
+class Sticky(StoppingCriteria):
+    """Like lm-evaluation-harness's ``MultiTokenEOSCriteria``: notes per row that it has seen its stop, never asks again."""
+
+    def __init__(self, stops: list[int]) -> None:
+        self.stops, self.done = stops, [False] * len(stops)
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> bool:
+        for row, done in enumerate(self.done):
+            self.done[row] = done or self.stops[row] in input_ids[row, P:][-2:].tolist()
+        return all(self.done)
+
+
+class Counts(StoppingCriteria):
+    """Stops row 1 at its fifth call, and all at its twelfth."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.calls += 1
+        return torch.tensor([self.calls >= 12, self.calls >= 5, self.calls >= 12])
+
+
+class FirstRow(StoppingCriteria):
+    """Stops everybody when the first row has written a token."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return (input_ids[0, -1] == self.token).expand(len(input_ids))
+
+
+@pytest.mark.parametrize("stop_token", [None, UNUSED, "written"], ids=["endless", "unused", "stop token"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_criteria_that_remember_or_look_at_other_rows(llama: PreTrainedModel, strategy: str, stop_token: Any) -> None:
+    texts = unstopped(3)
+    stops = [int(texts[row, P + at]) for row, at in enumerate((3, 11, 6))]
+    stop_token = int(texts[1, P + 8]) if stop_token == "written" else stop_token
+    for make in (lambda: Sticky(stops), Counts, lambda: FirstRow(stops[0]), lambda: Ends(*stops)):
+        expected = llama.generate(
+            **prompts(3), do_sample=False, max_new_tokens=NEW, eos_token_id=stop_token, stopping_criteria=[make()]
+        )
+        actual = llama.generate(
+            **prompts(3), strategy=named(strategy, 3), do_sample=False, max_new_tokens=NEW, eos_token_id=stop_token,
+            stopping_criteria=[make()], **EAGER,
+        )  # fmt: skip
+        assert actual.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_criteria_are_shown_the_batches_that_plain_decoding_shows(llama: PreTrainedModel, strategy: str) -> None:
+    stop = int(unstopped(3)[1, P + 8])
+    plain, ours = Ends(-1), Ends(-1)
+    for criterion, options in ((plain, {}), (ours, dict(strategy=named(strategy, 3), **EAGER))):
+        llama.generate(
+            **prompts(3),
+            do_sample=False,
+            max_new_tokens=12,
+            eos_token_id=stop,
+            stopping_criteria=[criterion],
+            **options,
+        )
+    assert [seen.tolist() for seen in ours.seen] == [seen.tolist() for seen in plain.seen]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -251,7 +251,7 @@ class OneVerifier:
         (fail_to_import, r"ImportError: libmissing.so: cannot open \(.*test_registry.py:\d+\)"),
         (sys_exit, "SystemExit: no licence"),
         (RaisingHook(), r"RuntimeError: hook broke \(.*test_registry.py:\d+\)"),
-        (UnknownHook(), "unknown hook 'decoders_stratgies'"),
+        (UnknownHook(), "no hook 'decoders_stratgies'. Did you mean 'decoders_strategies'"),
         (WrongArguments(), "wanted"),
         (OneClass(), "iterable of classes"),
         (SimpleNamespace(), "no function marked"),

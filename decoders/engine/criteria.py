@@ -1,0 +1,119 @@
+"""Stopping criteria that the host asks after every token, and rows that end where one says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .core import StepOutput
+from .host import Prefixes
+from .rows import Rows
+
+
+@dataclass
+class Outcome:
+    """One step as the host knows it, per row: tokens emitted, guesses accepted and made, ended or not, new tokens."""
+
+    emitted: list[int]
+    accepted: list[int]
+    guessed: list[int]
+    ended: list[int]
+    new: list[list[int]]
+
+    @staticmethod
+    def of(summary: list[list[int]], new: list[list[int]], rows: int) -> Outcome:
+        """That of the first `rows` rows; see :class:`StepOutput`. Rows that fill a batch up end here."""
+        return Outcome(*(figures[:rows] for figures in summary), new=new[:rows])
+
+
+@dataclass(frozen=True)
+class Criteria:
+    """What a call is to be asked besides lengths and stop tokens.
+
+    Attributes:
+        ask: ``(ids [B, P + t], scores)`` → ``[B]`` bool. scores: ``[B, V]`` per new token, None unless they are kept.
+        by_row: every criterion looks at one row and remembers none, so rows need not be level when they are asked.
+        ends_rows: whether a row ends when it is told to. transformers writes such a row on until all have been told, unless a
+            criterion has stop tokens.
+    """
+
+    ask: Callable[[Tensor, tuple[Tensor, ...] | None], Tensor]
+    by_row: bool = False
+    ends_rows: bool = True
+
+
+class Asking:
+    """The criteria of one call, asked in the order in which plain decoding would ask them.
+
+    Args:
+        prefixes: the rows as transformers would show them. scores: per row and token, where they are kept.
+    """
+
+    def __init__(self, criteria: Criteria, prefixes: Prefixes, scores: list[list[Tensor]] | None) -> None:
+        self.criteria, self.prefixes, self.scores = criteria, prefixes, scores
+        self.batch = len(prefixes.generated)
+        self.told: set[int] = set()
+
+    def apply(self, outcome: Outcome, out: StepOutput, rows: Rows, finished: list[bool]) -> None:
+        """Cuts what a step has written where a criterion says stop; `outcome`, `out` and `rows` are changed alike."""
+        active = [row for row in range(self.batch) if not finished[row]]
+        if self.criteria.by_row and self.criteria.ends_rows:
+            ends = self._each(outcome, active)
+        else:
+            ends = self._level(outcome, out, active)
+        for row in active:
+            count, ended = ends[row]
+            rows.length[row] -= outcome.emitted[row] - count
+            rows.finished[row] = ended
+            outcome.emitted[row], outcome.ended[row] = count, int(ended)
+            outcome.accepted[row] = min(outcome.accepted[row], count)
+        figures = torch.tensor([outcome.emitted, outcome.accepted, outcome.guessed, outcome.ended])
+        out.summary[:, : self.batch] = figures.to(out.summary.device)
+
+    def _each(self, outcome: Outcome, active: list[int]) -> dict[int, tuple[int, bool]]:
+        """Per row, how many of its new tokens stay, and whether it has ended; each row is asked by itself."""
+        ends = {}
+        for row in active:
+            done, tokens, count = len(self.prefixes.generated[row]), tuple(outcome.new[row]), 0
+            stop = False
+            while not stop and count < outcome.emitted[row]:
+                count += 1
+                stop = bool(self.criteria.ask(self.prefixes.of(row, done + count, tokens), None).any())
+            ends[row] = count, stop or bool(outcome.ended[row])
+        return ends
+
+    def _level(self, outcome: Outcome, out: StepOutput, active: list[int]) -> dict[int, tuple[int, bool]]:
+        """The same where criteria see whole batches, all rows at one length: rows advance as far as the slowest."""
+        done, emitted = len(self.prefixes.generated[active[0]]), outcome.emitted
+        ended = {row: emitted[row] for row in active if outcome.ended[row]}  # row → its new tokens
+        going = [emitted[row] for row in active if row not in ended]
+        last = min(going) if going else max(ended.values())
+        count, written = 0, {row: emitted[row] for row in active}
+        while count < last:
+            count += 1
+            extra = {row: tuple(outcome.new[row][: written[row]]) for row in active}
+            ids = torch.cat([self.prefixes.of(row, done + count, extra.get(row, ())) for row in range(self.batch)])
+            told = self.criteria.ask(ids, self._scores(out, active, done + count)).expand(self.batch).tolist()
+            self.told |= {row for row in active if told[row]}
+            if self.criteria.ends_rows:
+                for row in self.told & set(active):
+                    if ended.get(row, last) >= count:
+                        ended[row] = written[row] = count
+            elif len(self.told) == self.batch:
+                ended = dict.fromkeys(active, count)
+            if all(ended.get(row, last + 1) <= count for row in active):
+                break
+        return {row: (min(ended.get(row, count), count), ended.get(row, count + 1) <= count) for row in active}
+
+    def _scores(self, out: StepOutput, active: list[int], count: int) -> tuple[Tensor, ...] | None:
+        """``[B, V]`` per new token, zeros for rows that have ended."""
+        if self.scores is None or out.scores is None:
+            return None
+        steps = []
+        for row in range(self.batch):
+            own = [*self.scores[row], *(out.scores[row, out.path[row]] if row in active else ())]
+            steps.append([own[t] if t < len(own) else torch.zeros_like(out.scores[0, 0]) for t in range(count)])
+        return tuple(torch.stack(rows) for rows in zip(*steps, strict=True))
