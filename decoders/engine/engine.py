@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -17,12 +16,17 @@ from . import compiler
 from .capture import recorder_of
 from .core import Core, Passes
 from .draft import DraftCore
+from .locks import CallLock
 from .packing import FreedParameter, FreedWeights, free_originals, freed_error, restore_originals
 from .sampling import SamplingPlan
 from .session import Sessions
 from .static import WholeStep
-from .target import Target, Weights
+from .target import Target
 from .tiers import Compile, ForwardPass, TieredFunction
+from .twin import Weights
+
+#: Compiled functions of strategies that an engine keeps.
+KEPT_FUNCTIONS = 64
 
 Compiled = TypeVar("Compiled", compiler.CompiledFunction, WholeStep)
 
@@ -43,11 +47,11 @@ class Engine:
         self,
         model: PreTrainedModel,
         attention: Literal["auto", "sdpa", "flex"] = "auto",
-        lock: threading.RLock | None = None,
+        lock: CallLock | None = None,
     ) -> None:
         if any(isinstance(parameter, FreedParameter) for parameter in model.parameters()):
             raise freed_error()
-        self.lock = lock or threading.RLock()  # a streamer or processor may call generate again
+        self.lock = lock or CallLock()  # a streamer or processor may call generate again
         self.attention = attention
         started = time.perf_counter()
         with current(model.device), torch.autocast(model.device.type, enabled=False):
@@ -67,6 +71,9 @@ class Engine:
             weights = Weights.of(model)
             if not weights.replaces(self.target.weights):
                 return False
+            if weights.contents != self.target.weights.contents:
+                self._forget_compiled()
+                self.sessions.forget_recordings()
             # Pointers are compared first: samples are taken where they point.
             if weights != self.target.weights or self.target.samples.changed:
                 if [place for place, _ in weights.values] != [place for place, _ in self.target.weights.values]:
@@ -101,9 +108,12 @@ class Engine:
         with self.lock:
             self.settle_originals(model, "keep")
             self.sessions.release()
-            self.forward.forget()
-            self._whole.clear()
+            self._forget_compiled()
             self._functions.clear()
+
+    def _forget_compiled(self) -> None:
+        self.forward.forget()
+        self._whole.clear()
 
     def core(self, plan: SamplingPlan) -> Core:
         return Core(self.target, plan, self._run())
@@ -132,9 +142,11 @@ class Engine:
         """A strategy's tensor function, compiled once for all calls on this engine."""
         if not compile:
             return function
-        if function not in self._functions:
-            self._functions[function] = TieredFunction(function, compiler.CompiledFunction(function))
-        tiered = self._functions[function]
+        tiered = self._functions.pop(function, None) or TieredFunction(function, compiler.CompiledFunction(function))
+        self._functions[function] = tiered
+        # A function that is made anew in every call is never asked for again: the least recently used goes.
+        if len(self._functions) > KEPT_FUNCTIONS:
+            del self._functions[next(iter(self._functions))]
         compiled = _booked(tiered.compiled, report)
         return tiered if compile == "auto" and not self.target.static else compiled
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Sequence
+import types
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,8 @@ from ..tree import Topology, TreeTensors
 from . import attention, buckets, flex, invariance
 from .cache import CacheBuffers, LayerSpec, LayoutProbe, SlotCache
 from .packing import pack
-from .samples import Samples, writes_counted
+from .samples import Samples
+from .twin import Weights, share_weights, tensors_of
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Target:
         packing: the packed matrices.
         weights, samples: what they were packed from.
         multiple: blocks and stretches of text have a multiple of so many nodes.
+        invariance: in low precision, whether a node has the same bits in every block.
 
     Raises:
         UnsupportedError: the model's design does not fit the loop, or a self-check shows that its tree-verified logits
@@ -73,6 +75,8 @@ class Target:
         if self.multiple > 1:
             invariance.align_activations(self.model)
         self._self_check(model)
+        # Where bits matter, a brief look; `decoders doctor MODEL` makes every comparison.
+        self.invariance = invariance.check(self, length=16, comparisons=3) if self.multiple > 1 else None
 
     @property
     def static_slots(self) -> bool:
@@ -100,7 +104,7 @@ class Target:
 
     def remember(self, model: PreTrainedModel) -> None:
         """Notes the present weights of `model` as those that were packed."""
-        self.weights, self.samples = Weights.of(model), Samples((*model.parameters(), *model.buffers()))
+        self.weights, self.samples = Weights.of(model), Samples(tensors_of(model))
 
     def forward(
         self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor
@@ -222,7 +226,17 @@ def refuse_unfit(model: PreTrainedModel) -> None:
         raise UnsupportedError(
             f"{name} keeps a recurrent state, which cannot hold several guesses at once or be rolled back. {advice}"
         )
-    if "position_ids" not in inspect.signature(model.forward).parameters or getattr(model.config, "alibi", False):
+    replaced = vars(model).get("forward")
+    if isinstance(replaced, types.FunctionType):
+        raise UnsupportedError(
+            f"{name}.forward was replaced by the function {replaced.__qualname__!r}, which runs the model as it is and not as the "
+            f"loop has it. Wrap a layer, register a hook, or bind a method instead. {advice}"
+        )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise UnsupportedError(
+            f"{name} has weights on the meta device, where they have no values: load them first. {advice}"
+        )
+    if "position_ids" not in inspect.signature(type(model).forward).parameters or getattr(model.config, "alibi", False):
         raise UnsupportedError(
             f"{name} takes no position_ids (ALiBi derives positions from a 2-D mask), so nodes of a tree cannot be "
             f"placed. {advice}"
@@ -254,62 +268,6 @@ def context_length(model: PreTrainedModel) -> int:
     """How many positions the model can express; unbounded if its config does not say."""
     text = model.config.get_text_config(decoder=True)
     return getattr(text, "max_position_embeddings", None) or (1 << 31)
-
-
-def share_weights(model: PreTrainedModel, packed: Sequence[Tensor] = ()) -> PreTrainedModel:
-    """A copy of the module tree with its own config whose parameters, buffers and `packed` weights are the very same tensors."""
-    memo: dict[int, object] = {id(t): t for t in (*model.parameters(), *model.buffers(), *packed)}
-    # What other tools hung on the instance (an overridden generate, a lock) is not part of the network.
-    foreign = {k: v for k, v in vars(model).items() if k == "generate" or k.startswith("decoders_")}
-    memo.update({id(v): None for v in foreign.values()})
-    twin = copy.deepcopy(model, memo)
-    for name in foreign:
-        vars(twin).pop(name, None)
-    return twin.eval()
-
-
-@dataclass(frozen=True)
-class Weights:
-    """A model's weights and modules as they were when they were looked at.
-
-    Attributes:
-        modules: changes whenever a weight is exchanged for another tensor, resized or cast, and whenever a module is
-            exchanged, hooked or switched.
-        values: changes whenever a weight is written in place or gets other data.
-    """
-
-    modules: tuple
-    values: tuple
-
-    @classmethod
-    def of(cls, model: nn.Module) -> Self:
-        tensors = (*model.parameters(), *model.buffers())
-        modules = tuple(
-            (id(module), *module._forward_hooks, *module._forward_pre_hooks, *_switches(module))
-            for module in model.modules()
-        )
-        shapes = tuple((id(t), t.dtype, t.device, t.shape) for t in tensors)
-        return cls((shapes, modules), tuple((t.data_ptr(), writes_counted(t)) for t in tensors))
-
-    def replaces(self, other: Weights) -> bool:
-        """Whether these are `other` with other values, so that nothing but the packed copies has to follow."""
-        return self.modules == other.modules
-
-
-_INTERNAL = frozenset(vars(nn.Module()))
-
-
-def _switches(module: nn.Module) -> Iterator[object]:
-    """A module's plain attributes, by which adapters and the like are switched; ``training`` does not count here."""
-    for name, value in vars(module).items():
-        if name in _INTERNAL:
-            continue
-        if isinstance(value, (bool, int, float, str)):
-            yield value
-        elif isinstance(value, (list, tuple, dict)) and value:
-            items = value.values() if isinstance(value, dict) else value
-            if all(isinstance(item, (bool, int, float, str)) for item in items):
-                yield repr(value)
 
 
 @torch.no_grad()

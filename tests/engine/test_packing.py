@@ -16,7 +16,7 @@ from decoders.engine.packing import (
     pack,
     restore_originals,
 )
-from decoders.engine.target import share_weights
+from decoders.engine.twin import share_weights
 from decoders.errors import UnsupportedError
 from decoders.testing import tiny_model
 

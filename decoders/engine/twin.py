@@ -1,0 +1,193 @@
+"""A model's private twin: modules of its own over the same weights, and what tells that it no longer is one."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from .samples import writes_counted
+
+_INTERNAL = frozenset(vars(nn.Module()))
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+#: How deep, and how many entries of one container, are looked at.
+_DEPTH, _ENTRIES = 6, 1000
+
+
+#: Attributes that generating sets: no part of the network.
+_OF_GENERATION = {
+    "generate",
+    "generation_config",
+    "_cache",
+    "_compiled_call",
+    "_last_compile_config",
+    "_previous_max_cache_length",
+}
+
+
+def _foreign(name: str) -> bool:
+    """Whether an attribute of a model is what generating, or a tool of ours, hung on it."""
+    return name in _OF_GENERATION or name.startswith("decoders_")
+
+
+def share_weights(model: PreTrainedModel, packed: Sequence[Tensor] = ()) -> PreTrainedModel:
+    """A copy of the module tree with its own config, in evaluation mode. Everything else is shared.
+
+    Parameters, buffers, `packed` weights, and whatever modules keep in attributes (tensors, dicts, helper objects) are the
+    very same objects: what is written into them later counts here as well.
+    """
+    twin = _Twin(model, packed).of(model)
+    # What other tools hung on the instance (an overridden generate, a lock) is not part of the network.
+    for name in filter(_foreign, list(vars(twin))):
+        del vars(twin)[name]
+    return twin.eval()
+
+
+class _Twin:
+    """Copies a tree of modules. Containers are copied only where they hold modules, configs or bound methods of the tree."""
+
+    def __init__(self, model: nn.Module, packed: Sequence[Tensor]) -> None:
+        self.own = {id(module) for module in model.modules()}
+        self.memo: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers(), *packed)}
+
+    def of(self, value: Any) -> Any:
+        """The twin's counterpart of `value`, or `value` itself."""
+        if id(value) in self.memo:
+            return self.memo[id(value)]
+        if isinstance(value, nn.Module) and id(value) in self.own:
+            return self._module(value)
+        if isinstance(value, PreTrainedConfig):
+            return copy.deepcopy(value, self.memo)
+        if isinstance(value, types.MethodType):
+            return types.MethodType(value.__func__, self.of(value.__self__)) if self._touches(value) else value
+        if isinstance(value, functools.partial) and self._touches(value):
+            made = functools.partial(self.of(value.func), *map(self.of, value.args), **self._values(value.keywords))
+            vars(made).update(self._values(vars(value)))
+            return made
+        if isinstance(value, (list, tuple, set, dict)) and self._touches(value):
+            return self._container(value)
+        return value
+
+    def _module(self, module: nn.Module) -> nn.Module:
+        twin = module.__class__.__new__(module.__class__)
+        self.memo[id(module)] = twin
+        for name, value in list(vars(module).items()):
+            internal = name in _INTERNAL and isinstance(value, (dict, set))
+            vars(twin)[name] = self._container(value) if internal else self.of(value)
+        return twin
+
+    def _container(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            made = copy.copy(value)
+            made.update((key, self.of(entry)) for key, entry in value.items())
+            return made
+        entries = map(self.of, value)
+        return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
+
+    def _values(self, value: dict[str, Any]) -> dict[str, Any]:
+        return {key: self.of(entry) for key, entry in value.items()}
+
+    def _touches(self, value: Any, depth: int = _DEPTH) -> bool:
+        """Whether `value` holds something of the tree that the twin has for itself."""
+        if isinstance(value, (nn.Module, PreTrainedConfig)):
+            return id(value) in self.own or isinstance(value, PreTrainedConfig)
+        if depth == 0 or isinstance(value, _PLAIN):
+            return False
+        if isinstance(value, types.MethodType):
+            return self._touches(value.__self__, depth - 1)
+        if isinstance(value, functools.partial):
+            return any(self._touches(v, depth - 1) for v in (value.func, *value.args, *value.keywords.values()))
+        if isinstance(value, dict):
+            return any(self._touches(entry, depth - 1) for entry in value.values())
+        return isinstance(value, (list, tuple, set)) and any(self._touches(entry, depth - 1) for entry in value)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model's weights and modules as they were when they were looked at.
+
+    Attributes:
+        modules: changes whenever a weight is exchanged for another tensor, resized or cast, whenever a module is exchanged,
+            hooked or switched, and whenever an attribute of one is set to something else.
+        contents: changes whenever something is written into what attributes hold: dicts, lists, tensors, helper objects.
+        values: changes whenever a weight is written in place or gets other data.
+    """
+
+    modules: tuple
+    contents: tuple
+    values: tuple
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Self:
+        tensors = (*model.parameters(), *model.buffers())
+        shapes = tuple((id(t), t.dtype, t.device, t.shape) for t in tensors)
+        modules, held = [], []
+        for module in model.modules():
+            modules += [id(module), *module._forward_hooks, *module._forward_pre_hooks]
+            for name, value in vars(module).items():
+                if name in _INTERNAL or _foreign(name):
+                    continue
+                if isinstance(value, _PLAIN):
+                    modules.append(value)
+                else:
+                    modules.append(id(value))
+                    if not _opaque(type(value)):
+                        held.append(_content(value, _DEPTH))
+        return cls((shapes, tuple(modules)), tuple(held), tuple((t.data_ptr(), writes_counted(t)) for t in tensors))
+
+    def replaces(self, other: Weights) -> bool:
+        """Whether these are `other` with other values and contents: what runs the model sees them by itself."""
+        return self.modules == other.modules
+
+
+def tensors_of(model: nn.Module) -> list[Tensor]:
+    """All tensors that modules of `model` hold: parameters, buffers, and those that are plain attributes."""
+    loose = [v for module in model.modules() for v in vars(module).values() if isinstance(v, Tensor)]
+    return [*model.parameters(), *model.buffers(), *loose]
+
+
+def _content(value: Any, depth: int) -> object:
+    """Something that differs whenever what `value` holds does."""
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, Tensor):
+        return id(value), value.data_ptr(), writes_counted(value)
+    if depth == 0 or _opaque(type(value)):
+        return id(value)
+    if isinstance(value, (list, tuple)):
+        entries: Iterable[tuple[Any, Any]] = enumerate(value)
+        count = len(value)
+    else:
+        held = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+        entries, count = held.items(), len(held)
+    if count > _ENTRIES:
+        return id(value), count
+    return id(value), tuple((key if isinstance(key, _PLAIN) else id(key), _content(v, depth - 1)) for key, v in entries)
+
+
+@functools.cache
+def _opaque(kind: type) -> bool:
+    """Whether objects of this class are not looked into: modules, configs, functions, and what libraries made."""
+    if issubclass(kind, (dict, list, tuple, Tensor)):
+        return False
+    made_by = kind.__module__.partition(".")[0]
+    own = {
+        "torch",
+        "transformers",
+        "tokenizers",
+        "builtins",
+        "functools",
+        "types",
+        "threading",
+        "_thread",
+        "enum",
+        "decoders",
+    }
+    return issubclass(kind, (nn.Module, PreTrainedConfig, type)) or made_by in own

@@ -1,0 +1,153 @@
+"""What is changed in a model between calls counts in the next one, wherever the model keeps it."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+import decoders
+from decoders.engine.twin import Weights, share_weights
+from decoders.testing import prompts, tiny_model
+
+NEW = 12
+
+
+class Helper:
+    """An object that a module asks for a factor."""
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+
+class Scaled(nn.Module):
+    """An MLP whose output is scaled by what it keeps in places that are neither parameters nor buffers."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.helper = inner, Helper()
+        self.nested = {"by": {"name": [1.0, 1.0]}}
+        self.listed: list[float] = [1.0, 2.0]
+        self.loose = torch.ones(1)
+        self.plain = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = self.nested["by"]["name"][1] * self.listed[0] * self.helper.factor * self.plain
+        return self.inner(x) * factor * self.loose
+
+
+def nested(module: Scaled) -> None:
+    module.nested["by"]["name"][1] = 3.0
+
+
+def listed(module: Scaled) -> None:
+    module.listed[0] = -2.0
+
+
+def helper(module: Scaled) -> None:
+    module.helper.factor = 0.2
+
+
+def another_helper(module: Scaled) -> None:
+    module.helper = Helper()
+    module.helper.factor = -1.0
+
+
+def loose(module: Scaled) -> None:
+    module.loose.mul_(-1)
+
+
+def another_loose(module: Scaled) -> None:
+    module.loose = torch.full((1,), 4.0)
+
+
+def loose_data(module: Scaled) -> None:
+    module.loose.data.fill_(-3)
+
+
+def plain(module: Scaled) -> None:
+    module.plain = 2.5
+
+
+def closure(module: Scaled) -> None:
+    before = module.forward
+    module.forward = lambda x: before(x) * -1.5  # type: ignore[method-assign]
+
+
+def method(module: Scaled) -> None:
+    module.forward = types.MethodType(lambda self, x: self.inner(x) * -0.5, module)  # type: ignore[method-assign]
+
+
+def partial(module: Scaled) -> None:
+    def forward(self: Scaled, by: float, x: Tensor) -> Tensor:
+        return self.inner(x) * by
+
+    module.forward = functools.partial(forward, module, -2.0)  # type: ignore[method-assign]
+
+
+CHANGES = [nested, listed, helper, another_helper, loose, another_loose, loose_data, plain, closure, method, partial]
+
+
+def scaled_model() -> PreTrainedModel:
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.mlp = Scaled(layer.mlp)
+    return model
+
+
+@pytest.mark.parametrize("strategy", ["autoregressive", "prompt_lookup"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.__name__)
+def test_a_change_counts_in_the_next_call(change: Callable[[Any], None], strategy: str) -> None:
+    model = decoders.enable(scaled_model())
+    options = dict(do_sample=False, max_new_tokens=NEW)
+    ours = dict(strategy=strategy, decoders_config={"compile": False}, **options)
+    first = model.generate(**prompts(2), **ours)
+    assert torch.equal(first, model.generate(**prompts(2), **options))
+    for layer in model.model.layers:
+        change(layer.mlp)
+    expected = model.generate(**prompts(2), **options)
+    assert not torch.equal(expected, first), "the change must matter"
+    assert torch.equal(model.generate(**prompts(2), **ours), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.__name__)
+def test_a_change_counts_in_the_next_compiled_call(change: Callable[[Any], None]) -> None:
+    model = decoders.enable(scaled_model())
+    options = dict(do_sample=False, max_new_tokens=NEW)
+    ours = dict(strategy="prompt_lookup", decoders_config={"compile": True}, **options)
+    assert torch.equal(model.generate(**prompts(), **ours), model.generate(**prompts(), **options))
+    for layer in model.model.layers:
+        change(layer.mlp)
+    expected = model.generate(**prompts(), **options)
+    assert torch.equal(model.generate(**prompts(), **ours), expected)
+
+
+def test_plain_generate_in_between_changes_nothing_that_is_looked_at() -> None:
+    model = decoders.enable(tiny_model("llama"))
+    before = Weights.of(model)
+    model.generate(**prompts(), do_sample=False, max_new_tokens=3)
+    model.generate(**prompts(), do_sample=False, max_new_tokens=3, cache_implementation="static", disable_compile=True)
+    model.generation_config.top_k = 7
+    model.generate(**prompts(), do_sample=False, max_new_tokens=3, strategy="prompt_lookup")
+    assert Weights.of(model) == before
+
+
+def test_a_twin_has_modules_and_config_of_its_own_and_shares_the_rest() -> None:
+    model = scaled_model()
+    model.model.listed_layers = [model.model.layers[0], {"last": model.model.layers[-1]}]
+    twin = share_weights(model)
+    assert twin.config is not model.config and twin.model.config is twin.config
+    mlp, other = twin.model.layers[0].mlp, model.model.layers[0].mlp
+    assert mlp is not other and mlp.nested is other.nested and mlp.helper is other.helper and mlp.loose is other.loose
+    assert twin.model.listed_layers[0] is twin.model.layers[0]
+    assert twin.model.listed_layers[1]["last"] is twin.model.layers[-1]
+    assert {id(p) for p in twin.parameters()} == {id(p) for p in model.parameters()}
+    ours = {id(module) for module in model.modules()}
+    assert not ours & {id(module) for module in twin.modules()}
