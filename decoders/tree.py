@@ -17,6 +17,8 @@ from torch import Tensor
 from .errors import DraftError
 
 NO_PARENT = -1
+#: Most nodes of a block, the root included: attention among them, and masks, grow with the square.
+MAX_NODES = 1024
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,8 @@ class Topology:
     def from_parents(parents: Sequence[int]) -> Topology:
         """A tree given by parent indices: ``[-1, 0, 1, 1]`` is a root, its child and two grandchildren."""
         offsets: list[int] = []
+        if not parents or parents[0] != NO_PARENT:
+            raise DraftError(f"node 0 is the root: its parent must be -1, in {list(parents)[:8]}")
         for node, parent in enumerate(parents):
             if not NO_PARENT <= parent < max(node, 1):
                 raise DraftError(f"node {node} has parent {parent}: a parent must come before its child")
@@ -220,6 +224,38 @@ class TreeTensors:
         """``[B, N]`` bool: nodes that may be accepted, the root among them."""
         return self.ancestors.any(-1)
 
+    def check(self, rows: int) -> None:
+        """Raises DraftError if shapes or dtypes are not those of trees for `rows` rows."""
+        n = self.offsets.shape[-1] if isinstance(self.offsets, Tensor) and self.offsets.dim() else 0
+        for name, dtype, shape in (
+            ("parents", torch.int64, (rows, n)), ("offsets", torch.int64, (rows, n)),
+            ("visible", torch.bool, (rows, n, n)), ("ancestors", torch.bool, (rows, n, n)),
+        ):  # fmt: skip
+            tensor = getattr(self, name)
+            if not isinstance(tensor, Tensor) or tensor.dtype != dtype or tensor.shape != shape:
+                given = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise DraftError(
+                    f"{name} of trees for {rows} rows of {n} nodes must be {dtype} {list(shape)}, not {given}"
+                )
+
+    def sound(self) -> Tensor:
+        """``[B]`` bool, without a sync: whether what is said of every candidate follows from its parent.
+
+        A candidate comes one position after its parent, and sees what lies on its path and nothing else: otherwise its
+        logits would not be those of its own text. Nodes that are never accepted may see anything.
+        """
+        n = len(self)
+        index = torch.arange(n, device=self.parents.device)
+        parents = self.parents.clamp(0, n - 1)
+        above = torch.where(index[:, None] > 0, self.ancestors.gather(1, parents[..., None].expand(-1, -1, n)), False)
+        path = above | (index[:, None] == index)
+        depth = torch.where(index > 0, self.offsets.gather(1, parents) + 1, 0)
+        right = (self.ancestors == path).all(-1) & (self.visible == path).all(-1) & (self.offsets == depth)
+        right = right & (parents == self.parents)
+        # Without the root on its path a node is no candidate, and then it must not be on a path to one either.
+        candidates = self.ancestors[..., 0] | (index == 0)
+        return torch.where(candidates, right, ~self.ancestors.any(-1)).all(-1)
+
     @staticmethod
     def from_parents(parents: Tensor, depth: int | None = None) -> TreeTensors:
         """Topology of dynamic trees, on the device and without a sync.
@@ -236,7 +272,7 @@ class TreeTensors:
         for _ in range(max(1, (n - 1 if depth is None else depth).bit_length())):
             reach = (reach.float() @ reach.float()) > 0
         candidate = reach[:, :, 0]
-        return TreeTensors(parents.clamp(min=0), reach.sum(-1) - 1, reach, reach & candidate.unsqueeze(-1))
+        return TreeTensors(parents.clamp(0, n - 1), reach.sum(-1) - 1, reach, reach & candidate.unsqueeze(-1))
 
     def padded(self, nodes: int) -> TreeTensors:
         """These trees filled up to `nodes` with nodes that are never accepted and see themselves alone."""

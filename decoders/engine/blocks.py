@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ..errors import DraftError
-from ..strategy import Draft
+from ..strategy import Draft, check_draft
 from ..tree import Topology, TreeTensors
 from .buckets import node_bucket, pad_block
 from .sampling import Masks
@@ -56,12 +55,12 @@ class Blocks:
         Raises:
             DraftError: `proposer` broke the contract.
         """
-        if not isinstance(draft, Draft):
-            raise DraftError(f"propose of {proposer!r} must return a Draft, not {type(draft).__name__}")
-        draft.check(self.rows)
+        check_draft(draft, proposer, self.rows)
         tree, nodes = draft.topology, self.size(len(draft.topology))
         if isinstance(tree, Topology):
             tree = self.tensors(tree)
+        elif self.static:  # on a device, where a bad index ends the process before anybody can say so
+            tree = replace(tree, parents=tree.parents.clamp(0, len(tree) - 1))
         if not draft.tokens.shape[1] and nodes == self.no_guess.shape[1] + 1:
             return self.no_guess, tree.padded(nodes)
         guesses, _ = pad_block(draft.tokens, tree, nodes)

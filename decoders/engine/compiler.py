@@ -67,11 +67,12 @@ class CompiledFunction:
         try:
             return self.compiled(*args)
         except (TorchDynamoException, FailOnRecompileLimitHit, AssertionError) as error:
+            result = self.function(*args)  # an error of the function's own is raised here, as what it is
             if not self._warned:
                 name = getattr(self.function, "__name__", repr(self.function))
                 warnings.warn(f"{name} could not be compiled, running it eagerly instead: {error}", stacklevel=3)
                 self._warned = True
-            return self.function(*args)
+            return result
 
 
 def _kind(argument: Any) -> Any:

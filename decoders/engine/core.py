@@ -15,7 +15,7 @@ from ..verifier import Block, Verifier
 from .blocks import NodeBlock
 from .cache import CacheBuffers, move_slots
 from .candidates import candidates
-from .rows import Rows
+from .rows import Fault, Rows
 from .sampling import Masks, SamplingPlan
 from .target import ForwardResult, Target, after_text
 from .verify import Acceptance, draw, follow_matches
@@ -107,7 +107,8 @@ class Core:
         target = scores.softmax(-1) if self.plan.sample else one_hot(scores.argmax(-1), vocab, dtype)
         draft = one_hot(nodes[:, 1:], vocab, dtype) if drawn_from is None else drawn_from.softmax(-1)
         outcomes = verifier.outcomes(Block(nodes, tree, target, draft, siblings))
-        acceptance, last = draw(nodes, tree, outcomes, rows.sampling.keys)
+        acceptance, last, sound = draw(nodes, tree, outcomes, rows.sampling.keys)
+        rows.faults.bitwise_or_(torch.where(sound | rows.finished, 0, int(Fault.LAW)))
         # What was decided, as choices: every accepted node is its parent's, and `last` that of the deepest one.
         end = acceptance.path.gather(1, acceptance.depth[:, None])
         accepted = tree.ancestors.gather(1, end[..., None].expand(-1, 1, len(tree)))[:, 0]

@@ -17,6 +17,8 @@ from .sampling import Masks
 
 #: Masks make it impossible to leave a grammar; a backend may be wrong.
 LIES = "row {row}: the grammar's masks allowed a token that its matcher refuses: a defect of the backend"
+#: A text that may not go on may at least end.
+NOTHING_ALLOWED = "row {row}: the grammar's mask allows no token, not even a stop token: a defect of the backend"
 
 
 class Guide(ABC):

@@ -15,7 +15,7 @@ from ..errors import GrammarError
 from ..strategy import Sequences
 from ..tree import Topology, TreeTensors
 from .core import StepOutput
-from .guide import LIES, Guide
+from .guide import LIES, NOTHING_ALLOWED, Guide
 from .sampling import Masks
 from .spelling import HostHabits
 from .texts import FREE, FreeText, MaskTable, MatchedText, TabulatedText, Text
@@ -71,6 +71,8 @@ class HostGuide(Guide):
                 continue
             reached = [start, *(None for _ in written)]
             mask[0] = text.mask(start)
+            if self.table.empty(mask[0]):
+                raise GrammarError(NOTHING_ALLOWED.format(row=row))
             for node in range(1, len(above)):
                 parent, token = above[node], written[node - 1]
                 if parent < 0 or token < 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import IntFlag
 
 import torch
 from torch import Tensor
@@ -11,6 +12,13 @@ from ..strategy import Sequences
 from .cache import CacheBuffers
 from .sampling import SamplingInputs, row_keys
 from .target import Target
+
+
+class Fault(IntFlag):
+    """What a strategy or a verifier can do wrong that only the device sees."""
+
+    TREE = 1
+    LAW = 2
 
 
 @dataclass(frozen=True)
@@ -23,6 +31,7 @@ class Rows:
         prompt_length: ``[B]`` int64.
         finished: ``[B]`` bool.
         limit: ``[B]`` int64, the length at which a row ends.
+        faults: ``[B]`` int64, of :class:`Fault`.
         buffers: the static cache.
         sampling: noise keys and parameters of the plan.
         range: ``[L]`` int64, 0 … L-1; its prefix of length `view` tells the graph how many slots attention looks at.
@@ -33,6 +42,7 @@ class Rows:
     prompt_length: Tensor
     finished: Tensor
     limit: Tensor
+    faults: Tensor
     buffers: CacheBuffers
     sampling: SamplingInputs
     range: Tensor
@@ -47,7 +57,7 @@ class Rows:
 
         return Rows(
             torch.zeros(batch, slots, dtype=torch.int64, device=device), numbers(), numbers(), numbers().bool(), numbers(),
-            CacheBuffers.allocate(target.layout, batch, slots), sampling_inputs((), 0, batch, (), device),
+            numbers(), CacheBuffers.allocate(target.layout, batch, slots), sampling_inputs((), 0, batch, (), device),
             torch.arange(slots, device=device),
         )  # fmt: skip
 
@@ -67,6 +77,7 @@ class Rows:
             self.tokens[row, : len(prompt)] = prompt
         self.length.copy_(torch.tensor([len(prompt) for prompt in prompts]))
         self.prompt_length.copy_(self.length)
+        self.faults.zero_()
         torch.add(self.length, new_tokens, out=self.limit)
         return replace(self, sampling=sampling)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..errors import CacheMemoryError
 from ..strategy import Sequences
 from .blocks import Blocks
 from .buckets import prefill_chunks, round_up, row_bucket, slots_for, view_bucket
@@ -37,7 +38,8 @@ class Session:
 
     def __init__(self, target: Target, batch: int, slots: int, recorder: Recorder | None = None) -> None:
         self.target, self.batch = target, batch
-        self.rows = Rows.allocate(target, batch, slots)
+        with room_for(batch, slots):
+            self.rows = Rows.allocate(target, batch, slots)
         self.blocks = Blocks(batch, target.device, target.static, target.multiple)
         self.recordings = Recordings(recorder) if recorder is not None else None
         self.texts = [NOTHING] * batch
@@ -78,7 +80,8 @@ class Session:
 
     def grow(self, slots: int) -> None:
         """Gives every row room for `slots` tokens. What was recorded knows the old tensors only: it is dropped."""
-        self.rows = self.rows.grown(slots)
+        with room_for(self.batch, slots):
+            self.rows = self.rows.grown(slots)
         self._views.clear()
         if self.recordings is not None:
             self.recordings.clear()
@@ -124,6 +127,21 @@ class Session:
     def forget(self) -> None:
         """Notes that the slots hold nothing of use."""
         self.texts = [NOTHING] * self.batch
+
+
+@contextmanager
+def room_for(rows: int, slots: int) -> Iterator[None]:
+    """Raises CacheMemoryError where there is no memory for the buffers; CUDA's own error gets a note."""
+    what = f"the key-value cache of {rows} rows with {slots} slots each"
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        error.add_note(f"decoders: while allocating {what}")
+        raise
+    except (RuntimeError, MemoryError) as error:
+        raise CacheMemoryError(
+            f"there is no memory for {what}: ask for fewer tokens, rows or slots ({error})"
+        ) from error
 
 
 class Sessions:

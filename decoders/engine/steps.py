@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..errors import UnsupportedError
+from ..errors import DraftError, UnsupportedError
 from ..report import Report
 from ..strategy import Draft
 from ..tree import Topology
@@ -64,6 +64,11 @@ def judged(forward: Callable, judge: Callable, verifier: Verifier, strategy: str
             drawn_from = torch.nn.functional.pad(drawn_from, (0, 0, 0, padding))
         siblings = shape.max_siblings if isinstance(shape, Topology) else None
         nodes, forwarded = forward(block, rows)
+        if drawn_from is not None and drawn_from.shape[-1] != forwarded.logits.shape[-1]:
+            raise DraftError(
+                f"propose of {strategy!r}: scores are over {drawn_from.shape[-1]} tokens, the vocabulary has "
+                f"{forwarded.logits.shape[-1]}"
+            )
         return judge(nodes, forwarded, block.tree, rows, block.masks, drawn_from, verifier, siblings)
 
     return step

@@ -26,6 +26,7 @@ class MaskTable:
         self.vocabulary, self.device = vocabulary, device
         self.words = torch.full((1, mask_words(vocabulary)), -1, dtype=torch.int32)
         self.fixed = self.used = 1
+        self._open_rows: set[int] = {FREE}  # of those that stay, which are known to allow something
         self._open = Written(vocabulary, np.bool_, max(OPEN // vocabulary, 1), self._unpack)
 
     def add(self, masks: Tensor) -> int:
@@ -42,6 +43,17 @@ class MaskTable:
             self.words = torch.cat([self.words, more])
         self.used += 1
         return self.used - 1
+
+    def empty(self, row: int) -> bool:
+        """Whether a mask allows no token at all."""
+        if row in self._open_rows:
+            return False
+        whole, rest = divmod(self.vocabulary, 32)
+        words = self.words[row].numpy().view(np.uint32)
+        some = bool(words[:whole].any()) or (rest > 0 and bool(words[whole] & np.uint32((1 << rest) - 1)))
+        if some and row < self.fixed:
+            self._open_rows.add(row)
+        return not some
 
     def clear(self) -> None:
         """Gives back all rows that were handed out singly."""

@@ -13,6 +13,8 @@ from .sampling import first_best, gumbel_noise, mix64
 
 # In place of a position, which is never negative: the two draws of a step and the draft's own noise stay independent.
 _END_NODE = -1
+#: How far the sum of a verifier's probabilities may be from 1.
+LAW_TOLERANCE = 1e-2
 _NEXT_TOKEN = -2
 
 
@@ -59,7 +61,7 @@ def step_keys(keys: Tensor, positions: Tensor) -> Tensor:
     return mix64(mix64(keys) + positions)
 
 
-def draw(nodes: Tensor, tree: TreeTensors, outcomes: Outcomes, keys: Tensor) -> tuple[Acceptance, Tensor]:
+def draw(nodes: Tensor, tree: TreeTensors, outcomes: Outcomes, keys: Tensor) -> tuple[Acceptance, Tensor, Tensor]:
     """Draws what comes out of a step from the law that a verifier gave.
 
     Args:
@@ -68,17 +70,26 @@ def draw(nodes: Tensor, tree: TreeTensors, outcomes: Outcomes, keys: Tensor) -> 
         keys: ``[B]`` int64, a key per row *and step* (:func:`step_keys`): equal keys give equal draws.
 
     Returns:
-        the accepted path, and the token after it ``[B]`` int64.
+        the accepted path, the token after it ``[B]`` int64, and whether that could be drawn at all, ``[B]`` bool: a law of
+        negative, infinite or missing probabilities is none.
     """
     n = nodes.shape[1]
     index = torch.arange(n, device=nodes.device)
     possible = tree.candidates & ((nodes >= 0) | (index == 0))
-    end = torch.where(possible, outcomes.end, 0.0).log()
+    end = torch.where(possible, outcomes.end, 0.0)
+    sound = _is_law(outcomes.end) & _is_law(end)
+    end = end.log()
     best = first_best(end + gumbel_noise(keys, _salt(keys, _END_NODE), n)[:, 0])[:, None]  # [B, 1]
     vocab = outcomes.next.shape[-1]
-    after = outcomes.next.gather(1, best[..., None].expand(-1, 1, vocab))[:, 0].log()
-    token = first_best(after + gumbel_noise(keys, _salt(keys, _NEXT_TOKEN), vocab)[:, 0])
-    return _path_to(best, tree), token
+    after = outcomes.next.gather(1, best[..., None].expand(-1, 1, vocab))[:, 0]
+    sound = sound & _is_law(after)
+    token = first_best(after.log() + gumbel_noise(keys, _salt(keys, _NEXT_TOKEN), vocab)[:, 0])
+    return _path_to(best, tree), token, sound
+
+
+def _is_law(mass: Tensor) -> Tensor:
+    """``[B]`` bool: whether ``[B, n]`` are probabilities, up to rounding."""
+    return (mass >= 0).all(-1) & ((mass.sum(-1) - 1).abs() < LAW_TOLERANCE)  # NaN is neither
 
 
 def _salt(keys: Tensor, value: int) -> Tensor:

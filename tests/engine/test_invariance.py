@@ -20,7 +20,7 @@ from decoders.engine.core import Core
 from decoders.engine.packing import pack
 from decoders.engine.target import Target
 from decoders.strategy import Draft
-from decoders.testing.exactness import prompts
+from decoders.testing.exactness import decode, prompts
 from decoders.testing.models import tiny_draft, tiny_model
 from decoders.tree import Topology
 
@@ -175,3 +175,10 @@ def test_a_real_model_writes_the_same_tokens_in_bfloat16(name: str) -> None:
         expected = write(model, inputs, "autoregressive", max_new_tokens=64)
         for strategy in ("prompt_lookup", "ngram", "lookahead"):
             assert write(model, inputs, strategy, max_new_tokens=64) == expected, f"{strategy}: {text}"
+
+
+def test_the_report_says_whether_bits_are_the_same() -> None:
+    options = dict(strategy="prompt_lookup", max_new_tokens=4, decoders_config={"compile": False})
+    model = decoders.enable(tiny_model("llama").bfloat16())
+    assert decode(model, prompts(), **options).report.same_bits is True
+    assert decode(decoders.enable(tiny_model("llama")), prompts(), **options).report.same_bits is None

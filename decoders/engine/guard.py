@@ -1,0 +1,53 @@
+"""What hooks may not do, noticed without a sync: writing into what they are shown, trees and laws that are none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ..errors import DraftError, VerifierError
+from ..strategy import Draft
+from ..tree import TreeTensors
+from .rows import Fault, Rows
+
+_TREE = (
+    "proposed a tree whose visible, ancestors or offsets do not follow from its parents: make it with "
+    "TreeTensors.from_parents, or as a Topology"
+)
+_LAW = "gave probabilities that are negative, not finite, or do not sum to 1"
+
+
+@contextmanager
+def untouched(hook: str, **tensors: Tensor) -> Iterator[None]:
+    """Raises DraftError if `hook` writes into any of `tensors`, by name; writes through ``.data`` are not seen."""
+    before = [tensor._version for tensor in tensors.values()]
+    yield
+    for (name, tensor), version in zip(tensors.items(), before, strict=True):
+        if tensor._version != version:
+            raise DraftError(f"{hook} wrote into {name}, which belongs to the loop: work on a copy")
+
+
+def note_tree(draft: Draft, rows: Rows) -> None:
+    """Notes in `rows` whether a draft's trees are sound (:meth:`TreeTensors.sound`)."""
+    if isinstance(draft.topology, TreeTensors):
+        fault = torch.where(draft.topology.sound() | rows.finished, 0, int(Fault.TREE))
+        rows.faults.bitwise_or_(fault)
+
+
+def raise_faults(rows: Rows, strategy: str, verifier: str) -> None:
+    """Raises what was noted; waits for the device.
+
+    Args:
+        strategy, verifier: as messages call them.
+
+    Raises:
+        DraftError: a strategy's trees. VerifierError: a verifier's law.
+    """
+    for row, faults in enumerate(rows.faults.tolist()):
+        if faults & Fault.TREE:
+            raise DraftError(f"{strategy} {_TREE} (row {row})")
+        if faults & Fault.LAW:
+            raise VerifierError(f"{verifier} {_LAW} (row {row})")

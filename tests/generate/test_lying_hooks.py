@@ -1,0 +1,188 @@
+"""Hooks that break their contract are stopped by name: nothing that they do changes what is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from decoders.errors import DecodersError, DraftError, VerifierError
+from decoders.strategy import Context, Draft, Sequences, Step, Strategy
+from decoders.testing import prompts
+from decoders.tree import MAX_NODES, Topology, TreeTensors
+from decoders.verifier import Block, Outcomes, Verifier
+
+EAGER = {"compile": False}
+PARENTS = [-1, 0, 1, 0]
+
+
+def tree(rows: int) -> TreeTensors:
+    return TreeTensors.from_parents(torch.tensor(PARENTS).expand(rows, -1))
+
+
+class Proposes(Strategy):
+    """Proposes three tokens, in the tree that a test wants."""
+
+    name = "proposes"
+
+    def __init__(self, make: Callable[[Sequences, Tensor], Any], observe: Callable[[Step], Any] | None = None) -> None:
+        super().__init__()
+        self.make, self.look = make, observe
+
+    def start(self, context: Context) -> int:
+        return context.rows
+
+    def propose(self, state: int, sequences: Sequences) -> Draft:
+        return self.make(sequences, sequences.last.expand(-1, 3))
+
+    def observe(self, state: int, step: Step) -> None:
+        if self.look is not None:
+            self.look(step)
+
+
+def with_tree(**wrong: Callable[[TreeTensors], Tensor]) -> Callable[[Sequences, Tensor], Draft]:
+    def make(sequences: Sequences, tokens: Tensor) -> Draft:
+        sound = tree(len(tokens))
+        return Draft(tokens, replace(sound, **{name: change(sound) for name, change in wrong.items()}))
+
+    return make
+
+
+WRONG_TREES = {
+    "sees everything": with_tree(visible=lambda t: torch.ones_like(t.visible)),
+    "sees itself alone": with_tree(visible=lambda t: torch.eye(4, dtype=torch.bool).expand_as(t.visible)),
+    "sees a sibling": with_tree(visible=lambda t: t.visible | (torch.arange(16).view(4, 4) == 13)),
+    "positions": with_tree(offsets=lambda t: t.offsets + (torch.arange(4) == 2)),
+    "ancestors": with_tree(ancestors=lambda t: t.visible & False | torch.eye(4, dtype=torch.bool)),
+    "parents": with_tree(parents=lambda t: torch.tensor([0, 0, 3, 0]).expand_as(t.parents)),
+    "out of range": with_tree(parents=lambda t: torch.tensor([0, 0, 9, 0]).expand_as(t.parents)),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("wrong", WRONG_TREES)
+def test_a_tree_that_does_not_follow_from_its_parents(llama: PreTrainedModel, wrong: str, rows: int) -> None:
+    with pytest.raises(DraftError, match="'proposes' .* proposed a tree whose visible"):
+        llama.generate(
+            **prompts(rows),
+            strategy=Proposes(WRONG_TREES[wrong]),
+            max_new_tokens=8,
+            do_sample=False,
+            decoders_config=EAGER,
+        )
+
+
+def test_sound_trees_pass() -> None:
+    lookahead = Topology((-1, 0, -1, -1), (0, 1, 1, 2), ((), (), (0,), (2, 0)))
+    for sound in (tree(3), tree(3).padded(9), tree(3).merge(tree(3)), lookahead.tensors(3, torch.device("cpu"))):
+        assert sound.sound().tolist() == [True] * 3
+
+
+WRONG_SHAPES: dict[str, tuple[Callable[[Sequences, Tensor], Any], str]] = {
+    "nothing": (lambda s, t: None, "must return a Draft, not NoneType"),
+    "a list": (lambda s, t: Draft(t.tolist(), Topology.chain(3)), "must be int64"),
+    "no topology": (lambda s, t: Draft(t, None), "topology is a Topology or TreeTensors"),
+    "too many": (lambda s, t: Draft.chain(s.last.expand(-1, MAX_NODES)), f"{MAX_NODES - 1} tokens per row at most"),
+    "chain of a list": (lambda s, t: Draft.chain([1, 2]), "a chain is made of a tensor"),
+    "chain of a row": (lambda s, t: Draft.chain(t[0]), r"not torch.int64 \[3\]"),
+    "branches of a chain": (lambda s, t: Draft.branches(t), "branches are made of a tensor"),
+    "scores of tokens": (lambda s, t: Draft(t, Topology.chain(3), t), "draft scores must be floating-point"),
+    "long floats": (lambda s, t: Draft.chain(t.float()), "must be int64"),
+    "root": (lambda s, t: Draft(t, Topology.from_parents([0, 0, 1, 2])), "node 0 is the root"),
+    "visible of floats": (with_tree(visible=lambda t: t.visible.float()), "visible of trees for 1 rows of 4 nodes"),
+    "parents of other rows": (with_tree(parents=lambda t: t.parents.expand(2, -1)), "parents of trees for 1 rows"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG_SHAPES)
+def test_a_draft_that_is_none(llama: PreTrainedModel, wrong: str) -> None:
+    make, said = WRONG_SHAPES[wrong]
+    with pytest.raises(DraftError, match=said):
+        llama.generate(**prompts(), strategy=Proposes(make), max_new_tokens=8, do_sample=False, decoders_config=EAGER)
+
+
+def test_a_part_of_a_merged_strategy_is_named(llama: PreTrainedModel) -> None:
+    from decoders.strategies import PromptLookup
+    from decoders.strategies.merged import Merged
+
+    for make in (lambda s, t: None, lambda s, t: Draft(t, Topology.chain(2))):
+        merged = Merged([PromptLookup(), Proposes(make)])
+        with pytest.raises(DraftError, match="propose of 'proposes'"):
+            llama.generate(**prompts(), strategy=merged, max_new_tokens=4, do_sample=False, decoders_config=EAGER)
+
+
+@pytest.mark.parametrize("name", ["tokens", "length", "prompt_length", "finished", "noise_keys"])
+@pytest.mark.parametrize("hook", ["propose", "observe"])
+def test_writing_into_the_rows(llama: PreTrainedModel, hook: str, name: str) -> None:
+    def write(sequences: Sequences) -> None:
+        tensor = getattr(sequences, name)
+        tensor.logical_not_() if tensor.dtype == torch.bool else tensor.add_(1)
+
+    def make(sequences: Sequences, tokens: Tensor) -> Draft:
+        if hook == "propose":
+            write(sequences)
+        return Draft.chain(tokens)
+
+    strategy = Proposes(make, lambda step: write(step.sequences) if hook == "observe" else None)
+    with pytest.raises(DraftError, match=f"{hook} of 'proposes' wrote into {name}"):
+        llama.generate(**prompts(), strategy=strategy, max_new_tokens=8, do_sample=True, seed=1, decoders_config=EAGER)
+
+
+def test_writing_into_a_step(llama: PreTrainedModel) -> None:
+    for name in ("logits", "path"):
+        strategy = Proposes(lambda s, t: Draft.chain(t), lambda step, name=name: getattr(step, name).zero_())
+        with pytest.raises(DraftError, match=f"wrote into {name}"):
+            llama.generate(**prompts(), strategy=strategy, max_new_tokens=8, do_sample=False, decoders_config=EAGER)
+
+
+class Law(Verifier):
+    """Accepts nothing, by a law that a test spoils."""
+
+    name = "law"
+    spoil: ClassVar[Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]]
+
+    def outcomes(self, block: Block) -> Outcomes:
+        end = torch.zeros_like(block.target[..., 0])
+        end[:, 0] = 1
+        return Outcomes(*type(self).spoil(end, block.target.clone()))
+
+
+WRONG_LAWS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "negative": lambda end, next: (end - torch.tensor([0.0, 1.0, 0.0, 0.0])[: end.shape[1]], next),
+    "negative root": lambda end, next: (-end, next),
+    "not a number": lambda end, next: (end * torch.nan, next),
+    "nothing": lambda end, next: (end * 0, next),
+    "too much": lambda end, next: (end * 2, next),
+    "next not a number": lambda end, next: (end, next * torch.nan),
+    "next nothing": lambda end, next: (end, next * 0),
+    "next negative": lambda end, next: (end, next - 1),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_LAWS)
+def test_a_law_that_is_no_distribution(llama: PreTrainedModel, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Law, "spoil", staticmethod(WRONG_LAWS[wrong]), raising=False)
+    with pytest.raises(VerifierError, match="verifier 'law' gave probabilities") as caught:
+        llama.generate(
+            **prompts(2), strategy=Proposes(lambda s, t: Draft.chain(t)), verifier=Law(), max_new_tokens=8, do_sample=True,
+            seed=2, decoders_config=EAGER,
+        )  # fmt: skip
+    assert isinstance(caught.value, DecodersError)
+
+
+def test_scores_of_another_vocabulary(llama: PreTrainedModel) -> None:
+    strategy = Proposes(lambda s, t: Draft.chain(t, torch.zeros(*t.shape, 7)))
+    with pytest.raises(DraftError, match="scores are over 7 tokens"):
+        llama.generate(
+            **prompts(),
+            strategy=strategy,
+            verifier="rejection",
+            max_new_tokens=4,
+            do_sample=True,
+            decoders_config=EAGER,
+        )
