@@ -21,10 +21,11 @@ from ..generate import disable, enable
 from ..settings import Settings
 from ..strategy import Strategy
 from .exactness import assert_same_tokens, decode, prompts
+from .memory import parts_of
 from .models import VOCAB, tiny_draft, tiny_model
 from .replayed import Replayed, ShapeError
-from .spy import HostReadError, Spy
-from .tape import RecordingError
+from .spy import spied
+from .syncs import HostReadError, RecordingError
 from .toy_grammar import Matched, TokenAutomaton
 
 NEW_TOKENS = 32
@@ -90,7 +91,9 @@ def check_class(strategy: Strategy, conditions: Conditions = Conditions()) -> No
         f"{cls.__name__}.settings_class must be a subclass of decoders.Settings"
     )
     for flag in ("exact", "needs_assistant", "needs_grammar", "on_device"):
-        assert isinstance(getattr(cls, flag), bool), f"{cls.__name__}.{flag} must be True or False"
+        assert isinstance(getattr(strategy, flag), bool), f"{cls.__name__}.{flag} must be True or False"
+    for part in parts_of(strategy):
+        check_class(part)
 
 
 def check_settings(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
@@ -115,6 +118,8 @@ def check_settings(strategy: Strategy, conditions: Conditions = Conditions()) ->
     hash(settings)
     again = cls.model_validate_json(settings.model_dump_json())
     assert again == settings, f"settings do not survive JSON: {settings!r} came back as {again!r}"
+    for part in parts_of(strategy):
+        check_settings(part)
 
 
 def check_copies(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
@@ -130,12 +135,14 @@ def check_copies(strategy: Strategy, conditions: Conditions = Conditions()) -> N
 
 
 def check_drafts(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """Every draft of a real call keeps the contract, and nothing that belongs to the loop is written to."""
+    """Every draft of a real call keeps the contract. Hooks write to nothing that belongs to the loop, not even behind a row's
+    length, and leave their instance, its settings and the process (random states, default dtype, grad mode) as they were.
+    """
     for name in conditions.models:
         for rows in (1, 4):
             for options in ({}, dict(do_sample=True, **DRAWS[0])):
                 with conditions.enabled(name) as model:
-                    run(model, name, Spy(strategy), prompts(rows), conditions, **options)
+                    run(model, name, spied(strategy), prompts(rows), conditions, **options)
 
 
 def check_on_device(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
@@ -149,7 +156,7 @@ def check_on_device(strategy: Strategy, conditions: Conditions = Conditions()) -
     called, replayed = Replayed(strategy, record=False), Replayed(strategy, record=True)
     with conditions.enabled(name) as model, as_recorded():
         try:
-            run(model, name, Spy(strategy, forbid_host_reads=True), inputs, eager, max_new_tokens=12)
+            run(model, name, spied(strategy, forbid_host_reads=True), inputs, eager, max_new_tokens=12)
             for twin in (called, replayed):
                 run(model, name, twin, inputs, eager, max_new_tokens=32)
         except (HostReadError, RecordingError, ShapeError) as error:
@@ -161,6 +168,10 @@ def check_on_device(strategy: Strategy, conditions: Conditions = Conditions()) -
         )
     assert len(called.drafts) == len(replayed.drafts), (
         "claims on_device = True, but takes other steps when it is replayed"
+    )
+    assert called.rebound is None, (
+        f"claims on_device = True, but its hooks change {called.rebound}, which a replay does not: change the contents of "
+        "tensors, nothing else"
     )
 
 
@@ -295,16 +306,3 @@ def _plain() -> Strategy:
     from ..plugins import registry
 
     return registry().strategy("autoregressive")()
-
-
-def check_calls_share_no_state(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """The same call gives the same tokens in the same number of steps, whatever was decoded in between."""
-    name, inputs = conditions.models[0], prompts(2)
-    with conditions.enabled(name) as model:
-        first = run(model, name, strategy, inputs, conditions)
-        run(model, name, strategy, prompts(3, length=31, vocab=VOCAB, seed=5), conditions)
-        again = run(model, name, strategy, inputs, conditions)
-        assert_same_tokens(model, inputs, first.sequences, again.sequences, "the second of two equal calls")
-    assert again.report.steps == first.report.steps and again.report.accepted == first.report.accepted, (
-        f"the first of two equal calls took {first.report.steps} steps, the second {again.report.steps}: state leaks"
-    )

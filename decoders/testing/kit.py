@@ -11,6 +11,7 @@ In one call, or as one pytest case per check::
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -19,7 +20,13 @@ from transformers import PreTrainedModel
 
 from ..strategy import Strategy
 from . import checks
+from .acceptance import check_draft_tokens_are_accepted
 from .checks import Conditions
+from .distribution import check_draft_scores
+from .isolation import check_calls_share_no_state
+from .memory import parts_of
+from .merging import check_merged
+from .surroundings import kept
 
 Check = Callable[..., None]
 
@@ -38,7 +45,10 @@ CHECKS: tuple[Check, ...] = (
     checks.check_end_token_inside_a_draft,
     checks.check_prefix_processors,
     checks.check_grammars,
-    checks.check_calls_share_no_state,
+    check_calls_share_no_state,
+    check_merged,
+    check_draft_scores,
+    check_draft_tokens_are_accepted,
 )
 
 #: Checks of token equality, which say nothing about a strategy that declares itself lossy (``exact = False``).
@@ -80,7 +90,7 @@ def check_strategy(
     conditions = Conditions(tuple(models) if models is not None else Conditions().models, compile)
     for check in checks_for(strategy):
         try:
-            check(strategy, conditions)
+            check_alone(check, conditions, strategy)
         except Exception as error:
             reason = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
             raise AssertionError(f"{strategy!r} fails {check.__name__}: {reason}") from error
@@ -100,9 +110,26 @@ def parametrize_with_checks(
     for given in strategies:
         strategy = instance(given)
         for check in checks_for(strategy):
-            bound = functools.partial(check, conditions=conditions)
+            bound = functools.partial(check_alone, check, conditions)
             cases.append(pytest.param(strategy, bound, id=f"{label(strategy)}-{check.__name__}"))
     return pytest.mark.parametrize("strategy, check", cases)
+
+
+def check_alone(check: Check, conditions: Conditions, strategy: Strategy) -> None:
+    """Runs `check` on a copy, so that nothing an earlier check left in the instance warms a later one; what hooks change in the
+    process (random states, default dtype, …) is put back.
+    """
+    with kept():
+        check(fresh(strategy), conditions)
+
+
+def fresh(strategy: Strategy) -> Strategy:
+    """A copy of `strategy` with the same settings, models in them included; itself if it cannot be copied."""
+    memo = {id(s.settings): s.settings for s in (strategy, *parts_of(strategy)) if hasattr(s, "settings")}
+    try:
+        return copy.deepcopy(strategy, memo)
+    except Exception:  # check_copies says so
+        return strategy
 
 
 def instance(strategy: Strategy | type[Strategy]) -> Strategy:

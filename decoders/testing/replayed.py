@@ -24,6 +24,7 @@ class Replayed(Strategy):
 
     Attributes:
         drafts: the guesses of every step, as lists.
+        rebound: what the state held first that was no tensor and changed; None if nothing did.
     """
 
     def __init__(self, inner: Strategy, record: bool) -> None:
@@ -31,15 +32,18 @@ class Replayed(Strategy):
         self.name, self.exact, self.on_device = inner.name, inner.exact, inner.on_device
         self.needs_assistant, self.needs_grammar = inner.needs_assistant, inner.needs_grammar
         self.drafts: list[list[list[int]]] = []
+        self.rebound: str | None = None
 
     def start(self, context: Context) -> Any:
         # What a guide on the host does in a step is not the strategy's fault, and no recording is made with one.
         self._recordable = context.guide is None or context.guide.on_device
-        self.drafts, self._tapes = [], {}
+        self.drafts = []
+        self._tapes: dict[str, tuple[Tape, Any]] = {}
         self._static: dict[str, Tensor] = {}
         self._slots = context.slots
         self._shape: tuple | None = None
-        self._places: dict[str, tuple] | None = None
+        self._places: dict[str, Tensor] | None = None
+        self._others: dict[str, Any] = {}
         return self.inner.start(context)
 
     def propose(self, state: Any, sequences: Sequences) -> Draft:
@@ -107,13 +111,25 @@ class Replayed(Strategy):
 
     def _compare_places(self, state: Any) -> None:
         """What the state holds must be where it was a step ago: a recording reads and writes there."""
-        places = {p: (t.data_ptr(), tuple(t.shape)) for p, t in find_tensors(state)[0].items()}
-        for path, place in places.items() if self._places is not None else ():
-            before = self._places.get(path, place)  # type: ignore[union-attr]
-            if before != place:
-                how = f"is {list(place[1])} after {list(before[1])}" if before[1] != place[1] else "has moved"
+        # The tensors of the step before are kept: a new one cannot have their place by chance.
+        tensors, others = find_tensors(state)
+        for path, tensor in tensors.items() if self._places is not None else ():
+            before = self._places.get(path, tensor)  # type: ignore[union-attr]
+            if before.shape != tensor.shape or before.data_ptr() != tensor.data_ptr():
+                shapes = f"is {list(tensor.shape)} after {list(before.shape)}"
+                how = shapes if before.shape != tensor.shape else "has moved"
                 raise ShapeError(f"{path} {how}: a recorded step goes on with the old tensor; write into it with copy_")
-        self._places = places
+        if self._places is not None and self.rebound is None:
+            changed = [path for path, leaf in others.items() if not _equal(self._others.get(path, leaf), leaf)]
+            self.rebound = changed[0] if changed else None
+        self._places, self._others = tensors, others
+
+
+def _equal(own: Any, other: Any) -> bool:
+    try:
+        return own is other or (type(own) is type(other) and bool(own == other))
+    except Exception:  # no answer is no match
+        return False
 
 
 class ShapeError(AssertionError):

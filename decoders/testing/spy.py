@@ -2,68 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
+from ..engine.capture import WARM_UP_STEPS
+from ..errors import DraftError
+from ..strategies.merged import Merged
 from ..strategy import Context, Draft, Sequences, Step, Strategy
 from ..tree import Topology, TreeTensors
+from . import memory
+from .surroundings import undisturbed
+from .syncs import HostReadError, NoHostData, NoHostReads, NoWaiting, RecordingError
 
 if TYPE_CHECKING:
     from ..engine.guide import Guide
 
-#: Tensor methods that make the host wait for the device, or whose result has a size only the device knows.
-HOST_READS = frozenset(
-    {
-        "item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__array__",
-        "nonzero", "masked_select", "unique", "bincount",
-    }
-)  # fmt: skip
 
+class _Reads:
+    """Refuses what reads the device in all that runs inside, and from the first step that is recorded on, data of the host."""
 
-class HostReadError(AssertionError):
-    """A hook of a strategy that claims ``on_device`` read the device."""
+    def __init__(self) -> None:
+        self.modes: tuple[NoHostReads, NoWaiting] | tuple[()] = ()
 
+    @contextmanager
+    def refused(self, recorded: bool) -> Iterator[None]:
+        self.modes = (NoHostData() if recorded else NoHostReads(), NoWaiting(host_data=not recorded))
+        with self.modes[0], self.modes[1]:
+            yield
+        self.modes = ()
 
-class NoHostReads(TorchFunctionMode):
-    """Raises HostReadError at whatever reads the device."""
-
-    off = False
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if self.off:
-            return func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", "")
-        by_mask = name == "__getitem__" and any(
-            isinstance(i, Tensor) and i.dtype == torch.bool
-            for i in (args[1] if isinstance(args[1], tuple) else args[1:])
-        )
-        if name in HOST_READS or by_mask:
-            shown = "indexing with a bool mask" if by_mask else f"{name}()"
-            raise HostReadError(f"{shown} waits for the device; set on_device = False or use torch.where / gather")
-        return func(*args, **(kwargs or {}))
+    def excuse(self, off: bool) -> None:
+        for mode in self.modes:
+            mode.off = off
 
 
 class _Excused:
     """A guide that may read the device when it is asked what is forced: the loop asks the guide itself whether it does."""
 
-    def __init__(self, guide: Guide, reads: NoHostReads) -> None:
+    def __init__(self, guide: Guide, reads: _Reads) -> None:
         self.guide, self.reads = guide, reads
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.guide, name)
 
     def forced(self, sequences: Sequences, limit: int) -> Tensor:
-        self.reads.off = True
+        self.reads.excuse(True)
         try:
             return self.guide.forced(sequences, limit)
         finally:
-            self.reads.off = False
+            self.reads.excuse(False)
 
 
 @dataclass(frozen=True)
@@ -78,51 +70,98 @@ class Seen:
 class Spy(Strategy):
     """Passes every call on to `inner`, refuses drafts that break the contract, and keeps what happened in `seen`.
 
+    Hooks that write to what belongs to the loop, change their own instance or settings, or leave the process changed
+    (random states, default dtype, grad mode, …) are refused as well, by name.
+
     Args:
         forbid_host_reads: also refuse hooks that read the device.
+        part: whether `inner` is a part of another strategy: messages then say which.
     """
 
-    def __init__(self, inner: Strategy, forbid_host_reads: bool = False) -> None:
+    def __init__(self, inner: Strategy, forbid_host_reads: bool = False, part: bool = False) -> None:
         self.inner, self.settings = inner, inner.settings
-        self.reads = NoHostReads() if forbid_host_reads else None
+        self.watched = inner  # whose instance must not change
+        self.reads = _Reads() if forbid_host_reads else None
         self.seen: list[Seen] = []
         self.name, self.exact = inner.name, inner.exact
         self.needs_assistant, self.needs_grammar = inner.needs_assistant, inner.needs_grammar
         self.on_device = inner.on_device
         self.vocab = 0
+        self._of = f" of {inner.name!r}" if part else ""
 
     def start(self, context: Context) -> Any:
         self.vocab, self.seen = context.vocab_size, []
         if self.reads is not None and context.guide is not None:
             context = replace(context, guide=cast("Guide", _Excused(context.guide, self.reads)))
-        return self.inner.start(context)
+        return self._untouched("start", lambda: self.inner.start(context), context.sequences)
 
     def propose(self, state: Any, sequences: Sequences) -> Draft:
-        draft = self._untouched("propose", lambda: self.inner.propose(state, sequences), _committed(sequences))
-        inspect_draft(draft, sequences, self.vocab)
-        self.seen.append(Seen(tuple(sequences.length.tolist()), tuple(sequences.finished.tolist()), draft))
+        draft = self._untouched("propose", lambda: self.inner.propose(state, sequences), sequences)
+        try:
+            inspect_draft(draft, sequences, self.vocab)
+        except (AssertionError, DraftError) as error:
+            raise AssertionError(f"propose of {self.name!r}: {error}") from error
+        kept = draft.scores.clone() if draft.scores is not None else None
+        copied = replace(
+            draft, tokens=draft.tokens.clone(), scores=kept
+        )  # the strategy may write the next draft in place
+        self.seen.append(Seen(tuple(sequences.length.tolist()), tuple(sequences.finished.tolist()), copied))
         return draft
 
     def observe(self, state: Any, step: Step) -> None:
-        tensors = {f.name: getattr(step, f.name) for f in fields(step) if f.name != "sequences"}
-        self._untouched("observe", lambda: self.inner.observe(state, step), tensors | _committed(step.sequences))
+        self._untouched("observe", lambda: self.inner.observe(state, step), step.sequences, step)
 
-    def _untouched(self, hook: str, call: Callable[[], Any], given: dict[str, Tensor]) -> Any:
-        before = {name: tensor.clone() for name, tensor in given.items()}
-        lengths = given["length"].clone()
-        with self.reads or nullcontext():
-            result = call()
-        for name, tensor in given.items():
-            old, new = before[name], tensor
-            if name == "tokens":  # behind a row's length anything may stand
-                valid = torch.arange(new.shape[1], device=new.device) < lengths[:, None]
-                old, new = torch.where(valid, old, 0), torch.where(valid, new, 0)
-            assert torch.equal(old, new), f"{hook} changed `{name}`, which belongs to the loop"
+    def _untouched(
+        self, hook: str, call: Callable[[], Any], sequences: Sequences | None, step: Step | None = None
+    ) -> Any:
+        given = _tensors(step) | _tensors(sequences)
+        before, own = {name: tensor.clone() for name, tensor in given.items()}, memory.of_instance(self.watched)
+        name = f"{hook}{self._of}"
+        with ExitStack() as stack:
+            stack.enter_context(undisturbed(name))
+            if self.reads is not None and hook != "start":
+                stack.enter_context(self.reads.refused(recorded=len(self.seen) - (hook == "observe") >= WARM_UP_STEPS))
+            try:
+                result = call()
+            except (HostReadError, RecordingError) as error:
+                raise type(error)(f"{name}: {error}" if self._of else str(error)) from error
+        after = _tensors(step) | _tensors(sequences)
+        for what, new in given.items():
+            old = before[what]
+            assert after.get(what) is new, (
+                f"{name} put another tensor in the place of `{what}`, which belongs to the loop"
+            )
+            if what == "tokens":
+                inside = torch.arange(new.shape[1], device=new.device) < before["length"][:, None]
+                assert torch.equal(torch.where(inside, old, 0), torch.where(inside, new, 0)), (
+                    f"{name} changed `tokens`, which belongs to the loop"
+                )
+                assert torch.equal(old, new), (
+                    f"{name} wrote into `tokens` behind the rows' lengths: all of it belongs to the loop, work on a copy"
+                )
+            assert torch.equal(old, new), f"{name} changed `{what}`, which belongs to the loop"
+        changed = memory.difference(own, memory.of_instance(self.watched))
+        assert changed is None, (
+            f"{name} changed {'the settings' if changed.startswith('settings.') else 'its instance'}: {changed}; so state leaks "
+            "from call to call: an instance holds settings only, the rest belongs into what start returns"
+        )
         return result
 
 
-def _committed(sequences: Sequences) -> dict[str, Tensor]:
-    return {f.name: getattr(sequences, f.name) for f in fields(sequences)}
+def spied(strategy: Strategy, forbid_host_reads: bool = False) -> Spy:
+    """`strategy` in a :class:`Spy`; the parts of a merged one in spies of their own, so that what one does is told by its name."""
+    if type(strategy) is Merged:
+        parts = [Spy(part, forbid_host_reads, part=True) for part in strategy.parts]
+        spy = Spy(Merged(parts, strategy.settings))
+        spy.watched = strategy
+        return spy
+    return Spy(strategy, forbid_host_reads)
+
+
+def _tensors(shown: Sequences | Step | None) -> dict[str, Tensor]:
+    """The tensors that a hook is shown, by name."""
+    named = {f.name: getattr(shown, f.name) for f in fields(shown)} if shown is not None else {}
+    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
 
 def inspect_draft(draft: Draft, sequences: Sequences, vocab: int) -> None:
@@ -135,10 +174,28 @@ def inspect_draft(draft: Draft, sequences: Sequences, vocab: int) -> None:
     if draft.tokens.numel():
         low, high = draft.tokens.min().item(), draft.tokens.max().item()
         assert low >= -1 and high < vocab, f"draft tokens must lie in -1 … {vocab - 1}, not {low} … {high}"
+    if draft.scores is not None:
+        inspect_scores(draft, sequences, vocab)
     if isinstance(draft.topology, TreeTensors):
         inspect_tree(draft.topology, rows)
     else:
         assert isinstance(draft.topology, Topology), f"topology is a {type(draft.topology).__name__}"
+
+
+def inspect_scores(draft: Draft, sequences: Sequences, vocab: int) -> None:
+    """The same for what a draft says its tokens were drawn from."""
+    scores = draft.scores
+    assert scores is not None
+    wanted = [*draft.tokens.shape, vocab]
+    assert scores.dtype == torch.float32 and list(scores.shape) == wanted, (
+        f"Draft.scores must be torch.float32 {wanted}, not {scores.dtype} {list(scores.shape)}"
+    )
+    guessed = scores[(draft.tokens >= 0) & ~sequences.finished[:, None]]
+    assert not guessed.isnan().any(), "Draft.scores holds NaN where a token is drafted"
+    assert not (guessed == float("inf")).any(), "Draft.scores holds inf where a token is drafted"
+    assert (guessed > float("-inf")).any(-1).all(), (
+        "Draft.scores is -inf for the whole vocabulary where a token is drafted"
+    )
 
 
 def inspect_tree(tree: TreeTensors, rows: int) -> None:

@@ -10,37 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .spy import NoHostReads
-
-aten = torch.ops.aten
-#: Operations that wait for the device, or whose result has a size that only the device knows.
-WAITING = frozenset(
-    {
-        aten._local_scalar_dense, aten.is_nonzero, aten.equal, aten.nonzero, aten.masked_select, aten._unique2,
-        aten.unique_dim, aten.unique_consecutive, aten.bincount,
-    }
-)  # fmt: skip
-INDEXING = frozenset({aten.index, aten.index_put, aten.index_put_})
-#: What ``torch.tensor`` and its like run: data of the host becomes a tensor.
-FROM_HOST = frozenset({aten.lift, aten.lift_fresh})
-
-
-#: Functions that make tensors of it.
-MAKERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, Tensor.new_tensor})
-HOST_DATA = "a tensor is made of data of the host, whose copy would have to be waited for; make it in start"
-
-
-class RecordingError(AssertionError):
-    """What ran cannot be part of a recording."""
-
-
-class NoHostData(NoHostReads):
-    """Also raises at whatever makes a tensor of data of the host."""
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func in MAKERS:
-            raise RecordingError(HOST_DATA)
-        return super().__torch_function__(func, types, args, kwargs)
+from .syncs import NoHostData, refuse_host_data, refuse_waiting
 
 
 class Tape(TorchDispatchMode):
@@ -57,15 +27,8 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        packet = func.overloadpacket
-        if packet in WAITING:
-            raise RecordingError(f"{packet.__name__} waits for the device")
-        # One value for all that a mask picks needs no count of them.
-        counts = packet in INDEXING and not (len(args) > 2 and args[2].numel() == 1)
-        if counts and any(isinstance(i, Tensor) and i.dtype == torch.bool for i in args[1]):
-            raise RecordingError("indexing with a bool mask waits for the device")
-        if packet in FROM_HOST and args[0].dim():  # a single number is an argument of a kernel
-            raise RecordingError(HOST_DATA)
+        refuse_waiting(func, args)
+        refuse_host_data(func, args)
         written = list(_written(func, args, kwargs))
         self._before += [(tensor, tensor.clone()) for tensor in written]
         result = func(*args, **kwargs)

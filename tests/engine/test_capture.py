@@ -15,8 +15,8 @@ from decoders.engine import capture
 from decoders.engine.capture import Capacity, CudaRecorder, RecordedStep, Recordings
 from decoders.engine.core import StepOutput
 from decoders.engine.static_inputs import StaticInputs, find_tensors
-from decoders.testing.spy import HostReadError
-from decoders.testing.tape import RecordingError, Tape, TapeRecorder
+from decoders.testing.syncs import HostReadError, RecordingError
+from decoders.testing.tape import Tape, TapeRecorder
 
 
 @dataclass

@@ -17,7 +17,7 @@ from decoders.constraints.vocabulary import Vocabulary
 from decoders.engine.device_guide import DeviceGuide, guide_of
 from decoders.engine.host_guide import HostGuide
 from decoders.errors import GrammarError
-from decoders.testing.spy import NoHostReads
+from decoders.testing.syncs import NoHostReads
 from decoders.testing.toy_grammar import Matched, TokenAutomaton
 from decoders.tree import Topology, TreeTensors
 

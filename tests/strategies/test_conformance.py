@@ -189,11 +189,11 @@ def test_what_the_broken_ones_are_made_of_passes():
 
 
 class Tampers(Good):
-    """Claims to be exact and overrules the target."""
+    """Claims to be exact and overrules the target, in a way that the loop does not see."""
 
     def observe(self, state, step: Step) -> None:
         rows = torch.arange(step.sequences.tokens.shape[0])
-        step.sequences.tokens[rows, step.sequences.length - 1] = 5
+        step.sequences.tokens.data[rows, step.sequences.length - 1] = 5
 
 
 class AdmitsIt(Tampers):

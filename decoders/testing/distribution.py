@@ -1,0 +1,131 @@
+"""Draft tokens come from what the draft says: on that rests the distribution of the text under verifiers that judge by it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedError
+from ..strategy import Strategy
+from ..tree import Topology
+from .checks import Conditions, run
+from .exactness import prompts
+from .memory import parts_of
+from .spy import Seen, spied
+
+#: Rows that draw side by side, at most; nodes of all of them; and tokens of each.
+ROWS, NODES, TOKENS = 256, 4096, 6
+#: Equal shares of probability that the draws are counted in.
+BINS = 24
+#: Standard deviations that are no chance: one in ten million.
+MOST_DEVIATIONS = 5.2
+#: The rule that judges all drafts, chains and trees, by their scores; along a chain it is that of "rejection".
+VERIFIER = "tree_rejection"
+
+
+def check_draft_scores(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
+    """Under a verifier that judges by ``Draft.scores`` these are float32 ``[B, N-1, V]`` without NaN, draft tokens are drawn
+    from them, and what comes out follows the target. Strategies that give no scores, or refuse such verifiers, pass.
+    """
+    for part in parts_of(strategy):
+        check_draft_scores(part, conditions)
+    inputs = prompts(1, length=12)
+    name, spy = conditions.models[0], spied(strategy)
+    options: dict[str, Any] = dict(do_sample=True, temperature=0.9, top_k=50, seed=5, verifier=VERIFIER)
+    with conditions.enabled(name) as model:
+        try:
+            run(model, name, spy, _rows(inputs, 2), conditions, max_new_tokens=TOKENS, **options)
+            if all(seen.draft.scores is None for seen in spy.seen):
+                return
+            inputs = _rows(inputs, min(ROWS, NODES // max(len(seen.draft.topology) for seen in spy.seen)))
+            out = run(model, name, spy, inputs, conditions, max_new_tokens=TOKENS, output_scores=True, **options)
+        except UnsupportedError:
+            return
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.cat([_drawn(seen, generator) for seen in spy.seen])
+    _assert_uniform(drawn, f"the draft tokens of {strategy.name!r} are not drawn from what Draft.scores says")
+    tokens = out.sequences[:, inputs["input_ids"].shape[1] :].cpu()
+    target = torch.stack(out.scores, 1).softmax(-1).cpu()
+    _assert_uniform(
+        _ranks(target, tokens, generator).flatten(),
+        f"with {strategy.name!r} tokens do not follow the target under verifier={VERIFIER!r}, though exact = {strategy.exact}",
+    )
+
+
+def _rows(inputs: dict[str, Tensor], count: int) -> dict[str, Tensor]:
+    """The one row of `inputs`, so many times."""
+    return {key: tensor.expand(count, -1) for key, tensor in inputs.items()}
+
+
+def _drawn(seen: Seen, generator: torch.Generator) -> Tensor:
+    """Where each token that was drawn in a step lies in its own distribution, see :func:`_ranks`; ``[draws]``.
+
+    Counted are, from the root down, the children of each eldest child: nodes elsewhere may repeat these draws.
+    """
+    draft = seen.draft
+    if draft.scores is None:
+        return torch.empty(0)
+    tree, going = draft.topology, ~torch.tensor(seen.finished)
+    if isinstance(tree, Topology):
+        tree = tree.tensors(len(going), torch.device("cpu"))
+    parents, candidate = tree.parents.cpu()[going], tree.candidates.cpu()[going]
+    tokens, q = draft.tokens.cpu()[going], draft.scores.cpu()[going].softmax(-1)
+    vocabulary = torch.arange(q.shape[-1])
+    rows, found = torch.arange(len(tokens)), []
+    spine = torch.zeros(len(tokens), 1, dtype=torch.int64)  # the eldest child whose children are next
+    taken = torch.zeros_like(q[:, 0], dtype=torch.bool)  # by elder siblings
+    eldest = torch.full_like(spine[:, 0], -1)
+    for node in range(1, parents.shape[1]):
+        token, own = tokens[:, node - 1], q[:, node - 1]
+        deeper = (parents[:, node] == eldest) & (eldest > 0)
+        spine = torch.where(deeper[:, None], eldest[:, None], spine)
+        taken = taken & ~deeper[:, None]
+        eldest = torch.where(deeper, -1, eldest)
+        counted = candidate[:, node] & (parents[:, node] == spine[:, 0]) & (token >= 0)
+        left = own.masked_fill(taken, 0.0)
+        left = left / left.sum(-1, keepdim=True)
+        mass = left[rows, token.clamp(min=0)]
+        # A token that an elder sibling has taken counts as no draft token; one that is certain tells nothing.
+        first = counted & ~taken[rows, token.clamp(min=0)]
+        assert not (first & (mass == 0)).any(), (
+            "a draft token has no probability in Draft.scores: it was not drawn from them, and is never accepted"
+        )
+        told = first & (left.amax(-1) <= 0.999)
+        if told.any():
+            found.append(_ranks(left[told], token[told], generator))
+        taken = taken | (counted[:, None] & (vocabulary == token[:, None]))
+        eldest = torch.where(counted & (eldest < 0), node, eldest)
+    return torch.cat(found) if found else torch.empty(0)
+
+
+def _ranks(distribution: Tensor, tokens: Tensor, generator: torch.Generator) -> Tensor:
+    """Probability of what is likelier than a token, and a random share of its own: uniform in 0 … 1 if it was drawn from there.
+
+    Args:
+        distribution: ``[…, V]``. tokens: ``[…]`` int64.
+    """
+    own = distribution.gather(-1, tokens[..., None])
+    index = torch.arange(distribution.shape[-1])
+    before = (distribution > own) | ((distribution == own) & (index < tokens[..., None]))
+    share = torch.rand(own.shape, generator=generator)
+    return (torch.where(before, distribution, 0.0).sum(-1, keepdim=True) + share * own)[..., 0]
+
+
+def _assert_uniform(values: Tensor, otherwise: str) -> None:
+    """Chi-square over equal shares. values: ``[draws]`` in 0 … 1."""
+    draws = len(values)
+    if draws < 10 * BINS:
+        return
+    counts = torch.bincount((values.double() * BINS).long().clamp(0, BINS - 1), minlength=BINS).double()
+    expected, free = draws / BINS, BINS - 1
+    square = float(((counts - expected) ** 2).sum()) / expected
+    # Wilson & Hilferty: the cube root is nearly normal.
+    deviations = ((square / free) ** (1 / 3) - (1 - 2 / (9 * free))) / math.sqrt(2 / (9 * free))
+    distance = float((counts / draws - 1 / BINS).abs().sum()) / 2
+    chance = math.sqrt((BINS - 1) / (2 * math.pi * draws))
+    assert deviations < MOST_DEVIATIONS, (
+        f"{otherwise}: total variation {distance:.3f} in {draws} draws, where chance gives {chance:.3f}"
+    )

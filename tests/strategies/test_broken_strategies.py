@@ -1,0 +1,601 @@
+"""Strategies that write the right tokens and are broken all the same: the kit says of each one, by name, what is wrong."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from pydantic import Field
+
+from decoders.engine.sampling import gumbel_noise
+from decoders.settings import Settings
+from decoders.strategies import PromptLookup
+from decoders.strategies.merged import Merged
+from decoders.strategy import Draft, Sequences, Step, Strategy
+from decoders.testing import CHECKS, check_strategy, checks_for, parametrize_with_checks
+from decoders.testing.checks import check_on_device
+from decoders.testing.surroundings import surroundings
+
+from .test_conformance import Good, Leaks
+
+BY_NAME = {check.__name__: check for check in CHECKS}
+
+
+def assert_caught(broken: Strategy | type[Strategy], check: str, reason: str) -> None:
+    with pytest.raises(AssertionError, match=rf"(?s)fails {check}: .*({reason})"):
+        check_strategy(broken)
+
+
+def check_all_but(name: str, strategy: Strategy) -> None:
+    for check in checks_for(strategy):
+        if check.__name__ != name:
+            check(strategy)
+
+
+class Repeats(Good):
+    """Repeats the last token, in a state."""
+
+    def start(self, context: Any) -> Any:
+        return SimpleNamespace(best=torch.zeros(context.rows, 3, dtype=torch.int64), steps=0)
+
+    def propose(self, state, sequences):
+        state.best.copy_(sequences.last.expand(-1, 3))
+        return Draft.chain(state.best.clone())
+
+
+# What outlives a call.
+
+
+class CountsItsCalls(Good):
+    calls = 0
+
+    def start(self, context):
+        self.calls += 1
+
+
+class KeepsItsState(Good):
+    def propose(self, state, sequences):
+        self.last = sequences.last.clone()
+        return super().propose(state, sequences)
+
+
+def as_lists(sequences: Sequences) -> Iterator[tuple[list[int], int, int]]:
+    """Tokens, length and prompt length of every row."""
+    return zip(sequences.tokens.tolist(), sequences.length.tolist(), sequences.prompt_length.tolist(), strict=True)
+
+
+TEXTS: dict[tuple[int, ...], list[int]] = {}
+
+
+class RemembersInItsClass(Good):
+    """Proposes what followed the same text in an earlier call."""
+
+    on_device = False
+    texts: ClassVar[dict[tuple[int, ...], list[int]]] = {}
+
+    def memory(self) -> dict[tuple[int, ...], list[int]]:
+        return self.texts
+
+    def propose(self, state, sequences):
+        memory, rows = self.memory(), []
+        for tokens, length, prompt in as_lists(sequences):
+            known, new = memory.get(tuple(tokens[:prompt]), []), length - prompt
+            rows.append((known[new : new + 3] + [tokens[length - 1]] * 3)[:3])
+        return Draft.chain(torch.tensor(rows))
+
+    def observe(self, state, step: Step) -> None:
+        for tokens, length, prompt in as_lists(step.sequences):
+            self.memory()[tuple(tokens[:prompt])] = tokens[prompt:length]
+
+
+class RemembersInItsModule(RemembersInItsClass):
+    def memory(self):
+        return TEXTS
+
+
+class RemembersInADefault(RemembersInItsClass):
+    def memory(self, texts={}):  # noqa: B006
+        return texts
+
+
+COUNT = [0]
+
+
+class CountsInItsClass(Good):
+    calls = 0
+
+    def start(self, context):
+        type(self).calls += 1
+
+
+class LearnsForEver(Good):
+    """Keeps the successor of each token in a tensor of its module."""
+
+    on_device = False
+
+    def propose(self, state, sequences):
+        return Draft.chain(SUCCESSORS[sequences.last])
+
+    def observe(self, state, step: Step) -> None:
+        SUCCESSORS[step.nodes[:, 0]] = step.chosen[:, 0]
+
+
+SUCCESSORS = torch.full((128,), 3)
+
+
+class CountsInItsModule(Good):
+    """Guesses well in the first calls of the process only: no second call differs from the first one."""
+
+    def start(self, context):
+        COUNT[0] += 1
+
+    def propose(self, state, sequences):
+        draft = super().propose(state, sequences)
+        return draft if COUNT[0] < 3 else Draft.chain(draft.tokens)
+
+
+class OneGenerator(Good):
+    on_device = False
+    noise = torch.Generator().manual_seed(0)
+
+    def propose(self, state, sequences):
+        return Draft.chain(torch.randint(3, 100, sequences.last.shape, generator=self.noise).expand(-1, 3))
+
+
+@pytest.mark.parametrize(
+    ("broken", "check", "reason"),
+    [
+        (CountsItsCalls, "check_drafts", "start changed its instance: calls is new"),
+        (KeepsItsState, "check_drafts", "propose changed its instance: last is new"),
+        (Leaks, "check_drafts", "start changed its instance: calls was 0 and is 1; so state leaks"),
+        (RemembersInItsClass, "check_calls_share_no_state", "state leaks from call to call"),
+        (RemembersInItsModule, "check_calls_share_no_state", "state leaks from call to call"),
+        (RemembersInADefault, "check_calls_share_no_state", "state leaks from call to call"),
+        (CountsInItsModule, "check_calls_share_no_state", r"COUNT\[0\] was \d+ and is \d+; state leaks"),
+        (CountsInItsClass, "check_calls_share_no_state", r"CountsInItsClass.calls was \d+ and is \d+; state leaks"),
+        (LearnsForEver, "check_calls_share_no_state", "state leaks from call to call"),
+        (OneGenerator, "check_calls_share_no_state", "state leaks from call to call"),
+    ],
+)
+def test_what_outlives_a_call(broken, check, reason):
+    assert_caught(broken, check, reason)
+
+
+@parametrize_with_checks([RemembersInItsModule()])
+def test_memory_is_found_by_its_own_check_after_all_others(strategy, check, request):
+    if "check_calls_share_no_state" in request.node.name:
+        with pytest.raises(AssertionError, match="state leaks"):
+            check(strategy)
+    elif "on_device" not in request.node.name:
+        check(strategy)
+
+
+# What the process is left with.
+
+
+def changes(hook: str, change: Any) -> type[Strategy]:
+    """A sound strategy but for what `change` does in `hook`."""
+
+    class Changes(Good):
+        def start(self, context):
+            if hook == "start":
+                change()
+
+        def propose(self, state, sequences):
+            if hook == "propose":
+                change()
+            return super().propose(state, sequences)
+
+        def observe(self, state, step):
+            if hook == "observe":
+                change()
+
+    return Changes
+
+
+@pytest.mark.parametrize("hook", ["start", "propose", "observe"])
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda: torch.rand(1), "torch's global random state changed; draw with"),
+        (lambda: torch.manual_seed(3), "torch's global random state changed"),
+        (random.random, "Python's global random state changed"),
+        (np.random.rand, "NumPy's global random state changed"),
+        (lambda: torch.set_default_dtype(torch.float64), "torch's default dtype changed: it was torch.float32"),
+        (lambda: torch.set_grad_enabled(True), "grad mode changed: it was False"),
+        (lambda: torch.set_num_threads(2), "torch's number of threads changed"),
+        (lambda: torch.set_float32_matmul_precision("medium"), "the precision of float32 products changed"),
+    ],
+    ids=["draws", "seeds", "random", "numpy", "dtype", "grad", "threads", "precision"],
+)
+def test_what_the_process_is_left_with(hook, change, reason):
+    before = surroundings()
+    with pytest.raises(AssertionError, match=f"{hook} leaves {reason}"):
+        BY_NAME["check_drafts"](changes(hook, change)())
+    assert surroundings() == before, "the kit puts back what it finds changed"
+
+
+# What is written to.
+
+
+class Width(Settings):
+    width: int = Field(3, description="How many.")
+
+
+class ChangesItsSettings(Good):
+    settings_class = Width
+
+    def observe(self, state, step):
+        self.settings.__dict__["width"] += 1
+
+
+class WritesBehindTheLength(Good):
+    def propose(self, state, sequences):
+        place = sequences.length[:, None].clamp(max=sequences.tokens.shape[1] - 1)
+        sequences.tokens.data.scatter_(1, place, sequences.last + 1)
+        return super().propose(state, sequences)
+
+
+class WritesBehindTheLengthLater(Good):
+    def observe(self, state, step):
+        tokens = step.sequences.tokens
+        tokens[:, -1] = torch.where(step.sequences.length < tokens.shape[1], tokens[:, -1] + 1, tokens[:, -1])
+
+
+class Rebinds(Good):
+    def propose(self, state, sequences):
+        object.__setattr__(sequences, "length", sequences.length.clone())
+        return super().propose(state, sequences)
+
+
+class WritesInStart(Good):
+    def start(self, context):
+        context.sequences.tokens[:, 0] += 1
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        (ChangesItsSettings, "observe changed the settings: settings.width was 3 and is 4"),
+        (WritesBehindTheLength, "propose wrote into `tokens` behind the rows' lengths"),
+        (WritesBehindTheLengthLater, "observe wrote into `tokens` behind the rows' lengths"),
+        (Rebinds, "propose put another tensor in the place of `length`"),
+        (WritesInStart, "start changed `tokens`"),
+    ],
+)
+def test_what_is_not_theirs_to_write_to(broken, reason):
+    assert_caught(broken, "check_drafts", reason)
+
+
+# What a draft says that it was drawn from.
+
+
+class Drawer(Good):
+    """Draws around the last token, and says so."""
+
+    on_device = False
+    length = 3
+
+    def start(self, context):
+        noise = torch.randn(context.vocab_size, generator=torch.Generator().manual_seed(1))
+        return SimpleNamespace(base=noise, sample=context.plan.sample, coupled=context.coupled)
+
+    def scores(self, state, last):
+        return state.base + 4 * torch.nn.functional.one_hot(last[:, 0], len(state.base))
+
+    def propose(self, state, sequences):
+        token, tokens, scores = sequences.last, [], []
+        at = sequences.length - sequences.prompt_length
+        for depth in range(self.length):
+            scores.append(self.scores(state, token))
+            noise = gumbel_noise(sequences.noise_keys, (at + depth)[:, None], len(state.base))[:, 0]
+            token = (scores[-1] + noise * state.sample).argmax(-1, keepdim=True)
+            tokens.append(token)
+        drawn, says = torch.cat(tokens, 1), None
+        if state.sample and not state.coupled:
+            says = torch.stack(scores, 1)
+        return self.draft(drawn, says)
+
+    def draft(self, tokens, scores):
+        return Draft.chain(tokens, scores)
+
+
+class HoldsNaN(Drawer):
+    def draft(self, tokens, scores):
+        return Draft.chain(tokens, None if scores is None else scores.where(scores < 4, torch.nan))
+
+
+class SaysTooLittle(Drawer):
+    def draft(self, tokens, scores):
+        return Draft.chain(tokens, None if scores is None else scores[:, :1])
+
+
+class SmallerVocabulary(Drawer):
+    def draft(self, tokens, scores):
+        return Draft.chain(tokens, None if scores is None else scores[..., :-1])
+
+
+class OtherDtype(Drawer):
+    def draft(self, tokens, scores):
+        return Draft.chain(tokens, None if scores is None else scores.double())
+
+
+class SaysNothingIsPossible(Drawer):
+    def draft(self, tokens, scores):
+        return Draft.chain(tokens, None if scores is None else torch.full_like(scores, float("-inf")))
+
+
+class SaysUniform(Drawer):
+    def draft(self, tokens, scores):
+        return Draft.chain(tokens, None if scores is None else torch.zeros_like(scores))
+
+
+class SaysSharper(Drawer):
+    def draft(self, tokens, scores):
+        return Draft.chain(tokens, None if scores is None else scores * 1.25)
+
+
+class SaysProbabilities(Drawer):
+    def draft(self, tokens, scores):
+        return Draft.chain(tokens, None if scores is None else scores.softmax(-1))
+
+
+class SaysTheNextOne(Drawer):
+    def draft(self, tokens, scores):
+        return Draft.chain(tokens, None if scores is None else scores.roll(1, 1))
+
+
+class KeepsTheUnlikelyBack(Drawer):
+    def draft(self, tokens, scores):
+        if scores is not None:
+            likely = scores.softmax(-1).gather(2, tokens[..., None])[..., 0] > 0.02
+            tokens = torch.where(likely.long().cumprod(1).bool(), tokens, -1)
+        return Draft.chain(tokens, scores)
+
+
+class TakesTheBest(Drawer):
+    def draft(self, tokens, scores):
+        return Draft.chain(tokens if scores is None else scores.argmax(-1), scores)
+
+
+class SaysAnotherIsCertain(Drawer):
+    def draft(self, tokens, scores):
+        if scores is not None:
+            scores = torch.full_like(scores, float("-inf")).scatter(2, (tokens[..., None] + 1) % 128, 0.0)
+        return Draft.chain(tokens, scores)
+
+
+NOT_DRAWN = "the draft tokens of 'good' are not drawn from what Draft.scores says: total variation 0"
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        (HoldsNaN, "Draft.scores holds NaN"),
+        (SaysTooLittle, r"draft scores must be floating-point \[2, 3, 'V'\], not torch.float32 \[2, 1, 128\]"),
+        (SmallerVocabulary, r"Draft.scores must be torch.float32 \[2, 3, 128\], not torch.float32 \[2, 3, 127\]"),
+        (OtherDtype, "must be torch.float32 .*, not torch.float64"),
+        (SaysNothingIsPossible, "-inf for the whole vocabulary"),
+        (SaysUniform, NOT_DRAWN),
+        (SaysSharper, NOT_DRAWN),
+        (SaysProbabilities, NOT_DRAWN),
+        (SaysTheNextOne, NOT_DRAWN),
+        (KeepsTheUnlikelyBack, NOT_DRAWN),
+        (TakesTheBest, NOT_DRAWN),
+        (SaysAnotherIsCertain, "a draft token has no probability in Draft.scores"),
+    ],
+)
+def test_what_a_draft_was_drawn_from(broken, reason):
+    with pytest.raises(AssertionError, match=reason):
+        BY_NAME["check_draft_scores"](broken())
+
+
+def test_such_a_strategy_passes_all_other_checks():
+    check_all_but("check_draft_scores", SaysSharper())
+
+
+# Waiting for the device.
+
+
+class SlicesToALength(Repeats):
+    def propose(self, state, sequences):
+        sequences.tokens[:, : sequences.length[0]].sum()
+        return super().propose(state, sequences)
+
+
+class ShowsATensor(Repeats):
+    def propose(self, state, sequences):
+        repr(sequences.length)
+        return super().propose(state, sequences)
+
+
+class FormatsATensor(Repeats):
+    def observe(self, state, step):
+        print(f"{step.accepted} accepted")
+
+
+class LooksInside(Repeats):
+    def observe(self, state, step):
+        assert 10**6 not in step.nodes
+
+
+class IndexesByNumber(Repeats):
+    def propose(self, state, sequences):
+        sequences.tokens[:, sequences.length[0] - 1].sum()
+        return super().propose(state, sequences)
+
+
+class IndexesByList(Repeats):
+    def propose(self, state, sequences):
+        state.best.copy_(sequences.last[:, [0, 0, 0]])
+        return Draft.chain(state.best.clone())
+
+
+class BringsAList(Repeats):
+    def propose(self, state, sequences):
+        torch.LongTensor([1, 2, 3])
+        return super().propose(state, sequences)
+
+
+class GoesToTheHost(Repeats):
+    def observe(self, state, step):
+        step.accepted.to("cpu", non_blocking=True)
+
+
+class CountsToATensor(Repeats):
+    def observe(self, state, step):
+        torch.arange(step.accepted[0])
+
+
+class Compares(Repeats):
+    def observe(self, state, step):
+        torch.equal(step.nodes, step.chosen)
+
+
+class WaitsAtFirst(Repeats):
+    """In the first two steps only, which are not recorded."""
+
+    def propose(self, state, sequences):
+        if next(state.turns, None) is not None:
+            sequences.length.sum().item()
+        return super().propose(state, sequences)
+
+    def start(self, context):
+        state = super().start(context)
+        state.turns = iter(range(2))
+        return state
+
+
+class MovesTwice(Repeats):
+    """The second move of a step may land where the tensor was."""
+
+    def propose(self, state, sequences):
+        state.best = sequences.last.repeat(1, 3)
+        return Draft.chain(state.best.clone())
+
+    def observe(self, state, step):
+        state.best = state.best + 0
+
+
+class CountsForNothing(Repeats):
+    def observe(self, state, step):
+        state.steps += 1
+
+
+class PutsAnother(Repeats):
+    def observe(self, state, step):
+        state.steps = (state.steps, 1) if isinstance(state.steps, int) else 0
+
+
+@pytest.mark.parametrize(
+    ("liar", "reason"),
+    [
+        (SlicesToALength, "slicing up to a number that is on the device waits"),
+        (ShowsATensor, r"__repr__\(\) waits"),
+        (FormatsATensor, r"__(format|repr|str)__\(\) waits"),
+        (LooksInside, r"__contains__\(\) waits"),
+        (IndexesByNumber, "indexing with a number that is on the device waits"),
+        (IndexesByList, "made of data of the host"),
+        (BringsAList, "made of data of the host"),
+        (GoesToTheHost, r"to\('cpu'\) waits"),
+        (CountsToATensor, "_local_scalar_dense waits"),
+        (Compares, r"equal\(\) waits"),
+        (WaitsAtFirst, r"item\(\) waits"),
+        (MovesTwice, "state.best has moved"),
+        (CountsForNothing, "its hooks change state.steps, which a replay does not"),
+        (PutsAnother, "its hooks change state.steps, which a replay does not"),
+    ],
+)
+def test_a_promise_of_the_device_that_is_broken(liar, reason):
+    with pytest.raises(AssertionError, match=f"claims on_device = True, but .*({reason})"):
+        check_on_device(liar())
+    check_on_device(type(liar.__name__, (liar,), {"on_device": False})())
+
+
+# Never right.
+
+
+class Successor(Good):
+    """Sound in all respects, and wrong."""
+
+    def propose(self, state, sequences):
+        return Draft.chain((sequences.last.expand(-1, 3) + 1) % 128)
+
+
+class AlwaysTheSame(Good):
+    def propose(self, state, sequences):
+        return Draft.chain(torch.full_like(sequences.last, 2).expand(-1, 3))
+
+
+class SpoilsTheBest(PromptLookup):
+    def propose(self, state, sequences):
+        draft = super().propose(state, sequences)
+        return Draft.chain(torch.where(draft.tokens >= 0, (draft.tokens + 1) % 128, -1))
+
+
+@pytest.mark.parametrize("wrong", [Successor, AlwaysTheSame, SpoilsTheBest])
+def test_never_right(wrong):
+    check = BY_NAME["check_draft_tokens_are_accepted"]
+    with pytest.raises(AssertionError, match=r"\d+ tokens were drafted in \d+ steps .* never right"):
+        check(wrong())
+
+
+# Parts of merged strategies.
+
+
+class KnowsItsNodesOnly(Repeats):
+    """Takes every block for its own."""
+
+    def observe(self, state, step):
+        state.best.copy_(step.nodes[:, 1:])
+
+
+class ShortensTheRows(Good):
+    name = "writes"
+
+    def observe(self, state, step):
+        step.sequences.length.data.add_(1)
+
+
+def beside(part: Strategy) -> Merged:
+    return Merged([PromptLookup(length=3), part])
+
+
+class Named(Good):
+    name = "Named"
+
+
+def test_a_part_that_takes_the_block_for_its_own():
+    check_all_but("check_merged", KnowsItsNodesOnly())
+    assert_caught(KnowsItsNodesOnly, "check_merged", "RuntimeError: .* must match the size")
+
+
+@pytest.mark.parametrize(
+    ("part", "check", "reason"),
+    [
+        (ShortensTheRows, "check_drafts", "observe of 'writes' changed `length`"),
+        (CountsItsCalls, "check_drafts", "start of 'good' changed its instance: calls"),
+        (ChangesItsSettings, "check_drafts", "observe of 'good' changed the settings"),
+        (WritesBehindTheLength, "check_drafts", "propose of 'good' wrote into `tokens` behind"),
+        (changes("propose", lambda: torch.rand(1)), "check_drafts", "propose of 'good' leaves torch's global random"),
+        (RemembersInItsModule, "check_calls_share_no_state", "state leaks"),
+        (HoldsNaN, "check_draft_scores", "propose of 'good': Draft.scores holds NaN"),
+        (SaysUniform, "check_draft_scores", NOT_DRAWN),
+        (ShowsATensor, "check_on_device", r"propose of 'good': __repr__\(\) waits"),
+        (Successor, "check_draft_tokens_are_accepted", "'good' is never right"),
+        (Named, "check_class", "snake_case"),
+    ],
+)
+def test_a_broken_part_is_named(part, check, reason):
+    with pytest.raises(AssertionError, match=reason):
+        BY_NAME[check](beside(part()))
+
+
+@pytest.mark.parametrize("sound", [Good, Repeats, Drawer, PromptLookup(max_ngram=1, length=1)])
+def test_what_the_broken_ones_are_made_of_passes(sound):
+    check_strategy(sound)
