@@ -19,7 +19,6 @@ import typer
 
 import decoders
 from decoders import (
-    arguments,
     cli,
     demo,
     errors,
@@ -37,6 +36,7 @@ from decoders import generate as seam
 from decoders.constraints import base as constraints
 from decoders.constraints import vocabulary
 from decoders.engine import sampling
+from decoders.hf import arguments
 from decoders.strategies import merged, ngram_table, ngram_training
 
 HERE = Path(__file__).parent
@@ -279,7 +279,17 @@ def generate() -> Iterator[str]:
     yield "| argument | what to do instead |\n| --- | --- |"
     for name, (_, advice) in arguments.REFUSED.items():
         yield f"| `{name}` | {advice} |"
-    yield "\nValues that change nothing, such as `num_beams=1` or `use_cache=True`, are accepted.\n"
+    yield "\nValues that change nothing, such as `num_beams=1` or `use_cache=True`, are accepted. So is every other argument of\n"
+    yield "transformers' `generate`, with the meaning that it has there; an argument of the model's forward pass is refused.\n"
+    yield "## Translated\n"
+    yield "In the call and in the generation config. A setting that is also given in our own words must agree.\n"
+    yield "| argument | strategies | setting |\n| --- | --- | --- |"
+    for name in arguments.HINTS:
+        takers = [cls for cls in strategies.BUILT_IN if name in cls.hints]
+        yield f"| `{name}` | {', '.join(f'`{cls.name}`' for cls in takers)} | {', '.join(f'`{cls.hints[name]}`' for cls in takers)} |"
+    for name, (setting, _) in arguments.TRANSLATED.items():
+        yield f"| `{name}` | all | `decoders_config={{{setting!r}: …}}` |"
+    yield "\nBeside a strategy that has no such setting, a hint how to draft is refused.\n"
     yield "## Inside the step\n"
     yield (
         "These run vectorised over all nodes, inside the compiled step: "

@@ -1,0 +1,188 @@
+"""Libraries that call ``generate`` get the same results from an enabled model. Needs the extra ``clients``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, pipeline
+
+import decoders
+from decoders.errors import UnsupportedError
+from decoders.testing import decode, prompts
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+TEXTS = ["the tour the tour the", "a nation", "is is is is is is", "out of the house and out"]
+NEW = 16
+
+
+@pytest.fixture(autouse=True)
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DECODERS_COMPILE", "false")
+
+
+@pytest.fixture
+def calls(enabled: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Names of the strategies that decoded; there must be some at the end."""
+    seen: list[str] = []
+    whole = decoders.generate.Generate._decode
+
+    def noted(self: Any, strategy: Any, *args: Any) -> Any:
+        seen.append(strategy.name)
+        return whole(self, strategy, *args)
+
+    monkeypatch.setattr(decoders.generate.Generate, "_decode", noted)
+    yield seen
+    assert seen, "the strategy was not used"
+
+
+@pytest.mark.parametrize("sample", [False, True], ids=["greedy", "top_k 1"])
+def test_pipelines_in_batches(
+    plain: PreTrainedModel, enabled: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, calls: list[str], sample: bool
+) -> None:
+    options = dict(max_new_tokens=NEW, do_sample=sample, **({"top_k": 1} if sample else {}))
+    results = [
+        pipeline("text-generation", model=model, tokenizer=tokenizer, batch_size=4)(TEXTS, **options)
+        for model in (plain, enabled)
+    ]
+    assert results[0] == results[1]
+
+
+def test_outlines(
+    plain: PreTrainedModel, enabled: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, calls: list[str]
+) -> None:
+    outlines = pytest.importorskip("outlines")
+    results = []
+    for model in (plain, enabled):
+        ask = outlines.from_transformers(model, tokenizer)
+        results.append(
+            [ask(text, outlines.regex("[a-f]{3,6}x"), max_new_tokens=NEW, do_sample=False) for text in TEXTS]
+        )
+    assert results[0] == results[1]
+    assert all(text.endswith("x") for text in results[1])
+
+
+def test_accelerates_hooks_on_one_device(plain: PreTrainedModel, enabled: PreTrainedModel, calls: list[str]) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    expected = decode(plain, prompts(2), max_new_tokens=NEW)
+    dispatched = accelerate.dispatch_model(enabled, device_map={"": "cpu"}, force_hooks=True)
+    assert decode(dispatched, prompts(2), max_new_tokens=NEW).sequences.tolist() == expected.sequences.tolist()
+
+
+def test_int8_weights_of_torchao(plain: PreTrainedModel, enabled: PreTrainedModel, calls: list[str]) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    for model in (plain, enabled):
+        quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    expected = decode(plain, prompts(2), max_new_tokens=NEW)
+    assert decode(enabled, prompts(2), max_new_tokens=NEW).sequences.tolist() == expected.sequences.tolist()
+
+
+@pytest.fixture
+def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a task of lm-evaluation-harness: what follows some texts, up to a blank."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    rows = [{"question": text + more, "answer": "x"} for text in TEXTS for more in ("", " the", " house")]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "tiny.yaml").write_text(f"""
+task: tiny
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {tmp_path / "data.jsonl"}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs:
+  until: ["e", "th"]
+  max_gen_toks: {NEW}
+  do_sample: false
+metric_list:
+  - metric: exact_match
+""")
+    return tmp_path
+
+
+def test_lm_evaluation_harness(
+    plain: PreTrainedModel, enabled: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, calls: list[str], task: Path
+) -> None:
+    lm_eval = pytest.importorskip("lm_eval")
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=str(task), include_defaults=False)
+    results = []
+    for model in (plain, enabled):
+        lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=4)
+        out = lm_eval.simple_evaluate(lm, tasks=["tiny"], task_manager=manager, log_samples=True, bootstrap_iters=0)
+        results.append([sample["resps"] for sample in out["samples"]["tiny"]])
+    assert results[0] == results[1]
+    assert len({str(answer) for answer in results[0]}) > 3
+
+
+OURS = dict(strategy="prompt_lookup", max_new_tokens=NEW, do_sample=False)
+
+
+def adapted(model: PreTrainedModel, seed: int = 0, name: str = "default", into: Any = None) -> Any:
+    """`model` with a LoRA adapter whose weights matter, or one more in `into`."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
+    wrapped = peft.get_peft_model(model, config, adapter_name=name) if into is None else into
+    if into is not None:
+        wrapped.add_adapter(name, config)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for weight_name, weight in wrapped.named_parameters():
+            if f"lora_B.{name}" in weight_name or f"lora_A.{name}" in weight_name:
+                weight.normal_(0, 0.5)
+    return wrapped.eval()
+
+
+def test_lora_through_its_wrapper(plain: PreTrainedModel) -> None:
+    bare = decode(plain, prompts(2), max_new_tokens=NEW).sequences
+    model = decoders.enable(adapted(plain))
+    base = {k: v for k, v in OURS.items() if k != "strategy"}
+
+    def compare() -> torch.Tensor:
+        expected = model.generate(**prompts(2), **base)
+        assert torch.equal(model.generate(**prompts(2), **OURS), expected)
+        return expected
+
+    first = compare()
+    assert not torch.equal(first, bare), "the adapter must matter"
+    with model.disable_adapter():
+        assert torch.equal(compare(), bare)
+    assert torch.equal(compare(), first)
+    adapted(plain, 1, "other", into=model)
+    assert torch.equal(compare(), first)
+    model.set_adapter("other")
+    assert not torch.equal(compare(), first)
+    model.base_model.set_adapter(["default", "other"])
+    compare()
+    model.set_adapter("default")
+    model.merge_adapter()
+    compare()
+    model.unmerge_adapter()
+    compare()
+    decoders.disable(model)
+    assert "generate" not in vars(model)
+
+
+@pytest.mark.parametrize("kind", ["prompt", "prefix"])
+def test_prompt_learning_is_refused(plain: PreTrainedModel, kind: str) -> None:
+    peft = pytest.importorskip("peft")
+    make = peft.PromptTuningConfig if kind == "prompt" else peft.PrefixTuningConfig
+    wrapped = peft.get_peft_model(plain, make(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
+    model = decoders.enable(wrapped)
+    with pytest.raises(UnsupportedError, match="learnt vectors in front of the prompt"):
+        model.generate(**prompts(), **OURS)
+    decoders.disable(model)
+    decoders.enable(plain)
+    with pytest.raises(UnsupportedError, match="prepare_inputs_for_generation"):
+        wrapped.generate(**prompts(), **OURS)

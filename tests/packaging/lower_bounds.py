@@ -1,0 +1,47 @@
+"""Runs the quick tests against the oldest versions that pyproject.toml allows.
+
+python tests/packaging/lower_bounds.py                       # of torch and transformers
+python tests/packaging/lower_bounds.py transformers -- -k fuzz  # of some packages, some tests
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def lower_bounds(packages: list[str]) -> list[str]:
+    """``transformers==5.17.*`` for each of `packages`, a dependency ``transformers>=5.17``."""
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    oldest = {m[1]: m[2] for line in dependencies if (m := re.match(r"([\w-]+)>=([\d.]+)", line))}
+    unknown = sorted(set(packages) - set(oldest))
+    if unknown:
+        raise SystemExit(
+            f"{', '.join(unknown)}: no dependency with a lower bound. Choose from: {', '.join(sorted(oldest))}"
+        )
+    return [f"{name}=={oldest[name]}.*" for name in packages]
+
+
+def main() -> None:
+    arguments = [*sys.argv[1:], "--"]
+    end = arguments.index("--")
+    packages, options = arguments[:end], arguments[end + 1 : -1]
+    pins = lower_bounds(packages or ["torch", "transformers"])
+    with tempfile.TemporaryDirectory() as folder:
+        venv.create(Path(folder) / "oldest", with_pip=True)
+        python = str(Path(folder) / "oldest" / "bin" / "python")
+        subprocess.run([python, "-m", "pip", "install", "--quiet", "-e", f"{ROOT}[test]", *pins], check=True)
+        subprocess.run([python, "-m", "pip", "list"], check=True)
+        command = [python, "-m", "pytest", "-n", "2", "--dist", "loadfile", *options]
+        raise SystemExit(subprocess.run(command, cwd=ROOT, check=False).returncode)
+
+
+if __name__ == "__main__":
+    main()
