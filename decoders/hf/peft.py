@@ -35,7 +35,9 @@ def refuse_prompt_learning(model: PreTrainedModel, wrapper: Any) -> None:
             f"{kind} puts learnt vectors in front of the prompt, which is no token of it. Adapters of layers (LoRA and its "
             "kin) work; call generate without strategy= for this one."
         )
-    if "prepare_inputs_for_generation" in vars(model):
+    replaced = vars(model).get("prepare_inputs_for_generation")
+    # PEFT puts the model's own method back as an attribute.
+    if replaced is not None and getattr(replaced, "__func__", None) is not type(model).prepare_inputs_for_generation:
         raise UnsupportedError(
             f"prepare_inputs_for_generation of this {type(model).__name__} was replaced on the instance, as PEFT does for prompt "
             "and prefix tuning; the loop prepares its inputs itself and would ignore it. Call generate without strategy=."

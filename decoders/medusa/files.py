@@ -106,6 +106,8 @@ def _ours(path: Path, config: dict[str, Any], state: dict[str, Tensor]) -> Medus
     given = {name: value for name, value in config.items() if name in known}
     if given.get("tree") is not None:
         try:
+            if not isinstance(given["tree"], list):
+                raise TypeError
             given["tree"] = tuple(tuple(map(int, branch)) for branch in given["tree"])
         except (TypeError, ValueError) as error:
             raise SettingsError(

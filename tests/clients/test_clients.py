@@ -186,3 +186,6 @@ def test_prompt_learning_is_refused(plain: PreTrainedModel, kind: str) -> None:
     decoders.enable(plain)
     with pytest.raises(UnsupportedError, match="prepare_inputs_for_generation"):
         wrapped.generate(**prompts(), **OURS)
+    wrapped.generate(**prompts(), max_new_tokens=NEW, do_sample=False)
+    expected = plain.generate(**prompts(), max_new_tokens=NEW, do_sample=False)
+    assert torch.equal(plain.generate(**prompts(), **OURS), expected), "the model itself is free of it"

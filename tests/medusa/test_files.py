@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import shutil
 
@@ -125,6 +126,15 @@ def test_what_holds_no_heads_is_told_apart(tmp_path, upstream):
     torch.save(state, tmp_path / "broken.pt")
     with pytest.raises(SettingsError, match="holds no Medusa heads"):
         load_heads(tmp_path / "broken.pt")
+
+
+@pytest.mark.parametrize("tree", [7, "paths", [1, 2], [["a"]], {"0": 1}])
+def test_a_tree_that_is_none_is_said_to_be(tmp_path, tree):
+    save_heads(random_heads(), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tree": tree}))
+    with pytest.raises(SettingsError, match="must be a list of paths of ranks"):
+        load_heads(tmp_path)
 
 
 def test_heads_are_found_beside_the_model(tmp_path):
