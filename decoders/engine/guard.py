@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..errors import DraftError, VerifierError
-from ..strategy import Draft
 from ..tree import TreeTensors
 from .rows import Fault, Rows
 
@@ -30,11 +29,16 @@ def untouched(hook: str, **tensors: Tensor) -> Iterator[None]:
             raise DraftError(f"{hook} wrote into {name}, which belongs to the loop: work on a copy")
 
 
-def note_tree(draft: Draft, rows: Rows) -> None:
-    """Notes in `rows` whether a draft's trees are sound (:meth:`TreeTensors.sound`)."""
-    if isinstance(draft.topology, TreeTensors):
-        fault = torch.where(draft.topology.sound() | rows.finished, 0, int(Fault.TREE))
-        rows.faults.bitwise_or_(fault)
+def check_tree(tree: TreeTensors, rows: Rows, strategy: str, wait: bool) -> None:
+    """Raises DraftError unless the trees of rows that go on are sound (:meth:`TreeTensors.sound`).
+
+    Without `wait` that is noted in `rows` instead, for :func:`raise_faults`.
+    """
+    sound = tree.sound() | rows.finished
+    if not wait:
+        rows.faults.bitwise_or_(torch.where(sound, 0, int(Fault.TREE)))
+    elif not sound.all():
+        raise DraftError(f"{strategy} {_TREE} (row {int(sound.long().argmin())})")
 
 
 def raise_faults(rows: Rows, strategy: str, verifier: str) -> None:

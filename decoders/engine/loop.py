@@ -24,7 +24,7 @@ from .criteria import Asking, Criteria, Outcome
 from .device_guide import guide_of
 from .drafter import Drafter, Terms, opener
 from .engine import Engine
-from .guard import note_tree, raise_faults, untouched
+from .guard import check_tree, raise_faults, untouched
 from .guide import Guide
 from .host import Prefixes, Processors
 from .invariance import branch_length
@@ -153,6 +153,12 @@ class _Call:
             error.partial = self._decoded()  # type: ignore[attr-defined]
             raise
         return self._decoded()
+
+    @property
+    def _culprit(self) -> str:
+        """The strategy as messages name it."""
+        strategy = self.request.strategy
+        return f"strategy {strategy.name!r} ({self.request.origin or type(strategy).__module__})"
 
     def _decoded(self) -> Decoded:
         report = self.report
@@ -344,16 +350,14 @@ class _Call:
         """Raises what hooks did wrong as far as the device saw it; without `wait` only where looking is no waiting."""
         if not self.may_err or (self.target.static and not wait):
             return
-        strategy, verifier = self.request.strategy.name, self.report.verifier
-        raise_faults(self.rows, f"strategy {strategy!r} ({self.request.origin})", f"verifier {verifier!r}")
+        raise_faults(self.rows, self._culprit, f"verifier {self.report.verifier!r}")
 
     def _block(self, draft: Draft) -> NodeBlock:
         """A checked draft as the core wants it."""
         guesses, tree = self.blocks.of(draft, self.request.strategy.name)
         if isinstance(draft.topology, TreeTensors):
-            self.may_err = True
-            note_tree(draft, self.rows)
-            self._raise_faults(wait=False)
+            self.may_err = self.target.static or self.may_err
+            check_tree(draft.topology, self.rows, self._culprit, wait=not self.target.static)
         for drafter in self.drafters:
             drafter.proposed = len(draft.topology)
         # Where steps may be recorded there is room from the beginning: nobody looks later.

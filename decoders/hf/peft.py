@@ -37,7 +37,8 @@ def refuse_prompt_learning(model: PreTrainedModel, wrapper: Any) -> None:
         )
     replaced = vars(model).get("prepare_inputs_for_generation")
     # PEFT puts the model's own method back as an attribute.
-    if replaced is not None and getattr(replaced, "__func__", None) is not type(model).prepare_inputs_for_generation:
+    own = getattr(type(model), "prepare_inputs_for_generation", None)
+    if replaced is not None and getattr(replaced, "__func__", None) is not own:
         raise UnsupportedError(
             f"prepare_inputs_for_generation of this {type(model).__name__} was replaced on the instance, as PEFT does for prompt "
             "and prefix tuning; the loop prepares its inputs itself and would ignore it. Call generate without strategy=."

@@ -1,6 +1,6 @@
 """Random calls, every strategy: the tokens of transformers when greedy, of ``autoregressive`` when sampled.
 
-One example is a call; each strategy that is tried on it is a case. ``DECODERS_FUZZ_EXAMPLES`` sets the size of the slow run.
+One example is a call; each strategy that is tried on it is a case. ``FUZZ_EXAMPLES`` sets the size of the slow run.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def check(case: Case, variants: tuple[tuple[str, dict[str, Any]], ...] = VARIANT
 
 
 QUICK = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-SIZE = int(os.environ.get("DECODERS_FUZZ_EXAMPLES", "2000"))
+SIZE = int(os.environ.get("FUZZ_EXAMPLES", "2000"))
 
 
 @QUICK
