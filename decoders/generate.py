@@ -28,7 +28,17 @@ from .engine.loop import Decoded, Request, decode
 from .engine.target import refuse_unfit
 from .errors import SettingsError, UnsupportedError
 from .grammars import Grammars
-from .hf.arguments import HINTS, TRANSLATED, first_of, hints_of, loop_options, refuse_arguments, resolve_seed, shown
+from .hf.arguments import (
+    HINTS,
+    TRANSLATED,
+    first_of,
+    hints_of,
+    loop_options,
+    refuse_arguments,
+    resolve_seed,
+    said_in,
+    shown,
+)
 from .hf.assistants import Assistants
 from .hf.inputs import check_inputs, check_lengths, unpad
 from .hf.peft import base_of, refuse_prompt_learning
@@ -139,7 +149,7 @@ class Generate:
             if not isinstance(configured[name], (*kinds, type(None))):
                 wanted = " or ".join(f"a {kind.__name__.lower()}" for kind in kinds)
                 raise SettingsError(f"{name} in the generation config is {configured[name]!r}: it takes {wanted}")
-        in_configs = {name: first_of(configs, name) for name in (*HINTS, *TRANSLATED)}
+        in_configs = {name: said_in(configs, name) for name in (*HINTS, *TRANSLATED)}
         runtime = load_settings(
             RuntimeSettings,
             None,

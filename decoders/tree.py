@@ -240,15 +240,15 @@ class TreeTensors:
                     f"{name} of trees for {rows} rows of {n} nodes must be {dtype} {list(shape)}, not {given}"
                 )
 
-    def sound(self) -> Tensor:
-        """``[B]`` bool, without a sync: whether what is said of every candidate follows from its parent.
+    def sound(self, wait: bool = False) -> Tensor:
+        """``[B]`` bool, without a sync unless `wait` allows it: whether what is said of every candidate follows from its parent.
 
         A candidate comes one position after its parent, and sees what lies on its path and nothing else: otherwise its
         logits would not be those of its own text. Nodes that are never accepted may see anything.
         """
         tensors = self.parents, self.offsets, self.visible, self.ancestors
         rows, nodes = self.parents.shape
-        if self.parents.device.type == "cpu":  # numpy takes a fifth of the time for tensors this small
+        if wait and self.parents.device.type == "cpu":  # numpy takes a fifth of the time for tensors this small
             return torch.from_numpy(_sound([t.numpy() for t in tensors], np.arange(rows)[:, None], np.arange(nodes)))
         row, index = (torch.arange(n, device=self.parents.device) for n in (rows, nodes))
         return _sound(tensors, row[:, None], index)

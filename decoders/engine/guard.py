@@ -34,7 +34,7 @@ def check_tree(tree: TreeTensors, rows: Rows, strategy: str, wait: bool) -> None
 
     Without `wait` that is noted in `rows` instead, for :func:`raise_faults`.
     """
-    sound = tree.sound() | rows.finished
+    sound = tree.sound(wait) | rows.finished
     if not wait:
         rows.faults.bitwise_or_(torch.where(sound, 0, int(Fault.TREE)))
     elif not sound.all():

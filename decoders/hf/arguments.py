@@ -60,6 +60,15 @@ HINTS = (
     "max_matching_ngram_size",
 )
 
+#: What transformers up to 5.17 put into every generation config: there it says nothing.
+UNSAID = {
+    "num_assistant_tokens": 20,
+    "num_assistant_tokens_schedule": "constant",
+    "assistant_confidence_threshold": 0.4,
+    "assistant_lookbehind": 10,
+    "target_lookbehind": 10,
+}
+
 #: Arguments that are settings of the loop: name → (setting, its value).
 TRANSLATED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "disable_compile": ("compile", lambda v: not v and "auto"),
@@ -95,7 +104,7 @@ def refuse_arguments(configs: list[GenerationConfig], kwargs: Mapping[str, Any])
         SettingsError: a value of the wrong kind.
     """
     for name, (refused, advice) in REFUSED.items():
-        value = kwargs[name] if kwargs.get(name) is not None else first_of(configs, name)
+        value = kwargs[name] if kwargs.get(name) is not None else said_in(configs, name)
         if refused(value):
             raise UnsupportedError(f"{name}={shown(value)} does not go with strategy=: {advice}.")
     known = HONOURED | REFUSED.keys() | TRANSLATED.keys() | set(HINTS) | vars(GenerationConfig()).keys()
@@ -176,6 +185,12 @@ def resolve_seed(seed: int | None, generator: torch.Generator | None, sample: bo
         return 0
     device = generator.device if generator is not None else "cpu"
     return int(torch.randint(0, 2**63 - 1, (), generator=generator, device=device))
+
+
+def said_in(configs: list[GenerationConfig], name: str) -> Any:
+    """As :func:`first_of`; None for a value that older versions of transformers fill in themselves."""
+    value = first_of(configs, name)
+    return None if value == UNSAID.get(name, object()) else value
 
 
 def first_of(configs: list[GenerationConfig], name: str) -> Any:

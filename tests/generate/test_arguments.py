@@ -11,7 +11,7 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, Pre
 
 import decoders
 from decoders.errors import ContextLengthError, DecodersError, InputError, SettingsError, UnsupportedError
-from decoders.hf.arguments import HINTS, HONOURED, REFUSED, TRANSLATED
+from decoders.hf.arguments import HINTS, HONOURED, REFUSED, TRANSLATED, UNSAID
 from decoders.testing import Replay, decode, prompts, tiny_model
 from decoders.testing.models import VOCAB
 
@@ -100,6 +100,16 @@ def test_a_hint_that_a_strategy_has_no_use_for_is_refused(llama: PreTrainedModel
             llama.generate(**prompts(), **CALL, **{hint: value})
     with pytest.raises(UnsupportedError, match="take 'prompt_lookup'"):
         llama.generate(**prompts(), **(CALL | {"strategy": "autoregressive"}), prompt_lookup_num_tokens=3)
+
+
+def test_what_older_versions_put_into_every_config_says_nothing(llama: PreTrainedModel) -> None:
+    config = GenerationConfig(max_new_tokens=6, do_sample=False, pad_token_id=0)
+    for name, value in UNSAID.items():
+        setattr(config, name, value)
+    out = decode(llama, prompts(), "prompt_lookup", decoders_config=EAGER, generation_config=config)
+    assert out.sequences.shape[1] == prompts()["input_ids"].shape[1] + 6
+    draft = dict(assistant_model=tiny_model("llama"), generation_config=config)
+    assert decode(llama, prompts(), "speculative", decoders_config=EAGER, **draft).report.settings["length"] == 5
 
 
 def test_a_setting_given_twice_is_refused_unless_both_agree(llama: PreTrainedModel) -> None:
