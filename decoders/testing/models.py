@@ -105,7 +105,15 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "qwen2": _decoder("qwen2", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
         "qwen3": _decoder("qwen3", head_dim=8),
         "gemma": _decoder("gemma", embedding=0.03, head_dim=8),
-        "gemma2": _decoder("gemma2", embedding=0.03, head_dim=8, query_pre_attn_scalar=8, sliding_window=WINDOW),
+        # transformers 5.17 would take SDPA, which leaves the soft cap out.
+        "gemma2": _decoder(
+            "gemma2",
+            embedding=0.03,
+            head_dim=8,
+            query_pre_attn_scalar=8,
+            sliding_window=WINDOW,
+            attn_implementation="eager",
+        ),
         "gemma3": _decoder(
             "gemma3_text",
             embedding=0.03,
