@@ -146,9 +146,8 @@ class _Call:
         try:
             self._run()
         except BaseException as error:
-            strategy = f"strategy {self.request.strategy.name!r} ({self.request.origin or type(self.request.strategy).__module__})"
             error.add_note(
-                f"decoders: {strategy}, {self.where}, after {self.report.steps} steps; error.partial is what was written."
+                f"decoders: {self._culprit}, {self.where}, after {self.report.steps} steps; error.partial is what was written."
             )
             error.partial = self._decoded()  # type: ignore[attr-defined]
             raise
