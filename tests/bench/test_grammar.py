@@ -74,9 +74,10 @@ def test_memory_that_is_held_is_seen() -> None:
     assert (before is None) == (platform.libc_ver()[0] != "glibc")
     if before is None:
         return
-    block = bytearray(50_000_000)
+    block = bytearray(200_000_000)
     after = held()
-    assert after is not None and after - before >= len(block)
+    # What other tests left may be freed meanwhile, by a thread that compiles for instance.
+    assert after is not None and after - before >= len(block) / 2
 
 
 def test_tables_name_who_compiled_it_and_who_refused() -> None:
