@@ -105,12 +105,12 @@ class MaskShape:
         group: query heads per key head for which the mask's rows are repeated already.
         latest: for blocks of several stretches, the largest slot of a node 0, and the number of leading nodes that see
             nothing behind themselves; None: unknown.
-        parts: the mask of each stretch, repeated for the group, by kind of layer and begin: made by the first layer.
+        parts: the mask of each stretch, by kind of layer, heads of a group and begin: made by the first layer that wants it.
     """
 
     group: int = 1
     latest: tuple[int, int] | None = None
-    parts: dict[tuple[int, int], Tensor] = field(default_factory=dict, compare=False)
+    parts: dict[tuple[int, int, int], Tensor] = field(default_factory=dict, compare=False)
 
     def note(self, query: Tensor, key: Tensor) -> None:
         """Sees every layer's query and key heads."""
@@ -171,9 +171,10 @@ def tree_attention(
     for begin in range(0, n, STRETCH):
         end = min(begin + STRETCH, n)
         seen = mask.shape[-1] if end > leading else min(view_bucket(latest + end), mask.shape[-1])
-        if (kind, begin) not in shape.parts:
-            shape.parts[kind, begin] = repeat_for_group(mask[:, :, begin:end, :seen], group)
-        part = query[:, :, begin:end], key[:, :, :seen], value[:, :, :seen], shape.parts[kind, begin]
+        place = kind, group, begin
+        if place not in shape.parts:
+            shape.parts[place] = repeat_for_group(mask[:, :, begin:end, :seen], group)
+        part = query[:, :, begin:end], key[:, :, :seen], value[:, :, :seen], shape.parts[place]
         stretches.append(_attend(*part, group, scaling, softcap, s_aux))
     return torch.cat(stretches, dim=1), None
 

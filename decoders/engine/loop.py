@@ -338,12 +338,9 @@ class _Call:
 
     def _proposed(self, state: Any, length: int) -> Draft:
         """What the strategy proposes, shown `length` slots of the rows."""
-        strategy, rows = self.request.strategy, self.rows
-        with untouched(
-            f"propose of {strategy.name!r}", tokens=rows.tokens, length=rows.length, prompt_length=rows.prompt_length,
-            finished=rows.finished, noise_keys=rows.sampling.keys,
-        ):  # fmt: skip
-            return strategy.propose(state, self.session.view(length)[1])
+        strategy, sequences = self.request.strategy, self.session.view(length)[1]
+        with untouched(f"propose of {strategy.name!r}", **vars(sequences)):
+            return strategy.propose(state, sequences)
 
     def _raise_faults(self, wait: bool) -> None:
         """Raises what hooks did wrong as far as the device saw it; without `wait` only where looking is no waiting."""
@@ -379,11 +376,8 @@ class _Call:
         strategy = self.request.strategy
         if type(strategy).observe is Strategy.observe:
             return
-        sequences, rows = self.session.view(max(self.lengths) + out.nodes.shape[1])[1], self.rows
-        with untouched(
-            f"observe of {strategy.name!r}", tokens=rows.tokens, length=rows.length, prompt_length=rows.prompt_length,
-            finished=rows.finished, noise_keys=rows.sampling.keys, path=out.path, logits=out.logits,
-        ):  # fmt: skip
+        sequences = self.session.view(max(self.lengths) + out.nodes.shape[1])[1]
+        with untouched(f"observe of {strategy.name!r}", **vars(sequences), path=out.path, logits=out.logits):
             strategy.observe(state, out.observed(sequences))
 
     def _record(self, outcome: Outcome, out: StepOutput | None) -> None:

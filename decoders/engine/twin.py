@@ -96,8 +96,10 @@ class _Twin:
 
     def _touches(self, value: Any, depth: int = _DEPTH) -> bool:
         """Whether `value` holds something of the tree that the twin has for itself."""
-        if isinstance(value, (nn.Module, PreTrainedConfig)):
-            return id(value) in self.own or isinstance(value, PreTrainedConfig)
+        if isinstance(value, nn.Module):
+            return id(value) in self.own
+        if isinstance(value, PreTrainedConfig):
+            return True
         if depth == 0 or isinstance(value, _PLAIN):
             return False
         if isinstance(value, types.MethodType):

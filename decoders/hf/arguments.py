@@ -103,8 +103,12 @@ def refuse_arguments(configs: list[GenerationConfig], kwargs: Mapping[str, Any])
         UnsupportedError: an argument of :data:`REFUSED`, or one of the model's forward pass that the loop does not pass on.
         SettingsError: a value of the wrong kind.
     """
+
+    def given(name: str) -> Any:
+        return kwargs[name] if kwargs.get(name) is not None else said_in(configs, name)
+
     for name, (refused, advice) in REFUSED.items():
-        value = kwargs[name] if kwargs.get(name) is not None else said_in(configs, name)
+        value = given(name)
         if refused(value):
             raise UnsupportedError(f"{name}={shown(value)} does not go with strategy=: {advice}.")
     known = HONOURED | REFUSED.keys() | TRANSLATED.keys() | set(HINTS) | vars(GenerationConfig()).keys()
@@ -115,11 +119,11 @@ def refuse_arguments(configs: list[GenerationConfig], kwargs: Mapping[str, Any])
                 "nothing else. If it is an argument of generate, look for a misspelling."
             )
     for name in _WHOLE_NUMBERS:
-        value = kwargs[name] if kwargs.get(name) is not None else first_of(configs, name)
+        value = given(name)
         if value is not None and not _is_whole(value):
             raise SettingsError(f"{name} must be a whole number, not {shown(value)}")
     for name in ("eos_token_id", "pad_token_id", "bos_token_id"):
-        value = kwargs[name] if kwargs.get(name) is not None else first_of(configs, name)
+        value = given(name)
         if value is not None and not _are_ids(value, several=name == "eos_token_id"):
             wanted = "a token id or a flat list of them" if name == "eos_token_id" else "a token id"
             raise SettingsError(f"{name} must be {wanted}, not {shown(value)}")

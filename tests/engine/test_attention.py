@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import PreTrainedConfig
 
-from decoders.engine.attention import KIND_ATTRIBUTE, LayerKind, build_mask, layer_kinds, tree_attention
+from decoders.engine.attention import (
+    KIND_ATTRIBUTE,
+    STRETCH,
+    LayerKind,
+    MaskShape,
+    build_mask,
+    layer_kinds,
+    tree_attention,
+)
 from decoders.errors import UnsupportedError
 from decoders.testing import tiny_model
 from decoders.tree import Topology
@@ -126,6 +134,20 @@ def test_position_bias_is_refused():
 )
 def test_layer_kinds_are_read_from_the_config(name, kinds, of_layer):
     assert layer_kinds(tiny_model(name).config) == (kinds, of_layer)
+
+
+def test_layers_of_one_pass_may_have_groups_of_different_size():
+    """Masks of a prompt's stretches are kept for all layers of a pass."""
+    n = 3 * STRETCH
+    torch.manual_seed(0)
+    mask = torch.zeros(1, 1, n, n).masked_fill(torch.ones(n, n).triu(1).bool(), torch.finfo(torch.float32).min)
+    mask.decoders_shape = MaskShape(latest=(0, n))
+    for heads in (2, 1, 4, 2):
+        query, key, value = (torch.randn(1, h, n, 8) for h in (4, heads, heads))
+        out, _ = tree_attention(nn.Module(), query, key, value, mask)
+        wide = [t.repeat_interleave(4 // heads, 1) for t in (key, value)]
+        expected = torch.nn.functional.scaled_dot_product_attention(query, *wide, is_causal=True)
+        torch.testing.assert_close(out, expected.transpose(1, 2), rtol=1e-4, atol=1e-5)
 
 
 class Hybrid(PreTrainedConfig):
