@@ -10,28 +10,29 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from . import deprecated
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from . import demo, strategies, testing, verifiers
     from .constraints.specs import choice, grammar, json_schema, regex
     from .errors import DecodersError
-    from .generate import DecodersOutput, disable, enable, release
+    from .generate import DecodersOutput, Warmup, disable, enable, release, warmup
     from .hookspecs import hookimpl
     from .report import Report
     from .settings import Settings
     from .strategy import Context, Draft, Sequences, Step, Strategy
     from .tree import Topology, TreeTensors
-    from .verifier import Block, Outcomes, Verifier
-    from .warming import Warmup, warmup
+    from .verifiers import Block, Outcomes, Verifier
 
 #: Where each public name lives; loaded on first use, so that ``import decoders`` and the command line start quickly.
 _HOME = {
     "enable": "generate",
     "disable": "generate",
     "release": "generate",
-    "warmup": "warming",
-    "Warmup": "warming",
+    "warmup": "generate",
+    "Warmup": "generate",
     "DecodersOutput": "generate",
     "DecodersError": "errors",
     "Report": "report",
@@ -43,9 +44,9 @@ _HOME = {
     "Context": "strategy",
     "Topology": "tree",
     "TreeTensors": "tree",
-    "Verifier": "verifier",
-    "Block": "verifier",
-    "Outcomes": "verifier",
+    "Verifier": "verifiers",
+    "Block": "verifiers",
+    "Outcomes": "verifiers",
     "hookimpl": "hookspecs",
     "choice": "constraints.specs",
     "grammar": "constraints.specs",
@@ -64,9 +65,14 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f".{name}", __name__)
+    if f"{__name__}.{name}" in deprecated.MODULES:
+        return importlib.import_module(f".{name}", __name__)
     if name in _HOME:
         return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+deprecated.install()
 
 
 def __dir__() -> list[str]:

@@ -44,7 +44,7 @@ class DraftError(DecodersError, ValueError):
 
 
 class VerifierError(DecodersError, ValueError):
-    """A verifier broke the contract of :class:`decoders.verifier.Outcomes`: what it gave is no distribution."""
+    """A verifier broke the contract of :class:`decoders.verifiers.verifier.Outcomes`: what it gave is no distribution."""
 
 
 class PluginError(DecodersError):

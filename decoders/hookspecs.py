@@ -14,7 +14,7 @@ import pluggy
 if TYPE_CHECKING:
     from .constraints.base import Backend
     from .strategy import Strategy
-    from .verifier import Verifier
+    from .verifiers.verifier import Verifier
 
 #: Entry-point group and pluggy project name.
 PROJECT = "decoders"

@@ -6,6 +6,8 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from .deprecated import renamed
+
 
 @dataclass
 class Timings:
@@ -33,7 +35,7 @@ class Timings:
         return self.propose + self.mask + self.core + self.observe + self.host
 
 
-class Laps:
+class Stopwatch:
     """A stopwatch that does not count compilation, which is booked by itself."""
 
     def __init__(self, timings: Timings) -> None:
@@ -54,7 +56,7 @@ class Stage:
     Attributes:
         model: name or path. drafter: strategy that drafts for this model, None if it writes token by token.
         passes: forward passes of this model, its prefill excluded.
-        tokens: tokens it wrote with its drafter's help, all rows. drafted, accepted: guesses of the drafter that were put
+        tokens: tokens it wrote with its drafter's help, all rows. drafted, accepted: draft tokens of the drafter that were put
             to it, and those that it confirmed. accepted_lengths: histogram of tokens per row and pass, as in the report.
         forward_seconds: in its passes. drafter_seconds: in its drafter, which holds the passes of `stages`.
         stages: the draft models of its drafter.
@@ -79,7 +81,7 @@ class GrammarUse:
     Attributes:
         name: of the language. backend: what compiled it. policy: which tokens may spell it.
         source: where the compiled grammar came from: "compiled", "memory", "disk" or "given". seconds: it took to get it.
-        nbytes: its memory. remarks: what it leaves out, or lets pass, of what was asked for.
+        nbytes: its memory. warnings: what it leaves out, or lets pass, of what was asked for.
         complete: whether the text is a whole one of the language; otherwise the call ended before it did.
         invalid: what a complete text breaks of a specification that is narrower than the language; None: nothing.
     """
@@ -90,9 +92,11 @@ class GrammarUse:
     source: str
     seconds: float
     nbytes: int
-    remarks: tuple[str, ...]
+    warnings: tuple[str, ...]
     complete: bool = False
     invalid: str | None = None
+
+    remarks = renamed("GrammarUse", "remarks", "warnings")
 
 
 @dataclass
@@ -110,7 +114,7 @@ class Report:
         rows: batch size. prompt_tokens, new_tokens: per row.
         steps: target forwards that commit tokens. prefill_steps: how many of them, 0 or 1, read the end of the prompt as
             well; their core is timed as ``timings.prefill``.
-        drafted: guesses put to the target, all rows. accepted: those that it confirmed.
+        drafted: draft tokens put to the target, all rows. accepted: those that it confirmed.
         accepted_lengths: histogram; entry ``n`` counts row-steps that committed ``n + 1`` tokens.
         nodes: largest block that was verified. timings: see :class:`Timings`.
         time_to_first_token: seconds from the start of decoding to the first committed token.
@@ -156,7 +160,7 @@ class Report:
 
     @property
     def acceptance_rate(self) -> float:
-        """Share of the proposed guesses that were accepted."""
+        """Share of the proposed draft tokens that were accepted."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property

@@ -14,11 +14,12 @@ import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import core_schema
 
+from .deprecated import warn
 from .errors import SettingsError, suggest
 
 #: Names after ``DECODERS_`` that are no settings: where the file is, and the plugin lists.
@@ -30,6 +31,9 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
+    #: Old names of settings, and what they are called now; both work until the next version.
+    renamed: ClassVar[Mapping[str, str]] = {}
+
     @classmethod
     def parse(cls, values: dict[str, Any]) -> Self:
         """Validates `values`; errors name the setting, its allowed values and the nearest match.
@@ -38,9 +42,16 @@ class Settings(BaseModel):
             SettingsError: unknown setting or value out of range.
         """
         try:
-            return cls(**values)
+            return cls(**cls._by_present_names(values))
         except ValidationError as error:
             raise SettingsError(_explain(cls, error, {})) from error
+
+    @classmethod
+    def _by_present_names(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """`values` with settings that were renamed under the names they have now."""
+        for old in values.keys() & cls.renamed.keys():
+            warn(f"the setting {old!r} of {cls.__name__}", repr(cls.renamed[old]), stacklevel=4)
+        return {cls.renamed.get(name, name): value for name, value in values.items()}
 
 
 class Table(dict):
@@ -123,14 +134,14 @@ def load_settings(
     origin: dict[str, str] = {}
 
     def take(source: Mapping[str, Any], place: str) -> None:
-        for name, value in source.items():
+        for name, value in cls._by_present_names(source).items():
             values[name] = value
             origin[name] = place
 
     path, content = _file()
     if content:
         take(_file_values(content, section, known, path), f"in {path}" + (f" [{section}]" if section else ""))
-    environment = _environment(cls, section, known)
+    environment = cls._by_present_names(_environment(cls, section, known))
     for name, value in environment.items():
         values[name], origin[name] = value, f"from environment variable {_variable(section, name)}"
     take(generation_config, "in the generation config")
@@ -187,7 +198,7 @@ def _environment(cls: type[Settings], section: str | None, known: Collection[str
     start = f"{section}_" if section else ""
     others = tuple(f"{name[len(start) :]}_" for name in known if name.startswith(start) and name != section)
     names = {name for name in names if not name.startswith(others)}
-    for name in sorted(names - set(cls.model_fields)):
+    for name in sorted(names - set(cls.model_fields) - cls.renamed.keys()):
         variable = _variable(section, name)
         if section:
             raise SettingsError(
@@ -198,8 +209,9 @@ def _environment(cls: type[Settings], section: str | None, known: Collection[str
         near = difflib.get_close_matches(name, [*cls.model_fields, *NOT_SETTINGS], n=1, cutoff=0.8)
         if name not in NOT_SETTINGS and near:
             raise SettingsError(f"unknown environment variable {variable}. Did you mean {_variable(None, near[0])}?")
+    renamed = {name: os.environ.get(_variable(section, name), "") for name in names & cls.renamed.keys()}
     if not names & set(cls.model_fields):
-        return {}
+        return renamed
     from pydantic_settings import EnvSettingsSource
     from pydantic_settings import SettingsError as SourceError
 
@@ -212,7 +224,7 @@ def _environment(cls: type[Settings], section: str | None, known: Collection[str
             f"({error.__cause__ or error})"
         ) from error
     # pydantic-settings reports under the field's name whatever the section's longer-named neighbours hold.
-    return {name: value for name, value in found.items() if name in names}
+    return renamed | {name: value for name, value in found.items() if name in names}
 
 
 def _file() -> tuple[Path | None, dict[str, Any]]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from .engine.drafter import Drafter
-    from .engine.guide import Guide
+    from .engine.grammar.guide import Guide
     from .engine.sampling import SamplingInputs, SamplingPlan
 
 
@@ -48,13 +48,13 @@ class Context:
             :class:`~decoders.engine.drafter.Drafter`, with its own cache and compiled passes.
         strategy: makes a strategy from a registry name and settings, for strategies that are built of others.
         sequences: the rows as they are at the start, prompts only; None in a context made by hand.
-        coupled: whether target and drafts share their noise, so that a guess drawn with it is likely the target's token. If
+        coupled: whether target and drafts share their noise, so that a draft token drawn with it is likely the target's token. If
             not, a draft says what it was drawn from (:attr:`Draft.scores`).
         level: 0 if the strategy drafts for the target, 1 if it drafts for the target's draft model, and so on.
         plan, sampling: what the target's logits go through before a token is chosen
             (:func:`decoders.engine.sampling.process`), for strategies that have scores of their own. None: greedy, as they are.
         guide: where the rows stand in their grammars, and what these force them to write; None without ``grammar=``. Illegal
-            guesses need not be looked for: the loop takes them out.
+            draft tokens need not be looked for: the loop takes them out.
     """
 
     model: PreTrainedModel
@@ -104,16 +104,16 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Draft:
-    """A small tree of guesses for every row.
+    """A small tree of draft tokens for every row.
 
     Attributes:
-        tokens: ``[B, N-1]`` int64, the guesses of nodes 1 … N-1 (node 0 is the last committed token). ``-1`` means "no
-            guess here": such a node and whatever continues it is never accepted.
+        tokens: ``[B, N-1]`` int64, the draft tokens of nodes 1 … N-1 (node 0 is the last committed token). ``-1`` means "no
+            draft token here": such a node and whatever continues it is never accepted.
         topology: the block's shape, one for all rows (:class:`Topology`) or one per row (:class:`TreeTensors`).
-        scores: ``[B, N-1, V]`` float32, what each guess was drawn from (``softmax``), given its parent; siblings are drawn
-            without replacement, in node order. None: the guesses were not drawn by chance. The coupled verifier needs
+        scores: ``[B, N-1, V]`` float32, what each draft token was drawn from (``softmax``), given its parent; siblings are drawn
+            without replacement, in node order. None: the draft tokens were not drawn by chance. The coupled verifier needs
             none.
-        depth: most guesses on a path, for trees per row whose proposer knows it; see :attr:`levels`.
+        depth: most draft tokens on a path, for trees per row whose proposer knows it; see :attr:`levels`.
     """
 
     tokens: Tensor
@@ -123,7 +123,7 @@ class Draft:
 
     @property
     def levels(self) -> int:
-        """Most guesses on a path, as far as the host knows: what walks trees on the device goes so far."""
+        """Most draft tokens on a path, as far as the host knows: what walks trees on the device goes so far."""
         if isinstance(self.topology, Topology):
             return self.topology.max_depth
         return len(self.topology) - 1 if self.depth is None else self.depth
@@ -152,7 +152,7 @@ class Draft:
 
     @staticmethod
     def nothing(rows: int, device: torch.device) -> Draft:
-        """No guess at all: plain decoding."""
+        """No draft token at all: plain decoding."""
         return Draft(torch.empty(rows, 0, dtype=torch.int64, device=device), Topology.chain(0))
 
     def check(self, rows: int) -> None:
@@ -207,12 +207,12 @@ class Step:
     """What became of a draft.
 
     Attributes:
-        nodes: ``[B, N]`` int64, the block as run: node 0 and the guesses. ``N`` may exceed the draft's (padding).
+        nodes: ``[B, N]`` int64, the block as run: node 0 and the draft tokens. ``N`` may exceed the draft's (padding).
         chosen: ``[B, N]`` int64, the target's token after each node; -2 for nodes off the path when logits processors
             run on the host.
         path: ``[B, N]`` int64, accepted node at each depth; valid up to `accepted`.
-        accepted: ``[B]`` int64, how many guesses were accepted.
-        emitted: ``[B]`` int64, tokens committed by this step: accepted guesses and one more, cut at the end of a row.
+        accepted: ``[B]`` int64, how many draft tokens were accepted.
+        emitted: ``[B]`` int64, tokens committed by this step: accepted draft tokens and one more, cut at the end of a row.
         logits: ``[B, N, V]`` float32, the target's raw logits after each node.
         hidden: ``[B, N, H]``, the hidden states that the output head read.
         sequences: the rows with this step's tokens committed.
@@ -271,7 +271,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def propose(self, state: Any, sequences: Sequences) -> Draft:
-        """Guesses the next tokens of every row. Runs before each target forward."""
+        """Proposes the next tokens of every row. Runs before each target forward."""
 
     def observe(self, state: Any, step: Step) -> None:
         """Learns from a verified step; updates `state` in place."""

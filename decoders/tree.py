@@ -127,11 +127,11 @@ class Topology:
 
     @staticmethod
     def from_paths(paths: Sequence[Sequence[int]]) -> tuple[Topology, tuple[tuple[int, int], ...]]:
-        """A tree in Medusa's notation: every path lists, level by level, which guess (0 = best) is taken.
+        """A tree in Medusa's notation: every path lists, level by level, which draft token (0 = best) is taken.
 
         Returns:
             the topology with paths sorted by depth, and for every node after the root ``(level, rank)``: take the
-            `rank`-th best guess for that level.
+            `rank`-th best draft token for that level.
         """
         ordered = sorted({tuple(p) for p in paths}, key=lambda p: (len(p), p))
         index = {(): 0} | {path: i + 1 for i, path in enumerate(ordered)}

@@ -18,26 +18,13 @@ from typing import Any
 import typer
 
 import decoders
-from decoders import (
-    cli,
-    demo,
-    errors,
-    hookspecs,
-    library,
-    plugins,
-    report,
-    settings,
-    strategies,
-    testing,
-    verifier,
-    verifiers,
-)
-from decoders import generate as seam
+from decoders import cli, demo, errors, hookspecs, plugins, report, settings, strategies, testing, verifiers
 from decoders.constraints import base as constraints
-from decoders.constraints import vocabulary
+from decoders.constraints import library, vocabulary
 from decoders.engine import sampling
-from decoders.hf import arguments
+from decoders.hf import arguments, options
 from decoders.strategies import merged, ngram_table, ngram_training
+from decoders.verifiers import verifier
 
 HERE = Path(__file__).parent
 NOTE = "<!-- Made by docs/generate_reference.py from the code. Do not edit. -->\n\n"
@@ -102,7 +89,7 @@ def api() -> Iterator[str]:
     names = ("registry", "reset_registry", "Registry", "PluginInfo", "Entry")
     yield from section("decoders.plugins", {n: getattr(plugins, n) for n in names})
     yield from section("decoders.strategies.merged", {"Merged": merged.Merged})
-    yield from section("decoders.verifier", {"normalised": verifier.normalised})
+    yield from section("decoders.verifiers", {"normalised": verifier.normalised})
     yield from section("decoders.strategies.ngram_table", {"NgramTable": ngram_table.NgramTable})
     yield from section("decoders.strategies.ngram_training", {"train_table": ngram_training.train_table})
     yield from section("decoders.engine.sampling", {"gumbel_noise": sampling.gumbel_noise})
@@ -110,10 +97,12 @@ def api() -> Iterator[str]:
     for module, names in HEADS.items():
         members = {name: getattr(importlib.import_module(module), name) for name in names}
         yield from section(module, members)
-    names = ("Language", "Backend", "Grammar", "Matcher", "Tabulated", "Tables", "pack", "unpack")
+    names = ("Language", "Backend", "CompiledGrammar", "Matcher", "Tabulated", "Tables", "pack", "unpack")
     yield from section("decoders.constraints.base", {n: getattr(constraints, n) for n in names})
     yield from section("decoders.constraints.vocabulary", {"Vocabulary": vocabulary.Vocabulary})
-    yield from section("decoders.library", {n: getattr(library, n) for n in ("names", "find", "read", "Ready")})
+    yield from section(
+        "decoders.constraints.library", {n: getattr(library, n) for n in ("names", "find", "read", "Ready")}
+    )
 
 
 def kit() -> Iterator[str]:
@@ -160,6 +149,8 @@ def entry(module: str, name: str, value: Any) -> Iterator[str]:
         yield from fields(value, None, variables=False)
     for method, raw in vars(value).items():
         if method.startswith("_") or (not isinstance(raw, property | staticmethod | classmethod) and not callable(raw)):
+            continue
+        if isinstance(raw, property) and raw.fget is not None and raw.fget.__module__ == "decoders.deprecated":
             continue
         if inspect.isclass(raw) or method in getattr(value, "__dataclass_fields__", {}):
             continue  # a field is described under Attributes, whatever its default
@@ -258,7 +249,8 @@ OWN = {
     "decoders_config": "Settings of the loop for this call, a dict: see [settings](settings.md#the-loop).",
     "seed": "Seed of the sampling noise. The same seed gives the same tokens under every exact strategy.",
     "generator": "A `torch.Generator` that the seed is drawn from. Not together with `seed`.",
-    "verifier": "The rule that decides which guesses are kept: a name ([list](verifiers.md)), a class or an object. Default `coupled`.",
+    "verifier": "The rule that decides which draft tokens are kept: a name ([list](verifiers.md)), a class or an object. "
+    "Default `coupled`.",
     "grammar": "What the rows may write: a name of the library, `decoders.json_schema`, `regex`, `grammar` or `choice`, a type, a "
     "term of outlines, or a list with one for each prompt; see [grammars](../how-to/grammars.md). A name or a JSON schema may stand in "
     "the generation config.",
@@ -270,12 +262,12 @@ def generate() -> Iterator[str]:
     yield "## Ours\n"
     yield "For an enabled model. All but `strategy` need a strategy.\n"
     yield "| argument | meaning |\n| --- | --- |"
-    for name in seam.OWN:
+    for name in options.OWN:
         if name not in OWN:
             raise UndocumentedError(f"generate's {name}= is not described in OWN of {Path(__file__).name}")
         yield f"| `{name}` | {OWN[name]} |"
     yield "\n## Refused together with a strategy\n"
-    yield "Each raises `UnsupportedError` before anything runs, in the call and in the generation config alike.\n"
+    yield "Each raises `UnsupportedError` before anything runs, in the call and in the generation config equivalent.\n"
     yield "| argument | what to do instead |\n| --- | --- |"
     for name, (_, advice) in arguments.REFUSED.items():
         yield f"| `{name}` | {advice} |"

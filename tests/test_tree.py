@@ -47,7 +47,7 @@ def test_chain_is_one_branch():
     assert Topology.chain(3).parents == (-1, 0, 1, 2) == Topology.branches(1, 3).parents
 
 
-def test_no_guess_is_the_root_alone():
+def test_no_draft_token_is_the_root_alone():
     assert Topology.chain(0).parents == (-1,)
     assert Topology.chain(0).max_depth == 0
 
@@ -127,18 +127,18 @@ def test_padding_is_never_accepted_and_changes_nobody(parents, nodes):
 
 
 def test_paths_in_medusas_notation():
-    tree, guesses = Topology.from_paths([[0], [0, 0], [1], [0, 1], [1, 0]])
+    tree, draft_tokens = Topology.from_paths([[0], [0, 0], [1], [0, 1], [1, 0]])
     assert tree.parents == (-1, 0, 0, 1, 1, 2)
-    assert guesses == ((0, 0), (0, 1), (1, 0), (1, 1), (1, 0))
+    assert draft_tokens == ((0, 0), (0, 1), (1, 0), (1, 1), (1, 0))
 
 
 @given(st.sets(st.lists(st.integers(0, 2), min_size=1, max_size=3).map(tuple), max_size=6))
 def test_every_path_becomes_the_node_that_it_spells(paths):
     closed = {path[:end] for path in paths for end in range(1, len(path) + 1)}
-    tree, guesses = Topology.from_paths(sorted(closed))
-    spelled = {tuple(guesses[node - 1][1] for node in tree.path_to(n)[1:]) for n in range(1, len(tree))}
+    tree, draft_tokens = Topology.from_paths(sorted(closed))
+    spelled = {tuple(draft_tokens[node - 1][1] for node in tree.path_to(n)[1:]) for n in range(1, len(tree))}
     assert spelled == closed
-    assert all(level == tree.offsets[node + 1] - 1 for node, (level, _) in enumerate(guesses))
+    assert all(level == tree.offsets[node + 1] - 1 for node, (level, _) in enumerate(draft_tokens))
 
 
 def test_path_without_its_parent_is_refused():

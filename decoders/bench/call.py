@@ -1,4 +1,4 @@
-"""One timed call of one contestant, with the models' own configs left as they were found."""
+"""One timed call of one method, with the models' own configs left as they were found."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ..engine.compiler import compilations
 
 if TYPE_CHECKING:
     from ..report import Report
-    from .contestants import Contestant, Workload
+    from .methods import Method, Workload
 
 _GREEDY = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None, "min_p": None}
 
 
 @dataclass(frozen=True)
-class Call:
+class TimedCall:
     """One finished call: `sequences` ``[B, P + new]``, wall `seconds` with and seconds spent in compilation,
     `compilations` graphs compiled on the way, and the loop's own report if it ran.
     """
@@ -41,9 +41,9 @@ class Call:
         return self.seconds - self.compile_seconds
 
 
-def decode(contestant: Contestant, workload: Workload, new_tokens: int, streamer: Any = None) -> Call:
-    """One call, timed as a whole with the device waited for at both ends. Greedy, unless the contestant samples."""
-    model, sampling = contestant.model, contestant.sampling
+def decode(method: Method, workload: Workload, new_tokens: int, streamer: Any = None) -> TimedCall:
+    """One call, timed as a whole with the device waited for at both ends. Greedy, unless the method samples."""
+    model, sampling = method.model, method.sampling
     arguments: dict[str, Any] = {
         "input_ids": workload.input_ids.to(model.device),
         "attention_mask": workload.attention_mask.to(model.device),
@@ -51,43 +51,43 @@ def decode(contestant: Contestant, workload: Workload, new_tokens: int, streamer
         "pad_token_id": pad_token(model),
         "return_dict_in_generate": True,
         **(_GREEDY if sampling is None else sampling.arguments()),
-        **contestant.arguments,
+        **method.arguments,
     }
-    if sampling is not None and contestant.ours:
+    if sampling is not None and method.ours:
         arguments["seed"] = sampling.seed
     elif sampling is not None:
         torch.manual_seed(sampling.seed)
     if streamer is not None:
         arguments["streamer"] = streamer
     # transformers' own must not pass through ours, whose default strategy may be set in the environment.
-    generate = model.generate if contestant.ours else type(model).generate.__get__(model)
-    with lent_configs(contestant), _unwarned(contestant):
+    generate = model.generate if method.ours else type(model).generate.__get__(model)
+    with lent_configs(method), _unwarned(method):
         graphs = compilations()
         synchronize(model.device)
         started = time.perf_counter()
         output = generate(**arguments)
         synchronize(model.device)
         seconds = time.perf_counter() - started
-    report = output.report if contestant.ours else None
+    report = output.report if method.ours else None
     compiling = report.timings.compile if report is not None else 0.0
-    return Call(output.sequences.cpu(), seconds, compiling, compilations() - graphs, report)
+    return TimedCall(output.sequences.cpu(), seconds, compiling, compilations() - graphs, report)
 
 
 @contextlib.contextmanager
-def lent_configs(contestant: Contestant) -> Iterator[None]:
+def lent_configs(method: Method) -> Iterator[None]:
     """For the length of a call of transformers' own, copies in the place of both models' generation configs.
 
     transformers reads how many tokens to draft from the assistant's config, not from the call, and under its heuristic
     schedule writes there what it ended with: later calls, of others too, would start from that.
     """
-    models = [] if contestant.ours else [m for m in (contestant.model, contestant.assistant) if m is not None]
+    models = [] if method.ours else [m for m in (method.model, method.assistant) if m is not None]
     kept = [m.generation_config for m in models]
     try:
         for model in models:
             model.generation_config = copy.deepcopy(model.generation_config)
-        if models and contestant.assistant is not None:
-            for name, value in contestant.assistant_config.items():
-                setattr(contestant.assistant.generation_config, name, value)
+        if models and method.assistant is not None:
+            for name, value in method.assistant_config.items():
+                setattr(method.assistant.generation_config, name, value)
         yield
     finally:
         for model, config in zip(models, kept, strict=True):
@@ -95,10 +95,10 @@ def lent_configs(contestant: Contestant) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _unwarned(contestant: Contestant) -> Iterator[None]:
+def _unwarned(method: Method) -> Iterator[None]:
     """Assisted generation warns of arguments that transformers itself passes to the assistant: no news to who reads figures."""
     level = logging.get_verbosity()
-    if contestant.assistant is not None:
+    if method.assistant is not None:
         logging.set_verbosity_error()
     try:
         yield

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from .call import decode as _decode
-from .contestants import Contestant, Workload
 from .interleave import rotation
+from .methods import Method, Workload
 from .records import Spread
 from .streams import Decode
 
@@ -19,7 +19,7 @@ LENGTH, SLOTS = 128, (256, 8192)
 
 
 @dataclass(frozen=True)
-class Capacity:
+class CapacityCost:
     """Milliseconds per step of the core with `slots` slots per row at texts of `length` tokens; `ratio` to the first."""
 
     dtype: str
@@ -36,7 +36,7 @@ class Capacity:
 
 
 def check_capacity(
-    contestants: Sequence[Contestant],
+    methods: Sequence[Method],
     rows: int,
     *,
     slots: Sequence[int] = SLOTS,
@@ -45,23 +45,23 @@ def check_capacity(
     repeats: int = 5,
     progress: Callable[[str], None] = lambda what: None,
     decode: Decode = _decode,
-) -> list[Capacity]:
-    """Times the core of `contestants` (one per dtype, of ours) at every capacity, taking turns.
+) -> list[CapacityCost]:
+    """Times the core of `methods` (one per dtype, of ours) at every capacity, taking turns.
 
     The prompt is made of random tokens: what they say does not matter to plain decoding.
     """
     generator = torch.Generator().manual_seed(0)
     made = []
-    for contestant in contestants:
-        vocabulary = contestant.model.get_input_embeddings().weight.shape[0]
+    for method in methods:
+        vocabulary = method.model.get_input_embeddings().weight.shape[0]
         ids = torch.randint(vocabulary, (rows, length), generator=generator)
         workload = Workload("random", "random", ids, torch.ones_like(ids))
         variants = {
             count: replace(
-                contestant,
+                method,
                 arguments={
-                    **contestant.arguments,
-                    "decoders_config": {**contestant.arguments.get("decoders_config", {}), "slots": count},
+                    **method.arguments,
+                    "decoders_config": {**method.arguments.get("decoders_config", {}), "slots": count},
                     "eos_token_id": vocabulary,  # never chosen: random text may say stop at once
                 },
             )
@@ -82,8 +82,8 @@ def check_capacity(
                 progress(f"{count} slots")
         base = times[slots[0]]
         made += [
-            Capacity(
-                contestant.dtype, rows, length, count, Spread.of(times[count]),
+            CapacityCost(
+                method.dtype, rows, length, count, Spread.of(times[count]),
                 Spread.of([a / b for a, b in zip(times[count], base, strict=False) if b]), failed.get(count, ""),
             )
             for count in slots

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from .call import Call
-from .contestants import YARDSTICK, Contestant, Sampling, Workload, strategy_contestants, transformers_contestants
+from .call import TimedCall
 from .interleave import rotation
 from .memory import resident
+from .methods import BASELINE, Method, Sampling, Workload, strategy_methods, transformers_methods
 from .shapes import SHAPES, build
 from .stamps import stamped
 from .tiers import compiled_share, compiles
@@ -93,8 +93,8 @@ class _Fresh:
         self.lengths = [n for n in job.prompt_lengths if n <= self.room] or [self.room]
         figures["memory"] = [{"after": "loading", "bytes": resident()}]
         begin = time.perf_counter()
-        self.ours = self._contestant(job.strategy) if job.strategy else None
-        self.theirs = _endless(transformers_contestants(self.model, names=[])[0], self.vocabulary)
+        self.ours = self._method(job.strategy) if job.strategy else None
+        self.theirs = _endless(transformers_methods(self.model, names=[])[0], self.vocabulary)
         figures["enabled"] = time.perf_counter() - begin
         self.begun = time.perf_counter()
         self._calls()
@@ -105,8 +105,8 @@ class _Fresh:
             self._chat()
         return figures
 
-    def _contestant(self, strategy: str, **config: Any) -> Contestant:
-        (made,) = strategy_contestants(self.model, [strategy], decoders_config={**self.job.config, **config})
+    def _method(self, strategy: str, **config: Any) -> Method:
+        (made,) = strategy_methods(self.model, [strategy], decoders_config={**self.job.config, **config})
         return _endless(made, self.vocabulary)
 
     def _prompt(self, length: int, rows: int = 1) -> Workload:
@@ -118,11 +118,11 @@ class _Fresh:
 
     def _calls(self) -> None:
         """The first calls of the process: greedy twice, sampled twice, two rows."""
-        contestant = self.ours or self.theirs
-        sampled = replace(contestant, sampling=SAMPLING)
+        method = self.ours or self.theirs
+        sampled = replace(method, sampling=SAMPLING)
         self.figures["calls"] = []
-        plan = [("greedy", contestant, 1), ("greedy again", contestant, 1), ("sampled", sampled, 1),
-                ("sampled again", sampled, 1), ("two rows", contestant, 2)]  # fmt: skip
+        plan = [("greedy", method, 1), ("greedy again", method, 1), ("sampled", sampled, 1),
+                ("sampled again", sampled, 1), ("two rows", method, 2)]  # fmt: skip
         for name, one, rows in plan:
             self.progress(f"{name} call")
             prompt = self._prompt(self.lengths[0], rows)
@@ -156,7 +156,7 @@ class _Fresh:
     def _side_by_side(self) -> None:
         """transformers, ours uncompiled and ours, in turns, greedy and sampled."""
         assert self.ours is not None
-        uncompiled = replace(self._contestant(self.job.strategy, compile=False), name=f"{self.ours.name}, uncompiled")
+        uncompiled = replace(self._method(self.job.strategy, compile=False), name=f"{self.ours.name}, uncompiled")
         ways = [self.theirs, uncompiled, *([self.ours] if compiles(self.job.config) else [])]
         self.figures["decoding"] = []
         for name, sampling in (("greedy", None), ("sampled", SAMPLING)):
@@ -168,7 +168,7 @@ class _Fresh:
                     call, stamps = stamped(replace(way, sampling=sampling), prompt, self.job.new_tokens)
                     if turn and stamps["tokens_per_second"]:  # the first round warms up
                         found[way.name].append((stamps["tokens_per_second"], of_report(call)))
-            base = median(speed for speed, _ in found[YARDSTICK])
+            base = median(speed for speed, _ in found[BASELINE])
             for way in ways:
                 speed = median(speed for speed, _ in found[way.name])
                 shares = [f["compiled_share"] for _, f in found[way.name] if f.get("compiled_share") is not None]
@@ -201,7 +201,7 @@ class _Fresh:
         history = min(self.job.history, self.room - self.job.question - TURN)
         if history < 1:
             return
-        ours = self._contestant(self.job.strategy, reuse=True)
+        ours = self._method(self.job.strategy, reuse=True)
         times: dict[str, list[float]] = {"first": [], "second": []}
         reused = [0]
         for turn in range(self.job.repeats + 1):
@@ -222,7 +222,7 @@ class _Fresh:
             }  # fmt: skip
 
 
-def of_report(call: Call) -> dict[str, Any]:
+def of_report(call: TimedCall) -> dict[str, Any]:
     """What our report says of a call; nothing of transformers'."""
     report = call.report
     if report is None:
@@ -253,9 +253,9 @@ def _load(job: Job) -> PreTrainedModel:
     return model.to(device)
 
 
-def _endless(contestant: Contestant, vocabulary: int) -> Contestant:
+def _endless(method: Method, vocabulary: int) -> Method:
     """With a stop token that is never chosen, so that all calls are equally long."""
-    return replace(contestant, arguments={**contestant.arguments, "eos_token_id": vocabulary})
+    return replace(method, arguments={**method.arguments, "eos_token_id": vocabulary})
 
 
 def measure(job: Job, progress: Callable[[str], None] = lambda what: None) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def fresh_tables(runs: Sequence[Mapping[str, Any]]) -> list[Table]:
     lines = [
         *errors,
         *([Text(RANDOM_WEIGHTS)] if runs[0]["shape"] else []),
-        *(Text(line) for run in whole for line in remarks(run)),
+        *(Text(line) for run in whole for line in warnings(run)),
     ]
     tables[-1].caption, tables[-1].caption_justify = Text("\n").join(lines), "left"
     return tables
@@ -92,7 +92,7 @@ def prefill_table(run: Mapping[str, Any], title: str) -> Table:
     return table
 
 
-def remarks(run: Mapping[str, Any]) -> list[str]:
+def warnings(run: Mapping[str, Any]) -> list[str]:
     """Compilation and the chat's second turn, in lines."""
     lines = []
     for name, end in run.get("settled", {}).items():

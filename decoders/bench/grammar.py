@@ -1,4 +1,4 @@
-"""What grammars cost: to compile, until the first mask, per mask and per tree of guesses, in memory.
+"""What grammars cost: to compile, until the first mask, per mask and per tree of draft tokens, in memory.
 
 Backends are measured side by side on the same grammars, texts and trees, and take turns.
 """
@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from ..constraints.base import Backend, Grammar, Language, Tabulated, mask_words, unpack
+from ..constraints.base import Backend, CompiledGrammar, Language, Tabulated, mask_words, unpack
 from ..constraints.vocabulary import Vocabulary
 from ..errors import GrammarError
 from ..tree import NO_PARENT
 from .grammar_subjects import Subject
 from .memory import held
 
-#: Nodes and greatest depth of the trees of guesses; places in a text where they are grown.
+#: Nodes and greatest depth of the trees of draft tokens; places in a text where they are grown.
 NODES, DEPTH, PLACES = 64, 8, 3
 #: A grammar is not compiled again once this many seconds have gone into it.
 PATIENCE = 2.0
@@ -37,7 +37,7 @@ class Cost:
         language_ms: from the specification to a language. compile_ms: from there to a grammar.
         first_mask_ms: from the specification to the first mask. All three are medians.
         mask_us, slow_mask_us: median and 99th percentile along the text, the first walk among several.
-        tree_us: masks of a tree of :data:`NODES` guesses, median.
+        tree_us: masks of a tree of :data:`NODES` draft tokens, median.
         memory: bytes held after the walks. states, rows: of the table.
         error: why it was not compiled.
     """
@@ -63,7 +63,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Tree:
-    """Guesses after a text: those of the text itself and others that are legal.
+    """Draft tokens after a text: those of the text itself and others that are legal.
 
     Attributes:
         taken: tokens before it. parents, tokens: as :meth:`Matcher.fill_tree` has them.
@@ -101,7 +101,7 @@ def measure(
     Raises:
         ValueError: the subject's text does not follow its grammar.
     """
-    found: list[tuple[Cost, Grammar | None]] = []
+    found: list[tuple[Cost, CompiledGrammar | None]] = []
     for backend in backends:
         found.append(_compiled(subject, backend, vocabulary, repeats))
         progress(f"{subject.name}, {backend.name}, {len(vocabulary)} tokens")
@@ -124,7 +124,9 @@ def measure(
     ]
 
 
-def _compiled(subject: Subject, backend: Backend, vocabulary: Vocabulary, repeats: int) -> tuple[Cost, Grammar | None]:
+def _compiled(
+    subject: Subject, backend: Backend, vocabulary: Vocabulary, repeats: int
+) -> tuple[Cost, CompiledGrammar | None]:
     """All but the trees."""
     name = {"subject": subject.name, "backend": backend.name, "vocabulary": len(vocabulary)}
     before = held()
@@ -149,7 +151,9 @@ def _compiled(subject: Subject, backend: Backend, vocabulary: Vocabulary, repeat
     return cost, grammar
 
 
-def _begun(subject: Subject, backend: Backend, vocabulary: Vocabulary) -> tuple[Grammar, tuple[float, float, float]]:
+def _begun(
+    subject: Subject, backend: Backend, vocabulary: Vocabulary
+) -> tuple[CompiledGrammar, tuple[float, float, float]]:
     """A grammar anew, and the seconds to its language, from there to the grammar, and for all up to the first mask."""
     out = torch.empty(mask_words(len(vocabulary)), dtype=torch.int32)
     begin = time.perf_counter()
@@ -161,7 +165,7 @@ def _begun(subject: Subject, backend: Backend, vocabulary: Vocabulary) -> tuple[
     return grammar, (spoken - begin, ready - spoken, time.perf_counter() - begin)
 
 
-def _masks(grammar: Grammar, tokens: list[int], repeats: int) -> Iterator[float]:
+def _masks(grammar: CompiledGrammar, tokens: list[int], repeats: int) -> Iterator[float]:
     """Microseconds of every mask along `tokens`, walked `repeats` times.
 
     Raises:
@@ -179,7 +183,7 @@ def _masks(grammar: Grammar, tokens: list[int], repeats: int) -> Iterator[float]
                 raise ValueError(f"{grammar.language.name} with {grammar.backend}: the text goes on with {spelt!r}")
 
 
-def trees(grammar: Grammar, tokens: Sequence[int]) -> list[Tree]:
+def trees(grammar: CompiledGrammar, tokens: Sequence[int]) -> list[Tree]:
     """Trees at some places along `tokens`, the same whichever backend made `grammar`."""
     draw = random.Random(0)
     size = len(grammar.vocabulary)
@@ -189,7 +193,7 @@ def trees(grammar: Grammar, tokens: Sequence[int]) -> list[Tree]:
         taken = list(tokens[: len(tokens) * place // PLACES])
         root = grammar.start()
         root.advance(taken)
-        parents, guesses, depths, matchers = [NO_PARENT], [0], [0], [root]
+        parents, draft_tokens, depths, matchers = [NO_PARENT], [0], [0], [root]
         while len(parents) < NODES:
             node = len(parents)
             parent = node - 1 if node <= DEPTH else draw.choice([n for n in range(node) if depths[n] < DEPTH])
@@ -197,10 +201,10 @@ def trees(grammar: Grammar, tokens: Sequence[int]) -> list[Tree]:
             matcher.fill_mask(out)
             ahead = len(taken) + node - 1
             legal = unpack(out, size).nonzero().flatten().tolist()
-            guess = tokens[ahead] if node <= DEPTH and ahead < len(tokens) else draw.choice(legal)
+            draft_token = tokens[ahead] if node <= DEPTH and ahead < len(tokens) else draw.choice(legal)
             parents.append(parent)
-            guesses.append(guess)
-            depths.append(depths[parent] + 1 if matcher.advance([guess]) and not matcher.stopped else DEPTH)
+            draft_tokens.append(draft_token)
+            depths.append(depths[parent] + 1 if matcher.advance([draft_token]) and not matcher.stopped else DEPTH)
             matchers.append(matcher)
-        grown.append(Tree(taken, parents, guesses))
+        grown.append(Tree(taken, parents, draft_tokens))
     return grown

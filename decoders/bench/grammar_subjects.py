@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..constraints.asked import named
 from ..constraints.base import Language
+from ..constraints.coerce import named
 from ..constraints.json_schema import JsonSchema
 from ..constraints.specs import Spec
 

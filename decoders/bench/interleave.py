@@ -1,6 +1,6 @@
 """Interleaved measurement: everything that is compared runs in turn, in an order that rotates.
 
-A machine gets slower and faster by the minute. Contestants that take turns see the same minutes, and one that always
+A machine gets slower and faster by the minute. Methods that take turns see the same minutes, and one that always
 ran after the same neighbour would inherit its caches.
 """
 
@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from ..errors import DecodersError
 from ..report import Report, Stage
 from .call import decode as _decode
-from .contestants import Contestant, Workload
 from .memory import PeakMemory, resident
+from .methods import Method, Workload
 from .stamps import stamped
 from .streams import Decode, PutCounter, first_token, forwards, written
 from .tiers import compiled_share
@@ -27,7 +27,7 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Sample:
+class Measurement:
     """One timed call; times in seconds.
 
     Attributes:
@@ -64,7 +64,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Warmup:
+class WarmupCost:
     """The first two calls: seconds each took, and what was compiled in each.
 
     Attributes:
@@ -100,16 +100,16 @@ class Check:
 
 
 @dataclass
-class Entry:
-    """A contestant at one batch size. `reason` says why there are no figures: "impossible" (refused) or "failed"."""
+class Competitor:
+    """A method at one batch size. `reason` says why there are no figures: "impossible" (refused) or "failed"."""
 
-    contestant: Contestant
+    method: Method
     rows: int
     status: str = "ok"
     reason: str = ""
-    warmup: Warmup | None = None
+    warmup: WarmupCost | None = None
     checks: dict[str, Check] = field(default_factory=dict)
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[Measurement] = field(default_factory=list)
     kind_of: dict[str, str] = field(default_factory=dict)
 
 
@@ -123,7 +123,7 @@ def rotation(items: Sequence[T], turn: int) -> list[T]:
 
 
 def measure(
-    contestants: Sequence[Contestant],
+    methods: Sequence[Method],
     workloads: Sequence[Workload],
     *,
     new_tokens: int,
@@ -131,12 +131,12 @@ def measure(
     progress: Progress = lambda what: None,
     decode: Decode = _decode,
     first_tokens: bool = True,
-) -> list[Entry]:
+) -> list[Competitor]:
     """:func:`warm_up`, then :func:`take_turns`, on workloads of one batch size.
 
-    A contestant that raises is out, and its entry says why. `progress` is called after every call.
+    A method that raises is out, and its entry says why. `progress` is called after every call.
     """
-    entries = warm_up(contestants, workloads, new_tokens=new_tokens, progress=progress, decode=decode)
+    entries = warm_up(methods, workloads, new_tokens=new_tokens, progress=progress, decode=decode)
     take_turns(
         entries, workloads, new_tokens=new_tokens, repeats=repeats, progress=progress, decode=decode,
         first_tokens=first_tokens,
@@ -145,28 +145,28 @@ def measure(
 
 
 def warm_up(
-    contestants: Sequence[Contestant],
+    methods: Sequence[Method],
     workloads: Sequence[Workload],
     *,
     new_tokens: int,
     progress: Progress = lambda what: None,
     decode: Decode = _decode,
-) -> list[Entry]:
-    """Two calls of every contestant on the first workload: what compiles compiles here, and memory is measured."""
+) -> list[Competitor]:
+    """Two calls of every method on the first workload: what compiles compiles here, and memory is measured."""
     rows = {w.rows for w in workloads}
     if len(rows) != 1:
         raise ValueError(f"workloads of one run have one number of rows, not {sorted(rows)}")
-    entries = [Entry(c, workloads[0].rows, kind_of={w.name: w.kind for w in workloads}) for c in contestants]
+    entries = [Competitor(c, workloads[0].rows, kind_of={w.name: w.kind for w in workloads}) for c in methods]
     for entry in entries:
-        entry.reason = entry.contestant.refusal(entry.rows)
+        entry.reason = entry.method.refusal(entry.rows)
         entry.status = "impossible" if entry.reason else "ok"
-        progress(f"{entry.contestant.name} · compile, warm up")
+        progress(f"{entry.method.name} · compile, warm up")
         _attempt(entry, partial(_warm_up, entry, workloads[0], new_tokens, decode))
     return entries
 
 
 def take_turns(
-    entries: Sequence[Entry],
+    entries: Sequence[Competitor],
     workloads: Sequence[Workload],
     *,
     new_tokens: int,
@@ -177,12 +177,12 @@ def take_turns(
     deadline: float | None = None,
 ) -> int:
     """One untimed call per workload (what is written, warm caches for its shape), then `repeats` timed rounds over all
-    workloads, in each of which the contestants run in another order. Returns the rounds taken: after `deadline`, of
+    workloads, in each of which the methods run in another order. Returns the rounds taken: after `deadline`, of
     ``time.monotonic``, no other one than the first begins.
     """
     for workload in workloads:
         for entry in entries:
-            progress(f"{entry.contestant.name} · check")
+            progress(f"{entry.method.name} · check")
             _attempt(entry, partial(_check, entry, workload, new_tokens, decode))
     turn = 0
     for repeat in range(repeats):
@@ -190,13 +190,13 @@ def take_turns(
             return repeat
         for workload in workloads:
             for position, entry in enumerate(rotation(entries, turn)):
-                progress(f"{entry.contestant.name} · round {repeat + 1} of {repeats}")
+                progress(f"{entry.method.name} · round {repeat + 1} of {repeats}")
                 _attempt(entry, partial(_sample, entry, workload, repeat, position, new_tokens, decode, first_tokens))
             turn += 1
     return repeats
 
 
-def _attempt(entry: Entry, action: Callable[[], None]) -> None:
+def _attempt(entry: Competitor, action: Callable[[], None]) -> None:
     if entry.status != "ok":
         return
     try:
@@ -207,23 +207,23 @@ def _attempt(entry: Entry, action: Callable[[], None]) -> None:
         entry.status, entry.reason = "failed", f"{type(error).__name__}: {_first_line(error)}"
 
 
-def calls(contestants: int, workloads: int, repeats: int) -> int:
-    """How often :func:`measure` reports progress: once per contestant in the warm-up, the rest in :func:`take_turns`."""
-    return contestants * (1 + workloads * (1 + repeats))
+def calls(methods: int, workloads: int, repeats: int) -> int:
+    """How often :func:`measure` reports progress: once per method in the warm-up, the rest in :func:`take_turns`."""
+    return methods * (1 + workloads * (1 + repeats))
 
 
-def _warm_up(entry: Entry, workload: Workload, new_tokens: int, decode: Decode) -> None:
+def _warm_up(entry: Competitor, workload: Workload, new_tokens: int, decode: Decode) -> None:
     before = resident()
-    first, stamps = stamped(entry.contestant, workload, new_tokens, decode)
-    with PeakMemory(entry.contestant.model.device) as memory:
-        second = decode(entry.contestant, workload, new_tokens)
+    first, stamps = stamped(entry.method, workload, new_tokens, decode)
+    with PeakMemory(entry.method.model.device) as memory:
+        second = decode(entry.method, workload, new_tokens)
     # transformers does not say how long it compiled: what the first call took longer, if it compiled at all.
     compiling = first.compile_seconds
     if first.report is None and first.compilations:
         compiling = max(first.seconds - second.seconds, 0.0)
     after = resident()
     timings = None if first.report is None else first.report.timings
-    entry.warmup = Warmup(
+    entry.warmup = WarmupCost(
         first.seconds, second.seconds, compiling, first.compilations, second.compilations, memory.bytes, memory.kind,
         second.report.peak_memory if second.report is not None and memory.kind != "device" else None,
         stamps["first_token"], None if before is None or after is None else max(after - before, 0),
@@ -232,11 +232,11 @@ def _warm_up(entry: Entry, workload: Workload, new_tokens: int, decode: Decode) 
     )  # fmt: skip
 
 
-def _check(entry: Entry, workload: Workload, new_tokens: int, decode: Decode) -> None:
-    counter = None if entry.contestant.ours else PutCounter()
-    with forwards(entry.contestant.assistant) as drafted:
-        call = decode(entry.contestant, workload, new_tokens, counter)
-    tokens = written(entry.contestant, workload, call.sequences)
+def _check(entry: Competitor, workload: Workload, new_tokens: int, decode: Decode) -> None:
+    counter = None if entry.method.ours else PutCounter()
+    with forwards(entry.method.assistant) as drafted:
+        call = decode(entry.method, workload, new_tokens, counter)
+    tokens = written(entry.method, workload, call.sequences)
     if (report := call.report) is not None:
         entry.checks[workload.name] = Check(tokens, report.steps, report.mean_accepted_length, draft_passes(report))
     else:
@@ -246,12 +246,18 @@ def _check(entry: Entry, workload: Workload, new_tokens: int, decode: Decode) ->
 
 
 def _sample(
-    entry: Entry, workload: Workload, repeat: int, position: int, new_tokens: int, decode: Decode, first_tokens: bool
+    entry: Competitor,
+    workload: Workload,
+    repeat: int,
+    position: int,
+    new_tokens: int,
+    decode: Decode,
+    first_tokens: bool,
 ) -> None:
-    contestant = entry.contestant.in_round(repeat)
-    call = decode(contestant, workload, new_tokens)
-    count = sum(map(len, written(contestant, workload, call.sequences)))
-    first = first_token(contestant, workload, new_tokens, decode) if first_tokens else None
+    method = entry.method.in_round(repeat)
+    call = decode(method, workload, new_tokens)
+    count = sum(map(len, written(method, workload, call.sequences)))
+    first = first_token(method, workload, new_tokens, decode) if first_tokens else None
     parts: dict[str, Any] = {"prompt_tokens": workload.input_ids.shape[1]}
     if (report := call.report) is not None:
         t = report.timings
@@ -263,7 +269,7 @@ def _sample(
             stages=report.stages, compiled_share=compiled_share(report),
         )  # fmt: skip
     entry.samples.append(
-        Sample(
+        Measurement(
             workload.name,
             repeat,
             position,

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from .call import decode
-from .contestants import Contestant, Workload
+from .methods import Method, Workload
 
 ACCEPTED, OWN = "bold green", "white"
 #: Lines of the prompt that stay in view.
@@ -24,10 +24,10 @@ PROMPT_LINES = 4
 
 
 class ColouredStream(BaseStreamer):
-    """A streamer of one row that knows which of its tokens were accepted guesses.
+    """A streamer of one row that knows which of its tokens were accepted draft tokens.
 
-    Of the tokens of a step all but the last were guessed; the last is the target's own. (Where the end of the row cuts
-    a step short its last token may have been guessed too.)
+    Of the tokens of a step all but the last were drafted; the last is the target's own. (Where the end of the row cuts
+    a step short its last token may have been drafted too.)
 
     Attributes:
         pieces: (text, accepted) per token; a token that ends within a character has the text of none.
@@ -77,7 +77,7 @@ class ColouredStream(BaseStreamer):
 
 def show(
     console: Console,
-    contestant: Contestant,
+    method: Method,
     workload: Workload,
     tokenizer: PreTrainedTokenizerBase,
     name: str,
@@ -94,20 +94,20 @@ def show(
         figures = f"{count / seconds:.0f} tokens/s" if seconds > 0 else ""
         if stream.steps:
             figures += f" · {count / stream.steps:.2f} tokens per step"
-        legend = Text.assemble(("guessed ahead", ACCEPTED), " · ", ("the target's own", OWN)) if stream.steps else None
+        legend = Text.assemble(("drafted ahead", ACCEPTED), " · ", ("the target's own", OWN)) if stream.steps else None
         return Panel(
             Text.assemble(*_tail(prompt, stream.text(), console)),
-            title=f"{escape(name)} · [bold]{escape(contestant.name)}[/]" + (f"   {legend.markup}" if legend else ""),
+            title=f"{escape(name)} · [bold]{escape(method.name)}[/]" + (f"   {legend.markup}" if legend else ""),
             title_align="left", subtitle=figures, subtitle_align="right",
         )  # fmt: skip
 
     if not console.is_terminal:
-        decode(contestant, workload, new_tokens, stream)
+        decode(method, workload, new_tokens, stream)
         console.print(panel())
         return
     with Live(panel(), console=console, auto_refresh=False) as view:
         stream.on_change = lambda: view.update(panel(), refresh=True)
-        decode(contestant, workload, new_tokens, stream)
+        decode(method, workload, new_tokens, stream)
 
 
 def _tail(prompt: str, written: Text, console: Console) -> list[Any]:

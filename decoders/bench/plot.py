@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DecodersError
-from .contestants import YARDSTICK
+from .methods import BASELINE
 from .records import Record
 
 
@@ -42,7 +42,7 @@ def plot(records: Sequence[Record], path: Path) -> None:
         for (model, dtype, batch, kind), group in groupby(usable, key=lambda r: (r.model, r.dtype, r.batch, r.kind))
     ]
     if not panels:
-        raise PlotError("nothing to plot: no contestant finished")
+        raise PlotError("nothing to plot: no method finished")
     heights = [len(members) for _, members in panels]
     figure = figure_of(figsize=(8, sum(0.32 * n + 0.9 for n in heights)), layout="constrained")
     axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
@@ -51,13 +51,13 @@ def plot(records: Sequence[Record], path: Path) -> None:
         medians = [s.median for s in speeds]
         whiskers = [[s.median - s.low for s in speeds], [s.high - s.median for s in speeds]]
         colours = ["#2a6fbb" if r.ours else "#9a9a9a" for r in members]
-        bars = axis.barh([r.contestant for r in members], medians, color=colours, height=0.7)
+        bars = axis.barh([r.method for r in members], medians, color=colours, height=0.7)
         axis.errorbar(
             medians, range(len(members)), xerr=whiskers, fmt="none", ecolor="#333333", elinewidth=1, capsize=2
         )
-        labels = [f"{r.ratio.median:.2f}×" if r.ratio and r.contestant != YARDSTICK else "" for r in members]
+        labels = [f"{r.ratio.median:.2f}×" if r.ratio and r.method != BASELINE else "" for r in members]
         axis.bar_label(bars, labels=labels, label_type="center", color="white", fontsize=8)
-        base = next((r.tokens_per_second.median for r in members if r.contestant == YARDSTICK), None)
+        base = next((r.tokens_per_second.median for r in members if r.method == BASELINE), None)
         if base is not None:
             axis.axvline(base, color="#333333", linestyle="--", linewidth=0.8)
         axis.invert_yaxis()

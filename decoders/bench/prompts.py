@@ -1,6 +1,6 @@
 """Prompts: what people ask of chat models, and made-up ones at the two ends of what drafting can meet.
 
-Text whose continuation is obvious and random bytes ask how a strategy behaves where every guess is right and where none
+Text whose continuation is obvious and random bytes ask how a strategy behaves where every draft token is right and where none
 is; instructions lie in between.
 """
 

@@ -1,4 +1,4 @@
-"""One line per contestant, dtype, batch size and kind of prompt, made from the samples."""
+"""One line per method, dtype, batch size and kind of prompt, made from the samples."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, Self
 
 from ..report import Stage
 from .bandwidth import weight_bytes
-from .contestants import PLAIN, YARDSTICK
-from .interleave import Check, Entry, Sample
+from .interleave import Check, Competitor, Measurement
+from .methods import BASELINE, PLAIN
 from .variants import GRAMMAR
 
 #: What a step of ours is made of, in order.
@@ -65,17 +65,17 @@ class StageFigures:
 
 @dataclass
 class Record:
-    """Figures of one contestant on one kind of prompt.
+    """Figures of one method on one kind of prompt.
 
     Attributes:
         status, reason: "ok", or why there are no figures ("impossible", "failed").
-        identical: whether the new tokens equal the yardstick's in every row; None if there is nothing to compare with.
-            yardstick: what they were compared with: transformers; our plain decoding when sampling, or under the same
+        identical: whether the new tokens equal the baseline's in every row; None if there is nothing to compare with.
+            baseline: what they were compared with: transformers; our plain decoding when sampling, or under the same
             grammar, if that is measured too. difference: where
             they first differ. incomparable: what to expect instead where they need not be equal ("same distribution").
         verifier: the rule that accepts our drafts.
         tokens_per_second: new tokens of all rows per second of wall time, compilation excluded; one value per repeat,
-            over all prompts of the kind. ratio: the same repeat's value over the yardstick's.
+            over all prompts of the kind. ratio: the same repeat's value over the baseline's.
         first_token: seconds to the first token, the mean over prompts of each repeat.
         accepted_length: tokens per row and step; 1 is plain decoding. Of ours over all repeats, of transformers in one
             call per prompt. draft_passes: forward passes per step of the models that draft for the target.
@@ -93,7 +93,7 @@ class Record:
             step's) time, relative to the measured copy bandwidth. Above 1 the weights stay in a cache.
     """
 
-    contestant: str
+    method: str
     dtype: str
     batch: int
     kind: str
@@ -104,7 +104,7 @@ class Record:
     settings: dict[str, Any] = field(default_factory=dict)
     verifier: str = ""
     identical: bool | None = None
-    yardstick: str = ""
+    baseline: str = ""
     difference: str = ""
     incomparable: str = ""
     tokens_per_second: Spread | None = None
@@ -126,7 +126,7 @@ class Record:
     cache_bytes: int | None = None
     weight_bytes: int | None = None
     bandwidth_fraction: float | None = None
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[Measurement] = field(default_factory=list)
     model: str = ""
     random_weights: bool = False
     prompt_tokens: float | None = None
@@ -143,16 +143,16 @@ class Record:
 
 
 def summarise(
-    entries: Sequence[Entry], bandwidth: float | None = None, model: str = "", random_weights: bool = False
+    entries: Sequence[Competitor], bandwidth: float | None = None, model: str = "", random_weights: bool = False
 ) -> list[Record]:
     """One record per entry and kind; `bandwidth` of the device in bytes per second, `model` as it is to be called."""
     records = []
     for entry in entries:
-        contestant = entry.contestant
-        beside = _beside(entry, entries, YARDSTICK)
-        same = _beside(entry, entries, PLAIN) if contestant.sampling is not None else beside
-        if contestant.grammar:
-            same = _beside(entry, entries, PLAIN, contestant.grammar) or same
+        method = entry.method
+        beside = _beside(entry, entries, BASELINE)
+        same = _beside(entry, entries, PLAIN) if method.sampling is not None else beside
+        if method.grammar:
+            same = _beside(entry, entries, PLAIN, method.grammar) or same
         for kind in dict.fromkeys(entry.kind_of.values()):
             record = _record(entry, kind, beside, same, bandwidth)
             record.model, record.random_weights = model, random_weights
@@ -160,26 +160,28 @@ def summarise(
     return records
 
 
-def _beside(entry: Entry, entries: Sequence[Entry], name: str, grammar: str = "") -> Entry | None:
-    """The entry of the contestant `name`, or `name` with a grammar, of the same dtype and number of rows, if it has figures."""
-    wanted = (name + (f"[{GRAMMAR}={grammar}]" if grammar else ""), entry.contestant.dtype, entry.rows, "ok")
-    return next((e for e in entries if (e.contestant.name, e.contestant.dtype, e.rows, e.status) == wanted), None)
+def _beside(entry: Competitor, entries: Sequence[Competitor], name: str, grammar: str = "") -> Competitor | None:
+    """The entry of the method `name`, or `name` with a grammar, of the same dtype and number of rows, if it has figures."""
+    wanted = (name + (f"[{GRAMMAR}={grammar}]" if grammar else ""), entry.method.dtype, entry.rows, "ok")
+    return next((e for e in entries if (e.method.name, e.method.dtype, e.rows, e.status) == wanted), None)
 
 
-def _record(entry: Entry, kind: str, beside: Entry | None, same: Entry | None, bandwidth: float | None) -> Record:
+def _record(
+    entry: Competitor, kind: str, beside: Competitor | None, same: Competitor | None, bandwidth: float | None
+) -> Record:
     """`beside`: whose speed the ratio refers to. `same`: whose tokens "identical" refers to."""
-    contestant = entry.contestant
+    method = entry.method
     record = Record(
-        contestant.name, contestant.dtype, entry.rows, kind, entry.status, entry.reason, contestant.ours,
-        contestant.exact, dict(contestant.settings), contestant.verifier,
+        method.name, method.dtype, entry.rows, kind, entry.status, entry.reason, method.ours,
+        method.exact, dict(method.settings), method.verifier,
     )  # fmt: skip
     if entry.status != "ok":
         return record
     names = [name for name, other in entry.kind_of.items() if other == kind]
     record.samples = [s for s in entry.samples if s.workload in names]
-    record.incomparable = contestant.incomparable
+    record.incomparable = method.incomparable
     if same is not None and not record.incomparable:
-        record.yardstick = same.contestant.name
+        record.baseline = same.method.name
         record.difference = next(filter(None, (_difference(entry, same, name) for name in names)), "")
         record.identical = not record.difference
     speeds = _per_repeat(record.samples)
@@ -208,7 +210,7 @@ def _record(entry: Entry, kind: str, beside: Entry | None, same: Entry | None, b
         record.peak_memory, record.memory_kind, record.cache_bytes = w.peak_memory, w.memory_kind, w.cache_bytes
         record.cold_first_token, record.memory_added = w.first_token, w.memory_added
         record.pack_seconds, record.background_seconds = w.pack_seconds, w.background_seconds
-    record.weight_bytes = weight_bytes(contestant.model)
+    record.weight_bytes = weight_bytes(method.model)
     if bandwidth and record.step_ms is not None:
         seconds = (record.step_ms.core or record.step_ms.total) / 1e3
         record.bandwidth_fraction = record.weight_bytes / seconds / bandwidth if seconds > 0 else None
@@ -230,7 +232,7 @@ def _count(record: Record, checks: Sequence[Check]) -> None:
     record.draft_passes = median(passes) if passes else None
 
 
-def _stages(calls: Sequence[tuple[list[Stage], Sample]], depth: int = 0) -> list[StageFigures]:
+def _stages(calls: Sequence[tuple[list[Stage], Measurement]], depth: int = 0) -> list[StageFigures]:
     """Figures of the draft models, each followed by those of its drafter. `calls`: a call's stages, and the call."""
     figures: list[StageFigures] = []
     for stages in zip(*(stages for stages, _ in calls), strict=False):  # the same model in every call
@@ -257,7 +259,7 @@ def _stages(calls: Sequence[tuple[list[Stage], Sample]], depth: int = 0) -> list
     return figures
 
 
-def _per_repeat(samples: Sequence[Sample]) -> dict[int, float]:
+def _per_repeat(samples: Sequence[Measurement]) -> dict[int, float]:
     """Tokens per second of every repeat, all its prompts together."""
     ordered = sorted(samples, key=lambda s: s.repeat)
     speeds = {}
@@ -269,7 +271,7 @@ def _per_repeat(samples: Sequence[Sample]) -> dict[int, float]:
     return speeds
 
 
-def _first_tokens(samples: Sequence[Sample]) -> Spread | None:
+def _first_tokens(samples: Sequence[Measurement]) -> Spread | None:
     by_repeat: dict[int, list[float]] = {}
     for s in samples:
         if s.first_token is not None:
@@ -277,14 +279,14 @@ def _first_tokens(samples: Sequence[Sample]) -> Spread | None:
     return Spread.of([sum(values) / len(values) for values in by_repeat.values()])
 
 
-def _parts_of_a_step(sample: Sample) -> dict[str, float]:
+def _parts_of_a_step(sample: Measurement) -> dict[str, float]:
     """Milliseconds; a step whose core was timed as prefill has none that is known."""
     assert sample.steps is not None
     counts = dict.fromkeys(PARTS, sample.steps) | {"core": sample.steps - sample.prefill_steps}
     return {part: getattr(sample, part) / counts[part] * 1e3 for part in PARTS}
 
 
-def _step_times(samples: Sequence[Sample], steps: dict[str, int]) -> StepTimes | None:
+def _step_times(samples: Sequence[Measurement], steps: dict[str, int]) -> StepTimes | None:
     """Medians over the calls. For transformers: what follows the first token, over the steps after the first."""
     split = [_parts_of_a_step(s) for s in samples if s.steps and s.steps > s.prefill_steps]
     if split:
@@ -298,9 +300,9 @@ def _step_times(samples: Sequence[Sample], steps: dict[str, int]) -> StepTimes |
     return StepTimes(median(totals)) if totals else None
 
 
-def _difference(entry: Entry, yardstick: Entry, workload: str) -> str:
-    """Where the new tokens first differ from the yardstick's; empty if they are the same."""
-    own, theirs = entry.checks[workload].tokens, yardstick.checks[workload].tokens
+def _difference(entry: Competitor, baseline: Competitor, workload: str) -> str:
+    """Where the new tokens first differ from the baseline's; empty if they are the same."""
+    own, theirs = entry.checks[workload].tokens, baseline.checks[workload].tokens
     for row, (a, b) in enumerate(zip(own, theirs, strict=True)):
         if a != b:
             at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.initialization import no_init_weights
 
 from ..errors import UnknownNameError
-from .contestants import Workload
+from .methods import Workload
 
 #: Random numbers that weights are taken from, over and over. A prime: no two rows of a matrix are the same.
 BLOCK = 4_194_301
@@ -27,7 +27,7 @@ SCALE = 0.02
 
 
 @dataclass(frozen=True)
-class Shape:
+class RandomShape:
     """Sizes of a model.
 
     Attributes:
@@ -38,28 +38,28 @@ class Shape:
     sizes: Mapping[str, Any] = field(default_factory=dict)
 
 
-SHAPES: dict[str, Shape] = {
-    "llama-110m": Shape("llama", dict(
+SHAPES: dict[str, RandomShape] = {
+    "llama-110m": RandomShape("llama", dict(
         num_hidden_layers=12, hidden_size=768, num_attention_heads=12, num_key_value_heads=12, intermediate_size=2048,
         vocab_size=32_000, max_position_embeddings=4096, tie_word_embeddings=True)),
-    "smollm2-135m": Shape("llama", dict(
+    "smollm2-135m": RandomShape("llama", dict(
         num_hidden_layers=30, hidden_size=576, num_attention_heads=9, num_key_value_heads=3, intermediate_size=1536,
         vocab_size=49_152, max_position_embeddings=8192, tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 100_000.0})),
-    "gemma3-270m": Shape("gemma3_text", dict(
+    "gemma3-270m": RandomShape("gemma3_text", dict(
         num_hidden_layers=18, hidden_size=640, num_attention_heads=4, num_key_value_heads=1, head_dim=256,
         intermediate_size=2048, vocab_size=262_144, max_position_embeddings=32_768, tie_word_embeddings=True,
         sliding_window=512, query_pre_attn_scalar=256,
         layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 3)),
-    "qwen2.5-0.5b": Shape("qwen2", dict(
+    "qwen2.5-0.5b": RandomShape("qwen2", dict(
         num_hidden_layers=24, hidden_size=896, num_attention_heads=14, num_key_value_heads=2, intermediate_size=4864,
         vocab_size=151_936, max_position_embeddings=32_768, tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0})),
-    "qwen3-0.6b": Shape("qwen3", dict(
+    "qwen3-0.6b": RandomShape("qwen3", dict(
         num_hidden_layers=28, hidden_size=1024, num_attention_heads=16, num_key_value_heads=8, head_dim=128,
         intermediate_size=3072, vocab_size=151_936, max_position_embeddings=40_960, tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0})),
-    "llama-1b": Shape("llama", dict(
+    "llama-1b": RandomShape("llama", dict(
         num_hidden_layers=16, hidden_size=2048, num_attention_heads=32, num_key_value_heads=8, head_dim=64,
         intermediate_size=8192, vocab_size=128_256, max_position_embeddings=131_072, tie_word_embeddings=True,
         rope_parameters={

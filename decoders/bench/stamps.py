@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from .call import Call, synchronize
+from .call import TimedCall, synchronize
 from .call import decode as _decode
-from .contestants import Contestant, Workload
+from .methods import Method, Workload
 
 
 class Stamps(BaseStreamer):
@@ -31,14 +31,14 @@ class Stamps(BaseStreamer):
 
 
 def stamped(
-    contestant: Contestant, workload: Workload, new_tokens: int, decode: Any = _decode
-) -> tuple[Call, dict[str, float | None]]:
+    method: Method, workload: Workload, new_tokens: int, decode: Any = _decode
+) -> tuple[TimedCall, dict[str, float | None]]:
     """A call, and seconds: `first_token` from its start, `pause`, the longest from one token to the next, and
     `tokens_per_second` of what came after the first, all rows (compilation included).
     """
-    synchronize(contestant.model.device)
+    synchronize(method.model.device)
     stamps, started = Stamps(), time.perf_counter()
-    call = decode(contestant, workload, new_tokens, stamps)
+    call = decode(method, workload, new_tokens, stamps)
     if not stamps.times:
         return call, {"first_token": None, "pause": None, "tokens_per_second": None}
     times = stamps.times

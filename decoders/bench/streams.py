@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from .call import Call, stop_tokens, synchronize
+from .call import TimedCall, stop_tokens, synchronize
 from .call import decode as _decode
-from .contestants import Contestant, Workload
+from .methods import Method, Workload
 
-Decode = Callable[..., Call]
+Decode = Callable[..., TimedCall]
 
 
 class PutCounter(BaseStreamer):
@@ -70,15 +70,15 @@ class _UntilFirstToken(BaseStreamer):
         """A call without a token ends here."""
 
 
-def first_token(contestant: Contestant, workload: Workload, new_tokens: int, decode: Decode = _decode) -> float | None:
+def first_token(method: Method, workload: Workload, new_tokens: int, decode: Decode = _decode) -> float | None:
     """Seconds from the start of a call to its first token; None if there is none. Where transformers hands
     tokens over one step late (it does so on some devices), that is part of its figure.
     """
-    device = contestant.model.device
+    device = method.model.device
     synchronize(device)
     started = time.perf_counter()
     try:
-        decode(contestant, workload, new_tokens, _UntilFirstToken())
+        decode(method, workload, new_tokens, _UntilFirstToken())
     except _FirstToken:
         return time.perf_counter() - started
     finally:
@@ -86,9 +86,9 @@ def first_token(contestant: Contestant, workload: Workload, new_tokens: int, dec
     return None
 
 
-def written(contestant: Contestant, workload: Workload, sequences: Tensor) -> list[list[int]]:
+def written(method: Method, workload: Workload, sequences: Tensor) -> list[list[int]]:
     """New tokens per row, up to and with the stop token. Without one, padding cannot be told from text and counts."""
-    stops = set(stop_tokens(contestant.model))
+    stops = set(stop_tokens(method.model))
     rows = []
     for row in sequences[:, workload.input_ids.shape[1] :].tolist():
         end = next((i + 1 for i, token in enumerate(row) if token in stops), len(row))

@@ -8,7 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from .capacity import Capacity
+from .capacity import CapacityCost
 from .records import PARTS, Record, Spread
 from .shapes import RANDOM_WEIGHTS
 
@@ -36,7 +36,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
 
 
 def speed_table(records: Sequence[Record], title: str = "") -> Table:
-    """Medians with the range over the repeats, whether the output is the yardstick's, and why a row is absent."""
+    """Medians with the range over the repeats, whether the output is the baseline's, and why a row is absent."""
     drafted = any(r.draft_passes is not None for r in records)
     columns = ("tokens/s", "ratio", "first token", "tok/step", *(["draft/step"] if drafted else []), "identical")
     table = _table(title, *columns)
@@ -49,7 +49,7 @@ def speed_table(records: Sequence[Record], title: str = "") -> Table:
             *([shown(r.draft_passes, ".2f")] if drafted else []), identical(r),
         )  # fmt: skip
     absent = [r for r in records if r.status != "ok" or r.difference]
-    lines = [Text.assemble(f"{r.contestant}: ", reason(r)) for r in absent]
+    lines = [Text.assemble(f"{r.method}: ", reason(r)) for r in absent]
     if any(r.random_weights for r in records):
         lines.append(Text(RANDOM_WEIGHTS))
     if lines:
@@ -100,7 +100,7 @@ def start_table(records: Sequence[Record], title: str = "") -> Table:
     return table
 
 
-def capacity_table(rows: Sequence[Capacity]) -> Table:
+def capacity_table(rows: Sequence[CapacityCost]) -> Table:
     """Time of the core against the room in the cache."""
     table = _table("step time against cache capacity", "rows", "length", "slots", "core ms/step", "ratio")
     for c in rows:
@@ -120,29 +120,27 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _name(record: Record) -> Text:
-    return Text(record.contestant, style="bold" if record.ours else "")
+    return Text(record.method, style="bold" if record.ours else "")
 
 
 def noise(records: Sequence[Record]) -> str:
-    """A warning if the repeats of any contestant lie far apart, else nothing."""
+    """A warning if the repeats of any method lie far apart, else nothing."""
     wide = [r for r in records if (s := r.tokens_per_second) and s.high > WIDE * s.low]
     if not wide:
         return ""
-    names = ", ".join(dict.fromkeys(r.contestant for r in wide))
+    names = ", ".join(dict.fromkeys(r.method for r in wide))
     return f"Noisy: the repeats of {names} lie more than {WIDE}× apart. Leave the machine alone, or raise --repeats."
 
 
 def reason(record: Record) -> Text:
     """Why a row has no figures, in the colour of a failure if it is one; or where its output differs."""
     if record.status == "ok":
-        return Text(
-            f"differs from {record.yardstick} in {record.difference}", style="red" if record.exact else "yellow"
-        )
+        return Text(f"differs from {record.baseline} in {record.difference}", style="red" if record.exact else "yellow")
     return Text(f"{record.status}: {record.reason}", style="red" if record.status == "failed" else "yellow")
 
 
 def identical(record: Record) -> Text:
-    """Whether the output is the yardstick's; red only where it had to be."""
+    """Whether the output is the baseline's; red only where it had to be."""
     if record.identical is None:
         return Text(record.incomparable or "?", style="dim")
     if record.identical:
@@ -151,7 +149,7 @@ def identical(record: Record) -> Text:
 
 
 def ratio_style(ratio: Spread | None) -> str:
-    """Green where every repeat was faster than the yardstick, red where every one was slower."""
+    """Green where every repeat was faster than the baseline, red where every one was slower."""
     return "" if ratio is None else "green" if ratio.low > 1 else "red" if ratio.high < 1 else ""
 
 

@@ -1,4 +1,4 @@
-"""Contestants as they are written: ``speculative[length=2]``, ``a[x=1]+b``, ``transformers-assisted[5]``."""
+"""Methods as they are written: ``speculative[length=2]``, ``a[x=1]+b``, ``transformers-assisted[5]``."""
 
 from __future__ import annotations
 

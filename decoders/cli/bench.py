@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from ..bench import Contestant, Record
+    from ..bench import Method, Record
 
 
 app = typer.Typer(invoke_without_command=True)
@@ -161,25 +161,25 @@ def bench(
     checked: list[Any] = []
     facts: dict[str, Any] = {}
     for subject in subjects:
-        contestants: list[Contestant] = []
+        methods: list[Method] = []
         tokenizer: PreTrainedTokenizerBase | None = None
         for name in dtypes:
             with progress_console.status(f"loading {subject} in {name}"):
                 target, tokenizer, assistant = load(subject, draft, name, device)
             label = str(target.dtype).removeprefix("torch.")
             if not check_capacity:
-                contestants += b.transformers_contestants(target, assistant, ways, label, sampling)
-            contestants += b.strategy_contestants(target, names, assistant, nested, config, tokenizer, label, sampling)
-        where = contestants[0].model.device
+                methods += b.transformers_methods(target, assistant, ways, label, sampling)
+            methods += b.strategy_methods(target, names, assistant, nested, config, tokenizer, label, sampling)
+        where = methods[0].model.device
         if not facts:
             with progress_console.status("measuring the memory's bandwidth"):
                 speed = bandwidth.copy_bandwidth(where)
             facts = machine.facts(where) | {"copy_bandwidth": speed}
         if check_capacity:
-            calls = len(contestants) * len(batches) * len(c.SLOTS) * (repeats + 1)
+            calls = len(methods) * len(batches) * len(c.SLOTS) * (repeats + 1)
             with progress_bar(progress_console, calls) as advance:
                 for rows in batches:
-                    checked += c.check_capacity(contestants, rows, slots=c.SLOTS, repeats=repeats, progress=advance)
+                    checked += c.check_capacity(methods, rows, slots=c.SLOTS, repeats=repeats, progress=advance)
             continue
         if lengths is not None:
             embeddings: Any = target.get_input_embeddings()
@@ -191,15 +191,15 @@ def bench(
             if prompts is None:
                 texts = read_prompts("instruct" if tokenizer.chat_template else "all", limit)
             groups = [b.workloads(tokenizer, texts, rows) for rows in batches]
-        total = sum(b.calls(len(contestants), len(group), repeats) for group in groups)
+        total = sum(b.calls(len(methods), len(group), repeats) for group in groups)
         own: list[Record] = []
         with progress_bar(progress_console, total) as advance:
             for group in groups:
-                entries = b.measure(contestants, group, new_tokens=new_tokens, repeats=repeats, progress=advance)
+                entries = b.measure(methods, group, new_tokens=new_tokens, repeats=repeats, progress=advance)
                 own += b.summarise(entries, speed, "" if subject == "demo" else subject, subject in SHAPES)
-        order = dtypes_order(contestants)
+        order = dtypes_order(methods)
         records += sorted(own, key=lambda r: (order.index(r.dtype), r.batch))
-        del contestants, target, assistant, groups, entries  # the next one wants the memory
+        del methods, target, assistant, groups, entries  # the next one wants the memory
     result: dict[str, Any] = {
         "machine": facts,
         "run": {
@@ -322,9 +322,9 @@ def progress_bar(console: Console, total: int) -> Iterator[Callable[[str], None]
         yield lambda what: bar.update(task, advance=1, description=what)
 
 
-def dtypes_order(contestants: Sequence[Contestant]) -> list[str]:
+def dtypes_order(methods: Sequence[Method]) -> list[str]:
     """The dtypes in the order they were asked for."""
-    return list(dict.fromkeys(contestant.dtype for contestant in contestants))
+    return list(dict.fromkeys(method.dtype for method in methods))
 
 
 def footnote(machine: dict[str, Any]) -> str:

@@ -75,7 +75,7 @@ def fresh(
     from ..bench.fresh_tables import fresh_tables
     from ..bench.processes import in_new_process
     from ..bench.shapes import SHAPES
-    from ..resolve import resolve_strategy
+    from ..registry.resolve import resolve_strategy
     from ..settings import RuntimeSettings, parse_assignments
 
     config = parse_assignments(settings or [])

@@ -28,7 +28,7 @@ def grammar(
         Path | None, typer.Option("--json", metavar="FILE", help="Write everything as JSON; - is standard output.")
     ] = None,
 ) -> None:
-    """Measure what grammars cost: to compile, until the first mask, per mask and per tree of guesses, in memory.
+    """Measure what grammars cost: to compile, until the first mask, per mask and per tree of draft tokens, in memory.
 
     The vocabularies are made up, with the mixture of real ones; grammars have no names with commas.
     """
@@ -46,7 +46,7 @@ def grammar(
     from ..bench.grammar_tables import cost_tables
     from ..bench.vocabularies import vocabulary as made
     from ..plugins import registry
-    from ..resolve import resolve_backend
+    from ..registry.resolve import resolve_backend
 
     known = {subject.name: subject for subject in every()}
     chosen = []

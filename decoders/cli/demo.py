@@ -82,7 +82,7 @@ def demo(
     with progress.status(f"loading {'the demo models' if model == 'demo' else model}"):
         from .. import bench as b
         from ..bench import machine
-        from ..bench.contestants import ASSISTED
+        from ..bench.methods import ASSISTED
         from ..bench.prompts import bare
         from ..bench.tiers import AT_ONCE
         from .bench import load, progress_bar
@@ -98,7 +98,7 @@ def demo(
 
         # The last strategy that needs no draft model, in the tier that is there at once.
         config = AT_ONCE if compile else {"compile": False}
-        first = b.strategy_contestants(target, asked, assistant, None, config, tokenizer)
+        first = b.strategy_methods(target, asked, assistant, None, config, tokenizer)
         alone = [c for c in first if not c.impossible and "assistant_model" not in c.arguments]
         for opening in (alone or [c for c in first if not c.impossible])[-1:]:
             name, _, content = texts[0]
@@ -106,23 +106,23 @@ def demo(
             console.print(f"[dim]first text {time.monotonic() - began:.0f} s after the start, loading included[/]\n")
     if not seconds:
         return
-    contestants = b.transformers_contestants(target, assistant, names=baselines)
-    contestants += b.strategy_contestants(target, asked, assistant, None, {"compile": compile}, tokenizer)
+    methods = b.transformers_methods(target, assistant, names=baselines)
+    methods += b.strategy_methods(target, asked, assistant, None, {"compile": compile}, tokenizer)
     if compile:
         progress.print("[dim]compiling and measuring for the table; --no-compile or --seconds 0 leave that out[/]")
-    with progress_bar(progress, len(contestants)) as advance:
-        entries = b.warm_up(contestants, workloads, new_tokens=max_new_tokens, progress=advance)
+    with progress_bar(progress, len(methods)) as advance:
+        entries = b.warm_up(methods, workloads, new_tokens=max_new_tokens, progress=advance)
     console.print(f"[dim]{compilation(entries)}[/]\n")
     deadline = time.monotonic() + seconds
     measured, left = affordable(entries, texts, workloads, seconds)
     if live and not as_json and console.is_terminal:
         for entry, (name, _, content), workload in show_order(entries, texts[: len(measured)], measured):
             if time.monotonic() < deadline:
-                show(console, entry.contestant, workload, tokenizer, name, bare(content), max_new_tokens)
+                show(console, entry.method, workload, tokenizer, name, bare(content), max_new_tokens)
     for entry in entries:
         entry.kind_of = {workload.name: workload.kind for workload in measured}
-    runs = b.calls(len(contestants), len(measured), repeats)
-    with progress_bar(progress, runs - len(contestants)) as advance:
+    runs = b.calls(len(methods), len(measured), repeats)
+    with progress_bar(progress, runs - len(methods)) as advance:
         rounds = b.take_turns(
             entries, measured, new_tokens=max_new_tokens, repeats=repeats, progress=advance, first_tokens=False,
             deadline=deadline,
@@ -148,7 +148,7 @@ def demo(
             console.print(warning, style="yellow")
         console.print(f"{facts['cpu']}, {facts['threads']} threads, device {facts['device']}, {dtype}", style="dim")
         for record in wrong if dtype != "float32" else []:
-            console.print(f"{record.contestant}: {dtype} rounds near-ties, which may flip a token; float32 does not.")
+            console.print(f"{record.method}: {dtype} rounds near-ties, which may flip a token; float32 does not.")
             break
         if not strategies and (rest := others(asked)):
             console.print(f"There are also {rest}: decoders bench measures all, with settings of your choice.")
@@ -204,7 +204,7 @@ def choose_prompts(
 
 def compilation(entries: list[Entry]) -> str:
     """What was compiled, for how long, in a line."""
-    warmups = [entry.warmup for entry in entries if entry.warmup is not None and entry.contestant.ours]
+    warmups = [entry.warmup for entry in entries if entry.warmup is not None and entry.method.ours]
     seconds, graphs = sum(w.compile_seconds for w in warmups), sum(w.compilations for w in warmups)
     if not graphs:
         return "nothing compiled"
@@ -214,7 +214,7 @@ def compilation(entries: list[Entry]) -> str:
 def show_order(
     entries: list[Entry], texts: Sequence[tuple[str, str, Content]], workloads: list[Workload]
 ) -> Iterator[tuple[Entry, tuple[str, str, Content], Workload]]:
-    """Prompt by prompt, every contestant that runs."""
+    """Prompt by prompt, every method that runs."""
     for text, workload in zip(texts, workloads, strict=True):
         for entry in entries:
             if entry.status == "ok":
@@ -229,7 +229,7 @@ def others(shown: Iterable[str]) -> str:
 
 
 def completions(entries: list[Entry], tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """What the yardstick wrote, by prompt."""
+    """What the baseline wrote, by prompt."""
     checks = entries[0].checks
     return {name: str(tokenizer.decode(check.tokens[0], skip_special_tokens=True)) for name, check in checks.items()}
 
@@ -251,10 +251,10 @@ def overview(records: list[Record]) -> Table:
         table.add_row(Text(f"{kind} prompt", style="italic"))
         for r in [r for r in records if r.kind == kind and r.status == "ok"]:
             table.add_row(
-                Text(r.contestant, style="bold" if r.ours else ""), ranged(r.tokens_per_second, ".0f"),
+                Text(r.method, style="bold" if r.ours else ""), ranged(r.tokens_per_second, ".0f"),
                 ranged(r.ratio, ".2f", ratio_style(r.ratio)), shown(r.accepted_length, ".2f"), identical(r),
             )  # fmt: skip
-    absent = {r.contestant: r for r in records if r.status != "ok"}
+    absent = {r.method: r for r in records if r.status != "ok"}
     if absent:
         lines = (Text.assemble(f"{name}: ", reason(r)) for name, r in absent.items())
         table.caption, table.caption_justify = Text("\n").join(lines), "left"

@@ -65,7 +65,7 @@ def generate(
     arguments: dict[str, Any] = sampling(temperature, top_k, top_p, min_p, seed)
     arguments["strategy_config"] = parse_assignments(settings or [])
     if grammar is not None:
-        from ..constraints.asked import named
+        from ..constraints.coerce import named
 
         arguments["grammar"] = named(grammar)
     needed = models.needs_assistant(strategy, arguments["strategy_config"])
@@ -168,7 +168,7 @@ def show_report(report: Report, console: Console) -> None:
         ("speed", f"{report.tokens_per_second:.1f} tokens/s, first after {report.time_to_first_token:.2f} s"),
         ("steps", f"{report.steps}, {report.mean_accepted_length:.2f} tokens each"),
         ("lengths", histogram(report.accepted_lengths)),
-        ("accepted", f"{report.accepted} of {report.drafted} guesses ({report.acceptance_rate:.0%})"),
+        ("accepted", f"{report.accepted} of {report.drafted} draft tokens ({report.acceptance_rate:.0%})"),
         ("seconds", f"prefill {t.prefill:.2f}, draft {t.propose:.2f}, verify {t.core:.2f}, observe {t.observe:.2f}"),
         *(("grammar", grammar_line(use, t.mask)) for use in report.grammars if use is not None),
         ("overhead", f"{report.overhead:.1%} of the steps outside the models' forward passes"),
@@ -201,7 +201,7 @@ def stage_lines(stage: Stage, depth: int = 0) -> Iterator[tuple[str, str]]:
         passes = sum(stage.accepted_lengths)
         each = sum((n + 1) * count for n, count in enumerate(stage.accepted_lengths)) / passes if passes else 0.0
         text += (
-            f", {each:.2f} tokens each with {stage.drafter} ({stage.accepted} of {stage.drafted} guesses, "
+            f", {each:.2f} tokens each with {stage.drafter} ({stage.accepted} of {stage.drafted} draft tokens, "
             f"{stage.drafter_seconds:.2f} s)"
         )
     yield "  " * depth + "draft", text

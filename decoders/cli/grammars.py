@@ -16,7 +16,7 @@ def grammars(
     as_json: Json = False,
 ) -> None:
     """List the ready grammars that ``generate(grammar=…)`` takes by name, or print one."""
-    from .. import library
+    from ..constraints import library
 
     if name is not None:
         ready = library.find(name)

@@ -80,7 +80,7 @@ def needs_assistant(strategy: str, settings: Mapping[str, Any] | None = None) ->
     Raises:
         UnknownNameError, PluginError: no usable strategy of that name. SettingsError: a bad setting.
     """
-    from ..generate import resolve_strategy
+    from ..plugins import resolve_strategy
 
     return resolve_strategy(strategy, settings).needs_assistant
 

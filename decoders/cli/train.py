@@ -122,4 +122,4 @@ def ngram(
         typer.echo(json.dumps(figures, indent=2))
         return
     shown = ", ".join(f"{count} of {n}" for n, count in enumerate(contexts))
-    typer.echo(f"{table.tokens} tokens; contexts: {shown} tokens; {size / 1e6:.1f} MB. Written to {out}.")
+    typer.echo(f"{table.tokens} tokens; contexts: {shown} tokens; {size / 1e6:.1f} MB. LazyMasks to {out}.")

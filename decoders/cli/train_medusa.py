@@ -28,7 +28,7 @@ def medusa(
     test: Annotated[
         list[Path] | None, typer.Option(help="Text to measure on at the end, for the card; may be repeated.")
     ] = None,
-    heads: Annotated[int, typer.Option(min=1, max=8, help="Heads: tokens guessed beyond the next one.")] = RUN.heads,
+    heads: Annotated[int, typer.Option(min=1, max=8, help="Heads: tokens predicted beyond the next one.")] = RUN.heads,
     layers: Annotated[int, typer.Option(min=1, max=8, help="Residual blocks of each head.")] = RUN.layers,
     projection: Annotated[
         str, typer.Option(help="tied: the model's output head. low_rank: plus a small difference. full: one per head.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ..errors import GrammarError
-from .base import Backend, Grammar, Language, Policy
+from .base import Backend, CompiledGrammar, Language, Policy
 from .llguidance import LLGuidance
 from .table import Table
 from .vocabulary import Vocabulary
@@ -20,7 +20,7 @@ class Auto(Backend):
     #: In the order they are asked.
     choices: ClassVar[tuple[type[Backend], ...]] = (Table, LLGuidance)
 
-    def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> Grammar:
+    def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> CompiledGrammar:
         """What the first backend that can makes of `language`; `backend` of the grammar says which one it was.
 
         Raises:
@@ -41,6 +41,8 @@ class Auto(Backend):
         named = next((refusal for refusal in refusals if refusal.keyword), refusals[-1])
         raise GrammarError(f"{language.name}: no backend can compile it. {reasons}", named.keyword, named.path)
 
-    def restore(self, content: bytes, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> Grammar:
+    def restore(
+        self, content: bytes, language: Language, vocabulary: Vocabulary, policy: Policy = "full"
+    ) -> CompiledGrammar:
         """Of the choices only the first keeps anything on disk."""
         return self.choices[0]().restore(content, language, vocabulary, policy)

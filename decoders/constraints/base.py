@@ -9,11 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from ..deprecated import renamed, warn
 from ..errors import GrammarError
 from ..tree import NO_PARENT
 from .vocabulary import Vocabulary
@@ -31,15 +32,17 @@ class Language:
         name: what it is called in messages and reports.
         regex: the whole text must match; syntax of Rust's ``regex`` crate, no look-around, no back-references, no flags.
         lark: llguidance's dialect of Lark, the first rule is ``start``.
-        remarks: what the language leaves out that the specification would allow, or the reverse; one sentence each.
+        warnings: what the language leaves out that the specification would allow, or the reverse; one sentence each.
         whole: judges a finished text where the language is wider than the specification: raises GrammarError.
     """
 
     name: str
     regex: str | None = None
     lark: str | None = None
-    remarks: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     whole: Callable[[str], None] | None = None
+
+    remarks = renamed("Language", "remarks", "warnings")
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Tables:
         return sum(t.numel() * t.element_size() for t in (self.next, self.classes, self.mask_of, self.masks))
 
 
-class Grammar(ABC):
+class CompiledGrammar(ABC):
     """A language compiled for a vocabulary. Immutable; shared by all calls.
 
     Attributes:
@@ -94,7 +97,7 @@ class Grammar(ABC):
         return None
 
 
-class Tabulated(Grammar):
+class Tabulated(CompiledGrammar):
     """A grammar whose positions are states of an automaton, with a mask for each: walking it is looking up numbers.
 
     Attributes:
@@ -124,7 +127,7 @@ class Tabulated(Grammar):
 class Matcher(ABC):
     """A position in a text. Nothing that is asked of it, legal or not, brings it into a state it cannot leave."""
 
-    grammar: Grammar
+    grammar: CompiledGrammar
 
     @property
     @abstractmethod
@@ -164,7 +167,7 @@ class Matcher(ABC):
         """
 
     def fill_tree(self, parents: Sequence[int], tokens: Sequence[int], out: Tensor) -> list[bool]:
-        """Masks after every node of a tree of guesses.
+        """Masks after every node of a tree of draft tokens.
 
         Args:
             parents: ``N`` entries; a parent comes before its child; -1 for the root (node 0, whose token has been taken)
@@ -220,14 +223,16 @@ class Backend(ABC):
     summary: ClassVar[str] = ""
 
     @abstractmethod
-    def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> Grammar:
+    def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> CompiledGrammar:
         """`language` for `vocabulary`, in bounded time and memory.
 
         Raises:
             GrammarError: it has no form that this backend reads, or exceeds its limits; names what would handle it.
         """
 
-    def restore(self, content: bytes, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> Grammar:
+    def restore(
+        self, content: bytes, language: Language, vocabulary: Vocabulary, policy: Policy = "full"
+    ) -> CompiledGrammar:
         """The grammar that was dumped as `content`, once compiled from the same.
 
         Raises:
@@ -256,3 +261,10 @@ def unpack(masks: Tensor, vocabulary: int) -> Tensor:
     eighths = masks.contiguous().view(torch.uint8)  # little-endian, as is whatever PyTorch runs on
     bits = (eighths[..., None] >> torch.arange(8, dtype=torch.uint8, device=masks.device)) & 1
     return bits.view(torch.bool).flatten(-2)[..., :vocabulary]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Grammar":
+        warn(f"{__name__}.Grammar", "CompiledGrammar")
+        return CompiledGrammar
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from . import stored
-from .base import Backend, Grammar
+from .base import Backend, CompiledGrammar
 from .vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Compilation:
         source: whether it was compiled now, had been before, or was read from a file.
     """
 
-    grammar: Grammar
+    grammar: CompiledGrammar
     seconds: float
     source: Source
 
@@ -98,11 +98,13 @@ class Cache:
 class _Entry:
     """A grammar, there or in the making, and the folders that have been seen to: it is kept there as well."""
 
-    grammar: Future[Grammar] = field(default_factory=Future)
+    grammar: Future[CompiledGrammar] = field(default_factory=Future)
     folders: set[Path] = field(default_factory=set)
 
 
-def _made(spec: Spec, vocabulary: Vocabulary, backend: Backend, directory: Path | None) -> tuple[Grammar, Source]:
+def _made(
+    spec: Spec, vocabulary: Vocabulary, backend: Backend, directory: Path | None
+) -> tuple[CompiledGrammar, Source]:
     """From `directory` or, where it is not there, compiled."""
     language = spec.language()
     if directory is not None:

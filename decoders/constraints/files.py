@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .. import library
 from ..errors import GrammarError
+from . import library
 
 #: No specification that is written out ends so.
 _SUFFIXES = (".lark", ".gbnf", ".json", ".regex")

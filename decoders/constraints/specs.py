@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from ..errors import GrammarError, UnknownNameError, shortened
+from ..patterns.python import quoted, whole_text
 from . import files
 from .base import Language, Policy
-from .patterns import quoted, whole_text
 from .python_types import schema_of
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ def choice(
     """
     if isinstance(options, (str, bytes)) or not isinstance(options, Iterable):
         raise GrammarError(f"choice: a list of texts is needed, not {shortened(repr(options))}", "choice")
-    texts = dict.fromkeys(_written(option, place) for place, option in enumerate(options))
+    texts = dict.fromkeys(_masks_of(option, place) for place, option in enumerate(options))
     return Choice(tuple(texts), backend=backend, policy=policy)
 
 
@@ -305,7 +305,7 @@ def _shared(ordered: list[str]) -> int:
     )
 
 
-def _written(option: Any, place: int) -> str:
+def _masks_of(option: Any, place: int) -> str:
     if isinstance(option, Enum):
         option = option.value
     if isinstance(option, str):

@@ -1,4 +1,4 @@
-"""Compiled grammars as files: a line that says what it is, then what :meth:`Grammar.dump` gave. Nothing in them is run.
+"""Compiled grammars as files: a line that says what it is, then what :meth:`CompiledGrammar.dump` gave. Nothing in them is run.
 
 A file is named after all that its content follows from, so another version of the language or vocabulary has another
 file. Tables are kept. Of llguidance there is nothing to keep: it compiles in a millisecond, and cannot write what it has.
@@ -14,7 +14,7 @@ import warnings
 from pathlib import Path
 
 from ..errors import GrammarError
-from .base import Backend, Grammar, Language, Policy
+from .base import Backend, CompiledGrammar, Language, Policy
 from .vocabulary import Vocabulary
 
 #: Raised when the files or the automata in them change their meaning. Files of another version are made anew.
@@ -29,7 +29,7 @@ def path_of(directory: Path, language: Language, vocabulary: Vocabulary, policy:
     return directory / (hashlib.sha256(json.dumps(content).encode()).hexdigest() + SUFFIX)
 
 
-def write(grammar: Grammar, path: Path) -> bool:
+def write(grammar: CompiledGrammar, path: Path) -> bool:
     """Keeps `grammar` as `path`, whole or not at all; returns whether it has a form that can be kept.
 
     A file that cannot be written is a warning: the grammar is there all the same.
@@ -53,7 +53,9 @@ def write(grammar: Grammar, path: Path) -> bool:
     return True
 
 
-def read(path: Path, language: Language, vocabulary: Vocabulary, policy: Policy, backend: Backend) -> Grammar | None:
+def read(
+    path: Path, language: Language, vocabulary: Vocabulary, policy: Policy, backend: Backend
+) -> CompiledGrammar | None:
     """The grammar kept as `path`; None if there is none of this version. A file that is damaged or something else warns."""
     try:
         with path.open("rb") as file:

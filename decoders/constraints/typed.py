@@ -12,7 +12,7 @@ from .base import Language
 from .json_schema import JsonSchema
 from .typed_dicts import readable
 
-_REMARK = "What the type asks for beyond its schema (validators, say) is left to the validation of the finished text."
+_WARNING = "What the type asks for beyond its schema (validators, say) is left to the validation of the finished text."
 #: Kinds of Pydantic's core schemas whose JSON schemas tell less than they ask for.
 _MORE = frozenset({"json", "complex", "url", "multi-host-url", "timedelta"})
 
@@ -33,12 +33,12 @@ class OfType(JsonSchema):
 
     def language(self) -> Language:
         base = super().language()
-        judge = _Judge(base, self.kind)
-        return replace(base, remarks=(*base.remarks, _REMARK), whole=judge)
+        judge = _Checker(base, self.kind)
+        return replace(base, warnings=(*base.warnings, _WARNING), whole=judge)
 
 
 @dataclass(frozen=True)
-class _Judge:
+class _Checker:
     """Refuses texts that the language has and the type has not. Keeps the type, whose identity is in keys, alive."""
 
     base: Language

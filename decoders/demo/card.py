@@ -47,7 +47,7 @@ tags: [code, python, speculative-decoding]
 
 A Llama-style model of {parameters:,} parameters for Python code, made to show and measure decoding strategies on a
 laptop CPU. Its partner, `{other}`, has the same tokenizer. It is far too small to write code anyone should run: greedy
-text often falls into a loop, which flatters every strategy that guesses from the text so far.
+text often falls into a loop, which flatters every strategy that drafts from the text so far.
 
 | | |
 |---|---|

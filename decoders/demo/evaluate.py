@@ -62,7 +62,7 @@ def agreement(
     *,
     length: int = 512,
 ) -> float:
-    """Share of held-out positions where draft and target choose the same greedy token: a guess at acceptance."""
+    """Share of held-out positions where draft and target choose the same greedy token: an estimate of acceptance."""
     import torch
 
     same, count = 0, 0

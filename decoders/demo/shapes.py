@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class DemoShape:
     """A Llama's shape and the peak learning rate that suits it."""
 
     hidden: int
@@ -46,10 +46,10 @@ class Shape:
 
 
 SHAPES = {
-    "target": Shape(hidden=256, layers=6, intermediate=512, heads=8, kv_heads=4, learning_rate=4e-3),
+    "target": DemoShape(hidden=256, layers=6, intermediate=512, heads=8, kv_heads=4, learning_rate=4e-3),
     # As wide as an eighth of the target allows, with whole heads of 32: two layers of 64 did not learn to copy from
     # their context, and a draft that cannot copy is of no use where speculation gains most.
-    "draft": Shape(hidden=96, layers=2, intermediate=160, heads=3, kv_heads=3, learning_rate=6e-3),
+    "draft": DemoShape(hidden=96, layers=2, intermediate=160, heads=3, kv_heads=3, learning_rate=6e-3),
 }
 
 # Training tokens of the shipped models.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from . import card, corpus
 from .batches import Batches
 from .evaluate import agreement, evaluate
-from .shapes import SHAPES, TOKENS, Shape
+from .shapes import SHAPES, TOKENS, DemoShape
 from .tokenizer import train_tokenizer
 from .trainer import Run, Trainer, TrainingError
 
@@ -32,7 +32,7 @@ def train_demo(
     checkpoint_minutes: float = 2.0,
     rows: int = 8,
     length: int = 512,
-    shapes: Mapping[str, Shape] = SHAPES,
+    shapes: Mapping[str, DemoShape] = SHAPES,
     sources: list[corpus.Source] | None = None,
     console: Console | None = None,
 ) -> dict[str, dict[str, float]]:

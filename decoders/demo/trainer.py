@@ -14,7 +14,7 @@ import torch
 
 from ..errors import DecodersError
 from .batches import Batches
-from .shapes import Shape
+from .shapes import DemoShape
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -31,7 +31,7 @@ class TrainingError(DecodersError):
 class Run:
     """One model's training. `tokens` sets the length; all else decides what is learnt from the same tokens."""
 
-    shape: Shape
+    shape: DemoShape
     tokens: int
     seed: int = 0
     rows: int = 8

@@ -18,7 +18,7 @@ class NodeBlock:
     """What one step verifies.
 
     Attributes:
-        guesses: ``[B, N-1]`` int64, the draft tokens, -1 where there is none.
+        draft_tokens: ``[B, N-1]`` int64, the draft tokens, -1 where there is none.
         tree: of the ``N`` nodes; node 0 is each row's last committed token.
         view: ``[view]`` int64, ``range`` of the slots that attention looks at.
         masks: what a grammar allows after each node, if there is one.
@@ -27,7 +27,7 @@ class NodeBlock:
         again: these tokens were nodes before, a few: they are run with the block, and what they give is dropped.
     """
 
-    guesses: Tensor
+    draft_tokens: Tensor
     tree: TreeTensors
     view: Tensor
     masks: Masks | None = None
@@ -46,11 +46,11 @@ class Blocks:
 
     def __init__(self, rows: int, device: torch.device, static: bool = False, multiple: int = 1) -> None:
         self.rows, self.device, self.static, self.multiple = rows, device, static, multiple
-        self.no_guess = torch.full((rows, self.size(1) - 1), -1, dtype=torch.int64, device=device)
+        self.no_draft_token = torch.full((rows, self.size(1) - 1), -1, dtype=torch.int64, device=device)
         self._trees: dict[Topology, TreeTensors] = {}
 
     def of(self, draft: Draft, proposer: str) -> tuple[Tensor, TreeTensors]:
-        """Guesses ``[B, N-1]`` and the tree of ``N`` nodes, a :func:`~decoders.engine.buckets.node_bucket`.
+        """Draft tokens ``[B, N-1]`` and the tree of ``N`` nodes, a :func:`~decoders.engine.buckets.node_bucket`.
 
         Raises:
             DraftError: `proposer` broke the contract.
@@ -61,10 +61,10 @@ class Blocks:
             tree = self.tensors(tree)
         elif self.static:  # on a device, where a bad index ends the process before anybody can say so
             tree = replace(tree, parents=tree.parents.clamp(0, len(tree) - 1))
-        if not draft.tokens.shape[1] and nodes == self.no_guess.shape[1] + 1:
-            return self.no_guess, tree.padded(nodes)
-        guesses, _ = pad_block(draft.tokens, tree, nodes)
-        return guesses, tree.padded(nodes)
+        if not draft.tokens.shape[1] and nodes == self.no_draft_token.shape[1] + 1:
+            return self.no_draft_token, tree.padded(nodes)
+        draft_tokens, _ = pad_block(draft.tokens, tree, nodes)
+        return draft_tokens, tree.padded(nodes)
 
     def size(self, nodes: int) -> int:
         """Nodes of the block that holds so many of a draft, the root included."""

@@ -131,17 +131,17 @@ def prefill_shapes(rows: int, chunk: int, slots: int) -> int:
     return _rungs(row_bucket, rows) * len(sizes) * _rungs(slot_bucket, slots)
 
 
-def pad_block(guesses: Tensor, tree: Topology | TreeTensors, nodes: int) -> tuple[Tensor, Topology | TreeTensors]:
-    """A block filled up to `nodes` nodes with "no guess".
+def pad_block(draft_tokens: Tensor, tree: Topology | TreeTensors, nodes: int) -> tuple[Tensor, Topology | TreeTensors]:
+    """A block filled up to `nodes` nodes with "no draft token".
 
     Args:
-        guesses: ``[B, N-1]`` int64. tree: of ``N`` nodes.
+        draft_tokens: ``[B, N-1]`` int64. tree: of ``N`` nodes.
 
     Returns:
         ``[B, nodes-1]`` and the tree of as many nodes; both as they are if they are that large.
     """
-    missing = nodes - 1 - guesses.shape[1]
-    return (F.pad(guesses, (0, missing), value=-1), tree.padded(nodes)) if missing > 0 else (guesses, tree)
+    missing = nodes - 1 - draft_tokens.shape[1]
+    return (F.pad(draft_tokens, (0, missing), value=-1), tree.padded(nodes)) if missing > 0 else (draft_tokens, tree)
 
 
 def _rungs(bucket: Callable[[int], int], most: int) -> int:

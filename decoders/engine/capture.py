@@ -106,14 +106,14 @@ def recorder_of(device: torch.device) -> Recorder | None:
 
 
 @dataclass(frozen=True)
-class Capacity:
+class RecordedCapacity:
     """What a recording was made for: rows, nodes of a block, slots that a row may fill. It writes one block further, no more."""
 
     rows: int
     nodes: int
     slots: int
 
-    def holds(self, needed: Capacity) -> bool:
+    def holds(self, needed: RecordedCapacity) -> bool:
         """Whether a call with so many rows, in blocks of so many nodes, that reaches so many slots fits."""
         return self.rows == needed.rows and self.nodes >= needed.nodes and self.slots >= needed.slots
 
@@ -135,7 +135,7 @@ class RecordedStep:
     """
 
     def __init__(
-        self, recorder: Recorder, body: Callable[[], StepOutput], capacity: Capacity, inputs: StaticInputs
+        self, recorder: Recorder, body: Callable[[], StepOutput], capacity: RecordedCapacity, inputs: StaticInputs
     ) -> None:
         self.recorder, self.capacity, self.inputs, self.replays = recorder, capacity, inputs, 0
         self._graph, self.output = recorder.record(body)
@@ -193,7 +193,7 @@ class Recordings:
     def __len__(self) -> int:
         return len(self._steps)
 
-    def reuse(self, key: Hashable, needed: Capacity, inputs: Any) -> RecordedStep | None:
+    def reuse(self, key: Hashable, needed: RecordedCapacity, inputs: Any) -> RecordedStep | None:
         """The step recorded for `key`, with the values of `inputs` copied in; None if there is none that fits.
 
         After this the recording's own tensors are the call's state: those in `inputs` are not updated any more.
@@ -213,7 +213,7 @@ class Recordings:
         return step
 
     def record(
-        self, key: Hashable, capacity: Capacity, inputs: Any, body: Callable[[], StepOutput]
+        self, key: Hashable, capacity: RecordedCapacity, inputs: Any, body: Callable[[], StepOutput]
     ) -> RecordedStep | None:
         """Records `body` in the place of what was there for `key`; None if that fails, now or before: go on without.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from .sampling import SamplingPlan
-from .static_inputs import Same
+from .static_inputs import SameObject
 
 _serial = itertools.count()
 
@@ -59,9 +59,9 @@ class CompiledFunction:
             self.on_compile(time.perf_counter() - started)
         return result
 
-    def static_parts(self) -> Same:
+    def static_parts(self) -> SameObject:
         """Calls share it: see :func:`~decoders.engine.static_inputs.find_tensors`."""
-        return Same(self)
+        return SameObject(self)
 
     def _run(self, *args: Any) -> Any:
         try:

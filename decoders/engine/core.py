@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..strategy import Sequences, Step
 from ..tree import TreeTensors
-from ..verifier import Block, Verifier
+from ..verifiers.verifier import Block, Verifier
 from .blocks import NodeBlock
 from .cache import CacheBuffers, move_slots
 from .candidates import candidates
@@ -27,7 +27,7 @@ class StepOutput:
 
     Attributes:
         nodes, chosen, path: as in :class:`decoders.strategy.Step`. new: ``[B, N]`` int64, tokens in order of commitment.
-        summary: ``[4, B]`` int64 for the host: tokens emitted, guesses accepted, guesses made, finished.
+        summary: ``[4, B]`` int64 for the host: tokens emitted, draft tokens accepted, draft tokens made, finished.
         logits: ``[B, N, V]``. scores: the processed ones if the plan keeps them. hidden: ``[B, N, H]``.
     """
 
@@ -97,7 +97,7 @@ class Core:
         """Lets `verifier` decide in the place of :meth:`decide`; the rows' keys must be those of this step.
 
         Args:
-            drawn_from: ``[B, N-1, V]``, scores that the guesses were drawn from, None if they were not drawn.
+            drawn_from: ``[B, N-1, V]``, scores that the draft tokens were drawn from, None if they were not drawn.
             siblings: most children of a node, None if the host does not know.
         """
         positions = rows.length[:, None] - rows.prompt_length[:, None] + tree.offsets
@@ -123,7 +123,7 @@ class Core:
     def forward(self, block: NodeBlock, rows: Rows) -> tuple[Tensor, ForwardResult]:
         """The block's nodes ``[B, N]`` and the target's results for them."""
         base = rows.length - 1
-        nodes = torch.cat([rows.tokens.gather(1, base[:, None]), block.guesses], dim=1)
+        nodes = torch.cat([rows.tokens.gather(1, base[:, None]), block.draft_tokens], dim=1)
         count, latest = block.text
         if not count:
             return nodes, self.run(nodes, base, block.tree, rows.buffers, block.view)

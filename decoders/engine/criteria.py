@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from .core import StepOutput
-from .host import Prefixes
+from .host_processors import Prefixes
 from .rows import Rows
 
 
 @dataclass
 class Outcome:
-    """One step as the host knows it, per row: tokens emitted, guesses accepted and made, ended or not, new tokens."""
+    """One step as the host knows it, per row: tokens emitted, draft tokens accepted and made, ended or not, new tokens."""
 
     emitted: list[int]
     accepted: list[int]
-    guessed: list[int]
+    drafted: list[int]
     ended: list[int]
     new: list[list[int]]
 
@@ -45,7 +45,7 @@ class Criteria:
     ends_rows: bool = True
 
 
-class Asking:
+class CriteriaRun:
     """The criteria of one call, asked in the order in which plain decoding would ask them.
 
     Args:
@@ -70,7 +70,7 @@ class Asking:
             rows.finished[row] = ended
             outcome.emitted[row], outcome.ended[row] = count, int(ended)
             outcome.accepted[row] = min(outcome.accepted[row], count)
-        figures = torch.tensor([outcome.emitted, outcome.accepted, outcome.guessed, outcome.ended])
+        figures = torch.tensor([outcome.emitted, outcome.accepted, outcome.drafted, outcome.ended])
         out.summary[:, : self.batch] = figures.to(out.summary.device)
 
     def _each(self, outcome: Outcome, active: list[int]) -> dict[int, tuple[int, bool]]:

@@ -10,30 +10,31 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..report import Laps, Report, Stage
+from ..deprecated import warn
+from ..report import Report, Stage, Stopwatch
 from ..strategy import Context, Sequences, Step, Strategy
 from ..tree import TreeTensors
 from .blocks import NodeBlock
 from .buckets import node_bucket
 from .core import StepOutput
-from .draft import Growth
+from .draft_core import Expansion
 from .engine import Engine
 from .rows import Rows
 from .sampling import Masks, SamplingInputs, SamplingPlan
-from .static_inputs import Same
+from .static_inputs import SameObject
 from .tiers import Compile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 #: Fewest tokens that are run before the root: smaller sizes would get graphs of their own.
-MIN_UNREAD = 2
+MIN_PENDING = 2
 #: Longest stretch of accepted tokens per pass that a stage's histogram can hold.
 LONGEST = 64
 
 
 @dataclass(frozen=True)
-class Terms:
+class CallSettings:
     """What a call has settled for every model that takes part in it.
 
     Attributes:
@@ -67,8 +68,8 @@ class Drafter:
     """A draft model beside the target: one round is :meth:`begin`, then passes, then a draft made of what they gave.
 
     Two ways to use it. In a chain, :meth:`extend` appends the model's own choice to every row; with a stage,
-    :meth:`advance` verifies the stage's guesses as the shared loop does and may append several. In a tree, :meth:`root`
-    and :meth:`grow` give the best continuations of nodes, level by level. Everything stays on the device.
+    :meth:`advance` verifies the stage's draft tokens as the shared loop does and may append several. In a tree, :meth:`root`
+    and :meth:`expand` give the best continuations of nodes, level by level. Everything stays on the device.
 
     Args:
         context: of the strategy that drafts with it. model: the draft model, or a path to load it from.
@@ -83,7 +84,7 @@ class Drafter:
     """
 
     def __init__(
-        self, terms: Terms, context: Context, model: PreTrainedModel | str, ahead: int, children: int = 1,
+        self, terms: CallSettings, context: Context, model: PreTrainedModel | str, ahead: int, children: int = 1,
         stage: Strategy | None = None,
     ) -> None:  # fmt: skip
         self.terms, self.level, self.ahead, self.stage = terms, context.level + 1, ahead, stage
@@ -99,11 +100,11 @@ class Drafter:
         )
         self.session, self.blocks = opened.session, opened.session.blocks
         self.guide = context.guide.ahead() if context.guide is not None else None
-        self._ranges = {MIN_UNREAD: torch.arange(MIN_UNREAD, device=target.device)}
+        self._ranges = {MIN_PENDING: torch.arange(MIN_PENDING, device=target.device)}
         self._functions: dict[str, Callable] = {}
         self._begun = self.rows.length.clone()
         self._reach = max(map(len, terms.prompts))
-        self._unread = self.level
+        self._pending = self.level
         self._deepest = 0
         self.proposed: int | None = None
         self._seconds = {"forward": 0.0, "stage": 0.0}
@@ -156,27 +157,27 @@ class Drafter:
         if self.guide is not None:
             self.guide.follow()
 
-    def extend(self) -> Growth:
-        """One pass: every row gets the model's own next token, whose log-probability is the growth's weight."""
-        growth = self._run("extend", self.rows, self._view(1)[0], self._range(), *self._masks())
+    def extend(self) -> Expansion:
+        """One pass: every row gets the model's own next token, whose log-probability is the expansion's weight."""
+        expansion = self._run("extend", self.rows, self._view(1)[0], self._range(), *self._masks())
         if self.guide is not None:
-            self.guide.append(growth.tokens[:, 0, 0])
-        return growth
+            self.guide.append(expansion.tokens[:, 0, 0])
+        return expansion
 
-    def advance(self) -> tuple[StepOutput, Growth]:
-        """One pass with the stage's guesses in it: every row gets one token or more."""
+    def advance(self) -> tuple[StepOutput, Expansion]:
+        """One pass with the stage's draft tokens in it: every row gets one token or more."""
         stage = self.stage
         assert stage is not None, "a drafter without a stage extends"
         with self._clock("stage"):
             draft = stage.propose(self._stage_state, self._view(0)[1])
-            guesses, tree = self.blocks.of(draft, stage.name)
-            view, sequences = self._view(guesses.shape[1] + 1)
+            draft_tokens, tree = self.blocks.of(draft, stage.name)
+            view, sequences = self._view(draft_tokens.shape[1] + 1)
             for drafter in self.inner:
                 drafter.proposed = len(draft.topology)
             masks = None
             if self.guide is not None:
-                guesses, masks = self.guide.block(guesses, draft.topology, draft.levels)
-        out, growth = self._run("advance", NodeBlock(guesses, tree, view, masks), self.rows, self._range())
+                draft_tokens, masks = self.guide.block(draft_tokens, draft.topology, draft.levels)
+        out, expansion = self._run("advance", NodeBlock(draft_tokens, tree, view, masks), self.rows, self._range())
         with self._clock("stage"):
             if self.guide is not None:
                 self.guide.accept(out)
@@ -185,20 +186,22 @@ class Drafter:
             emitted = out.summary[0]
             self._tally[:3] += out.summary[:3].sum(1)
             self._tally[3:].scatter_add_(0, (emitted - 1).clamp(0, LONGEST - 1), (emitted > 0).long())
-        return out, growth
+        return out, expansion
 
-    def root(self) -> Growth:
+    def root(self) -> Expansion:
         """One pass: the best continuations of every row's last token."""
         return self._run("root", self.rows, self._view(1)[0], self._range(), *self._masks())
 
-    def grow(self, nodes: Tensor, tree: TreeTensors) -> Growth:
+    def expand(self, nodes: Tensor, tree: TreeTensors) -> Expansion:
         """One pass: the best continuations of `nodes` ``[B, Q]``, the last ``Q`` of `tree` (whose node 0 is the last token)."""
         if nodes.shape[1] == 1:  # one node would get a graph of its own
-            nodes, tree = torch.cat([nodes, self.blocks.no_guess[:, :1]], dim=1), tree.padded(len(tree) + 1)
-            growth = self._run("grow", nodes, tree, self.rows, self._view(len(tree))[0], *self._grown(nodes, tree))
-            scores = growth.scores[:, :1] if growth.scores is not None else None
-            return Growth(growth.tokens[:, :1], growth.weights[:, :1], scores)
-        return self._run("grow", nodes, tree, self.rows, self._view(len(tree))[0], *self._grown(nodes, tree))
+            nodes, tree = torch.cat([nodes, self.blocks.no_draft_token[:, :1]], dim=1), tree.padded(len(tree) + 1)
+            expansion = self._run(
+                "expand", nodes, tree, self.rows, self._view(len(tree))[0], *self._expanded(nodes, tree)
+            )
+            scores = expansion.scores[:, :1] if expansion.scores is not None else None
+            return Expansion(expansion.tokens[:, :1], expansion.weights[:, :1], scores)
+        return self._run("expand", nodes, tree, self.rows, self._view(len(tree))[0], *self._expanded(nodes, tree))
 
     def drafted(self, count: int) -> Tensor:
         """``[B, count]`` int64: the tokens written since :meth:`begin`; -1 behind the last one of a row."""
@@ -220,13 +223,13 @@ class Drafter:
         else:
             others = step.nodes.shape[1] != self.terms.block_size(own_nodes)
         behind = step.nodes.shape[1] - 1 if others else displaced
-        self._unread = self.level + behind
+        self._pending = self.level + behind
         for drafter in self.inner:
             drafter.fall_behind(behind)
 
     def fall_behind(self, tokens: int) -> None:
         """The model that this one drafts for has committed so many tokens that were not its own."""
-        self._unread += tokens
+        self._pending += tokens
         for drafter in self.inner:
             drafter.fall_behind(tokens)
 
@@ -239,23 +242,23 @@ class Drafter:
     def static_parts(self) -> dict[str, Any]:
         """What a recorded round reads and writes besides the session's tensors; see :mod:`~decoders.engine.static_inputs`."""
         return dict(
-            session=Same(self.session), slots=self.rows.slots, core=(self.core.plan, self.core.key("root")), ahead=self.ahead,
+            session=SameObject(self.session), slots=self.rows.slots, core=(self.core.plan, self.core.key("root")), ahead=self.ahead,
             level=self.level, begun=self._begun, tally=self._tally, guide=self.guide, inner=self.inner,
             stage=(type(self.stage), repr(self.stage), self._stage_state),
         )  # fmt: skip
 
     def recording(self) -> None:
         """What follows is a round that is recorded: Python runs, and the device does not."""
-        self._marked = self.passes, self._unread
+        self._marked = self.passes, self._pending
         for drafter in self.inner:
             drafter.recording()
 
     def recorded(self, worked: bool) -> None:
         """The round has been recorded, or not; nothing has been run."""
-        passes, unread = self._marked
+        passes, pending = self._marked
         self._passes_per_step, self.passes = self.passes - passes, passes
         if not worked:
-            self._unread = unread
+            self._pending = pending
         for drafter in self.inner:
             drafter.recorded(worked)
 
@@ -278,6 +281,11 @@ class Drafter:
             stages=[drafter.report() for drafter in self.inner],
         )  # fmt: skip
 
+    def grow(self, nodes: Tensor, tree: TreeTensors) -> Expansion:
+        """Old name of :meth:`expand`."""
+        warn("Drafter.grow", "Drafter.expand")
+        return self.expand(nodes, tree)
+
     def _run(self, method: str, *arguments: Any) -> Any:
         if method not in self._functions:
             terms = self.terms
@@ -285,30 +293,30 @@ class Drafter:
         with self._clock("forward"):
             result = self._functions[method](*arguments)
         self.passes += 1
-        self._unread = 0
+        self._pending = 0
         return result
 
     def _masks(self) -> tuple[Masks, ...]:
         """What may follow the rows' last tokens, if a grammar has a say in it."""
         return (self.guide.end(),) if self.guide is not None else ()
 
-    def _grown(self, nodes: Tensor, tree: TreeTensors) -> tuple[Masks, ...]:
+    def _expanded(self, nodes: Tensor, tree: TreeTensors) -> tuple[Masks, ...]:
         """What may follow `nodes`, the last of `tree`, which says who sees whom: the last other node seen is the parent."""
         if self.guide is None:
             return ()
         before = len(tree) - nodes.shape[1]
         seen = tree.visible[:, before:].tril(before - 1)
         index = torch.arange(len(tree), device=seen.device)
-        return (self.guide.grow(nodes, torch.where(seen, index, 0).amax(-1), before),)
+        return (self.guide.expand(nodes, torch.where(seen, index, 0).amax(-1), before),)
 
     def _range(self) -> Tensor:
-        """``[U]``: as many entries as tokens are unread."""
-        unread = max(min(self._unread, self._reach), MIN_UNREAD)  # no row is longer than the reach
+        """``[U]``: as many entries as tokens are pending."""
+        pending = max(min(self._pending, self._reach), MIN_PENDING)  # no row is longer than the reach
         if self.engine.target.static:  # with the last token they are a block
-            unread = node_bucket(unread + 1) - 1
-        if unread not in self._ranges:
-            self._ranges[unread] = torch.arange(unread, device=self.rows.tokens.device)
-        return self._ranges[unread]
+            pending = node_bucket(pending + 1) - 1
+        if pending not in self._ranges:
+            self._ranges[pending] = torch.arange(pending, device=self.rows.tokens.device)
+        return self._ranges[pending]
 
     def _view(self, nodes: int) -> tuple[Tensor, Sequences]:
         """What covers a block of so many nodes behind the tokens written so far in this round."""
@@ -322,9 +330,9 @@ class Drafter:
 
     @contextmanager
     def _clock(self, part: str) -> Iterator[None]:
-        laps = Laps(self.terms.report.timings)
+        stopwatch = Stopwatch(self.terms.report.timings)
         yield
-        self._seconds[part] += laps.next()
+        self._seconds[part] += stopwatch.next()
 
     def _context(self, outer: Context) -> Context:
         """What the stage is told: this model is the target of its world."""
@@ -336,7 +344,7 @@ class Drafter:
         return replace(context, draft=opener(terms, context, self.inner))
 
 
-def opener(terms: Terms, context: Context, opened: list[Drafter]) -> Callable[..., Drafter]:
+def opener(terms: CallSettings, context: Context, opened: list[Drafter]) -> Callable[..., Drafter]:
     """``Context.draft`` for the strategy that gets `context`; what it opens is listed in `opened`."""
 
     def draft(model: PreTrainedModel | str, *, ahead: int, children: int = 1, stage: Strategy | None = None) -> Drafter:

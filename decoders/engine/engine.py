@@ -15,7 +15,7 @@ from ..report import Report
 from . import compiler
 from .capture import recorder_of
 from .core import Core, Passes
-from .draft import DraftCore
+from .draft_core import DraftCore
 from .locks import CallLock
 from .packing import FreedParameter, FreedWeights, free_originals, freed_error, restore_originals
 from .sampling import SamplingPlan
@@ -23,7 +23,7 @@ from .session import Sessions
 from .static import WholeStep
 from .target import Target
 from .tiers import Compile, ForwardPass, TieredFunction
-from .twin import Weights
+from .twin import WeightState
 
 #: Compiled functions of strategies that an engine keeps.
 KEPT_FUNCTIONS = 64
@@ -68,7 +68,7 @@ class Engine:
         if attention != self.attention:
             return False
         with self.lock:
-            weights = Weights.of(model)
+            weights = WeightState.of(model)
             if not weights.replaces(self.target.weights):
                 return False
             if weights.contents != self.target.weights.contents:

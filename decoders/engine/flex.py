@@ -5,7 +5,7 @@ the rows' lengths. What a block mask needs travels to the layers as one small 4-
 model code hands through untouched.
 
 Few queries and a long cache keep a GPU busy only if the cache is split among its processors ("flash decoding"). FlexAttention has
-such a kernel for fewer than 128 queries per head and a power of two of query heads per key head. :class:`Packing` lays every block
+such a kernel for fewer than 128 queries per head and a power of two of query heads per key head. :class:`PackedMask` lays every block
 of a tree out so that this holds, whatever the model's ratio.
 """
 
@@ -62,7 +62,7 @@ def _several_programs() -> bool:
 
 
 @dataclass(frozen=True)
-class Packing:
+class PackedMask:
     """Where the queries of a block stand: those of a GQA group are rows of one key head, dealt out to `parts` heads.
 
     Row ``r = (h % parts) · rows + q`` of key head ``h // parts`` holds node ``r % nodes`` of the group's query head ``r // nodes``;
@@ -80,15 +80,15 @@ class Packing:
     rows: int
 
     @staticmethod
-    def of(q_heads: int, kv_heads: int, nodes: int) -> Packing:
+    def of(q_heads: int, kv_heads: int, nodes: int) -> PackedMask:
         group = q_heads // kv_heads
         total, parts = group * nodes, 1
         while -(-total // parts) >= SPLIT_BELOW:
             parts *= 2
         too_many = parts > MOST_PARTS or (total > MOST_ROWS_PER_PROGRAM and not takes_several_programs())
         if nodes > MOST_PACKED_NODES or too_many:
-            return Packing(kv_heads, group, nodes, 0, nodes)
-        return Packing(kv_heads, group, nodes, parts, -(-total // parts))
+            return PackedMask(kv_heads, group, nodes, 0, nodes)
+        return PackedMask(kv_heads, group, nodes, parts, -(-total // parts))
 
     @property
     def shared(self) -> bool:
@@ -143,14 +143,14 @@ def unpack_mask(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return packed[:, 0, 0, n], packed[:, 0, queries, :n], packed[:, 0, :queries, :n]
 
 
-def block_mask(packed: Tensor, kind: LayerKind, slots: int, packing: Packing | None = None) -> BlockMask:
+def block_mask(packed: Tensor, kind: LayerKind, slots: int, packing: PackedMask | None = None) -> BlockMask:
     """The mask of one kind of layer over `slots` slots; see :func:`decoders.engine.attention.build_mask` for the rule.
 
     Its size follows the slots of the cache, which are rounded to buckets, and never the rows' lengths.
     """
     base, offsets, visible = unpack_mask(packed)
     queries, n = visible.shape[1:]
-    packing = packing or Packing(1, 1, queries, 0, queries)
+    packing = packing or PackedMask(1, 1, queries, 0, queries)
 
     def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         node = k - base[b]
@@ -185,7 +185,7 @@ def attend(
     softcap: float | None,
 ) -> Tensor:  # fmt: skip
     """``[B, Hq, N, Dv]``. query: ``[B, Hq, N, D]``. key, value: ``[B, Hkv, L, D]``. mask: of :func:`pack_mask`. sinks: ``[Hq]``."""
-    packing = Packing.of(query.shape[1], key.shape[1], query.shape[2])
+    packing = PackedMask.of(query.shape[1], key.shape[1], query.shape[2])
     width, value_width = query.shape[3], value.shape[3]
     if width < LEAST_HEAD_DIM:  # zeros add nothing to a product, and the scale is that of the real width
         query, key = (F.pad(t, (0, LEAST_HEAD_DIM - width)) for t in (query, key))

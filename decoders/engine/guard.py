@@ -1,4 +1,4 @@
-"""What hooks may not do, noticed without a sync: writing into what they are shown, trees and laws that are none."""
+"""What hooks may not do, noticed without a sync: writing into what they are shown, trees and outcome distributions that are none."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def raise_faults(rows: Rows, strategy: str, verifier: str) -> None:
         strategy, verifier: as messages call them.
 
     Raises:
-        DraftError: a strategy's trees. VerifierError: a verifier's law.
+        DraftError: a strategy's trees. VerifierError: a verifier's outcome distribution.
     """
     for row, faults in enumerate(rows.faults.tolist()):
         if faults & Fault.TREE:

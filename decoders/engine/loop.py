@@ -11,22 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..constraints.base import Grammar
-from ..report import Laps, Report
+from ..constraints.base import CompiledGrammar
+from ..report import Report, Stopwatch
 from ..strategy import Context, Draft, Strategy
 from ..tree import TreeTensors
-from ..verifier import Verifier
+from ..verifiers.verifier import Verifier
 from .blocks import NodeBlock
 from .buckets import round_up, row_bucket
-from .capture import WARM_UP_STEPS, Capacity, RecordedStep
+from .capture import WARM_UP_STEPS, RecordedCapacity, RecordedStep
 from .core import StepOutput
-from .criteria import Asking, Criteria, Outcome
-from .device_guide import guide_of
-from .drafter import Drafter, Terms, opener
+from .criteria import Criteria, CriteriaRun, Outcome
+from .drafter import CallSettings, Drafter, opener
 from .engine import Engine
+from .grammar.device_guide import guide_of
+from .grammar.guide import Guide
 from .guard import check_tree, raise_faults, untouched
-from .guide import Guide
-from .host import Prefixes, Processors
+from .host_processors import Prefixes, Processors
 from .invariance import branch_length
 from .rows import Rows, sampling_inputs
 from .sampling import SamplingPlan
@@ -74,7 +74,7 @@ class Request:
     prefill_chunk: int = 512
     slots: int | None = None
     verifier: Verifier | None = None
-    grammars: Sequence[Grammar | None] = ()
+    grammars: Sequence[CompiledGrammar | None] = ()
     origin: str = ""
     engine_of: Callable[..., Engine] | None = None
     context: dict[str, Any] = field(default_factory=dict)
@@ -131,9 +131,9 @@ class _Call:
         )  # fmt: skip
         self.prefixes = Prefixes(request.padded_prompt, self.generated, request.pad_token)
         self.may_err = self.verifier is not None  # whether a hook can do wrong what only the device sees
-        self.asking: Asking | None = None
+        self.criteria: CriteriaRun | None = None
         if request.criteria is not None:
-            self.asking = Asking(request.criteria, self.prefixes, self.scores if request.keep_scores else None)
+            self.criteria = CriteriaRun(request.criteria, self.prefixes, self.scores if request.keep_scores else None)
         self.drafters: list[Drafter] = []
         self.guide: Guide | None = None
 
@@ -170,7 +170,7 @@ class _Call:
         timings.pack, self.engine.preparing = self.engine.preparing, 0.0
         self.stack.enter_context(self.engine.forward.during(request.compile, self.report))
         step = make_step(self.engine, request, self.verifier, self.prefixes, self.report)
-        laps = Laps(timings)
+        stopwatch = Stopwatch(timings)
         sampling = sampling_inputs(request.values, request.seed, self.width, request.stop_tokens, target.device)
         self.longest = max(self.lengths) + request.new_tokens
         slots = max(self.longest, request.slots or 0)
@@ -181,11 +181,11 @@ class _Call:
         self._keys = sampling.keys.clone()
         leave = target.reads_ahead and not target.static and request.new_tokens > 0  # a recorded step has one size
         reused, left = self.session.prefill(opened.lengths, opened.reusable, request.prefill_chunk, leave)
-        self.unread = left
+        self.pending = left
         self.report.reused = reused[: self.batch]
         self.where = "start"
         state = request.strategy.start(self._context())
-        timings.prefill = laps.next()
+        timings.prefill = stopwatch.next()
 
         self.finished = [request.new_tokens == 0] * self.batch
         inputs = None
@@ -201,15 +201,15 @@ class _Call:
                 self._replay(self._record_step(inputs, state, step))
                 inputs = None
                 continue
-            laps = Laps(timings)
+            stopwatch = Stopwatch(timings)
             self._renew_keys()
             self.where = "propose"
             draft = self._proposed(state, max(self.lengths))
             block = self._block(draft)
             self.where = "forward pass and verification"
-            timings.propose += laps.next()
+            timings.propose += stopwatch.next()
             block = self._masked(draft, block)
-            timings.mask += laps.next()
+            timings.mask += stopwatch.next()
             passes = self.engine.compiled_passes
             out = step(draft, block, self.rows)
             self._raise_faults(wait=False)
@@ -218,29 +218,29 @@ class _Call:
             outcome = Outcome.of(out.summary.tolist(), out.new.tolist(), self.batch)
             if left and not self.report.steps:
                 self.report.prefill_steps = 1
-                timings.prefill += laps.next()
+                timings.prefill += stopwatch.next()
             else:
-                timings.core += laps.next()
+                timings.core += stopwatch.next()
             if not self.report.steps:
                 self.report.time_to_first_token = timings.prefill + timings.steps
-            if self.asking is not None:
+            if self.criteria is not None:
                 self.where = "stopping criteria"
-                self.asking.apply(outcome, out, self.rows, self.finished)
+                self.criteria.apply(outcome, out, self.rows, self.finished)
             if self.guide is not None:
                 self.guide.commit(out, self.rows.finished)
-            timings.mask += laps.next()
+            timings.mask += stopwatch.next()
             self.where = "observe"
             self._observe(state, out)
-            timings.observe += laps.next()
+            timings.observe += stopwatch.next()
             self.where = "streamer"
             self._record(outcome, out)
             if target.multiple > 1:
-                self.unread = round_up(branch_length(out.path, outcome.emitted), target.multiple)
-            timings.host += laps.next()
+                self.pending = round_up(branch_length(out.path, outcome.emitted), target.multiple)
+            timings.host += stopwatch.next()
         if self.guide is not None:
             self.guide.check()
         self._raise_faults(wait=True)
-        self.session.keep([max(length - 1 - self.unread, 0) for length in self.lengths])
+        self.session.keep([max(length - 1 - self.pending, 0) for length in self.lengths])
         self.report.peak_memory = self._memory()
 
     def _can_record(self) -> bool:
@@ -265,7 +265,9 @@ class _Call:
     def _recorded(self, inputs: StaticInputs) -> RecordedStep | None:
         """What an earlier call has recorded, if this one can use it; its tensors then hold what this call begins with."""
         assert self.session.recordings is not None
-        return self.session.recordings.reuse(self._recording_key(), Capacity(self.width, 0, self.longest), inputs.root)
+        return self.session.recordings.reuse(
+            self._recording_key(), RecordedCapacity(self.width, 0, self.longest), inputs.root
+        )
 
     def _record_step(self, inputs: StaticInputs, state: Any, step: Callable[..., StepOutput]) -> RecordedStep | None:
         """Records a step like those so far, for this call and later ones."""
@@ -285,7 +287,7 @@ class _Call:
         for drafter in self.drafters:
             drafter.recording()
         recorded = self.session.recordings.record(
-            self._recording_key(), Capacity(self.width, nodes, room), inputs, body
+            self._recording_key(), RecordedCapacity(self.width, nodes, room), inputs, body
         )
         for drafter in self.drafters:
             drafter.recorded(recorded is not None)
@@ -319,7 +321,7 @@ class _Call:
         """What the strategy may prepare itself from."""
         request, rows = self.request, self.rows
         coupled = self.verifier is None
-        terms = Terms(
+        terms = CallSettings(
             prompts=request.prompts, longest=self.longest,
             plan=replace(request.plan, keep_scores=not coupled and request.plan.sample), sampling=rows.sampling,
             engine_of=request.engine_of, compile=request.compile, reuse=request.reuse,
@@ -350,27 +352,27 @@ class _Call:
 
     def _block(self, draft: Draft) -> NodeBlock:
         """A checked draft as the core wants it."""
-        guesses, tree = self.blocks.of(draft, self.request.strategy.name)
+        draft_tokens, tree = self.blocks.of(draft, self.request.strategy.name)
         if isinstance(draft.topology, TreeTensors):
             self.may_err = self.target.static or self.may_err
             check_tree(draft.topology, self.rows, self._culprit, wait=not self.target.static)
         for drafter in self.drafters:
             drafter.proposed = len(draft.topology)
         # Where steps may be recorded there is room from the beginning: nobody looks later.
-        end = (self.longest if self.target.static else max(self.lengths)) + guesses.shape[1] + 1
+        end = (self.longest if self.target.static else max(self.lengths)) + draft_tokens.shape[1] + 1
         self.session.reserve(end)
-        self.report.nodes = max(self.report.nodes, guesses.shape[1] + 1)
-        text = (self.unread, max(self.lengths) - 1 - self.unread) if self.unread else (0, 0)
-        again, self.unread = text[0] > 0 and self.report.steps > 0, 0
-        return NodeBlock(guesses, tree, self.session.view(end)[0], text=text, again=again)
+        self.report.nodes = max(self.report.nodes, draft_tokens.shape[1] + 1)
+        text = (self.pending, max(self.lengths) - 1 - self.pending) if self.pending else (0, 0)
+        again, self.pending = text[0] > 0 and self.report.steps > 0, 0
+        return NodeBlock(draft_tokens, tree, self.session.view(end)[0], text=text, again=again)
 
     def _masked(self, draft: Draft, block: NodeBlock) -> NodeBlock:
         """`block` with what the grammars allow after each node, and without the draft tokens that they forbid."""
         if self.guide is None:
             return block
-        legal, masks = self.guide.block(block.guesses, draft.topology, draft.levels)
+        legal, masks = self.guide.block(block.draft_tokens, draft.topology, draft.levels)
         # Other verifiers know what a draft token was drawn from: taking one out would change the distribution.
-        return replace(block, guesses=legal if self.verifier is None else block.guesses, masks=masks)
+        return replace(block, draft_tokens=legal if self.verifier is None else block.draft_tokens, masks=masks)
 
     def _observe(self, state: Any, out: StepOutput) -> None:
         strategy = self.request.strategy
@@ -385,7 +387,7 @@ class _Call:
         request, report = self.request, self.report
         report.steps += 1
         report.accepted += sum(map(min, outcome.accepted, outcome.emitted))  # criteria may have cut the row
-        report.drafted += sum(outcome.guessed)
+        report.drafted += sum(outcome.drafted)
         new = [tokens[:count] for tokens, count in zip(outcome.new, outcome.emitted, strict=True)]
         for row, tokens in enumerate(new):
             if self.finished[row]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import UnsupportedError
-from .samples import Sample, writes_counted
+from .fingerprints import Fingerprint, writes_counted
 
 #: Matrices with fewer elements are left alone: calling oneDNN costs more than its kernel saves.
 SMALLEST = 128 * 128
@@ -88,7 +88,7 @@ class PackedWeight:
     def settle(self) -> None:
         """Notes that the packed copy has the parameter's present values, or all that there is if the parameter was freed."""
         self._packed_from = _state(self.source)
-        self._sample = Sample(self.source) if self.source.numel() else None
+        self._sample = Fingerprint(self.source) if self.source.numel() else None
 
     @property
     def stale(self) -> bool:

@@ -2,7 +2,7 @@
 
 The functions of :data:`~decoders.engine.sampling.OPERATIONS` say what is kept. Here the few tokens that can be kept are
 selected first and the same decisions are taken among them. A decision that hangs on how the reference rounds a sum, or on
-the order in which its sort leaves equal scores (torch's is not stable), is not guessed: the token is marked as unsure,
+the order in which its sort leaves equal scores (torch's is not stable), is not decided here: the token is marked as unsure,
 and the reference decides about the row if anything comes to depend on it.
 """
 

@@ -96,19 +96,19 @@ class Session:
             leave: whether the last chunk is left to the first step, which then reads the weights once for both.
 
         Returns:
-            how many tokens of each row are not read again, and how many in front of the last one are left unread. Rows
+            how many tokens of each row are not read again, and how many in front of the last one are left pending. Rows
             advance together, so one with little left to read reads some of its tokens a second time.
         """
         ends = [length - 1 for length in lengths]
         multiple = self.target.multiple
         chunk = max(chunk - chunk % multiple, multiple)
         # What a short row reads behind its end is written anew before anything sees it.
-        unread = round_up(max((end - kept for end, kept in zip(ends, reused, strict=True)), default=0), multiple)
-        starts = [max(end - unread, 0) for end in ends]
-        left = (unread - 1) % chunk + 1 if leave and unread else 0
+        pending = round_up(max((end - kept for end, kept in zip(ends, reused, strict=True)), default=0), multiple)
+        starts = [max(end - pending, 0) for end in ends]
+        left = (pending - 1) % chunk + 1 if leave and pending else 0
         rows = self.rows
         begin = torch.tensor(starts, device=rows.tokens.device)
-        for done, count in prefill_chunks(unread - left, chunk, self.target.static):
+        for done, count in prefill_chunks(pending - left, chunk, self.target.static):
             if self.target.static:  # what is read behind the end needs room as well
                 self.reserve(max(starts) + done + count)
                 rows = self.rows
@@ -165,7 +165,7 @@ class Sessions:
     def open(
         self, prompts: list[Tensor], new_tokens: int, sampling: SamplingInputs, slots: int, reuse: bool,
         shared: bool = False,
-    ) -> Iterator[Opened]:  # fmt: skip
+    ) -> Iterator[OpenSession]:  # fmt: skip
         """A session whose first rows hold `prompts`, with room for `slots` tokens in each; it is free again afterwards.
 
         Its rows read the very tensors of `sampling` if these are `shared`, and else the session's own copy of them.
@@ -180,7 +180,7 @@ class Sessions:
             reusable = self._fill(session, texts) if reuse else [0] * len(texts)
             session.forget()
             session.start(prompts, new_tokens, sampling if shared else session.own(sampling))
-            yield Opened(session, reusable, [len(text) for text in texts])
+            yield OpenSession(session, reusable, [len(text) for text in texts])
         finally:
             self._free.append(session)
             del self._free[: -self.kept]
@@ -243,7 +243,7 @@ class Sessions:
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenSession:
     """A session in use.
 
     Attributes:

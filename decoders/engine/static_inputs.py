@@ -18,7 +18,7 @@ _OPAQUE = (
 )  # fmt: skip
 
 
-class Same:
+class SameObject:
     """Something that must be the very same object in a later call, and is not looked into."""
 
     __slots__ = ("thing",)
@@ -27,7 +27,7 @@ class Same:
         self.thing = thing
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.thing is other.thing
+        return isinstance(other, SameObject) and self.thing is other.thing
 
     def __hash__(self) -> int:
         return id(self.thing)

@@ -11,11 +11,11 @@ from ..errors import DraftError, UnsupportedError
 from ..report import Report
 from ..strategy import Draft
 from ..tree import Topology
-from ..verifier import Verifier
+from ..verifiers.verifier import Verifier
 from .blocks import NodeBlock
 from .core import StepOutput
 from .engine import Engine
-from .host import Prefixes, choose_along_path
+from .host_processors import Prefixes, choose_along_path
 from .rows import Rows
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def judged(forward: Callable, judge: Callable, verifier: Verifier, strategy: str
                 f"verifier {verifier.name!r} judges chains, and {strategy!r} proposes a tree: take "
                 "verifier='tree_rejection', or 'coupled'"
             )
-        padding = block.guesses.shape[1] - draft.tokens.shape[1]
+        padding = block.draft_tokens.shape[1] - draft.tokens.shape[1]
         if drawn_from is not None and padding:
             drawn_from = torch.nn.functional.pad(drawn_from, (0, 0, 0, padding))
         siblings = shape.max_siblings if isinstance(shape, Topology) else None

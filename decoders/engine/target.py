@@ -16,9 +16,9 @@ from ..errors import UnsupportedError
 from ..tree import Topology, TreeTensors
 from . import attention, buckets, flex, invariance
 from .cache import CacheBuffers, LayerSpec, LayoutProbe, SlotCache
+from .fingerprints import Fingerprints
 from .packing import pack
-from .samples import Samples
-from .twin import Weights, share_weights, tensors_of
+from .twin import WeightState, share_weights, tensors_of
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Target:
 
     def remember(self, model: PreTrainedModel) -> None:
         """Notes the present weights of `model` as those that were packed."""
-        self.weights, self.samples = Weights.of(model), Samples(tensors_of(model))
+        self.weights, self.samples = WeightState.of(model), Fingerprints(tensors_of(model))
 
     def forward(
         self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor
@@ -224,7 +224,7 @@ def refuse_unfit(model: PreTrainedModel) -> None:
         raise UnsupportedError(f"{name} is an encoder-decoder model; the shared loop decodes causal models. {advice}")
     if getattr(model, "_is_stateful", False):
         raise UnsupportedError(
-            f"{name} keeps a recurrent state, which cannot hold several guesses at once or be rolled back. {advice}"
+            f"{name} keeps a recurrent state, which cannot hold several draft tokens at once or be rolled back. {advice}"
         )
     replaced = vars(model).get("forward")
     if isinstance(replaced, types.FunctionType):

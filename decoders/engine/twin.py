@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .samples import writes_counted
+from .fingerprints import writes_counted
 
 _INTERNAL = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -112,7 +112,7 @@ class _Twin:
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightState:
     """A model's weights and modules as they were when they were looked at.
 
     Attributes:
@@ -144,7 +144,7 @@ class Weights:
                         held.append(_content(value, _DEPTH))
         return cls((shapes, tuple(modules)), tuple(held), tuple((t.data_ptr(), writes_counted(t)) for t in tensors))
 
-    def replaces(self, other: Weights) -> bool:
+    def replaces(self, other: WeightState) -> bool:
         """Whether these are `other` with other values and contents: what runs the model sees them by itself."""
         return self.modules == other.modules
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..tree import TreeTensors
-from ..verifier import Outcomes
+from ..verifiers.verifier import Outcomes
 from .sampling import first_best, gumbel_noise, mix64
 
 # In place of a position, which is never negative: the two draws of a step and the draft's own noise stay independent.
@@ -62,32 +62,32 @@ def step_keys(keys: Tensor, positions: Tensor) -> Tensor:
 
 
 def draw(nodes: Tensor, tree: TreeTensors, outcomes: Outcomes, keys: Tensor) -> tuple[Acceptance, Tensor, Tensor]:
-    """Draws what comes out of a step from the law that a verifier gave.
+    """Draws what comes out of a step from the outcome distribution that a verifier gave.
 
     Args:
-        nodes: ``[B, N]`` int64, as verified. A node without a guess is never accepted, whatever a plug-in's law says.
-        outcomes: the law.
+        nodes: ``[B, N]`` int64, as verified. A node without a draft token is never accepted, whatever a plug-in says.
+        outcomes: the outcome distribution.
         keys: ``[B]`` int64, a key per row *and step* (:func:`step_keys`): equal keys give equal draws.
 
     Returns:
-        the accepted path, the token after it ``[B]`` int64, and whether that could be drawn at all, ``[B]`` bool: a law of
-        negative, infinite or missing probabilities is none.
+        the accepted path, the token after it ``[B]`` int64, and whether that could be drawn at all, ``[B]`` bool:
+        not where probabilities are negative, infinite or missing.
     """
     n = nodes.shape[1]
     index = torch.arange(n, device=nodes.device)
     possible = tree.candidates & ((nodes >= 0) | (index == 0))
     end = torch.where(possible, outcomes.end, 0.0)
-    sound = _is_law(outcomes.end) & _is_law(end)
+    sound = _is_outcomes(outcomes.end) & _is_outcomes(end)
     end = end.log()
     best = first_best(end + gumbel_noise(keys, _salt(keys, _END_NODE), n)[:, 0])[:, None]  # [B, 1]
     vocab = outcomes.next.shape[-1]
     after = outcomes.next.gather(1, best[..., None].expand(-1, 1, vocab))[:, 0]
-    sound = sound & _is_law(after)
+    sound = sound & _is_outcomes(after)
     token = first_best(after.log() + gumbel_noise(keys, _salt(keys, _NEXT_TOKEN), vocab)[:, 0])
     return _path_to(best, tree), token, sound
 
 
-def _is_law(mass: Tensor) -> Tensor:
+def _is_outcomes(mass: Tensor) -> Tensor:
     """``[B]`` bool: whether ``[B, n]`` are probabilities, up to rounding."""
     return (mass >= 0).all(-1) & ((mass.sum(-1) - 1).abs() < LAW_TOLERANCE)  # NaN is neither
 

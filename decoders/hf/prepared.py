@@ -10,7 +10,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation import logits_process, stopping_criteria
 
 from ..engine.criteria import Criteria
-from ..engine.host import Processors
+from ..engine.host_processors import Processors
 from ..engine.sampling import SamplingPlan
 
 

@@ -1,7 +1,7 @@
 """What heads learn from: hidden states of the frozen model over text, and the tokens further ahead, kept on disk.
 
 The text is that of the user's files and, for a share of the rows, what the model itself writes after their beginnings
-(self-distillation, section 2.3.2 of the paper): that is the text in which the heads will have to guess.
+(self-distillation, section 2.3.2 of the paper): that is the text in which the heads will have to predict.
 """
 
 from __future__ import annotations

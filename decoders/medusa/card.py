@@ -26,14 +26,14 @@ tags: [medusa, speculative-decoding]
 # Medusa heads
 
 {config.heads} heads of {config.layers} residual block(s) for a {type(model).__name__} of hidden size {config.hidden_size} and
-{config.vocab_size:,} tokens: {parameters:,} parameters. Vocabulary projection: {projection}. Head k guesses the token k places
+{config.vocab_size:,} tokens: {parameters:,} parameters. Vocabulary projection: {projection}. Head k predicts the token k places
 behind the next one. Used by `strategy="medusa"` of hf-decoders; they change no output, only how fast it comes.
 
 ## Training
 {_training(run, figures)}
 
 ## Held-out figures
-How often the right token is a head's best guess (among its five best):
+How often the right token is a head's best draft token (among its five best):
 
 {_accuracies(figures)}
 

@@ -15,7 +15,7 @@ class HeadsConfig:
     """Shape of the heads, the tree they are verified in, and where they come from.
 
     Attributes:
-        heads: ``K``; head k guesses the token k places behind the one that the output head gives. layers: residual blocks
+        heads: ``K``; head k predicts the token k places behind the one that the output head gives. layers: residual blocks
             of each head.
         hidden_size, vocab_size: of the model they belong to.
         projection: ``tied``: the model's own output head, nothing is stored; ``low_rank``: that plus a difference of rank

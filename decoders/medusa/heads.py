@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .config import HeadsConfig
 
 
-class Weights(NamedTuple):
+class HeadWeights(NamedTuple):
     """The tensors of all heads, stacked: what compiled code is given. None: a projection that has no such part.
 
     Attributes:
@@ -55,9 +55,9 @@ class MedusaHeads(nn.Module):
             self.down = nn.Parameter(torch.randn(k, r, h, generator=generator) * h**-0.5)
             self.up = nn.Parameter(torch.zeros(k, v, r))
 
-    def weights(self) -> Weights:
+    def weights(self) -> HeadWeights:
         """All tensors, for compiled code."""
-        return Weights(self.linear, self.bias, self.projection, self.down, self.up)
+        return HeadWeights(self.linear, self.bias, self.projection, self.down, self.up)
 
     def forward(self, hidden: Tensor, lm_head: Tensor, lm_bias: Tensor | None = None) -> Tensor:
         """``hidden`` ``[P, H]`` to scores ``[P, K, V]``, before softmax. lm_head, lm_bias: the model's, ``[V, H]``, ``[V]``."""
@@ -67,11 +67,11 @@ class MedusaHeads(nn.Module):
         """Scores ``[P, V]`` of head `k` alone: all heads at once can be too much for memory."""
         every, just = self.weights(), slice(k, k + 1)
         projection, down, up = (None if part is None else part[just] for part in every[2:])
-        one = Weights(every.linear[just], every.bias[just], projection, down, up)
+        one = HeadWeights(every.linear[just], every.bias[just], projection, down, up)
         return head_scores(hidden, one, lm_head, lm_bias)[:, 0]
 
 
-def head_scores(hidden: Tensor, weights: Weights, lm_head: Tensor, lm_bias: Tensor | None) -> Tensor:
+def head_scores(hidden: Tensor, weights: HeadWeights, lm_head: Tensor, lm_bias: Tensor | None) -> Tensor:
     """What :class:`MedusaHeads` computes, as a function of tensors: ``[P, H]`` to ``[P, K, V]``."""
     x = hidden[:, None].expand(-1, weights.linear.shape[0], -1).to(weights.linear.dtype)
     for linear, bias in zip(weights.linear.unbind(1), weights.bias.unbind(1), strict=True):

@@ -175,7 +175,7 @@ def ranks_of(heads: MedusaHeads, head: Head, examples: Examples) -> Tensor:
 
 
 def accuracies(ranks: Tensor, among: int = 1) -> list[float]:
-    """Per head, how often the right token is among its best `among` guesses."""
+    """Per head, how often the right token is among its best `among` draft tokens."""
     known = (ranks >= 0).sum(0).clamp(min=1)
     return (((ranks >= 0) & (ranks < among)).sum(0) / known).tolist()
 

@@ -14,7 +14,7 @@ from ..tree import Topology
 Tree = tuple[tuple[int, ...], ...]
 
 #: The authors' sparse tree of 63 nodes (their ``mc_sim_7b_63``, found for Vicuna-7B), best first. A path lists, level by
-#: level, which guess of that level's head is taken (0 is the best).
+#: level, which draft token of that level's head is taken (0 is the best).
 DEFAULT_TREE: Tree = (
     (0,), (0, 0), (1,), (0, 1), (2,), (0, 0, 0), (1, 0), (0, 2), (3,), (0, 3), (4,), (0, 4), (2, 0), (0, 5), (0, 0, 1),
     (5,), (0, 6), (6,), (0, 7), (0, 1, 0), (1, 1), (7,), (0, 8), (0, 0, 2), (3, 0), (0, 9), (8,), (9,), (1, 0, 0),
@@ -27,17 +27,17 @@ DEFAULT_TREE: Tree = (
 def search_tree(ranks: Tensor, nodes: int, widest: int = 16) -> Tree:
     """The tree of `nodes` nodes with the longest mean accepted path on calibration data, its paths best first.
 
-    At every position the heads' guesses are right at certain ranks, and a tree accepts as much of that path of ranks as it
+    At every position the heads' draft tokens are right at certain ranks, and a tree accepts as much of that path of ranks as it
     holds. So a node adds to the mean length the share of positions whose path goes through it, whatever else the tree
     holds; a parent never has less than its child, and taking the most frequent nodes greedily is the best tree there is.
     (The paper multiplies the accuracies of single heads instead, as if they were independent.)
 
     Args:
-        ranks: ``[P, K]`` int64, the rank of the right token among each head's guesses, 0 for the best; -1: not known.
-        widest: most guesses of one head that are considered.
+        ranks: ``[P, K]`` int64, the rank of the right token among each head's draft tokens, 0 for the best; -1: not known.
+        widest: most draft tokens of one head that are considered.
 
     Raises:
-        DecodersError: no position is ever guessed.
+        DecodersError: no position is ever predicted right.
     """
     counts: Counter[tuple[int, ...]] = Counter()
     for row, number in zip(*(t.tolist() for t in torch.unique(ranks, dim=0, return_counts=True)), strict=True):
@@ -46,7 +46,7 @@ def search_tree(ranks: Tensor, nodes: int, widest: int = 16) -> Tree:
                 break
             counts[tuple(row[: depth + 1])] += number
     if not counts:
-        raise DecodersError("no tree can be found: on the calibration data no guess of any head is right")
+        raise DecodersError("no tree can be found: on the calibration data no draft token of any head is right")
     # Of equal nodes the shallower first: so a parent comes before its child.
     return tuple(sorted(counts, key=lambda path: (-counts[path], len(path), path))[:nodes])
 

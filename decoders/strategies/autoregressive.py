@@ -1,4 +1,4 @@
-"""Plain decoding in the compiled loop: the yardstick of every other strategy."""
+"""Plain decoding in the compiled loop: the baseline of every other strategy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ..strategy import Draft, Sequences, Strategy
 
 
 class Autoregressive(Strategy):
-    """One token per step, no guesses."""
+    """One token per step, no draft tokens."""
 
     name = "autoregressive"
     summary = "One token per step in the compiled static-cache loop."

@@ -15,11 +15,11 @@ WINDOW, ENOUGH = 32, 3
 
 
 class Calibration:
-    """The threshold on the probability of a guess that gives most tokens per second.
+    """The threshold on the probability of a draft token that gives most tokens per second.
 
-    Another guess costs ``c`` seconds to draft and ``v`` to verify and brings, with cumulative probability ``P``, ``P``
+    Another draft token costs ``c`` seconds to draft and ``v`` to verify and brings, with cumulative probability ``P``, ``P``
     tokens; rows share a pass and so its seconds. In the long run a second is worth ``R`` tokens, the present rate. By the
-    renewal-reward argument (Dinkelbach 1967 for the ratio of tokens to seconds) guessing goes on as long as
+    renewal-reward argument (Dinkelbach 1967 for the ratio of tokens to seconds) drafting goes on as long as
     ``P >= (c + v) R``. A draft model is more or
     less sure than it is right: ``P`` is its product of probabilities times the measured ratio of accepted to expected.
 
@@ -50,7 +50,7 @@ class Calibration:
         """The threshold from here on; None while too little is known.
 
         Args:
-            expected: sum of the cumulative probabilities of all guesses, of a chain; None leaves them as they are.
+            expected: sum of the cumulative probabilities of all draft tokens, of a chain; None leaves them as they are.
         """
         now = time.perf_counter()
         if self._first:  # compilation may hide in the first step

@@ -44,7 +44,7 @@ class DraftModelStrategy(Strategy):
 
     def __init__(self, settings: Settings | None = None, /, **values: Any) -> None:
         super().__init__(settings, **values)
-        # Seen by `generate`, which then neither asks for an assistant model nor takes one.
+        # SpyLog by `generate`, which then neither asks for an assistant model nor takes one.
         self.needs_assistant = self.settings.draft_model is None
 
     def draft_model(self, context: Context) -> PreTrainedModel | str:
@@ -61,7 +61,7 @@ class DraftModelStrategy(Strategy):
 
 
 def require_coupled(context: Context, what: str) -> None:
-    """Raises UnsupportedError where guesses chosen by what was drawn would change the distribution."""
+    """Raises UnsupportedError where draft tokens chosen by what was drawn would change the distribution."""
     if not context.coupled:
         raise UnsupportedError(
             f"{what}: a tree whose nodes are chosen by what was drawn is exact with the coupled verifier only; take a "

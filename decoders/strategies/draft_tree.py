@@ -1,4 +1,4 @@
-"""Trees of guesses: which nodes a draft model expands, and which of the nodes found are put to the target."""
+"""Trees of draft tokens: which nodes a draft model expands, and which of the nodes found are put to the target."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ..engine.drafter import Drafter
 from ..strategy import Draft
 from ..tree import Topology, TreeTensors
 
-#: How often the target's token is the draft's best, second best … guess: the shape of the default tree rests on this
-#: guess (Chen et al. 2024, "Sequoia", measure such a vector and build the best tree for it).
+#: How often the target's token is the draft's best, second best … draft token: the shape of the default tree rests on this
+#: draft token (Chen et al. 2024, "Sequoia", measure such a vector and build the best tree for it).
 RANK_SHARES = (0.66, 0.14, 0.06, 0.035, 0.02, 0.015, 0.01, 0.01)
 
 
@@ -64,12 +64,12 @@ class StaticTree:
         scores: list[Tensor] = []
         for depth, (frontier, where, ranks, run) in enumerate(self._levels):
             if depth == 0:
-                growth = drafter.root()
+                expansion = drafter.root()
             else:
-                growth = drafter.grow(torch.cat(tokens, dim=1)[:, frontier - 1], run)
-            tokens.append(growth.tokens[:, where, ranks])
-            if growth.scores is not None:
-                scores.append(growth.scores[:, where])
+                expansion = drafter.expand(torch.cat(tokens, dim=1)[:, frontier - 1], run)
+            tokens.append(expansion.tokens[:, where, ranks])
+            if expansion.scores is not None:
+                scores.append(expansion.scores[:, where])
         return Draft(torch.cat(tokens, dim=1), self.topology, torch.cat(scores, dim=1) if scores else None)
 
 
@@ -100,14 +100,14 @@ class DynamicTree:
         """The same, with how likely each node is.
 
         Args:
-            floor: ``[B]``, log-probability below which a node is not continued. With one, growth ends when no row has
+            floor: ``[B]``, log-probability below which a node is not continued. With one, expansion ends when no row has
                 anything to continue (the host looks once per level).
 
         Returns:
             the draft and the cumulative log-probability of its nodes, ``[B, N-1]``.
         """
-        growth = drafter.root()
-        tokens, weights = growth.tokens[:, 0], growth.weights[:, 0]
+        expansion = drafter.root()
+        tokens, weights = expansion.tokens[:, 0], expansion.weights[:, 0]
         nowhere = torch.zeros_like(tokens)
         level = (tokens, weights, nowhere - 1, nowhere)  # tokens, weights, parents, the parents' places in the cache
         levels, found = [level], tokens.shape[1]
@@ -121,9 +121,9 @@ class DynamicTree:
             nodes, reached, chosen, offsets, visible = self._frontier(
                 level[0], level[1], level[3], offsets, visible, floor, width
             )
-            growth = drafter.grow(nodes, TreeTensors(offsets, offsets, visible, visible))
+            expansion = drafter.expand(nodes, TreeTensors(offsets, offsets, visible, visible))
             start = found - level[0].shape[1]
-            level = self._born(growth.tokens, growth.weights, reached, chosen + start, offsets)
+            level = self._born(expansion.tokens, expansion.weights, reached, chosen + start, offsets)
             levels.append(level)
             found += level[0].shape[1]
         tokens, weights, parents, _ = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))

@@ -1,15 +1,15 @@
 """Jump-ahead decoding: what a grammar forces is proposed, not written token by token.
 
 Inside a schema much of the text is settled: quotes, keys, punctuation. The bytes that every legal continuation begins with
-are proposed, as SGLang's jump-forward decoding does (Zheng et al. 2024), but as guesses: several tokens may spell the same bytes, and
-which ones the target prefers is for it to say. They are guessed in the tokens that the row was written with before.
+are proposed, as SGLang's jump-forward decoding does (Zheng et al. 2024), but as draft tokens: several tokens may spell the same bytes,
+and which ones the target prefers is for it to say. They are drafted in the tokens that the row was written with before.
 """
 
 from __future__ import annotations
 
 from pydantic import Field
 
-from ..engine.guide import Guide
+from ..engine.grammar.guide import Guide
 from ..errors import UnsupportedError
 from ..settings import Settings
 from ..strategy import Context, Draft, Sequences, Strategy

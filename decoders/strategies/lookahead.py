@@ -1,9 +1,9 @@
 """Lookahead decoding (Fu et al. 2024, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding").
 
-The target guesses for itself. Beside the tokens to be verified, its forward pass carries a *window*: ``W`` columns of a
+The target drafts for itself. Beside the tokens to be verified, its forward pass carries a *window*: ``W`` columns of a
 Jacobi iteration over the text to come, of which the last ``N-1`` rounds (*levels*) are kept. Read along a column, these
 and the token that the target now puts behind them are an n-gram. N-grams go to a pool; those that begin with
-the current token are the next step's guesses.
+the current token are the next step's candidates.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ class LookaheadSettings(Settings):
     itself (W above 1) they are among the fastest in tokens per second on the demo target. Large models want wider blocks.
     """
 
+    renamed = {"guesses": "candidates"}
+
     window: int = Field(
         2, ge=1, le=64, description="W: columns of the window, positions ahead that are iterated on. Paper, 7B: 15."
     )
     ngram: int = Field(
         8, ge=2, le=16, description="N: tokens of an n-gram, of which N - 1 can be accepted in a step. Paper, 7B: 5."
     )
-    guesses: int = Field(
+    candidates: int = Field(
         2, ge=1, le=64, description="G: n-grams verified per step, and kept per first token. Paper, 7B: 15."
     )
     capacity: int = Field(512, ge=16, le=4096, description="N-grams per row that the pool holds, all keys together.")
@@ -50,7 +52,7 @@ class LookaheadState:
     """One call's state; tensors are updated in place.
 
     Attributes:
-        block: ``[B, (W + G)(N - 1) - 1]`` int64, the next draft: window without the root, then guesses.
+        block: ``[B, (W + G)(N - 1) - 1]`` int64, the next draft: window without the root, then candidates.
         pool: ``[B, N + 1, C]`` int64, see :mod:`.ngram_pool`.
         advance: the compiled update.
     """
@@ -80,15 +82,15 @@ class Lookahead(Strategy):
         window = first_window(text.tokens, text.length, s.window, s.ngram)
         # No more than the pool can hold: each is compared with each, and long prompts would take long.
         new, valid = last_ngrams(text.tokens, text.length, s.ngram, min(text.tokens.shape[1], s.capacity))
-        pool = make_pool(new, valid & s.seed_from_prompt, s.guesses, s.capacity).contiguous()
-        guesses = recall(pool, text.last, s.guesses)
-        block = torch.cat([window.flatten(1)[:, 1:], guesses.flatten(1)], 1)
+        pool = make_pool(new, valid & s.seed_from_prompt, s.candidates, s.capacity).contiguous()
+        candidates = recall(pool, text.last, s.candidates)
+        block = torch.cat([window.flatten(1)[:, 1:], candidates.flatten(1)], 1)
         return LookaheadState(block, pool, context.compile(advance_for(s.window, s.ngram, s.keep_output)))
 
     def propose(self, state: LookaheadState, sequences: Sequences) -> Draft:
         s: LookaheadSettings = self.settings
         # A copy, since `observe` writes the next block in place.
-        return Draft(state.block.clone(), lookahead_block(s.window, s.ngram, s.guesses))
+        return Draft(state.block.clone(), lookahead_block(s.window, s.ngram, s.candidates))
 
     def observe(self, state: LookaheadState, step: Step) -> None:
         text = step.sequences
@@ -98,17 +100,17 @@ class Lookahead(Strategy):
 
 
 @lru_cache
-def lookahead_block(window: int, ngram: int, guesses: int) -> Topology:
+def lookahead_block(window: int, ngram: int, candidates: int) -> Topology:
     """The block of a step: ``(W + G) · (N - 1)`` nodes, of which the window's are never accepted.
 
     Node ``j·W + i`` is level ``j``, column ``i`` of the window, at position ``i + j`` after the root; the root is level 0,
-    column 0. It sees the columns up to ``i`` of level 0 and its own column up to level ``j``. The guesses follow as branches of
+    column 0. It sees the columns up to ``i`` of level 0 and its own column up to level ``j``. The candidates follow as branches of
     the root. Neither part sees the other.
     """
     levels = [(j, i) for j in range(ngram - 1) for i in range(window)]
     sights = tuple((*range(i + 1), *(k * window + i for k in range(1, j))) for j, i in levels)
     lookahead = Topology((NO_PARENT,) * len(levels), tuple(j + i for j, i in levels), sights)
-    return lookahead.merge(Topology.branches(guesses, ngram - 1))
+    return lookahead.merge(Topology.branches(candidates, ngram - 1))
 
 
 def first_window(tokens: Tensor, length: Tensor, window: int, ngram: int) -> Tensor:
@@ -160,7 +162,7 @@ def advance_for(window: int, ngram: int, keep_output: bool) -> Callable[..., Non
         # Off the accepted path there is no choice if processors run on the host: the likeliest token stands in.
         level = torch.where(chosen[:, last] >= 0, chosen[:, last], logits[:, last].argmax(-1))  # [B, W]
         columns = torch.cat([nodes[:, :size].unflatten(1, (ngram - 1, window)), level[:, None]], 1)  # [B, N, W]
-        # Column 0 counts as the most recent: its context is the text itself, not a guess at it.
+        # Column 0 counts as the most recent: its context is the text itself, not a prediction of it.
         new, valid = columns, torch.ones_like(level, dtype=torch.bool)
         if keep_output:
             # A step of lookahead alone writes at most N tokens; merged with others it may write more: the last N count.
@@ -168,8 +170,8 @@ def advance_for(window: int, ngram: int, keep_output: bool) -> Callable[..., Non
             whole = whole & (torch.arange(ngram, device=tokens.device) < emitted[:, None])
             new, valid = torch.cat([written, new], 2), torch.cat([whole, valid], 1)
         remembered = remember(pool, new, valid, per_key)
-        guesses = recall(remembered, tokens.gather(1, length[:, None] - 1), per_key)
+        candidates = recall(remembered, tokens.gather(1, length[:, None] - 1), per_key)
         pool.copy_(remembered)
-        block.copy_(torch.cat([columns[:, 1:].flatten(1)[:, 1:], guesses.flatten(1)], 1))
+        block.copy_(torch.cat([columns[:, 1:].flatten(1)[:, 1:], candidates.flatten(1)], 1))
 
     return advance

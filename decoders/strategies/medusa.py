@@ -1,4 +1,4 @@
-"""Medusa (Cai et al. 2024): extra heads on the target guess the tokens after the next one, all at once, as a tree."""
+"""Medusa (Cai et al. 2024): extra heads on the target predict the tokens after the next one, all at once, as a tree."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..engine.packing import FreedParameter
 from ..engine.sampling import SamplingInputs, SamplingPlan
 from ..errors import SettingsError, UnsupportedError
 from ..medusa.files import check_fit, find_heads, load_heads
-from ..medusa.heads import MedusaHeads, Weights, head_scores
+from ..medusa.heads import HeadWeights, MedusaHeads, head_scores
 from ..medusa.trees import DEFAULT_TREE
 from ..settings import Settings
 from ..strategy import Context, Draft, Sequences, Step, Strategy
@@ -22,7 +22,7 @@ from ..tree import Topology
 
 
 class MedusaSettings(Settings):
-    """Which heads guess, and in which tree."""
+    """Which heads predict, and in which tree."""
 
     heads: str | None = Field(
         None,
@@ -43,17 +43,17 @@ class _State:
     """What a call keeps.
 
     Attributes:
-        level, rank: ``[N-1]`` int64, whose guess each node takes. ranks: a number of guesses that covers all of them.
+        level, rank: ``[N-1]`` int64, whose draft token each node takes. ranks: a number of draft tokens that covers all of them.
         hidden: ``[B, H]``, what the heads read: the hidden state that gave the next block's root. known: ``[B, 1]`` bool,
             whether there is one yet. ahead: ``[K]`` int64, 0 … K-1.
-        guess: :func:`guesses`, compiled.
+        draft token: :func:`draft_tokens`, compiled.
     """
 
     topology: Topology
     level: Tensor
     rank: Tensor
     ranks: int
-    weights: Weights
+    weights: HeadWeights
     lm_head: Tensor
     lm_bias: Tensor | None
     hidden: Tensor
@@ -62,21 +62,21 @@ class _State:
     plan: SamplingPlan
     sampling: SamplingInputs | None
     keep_scores: bool
-    guess: Callable[..., tuple[Tensor, Tensor | None]]
+    predict: Callable[..., tuple[Tensor, Tensor | None]]
 
 
 class Medusa(Strategy):
-    """Head k guesses the token k places behind the next one, from the hidden state that gave the next one; the best guesses
+    """Head k predicts the token k places behind the next one, from the hidden state that gave the next one; the best draft tokens
     of all heads stand in a tree of fixed shape.
 
-    When sampling, a head's guesses are the best of its processed scores plus the noise that the target will draw with, so
-    that it tends to guess what will be drawn. The first step of a call proposes nothing: no hidden state is known yet.
+    When sampling, a head's draft tokens are the best of its processed scores plus the noise that the target will draw with, so
+    that it tends to predict what will be drawn. The first step of a call proposes nothing: no hidden state is known yet.
 
     Exact by default. The paper's typical acceptance is the lossy ``verifier="typical"``.
     """
 
     name = "medusa"
-    summary = "Small heads trained on the target guess several tokens ahead, as a tree."
+    summary = "Small heads trained on the target draft several tokens ahead, as a tree."
     settings_class = MedusaSettings
     on_device = True
 
@@ -108,12 +108,12 @@ class Medusa(Strategy):
             plan=plan,
             sampling=context.sampling,
             keep_scores=says_what_it_drew_from,
-            guess=context.compile(guesses),
+            predict=context.compile(draft_tokens),
         )
 
     def propose(self, state: _State, sequences: Sequences) -> Draft:
         at = (sequences.length - sequences.prompt_length)[:, None] + state.ahead
-        best, scores = state.guess(
+        best, scores = state.predict(
             state.hidden, at, state.weights, state.lm_head, state.lm_bias, state.plan, state.sampling, state.ranks
         )
         tokens = torch.where(state.known, best[:, state.level, state.rank], -1)
@@ -133,7 +133,7 @@ class Medusa(Strategy):
 
         Raises:
             SettingsError: they are of another size. UnsupportedError: there are none, or it is not the target that they
-                would guess for.
+                would draft token for.
         """
         if context.level > 0:
             raise UnsupportedError("medusa cannot draft for a draft model: its heads read the target's hidden states")
@@ -178,17 +178,17 @@ def without_gaps(topology: Topology, picks: Sequence[tuple[int, int]]) -> list[t
     return closed
 
 
-def guesses(
-    hidden: Tensor, positions: Tensor, weights: Weights, lm_head: Tensor, lm_bias: Tensor | None, plan: SamplingPlan,
+def draft_tokens(
+    hidden: Tensor, positions: Tensor, weights: HeadWeights, lm_head: Tensor, lm_bias: Tensor | None, plan: SamplingPlan,
     sampling: SamplingInputs | None, ranks: int,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The best `ranks` tokens of every head, ``[B, K, ranks]`` int64, and the scores they were drawn from, ``[B, K, V]``.
 
-    Guesses of one level are the same under every parent: a head knows the level, not the path. For a rejection rule this
+    Draft tokens of one level are the same under every parent: a head knows the level, not the path. For a rejection rule this
     is sound: what is drawn at a level is independent of what was drawn, and accepted, above it.
 
     Args:
-        hidden: ``[B, H]``. positions: ``[B, K]`` int64, tokens the row has generated before each head's guess.
+        hidden: ``[B, H]``. positions: ``[B, K]`` int64, tokens the row has generated before each head's draft token.
     """
     scores = head_scores(hidden, weights, lm_head, lm_bias).float()
     if not plan.sample or sampling is None:

@@ -75,22 +75,22 @@ class Merged(Strategy):
         return Draft(tokens, joined([draft.topology for draft in drafts], tokens), self._scores(drafts), depth)
 
     def _check_cut(self, part: Strategy, draft: Draft, kept: int) -> None:
-        """Refuses a budget that would cut nodes which are no guesses: the part needs them for itself."""
+        """Refuses a budget that would cut nodes which are no draft tokens: the part needs them for itself."""
         shape = draft.topology
         if isinstance(shape, Topology) and shape.parents[:kept].count(NO_PARENT) < shape.parents.count(NO_PARENT):
             raise SettingsError(
-                f"{part.name} needs {len(shape)} nodes, of which guesses alone can be left out; a budget of "
+                f"{part.name} needs {len(shape)} nodes, of which draft tokens alone can be left out; a budget of "
                 f"{self.settings.nodes} nodes leaves it {kept}"
             )
 
     def _scores(self, drafts: list[Draft]) -> Tensor | None:
-        """What the guesses were drawn from; those of drafters that draw nothing are certain."""
+        """What the draft tokens were drawn from; those of drafters that draw nothing are certain."""
         drawn = [draft.scores for draft in drafts if draft.scores is not None]
         if not drawn:
             return None
         if len(drawn) > 1:
             raise UnsupportedError(
-                f"{self.name!r}: two of these draw their guesses with the same noise, which only verifier='coupled' allows"
+                f"{self.name!r}: two of these draw their draft tokens with the same noise, which only verifier='coupled' allows"
             )
         vocabulary = torch.arange(drawn[0].shape[-1], device=drawn[0].device)
         return torch.cat(

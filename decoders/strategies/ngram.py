@@ -1,4 +1,4 @@
-"""N-gram drafting: the likeliest followers of the last two tokens, as the lowest stage of Spector & Ré (2023) guesses.
+"""N-gram drafting: the likeliest followers of the last two tokens, as the lowest stage of Spector & Ré (2023) drafts.
 
 Stupid back-off (Brants et al. 2007) scores a follower by the longest context it was seen in; the mini-tree along the
 likeliest spine is that of "Accelerating LLM Inference with Staged Speculative Decoding" (arXiv 2308.04623).
@@ -28,7 +28,7 @@ SCORE_BITS = 40
 
 
 class NgramSettings(Settings):
-    """How many guesses, and what they are counted in.
+    """How many draft tokens, and what they are counted in.
 
     The default tree costs as much as a chain of 7. Wider ones, such as the paper's, pay where nodes are nearly free.
     """
@@ -37,7 +37,7 @@ class NgramSettings(Settings):
         (2, 1, 1, 1, 1, 1),
         min_length=1,
         max_length=16,
-        description="Guesses at each depth, continuing the best of the depth before. The paper: 12, 7, 4, 1, 1, 1.",
+        description="Draft tokens at each depth, continuing the best of the depth before. The paper: 12, 7, 4, 1, 1, 1.",
     )
     max_ngram: int = Field(3, ge=1, le=MAX_NGRAM, description="Longest n-gram, in tokens: 3 reads two tokens back.")
     table: Path | None = Field(
@@ -60,12 +60,12 @@ class NgramState:
     """What a call works with; nothing in it remembers the text.
 
     Attributes:
-        guess: :func:`mini_tree`, compiled if the call is.
+        draft token: :func:`mini_tree`, compiled if the call is.
         scratch: ``[B, V]`` int32, where equal tokens meet; written before it is read.
         table: tensors of the table's orders, four per order.
     """
 
-    guess: Callable[..., Tensor]
+    predict: Callable[..., Tensor]
     scratch: Tensor
     table: tuple[Tensor, ...]
 
@@ -91,10 +91,10 @@ class Ngram(Strategy):
 
     def propose(self, state: NgramState, sequences: Sequences) -> Draft:
         s: NgramSettings = self.settings
-        guesses = state.guess(
+        draft_tokens = state.predict(
             sequences.tokens, sequences.length, s.widths, s.max_ngram, s.text_weight, state.scratch, *state.table
         )
-        return Draft(guesses, spine(s.widths))
+        return Draft(draft_tokens, spine(s.widths))
 
 
 @lru_cache
@@ -121,11 +121,11 @@ def mini_tree(
     """
     at = length[:, None] - 1 - torch.arange(max_ngram - 1, device=tokens.device)[None]
     context = torch.where(at >= 0, tokens.gather(1, at.clamp(min=0)), -1)
-    guesses = []
+    draft_tokens = []
     for width in widths:
         best, context = followers(tokens, length, context, width, text_weight, scratch, *table)
-        guesses.append(best)
-    return torch.cat(guesses, 1)
+        draft_tokens.append(best)
+    return torch.cat(draft_tokens, 1)
 
 
 def followers(

@@ -29,7 +29,7 @@ def train_table(
 ) -> NgramTable:
     """Samples from `model` after `prompts` and counts what it writes; the prompts are context and not counted.
 
-    The table follows the model's own distribution, which is what a drafter for it has to guess.
+    The table follows the model's own distribution, which is what a drafter for it has to predict.
 
     Args:
         model: as :func:`decoders.enable` gave it back.

@@ -76,7 +76,7 @@ def continuations(tokens: Tensor, length: Tensor, max_ngram: int, min_ngram: int
     for _ in range(branches):
         best, at = score.max(1, keepdim=True)
         period = (last - at).clamp(min=1)
-        guess = tokens.gather(1, at + 1 + steps % period)
-        found.append(torch.where(best >= 0, guess, -1))
-        score = torch.where(follower == guess[:, :1], -1, score)
+        draft_token = tokens.gather(1, at + 1 + steps % period)
+        found.append(torch.where(best >= 0, draft_token, -1))
+        score = torch.where(follower == draft_token[:, :1], -1, score)
     return torch.stack(found, 1)

@@ -42,7 +42,7 @@ class _State:
 
 
 class Staged(DraftModelStrategy):
-    """The draft model decodes in the shared loop itself, with any strategy as its drafter: what that strategy guesses right
+    """The draft model decodes in the shared loop itself, with any strategy as its drafter: what that strategy drafts right
     costs the draft model no pass of its own. Drafts therefore grow longer at equal cost.
 
     The tokens that the draft model settles on form a path; its next best tokens at every node, which come out of the same
@@ -76,11 +76,19 @@ class Staged(DraftModelStrategy):
         scores: Tensor | None = None
         for _ in range(s.passes):
             written = drafter.length - sequences.length
-            out, growth = drafter.advance()
-            if scores is None and growth.scores is not None:
-                scores = growth.scores.new_zeros(*shape[:2], growth.scores.shape[-1])
+            out, expansion = drafter.advance()
+            if scores is None and expansion.scores is not None:
+                scores = expansion.scores.new_zeros(*shape[:2], expansion.scores.shape[-1])
             tokens, weights, scores = state.lay(
-                out.path, out.summary[0], written, growth.tokens, growth.weights, growth.scores, tokens, weights, scores
+                out.path,
+                out.summary[0],
+                written,
+                expansion.tokens,
+                expansion.weights,
+                expansion.scores,
+                tokens,
+                weights,
+                scores,
             )
         path = drafter.drafted(s.length)
         if state.fixed is None:

@@ -121,11 +121,11 @@ class Threshold(DraftModelStrategy):
         scores: list[Tensor] = []
         last, look = s.max_length, state.bucket
         while len(products) < last:
-            growth = state.drafter.extend()
-            reached = reached + growth.weights[:, 0, 0]
+            expansion = state.drafter.extend()
+            reached = reached + expansion.weights[:, 0, 0]
             products.append(reached)
-            if growth.scores is not None:
-                scores.append(growth.scores)
+            if expansion.scores is not None:
+                scores.append(expansion.scores)
             if not state.waits:
                 if not bool((reached >= floor).any()):
                     break
@@ -148,12 +148,12 @@ class Threshold(DraftModelStrategy):
 
 
 def first_rejected(draft: Draft, weights: Tensor, step: Step) -> Tensor:
-    """``[B]`` float32: cumulative probability of the likeliest guess after the last accepted node, the first to be rejected.
+    """``[B]`` float32: cumulative probability of the likeliest draft token after the last accepted node, the first to be rejected.
     -1 where nothing was rejected: the path ends where the draft does.
     """
     end = step.path.gather(1, step.accepted[:, None])  # [B, 1]
     tree = draft.topology
     if isinstance(tree, Topology):
         tree = tree.tensors(len(end), end.device)
-    guesses = (tree.parents[:, 1:] == end) & tree.ancestors[:, 1:, 0] & (draft.tokens >= 0)
-    return torch.where(guesses, weights.exp(), -1.0).amax(1)
+    draft_tokens = (tree.parents[:, 1:] == end) & tree.ancestors[:, 1:, 0] & (draft.tokens >= 0)
+    return torch.where(draft_tokens, weights.exp(), -1.0).amax(1)

@@ -260,7 +260,7 @@ def check_sampling_equals_autoregressive(strategy: Strategy, conditions: Conditi
 
 
 def check_end_token_inside_a_draft(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """An end-of-sequence token ends a row even if what follows it was guessed right too."""
+    """An end-of-sequence token ends a row even if what follows it was drafted right too."""
     for name in conditions.models:
         inputs = prompts(1)
         start = inputs["input_ids"].shape[1]
@@ -273,7 +273,7 @@ def check_end_token_inside_a_draft(strategy: Strategy, conditions: Conditions = 
 
 
 def check_prefix_processors(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """Processors that read the prefix see each guess with its own path as prefix."""
+    """Processors that read the prefix see each draft token with its own path as prefix."""
     for options in (dict(repetition_penalty=1.3), dict(no_repeat_ngram_size=3)):
         for rows in (1, 4):
             name, inputs = conditions.models[0], prompts(rows)

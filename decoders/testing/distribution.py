@@ -14,7 +14,7 @@ from ..tree import Topology
 from .checks import Conditions, run
 from .exactness import prompts
 from .memory import parts_of
-from .spy import Seen, spied
+from .spy import SpyLog, spied
 
 #: Rows that draw side by side, at most; nodes of all of them; and tokens of each.
 ROWS, NODES, TOKENS = 256, 4096, 6
@@ -60,7 +60,7 @@ def _rows(inputs: dict[str, Tensor], count: int) -> dict[str, Tensor]:
     return {key: tensor.expand(count, -1) for key, tensor in inputs.items()}
 
 
-def _drawn(seen: Seen, generator: torch.Generator) -> Tensor:
+def _drawn(seen: SpyLog, generator: torch.Generator) -> Tensor:
     """Where each token that was drawn in a step lies in its own distribution, see :func:`_ranks`; ``[draws]``.
 
     Counted are, from the root down, the children of each eldest child: nodes elsewhere may repeat these draws.

@@ -1,4 +1,4 @@
-"""Every draft that a small drafter can make, with its probability: what a verifier's law is checked against."""
+"""Every draft that a small drafter can make, with its probability: what a verifier's outcome distribution is checked against."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..tree import TreeTensors
-from ..verifier import Block, Outcomes
+from ..verifiers.verifier import Block, Outcomes
 
 #: A model as conditional tables: entry ``d`` is ``[V**d, V]``, the next token's distribution after each ``d`` tokens.
 Tables = tuple[Tensor, ...]
@@ -22,7 +22,7 @@ class Enumeration:
     Attributes:
         block: ``R`` rows, one per draft.
         weight: ``[R]``, probability of each draft; sums to 1.
-        prefix: ``[R, N]`` int64, the tokens down to each node as one number in base V; -1 where a guess is missing.
+        prefix: ``[R, N]`` int64, the tokens down to each node as one number in base V; -1 where a draft token is missing.
     """
 
     block: Block
@@ -31,7 +31,7 @@ class Enumeration:
 
 
 @dataclass(frozen=True)
-class Case:
+class EnumerationCase:
     """A target, a drafter and a tree.
 
     Attributes:
@@ -40,7 +40,7 @@ class Case:
         target: the target's tables, one more than the tree is deep.
         draft: the draft's tables.
         sure: nodes that take the likeliest token left instead of drawing one.
-        silent: nodes that guess only after some prefixes (those whose number is odd).
+        silent: nodes that propose only after some prefixes (those whose number is odd).
     """
 
     name: str
@@ -69,7 +69,7 @@ class Case:
         prefix = torch.zeros(1, 1, dtype=torch.int64)
         draft = weight.new_empty(1, 0, self.vocab)
         for node, parent in enumerate(self.parents[1:], start=1):
-            q, chances = self._guess(node, nodes, prefix)
+            q, chances = self._proposal(node, nodes, prefix)
             row, token = chances.nonzero(as_tuple=True)
             weight = weight[row] * chances[row, token]
             token = torch.where(token < self.vocab, token, -1)
@@ -83,7 +83,7 @@ class Case:
         tree = TreeTensors.from_parents(torch.tensor(self.parents).expand(len(weight), -1))
         return Enumeration(Block(nodes, tree, target, draft), weight, prefix)
 
-    def _guess(self, node: int, nodes: Tensor, prefix: Tensor) -> tuple[Tensor, Tensor]:
+    def _proposal(self, node: int, nodes: Tensor, prefix: Tensor) -> tuple[Tensor, Tensor]:
         """``q [R, V]`` that the block shows for a node, and the chances ``[R, V+1]`` of its tokens, or (last) of none."""
         parent = self.parents[node]
         rows, vocab = len(nodes), self.vocab
@@ -102,7 +102,7 @@ class Case:
             left = torch.where(total > 0, q, left)
         else:
             left = torch.where(total > 0, left / total, left)
-        # What continues a missing guess still holds a token, to see that it is not accepted.
+        # What continues a missing draft token still holds a token, to see that it is not accepted.
         orphan = prefix[:, parent, None] < 0
         left = torch.where(orphan, self._one_hot(torch.zeros(rows, dtype=torch.int64)), left)
         nothing = (total <= 0) & ~orphan
@@ -121,9 +121,9 @@ class Case:
     def _one_hot(self, tokens: Tensor) -> Tensor:
         return torch.nn.functional.one_hot(tokens, self.vocab).to(self.target[0].dtype)
 
-    def continued(self, law: Tensor, depth: int) -> Tensor:
+    def continued(self, weights: Tensor, depth: int) -> Tensor:
         """``[V**depth, V]`` weights of ``depth + 1`` tokens to those of all tokens, which the target continues."""
-        joint = law.flatten()
+        joint = weights.flatten()
         for table in self.target[depth + 1 :]:
             joint = (joint[:, None] * table).flatten()
         return joint
@@ -133,17 +133,17 @@ class Case:
         return self.continued(self.target[0], 0)
 
     def emitted(self, drafts: Enumeration, outcomes: Outcomes) -> Tensor:
-        """The joint distribution of as many tokens if every step's law is `outcomes` and the target goes on from there."""
+        """The joint distribution of as many tokens if every step follows `outcomes` and the target goes on from there."""
         joint = torch.zeros_like(self.wanted())
         for node, depth in enumerate(self.depths):
             reached = (drafts.prefix[:, node] >= 0).to(drafts.weight.dtype)
             mass = (drafts.weight * reached * outcomes.end[:, node])[:, None] * outcomes.next[:, node]
             if depth >= 0:
-                law = mass.new_zeros(self.vocab**depth, self.vocab)
-                joint += self.continued(law.index_add(0, drafts.prefix[:, node].clamp(min=0), mass), depth)
+                weights = mass.new_zeros(self.vocab**depth, self.vocab)
+                joint += self.continued(weights.index_add(0, drafts.prefix[:, node].clamp(min=0), mass), depth)
         return joint
 
     def accepted(self, drafts: Enumeration, outcomes: Outcomes) -> float:
-        """How many guesses a step accepts on average."""
+        """How many draft tokens a step accepts on average."""
         depths = torch.tensor(self.depths).clamp(min=0).to(drafts.weight.dtype)
         return float((drafts.weight @ outcomes.end) @ depths)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..constraints.base import Grammar, Matcher, mask_words, unpack
+from ..constraints.base import CompiledGrammar, Matcher, mask_words, unpack
 from ..constraints.vocabulary import Vocabulary
 from .languages import STOPPED, Reference
 
@@ -16,10 +16,10 @@ WALKS, STEPS = 4, 10
 
 
 @dataclass(frozen=True)
-class Case:
+class GrammarCase:
     """A compiled language, what is true of it, and the source of random walks."""
 
-    grammar: Grammar
+    grammar: CompiledGrammar
     reference: Reference
     chance: random.Random
 
@@ -65,7 +65,7 @@ class Case:
         return f"{list(tokens)} {self.vocabulary.spell([t for t in tokens if 0 <= t < len(self.vocabulary)])!r}"
 
 
-Check = Callable[[Case], None]
+Check = Callable[[GrammarCase], None]
 
 
 def mask(matcher: Matcher) -> set[int]:

@@ -1,4 +1,4 @@
-"""Checks of how matchers move: taking tokens, giving them back, forking, going down trees of guesses."""
+"""Checks of how matchers move: taking tokens, giving them back, forking, going down trees of draft tokens."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 
 from ..constraints.base import Matcher, mask_words
 from ..tree import NO_PARENT
-from .grammar_case import STEPS, Case, observed
+from .grammar_case import STEPS, GrammarCase, observed
 from .languages import STOPPED
 
 
-def check_advance(case: Case) -> None:
+def check_advance(case: GrammarCase) -> None:
     """advance() takes tokens up to the first illegal one, says how many, and goes on as if nothing had been."""
     strangers = [-1, len(case.vocabulary), 1 << 40]
     for matcher, state, taken in case.walks():
@@ -37,7 +37,7 @@ def check_advance(case: Case) -> None:
         assert matcher.advance([]) == matcher.validate([]) == 0, f"{where}: no tokens, but some were taken"
 
 
-def check_rollback(case: Case) -> None:
+def check_rollback(case: GrammarCase) -> None:
     """Rolling back undoes any number of tokens exactly, a stop token among them; too many are an error."""
     seen: list[tuple[object, ...]] = []
     for matcher, state, taken in case.walks():
@@ -58,7 +58,7 @@ def check_rollback(case: Case) -> None:
         _goes_back_no_further(matcher, "rollback() behind the beginning")
 
 
-def check_fork(case: Case) -> None:
+def check_fork(case: GrammarCase) -> None:
     """A fork stands where the original stands, and neither moves the other."""
     for matcher, state, taken in case.walks():
         before, twin = observed(matcher), matcher.fork()
@@ -79,7 +79,7 @@ def check_fork(case: Case) -> None:
         _goes_back_no_further(twin, "a fork rolled back behind the place where it was made")
 
 
-def check_tree(case: Case) -> None:
+def check_tree(case: GrammarCase) -> None:
     """fill_tree() says what walking to each node says; the masks of all other nodes are ones, the matcher stays."""
     for matcher, state, taken in case.walks():
         parents, tokens = _tree(case, matcher, state)
@@ -110,8 +110,8 @@ def _goes_back_no_further(matcher: Matcher, what: str) -> None:
     raise AssertionError(f"{what} must raise ValueError")
 
 
-def _tree(case: Case, matcher: Matcher, state: Hashable) -> tuple[list[int], list[int]]:
-    """Guesses, most of them legal; some missing (-1), some nodes without a parent, some behind illegal ones or the end."""
+def _tree(case: GrammarCase, matcher: Matcher, state: Hashable) -> tuple[list[int], list[int]]:
+    """Draft tokens, most of them legal; some missing (-1), some nodes without a parent, some behind illegal ones or the end."""
     parents, tokens = [NO_PARENT], [case.chance.randrange(len(case.vocabulary))]
     states: list[Hashable | None] = [state]
     ways: list[list[int]] = [[]]

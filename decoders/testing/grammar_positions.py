@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ..constraints.base import Tabulated, unpack
-from .grammar_case import STEPS, Case, mask
+from .grammar_case import STEPS, GrammarCase, mask
 from .languages import STOPPED
 
 
-def check_special_tokens(case: Case) -> None:
+def check_special_tokens(case: GrammarCase) -> None:
     """Nothing that stands for no text is ever legal, but a stop token where the text may end."""
     silent = {token for token, text in enumerate(case.vocabulary.tokens) if text is None}
     for matcher, state, taken in case.walks():
@@ -16,7 +16,7 @@ def check_special_tokens(case: Case) -> None:
         assert not wrong, f"after {case.told(taken)}: tokens {wrong[:8]} stand for no text, and are legal"
 
 
-def check_masks(case: Case) -> None:
+def check_masks(case: GrammarCase) -> None:
     """The mask holds the legal tokens, exactly those that validate() takes; after the end it holds the stop tokens."""
     everything = range(len(case.vocabulary))
     for matcher, state, taken in case.walks():
@@ -34,7 +34,7 @@ def check_masks(case: Case) -> None:
         assert matcher.stopped == (state == STOPPED), f"{where}: stopped is {matcher.stopped}"
 
 
-def check_ends(case: Case) -> None:
+def check_ends(case: GrammarCase) -> None:
     """No dead ends: some token is legal everywhere, and every position can be brought to an end."""
     single = case.vocabulary.ids
     for matcher, state, taken in case.walks(steps=2 * STEPS):
@@ -49,7 +49,7 @@ def check_ends(case: Case) -> None:
         assert twin.stopped and twin.accepting, "a stop token was taken, but stopped or accepting is False"
 
 
-def check_forced(case: Case) -> None:
+def check_forced(case: GrammarCase) -> None:
     """Forced bytes are all that every continuation begins with; forced tokens are how the tokenizer writes them."""
     for matcher, state, taken in case.walks():
         where, forced = f"after {case.told(taken)}", matcher.forced_bytes()
@@ -78,7 +78,7 @@ def check_forced(case: Case) -> None:
             )
 
 
-def check_tables(case: Case) -> None:
+def check_tables(case: GrammarCase) -> None:
     """A grammar that is walked by numbers gives the matcher's masks and steps, by its tensors too."""
     grammar = case.grammar
     if not isinstance(grammar, Tabulated):

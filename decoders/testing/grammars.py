@@ -11,9 +11,9 @@ import random
 import re
 from collections.abc import Iterable, Sequence
 
-from ..constraints.base import Backend, Grammar, Language, Policy
+from ..constraints.base import Backend, CompiledGrammar, Language, Policy
 from ..errors import GrammarError
-from .grammar_case import Case, Check
+from .grammar_case import Check, GrammarCase
 from .grammar_moves import check_advance, check_fork, check_rollback, check_tree
 from .grammar_positions import check_ends, check_forced, check_masks, check_special_tokens, check_tables
 from .languages import Reference, byte_vocabulary, references
@@ -52,7 +52,7 @@ def check_backend(
 
 
 def check_grammar(
-    grammar: Grammar, reference: Reference, *, checks: Iterable[Check] | None = None, seed: int = 0
+    grammar: CompiledGrammar, reference: Reference, *, checks: Iterable[Check] | None = None, seed: int = 0
 ) -> None:
     """All checks, or `checks`, on one compiled language.
 
@@ -61,7 +61,7 @@ def check_grammar(
     """
     for check in CHECKS if checks is None else checks:
         try:
-            check(Case(grammar, reference, random.Random(seed)))
+            check(GrammarCase(grammar, reference, random.Random(seed)))
         except Exception as error:
             reason = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
             name = (

@@ -12,7 +12,7 @@ from . import memory
 from .checks import Conditions, run
 from .exactness import assert_same_tokens, prompts
 from .models import VOCAB
-from .spy import Seen, spied
+from .spy import SpyLog, spied
 
 #: Seeds of texts that nothing in this process has decoded yet: a strategy that keeps them in its module knows none.
 _seeds = itertools.count(10_000)
@@ -27,7 +27,7 @@ def check_calls_share_no_state(strategy: Strategy, conditions: Conditions = Cond
     options: dict[str, Any] = dict(decoders_config={"compile": conditions.compile, "reuse": False})
     spy = spied(strategy)
 
-    def call(model: PreTrainedModel, text: Any) -> tuple[Any, list[Seen]]:
+    def call(model: PreTrainedModel, text: Any) -> tuple[Any, list[SpyLog]]:
         out = run(model, name, spy, text, conditions, **options)
         return out, spy.seen
 
@@ -52,6 +52,6 @@ def check_calls_share_no_state(strategy: Strategy, conditions: Conditions = Cond
     )
 
 
-def _drafts(seen: Seen) -> list[list[int]]:
+def _drafts(seen: SpyLog) -> list[list[int]]:
     """The draft tokens of the rows that were still going."""
     return [tokens for tokens, ended in zip(seen.draft.tokens.tolist(), seen.finished, strict=True) if not ended]

@@ -23,7 +23,7 @@ _LEADS = ((0xC2, 0xDF), (0xE0, 0xEF), (0xF0, 0xF4))
 STOPPED = "stopped"
 
 
-class Automaton(ABC):
+class ToyAutomaton(ABC):
     """Which bytes may come next. Every state that it gives out can reach an end."""
 
     start: Hashable
@@ -37,7 +37,7 @@ class Automaton(ABC):
         """Whether the text may end here."""
 
 
-class Regex(Automaton):
+class ToyRegex(ToyAutomaton):
     """A regular expression that interegular and Rust's ``regex`` read alike. State: that of the characters, a begun one."""
 
     def __init__(self, pattern: str) -> None:
@@ -89,7 +89,7 @@ def _code_points(begun: bytes) -> range:
     return range(max(low << left, shortest), min((low + 1) << left, 0x110000))
 
 
-class Nested(Automaton):
+class Nested(ToyAutomaton):
     """Lists of lists of ``x``: ``[x,[x],[]]``. State: depth, and what came last."""
 
     start = (0, "")
@@ -121,7 +121,7 @@ class Reference:
     """
 
     language: Language
-    automaton: Automaton
+    automaton: ToyAutomaton
     vocabulary: Vocabulary
     _memo: dict[Hashable, dict[int, Hashable]] = field(default_factory=dict, repr=False)
     _forced: dict[Hashable, bytes] = field(default_factory=dict, repr=False)
@@ -210,12 +210,12 @@ REGEXES = {
 }
 
 
-def languages() -> dict[str, tuple[Language, Automaton]]:
+def languages() -> dict[str, tuple[Language, ToyAutomaton]]:
     """Every language by name: regular ones in both notations, one that only Lark can express."""
-    found: dict[str, tuple[Language, Automaton]] = {}
+    found: dict[str, tuple[Language, ToyAutomaton]] = {}
     for name, regex in REGEXES.items():
         language = Language(name, regex=regex, lark=f"start: TEXT\nTEXT: /{regex}/\n")
-        found[name] = language, Regex(regex)
+        found[name] = language, ToyRegex(regex)
     nested = 'start: item\nitem: "x" | "[" "]" | "[" item ("," item)* "]"\n'
     found["nested"] = Language("nested", lark=nested), Nested()
     return found

@@ -38,12 +38,12 @@ class Replay(Strategy):
     def propose(self, state: Tensor, sequences: Sequences) -> Draft:
         s: ReplaySettings = self.settings
         at = sequences.length[:, None] + torch.arange(s.length, device=state.device)
-        guess = state.gather(1, at.clamp(max=state.shape[1] - 1))
+        draft_token = state.gather(1, at.clamp(max=state.shape[1] - 1))
         if s.wrong_every:
             # Rows are spoilt at different places, so that they advance unevenly.
             row = torch.arange(state.shape[0], device=state.device)[:, None]
-            guess = torch.where((at + 2 * row) % s.wrong_every == 0, (guess - 1).clamp(min=-1), guess)
+            draft_token = torch.where((at + 2 * row) % s.wrong_every == 0, (draft_token - 1).clamp(min=-1), draft_token)
         branch = torch.arange(s.branches, device=state.device)
         right = branch[None] == sequences.length[:, None] % s.branches
-        decoy = (guess - 2).clamp(min=-1)
-        return Draft.branches(torch.where(right[:, :, None], guess[:, None], decoy[:, None]))
+        decoy = (draft_token - 2).clamp(min=-1)
+        return Draft.branches(torch.where(right[:, :, None], draft_token[:, None], decoy[:, None]))

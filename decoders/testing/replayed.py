@@ -23,7 +23,7 @@ class Replayed(Strategy):
         record: from then on, also record each hook once and replay it ever after.
 
     Attributes:
-        drafts: the guesses of every step, as lists.
+        drafts: the draft tokens of every step, as lists.
         rebound: what the state held first that was no tensor and changed; None if nothing did.
     """
 

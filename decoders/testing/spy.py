@@ -20,7 +20,7 @@ from .surroundings import undisturbed
 from .syncs import HostReadError, NoHostData, NoHostReads, NoWaiting, RecordingError
 
 if TYPE_CHECKING:
-    from ..engine.guide import Guide
+    from ..engine.grammar.guide import Guide
 
 
 class _Reads:
@@ -41,7 +41,7 @@ class _Reads:
             mode.off = off
 
 
-class _Excused:
+class _Exempt:
     """A guide that may read the device when it is asked what is forced: the loop asks the guide itself whether it does."""
 
     def __init__(self, guide: Guide, reads: _Reads) -> None:
@@ -59,7 +59,7 @@ class _Excused:
 
 
 @dataclass(frozen=True)
-class Seen:
+class SpyLog:
     """One step as the wrapped strategy saw and answered it; lengths are those before the step."""
 
     lengths: tuple[int, ...]
@@ -82,7 +82,7 @@ class Spy(Strategy):
         self.inner, self.settings = inner, inner.settings
         self.watched = inner  # whose instance must not change
         self.reads = _Reads() if forbid_host_reads else None
-        self.seen: list[Seen] = []
+        self.seen: list[SpyLog] = []
         self.name, self.exact = inner.name, inner.exact
         self.needs_assistant, self.needs_grammar = inner.needs_assistant, inner.needs_grammar
         self.on_device = inner.on_device
@@ -92,7 +92,7 @@ class Spy(Strategy):
     def start(self, context: Context) -> Any:
         self.vocab, self.seen = context.vocab_size, []
         if self.reads is not None and context.guide is not None:
-            context = replace(context, guide=cast("Guide", _Excused(context.guide, self.reads)))
+            context = replace(context, guide=cast("Guide", _Exempt(context.guide, self.reads)))
         return self._untouched("start", lambda: self.inner.start(context), context.sequences)
 
     def propose(self, state: Any, sequences: Sequences) -> Draft:
@@ -105,7 +105,7 @@ class Spy(Strategy):
         copied = replace(
             draft, tokens=draft.tokens.clone(), scores=kept
         )  # the strategy may write the next draft in place
-        self.seen.append(Seen(tuple(sequences.length.tolist()), tuple(sequences.finished.tolist()), copied))
+        self.seen.append(SpyLog(tuple(sequences.length.tolist()), tuple(sequences.finished.tolist()), copied))
         return draft
 
     def observe(self, state: Any, step: Step) -> None:
@@ -190,10 +190,10 @@ def inspect_scores(draft: Draft, sequences: Sequences, vocab: int) -> None:
     assert scores.dtype == torch.float32 and list(scores.shape) == wanted, (
         f"Draft.scores must be torch.float32 {wanted}, not {scores.dtype} {list(scores.shape)}"
     )
-    guessed = scores[(draft.tokens >= 0) & ~sequences.finished[:, None]]
-    assert not guessed.isnan().any(), "Draft.scores holds NaN where a token is drafted"
-    assert not (guessed == float("inf")).any(), "Draft.scores holds inf where a token is drafted"
-    assert (guessed > float("-inf")).any(-1).all(), (
+    drafted = scores[(draft.tokens >= 0) & ~sequences.finished[:, None]]
+    assert not drafted.isnan().any(), "Draft.scores holds NaN where a token is drafted"
+    assert not (drafted == float("inf")).any(), "Draft.scores holds inf where a token is drafted"
+    assert (drafted > float("-inf")).any(-1).all(), (
         "Draft.scores is -inf for the whole vocabulary where a token is drafted"
     )
 

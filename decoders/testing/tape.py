@@ -29,7 +29,7 @@ class Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         refuse_waiting(func, args)
         refuse_host_data(func, args)
-        written = list(_written(func, args, kwargs))
+        written = list(_masks_of(func, args, kwargs))
         self._before += [(tensor, tensor.clone()) for tensor in written]
         result = func(*args, **kwargs)
         if written or not any(r.alias_info for r in func._schema.returns):  # a view needs no second look
@@ -52,7 +52,7 @@ class Tape(TorchDispatchMode):
                         output.copy_(result)
 
 
-def _written(func: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:
+def _masks_of(func: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[index] if index < len(args) else kwargs.get(argument.name)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..constraints.base import Grammar, Language, Matcher, Tables, Tabulated, pack
+from ..constraints.base import CompiledGrammar, Language, Matcher, Tables, Tabulated, pack
 from ..constraints.vocabulary import Vocabulary
 
 #: State after a stop token.
@@ -93,10 +93,10 @@ class TokenAutomaton(Tabulated):
         return _Walker(self, [self.first])
 
 
-class Matched(Grammar):
+class Matched(CompiledGrammar):
     """A grammar of which only the matchers are known, as with backends that have no tables."""
 
-    def __init__(self, inner: Grammar) -> None:
+    def __init__(self, inner: CompiledGrammar) -> None:
         self.inner, self.backend, self.policy = inner, inner.backend, inner.policy
         self.language, self.vocabulary = inner.language, inner.vocabulary
 

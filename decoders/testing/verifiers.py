@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..tree import NO_PARENT, Topology
-from ..verifier import Block, Outcomes, Verifier
-from .enumeration import Case, Enumeration, Tables
+from ..verifiers.verifier import Block, Outcomes, Verifier
+from .enumeration import Enumeration, EnumerationCase, Tables
 
 VOCAB = 4
 CHAINS = {
@@ -28,7 +28,7 @@ TREES = {
     "two branches": (-1, 0, 0, 1, 2),
     "branching at two depths": (-1, 0, 1, 1, 0, 3),
     "three, then two, then one": (-1, 0, 0, 0, 2, 2, 4),
-    "window before guesses": (-1, -1, 0, 0, -1, 2),
+    "window before draft tokens": (-1, -1, 0, 0, -1, 2),
 }
 #: Largest deviation of a probability, and of a sum from 1.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -55,7 +55,7 @@ def check_verifier(verifier: Verifier | type[Verifier], *, seed: int = 0) -> Non
     _check_no_graph_break(verifier, drafts.block)
 
 
-def check_case(verifier: Verifier, case: Case, drafts: Enumeration) -> None:
+def check_case(verifier: Verifier, case: EnumerationCase, drafts: Enumeration) -> None:
     """One target, drafter and tree, in both precisions."""
     double = replace(drafts.block, siblings=Topology.from_parents(case.parents).max_siblings)
     single = replace(drafts.block, target=double.target.float(), draft=double.draft.float())
@@ -71,12 +71,12 @@ def check_case(verifier: Verifier, case: Case, drafts: Enumeration) -> None:
             alone.next, outcomes.next[some], atol=1e-6
         ), "rows depend on the other rows of the batch"
         if verifier.exact:
-            law = Outcomes(outcomes.end.double(), outcomes.next.double())
-            _compare(case, case.emitted(drafts, law), TOLERANCE[block.target.dtype])
+            outcomes = Outcomes(outcomes.end.double(), outcomes.next.double())
+            _compare(case, case.emitted(drafts, outcomes), TOLERANCE[block.target.dtype])
 
 
 def check_contract(block: Block, outcomes: Outcomes) -> None:
-    """Shapes, dtypes and sums; no node without a guess is accepted."""
+    """Shapes, dtypes and sums; no node without a draft token is accepted."""
     end, after, dtype = outcomes.end, outcomes.next, block.target.dtype
     assert end.shape == block.nodes.shape, f"end is {list(end.shape)}, the block's nodes are {list(block.nodes.shape)}"
     assert after.shape == block.target.shape, f"next is {list(after.shape)}, the target {list(block.target.shape)}"
@@ -90,24 +90,24 @@ def check_contract(block: Block, outcomes: Outcomes) -> None:
     missing[:, 0] = False
     on_path = block.tree.ancestors
     possible = block.tree.candidates & ~(on_path & missing[:, None]).any(-1)
-    _refuse(block, ~possible & (end > 0), end, "a node without a guess, behind one, or no candidate is accepted")
+    _refuse(block, ~possible & (end > 0), end, "a node without a draft token, behind one, or no candidate is accepted")
 
 
-def cases(*, trees: bool, seed: int = 0) -> Iterator[Case]:
+def cases(*, trees: bool, seed: int = 0) -> Iterator[EnumerationCase]:
     """Targets and drafts of several kinds, on chains and (if `trees`) trees, drawn and sure, with gaps and without."""
     shapes = CHAINS | (TREES if trees else {})
     generator = torch.Generator().manual_seed(seed)
     for (shape, parents), kind in itertools.product(shapes.items(), KINDS):
-        target, draft = _models(kind, Case("", parents, (), ()).depths, generator)
+        target, draft = _models(kind, EnumerationCase("", parents, (), ()).depths, generator)
         nodes = frozenset(range(1, len(parents)))
-        guesses = {
+        draft_tokens = {
             "drawn": {},
             "sure": {"sure": nodes},
             "some sure": {"sure": frozenset(n for n in nodes if n % 2)},
             "tails missing": {"silent": frozenset(n for n in nodes if n > 1)},
         }
-        for how, options in guesses.items():
-            yield Case(f"{shape}, guesses {how}, {kind}", parents, target, draft, **options)
+        for how, options in draft_tokens.items():
+            yield EnumerationCase(f"{shape}, draft tokens {how}, {kind}", parents, target, draft, **options)
 
 
 KINDS = (
@@ -160,7 +160,7 @@ def rows_of(block: Block, rows: slice) -> Block:
     return Block(block.nodes[rows], tree, block.target[rows], block.draft[rows], block.siblings)
 
 
-def _compare(case: Case, got: Tensor, tolerance: float) -> None:
+def _compare(case: EnumerationCase, got: Tensor, tolerance: float) -> None:
     want = case.wanted()
     worst = int((got - want).abs().argmax())
     digits = [(worst // case.vocab**d) % case.vocab for d in reversed(range(len(case.target)))]

@@ -1,15 +1,18 @@
-"""The built-in verifiers, one file each: rules that decide how much of a draft is kept."""
+"""Rules that decide how much of a draft is kept: the contract in ``verifier.py``, and the built-in ones, one file each."""
 
 from __future__ import annotations
 
-from ..verifier import Verifier
 from .block import BlockVerification
 from .coupled import Coupled
 from .rejection import Rejection
 from .tree_rejection import TreeRejection
 from .typical import TypicalAcceptance
+from .verifier import Block, Outcomes, Verifier, normalised
 
-__all__ = ["BlockVerification", "Coupled", "Rejection", "TreeRejection", "TypicalAcceptance"]
+__all__ = [
+    "Block", "BlockVerification", "Coupled", "Outcomes", "Rejection", "TreeRejection", "TypicalAcceptance", "Verifier",
+    "normalised",
+]  # fmt: skip
 
 #: In the order in which they are listed.
 BUILT_IN: tuple[type[Verifier], ...] = (Coupled, Rejection, BlockVerification, TreeRejection, TypicalAcceptance)

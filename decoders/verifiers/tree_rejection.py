@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..verifier import Block, Outcomes, Verifier, normalised
+from .verifier import Block, Outcomes, Verifier, normalised
 
 
 class TreeRejection(Verifier):
@@ -15,8 +15,9 @@ class TreeRejection(Verifier):
     At a node with distribution p, with its children ``x_1, x_2, …`` in node order, ``r = p`` at first (Sequoia's R) and
     ``q`` the draft's distribution (its D): ``x_j`` is accepted with probability ``min(1, r(x_j) / q(x_j))``; if it is
     not, ``r`` becomes ``norm(max(r - q, 0))``, and ``q`` loses ``x_j`` and is scaled to sum to 1 again. After the last
-    child the token comes from ``r``. Where Sequoia's draft has run out of tokens and guesses uniformly, ours proposes
-    nothing. A tree of guesses made without chance (one-hot ``q``) follows the law of :class:`~decoders.verifiers.Coupled`.
+    child the token comes from ``r``. Where Sequoia's draft has run out of tokens and drafts uniformly, ours proposes
+    nothing. A tree of draft tokens made without chance (one-hot ``q``) is decided as
+    :class:`~decoders.verifiers.Coupled` decides.
 
     The loop runs over the rank among siblings, all parents at once; each turn reads and writes ``[B, N, V]`` a few times.
     """
@@ -25,15 +26,15 @@ class TreeRejection(Verifier):
     summary = "speculative sampling down a tree, siblings drawn without replacement"
 
     def outcomes(self, block: Block) -> Outcomes:
-        p, draft, guesses, parents = block.target, block.draft, block.guesses, block.tree.parents
+        p, draft, drafted, parents = block.target, block.draft, block.drafted, block.tree.parents
         n = block.nodes.shape[1]
         if n == 1:
             return Outcomes(torch.ones_like(p[..., 0]), p)
         index = torch.arange(n, device=p.device)
         vocabulary = torch.arange(p.shape[2], device=p.device)
-        elder = guesses[:, None, :] & (parents[:, :, None] == parents[:, None, :]) & (index[None, :] < index[:, None])
-        rank = elder.sum(-1)  # [B, N], which of its parent's children a guess is
-        is_child = guesses[:, None, :] & (parents[:, None, :] == index[None, :, None])  # [B, parent, child]
+        elder = drafted[:, None, :] & (parents[:, :, None] == parents[:, None, :]) & (index[None, :] < index[:, None])
+        rank = elder.sum(-1)  # [B, N], which of its parent's children a draft token is
+        is_child = drafted[:, None, :] & (parents[:, None, :] == index[None, :, None])  # [B, parent, child]
 
         r = p
         tried = torch.zeros_like(p, dtype=torch.bool)

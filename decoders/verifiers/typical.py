@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..verifier import Block, Outcomes, Verifier
+from .verifier import Block, Outcomes, Verifier
 
 
 class TypicalAcceptance(Verifier):
     """Cai et al. 2024, "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads", section 2.3.1.
 
-    A guess x is accepted if ``p(x) > min(ε, δ·exp(-H(p)))`` with the entropy H of the target's distribution p in its place,
-    and all guesses before it are: where the target is sure little passes, where anything could follow much does. The
+    A draft token x is accepted if ``p(x) > min(ε, δ·exp(-H(p)))`` with the entropy H of the target's distribution p in its place,
+    and all draft tokens before it are: where the target is sure little passes, where anything could follow much does. The
     longest accepted path is kept, of equally long ones the likeliest (as the authors' code does); the token after it is
     drawn from p. Nothing is drawn for the path itself, so the text follows the drafter's taste within what is plausible:
     the output is *not* distributed as the target's.
@@ -24,7 +24,9 @@ class TypicalAcceptance(Verifier):
     """
 
     name = "typical"
-    summary = "LOSSY: keeps every guess that the target finds plausible; more tokens per step, another distribution"
+    summary = (
+        "LOSSY: keeps every draft token that the target finds plausible; more tokens per step, another distribution"
+    )
     exact = False
     epsilon = 0.09
     delta = 0.3
@@ -36,12 +38,12 @@ class TypicalAcceptance(Verifier):
         threshold = (self.delta * torch.exp(-entropy(p))).clamp(max=self.epsilon)  # [B, N]
         tokens = block.nodes.clamp(min=0)
         # p of every node's token, given its parent: where it stands in the flattened target.
-        guessed = p.flatten(1).gather(1, tree.parents * p.shape[2] + tokens)
-        plausible = (guessed > threshold.gather(1, tree.parents)) & (block.nodes >= 0)
+        probability = p.flatten(1).gather(1, tree.parents * p.shape[2] + tokens)
+        plausible = (probability > threshold.gather(1, tree.parents)) & (block.nodes >= 0)
         accepted = tree.candidates & (~tree.ancestors | (plausible | root)[:, None]).all(-1)
         depth = torch.where(accepted, tree.offsets, -1)
         longest = accepted & (depth == depth.amax(-1, keepdim=True))
-        surprise = torch.where(plausible & ~root, -guessed.clamp(min=torch.finfo(p.dtype).tiny).log(), 0.0)
+        surprise = torch.where(plausible & ~root, -probability.clamp(min=torch.finfo(p.dtype).tiny).log(), 0.0)
         along = torch.where(tree.ancestors, surprise[:, None], 0.0).sum(-1)
         along = torch.where(longest, along, float("inf"))
         least = along == along.amin(-1, keepdim=True)

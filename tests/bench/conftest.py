@@ -1,4 +1,4 @@
-"""A tiny model, a tokenizer of single bytes, and contestants that never compile."""
+"""A tiny model, a tokenizer of single bytes, and methods that never compile."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 
 @pytest.fixture
-def contestants(model: PreTrainedModel) -> list[Any]:
-    ours = bench.strategy_contestants(
+def methods(model: PreTrainedModel) -> list[Any]:
+    ours = bench.strategy_methods(
         model, ["autoregressive", "prompt_lookup"], decoders_config={"compile": False, "prefill_chunk": 64}
     )
-    return [*bench.transformers_contestants(model, names=[]), *ours]
+    return [*bench.transformers_methods(model, names=[]), *ours]

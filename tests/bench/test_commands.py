@@ -18,7 +18,7 @@ from decoders import bench, demo
 from decoders.bench.live import ACCEPTED, ColouredStream, show
 from decoders.bench.plot import PlotError, plot
 from decoders.bench.prompts import INSTRUCTIONS, MADE_UP, encode, instructions
-from decoders.bench.shapes import SHAPES, Shape
+from decoders.bench.shapes import SHAPES, RandomShape
 from decoders.cli import app
 from decoders.cli.prompts import read_prompts
 from decoders.demo import Prompt
@@ -60,7 +60,7 @@ def test_bench_writes_json_with_machine_and_records(tmp_path: Path) -> None:
     result = json.loads((tmp_path / "out.json").read_text())
     assert set(result) == {"machine", "run", "records"}
     assert result["machine"]["copy_bandwidth"] > 0
-    assert {(r["contestant"], r["batch"], r["kind"]) for r in result["records"]} == {
+    assert {(r["method"], r["batch"], r["kind"]) for r in result["records"]} == {
         (c, b, k) for c in ("transformers", "prompt_lookup") for b in (1, 2) for k in ("copy", "code", "docstring")
     }
     assert all(r["identical"] for r in result["records"])
@@ -76,7 +76,7 @@ def test_bench_writes_json_with_machine_and_records(tmp_path: Path) -> None:
 def test_bench_json_to_standard_output_is_nothing_but_json() -> None:
     done = run(*BENCH, "-s", "prompt_lookup", "--prompts", "copy", "--json", "-")
     assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["records"][1]["contestant"] == "prompt_lookup"
+    assert json.loads(done.stdout)["records"][1]["method"] == "prompt_lookup"
 
 
 @pytest.mark.usefixtures("tiny_demo")
@@ -87,7 +87,7 @@ def test_bench_measures_dtypes_side_by_side_and_passes_settings_on() -> None:
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     records = json.loads(done.stdout)["records"]
-    assert [(r["dtype"], r["contestant"]) for r in records] == [
+    assert [(r["dtype"], r["method"]) for r in records] == [
         (d, c) for d in ("float32", "bfloat16") for c in ("transformers", "prompt_lookup")
     ]
     assert records[1]["settings"] == {"prompt_lookup": {"length": 3}}
@@ -117,7 +117,7 @@ def test_bench_measures_variants_of_one_strategy() -> None:
         "--prompts", "copy", "--json", "-",
     )  # fmt: skip
     assert done.exit_code == 0, done.output
-    records = {r["contestant"]: r for r in json.loads(done.stdout)["records"]}
+    records = {r["method"]: r for r in json.loads(done.stdout)["records"]}
     assert list(records) == [
         "transformers", "transformers-assisted[2]", "speculative[length=2]",
         "speculative[length=3,tree=static,nodes=4]", "prompt_lookup+autoregressive",
@@ -140,7 +140,7 @@ def test_bench_samples() -> None:
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
     assert result["run"]["sampling"] == {"temperature": 0.8, "top_k": 9, "top_p": 1.0, "seed": 5}
-    assert [(r["contestant"], r["identical"], r["incomparable"]) for r in result["records"]] == [
+    assert [(r["method"], r["identical"], r["incomparable"]) for r in result["records"]] == [
         ("transformers", None, "n/a"), ("autoregressive", True, ""), ("prompt_lookup", True, "")
     ]  # fmt: skip
     greedy = run(*BENCH, "-s", "prompt_lookup", "--prompts", "copy", "--temperature", "0", "--json", "-")
@@ -205,9 +205,9 @@ def test_bench_mistakes_end_in_one_line(arguments: tuple[str, ...], said: str) -
     assert said in " ".join(done.output.split())
 
 
-def test_a_plot_is_written(contestants: list[Any], tokenizer: Any, tmp_path: Path) -> None:
+def test_a_plot_is_written(methods: list[Any], tokenizer: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    records = bench.summarise(bench.measure(contestants, bench.workloads(tokenizer, TEXTS), new_tokens=4, repeats=1))
+    records = bench.summarise(bench.measure(methods, bench.workloads(tokenizer, TEXTS), new_tokens=4, repeats=1))
     plot(records, tmp_path / "speed.png")
     assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
 
@@ -226,7 +226,7 @@ def test_demo_reports_identical_output() -> None:
     assert result["identical"] is True
     assert result["prompts"] == ["copy-01", "code-01"]
     assert set(result["completions"]) == {"copy-01", "code-01"}
-    assert [r["contestant"] for r in result["records"] if r["kind"] == "copy"] == [
+    assert [r["method"] for r in result["records"] if r["kind"] == "copy"] == [
         "transformers", "autoregressive", "prompt_lookup"
     ]  # fmt: skip
 
@@ -235,7 +235,7 @@ def test_demo_reports_identical_output() -> None:
 def test_demo_shows_few_strategies_and_names_the_others() -> None:
     common = ("demo", "--no-compile", "-n", "6", "--repeats", "1", "--no-live", "--prompt", "ab ab ab")
     listed = json.loads(run(*common, "--json").stdout)["records"]
-    assert [r["contestant"] for r in listed] == [
+    assert [r["method"] for r in listed] == [
         "transformers", "transformers-assisted", "autoregressive", "prompt_lookup", "speculative"
     ]  # fmt: skip
     last = run(*common).output.rstrip().rpartition("There are also ")[2]
@@ -282,7 +282,7 @@ def test_demo_takes_a_folder_and_asks_it_what_one_asks_chat_models(tokenizer: An
     done = run("demo", str(tmp_path / "mine"), *DEMO[1:], "--json", "--kind", "chat")
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
-    assert [r["contestant"] for r in result["records"]] == ["transformers", "autoregressive", "prompt_lookup"]
+    assert [r["method"] for r in result["records"]] == ["transformers", "autoregressive", "prompt_lookup"]
     assert result["prompts"] == ["chat-01"]
 
 
@@ -334,7 +334,7 @@ def test_bench_measures_shapes_with_random_prompts(monkeypatch: pytest.MonkeyPat
         max_position_embeddings=256, tie_word_embeddings=True,
     )  # fmt: skip
     for name in ("small", "other"):
-        monkeypatch.setitem(SHAPES, name, Shape("llama", sizes))
+        monkeypatch.setitem(SHAPES, name, RandomShape("llama", sizes))
     done = run(
         *BENCH, "--shape", "small,other", "--prompt-length", "8,20", "--limit", "1", "--tiers", "-s", "autoregressive",
         "--dtype", "bfloat16", "--json", "-",
@@ -342,7 +342,7 @@ def test_bench_measures_shapes_with_random_prompts(monkeypatch: pytest.MonkeyPat
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
     assert (result["run"]["model"], result["run"]["shapes"]) == (None, ["small", "other"])
-    assert [(r["model"], r["contestant"], r["kind"], r["prompt_tokens"]) for r in result["records"]] == [
+    assert [(r["model"], r["method"], r["kind"], r["prompt_tokens"]) for r in result["records"]] == [
         (m, c, f"{n} random tokens", n)
         for m in ("small", "other")
         for c in ("transformers", "autoregressive", "autoregressive[compile=false]")
@@ -360,8 +360,8 @@ def test_bench_measures_shapes_with_random_prompts(monkeypatch: pytest.MonkeyPat
 @pytest.mark.usefixtures("tiny_demo")
 def test_settings_of_the_loop_reach_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    real = bench.strategy_contestants
-    monkeypatch.setattr(bench, "strategy_contestants", lambda *a, **k: asked.extend(made := real(*a, **k)) or made)
+    real = bench.strategy_methods
+    monkeypatch.setattr(bench, "strategy_methods", lambda *a, **k: asked.extend(made := real(*a, **k)) or made)
     arguments = ("-s", "prompt_lookup,prompt_lookup[compile=false]", "--prompts", "copy", "--set", "prefill_chunk=64")
     done = run("bench", "--repeats", "1", "-n", "2", "--baseline", "transformers", "--no-compile", *arguments)
     assert done.exit_code == 0, done.output
@@ -394,7 +394,7 @@ def test_demo_names_the_kinds_there_are() -> None:
     assert "docstring" in done.output
 
 
-def test_accepted_guesses_have_a_colour_of_their_own(tokenizer: Any) -> None:
+def test_accepted_draft_tokens_have_a_colour_of_their_own(tokenizer: Any) -> None:
     import torch
 
     stream = ColouredStream(tokenizer)
@@ -423,9 +423,9 @@ def test_a_character_in_several_tokens_appears_when_it_is_whole() -> None:
     assert [piece for piece, _ in stream.pieces] == ["", "é", "!"]
 
 
-def test_live_text_ends_with_everything_written(contestants: list[Any], tokenizer: Any) -> None:
+def test_live_text_ends_with_everything_written(methods: list[Any], tokenizer: Any) -> None:
     (work,) = bench.workloads(tokenizer, TEXTS[:1])
-    for contestant in (*contestants, replace(contestants[-1], name="prompt_lookup[length=3]")):
+    for method in (*methods, replace(methods[-1], name="prompt_lookup[length=3]")):
         console = Console(force_terminal=True, width=100, height=40, record=True, file=io.StringIO())
-        show(console, contestant, work, tokenizer, "one", TEXTS[0][2], 6)
-        assert contestant.name in console.export_text()
+        show(console, method, work, tokenizer, "one", TEXTS[0][2], 6)
+        assert method.name in console.export_text()

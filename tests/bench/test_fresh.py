@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 from decoders.bench import fresh, processes
 from decoders.bench.fresh import Job, measure
 from decoders.bench.fresh_tables import fresh_tables
-from decoders.bench.shapes import SHAPES, Shape, build, random_workloads
+from decoders.bench.shapes import SHAPES, RandomShape, build, random_workloads
 from decoders.cli import app
 from decoders.errors import UnknownNameError
 
-SMALL = Shape("llama", dict(
+SMALL = RandomShape("llama", dict(
     num_hidden_layers=2, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
     vocab_size=128, max_position_embeddings=256, tie_word_embeddings=True))  # fmt: skip
 

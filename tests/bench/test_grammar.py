@@ -16,7 +16,7 @@ from decoders.bench.grammar_tables import cost_tables
 from decoders.bench.memory import held
 from decoders.cli import app
 from decoders.cli.bench_grammar import vocabulary_sizes
-from decoders.constraints.base import Backend, Grammar, Language, Policy
+from decoders.constraints.base import Backend, CompiledGrammar, Language, Policy
 from decoders.constraints.llguidance import LLGuidance
 from decoders.constraints.specs import Regex
 from decoders.constraints.vocabulary import Vocabulary
@@ -29,7 +29,7 @@ WORD = Subject("word", "aab", lambda: Regex("[ab]{1,20}", label="word"))
 class Never(Backend):
     name = "never"
 
-    def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> Grammar:
+    def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> CompiledGrammar:
         raise GrammarError(f"{language.name}: never")
 
 

@@ -13,7 +13,7 @@ import torch
 
 from decoders import bench
 from decoders.bench.capacity import check_capacity
-from decoders.bench.interleave import Check, Entry, first_token, written
+from decoders.bench.interleave import Check, Competitor, first_token, written
 from decoders.bench.tables import noise
 from decoders.errors import SettingsError, UnknownNameError
 from decoders.report import Report, Timings
@@ -31,14 +31,14 @@ class Clock:
     def __init__(self, seconds: dict[str, list[float]], compile_seconds: float = 0.0) -> None:
         self.seconds, self.compile_seconds, self.ran = seconds, compile_seconds, []
 
-    def __call__(self, contestant: Any, workload: Any, new_tokens: int, streamer: Any = None) -> bench.Call:
-        self.ran.append(contestant.name)
-        queue = self.seconds[contestant.name]
+    def __call__(self, method: Any, workload: Any, new_tokens: int, streamer: Any = None) -> bench.TimedCall:
+        self.ran.append(method.name)
+        queue = self.seconds[method.name]
         seconds = queue.pop(0) if len(queue) > 1 else queue[0]
         new = torch.full((workload.rows, new_tokens), 7)
-        report = fake_report(propose=0.5, core=1.0, observe=0.25, host=0.25) if contestant.ours else None
+        report = fake_report(propose=0.5, core=1.0, observe=0.25, host=0.25) if method.ours else None
         sequences = torch.cat([workload.input_ids, new], dim=1)
-        return bench.Call(sequences, seconds + self.compile_seconds, self.compile_seconds, 0, report)
+        return bench.TimedCall(sequences, seconds + self.compile_seconds, self.compile_seconds, 0, report)
 
 
 def test_the_order_rotates_so_that_everyone_takes_every_place() -> None:
@@ -55,53 +55,53 @@ def test_no_one_always_follows_the_same_neighbour() -> None:
     assert pairs["a", "b"] == pairs["b", "a"]
 
 
-def test_rounds_are_interleaved(contestants: list[Any], tokenizer: Any) -> None:
-    clock = Clock({c.name: [1.0] for c in contestants})
+def test_rounds_are_interleaved(methods: list[Any], tokenizer: Any) -> None:
+    clock = Clock({c.name: [1.0] for c in methods})
     entries = bench.measure(
-        contestants, bench.workloads(tokenizer, TEXTS[:1]), new_tokens=5, repeats=3, decode=clock, first_tokens=False
+        methods, bench.workloads(tokenizer, TEXTS[:1]), new_tokens=5, repeats=3, decode=clock, first_tokens=False
     )
     timed = clock.ran[-9:]
     assert all(len(set(timed[start : start + 3])) == 3 for start in (0, 3, 6)), "everyone runs once a round"
-    assert {e.contestant.name: [s.position for s in e.samples] for e in entries} == {
+    assert {e.method.name: [s.position for s in e.samples] for e in entries} == {
         "transformers": [0, 2, 1], "autoregressive": [1, 0, 2], "prompt_lookup": [2, 1, 0]
     }  # fmt: skip
 
 
-def test_median_spread_and_ratio_follow_the_clock(contestants: list[Any], tokenizer: Any) -> None:
+def test_median_spread_and_ratio_follow_the_clock(methods: list[Any], tokenizer: Any) -> None:
     # Two warm-up calls and a check come before the three that are timed.
     clock = Clock({"transformers": [9, 9, 9, 2, 4, 5], "prompt_lookup": [9, 9, 9, 1, 1, 2], "autoregressive": [1.0]})
     entries = bench.measure(
-        contestants, bench.workloads(tokenizer, TEXTS[:1]), new_tokens=20, repeats=3, decode=clock, first_tokens=False
+        methods, bench.workloads(tokenizer, TEXTS[:1]), new_tokens=20, repeats=3, decode=clock, first_tokens=False
     )
-    records = {r.contestant: r for r in bench.summarise(entries)}
+    records = {r.method: r for r in bench.summarise(entries)}
     theirs, ours = records["transformers"], records["prompt_lookup"]
     assert theirs.tokens_per_second == bench.Spread(5.0, 4.0, 10.0, 3)
     assert ours.tokens_per_second == bench.Spread(20.0, 10.0, 20.0, 3)
-    assert ours.ratio == bench.Spread(2.5, 2.0, 4.0, 3), "each repeat against the same repeat's yardstick"
+    assert ours.ratio == bench.Spread(2.5, 2.0, 4.0, 3), "each repeat against the same repeat's baseline"
     assert theirs.ratio == bench.Spread(1.0, 1.0, 1.0, 3)
 
 
 def test_repeats_far_apart_are_called_noisy() -> None:
     quiet = bench.Record("quiet", "float32", 1, "copy", tokens_per_second=bench.Spread(10, 9, 11, 3))
-    loud = replace(quiet, contestant="loud", tokens_per_second=bench.Spread(10, 4, 11, 3))
+    loud = replace(quiet, method="loud", tokens_per_second=bench.Spread(10, 4, 11, 3))
     assert noise([quiet, bench.Record("absent", "float32", 1, "copy", "failed")]) == ""
     assert "repeats of loud lie" in noise([quiet, loud])
 
 
-def test_compilation_is_in_no_speed(contestants: list[Any], tokenizer: Any) -> None:
-    clock = Clock({c.name: [2.0] for c in contestants}, compile_seconds=40.0)
+def test_compilation_is_in_no_speed(methods: list[Any], tokenizer: Any) -> None:
+    clock = Clock({c.name: [2.0] for c in methods}, compile_seconds=40.0)
     entries = bench.measure(
-        contestants, bench.workloads(tokenizer, TEXTS[:1]), new_tokens=20, repeats=1, decode=clock, first_tokens=False
+        methods, bench.workloads(tokenizer, TEXTS[:1]), new_tokens=20, repeats=1, decode=clock, first_tokens=False
     )
     record = bench.summarise(entries)[-1]
     assert record.tokens_per_second.median == 10.0
     assert (record.first_call, record.compile_seconds) == (42.0, 40.0)
 
 
-def test_a_step_is_split_into_its_parts(contestants: list[Any], tokenizer: Any) -> None:
-    clock = Clock({c.name: [2.0] for c in contestants})
+def test_a_step_is_split_into_its_parts(methods: list[Any], tokenizer: Any) -> None:
+    clock = Clock({c.name: [2.0] for c in methods})
     entries = bench.measure(
-        contestants[-1:],
+        methods[-1:],
         bench.workloads(tokenizer, TEXTS[:1]),
         new_tokens=5,
         repeats=2,
@@ -113,15 +113,13 @@ def test_a_step_is_split_into_its_parts(contestants: list[Any], tokenizer: Any) 
     assert (step.total, step.propose, step.core, step.observe, step.host) == (400.0, 100.0, 200.0, 50.0, 50.0)
     assert record.outside_core == 0.5
     assert record.bandwidth_fraction == pytest.approx(record.weight_bytes / 0.2 / 1e9)
-    assert record.identical is None, "there is no yardstick in this run"
+    assert record.identical is None, "there is no baseline in this run"
 
 
-def test_records_are_complete_and_json_safe(contestants: list[Any], tokenizer: Any) -> None:
-    entries = bench.measure(contestants, bench.workloads(tokenizer, TEXTS), new_tokens=6, repeats=2)
+def test_records_are_complete_and_json_safe(methods: list[Any], tokenizer: Any) -> None:
+    entries = bench.measure(methods, bench.workloads(tokenizer, TEXTS), new_tokens=6, repeats=2)
     records = bench.summarise(entries, bandwidth=1e10)
-    assert [(r.contestant, r.kind) for r in records] == [
-        (c.name, kind) for c in contestants for kind in ("copy", "code")
-    ]
+    assert [(r.method, r.kind) for r in records] == [(c.name, kind) for c in methods for kind in ("copy", "code")]
     for record in json.loads(json.dumps([r.as_dict() for r in records])):
         assert record["status"] == "ok", record["reason"]
         assert record["identical"] is True
@@ -134,12 +132,12 @@ def test_records_are_complete_and_json_safe(contestants: list[Any], tokenizer: A
         assert (record["step_ms"]["core"] is not None) == record["ours"]
 
 
-def test_batches_are_compared_row_by_row(contestants: list[Any], tokenizer: Any) -> None:
+def test_batches_are_compared_row_by_row(methods: list[Any], tokenizer: Any) -> None:
     work = bench.workloads(tokenizer, TEXTS[:2], rows=2)
     assert work[0].input_ids.shape[0] == 2
     assert not work[0].attention_mask.all(), "the prompts differ in length"
-    records = bench.summarise(bench.measure(contestants, work, new_tokens=6, repeats=1))
-    assert all(r.identical for r in records), [(r.contestant, r.difference, r.reason) for r in records]
+    records = bench.summarise(bench.measure(methods, work, new_tokens=6, repeats=1))
+    assert all(r.identical for r in records), [(r.method, r.difference, r.reason) for r in records]
 
 
 def test_a_batch_is_filled_up_with_the_kinds_first_prompts(tokenizer: Any) -> None:
@@ -148,13 +146,11 @@ def test_a_batch_is_filled_up_with_the_kinds_first_prompts(tokenizer: Any) -> No
     assert work[1].attention_mask.sum(1).tolist() == [6, 2]
 
 
-def test_a_failing_contestant_is_reported_not_dropped(contestants: list[Any], tokenizer: Any) -> None:
-    broken = replace(contestants[-1], name="broken", arguments={**contestants[-1].arguments, "stopping_criteria": 3})
-    refused = replace(contestants[-1], name="refused", arguments={**contestants[-1].arguments, "num_beams": 4})
-    entries = bench.measure(
-        [*contestants, broken, refused], bench.workloads(tokenizer, TEXTS[:1]), new_tokens=4, repeats=1
-    )
-    records = {r.contestant: r for r in bench.summarise(entries)}
+def test_a_failing_method_is_reported_not_dropped(methods: list[Any], tokenizer: Any) -> None:
+    broken = replace(methods[-1], name="broken", arguments={**methods[-1].arguments, "stopping_criteria": 3})
+    refused = replace(methods[-1], name="refused", arguments={**methods[-1].arguments, "num_beams": 4})
+    entries = bench.measure([*methods, broken, refused], bench.workloads(tokenizer, TEXTS[:1]), new_tokens=4, repeats=1)
+    records = {r.method: r for r in bench.summarise(entries)}
     assert records["broken"].status == "failed"
     assert "Error" in records["broken"].reason
     assert records["refused"].status == "impossible"
@@ -162,25 +158,25 @@ def test_a_failing_contestant_is_reported_not_dropped(contestants: list[Any], to
     assert records["prompt_lookup"].status == "ok"
 
 
-def test_a_failure_in_a_later_round_is_a_failure(contestants: list[Any], tokenizer: Any) -> None:
-    clock = Clock({c.name: [1.0] for c in contestants})
+def test_a_failure_in_a_later_round_is_a_failure(methods: list[Any], tokenizer: Any) -> None:
+    clock = Clock({c.name: [1.0] for c in methods})
 
-    def decode(contestant: Any, *args: Any) -> bench.Call:
-        if contestant.name == "prompt_lookup" and clock.ran.count("prompt_lookup") == 4:
+    def decode(method: Any, *args: Any) -> bench.TimedCall:
+        if method.name == "prompt_lookup" and clock.ran.count("prompt_lookup") == 4:
             raise RuntimeError("out of memory\nlong story")
-        return clock(contestant, *args)
+        return clock(method, *args)
 
     entries = bench.measure(
-        contestants, bench.workloads(tokenizer, TEXTS[:1]), new_tokens=4, repeats=3, decode=decode, first_tokens=False
+        methods, bench.workloads(tokenizer, TEXTS[:1]), new_tokens=4, repeats=3, decode=decode, first_tokens=False
     )
     assert (entries[-1].status, entries[-1].reason) == ("failed", "RuntimeError: out of memory")
 
 
 def test_transformers_assisted_ways_say_why_they_do_not_run(model: Any, tokenizer: Any) -> None:
-    contestants = bench.transformers_contestants(model)
-    assert contestants[0].name == "transformers"
-    assisted = next(c for c in contestants if c.name == "transformers-assisted")
-    lookup = next(c for c in contestants if c.name == "transformers-prompt-lookup")
+    methods = bench.transformers_methods(model)
+    assert methods[0].name == "transformers"
+    assisted = next(c for c in methods if c.name == "transformers-assisted")
+    lookup = next(c for c in methods if c.name == "transformers-prompt-lookup")
     assert "--draft" in assisted.refusal(1)
     assert not lookup.refusal(1)
     assert "one row" in lookup.refusal(2)
@@ -188,51 +184,51 @@ def test_transformers_assisted_ways_say_why_they_do_not_run(model: Any, tokenize
 
 @pytest.mark.parametrize("name", ["transformers-static", "transformers-prompt-lookup", "transformers-assisted"])
 def test_transformers_own_ways_run(name: str, model: Any, draft: Any, tokenizer: Any) -> None:
-    contestants = bench.transformers_contestants(model, draft, [name])
-    entries = bench.measure(contestants, bench.workloads(tokenizer, TEXTS[:1]), new_tokens=6, repeats=1)
+    methods = bench.transformers_methods(model, draft, [name])
+    entries = bench.measure(methods, bench.workloads(tokenizer, TEXTS[:1]), new_tokens=6, repeats=1)
     record = bench.summarise(entries)[1]
-    assert (record.contestant, record.status, record.identical) == (name, "ok", True), record.reason
+    assert (record.method, record.status, record.identical) == (name, "ok", True), record.reason
 
 
 def test_merged_strategies_and_settings_reach_the_call(model: Any) -> None:
-    (merged,) = bench.strategy_contestants(
+    (merged,) = bench.strategy_methods(
         model, ["prompt-lookup+autoregressive"], settings={"prompt-lookup": {"length": 3}}
     )
     assert merged.name == "prompt_lookup+autoregressive"
     assert merged.arguments["strategy_config"] == {"prompt_lookup": {"length": 3}}
-    (single,) = bench.strategy_contestants(model, ["prompt_lookup"], settings={"prompt_lookup": {"length": 3}})
+    (single,) = bench.strategy_methods(model, ["prompt_lookup"], settings={"prompt_lookup": {"length": 3}})
     assert single.arguments["strategy_config"] == {"length": 3}
 
 
 def test_unknown_names_and_settings_end_the_run_before_it_starts(model: Any) -> None:
     with pytest.raises(UnknownNameError, match="prompt_lookup"):
-        bench.strategy_contestants(model, ["prompt_lokup"])
+        bench.strategy_methods(model, ["prompt_lokup"])
     with pytest.raises(SettingsError, match="length"):
-        bench.strategy_contestants(model, ["prompt_lookup"], settings={"prompt_lookup": {"lenght": 3}})
+        bench.strategy_methods(model, ["prompt_lookup"], settings={"prompt_lookup": {"lenght": 3}})
     with pytest.raises(SettingsError, match="prompt_lookup"):
-        bench.strategy_contestants(model, ["autoregressive"], settings={"prompt_lookup": {"length": 3}})
+        bench.strategy_methods(model, ["autoregressive"], settings={"prompt_lookup": {"length": 3}})
     with pytest.raises(UnknownNameError, match="transformers-static"):
-        bench.transformers_contestants(model, names=["transformers-statc"])
+        bench.transformers_methods(model, names=["transformers-statc"])
 
 
 def test_the_yardstick_ignores_a_default_strategy(
-    monkeypatch: pytest.MonkeyPatch, contestants: list[Any], tokenizer: Any
+    monkeypatch: pytest.MonkeyPatch, methods: list[Any], tokenizer: Any
 ) -> None:
     monkeypatch.setenv("DECODERS_STRATEGY", "prompt_lookup")
-    call = bench.decode(contestants[0], bench.workloads(tokenizer, TEXTS[:1])[0], 4)
+    call = bench.decode(methods[0], bench.workloads(tokenizer, TEXTS[:1])[0], 4)
     assert call.report is None
 
 
-def test_the_first_token_ends_its_call(contestants: list[Any], tokenizer: Any) -> None:
+def test_the_first_token_ends_its_call(methods: list[Any], tokenizer: Any) -> None:
     (work,) = bench.workloads(tokenizer, TEXTS[:1])
-    for contestant in contestants:
-        assert first_token(contestant, work, 1000 - 900) is not None
-        assert bench.decode(contestant, work, 4).sequences.shape[1] == work.input_ids.shape[1] + 4, "usable afterwards"
+    for method in methods:
+        assert first_token(method, work, 1000 - 900) is not None
+        assert bench.decode(method, work, 4).sequences.shape[1] == work.input_ids.shape[1] + 4, "usable afterwards"
 
 
-def test_differences_name_row_and_token(contestants: list[Any], tokenizer: Any) -> None:
+def test_differences_name_row_and_token(methods: list[Any], tokenizer: Any) -> None:
     (work,) = bench.workloads(tokenizer, TEXTS[:2], rows=2)
-    entries = [Entry(c, 2, kind_of={work.name: "copy"}) for c in contestants[:2]]
+    entries = [Competitor(c, 2, kind_of={work.name: "copy"}) for c in methods[:2]]
     entries[0].checks[work.name] = Check([[1, 2, 3], [4, 5, 6]], 3, 1.0)
     entries[1].checks[work.name] = Check([[1, 2, 3], [4, 9, 6]], 3, 1.0)
     record = bench.summarise(entries)[1]
@@ -240,18 +236,18 @@ def test_differences_name_row_and_token(contestants: list[Any], tokenizer: Any) 
     assert record.difference.endswith("row 1, new token 1")
 
 
-def test_tokens_count_up_to_and_with_the_stop_token(contestants: list[Any], tokenizer: Any) -> None:
+def test_tokens_count_up_to_and_with_the_stop_token(methods: list[Any], tokenizer: Any) -> None:
     (work,) = bench.workloads(tokenizer, TEXTS[:1])
-    contestants[0].model.generation_config.eos_token_id = 5
+    methods[0].model.generation_config.eos_token_id = 5
     new = torch.tensor([[1, 2, 5, 0, 0]])
-    assert written(contestants[0], work, torch.cat([work.input_ids, new], 1)) == [[1, 2, 5]]
+    assert written(methods[0], work, torch.cat([work.input_ids, new], 1)) == [[1, 2, 5]]
 
 
-def test_capacity_check_compares_every_capacity_with_the_first(contestants: list[Any]) -> None:
-    ours = contestants[1]
+def test_capacity_check_compares_every_capacity_with_the_first(methods: list[Any]) -> None:
+    ours = methods[1]
 
-    def decode(contestant: Any, workload: Any, new_tokens: int) -> Any:
-        slots = contestant.arguments["decoders_config"]["slots"]
+    def decode(method: Any, workload: Any, new_tokens: int) -> Any:
+        slots = method.arguments["decoders_config"]["slots"]
         return SimpleNamespace(report=fake_report(core=0.01 * slots))
 
     small, large = check_capacity([ours], 1, slots=(256, 512), repeats=3, decode=decode)
@@ -260,7 +256,7 @@ def test_capacity_check_compares_every_capacity_with_the_first(contestants: list
     assert small.core_ms.count == 3, "the warm-up round does not count"
 
 
-def test_capacity_check_runs_for_real(contestants: list[Any]) -> None:
-    rows = check_capacity(contestants[1:2], 2, slots=(96, 400), length=16, new_tokens=4, repeats=1)
+def test_capacity_check_runs_for_real(methods: list[Any]) -> None:
+    rows = check_capacity(methods[1:2], 2, slots=(96, 400), length=16, new_tokens=4, repeats=1)
     assert [(c.slots, c.reason) for c in rows] == [(96, ""), (400, "")]
     assert all(c.core_ms.median > 0 for c in rows)

@@ -30,7 +30,7 @@ def test_instructions_are_answered_with_the_same_tokens(folder: str) -> None:
     assert done.exit_code == 0, done.output
     records = json.loads(done.stdout)["records"]
     assert len(records) == 18
-    assert [(r["contestant"], r["kind"], r["difference"]) for r in records if r["identical"] is not True] == []
+    assert [(r["method"], r["kind"], r["difference"]) for r in records if r["identical"] is not True] == []
 
 
 def test_the_demo_shows_a_pretrained_model(folder: str) -> None:

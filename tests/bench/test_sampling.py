@@ -18,25 +18,25 @@ def measured(
     model: Any, draft: Any, tokenizer: Any, names: list[str], baselines: list[str], **options: Any
 ) -> list[Any]:
     sampling = bench.Sampling(temperature=1.0, seed=3)
-    contestants = [
-        *bench.transformers_contestants(model, draft, baselines, sampling=sampling),
-        *bench.strategy_contestants(model, names, draft, None, EAGER, sampling=sampling),
+    methods = [
+        *bench.transformers_methods(model, draft, baselines, sampling=sampling),
+        *bench.strategy_methods(model, names, draft, None, EAGER, sampling=sampling),
     ]
     work = bench.workloads(tokenizer, TEXTS[:1])
-    return bench.summarise(bench.measure(contestants, work, **{"new_tokens": 8, "repeats": 2, **options}))
+    return bench.summarise(bench.measure(methods, work, **{"new_tokens": 8, "repeats": 2, **options}))
 
 
 def test_plain_decoding_joins_as_the_yardstick(model: Any) -> None:
-    made = bench.strategy_contestants(model, ["prompt_lookup"], sampling=bench.Sampling())
+    made = bench.strategy_methods(model, ["prompt_lookup"], sampling=bench.Sampling())
     assert [c.name for c in made] == ["autoregressive", "prompt_lookup"]
-    assert [c.name for c in bench.strategy_contestants(model, ["prompt_lookup"])] == ["prompt_lookup"]
+    assert [c.name for c in bench.strategy_methods(model, ["prompt_lookup"])] == ["prompt_lookup"]
 
 
 def test_only_coupled_drafts_promise_the_same_tokens(model: Any, draft: Any, tokenizer: Any) -> None:
     names = ["speculative[length=2]", "speculative[length=2,verifier=rejection]"]
     records = measured(model, draft, tokenizer, names, ["transformers-assisted[2]"])
     assert all(r.status == "ok" for r in records), [r.reason for r in records]
-    assert [(r.contestant, r.identical, r.incomparable, r.yardstick) for r in records] == [
+    assert [(r.method, r.identical, r.incomparable, r.baseline) for r in records] == [
         ("transformers", None, "n/a", ""),
         ("transformers-assisted[2]", None, "n/a", ""),
         ("autoregressive", True, "", "autoregressive"),
@@ -54,9 +54,9 @@ def test_only_coupled_drafts_promise_the_same_tokens(model: Any, draft: Any, tok
 def test_every_round_draws_other_tokens_and_all_draw_the_same(model: Any, tokenizer: Any) -> None:
     seeds: dict[str, list[int]] = {}
 
-    def noted(contestant: Any, *arguments: Any) -> bench.Call:
-        seeds.setdefault(contestant.name, []).append(contestant.sampling.seed)
-        return bench.decode(contestant, *arguments)
+    def noted(method: Any, *arguments: Any) -> bench.TimedCall:
+        seeds.setdefault(method.name, []).append(method.sampling.seed)
+        return bench.decode(method, *arguments)
 
     measured(model, None, tokenizer, ["prompt_lookup"], [], repeats=3, decode=noted, first_tokens=False)
     assert set(map(tuple, seeds.values())) == {(3, 3, 3, 3, 4, 5)}, "warm-up twice, check, three rounds"
@@ -73,11 +73,11 @@ def test_accepted_lengths_are_those_of_all_rounds(model: Any, draft: Any, tokeni
 @pytest.mark.parametrize("ours", [False, True])
 def test_the_same_seed_gives_the_same_call(ours: bool, model: Any, tokenizer: Any) -> None:
     sampling = bench.Sampling(temperature=1.5, seed=11)
-    make = bench.strategy_contestants if ours else bench.transformers_contestants
+    make = bench.strategy_methods if ours else bench.transformers_methods
     options: dict[str, Any] = {"decoders_config": EAGER} if ours else {}
-    contestant = make(model, names=["autoregressive"] if ours else [], sampling=sampling, **options)[0]
+    method = make(model, names=["autoregressive"] if ours else [], sampling=sampling, **options)[0]
     (work,) = bench.workloads(tokenizer, TEXTS[:1])
-    first, again = (bench.decode(contestant, work, 12).sequences for _ in range(2))
-    other = bench.decode(contestant.in_round(1), work, 12).sequences
+    first, again = (bench.decode(method, work, 12).sequences for _ in range(2))
+    other = bench.decode(method.in_round(1), work, 12).sequences
     assert first.equal(again)
     assert not first.equal(other)

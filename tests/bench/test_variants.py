@@ -69,9 +69,9 @@ def test_malformed_variants_are_explained(text: str, said: str) -> None:
         parse(text)
 
 
-def test_variants_of_one_strategy_are_contestants_of_their_own(model: Any) -> None:
+def test_variants_of_one_strategy_are_methods_of_their_own(model: Any) -> None:
     names = ["prompt_lookup", "prompt-lookup[length=3]", "prompt_lookup[max_ngram=2,length=5]"]
-    made = bench.strategy_contestants(model, names, settings={"prompt_lookup": {"max_ngram": 4}})
+    made = bench.strategy_methods(model, names, settings={"prompt_lookup": {"max_ngram": 4}})
     assert [c.name for c in made] == [
         "prompt_lookup", "prompt_lookup[length=3]", "prompt_lookup[max_ngram=2,length=5]"
     ]  # fmt: skip
@@ -83,12 +83,12 @@ def test_variants_of_one_strategy_are_contestants_of_their_own(model: Any) -> No
 
 def test_a_bad_setting_in_brackets_ends_the_run_before_it_starts(model: Any) -> None:
     with pytest.raises(SettingsError, match="length"):
-        bench.strategy_contestants(model, ["prompt_lookup[lenght=3]"])
+        bench.strategy_methods(model, ["prompt_lookup[lenght=3]"])
 
 
 def test_a_draft_model_of_its_own_takes_no_other(model: Any, draft: Any, tokenizer: Any, tmp_path: Any) -> None:
     draft.save_pretrained(tmp_path / "draft")
-    made = bench.strategy_contestants(
+    made = bench.strategy_methods(
         model, [f"speculative[draft_model={tmp_path}/draft,length=2]", "speculative", "threshold"], None, None, EAGER
     )
     assert "assistant_model" not in made[0].arguments
@@ -101,8 +101,8 @@ def test_a_draft_model_of_its_own_takes_no_other(model: Any, draft: Any, tokeniz
 def test_a_staged_strategy_tells_its_stages(model: Any, draft: Any, tokenizer: Any, tmp_path: Any) -> None:
     draft.save_pretrained(tmp_path / "small")
     staged = f"staged[passes=2,stage=speculative,stage_config.draft_model={tmp_path}/small,stage_config.length=3]"
-    contestants = bench.strategy_contestants(model, [staged, "speculative[length=2]"], draft, None, EAGER)
-    entries = bench.measure(contestants, bench.workloads(tokenizer, TEXTS), new_tokens=6, repeats=2)
+    methods = bench.strategy_methods(model, [staged, "speculative[length=2]"], draft, None, EAGER)
+    entries = bench.measure(methods, bench.workloads(tokenizer, TEXTS), new_tokens=6, repeats=2)
     record, chain = bench.summarise(entries)[::2]
     assert record.status == "ok", record.reason
     assert [(s.depth, s.drafter, s.passes) for s in record.stages] == [(0, "speculative", 2.0), (1, None, 6.0)]
@@ -120,28 +120,28 @@ def test_brackets_of_transformers_assisted_hold_a_number(model: Any, draft: Any)
         with pytest.raises(SettingsError, match="draft tokens per step"):
             assistant_tokens(wrong)
     with pytest.raises(SettingsError, match="only transformers-assisted"):
-        bench.transformers_contestants(model, draft, ["transformers-static[3]"])
+        bench.transformers_methods(model, draft, ["transformers-static[3]"])
     with pytest.raises(UnknownNameError, match="transformers-assisted"):
-        bench.transformers_contestants(model, draft, ["transformers-asisted[3]"])
+        bench.transformers_methods(model, draft, ["transformers-asisted[3]"])
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_transformers_drafts_exactly_so_many_tokens_per_step(tokens: int, model: Any, tokenizer: Any) -> None:
     draft = copy.deepcopy(model)  # a draft that is always right: every step but the last commits all
-    contestant = bench.transformers_contestants(model, draft, [f"transformers-assisted[{tokens}]"])[1]
-    assert contestant.name == f"transformers-assisted[{tokens}]"
+    method = bench.transformers_methods(model, draft, [f"transformers-assisted[{tokens}]"])[1]
+    assert method.name == f"transformers-assisted[{tokens}]"
     (work,) = bench.workloads(tokenizer, TEXTS[:1])
     counter = PutCounter()
     with forwards(draft) as passes:
-        bench.decode(contestant, work, 4 * (tokens + 1), counter)
+        bench.decode(method, work, 4 * (tokens + 1), counter)
     assert (counter.puts, passes[0]) == (4, 4 * tokens)
 
 
 def test_an_unsure_assistant_is_not_cut_short(model: Any, draft: Any, tokenizer: Any) -> None:
     """Random weights give tokens probabilities below transformers' threshold of confidence."""
-    default, constant = bench.transformers_contestants(
-        model, draft, ["transformers-assisted", "transformers-assisted[5]"]
-    )[1:]
+    default, constant = bench.transformers_methods(model, draft, ["transformers-assisted", "transformers-assisted[5]"])[
+        1:
+    ]
     work = bench.workloads(tokenizer, TEXTS[:1])
     cut, fixed = (
         r.draft_passes for r in bench.summarise(bench.measure([default, constant], work, new_tokens=20, repeats=1))
@@ -154,11 +154,9 @@ def test_both_configs_are_left_as_found(model: Any, draft: Any, tokenizer: Any) 
     draft.generation_config.num_assistant_tokens_schedule = "heuristic"  # transformers writes to it after each call
     before = [(m.generation_config, m.generation_config.to_dict()) for m in (model, draft)]
     (work,) = bench.workloads(tokenizer, TEXTS[:1])
-    for contestant in bench.transformers_contestants(
-        model, draft, ["transformers-assisted", "transformers-assisted[2]"]
-    ):
-        bench.decode(contestant, work, 12)
-        first_token(contestant, work, 12)  # ends its call with an exception
+    for method in bench.transformers_methods(model, draft, ["transformers-assisted", "transformers-assisted[2]"]):
+        bench.decode(method, work, 12)
+        first_token(method, work, 12)  # ends its call with an exception
         after = [(m.generation_config, m.generation_config.to_dict()) for m in (model, draft)]
         assert [a[0] is b[0] and a[1] == b[1] for a, b in zip(after, before, strict=True)] == [True, True]
 
@@ -169,15 +167,15 @@ def test_accepted_lengths_compare_with_transformers_up_to_a_stop_token(tokenizer
     for parameter in list(draft.parameters())[-3:]:
         parameter.data += 0.02 * parameter.data.roll(1)  # … a little apart
     (work,) = bench.workloads(tokenizer, TEXTS[:1])
-    plain = bench.decode(bench.transformers_contestants(model, names=[])[0], work, 13)
+    plain = bench.decode(bench.transformers_methods(model, names=[])[0], work, 13)
     model.generation_config.eos_token_id = stop = plain.sequences[0, -3].item()
     for new_tokens in (13, 8):
-        contestants = [
-            *bench.transformers_contestants(model, draft, ["transformers-assisted[3]"]),
-            *bench.strategy_contestants(model, ["speculative[length=3]"], draft, None, EAGER),
+        methods = [
+            *bench.transformers_methods(model, draft, ["transformers-assisted[3]"]),
+            *bench.strategy_methods(model, ["speculative[length=3]"], draft, None, EAGER),
         ]
-        records = bench.summarise(bench.measure(contestants, [work], new_tokens=new_tokens, repeats=1))
-        assert all(r.identical for r in records), [(r.contestant, r.difference, r.reason) for r in records]
+        records = bench.summarise(bench.measure(methods, [work], new_tokens=new_tokens, repeats=1))
+        assert all(r.identical for r in records), [(r.method, r.difference, r.reason) for r in records]
         _, theirs, ours = records
         assert ours.accepted_length == pytest.approx(theirs.accepted_length), f"stop token {stop}"
         assert ours.accepted_length > 1

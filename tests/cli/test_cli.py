@@ -14,8 +14,9 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from decoders import demo, library, plugins
+from decoders import demo, plugins
 from decoders.cli import app, doctor, models
+from decoders.constraints import library
 from decoders.errors import SettingsError, UnknownNameError
 from decoders.plugins import PluginInfo, registry
 from decoders.settings import parse_assignments
@@ -203,7 +204,7 @@ def test_a_draft_model_in_the_settings_needs_no_other(checkpoint: str) -> None:
     common = ["generate", checkpoint, "abcabc", "-n", "8", "--no-compile", "-s"]
     lone = run(*common, "speculative", "--set", f"draft_model={checkpoint}", "--set", "length=3", "--report")
     assert lone.exit_code == 0, lone.output
-    assert "guesses (" in lone.stderr
+    assert "draft tokens (" in lone.stderr
     assert "6 passes in" in lone.stderr, "two steps of three"
     both = run(*common, "speculative", "--set", f"draft_model={checkpoint}", "--assistant", checkpoint)
     assert both.exit_code == 2

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, pipeline
 
 import decoders
 from decoders.errors import UnsupportedError
+from decoders.hf import wrapper
 from decoders.testing import decode, prompts
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -30,13 +31,13 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 def calls(enabled: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Names of the strategies that decoded; there must be some at the end."""
     seen: list[str] = []
-    whole = decoders.generate.Generate._decode
+    whole = wrapper.Generate._decode
 
-    def noted(self: Any, strategy: Any, *args: Any) -> Any:
-        seen.append(strategy.name)
-        return whole(self, strategy, *args)
+    def noted(self: Any, options: Any) -> Any:
+        seen.append(options.strategy.name)
+        return whole(self, options)
 
-    monkeypatch.setattr(decoders.generate.Generate, "_decode", noted)
+    monkeypatch.setattr(wrapper.Generate, "_decode", noted)
     yield seen
     assert seen, "the strategy was not used"
 

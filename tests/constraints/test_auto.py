@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from decoders.constraints.auto import Auto
-from decoders.constraints.base import Backend, Grammar, Language, Policy
+from decoders.constraints.base import Backend, CompiledGrammar, Language, Policy
 from decoders.constraints.llguidance import LLGuidance
 from decoders.constraints.vocabulary import Vocabulary
 from decoders.errors import GrammarError
@@ -18,7 +18,7 @@ class Small(Backend):
 
     name = "small"
 
-    def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> Grammar:
+    def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> CompiledGrammar:
         if language.regex is None:
             raise GrammarError(f"{language.name}: it has no regular expression")
         if len(language.regex) > 5:

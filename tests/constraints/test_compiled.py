@@ -16,7 +16,7 @@ import torch
 
 from decoders.constraints import compiled as cache
 from decoders.constraints.auto import Auto
-from decoders.constraints.base import Backend, Grammar, Language, Matcher, Policy
+from decoders.constraints.base import Backend, CompiledGrammar, Language, Matcher, Policy
 from decoders.constraints.compiled import Cache
 from decoders.constraints.llguidance import LLGuidance
 from decoders.constraints.specs import Spec
@@ -41,7 +41,7 @@ class Plain(Spec):
         return Language(self.regex, regex=self.regex)
 
 
-class Kept(Grammar):
+class Kept(CompiledGrammar):
     """Says what it was compiled from; has nothing else."""
 
     backend = "kept"
@@ -66,14 +66,16 @@ class Keeper(Backend):
     compilations = 0
     wait: Callable[[], object] = staticmethod(lambda: None)
 
-    def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> Grammar:
+    def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> CompiledGrammar:
         type(self).compilations += 1
         self.wait()
         if language.regex == "bad":
             raise GrammarError("bad: no")
         return Kept(language, vocabulary, policy)
 
-    def restore(self, content: bytes, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> Grammar:
+    def restore(
+        self, content: bytes, language: Language, vocabulary: Vocabulary, policy: Policy = "full"
+    ) -> CompiledGrammar:
         if content.decode() != language.regex:
             raise GrammarError("it holds another language")
         return Kept(language, vocabulary, policy)

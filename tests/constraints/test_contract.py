@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoders.constraints.base import Backend, Grammar, Language, Matcher, Policy, pack
+from decoders.constraints.base import Backend, CompiledGrammar, Language, Matcher, Policy, pack
 from decoders.constraints.table import Table
 from decoders.constraints.vocabulary import Vocabulary
 from decoders.errors import GrammarError
 from decoders.testing import check_backend
-from decoders.testing.languages import STOPPED, Nested, Reference, Regex
+from decoders.testing.languages import STOPPED, Nested, Reference, ToyRegex
 
 
 class WalkedMatcher(Matcher):
@@ -65,7 +65,7 @@ class WalkedMatcher(Matcher):
         return self.grammar.reference.forced(self.states[-1])
 
 
-class WalkedGrammar(Grammar):
+class WalkedGrammar(CompiledGrammar):
     nbytes = 0
 
     def __init__(self, backend: Walked, reference: Reference, policy: Policy) -> None:
@@ -81,8 +81,10 @@ class Walked(Backend):
     summary = "walks an automaton token by token"
     matcher = WalkedMatcher
 
-    def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> Grammar:
-        automaton = Regex(language.regex) if language.regex else Nested() if language.name == "nested (lark)" else None
+    def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> CompiledGrammar:
+        automaton = (
+            ToyRegex(language.regex) if language.regex else Nested() if language.name == "nested (lark)" else None
+        )
         if automaton is None:
             raise GrammarError(f"{language.name}: no regex")
         return WalkedGrammar(self, Reference(language, automaton, vocabulary), policy)
@@ -238,7 +240,7 @@ def test_broken_backend_is_found_out(matcher):
 
 def test_canonical_policy_that_allows_every_spelling_is_found_out():
     class Full(Walked):
-        def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> Grammar:
+        def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> CompiledGrammar:
             grammar = super().compile(language, vocabulary, "full")
             grammar.policy = policy
             grammar.start = lambda: WalkedMatcher(twin, grammar.reference.automaton.start)
@@ -251,7 +253,7 @@ def test_canonical_policy_that_allows_every_spelling_is_found_out():
 
 def test_backend_that_reads_nothing_is_found_out():
     class Refuses(Walked):
-        def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> Grammar:
+        def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> CompiledGrammar:
             raise GrammarError("no")
 
     with pytest.raises(AssertionError, match="neither a plain regex nor a plain lark"):

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from decoders import library
-from decoders.constraints.base import Grammar, Language, Matcher, mask_words, unpack
+from decoders.constraints import library
+from decoders.constraints.base import CompiledGrammar, Language, Matcher, mask_words, unpack
 from decoders.constraints.llguidance import LLGuidance
 from decoders.constraints.llguidance import source as sources
 from decoders.constraints.llguidance import tokenizer as tokenizers
@@ -33,11 +33,11 @@ def vocabulary() -> Vocabulary:
     return Vocabulary([*(bytes([byte]) for byte in range(256)), None, *LONGER, None], [STOP])
 
 
-def compiled(vocabulary: Vocabulary, **notation: Any) -> Grammar:
+def compiled(vocabulary: Vocabulary, **notation: Any) -> CompiledGrammar:
     return LLGuidance().compile(Language("mine", **notation), vocabulary)
 
 
-def accepts(grammar: Grammar, text: str) -> bool:
+def accepts(grammar: CompiledGrammar, text: str) -> bool:
     tokens = [*text.encode(), STOP]
     return grammar.start().advance(tokens) == len(tokens)
 

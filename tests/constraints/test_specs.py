@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import decoders
-from decoders.constraints.asked import as_spec
-from decoders.constraints.patterns import quoted, whole_text
+from decoders.constraints.coerce import as_spec
 from decoders.constraints.specs import CHOICES_LIMIT, Choice
 from decoders.errors import GrammarError, UnknownNameError
+from decoders.patterns.python import quoted, whole_text
 
 SHORT_TEXTS = ["".join(letters) for size in range(5) for letters in itertools.product("ab", repeat=size)]
 

@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 
 from decoders import demo
 from decoders.demo import corpus
-from decoders.demo.shapes import SHAPES, Shape
+from decoders.demo.shapes import SHAPES, DemoShape
 from decoders.demo.train import train_demo
 from decoders.demo.trainer import Run, TrainingError, learning_rate
 
-TINY = Shape(hidden=16, layers=1, intermediate=32, heads=2, kv_heads=1, learning_rate=3e-3, vocabulary=300)
+TINY = DemoShape(hidden=16, layers=1, intermediate=32, heads=2, kv_heads=1, learning_rate=3e-3, vocabulary=300)
 STEP = 2 * 32  # tokens in a step
 
 

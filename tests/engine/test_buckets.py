@@ -69,7 +69,7 @@ def test_a_day_of_random_calls_compiles_no_more_shapes_than_stated() -> None:
     most_rows, most_nodes, most_slots, chunk = 16, 200, 8192, 512
     choice = random.Random(0)
     steps, reads = CountingCompiler(), CountingCompiler()
-    step = PerShape(lambda guesses, cache: guesses.shape, steps)
+    step = PerShape(lambda draft_tokens, cache: draft_tokens.shape, steps)
     read = PerShape(lambda tokens, cache: tokens.shape, reads)
     seen: set[int] = set()
     for _ in range(3000):
@@ -81,29 +81,29 @@ def test_a_day_of_random_calls_compiles_no_more_shapes_than_stated() -> None:
         cache = torch.empty(rows, slots, device="meta")
         for _start, size in prefill_chunks(prompt, chunk):
             read((rows, size, slots), torch.empty(rows, size, device="meta"), cache)
-        guesses = choice.randint(1, 20)
-        for _ in range(20):  # the heuristic schedule: two more guesses after success, one less after failure
-            nodes = node_bucket(guesses + 1)
-            seen.add(guesses + 1)
+        draft_tokens = choice.randint(1, 20)
+        for _ in range(20):  # the heuristic schedule: two more draft tokens after success, one less after failure
+            nodes = node_bucket(draft_tokens + 1)
+            seen.add(draft_tokens + 1)
             step((rows, nodes, slots), torch.empty(rows, nodes - 1, device="meta"), cache)
-            guesses = min(guesses + 2, most_nodes - 1) if choice.random() < 0.6 else max(guesses - 1, 1)
+            draft_tokens = min(draft_tokens + 2, most_nodes - 1) if choice.random() < 0.6 else max(draft_tokens - 1, 1)
     assert len(seen) > 30  # as many graphs as Dynamo would have been asked for, times rows and slots
     assert steps.graphs <= block_shapes(most_rows, most_nodes, most_slots) == 5 * 7 * 6
     assert reads.graphs <= prefill_shapes(most_rows, chunk, most_slots) == 5 * 5 * 6
     assert steps.graphs == len(step) and reads.graphs == len(read)
 
 
-def test_a_padded_block_holds_the_same_guesses_and_nothing_more() -> None:
+def test_a_padded_block_holds_the_same_draft_tokens_and_nothing_more() -> None:
     shape = Topology.branches(2, 3)
-    guesses = torch.arange(6)[None]
-    for tree in (shape, shape.tensors(1, guesses.device)):
-        padded, larger = pad_block(guesses, tree, node_bucket(len(tree)))
+    draft_tokens = torch.arange(6)[None]
+    for tree in (shape, shape.tensors(1, draft_tokens.device)):
+        padded, larger = pad_block(draft_tokens, tree, node_bucket(len(tree)))
         assert padded.tolist() == [[0, 1, 2, 3, 4, 5, -1]] and len(larger) == 8
-        tensors = larger.tensors(1, guesses.device) if isinstance(larger, Topology) else larger
+        tensors = larger.tensors(1, draft_tokens.device) if isinstance(larger, Topology) else larger
         assert torch.equal(tensors.candidates[0], torch.arange(8) < 7)
-        assert torch.equal(tensors.visible[0, :7, :7], shape.tensors(1, guesses.device).visible[0])
+        assert torch.equal(tensors.visible[0, :7, :7], shape.tensors(1, draft_tokens.device).visible[0])
         assert not tensors.visible[0, :7, 7].any() and tensors.visible[0, 7].sum() == 1
-        assert pad_block(guesses, tree, 7)[1] is tree
+        assert pad_block(draft_tokens, tree, 7)[1] is tree
 
 
 def test_what_cannot_be_compiled_runs_uncompiled_after_one_warning() -> None:

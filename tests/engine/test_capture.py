@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from decoders.engine import capture
-from decoders.engine.capture import Capacity, CudaRecorder, RecordedStep, Recordings
+from decoders.engine.capture import CudaRecorder, RecordedCapacity, RecordedStep, Recordings
 from decoders.engine.core import StepOutput
 from decoders.engine.static_inputs import StaticInputs, find_tensors
 from decoders.testing.syncs import HostReadError, RecordingError
@@ -64,7 +64,7 @@ def run(step: RecordedStep) -> list[list[int]]:
     return texts
 
 
-FITS = Capacity(2, 0, 16)
+FITS = RecordedCapacity(2, 0, 16)
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -73,7 +73,7 @@ def test_a_step_is_recorded_once_and_replayed_by_later_calls(late: bool) -> None
     recordings = Recordings(recorder)
     state = toy.begin(3, 5)
     assert recordings.reuse("key", FITS, state) is None
-    first = recordings.record("key", Capacity(2, 1, 16), state, lambda: toy.step(state))
+    first = recordings.record("key", RecordedCapacity(2, 1, 16), state, lambda: toy.step(state))
     assert toy.length.tolist() == [0, 0] and state.next.tolist() == [[1], [1]]  # recording changed nothing
     assert run(first) == [[1, 2, 3], [1, 2, 3, 4, 5]]
     recorder.settle()
@@ -88,7 +88,7 @@ def test_a_step_is_recorded_once_and_replayed_by_later_calls(late: bool) -> None
 def test_results_are_read_one_step_late_and_never_before_they_have_arrived() -> None:
     toy, recorder = Toy(), TapeRecorder(late=True)
     state = toy.begin(4, 4)
-    step = Recordings(recorder).record("key", Capacity(2, 1, 16), state, lambda: toy.step(state))
+    step = Recordings(recorder).record("key", RecordedCapacity(2, 1, 16), state, lambda: toy.step(state))
     for count, (_summary, new) in enumerate(itertools.islice(step.steps(), 4), start=1):
         assert new == [[count], [count]]
         assert recorder.replayed == count + 1 and recorder.waited == count  # the next one is under way
@@ -98,7 +98,7 @@ def test_results_are_read_one_step_late_and_never_before_they_have_arrived() -> 
 def test_the_step_under_way_when_all_rows_have_ended_changes_nothing() -> None:
     toy, recorder = Toy(), TapeRecorder(late=True)
     state = toy.begin(2, 3)
-    step = Recordings(recorder).record("key", Capacity(2, 1, 16), state, lambda: toy.step(state))
+    step = Recordings(recorder).record("key", RecordedCapacity(2, 1, 16), state, lambda: toy.step(state))
     assert run(step) == [[1, 2], [1, 2, 3]]
     before = toy.length.clone()
     recorder.settle()
@@ -108,7 +108,7 @@ def test_the_step_under_way_when_all_rows_have_ended_changes_nothing() -> None:
 def test_a_counted_run_leaves_nothing_under_way() -> None:
     toy, recorder = Toy(), TapeRecorder(late=True)
     state = toy.begin(9, 9)
-    step = Recordings(recorder).record("key", Capacity(2, 1, 16), state, lambda: toy.step(state))
+    step = Recordings(recorder).record("key", RecordedCapacity(2, 1, 16), state, lambda: toy.step(state))
     assert [new for _, new in step.steps(3)] == [[[1], [1]], [[2], [2]], [[3], [3]]]
     assert recorder.replayed == 3 and toy.length.tolist() == [3, 3]
     assert [new for _, new in step.steps(1)] == [[[4], [4]]]
@@ -119,20 +119,20 @@ def test_a_call_that_reaches_further_is_recorded_anew() -> None:
     recordings = Recordings(recorder)
     small, large = Toy(slots=16), Toy(slots=64)
     state = small.begin(1, 1)
-    first = recordings.record("key", Capacity(2, 4, 16), state, lambda: small.step(state))
-    for needed in (Capacity(2, 4, 17), Capacity(2, 5, 16), Capacity(1, 4, 16)):
+    first = recordings.record("key", RecordedCapacity(2, 4, 16), state, lambda: small.step(state))
+    for needed in (RecordedCapacity(2, 4, 17), RecordedCapacity(2, 5, 16), RecordedCapacity(1, 4, 16)):
         assert recordings.reuse("key", needed, small.begin(1, 1)) is None
     state = large.begin(40, 20)
-    second = recordings.record("key", Capacity(2, 8, 64), state, lambda: large.step(state))
+    second = recordings.record("key", RecordedCapacity(2, 8, 64), state, lambda: large.step(state))
     assert second is not first and len(recordings) == 1 and recorder.recorded == 2
     assert [len(text) for text in run(second)] == [40, 20]
-    assert recordings.reuse("key", Capacity(2, 5, 17), large.begin(1, 1)) is second
+    assert recordings.reuse("key", RecordedCapacity(2, 5, 17), large.begin(1, 1)) is second
 
 
 def test_a_state_of_another_shape_or_with_other_settings_is_recorded_anew() -> None:
     toy, recordings = Toy(), Recordings(TapeRecorder())
     state = toy.begin(2, 2)
-    recordings.record("key", Capacity(2, 1, 16), state, lambda: toy.step(state))
+    recordings.record("key", RecordedCapacity(2, 1, 16), state, lambda: toy.step(state))
     assert recordings.reuse("key", FITS, replace(toy.begin(2, 2), settings=(2,))) is None
     assert recordings.reuse("key", FITS, replace(toy.begin(2, 2), next=torch.ones(2, 2))) is None
     assert recordings.reuse("key", FITS, toy.begin(2, 2)) is not None
@@ -142,10 +142,10 @@ def test_the_least_recently_used_recording_goes_first() -> None:
     toy, recordings = Toy(), Recordings(TapeRecorder(), most=2)
     for key in "ab":
         state = toy.begin(1, 1)
-        recordings.record(key, Capacity(2, 1, 16), state, lambda state=state: toy.step(state))
+        recordings.record(key, RecordedCapacity(2, 1, 16), state, lambda state=state: toy.step(state))
     assert recordings.reuse("a", FITS, toy.begin(1, 1)) is not None
     state = toy.begin(1, 1)
-    recordings.record("c", Capacity(2, 1, 16), state, lambda: toy.step(state))
+    recordings.record("c", RecordedCapacity(2, 1, 16), state, lambda: toy.step(state))
     kept = [key for key in "abc" if recordings.reuse(key, FITS, toy.begin(1, 1)) is not None]
     assert kept == ["a", "c"] and len(recordings) == 2
     recordings.clear()
@@ -164,16 +164,16 @@ def test_a_step_that_cannot_be_recorded_is_warned_of_once_and_not_tried_again() 
 
     state = toy.begin(3, 3)
     with pytest.warns(UserWarning, match="could not be recorded.*__int__.* waits for the device") as said:
-        assert recordings.record("key", Capacity(2, 1, 16), state, waits) is None
+        assert recordings.record("key", RecordedCapacity(2, 1, 16), state, waits) is None
     assert len(said) == 1 and toy.length.tolist() == [0, 0] and state.next.tolist() == [[1], [1]]
     assert waits().new.tolist() == [[2], [2]]  # steps one by one go on where they were
     tried = toy.bodies
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert recordings.record("key", Capacity(2, 1, 16), state, waits) is None
+        assert recordings.record("key", RecordedCapacity(2, 1, 16), state, waits) is None
         assert toy.bodies == tried
-        assert recordings.record("other", Capacity(2, 1, 16), state, waits) is None
-    assert recordings.record("good", Capacity(2, 1, 16), state, lambda: toy.step(state)) is not None
+        assert recordings.record("other", RecordedCapacity(2, 1, 16), state, waits) is None
+    assert recordings.record("good", RecordedCapacity(2, 1, 16), state, lambda: toy.step(state)) is not None
 
 
 def test_the_warning_names_the_first_of_several_errors() -> None:

@@ -14,7 +14,7 @@ from torch._inductor.virtualized import V
 import decoders
 from decoders.engine import flex
 from decoders.engine.attention import LayerKind, build_mask
-from decoders.engine.flex import BLOCK, FusedAttention, Packing, attend_densely, block_mask, pack_mask
+from decoders.engine.flex import BLOCK, FusedAttention, PackedMask, attend_densely, block_mask, pack_mask
 from decoders.testing.models import tiny_model
 from decoders.tree import Topology
 
@@ -48,7 +48,7 @@ LAYOUTS = [(1, 4), (3, 4), (7, 9), (7, 33), (7, 128), (16, 64), (1, 128), (3, 10
 
 @pytest.mark.parametrize(("group", "nodes"), LAYOUTS)
 def test_packed_queries_are_found_again(group: int, nodes: int) -> None:
-    packing = Packing.of(2 * group, 2, nodes)
+    packing = PackedMask.of(2 * group, 2, nodes)
     query = torch.arange(nodes).repeat(2, 2 * group, 1)[..., None] + 1000.0 * torch.arange(2 * group)[:, None, None]
     packed = packing.pack(query)
     assert torch.equal(packing.unpack(packed), query)
@@ -62,7 +62,7 @@ def test_packed_queries_are_found_again(group: int, nodes: int) -> None:
 @pytest.mark.parametrize(("group", "nodes"), LAYOUTS)
 def test_every_tree_gets_the_kernel_that_splits_the_cache(group: int, nodes: int) -> None:
     """By torch's own rule, and with a size of tile that the kernel has a configuration for."""
-    packing = Packing.of(2 * group, 2, nodes)
+    packing = PackedMask.of(2 * group, 2, nodes)
     query, value = _sizes(1, 2 * packing.parts, packing.rows, 64), _sizes(1, 2, 1024, 64)
     with V.set_graph_handler(SimpleNamespace(sizevars=SizeVarAllocator())):
         assert _use_flex_decoding(query, _sizes(1, 1, 1, 8), value, packing.kernel_options, packing.shared)
@@ -77,15 +77,15 @@ def test_where_the_kernel_takes_one_tile_only_larger_blocks_are_not_packed(monke
     assert flex.takes_several_programs()
     monkeypatch.setattr(flex, "takes_several_programs", lambda: False)
     for nodes in (1, 8, 9):
-        packing = Packing.of(14, 2, nodes)
+        packing = PackedMask.of(14, 2, nodes)
         assert packing.parts == 1 and packing.kernel_options["BLOCK_M"] >= 7 * nodes
-    assert Packing.of(14, 2, 10).parts == 0
+    assert PackedMask.of(14, 2, 10).parts == 0
 
 
 def test_prefill_is_not_packed() -> None:
-    packing = Packing.of(14, 2, 512)
+    packing = PackedMask.of(14, 2, 512)
     assert packing.parts == 0 and packing.shared and packing.kernel_options is None
-    assert Packing.of(71, 1, 128).parts == 0  # more rows than heads to deal them out to
+    assert PackedMask.of(71, 1, 128).parts == 0  # more rows than heads to deal them out to
 
 
 CASES = {

@@ -75,9 +75,9 @@ def test_low_precision_pads_blocks_on_the_cpu_alone() -> None:
         blocks = Blocks(2, cpu, multiple=multiple)
         for length, size in sizes.items():
             draft = Draft(torch.ones(2, length, dtype=torch.int64), Topology.chain(length))
-            guesses, tree = blocks.of(draft, "test")
-            assert (guesses.shape[1] + 1, len(tree)) == (size, size)
-            assert bool((guesses[:, length:] == -1).all())
+            draft_tokens, tree = blocks.of(draft, "test")
+            assert (draft_tokens.shape[1] + 1, len(tree)) == (size, size)
+            assert bool((draft_tokens[:, length:] == -1).all())
 
 
 @pytest.mark.parametrize(("length", "chunk"), [(1, 512), (2, 1), (5, 512), (30, 6), (30, 512)])

@@ -50,7 +50,7 @@ def test_first_of_two_equal_leaves_wins():
     assert verify(Topology.branches(3, 1), [9, 1, 1, 1], [1, 5, 5, 5]) == ([0, 1], 1)
 
 
-def test_missing_guess_never_matches():
+def test_missing_draft_token_never_matches():
     assert verify(Topology.chain(2), [9, -1, 2], [1, 2, 3])[1] == 0
     assert verify(Topology.chain(2), [9, 1, -1], [1, 2, 3])[1] == 1
 

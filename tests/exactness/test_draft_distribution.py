@@ -1,6 +1,6 @@
 """Draft models under every verifier: what comes out follows the target's distribution, not the draft's.
 
-The draft is a model of other weights, so that guesses are often wrong and a rule that lets the draft's taste through
+The draft is a model of other weights, so that draft tokens are often wrong and a rule that lets the draft's taste through
 shows. Chi-square on the first, the second and the third token, 3000 rows of a model with twelve tokens.
 """
 

@@ -89,7 +89,7 @@ def test_a_draft_that_is_often_right(name, kind):
 def test_the_target_as_its_own_draft_is_always_right(name, kind):
     for rows, sample in ((4, False), (4, True)):
         report = assert_exact(name, kind, enabled(name), rows, sample)
-        assert report.accepted_lengths == [0, 0, 0, 0, rows * NEW // 5], "four guesses and one more in every step"
+        assert report.accepted_lengths == [0, 0, 0, 0, rows * NEW // 5], "four draft tokens and one more in every step"
         if kind == "chain":
             assert report.acceptance_rate == 1
 

@@ -91,7 +91,7 @@ def test_a_wide_block_grows_the_cache_late_in_the_text(llama: PreTrainedModel) -
     assert assert_exact(llama, Late(), steps=15).nodes == 201
 
 
-def test_wrong_guesses_cost_steps_only(llama: PreTrainedModel) -> None:
+def test_wrong_draft_tokens_cost_steps_only(llama: PreTrainedModel) -> None:
     class Wrong(Knowing):
         def propose(self, state: Tensor, sequences: Sequences) -> Draft:
             return Draft.chain((self.ahead(state, sequences, 6) + 1) % VOCAB)
@@ -101,12 +101,12 @@ def test_wrong_guesses_cost_steps_only(llama: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("gap", [0, 1, 3])
-def test_nothing_is_accepted_behind_a_missing_guess(llama: PreTrainedModel, gap: int) -> None:
+def test_nothing_is_accepted_behind_a_missing_draft_token(llama: PreTrainedModel, gap: int) -> None:
     class Gap(Knowing):
         def propose(self, state: Tensor, sequences: Sequences) -> Draft:
-            guesses = self.ahead(state, sequences, 5).clone()
-            guesses[:, gap] = -1
-            return Draft.chain(guesses)
+            draft_tokens = self.ahead(state, sequences, 5).clone()
+            draft_tokens[:, gap] = -1
+            return Draft.chain(draft_tokens)
 
     report = assert_exact(llama, Gap(), steps=-(-NEW // (gap + 1)))
     assert len(report.accepted_lengths) == gap + 1
@@ -114,7 +114,7 @@ def test_nothing_is_accepted_behind_a_missing_guess(llama: PreTrainedModel, gap:
 
 
 @pytest.mark.parametrize("outside", [VOCAB, 10**6, -7])
-def test_guesses_outside_the_vocabulary(llama: PreTrainedModel, outside: int) -> None:
+def test_draft_tokens_outside_the_vocabulary(llama: PreTrainedModel, outside: int) -> None:
     """Refused by name, or never accepted; not an index error from inside the model."""
 
     class Outside(Knowing):
@@ -174,7 +174,7 @@ def test_trees_of_a_shape_of_their_own_per_row(llama: PreTrainedModel) -> None:
 
 
 class Window(Knowing):
-    """Shaped like a lookahead block: a window that sees more than its ancestors and is never accepted, and guesses."""
+    """Shaped like a lookahead block: a window that sees more than its ancestors and is never accepted, and draft tokens."""
 
     topology = Topology(
         parents=(-1, -1, -1, -1, -1, 0, 5, 6, 0, 8),
@@ -251,10 +251,10 @@ BROKEN: dict[str, Callable[[int], Draft]] = {
     "a child before its parent": lambda rows: Draft(
         torch.zeros(rows, 2, dtype=torch.int64), Topology.from_parents([-1, 2, 0])
     ),
-    "a guess that continues the window": lambda rows: Draft(
+    "a draft token that continues the window": lambda rows: Draft(
         torch.zeros(rows, 2, dtype=torch.int64), Topology((-1, -1, 1), (0, 1, 2))
     ),
-    "a guess that sees a rival": lambda rows: Draft(
+    "a draft token that sees a rival": lambda rows: Draft(
         torch.zeros(rows, 2, dtype=torch.int64), Topology((-1, 0, 0), (0, 1, 1), ((), (), (1,)))
     ),
     "no draft at all": lambda rows: None,  # type: ignore[return-value,dict-item]

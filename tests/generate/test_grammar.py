@@ -26,13 +26,13 @@ from transformers import (
 )
 
 import decoders
-from decoders.constraints.base import Grammar
+from decoders.constraints.base import CompiledGrammar
 from decoders.constraints.compiled import compiled, forget
 from decoders.engine import buckets, engine, loop
-from decoders.engine.device_guide import DeviceGuide
+from decoders.engine.grammar.device_guide import DeviceGuide
 from decoders.errors import GrammarError, SettingsError, UnknownNameError, UnsupportedError
-from decoders.grammars import KEPT, vocabulary_of
-from decoders.resolve import resolve_backend
+from decoders.hf.grammars import KEPT, vocabulary_of
+from decoders.registry.resolve import resolve_backend
 from decoders.strategies import Lookahead, PromptLookup, Speculative, Staged, Threshold
 from decoders.testing import decode, prompts, tiny_model
 from decoders.testing.models import ARCHITECTURES, Architecture
@@ -284,7 +284,7 @@ def test_compiled_grammars_are_kept_in_a_folder_on_request(model, tmp_path):
 def test_a_compiled_grammar_can_be_given(model, tokenizer):
     vocabulary = vocabulary_of(tokenizer, SIZE, [END])
     ready = compiled(decoders.regex("[ab]{4}"), vocabulary, resolve_backend("auto")).grammar
-    assert isinstance(ready, Grammar)
+    assert isinstance(ready, CompiledGrammar)
     out = run(model, grammar=ready)
     assert out.report.grammars[0].source == "given" and re.fullmatch("[ab]{4}", texts(tokenizer, out)[0])
     with pytest.raises(UnsupportedError, match=r"stop tokens \[1\]; this call has 288 and \[1, 5\]"):
@@ -320,7 +320,7 @@ def test_tokenizers_with_the_same_tokens_may_write_them_differently(model):
 
 
 def test_a_report_names_what_was_asked_for_though_it_was_compiled_under_another_name(model):
-    pattern = decoders.regex(decoders.library.read("semver"))
+    pattern = decoders.regex(decoders.constraints.library.read("semver"))
     assert [run(model, grammar=each).report.grammars[0].name for each in ("semver", pattern)] == [
         "semver",
         pattern.language().name,
@@ -360,7 +360,7 @@ def test_a_lenient_schema_is_judged_at_the_end(model):
     with pytest.warns(UserWarning, match="row 0: .*non-unique"):
         out = run(model, grammar=decoders.json_schema(schema, strict=False), max_new_tokens=150)
     use = out.report.grammars[0]
-    assert use.complete and "non-unique" in use.invalid and any("uniqueItems" in remark for remark in use.remarks)
+    assert use.complete and "non-unique" in use.invalid and any("uniqueItems" in warning for warning in use.warnings)
 
 
 class Even(BaseModel):
@@ -387,7 +387,7 @@ def test_a_type_with_conditions_of_its_own_judges_the_finished_text(model, token
         assert not odd or "$.n: Value error, an odd number" in use.invalid
         outcomes.add(odd)
     assert outcomes == {True, False}
-    assert any("validators" in remark for remark in use.remarks) and use.source == "memory"
+    assert any("validators" in warning for warning in use.warnings) and use.source == "memory"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import decoders
-from decoders.engine.twin import Weights, share_weights
+from decoders.engine.twin import WeightState, share_weights
 from decoders.testing import prompts, tiny_model
 
 NEW = 12
@@ -131,12 +131,12 @@ def test_a_change_counts_in_the_next_compiled_call(change: Callable[[Any], None]
 
 def test_plain_generate_in_between_changes_nothing_that_is_looked_at() -> None:
     model = decoders.enable(tiny_model("llama"))
-    before = Weights.of(model)
+    before = WeightState.of(model)
     model.generate(**prompts(), do_sample=False, max_new_tokens=3)
     model.generate(**prompts(), do_sample=False, max_new_tokens=3, cache_implementation="static", disable_compile=True)
     model.generation_config.top_k = 7
     model.generate(**prompts(), do_sample=False, max_new_tokens=3, strategy="prompt_lookup")
-    assert Weights.of(model) == before
+    assert WeightState.of(model) == before
 
 
 def test_a_twin_has_modules_and_config_of_its_own_and_shares_the_rest() -> None:

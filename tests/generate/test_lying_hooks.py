@@ -15,7 +15,7 @@ from decoders.errors import DecodersError, DraftError, VerifierError
 from decoders.strategy import Context, Draft, Sequences, Step, Strategy
 from decoders.testing import prompts
 from decoders.tree import MAX_NODES, Topology, TreeTensors
-from decoders.verifier import Block, Outcomes, Verifier
+from decoders.verifiers import Block, Outcomes, Verifier
 
 EAGER = {"compile": False}
 PARENTS = [-1, 0, 1, 0]
@@ -140,10 +140,10 @@ def test_writing_into_a_step(llama: PreTrainedModel) -> None:
             llama.generate(**prompts(), strategy=strategy, max_new_tokens=8, do_sample=False, decoders_config=EAGER)
 
 
-class Law(Verifier):
-    """Accepts nothing, by a law that a test spoils."""
+class Spoilt(Verifier):
+    """Accepts nothing, by a outcome distribution that a test spoils."""
 
-    name = "law"
+    name = "spoilt"
     spoil: ClassVar[Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]]
 
     def outcomes(self, block: Block) -> Outcomes:
@@ -152,7 +152,7 @@ class Law(Verifier):
         return Outcomes(*type(self).spoil(end, block.target.clone()))
 
 
-WRONG_LAWS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+WRONG_OUTCOMES: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
     "negative": lambda end, next: (end - torch.tensor([0.0, 1.0, 0.0, 0.0])[: end.shape[1]], next),
     "negative root": lambda end, next: (-end, next),
     "not a number": lambda end, next: (end * torch.nan, next),
@@ -164,12 +164,12 @@ WRONG_LAWS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG_LAWS)
+@pytest.mark.parametrize("wrong", WRONG_OUTCOMES)
 def test_a_law_that_is_no_distribution(llama: PreTrainedModel, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Law, "spoil", staticmethod(WRONG_LAWS[wrong]), raising=False)
-    with pytest.raises(VerifierError, match="verifier 'law' gave probabilities") as caught:
+    monkeypatch.setattr(Spoilt, "spoil", staticmethod(WRONG_OUTCOMES[wrong]), raising=False)
+    with pytest.raises(VerifierError, match="verifier 'spoilt' gave probabilities") as caught:
         llama.generate(
-            **prompts(2), strategy=Proposes(lambda s, t: Draft.chain(t)), verifier=Law(), max_new_tokens=8, do_sample=True,
+            **prompts(2), strategy=Proposes(lambda s, t: Draft.chain(t)), verifier=Spoilt(), max_new_tokens=8, do_sample=True,
             seed=2, decoders_config=EAGER,
         )  # fmt: skip
     assert isinstance(caught.value, DecodersError)

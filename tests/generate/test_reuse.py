@@ -51,7 +51,7 @@ def new(out, rows: list[list[int]]) -> list[list[int]]:
     return out.sequences[:, max(map(len, rows)) :].tolist()
 
 
-def unread(model: PreTrainedModel, rows: list[list[int]], strategy: str = "prompt_lookup", **options: object) -> list:
+def pending(model: PreTrainedModel, rows: list[list[int]], strategy: str = "prompt_lookup", **options: object) -> list:
     """The tokens of a call that takes nothing over; it leaves nothing, either."""
     decoders.release(model)
     out = call(model, rows, strategy, runtime={"reuse": False}, **options)
@@ -146,7 +146,7 @@ def test_every_strategy_reads_the_end_of_ragged_prompts_in_its_first_step(
 def test_sampled_tokens_are_those_of_the_seed(model: PreTrainedModel) -> None:
     options = dict(do_sample=True, temperature=0.9, top_k=20, top_p=0.9, seed=7)
     turn = [[*TEXT, 9, 8], TEXT[:30]]
-    expected = unread(model, turn, **options)
+    expected = pending(model, turn, **options)
     call(model, [TEXT, TEXT[:30]], **options)
     out = call(model, turn, **options)
     assert min(out.report.reused) > 20
@@ -157,7 +157,7 @@ def test_sampled_tokens_are_those_of_the_seed(model: PreTrainedModel) -> None:
 def test_other_verifiers_sample_the_same_tokens(model: PreTrainedModel, draft: PreTrainedModel, verifier: str) -> None:
     options = dict(do_sample=True, seed=3, verifier=verifier, assistant_model=draft)
     turn = [[*TEXT, 9, 8]]
-    expected = unread(model, turn, "speculative", **options)
+    expected = pending(model, turn, "speculative", **options)
     call(model, [TEXT], "speculative", **options)
     out = call(model, turn, "speculative", **options)
     assert out.report.reused[0] > 50
@@ -174,7 +174,7 @@ class Bans(LogitsProcessor):
 def test_host_processors_see_the_whole_text(model: PreTrainedModel) -> None:
     options = dict(logits_processor=LogitsProcessorList([Bans()]))
     turn = [[*TEXT, 9, 8]]
-    expected = unread(model, turn, **options)
+    expected = pending(model, turn, **options)
     call(model, [TEXT], **options)
     out = call(model, turn, **options)
     assert out.report.reused[0] > 50 and new(out, turn) == expected
@@ -183,7 +183,7 @@ def test_host_processors_see_the_whole_text(model: PreTrainedModel) -> None:
 def test_a_penalty_on_repetition_counts_tokens_that_were_not_read(model: PreTrainedModel) -> None:
     options = dict(repetition_penalty=1.4)
     turn = [[*TEXT, 9, 8]]
-    expected = unread(model, turn, **options)
+    expected = pending(model, turn, **options)
     call(model, [TEXT], **options)
     assert new(call(model, turn, **options), turn) == expected
 
@@ -195,7 +195,7 @@ def test_a_grammar_follows_rows_that_were_not_read() -> None:
     options = dict(grammar=decoders.regex("x = [0-9]{3,9}(, [a-f]{2})?"), max_new_tokens=8)
     turn = [[*texts[0], *texts[1]], [*texts[1], *texts[0][:3]]]
     for strategy in ("grammar", "prompt_lookup"):
-        expected = unread(model, turn, strategy, **options)
+        expected = pending(model, turn, strategy, **options)
         call(model, texts, strategy, **options)
         out = call(model, turn, strategy, **options)
         assert min(out.report.reused) > 0

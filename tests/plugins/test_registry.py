@@ -14,15 +14,14 @@ import pytest
 
 import decoders
 from decoders import constraints, plugins, verifiers
-from decoders.constraints.base import Backend, Grammar, Language, Policy
+from decoders.constraints.base import Backend, CompiledGrammar, Language, Policy
 from decoders.constraints.vocabulary import Vocabulary
 from decoders.errors import PluginError, SettingsError, UnknownNameError
 from decoders.plugins import Registry, registry, reset_registry
-from decoders.resolve import resolve_backend
+from decoders.registry.resolve import resolve_backend
 from decoders.strategies import PromptLookup
 from decoders.strategy import Draft, Sequences, Strategy
-from decoders.verifier import Block, Outcomes, Verifier
-from decoders.verifiers import Coupled, TreeRejection
+from decoders.verifiers import Block, Coupled, Outcomes, TreeRejection, Verifier
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +54,7 @@ def verifier_named(name: str) -> type[Verifier]:
 
 def backend_named(name: str) -> type[Backend]:
     class Fake(Backend):
-        def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> Grammar:
+        def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> CompiledGrammar:
             raise NotImplementedError
 
     Fake.name = name
@@ -146,7 +145,7 @@ class WithSettings(Backend):
 
     def __init__(self, size: int) -> None: ...
 
-    def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> Grammar:
+    def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> CompiledGrammar:
         raise NotImplementedError
 
 
@@ -440,7 +439,7 @@ def test_invalid_plugin_registered_by_hand_leaves_nothing_behind() -> None:
 
 def test_registry_is_built_once_however_many_threads_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     built = []
-    monkeypatch.setattr(plugins, "Registry", lambda: built.append(Registry()) or built[-1])
+    monkeypatch.setattr("decoders.registry.registry.Registry", lambda: built.append(Registry()) or built[-1])
     gate = threading.Barrier(8)
     found: list[Registry] = []
 

@@ -1,5 +1,5 @@
-"""Models to draft for and to draft with, and Medusa heads for the tiny models: random ones, which guess badly, in a tree so
-wide that some guesses are right.
+"""Models to draft for and to draft with, and Medusa heads for the tiny models: random ones, which draft token badly, in a tree so
+wide that some draft tokens are right.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from decoders.medusa.heads import MedusaHeads
 from decoders.testing import tiny_draft, tiny_model
 from decoders.testing.models import VOCAB
 
-#: Wide enough for random guesses; no rank is skipped.
+#: Wide enough for random draft tokens; no rank is skipped.
 WIDE = tuple((i,) for i in range(40)) + tuple((i, j) for i in range(4) for j in range(12)) + ((0, 0, 0), (0, 1, 0))
 
 

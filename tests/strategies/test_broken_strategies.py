@@ -129,7 +129,7 @@ SUCCESSORS = torch.full((128,), 3)
 
 
 class CountsInItsModule(Good):
-    """Guesses well in the first calls of the process only: no second call differs from the first one."""
+    """Draft tokens well in the first calls of the process only: no second call differs from the first one."""
 
     def start(self, context):
         COUNT[0] += 1

@@ -27,7 +27,7 @@ def clock(monkeypatch) -> Clock:
 
 
 def step(clock: Clock, c: Calibration, draft: float, verify: float, nodes: int, emitted: int, **known: Any) -> Any:
-    """One step of as many passes as guesses; gives the threshold."""
+    """One step of as many passes as draft tokens; gives the threshold."""
     rows = c.rows
     c.drafting()
     clock.now += draft * (nodes - 1)
@@ -49,7 +49,7 @@ def test_nothing_is_said_while_too_little_is_known(clock):
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_the_threshold_is_the_price_of_a_guess_in_tokens(clock, rows):
+def test_the_threshold_is_the_price_of_a_draft_token_in_tokens(clock, rows):
     """A pass takes 1 ms and a node 0.5 ms of a target step of 10 ms; every step brings 2 tokens per row."""
     c, seconds = Calibration(rows), 0.0
     step(clock, c, 5.0, 5.0, 3, 2 * rows)  # compiles

@@ -25,7 +25,7 @@ BUILT_IN = [e.cls for e in registry().strategies().values() if e.provider == "hf
 VARIANTS = [
     PromptLookup(length=4, branches=3),
     PromptLookup(max_ngram=1, length=1),
-    Lookahead(window=4, ngram=3, guesses=3),
+    Lookahead(window=4, ngram=3, draft_tokens=3),
     Ngram(widths=(3, 2, 1)),
     Speculative(length=3),
     Speculative(tree="static"),
@@ -80,7 +80,7 @@ class OutOfVocabulary(Good):
 
 
 class WritesTokens(Good):
-    """Plants its own guess in the committed text."""
+    """Plants its own draft token in the committed text."""
 
     def propose(self, state, sequences):
         sequences.tokens.scatter_(1, sequences.length[:, None] - 1, 5)
@@ -227,7 +227,7 @@ def test_state_that_outlives_a_call_is_caught():
 
 
 class Leaks(Good):
-    """Guesses well in its first call only."""
+    """Draft tokens well in its first call only."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -80,7 +80,7 @@ def test_one_new_token(target, near, strategy):
 
 @every_kind
 def test_an_end_token_inside_a_draft_ends_its_row_alone(target, strategy):
-    """The target drafts for itself: what follows the end token is guessed right, and must not come out."""
+    """The target drafts for itself: what follows the end token is proposed right, and must not come out."""
     plain = decode(target, prompts(4), max_new_tokens=24).sequences[:, 24:]
     stops = [int(plain[row, 2 + 5 * row]) for row in range(4)]
     report = assert_exact(target, target, strategy, prompts(4), eos_token_id=stops)

@@ -1,4 +1,4 @@
-"""Trees of guesses: their shapes, which nodes are kept, and what the draft model says at each of them."""
+"""Trees of draft tokens: their shapes, which nodes are kept, and what the draft model says at each of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from decoders.engine.draft import Growth
+from decoders.engine.draft_core import Expansion
 from decoders.errors import DraftError
 from decoders.strategies import Speculative
 from decoders.strategies.draft_tree import RANK_SHARES, DynamicTree, StaticTree, best_nodes, likely_paths
@@ -55,17 +55,17 @@ class Table:
     def __init__(self, table: Tensor, children: int) -> None:
         self.table, self.children = table, children
 
-    def root(self) -> Growth:
+    def root(self) -> Expansion:
         return self._after(torch.zeros(len(self.table), 1, dtype=torch.int64))
 
-    def grow(self, nodes: Tensor, tree: TreeTensors) -> Growth:
+    def expand(self, nodes: Tensor, tree: TreeTensors) -> Expansion:
         assert nodes.shape[1] < len(tree) and bool(tree.visible[:, :, 0].all()), "everything sees the root"
         return self._after(nodes)
 
-    def _after(self, nodes: Tensor) -> Growth:
+    def _after(self, nodes: Tensor) -> Expansion:
         scores = self.table.gather(1, nodes[..., None].expand(-1, -1, self.table.shape[2]))
         best = scores.topk(self.children)
-        return Growth(best.indices, best.values, scores)
+        return Expansion(best.indices, best.values, scores)
 
 
 def paths_of(draft: Draft, row: int) -> dict[tuple[int, ...], int]:
@@ -202,7 +202,7 @@ def test_a_budget_that_splits_a_tie_keeps_parents_first(nodes):
     assert offsets[0].tolist() == list(range(nodes + 1)) and bool(ancestors[0].diagonal().all())
 
 
-def test_what_does_not_count_is_no_guess():
+def test_what_does_not_count_is_no_draft_token():
     weights = torch.tensor([[-0.1, float("-inf"), -0.2, float("-inf")]])
     tokens, kept, *_ = best_nodes(torch.tensor([[5, 6, 7, 8]]), weights, torch.tensor([[-1, -1, 0, 1]]), 4, 2)
     assert tokens[0].tolist() == [5, -1, 7, -1] and (kept[tokens == -1] == float("-inf")).all()
@@ -216,10 +216,10 @@ def test_every_level_says_what_a_plain_forward_over_the_nodes_own_path_says(targ
     from decoders.testing import tiny_model
 
     draft, checked = tiny_model(name, seed=2), []
-    grow = Drafter.grow
+    expand = Drafter.expand
 
-    def checking(self: Drafter, nodes: Tensor, block: TreeTensors) -> Growth:
-        growth = grow(self, nodes, block)
+    def checking(self: Drafter, nodes: Tensor, block: TreeTensors) -> Expansion:
+        expansion = expand(self, nodes, block)
         if nodes.shape[1] == len(block) - 1:
             run[:] = []
         run.append(nodes)
@@ -231,14 +231,14 @@ def test_every_level_says_what_a_plain_forward_over_the_nodes_own_path_says(targ
                 path = [k for k in range(1, len(block)) if block.visible[row, at, k]]
                 with torch.no_grad():
                     logits = draft(torch.cat([text, every[row, [k - 1 for k in path]]])[None]).logits[0, -1]
-                best = logits.log_softmax(-1).topk(growth.tokens.shape[2])
-                torch.testing.assert_close(growth.weights[row, q], best.values, atol=1e-4, rtol=1e-4)
-                assert torch.equal(growth.tokens[row, q], best.indices)
+                best = logits.log_softmax(-1).topk(expansion.tokens.shape[2])
+                torch.testing.assert_close(expansion.weights[row, q], best.values, atol=1e-4, rtol=1e-4)
+                assert torch.equal(expansion.tokens[row, q], best.indices)
                 checked.append(len(path))
-        return growth
+        return expansion
 
     run: list[Tensor] = []
-    monkeypatch.setattr(Drafter, "grow", checking)
+    monkeypatch.setattr(Drafter, "expand", checking)
     strategy = Speculative(tree=tree, length=4, nodes=10, children=3, beam=2)
     decode(target, prompts(2), strategy, assistant_model=draft, max_new_tokens=5, decoders_config={"compile": False})
     assert set(checked) == {1, 2, 3}

@@ -46,7 +46,7 @@ class Recorded(Lookahead):
 
 # --- the block --------------------------------------------------------------------------------------------------------
 
-#: W = 3, N = 3, G = 2. Rows see columns; a: level 0 (a0 is the root), b: level 1, g and h: two guesses of two tokens.
+#: W = 3, N = 3, G = 2. Rows see columns; a: level 0 (a0 is the root), b: level 1, g and h: two candidates of two tokens.
 DRAWN = """
        a0 a1 a2  b0 b1 b2  g1 g2  h1 h2    position
 a0     #  .  .   .  .  .   .  .   .  .     0
@@ -63,7 +63,7 @@ h2     #  .  .   .  .  .   .  .   #  #     2
 
 
 def test_mask_and_positions_are_those_drawn_by_hand():
-    block = lookahead_block(window=3, ngram=3, guesses=2)
+    block = lookahead_block(window=3, ngram=3, candidates=2)
     drawn = [line.split()[1:] for line in DRAWN.strip().splitlines()[1:]]
     visible = block.tensors(1, torch.device("cpu")).visible[0].tolist()
     assert [["#" if seen else "." for seen in row] for row in visible] == [row[:-1] for row in drawn]
@@ -73,15 +73,15 @@ def test_mask_and_positions_are_those_drawn_by_hand():
 
 def test_deeper_levels_see_their_own_column():
     """W = 2, N = 4: level 2, column 1 is node 5; it sees level 0 up to its column (0, 1) and level 1 above it (3)."""
-    visible = lookahead_block(window=2, ngram=4, guesses=1).tensors(1, torch.device("cpu")).visible[0, 5]
+    visible = lookahead_block(window=2, ngram=4, candidates=1).tensors(1, torch.device("cpu")).visible[0, 5]
     assert visible.nonzero().flatten().tolist() == [0, 1, 3, 5]
 
 
 @given(st.integers(1, 9), st.integers(2, 7), st.integers(1, 9))
-def test_number_of_nodes(window, ngram, guesses):
-    block = lookahead_block(window, ngram, guesses)
-    assert len(block) == (window + guesses) * (ngram - 1)
-    assert sum(parent >= 0 for parent in block.parents) == guesses * (ngram - 1)
+def test_number_of_nodes(window, ngram, candidates):
+    block = lookahead_block(window, ngram, candidates)
+    assert len(block) == (window + candidates) * (ngram - 1)
+    assert sum(parent >= 0 for parent in block.parents) == candidates * (ngram - 1)
     assert block.max_depth == ngram - 1
 
 
@@ -118,7 +118,7 @@ class Reference:
     def store(self, new: list[tuple[int, ...]]) -> None:
         kept: list[tuple[int, ...]] = []
         for ngram in new + self.pool:
-            if ngram not in kept and sum(ngram[0] == other[0] for other in kept) < self.settings.guesses:
+            if ngram not in kept and sum(ngram[0] == other[0] for other in kept) < self.settings.candidates:
                 kept.append(ngram)
         self.pool = kept[: self.settings.capacity]
 
@@ -126,20 +126,20 @@ class Reference:
         """Writes up to `room` tokens; returns how many."""
         s, root = self.settings, self.text[-1]
         self.levels[0][0] = root
-        guesses = [ngram[1:] for ngram in self.pool if ngram[0] == root][: s.guesses]
+        candidates = [ngram[1:] for ngram in self.pool if ngram[0] == root][: s.candidates]
         window = [("window", j, i) for j in range(s.ngram - 1) for i in range(s.window)]
-        guessed = [("guess", g, t) for g in range(len(guesses)) for t in range(s.ngram - 1)]
-        tokens = [self.levels[j][i] for _, j, i in window] + [guesses[g][t] for _, g, t in guessed]
-        offsets = [j + i for _, j, i in window] + [t + 1 for _, _, t in guessed]
-        chosen = dict(zip(window + guessed, self.forward(window + guessed, tokens, offsets), strict=True))
+        proposed = [("candidate", g, t) for g in range(len(candidates)) for t in range(s.ngram - 1)]
+        tokens = [self.levels[j][i] for _, j, i in window] + [candidates[g][t] for _, g, t in proposed]
+        offsets = [j + i for _, j, i in window] + [t + 1 for _, _, t in proposed]
+        chosen = dict(zip(window + proposed, self.forward(window + proposed, tokens, offsets), strict=True))
 
         best: list[int] = [chosen["window", 0, 0]]
-        for g, guess in enumerate(guesses):
+        for g, candidate in enumerate(candidates):
             out = [chosen["window", 0, 0]]
-            for t, token in enumerate(guess):
+            for t, token in enumerate(candidate):
                 if token != out[-1]:
                     break
-                out.append(chosen["guess", g, t])
+                out.append(chosen["candidate", g, t])
             best = max(best, out, key=len)
         self.text += best[:room]
 
@@ -168,23 +168,23 @@ class Reference:
 
     def sees(self, node: tuple[str, int, int], other: tuple[str, int, int]) -> bool:
         (kind, a, b), (other_kind, x, y) = node, other
-        if kind == "guess":
+        if kind == "candidate":
             return other == ("window", 0, 0) or (other_kind == kind and x == a and y <= b)
         return other_kind == kind and ((x == 0 and y <= b) or (y == b and x <= a))
 
 
 SHAPES = [
-    Lookahead(window=3, ngram=3, guesses=2),
-    Lookahead(window=5, ngram=4, guesses=3, keep_output=False),
-    Lookahead(window=4, ngram=2, guesses=4, seed_from_prompt=False),
-    Lookahead(window=2, ngram=5, guesses=2, capacity=16),
-    Lookahead(window=6, ngram=3, guesses=3, seed_from_prompt=False, keep_output=False),
+    Lookahead(window=3, ngram=3, candidates=2),
+    Lookahead(window=5, ngram=4, candidates=3, keep_output=False),
+    Lookahead(window=4, ngram=2, candidates=4, seed_from_prompt=False),
+    Lookahead(window=2, ngram=5, candidates=2, capacity=16),
+    Lookahead(window=6, ngram=3, candidates=3, seed_from_prompt=False, keep_output=False),
 ]
 
 
 def shape_of(strategy: Lookahead) -> str:
     s = strategy.settings
-    return f"W{s.window} N{s.ngram} G{s.guesses}"
+    return f"W{s.window} N{s.ngram} G{s.candidates}"
 
 
 @pytest.mark.parametrize("rows", [1, 3], ids=["alone", "ragged batch"])
@@ -211,7 +211,7 @@ def test_every_step_is_that_of_plain_python(name, shape, sampling, rows):
 
 
 def test_the_token_after_a_full_match_is_never_lost():
-    model, strategy = enabled("gpt2"), Recorded(window=3, ngram=3, guesses=2)
+    model, strategy = enabled("gpt2"), Recorded(window=3, ngram=3, candidates=2)
     decode(model, prompts(1), strategy, max_new_tokens=NEW, decoders_config=EAGER)
     assert [2] in strategy.accepted[:-1], "whole n-grams are accepted on this text"
     for accepted, emitted in zip(strategy.accepted[:-1], strategy.emitted[:-1], strict=True):
@@ -228,7 +228,7 @@ def test_sampling_depends_on_the_seed_alone():
 
 def test_window_alone_finds_ngrams():
     """Neither prompt nor output feed the pool: what is accepted comes from the Jacobi iteration."""
-    strategy = Lookahead(window=6, ngram=3, guesses=3, seed_from_prompt=False, keep_output=False)
+    strategy = Lookahead(window=6, ngram=3, candidates=3, seed_from_prompt=False, keep_output=False)
     out = decode(enabled("gpt2"), prompts(1), strategy, max_new_tokens=120, decoders_config=EAGER)
     assert out.report.mean_accepted_length > 1.5
 
@@ -241,15 +241,15 @@ class Untouched(LogitsProcessor):
 
 
 def test_window_goes_on_when_processors_run_on_the_host():
-    model, shape = enabled("gpt2"), Lookahead(window=4, ngram=3, guesses=3)
+    model, shape = enabled("gpt2"), Lookahead(window=4, ngram=3, candidates=3)
     options = dict(max_new_tokens=NEW, decoders_config=EAGER)
     plain = decode(model, prompts(1), shape, **options).report
     hosted = decode(model, prompts(1), shape, logits_processor=[Untouched()], **options).report
     assert hosted.accepted_lengths == plain.accepted_lengths
 
 
-def test_report_counts_guesses_and_not_the_window():
-    report = decode(enabled(), prompts(1), Lookahead(window=9, ngram=3, guesses=1), max_new_tokens=NEW,
+def test_report_counts_candidates_and_not_the_window():
+    report = decode(enabled(), prompts(1), Lookahead(window=9, ngram=3, candidates=1), max_new_tokens=NEW,
                     decoders_config=EAGER).report  # fmt: skip
     assert report.nodes == 20
     assert report.accepted < report.drafted <= 2 * report.steps
@@ -264,8 +264,8 @@ def test_merged_with_prompt_lookup():
     assert out.report.steps <= decode(model, inputs, Lookahead(), **options).report.steps
 
 
-def test_merged_budget_may_cut_guesses_but_not_the_window():
-    model, lookahead = enabled("gpt2"), Lookahead(window=4, ngram=3, guesses=3)  # 8 nodes of window, 6 of guesses
+def test_merged_budget_may_cut_candidates_but_not_the_window():
+    model, lookahead = enabled("gpt2"), Lookahead(window=4, ngram=3, candidates=3)  # 8 nodes of window, 6 of candidates
 
     def merged(nodes: int, *parts: Strategy) -> Tensor:
         strategy = Merged(parts, MergedSettings(nodes=nodes))
@@ -281,8 +281,8 @@ def test_merged_budget_may_cut_guesses_but_not_the_window():
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # the compiler's own
 def test_a_second_call_compiles_nothing():
-    # As many rows as columns, guesses and tokens of an n-gram: none of these sizes may be taken for another.
-    model, strategy = enabled("gpt2"), Lookahead(window=3, ngram=3, guesses=3)
+    # As many rows as columns, candidates and tokens of an n-gram: none of these sizes may be taken for another.
+    model, strategy = enabled("gpt2"), Lookahead(window=3, ngram=3, candidates=3)
     reports = []
     for rows, length in ((3, 24), (2, 40), (3, 90)):
         inputs = prompts(rows, length=length)

@@ -101,17 +101,17 @@ def test_heads_read_the_right_state_if_another_drafters_node_was_accepted(partne
     assert strategy.seen > 20 and out.report.accepted > 0
 
 
-def test_first_step_guesses_nothing():
+def test_first_step_draft_tokens_nothing():
     model = decoders.enable(tiny_model("llama"))
     assert decode(model, prompts(2), medusa(), max_new_tokens=1, **EAGER).report.drafted == 0
 
 
-def test_noise_helps_the_heads_to_guess_what_is_drawn():
+def test_noise_helps_the_heads_to_draft_token_what_is_drawn():
     """At a high temperature heads that draw alike accept far more than their likeliest tokens would."""
     model, inputs = decoders.enable(tiny_model("llama")), prompts(4)
     strategy = Medusa(heads=random_heads(), tree=tuple((i,) for i in range(10)))
     hot = dict(do_sample=True, temperature=20.0, top_k=0, seed=1, max_new_tokens=60, **EAGER)
-    # Nearly every token is as likely as any other, so that a guess without noise is right once in 128 times.
+    # Nearly every token is as likely as any other, so that a draft token without noise is right once in 128 times.
     assert decode(model, inputs, strategy, **hot).report.acceptance_rate > 5 / 128
 
 
@@ -120,7 +120,7 @@ def test_noise_helps_the_heads_to_guess_what_is_drawn():
 
 @pytest.mark.slow
 def test_draws_under_tree_rejection_follow_the_target():
-    """The third token of many rows, drawn with medusa's guesses accepted or rejected, against its exact distribution."""
+    """The third token of many rows, drawn with medusa's draft tokens accepted or rejected, against its exact distribution."""
     rows, model = 3000, decoders.enable(tiny_model("llama"))
     ids = prompts(1)["input_ids"].expand(rows, -1)
     options = dict(do_sample=True, temperature=0.7, top_k=3, max_new_tokens=3, seed=2, **EAGER)

@@ -50,7 +50,7 @@ def replay(model: PreTrainedModel, inputs: dict[str, Tensor], sample: bool, **op
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("tree", ["none", "static"])
 def test_a_draft_model_reads_what_other_drafters_got_accepted(target, sample, first, tree):
-    """The target drafts for itself: three guesses are accepted in every step, whoever was right in the step before."""
+    """The target drafts for itself: three draft tokens are accepted in every step, whoever was right in the step before."""
     inputs = prompts(4)
     known = replay(target, inputs, sample, length=7, wrong_every=6)
     own = Speculative(length=3, tree=tree, nodes=6)

@@ -31,7 +31,7 @@ V = 100
 def propose(
     rows: list[list[int]], table: NgramTable | None = None, junk: int = 0, vocab: int = V, **values: Any
 ) -> list[list[int]]:
-    """The guesses for ragged rows; what lies behind a row's end is `junk`."""
+    """The draft tokens for ragged rows; what lies behind a row's end is `junk`."""
     width = max(map(len, rows)) + 3
     strategy = Ngram(**values)
     orders = table.orders[: strategy.settings.max_ngram] if table else ()
@@ -57,7 +57,7 @@ def count_in_python(texts: list[list[int]], longest: int, kept: int) -> dict[tup
     return {key: (Counter(dict(best[key][:kept])), counts.total()) for key, counts in every.items()}
 
 
-def guess_in_python(
+def draft_token_in_python(
     text: list[int],
     widths: tuple[int, ...],
     longest: int,
@@ -66,7 +66,7 @@ def guess_in_python(
 ) -> list[int]:
     """Stupid back-off by its definition, one depth after the other."""
     own = count_in_python([text], longest, V)
-    context, guesses = list(text), []
+    context, draft_tokens = list(text), []
     for width in widths:
         score: dict[int, float] = {}
         order: dict[int, tuple] = {}
@@ -84,9 +84,9 @@ def guess_in_python(
                 score[token] = count / total
                 order[token] = (max(seen), 0, 0) if seen else (-1, n, -rank)
         best = sorted(score, key=lambda token: (int(score[token] * 2**40), order[token]), reverse=True)[:width]
-        guesses += best + [-1] * (width - len(best))
+        draft_tokens += best + [-1] * (width - len(best))
         context.append(best[0])
-    return guesses
+    return draft_tokens
 
 
 texts = st.lists(st.integers(0, 4), min_size=1, max_size=24)
@@ -94,20 +94,20 @@ texts = st.lists(st.integers(0, 4), min_size=1, max_size=24)
 
 @settings(deadline=None)
 @given(st.lists(texts, min_size=1, max_size=4), st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
-def test_guesses_equal_counts_in_plain_python(rows, widths, data):
+def test_draft_tokens_equal_counts_in_plain_python(rows, widths, data):
     longest, junk = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 4))
     proposed = propose(rows, junk=junk, widths=widths, max_ngram=longest)
-    assert proposed == [guess_in_python(row, tuple(widths), longest, {}) for row in rows]
+    assert proposed == [draft_token_in_python(row, tuple(widths), longest, {}) for row in rows]
 
 
 @settings(deadline=None)
 @given(st.lists(texts, min_size=1, max_size=3), st.lists(texts.filter(lambda t: len(t) > 2), min_size=1), st.data())
-def test_guesses_from_text_and_table_equal_counts_in_plain_python(rows, corpus, data):
+def test_draft_tokens_from_text_and_table_equal_counts_in_plain_python(rows, corpus, data):
     longest, kept, weight = (data.draw(st.integers(1, most)) for most in (3, 5, 4))
     table = NgramTable.count([(torch.tensor(text), 0) for text in corpus], V, followers=kept)
     proposed = propose(rows, table, widths=(3, 2, 1), max_ngram=longest, text_weight=weight)
     expected = count_in_python(corpus, longest, kept)
-    assert proposed == [guess_in_python(row, (3, 2, 1), longest, expected, weight) for row in rows]
+    assert proposed == [draft_token_in_python(row, (3, 2, 1), longest, expected, weight) for row in rows]
 
 
 @settings(deadline=None)
@@ -132,20 +132,20 @@ def test_most_recent_of_equally_frequent_followers_wins():
     assert propose([[1, 50, 7, 1, 60, 7, 1]], widths=(2,), max_ngram=2) == [[60, 50]]
 
 
-def test_first_guess_of_each_depth_is_continued_and_its_siblings_are_others():
+def test_first_draft_token_of_each_depth_is_continued_and_its_siblings_are_others():
     assert spine((3, 2, 1)).parents == (-1, 0, 0, 0, 1, 1, 4)
     text = [1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3, 5, 1, 2]
-    [guesses] = propose([text], widths=(3, 2, 1))
-    assert [guesses[0], guesses[3], guesses[5]] == [3, 5, 1]
-    assert guesses[4] == 4
-    assert len(set(guesses[:3])) == 3
+    [draft_tokens] = propose([text], widths=(3, 2, 1))
+    assert [draft_tokens[0], draft_tokens[3], draft_tokens[5]] == [3, 5, 1]
+    assert draft_tokens[4] == 4
+    assert len(set(draft_tokens[:3])) == 3
 
 
 @pytest.mark.parametrize("text", [[5], [5, 6], [5, 5], [0], [0, 0, 0]])
 @pytest.mark.parametrize("max_ngram", [1, 2, 3])
 def test_short_rows_propose_what_little_they_have_seen(text, max_ngram):
-    [guesses] = propose([text], widths=(4, 2), max_ngram=max_ngram)
-    for depth in (guesses[:4], guesses[4:]):
+    [draft_tokens] = propose([text], widths=(4, 2), max_ngram=max_ngram)
+    for depth in (draft_tokens[:4], draft_tokens[4:]):
         known = [token for token in depth if token != -1]
         assert set(known) <= set(text) and len(known) == min(len(set(text)), len(depth))
 
@@ -306,7 +306,7 @@ def test_demo_model_writes_the_same_text_in_fewer_steps():
     assert out.report.mean_accepted_length > 1.5
 
 
-def test_compiled_guesses_are_those_of_plain_tensor_code():
+def test_compiled_draft_tokens_are_those_of_plain_tensor_code():
     compiled = CompiledFunction(mini_tree)
     table = tuple(t for order in table_of([1, 2, 3, 4, 1, 2, 4, 4, 2]).orders for t in order.tensors())
     generator = torch.Generator().manual_seed(0)

@@ -51,7 +51,7 @@ def test_the_most_recent_comes_first():
     assert recall(pool, torch.tensor([[1]]), 2).tolist() == [[[20, 21], [10, 11]]]
 
 
-def test_what_is_not_there_is_no_guess():
+def test_what_is_not_there_is_no_draft_token():
     pool = made([A])
     assert recall(pool, torch.tensor([[1]]), 2).tolist() == [[[10, 11], [-1, -1]]]
     assert recall(pool, torch.tensor([[7]]), 2).tolist() == [[[-1, -1], [-1, -1]]]

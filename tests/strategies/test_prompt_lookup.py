@@ -26,9 +26,9 @@ def look_up(text: list[int], longest: int, shortest: int, count: int, branches: 
     for _, end in sorted(ends, reverse=True):
         # What followed, and when the text ends, the same stretch again and again.
         stretch = text[end + 1 :]
-        guess = [stretch[i % len(stretch)] for i in range(count)]
-        if all(guess[0] != other[0] for other in found):
-            found.append(guess)
+        draft_token = [stretch[i % len(stretch)] for i in range(count)]
+        if all(draft_token[0] != other[0] for other in found):
+            found.append(draft_token)
     return (found + [[-1] * count] * branches)[:branches]
 
 
@@ -69,11 +69,11 @@ def test_suffix_shorter_than_the_minimum_is_no_match():
     assert propose([[1, 50, 7, 1]], 3, 2, 2, 1) == [[[-1, -1]]]
 
 
-def test_text_without_repetition_gets_no_guess():
+def test_text_without_repetition_gets_no_draft_token():
     assert propose([[1, 2, 3, 4]], 3, 1, 4, 2) == [[[-1] * 4, [-1] * 4]]
 
 
-def test_single_token_gets_no_guess():
+def test_single_token_gets_no_draft_token():
     assert propose([[5]], 3, 1, 2, 1) == [[[-1, -1]]]
 
 

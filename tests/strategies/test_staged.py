@@ -103,7 +103,7 @@ def test_stages_with_a_model_of_their_own(target, near, stage):
 
 @pytest.mark.parametrize("tree", ["none", "static", "dynamic"])
 def test_a_stage_that_is_always_right_stays_right(target, tree):
-    """The target three times: every pass of the draft confirms the stage's four guesses and adds one token."""
+    """The target three times: every pass of the draft confirms the stage's four draft tokens and adds one token."""
     stage = {"draft_model": target, "length": 4, "tree": tree}
     strategy = Staged(stage="speculative", stage_config=stage, passes=2, length=10, children=1)
     out = decode(target, prompts(3), strategy, assistant_model=target, max_new_tokens=55, decoders_config=EAGER)
@@ -148,7 +148,7 @@ def test_figures_of_a_stage_add_up(looping, children, sample):
 
 
 def test_equal_passes_bring_more_tokens_than_without_the_stage(looping):
-    """On text that repeats itself the stage's guesses are free."""
+    """On text that repeats itself the stage's draft tokens are free."""
     options = dict(assistant_model=looping, max_new_tokens=80, decoders_config=EAGER)
     staged = decode(looping, prompts(2), Staged(stage="prompt_lookup", passes=4, children=1), **options).report
     alone = decode(looping, prompts(2), Speculative(length=4), **options).report

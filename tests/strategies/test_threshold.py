@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from decoders.engine.draft import Growth
+from decoders.engine.draft_core import Expansion
 from decoders.errors import SettingsError
 from decoders.strategies import Threshold
 from decoders.strategies.threshold import _State, first_rejected
@@ -34,11 +34,11 @@ class Scripted:
     def begin(self, sequences: Sequences) -> None:
         self.made = 0
 
-    def extend(self) -> Growth:
+    def extend(self) -> Expansion:
         weights = self.probabilities[:, self.made].log()[:, None, None]
         self.made += 1
         self.passes += 1
-        return Growth(torch.full(weights.shape, self.made), weights, None)
+        return Expansion(torch.full(weights.shape, self.made), weights, None)
 
     def drafted(self, count: int) -> Tensor:
         return torch.arange(1, count + 1).expand(len(self.probabilities), -1)
@@ -60,7 +60,7 @@ def sequences(rows: int, finished: list[bool] | None = None) -> Sequences:
 
 
 def outcome(draft: Draft, accepted: list[int]) -> Step:
-    """A step over `draft` in which every row accepts so many of its guesses."""
+    """A step over `draft` in which every row accepts so many of its draft tokens."""
     rows, n = draft.tokens.shape[0], draft.tokens.shape[1] + 1
     nodes = torch.cat([torch.zeros(rows, 1, dtype=torch.int64), draft.tokens], dim=1)
     path = torch.arange(n).expand(rows, n)
@@ -102,7 +102,7 @@ def test_rows_that_have_ended_keep_no_one_drafting():
 @pytest.mark.parametrize(
     "accepted, threshold",
     [
-        (0, (0.4 + 0.9) / 2),  # the first guess, of 0.9, was rejected
+        (0, (0.4 + 0.9) / 2),  # the first draft token, of 0.9, was rejected
         (1, (0.4 + 0.63) / 2),
         (2, (0.4 + 0.315) / 2),
         (3, 0.3),  # all were accepted: be bolder
@@ -137,7 +137,7 @@ def test_the_first_rejected_node_of_a_tree_is_the_likeliest_continuation():
     assert first_rejected(draft, weights, step).tolist() == pytest.approx([0.5, 0.4, -1, -1])
 
 
-def test_a_guess_that_was_kept_back_was_not_rejected():
+def test_a_draft_token_that_was_kept_back_was_not_rejected():
     draft, weights = Draft.chain(torch.tensor([[5, -1]])), torch.tensor([[0.3, 0.2]]).log()
     step: Any = SimpleNamespace(path=torch.tensor([[0, 1, 2]]), accepted=torch.tensor([1]))
     assert first_rejected(draft, weights, step).tolist() == [-1]
@@ -160,18 +160,20 @@ class Reference:
         """The tokens, and the length of every draft."""
         threshold, lengths, end = 0.4, [], len(text) + new
         while len(text) < end:
-            product, guesses, products = 1.0, [], []
-            while len(guesses) < most:
-                p = self.draft(torch.tensor([text + guesses])).logits[0, -1].double().softmax(-1)
-                guesses.append(int(p.argmax()))
+            product, draft_tokens, products = 1.0, [], []
+            while len(draft_tokens) < most:
+                p = self.draft(torch.tensor([text + draft_tokens])).logits[0, -1].double().softmax(-1)
+                draft_tokens.append(int(p.argmax()))
                 product *= float(p.max())
                 products.append(product)
                 if product < threshold:
                     break
-            lengths.append(len(guesses))
-            choices = self.target(torch.tensor([text + guesses])).logits[0, len(text) - 1 :].argmax(-1).tolist()
-            right = next((i for i, guess in enumerate(guesses) if guess != choices[i]), len(guesses))
-            threshold = threshold - 0.1 if right == len(guesses) else (threshold + products[right]) / 2
+            lengths.append(len(draft_tokens))
+            choices = self.target(torch.tensor([text + draft_tokens])).logits[0, len(text) - 1 :].argmax(-1).tolist()
+            right = next(
+                (i for i, draft_token in enumerate(draft_tokens) if draft_token != choices[i]), len(draft_tokens)
+            )
+            threshold = threshold - 0.1 if right == len(draft_tokens) else (threshold + products[right]) / 2
             threshold = min(max(threshold, 0.05), 0.95)
             text = (text + choices[: right + 1])[:end]
         return text, lengths

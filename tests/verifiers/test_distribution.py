@@ -9,10 +9,9 @@ import torch
 
 from decoders.plugins import registry
 from decoders.testing import check_verifier
-from decoders.testing.enumeration import Case
+from decoders.testing.enumeration import EnumerationCase
 from decoders.testing.verifiers import cases
-from decoders.verifier import Block, Outcomes, Verifier
-from decoders.verifiers import BlockVerification, Coupled, Rejection, TreeRejection
+from decoders.verifiers import Block, BlockVerification, Coupled, Outcomes, Rejection, TreeRejection, Verifier
 
 BUILT_IN = [entry.cls for entry in registry().verifiers().values() if entry.provider == "hf-decoders"]
 
@@ -64,7 +63,7 @@ class TokenWeights(BlockVerification):
 
 
 class Eager(Rejection):
-    """Accepts all guesses, missing ones too."""
+    """Accepts all draft tokens, missing ones too."""
 
     def outcomes(self, block: Block) -> Outcomes:
         end = torch.zeros_like(block.target[..., 0])
@@ -87,7 +86,7 @@ class Peeking(Rejection):
         (SiblingsLoseTheirShare, "the target says"),
         (NoResidual, "the target says"),
         (TokenWeights, "the target says"),
-        (Eager, "the target says|without a guess"),
+        (Eager, "the target says|without a draft token"),
         (Peeking, "without graph breaks"),
     ],
 )
@@ -105,7 +104,7 @@ def test_lossy_rule_is_held_to_the_contract_only():
     class LossyAndEager(Eager):
         exact = False
 
-    with pytest.raises(AssertionError, match="without a guess"):
+    with pytest.raises(AssertionError, match="without a draft token"):
         check_verifier(LossyAndEager)
 
 
@@ -163,11 +162,11 @@ class ReadsOtherRows(Rejection):
 
 
 def test_rows_that_depend_on_each_other_are_caught():
-    with pytest.raises(AssertionError, match="other rows|without a guess"):
+    with pytest.raises(AssertionError, match="other rows|without a draft token"):
         check_verifier(ReadsOtherRows)
 
 
-def accepted(verifier: Verifier, case: Case) -> float:
+def accepted(verifier: Verifier, case: EnumerationCase) -> float:
     drafts = case.drafts()
     return case.accepted(drafts, verifier.outcomes(drafts.block))
 
@@ -181,18 +180,18 @@ def test_block_verification_accepts_as_much_as_rejection_or_more():
     assert more > 5
 
 
-def test_tree_rejection_accepts_as_much_as_coupled_on_drawn_guesses():
+def test_tree_rejection_accepts_as_much_as_coupled_on_drawn_draft_tokens():
     for case in cases(trees=True, seed=1):
-        if "drawn" in case.name and case.parents == (-1, 0):  # one guess: rejection is optimal, 1 - TV(p, q)
+        if "drawn" in case.name and case.parents == (-1, 0):  # one draft token: rejection is optimal, 1 - TV(p, q)
             p, q = case.target[0][0], case.draft[0][0]
             assert accepted(TreeRejection(), case) == pytest.approx(float(torch.minimum(p, q).sum()))
             assert accepted(Coupled(), case) == pytest.approx(float((p * q).sum()))
 
 
 def test_example_of_the_block_verification_paper():
-    """Two tokens, p = (1/3, 2/3), q = (2/3, 1/3), two guesses: 10/9 by tokens, 11/9 by blocks (its section 2)."""
+    """Two tokens, p = (1/3, 2/3), q = (2/3, 1/3), two draft tokens: 10/9 by tokens, 11/9 by blocks (its section 2)."""
     p, q = torch.tensor([1 / 3, 2 / 3], dtype=torch.float64), torch.tensor([2 / 3, 1 / 3], dtype=torch.float64)
-    case = Case(
+    case = EnumerationCase(
         "paper", (-1, 0, 1), tuple(p.expand(2**d, 2) for d in range(3)), tuple(q.expand(2**d, 2) for d in range(3))
     )
     assert accepted(Rejection(), case) == pytest.approx(10 / 9)

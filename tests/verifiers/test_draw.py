@@ -1,4 +1,4 @@
-"""Drawing from the law of a step: it follows the law, with noise that nothing else shares."""
+"""Drawing from the outcome distribution of a step: it follows the outcome distribution, with noise that nothing else shares."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from scipy import stats
 from decoders.engine.sampling import SamplingInputs, SamplingPlan, choose, row_keys
 from decoders.engine.verify import draw, step_keys
 from decoders.tree import Topology
-from decoders.verifier import Block, Outcomes
-from decoders.verifiers import BlockVerification, Coupled, Rejection, TreeRejection
+from decoders.verifiers import Block, BlockVerification, Coupled, Outcomes, Rejection, TreeRejection
 
 ROWS, VOCAB = 20_000, 6
 CPU = torch.device("cpu")
@@ -18,8 +17,8 @@ TREE = Topology.from_parents([-1, 0, 0, 1, 1, 2])
 
 
 @pytest.fixture(scope="module")
-def law() -> Outcomes:
-    """One law for all rows; the last node is never the end."""
+def outcomes() -> Outcomes:
+    """One outcome distribution for all rows; the last node is never the end."""
     generator = torch.Generator().manual_seed(0)
     end = torch.tensor([0.3, 0.1, 0.2, 0.15, 0.25, 0.0])
     after = torch.randn(6, VOCAB, generator=generator).softmax(-1)
@@ -28,10 +27,10 @@ def law() -> Outcomes:
     return Outcomes(end.expand(ROWS, -1), after.expand(ROWS, -1, -1))
 
 
-def drawn(law: Outcomes, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def drawn(outcomes: Outcomes, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """End node and next token ``[ROWS]``."""
     nodes = torch.zeros(ROWS, 6, dtype=torch.int64)
-    acceptance, token, sound = draw(nodes, TREE.tensors(ROWS, CPU), law, keys)
+    acceptance, token, sound = draw(nodes, TREE.tensors(ROWS, CPU), outcomes, keys)
     assert sound.all()
     return acceptance.path.gather(1, acceptance.depth[:, None])[:, 0], token
 
@@ -43,9 +42,9 @@ def assert_independent(first: torch.Tensor, second: torch.Tensor) -> None:
     assert stats.chi2_contingency(joint.numpy()).pvalue > 1e-3
 
 
-def test_end_and_next_follow_the_law(law):
-    end, token = drawn(law, row_keys(0, ROWS, CPU))
-    expected = (law.end[0][:, None] * law.next[0]).flatten().double()
+def test_end_and_next_follow_the_outcomes(outcomes):
+    end, token = drawn(outcomes, row_keys(0, ROWS, CPU))
+    expected = (outcomes.end[0][:, None] * outcomes.next[0]).flatten().double()
     counts = torch.bincount(end * VOCAB + token, minlength=len(expected))
     assert counts[expected == 0].sum() == 0
     possible = expected > 0
@@ -65,41 +64,41 @@ def test_path_leads_to_the_end_and_stays_put_behind_it():
 
 def test_certain_next_token_is_taken():
     tokens = torch.tensor([2, 0, 1])
-    law = Outcomes(torch.ones(3, 1), torch.nn.functional.one_hot(tokens, 3).float()[:, None])
+    outcomes = Outcomes(torch.ones(3, 1), torch.nn.functional.one_hot(tokens, 3).float()[:, None])
     _, token, _ = draw(
-        torch.zeros(3, 1, dtype=torch.int64), Topology.chain(0).tensors(3, CPU), law, row_keys(1, 3, CPU)
+        torch.zeros(3, 1, dtype=torch.int64), Topology.chain(0).tensors(3, CPU), outcomes, row_keys(1, 3, CPU)
     )
     assert token.tolist() == tokens.tolist()
 
 
-def test_missing_guess_is_not_accepted_even_if_the_law_says_so():
-    law = Outcomes(torch.tensor([[0.0, 1.0]]).expand(50, -1), torch.full((50, 2, 3), 1 / 3))
+def test_missing_draft_token_is_not_accepted_even_if_the_law_says_so():
+    outcomes = Outcomes(torch.tensor([[0.0, 1.0]]).expand(50, -1), torch.full((50, 2, 3), 1 / 3))
     nodes = torch.tensor([[3, -1]]).expand(50, -1)
-    acceptance, *_ = draw(nodes, Topology.chain(1).tensors(50, CPU), law, row_keys(0, 50, CPU))
+    acceptance, *_ = draw(nodes, Topology.chain(1).tensors(50, CPU), outcomes, row_keys(0, 50, CPU))
     assert acceptance.depth.tolist() == [0] * 50
 
 
-def test_equal_keys_give_equal_draws(law):
+def test_equal_keys_give_equal_draws(outcomes):
     keys = row_keys(5, ROWS, CPU)
-    assert all(torch.equal(a, b) for a, b in zip(drawn(law, keys), drawn(law, keys), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(drawn(outcomes, keys), drawn(outcomes, keys), strict=True))
 
 
-def test_steps_are_independent(law):
+def test_steps_are_independent(outcomes):
     keys = row_keys(0, ROWS, CPU)
-    first, second = (drawn(law, step_keys(keys, torch.full_like(keys, position))) for position in (4, 5))
+    first, second = (drawn(outcomes, step_keys(keys, torch.full_like(keys, position))) for position in (4, 5))
     assert_independent(first[0], second[0])
     assert_independent(first[1], second[1])
 
 
 @pytest.mark.parametrize("per_step", [False, True])
-def test_draws_are_independent_of_the_noise_of_the_draft(law, per_step):
+def test_draws_are_independent_of_the_noise_of_the_draft(outcomes, per_step):
     keys = row_keys(0, ROWS, CPU)
     positions = torch.arange(3).expand(ROWS, -1)
     inputs = SamplingInputs(torch.zeros(1), keys, torch.tensor([-1]))
-    guesses = choose(torch.zeros(ROWS, 3, VOCAB), SamplingPlan(sample=True), inputs, positions)
-    for result in drawn(law, step_keys(keys, positions[:, 1]) if per_step else keys):
+    drafted = choose(torch.zeros(ROWS, 3, VOCAB), SamplingPlan(sample=True), inputs, positions)
+    for result in drawn(outcomes, step_keys(keys, positions[:, 1]) if per_step else keys):
         for position in range(3):
-            assert_independent(guesses[:, position], result)
+            assert_independent(drafted[:, position], result)
 
 
 def random_block(rows: int, topology: Topology) -> Block:
@@ -112,10 +111,10 @@ def random_block(rows: int, topology: Topology) -> Block:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_compiled_draw_equals_eager(law, backend):
+def test_compiled_draw_equals_eager(outcomes, backend):
     keys = row_keys(5, ROWS, CPU)
     nodes = torch.zeros(ROWS, 6, dtype=torch.int64)
-    arguments = nodes, TREE.tensors(ROWS, CPU), law, keys
+    arguments = nodes, TREE.tensors(ROWS, CPU), outcomes, keys
     acceptance, token, sound = torch.compile(draw, fullgraph=True, backend=backend)(*arguments)
     eager, eager_token, _ = draw(*arguments)
     # Vectorised logarithms differ in the last bit, which may turn a tie around: not more often than once in the batch.
@@ -128,7 +127,7 @@ def test_compiled_draw_equals_eager(law, backend):
 @pytest.mark.slow
 @pytest.mark.parametrize("verifier", [Coupled, Rejection, TreeRejection, BlockVerification], ids=lambda v: v.name)
 def test_compiled_step_equals_eager_for_any_number_of_nodes(verifier):
-    """Law and draw in one graph; with a bound on siblings the number of nodes stays dynamic."""
+    """Outcome distribution and draw in one graph; with a bound on siblings the number of nodes stays dynamic."""
     rule = verifier()
 
     def step(block: Block, keys: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from decoders.testing.verifiers import check_contract, rows_of
 from decoders.tree import TreeTensors
-from decoders.verifier import Block
-from decoders.verifiers import BlockVerification, Coupled, Rejection, TreeRejection
+from decoders.verifiers import Block, BlockVerification, Coupled, Rejection, TreeRejection
 
 ALL = [Coupled, Rejection, TreeRejection, BlockVerification]
 quick = settings(deadline=None, max_examples=60)
@@ -18,7 +17,7 @@ quick = settings(deadline=None, max_examples=60)
 
 @st.composite
 def blocks(draw, chain: bool = False, most: int = 7) -> Block:
-    """Random trees per row (or one chain), guesses that need not come from ``q``, sharp and flat distributions."""
+    """Random trees per row (or one chain), draft tokens that need not come from ``q``, sharp and flat distributions."""
     rows, n, vocab = draw(st.integers(1, 4)), draw(st.integers(1, most)), draw(st.integers(2, 9))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     sharpness = draw(st.sampled_from([0.0, 1.0, 10.0, 300.0]))
@@ -40,7 +39,7 @@ def blocks(draw, chain: bool = False, most: int = 7) -> Block:
 @pytest.mark.parametrize("verifier", ALL)
 @quick
 @given(block=blocks())
-def test_outcomes_are_distributions_and_missing_guesses_are_never_accepted(verifier, block):
+def test_outcomes_are_distributions_and_missing_draft_tokens_are_never_accepted(verifier, block):
     check_contract(block, verifier().outcomes(block))
 
 
@@ -75,7 +74,7 @@ def test_on_a_chain_the_tree_rule_is_the_chain_rule(block):
 
 @quick
 @given(block=blocks())
-def test_on_sure_guesses_the_tree_rule_is_coupled(block):
+def test_on_sure_draft_tokens_the_tree_rule_is_coupled(block):
     sure = torch.nn.functional.one_hot(block.nodes[:, 1:].clamp(min=0), block.target.shape[2]).float()
     block = Block(block.nodes, block.tree, block.target, sure)
     tree, coupled = TreeRejection().outcomes(block), Coupled().outcomes(block)
@@ -86,7 +85,7 @@ def test_on_sure_guesses_the_tree_rule_is_coupled(block):
 
 @quick
 @given(block=blocks(chain=True, most=2))
-def test_one_guess_is_judged_alike_by_all_rules_for_drawn_guesses(block):
+def test_one_draft_token_is_judged_alike_by_all_rules_for_drawn_draft_tokens(block):
     first = Rejection().outcomes(block)
     for verifier in (TreeRejection, BlockVerification):
         torch.testing.assert_close(verifier().outcomes(block).end, first.end, atol=1e-5, rtol=1e-4)

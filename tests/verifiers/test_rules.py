@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from decoders.tree import Topology
-from decoders.verifier import Block, Outcomes
-from decoders.verifiers import BlockVerification, Coupled, Rejection, TreeRejection
+from decoders.verifiers import Block, BlockVerification, Coupled, Outcomes, Rejection, TreeRejection
 
 ALL = [Coupled, Rejection, TreeRejection, BlockVerification]
 SAMPLED = [Rejection, TreeRejection, BlockVerification]  # rules that read q
@@ -20,14 +19,14 @@ def only(token: int) -> list[float]:
     return [float(t == token) for t in range(4)]
 
 
-def judge(verifier, parents: list[int], guesses: list[int], p: list[list[float]], q: list[list[float]]) -> Outcomes:
-    """The law for one row; `p` per node, `q` per guess."""
+def judge(verifier, parents: list[int], drafted: list[int], p: list[list[float]], q: list[list[float]]) -> Outcomes:
+    """The outcome distribution for one row; `p` per node, `q` per draft token."""
     topology = Topology.from_parents(parents)
     block = Block(
-        torch.tensor([[A, *guesses]]),
+        torch.tensor([[A, *drafted]]),
         topology.tensors(1, CPU),
         torch.tensor([p]),
-        torch.tensor(q).view(1, len(guesses), 4),
+        torch.tensor(q).view(1, len(drafted), 4),
     )
     return verifier().outcomes(block)
 
@@ -41,7 +40,7 @@ def after(outcomes: Outcomes, node: int) -> list[float]:
 
 
 @pytest.mark.parametrize("verifier", ALL)
-def test_no_guess_leaves_the_target_alone(verifier):
+def test_no_draft_token_leaves_the_target_alone(verifier):
     outcomes = judge(verifier, [-1], [], [[0.1, 0.2, 0.3, 0.4]], [])
     assert ends(outcomes) == [1]
     assert after(outcomes, 0) == [0.1, 0.2, 0.3, 0.4]
@@ -76,14 +75,14 @@ def test_token_the_target_rules_out_is_never_accepted(verifier):
 
 
 @pytest.mark.parametrize("verifier", SAMPLED)
-def test_rejected_guess_leaves_the_residual(verifier):
+def test_rejected_draft_token_leaves_the_residual(verifier):
     outcomes = judge(verifier, [-1, 0], [A], [[0.2, 0.4, 0.4, 0], UNIFORM], [[0.5, 0.2, 0.3, 0]])
     assert ends(outcomes) == [0.6, 0.4]  # 0.2 / 0.5 accepted
     assert after(outcomes, 0) == [0, 2 / 3, 1 / 3, 0]
 
 
 @pytest.mark.parametrize("verifier", ALL)
-def test_sure_guess_is_accepted_as_often_as_the_target_draws_it(verifier):
+def test_sure_draft_token_is_accepted_as_often_as_the_target_draws_it(verifier):
     outcomes = judge(verifier, [-1, 0], [B], [[0.1, 0.7, 0.2, 0], UNIFORM], [only(B)])
     assert ends(outcomes) == [0.3, 0.7]
     assert after(outcomes, 0) == [1 / 3, 0, 2 / 3, 0]
@@ -92,7 +91,7 @@ def test_sure_guess_is_accepted_as_often_as_the_target_draws_it(verifier):
 def test_second_token_is_judged_by_itself_in_rejection_and_with_its_prefix_in_block_verification():
     p = [[0.25, 0.75, 0, 0], [0.5, 0.5, 0, 0], UNIFORM]
     q = [[0.5, 0.5, 0, 0], [0.25, 0.75, 0, 0]]
-    # First guess at 1/2 of its chance, second at twice: the rule of blocks lets the second pay for the first.
+    # First draft token at 1/2 of its chance, second at twice: the rule of blocks lets the second pay for the first.
     assert ends(judge(Rejection, [-1, 0, 1], [A, A], p, q)) == [1 / 2, 0, 1 / 2]
     # p_1 = 1/2, p_2 = 1; the chain is kept whole.
     assert ends(judge(BlockVerification, [-1, 0, 1], [A, A], p, q)) == [0, 0, 1]
@@ -130,7 +129,7 @@ def test_twin_of_a_sibling_is_never_accepted(verifier):
 
 
 @pytest.mark.parametrize("verifier", ALL)
-def test_missing_guess_is_not_accepted_nor_what_continues_it_and_leaves_the_target_alone(verifier):
+def test_missing_draft_token_is_not_accepted_nor_what_continues_it_and_leaves_the_target_alone(verifier):
     p = [0.1, 0.2, 0.3, 0.4]
     outcomes = judge(verifier, [-1, 0, 1], [-1, B], [p, only(B), UNIFORM], [only(A), only(B)])
     assert ends(outcomes) == [1, 0, 0]
@@ -138,7 +137,7 @@ def test_missing_guess_is_not_accepted_nor_what_continues_it_and_leaves_the_targ
 
 
 @pytest.mark.parametrize("verifier", ALL)
-def test_bonus_token_follows_the_last_guess_of_a_short_row(verifier):
+def test_bonus_token_follows_the_last_draft_token_of_a_short_row(verifier):
     p = [0.1, 0.2, 0.3, 0.4]
     outcomes = judge(verifier, [-1, 0, 1, 2], [B, -1, -1], [only(B), p, UNIFORM, UNIFORM], [only(B), UNIFORM, UNIFORM])
     assert ends(outcomes) == [0, 1, 0, 0]
@@ -152,7 +151,7 @@ def test_missing_sibling_leaves_the_turn_to_the_next():
 
 
 @pytest.mark.parametrize("verifier", ALL)
-def test_row_of_a_missing_guess_may_hold_anything(verifier):
+def test_row_of_a_missing_draft_token_may_hold_anything(verifier):
     p = [0.1, 0.2, 0.3, 0.4]
     outcomes = judge(verifier, [-1, 0], [-1], [p, UNIFORM], [[float("nan")] * 4])
     assert ends(outcomes) == [1, 0]
@@ -160,7 +159,7 @@ def test_row_of_a_missing_guess_may_hold_anything(verifier):
 
 
 @pytest.mark.parametrize("verifier", SAMPLED)
-def test_token_that_the_draft_rules_out_counts_as_no_guess(verifier):
+def test_token_that_the_draft_rules_out_counts_as_no_draft_token(verifier):
     p = [0.1, 0.2, 0.3, 0.4]
     outcomes = judge(verifier, [-1, 0], [A], [p, UNIFORM], [[0, 0.5, 0.5, 0]])
     assert ends(outcomes) == [1, 0]

@@ -9,18 +9,17 @@ import torch
 
 from decoders.testing.verifiers import check_verifier
 from decoders.tree import Topology
-from decoders.verifier import Block, Outcomes
-from decoders.verifiers import TypicalAcceptance
+from decoders.verifiers import Block, Outcomes, TypicalAcceptance
 
 CPU = torch.device("cpu")
 UNIFORM = [0.25] * 4
 SURE = [0.97, 0.01, 0.01, 0.01]
 
 
-def judge(parents: list[int], guesses: list[int], p: list[list[float]]) -> Outcomes:
-    one_hot = torch.nn.functional.one_hot(torch.tensor(guesses).clamp(min=0), 4).float()[None]
+def judge(parents: list[int], drafted: list[int], p: list[list[float]]) -> Outcomes:
+    one_hot = torch.nn.functional.one_hot(torch.tensor(drafted).clamp(min=0), 4).float()[None]
     tree = Topology.from_parents(parents).tensors(1, CPU)
-    return TypicalAcceptance().outcomes(Block(torch.tensor([[0, *guesses]]), tree, torch.tensor([p]), one_hot))
+    return TypicalAcceptance().outcomes(Block(torch.tensor([[0, *drafted]]), tree, torch.tensor([p]), one_hot))
 
 
 def test_contract_holds():
@@ -31,11 +30,11 @@ def test_it_calls_itself_lossy():
     assert not TypicalAcceptance.exact and "LOSSY" in TypicalAcceptance.summary
 
 
-def test_plausible_guess_is_always_kept_though_the_target_seldom_draws_it():
+def test_plausible_draft_token_is_always_kept_though_the_target_seldom_draws_it():
     assert judge([-1, 0], [2], [UNIFORM, UNIFORM]).end.tolist() == [[0, 1]]
 
 
-def test_implausible_guess_is_never_kept():
+def test_implausible_draft_token_is_never_kept():
     outcomes = judge([-1, 0], [2], [SURE, UNIFORM])
     assert outcomes.end.tolist() == [[1, 0]]
     assert outcomes.next[0, 0].tolist() == pytest.approx(SURE)  # drawn from p itself, not from what is left of it
@@ -60,7 +59,7 @@ def test_of_equally_long_paths_the_likelier_wins_and_of_equal_ones_the_first():
     assert judge([-1, 0, 0], [3, 1], [UNIFORM, UNIFORM, UNIFORM]).end.tolist() == [[0, 1, 0]]
 
 
-def test_nothing_is_kept_behind_a_rejected_or_missing_guess():
+def test_nothing_is_kept_behind_a_rejected_or_missing_draft_token():
     assert judge([-1, 0, 1], [2, 0], [SURE, UNIFORM, UNIFORM]).end.tolist() == [[1, 0, 0]]
     assert judge([-1, 0, 1], [-1, 0], [UNIFORM, UNIFORM, UNIFORM]).end.tolist() == [[1, 0, 0]]
 

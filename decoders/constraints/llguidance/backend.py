@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...errors import GrammarError
-from ..base import Backend, Grammar, Language, Policy, mask_words
+from ..base import Backend, CompiledGrammar, Language, Policy, mask_words
 from ..vocabulary import Vocabulary
 from .matcher import LLGuidanceMatcher, writable
 from .source import compile_matcher, source
@@ -42,7 +42,7 @@ class LLGuidance(Backend):
         return LLGuidanceGrammar(language, vocabulary, policy, text)
 
 
-class LLGuidanceGrammar(Grammar):
+class LLGuidanceGrammar(CompiledGrammar):
     """A language that llguidance has compiled. Its matchers share one lexer, which remembers the states it has met."""
 
     backend = LLGuidance.name

@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from ..base import Tables
-from .masks import Masks
-from .rows import Rows
+from .masks import StateMasks
+from .rows import MaskRows
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,14 @@ class Automaton:
     next: NDArray[np.int32]
     classes: NDArray[np.int64]
     mask_of: NDArray[np.int64]
-    rows: Rows
+    rows: MaskRows
     accepting: NDArray[np.bool_]
     start: int
     stopped: int
 
     @staticmethod
     def of(
-        after: NDArray[np.int32], kind: NDArray[np.int64], accepting: NDArray[np.bool_], start: int, masks: Masks
+        after: NDArray[np.int32], kind: NDArray[np.int64], accepting: NDArray[np.bool_], start: int, masks: StateMasks
     ) -> Automaton:
         """From arrays ``[S, C]``, ``[256]``, ``[S]``; adds the state after a stop token."""
         next = np.concatenate([after, np.zeros((1, after.shape[1]), np.int32)])
@@ -50,6 +50,6 @@ class Automaton:
         next, classes, mask_of = map(torch.from_numpy, (self.next, self.classes, self.mask_of))
         return Tables(next, classes, mask_of, self.rows.all(), start=self.start, stopped=self.stopped)
 
-    def with_masks(self, rows: Rows, mask_of: NDArray[np.int64]) -> Automaton:
+    def with_masks(self, rows: MaskRows, mask_of: NDArray[np.int64]) -> Automaton:
         """The same automaton with other masks."""
         return replace(self, rows=rows, mask_of=mask_of)

@@ -10,10 +10,10 @@ from ..vocabulary import Vocabulary
 from .automaton import Automaton
 from .determinise import determinise
 from .grammar import TableGrammar
-from .kept import restored
 from .lexicon import Lexicon
 from .masks import masks
 from .minimise import columns, minimise
+from .serialize import restored
 
 #: States of a minimal automaton.
 STATES = 4096

@@ -157,7 +157,7 @@ def _check(regex: str) -> None:
             _, escaped = next(place, (at, ""))
             if escaped and not classes and escaped in "AzZbB<>":
                 what = "anchors" if escaped in "AzZ" else "word boundaries"
-                raise GrammarError(_unread(regex, f"no automaton has {what}, \\{escaped} at {at}"))
+                raise GrammarError(_pending(regex, f"no automaton has {what}, \\{escaped} at {at}"))
         elif character == "[":
             classes += 1
             rest = re.match(r"\^?\]?", regex[at + 1 : at + 3])  # a bracket that comes first stands for itself
@@ -168,10 +168,10 @@ def _check(regex: str) -> None:
         elif classes:
             continue
         elif character in "^$":
-            raise GrammarError(_unread(regex, f"{character} at {at}: no anchors, the whole text must match anyway"))
+            raise GrammarError(_pending(regex, f"{character} at {at}: no anchors, the whole text must match anyway"))
         elif character == "(":
             if option := re.match(r"\(\?[a-zA-Z-]*x", regex[at : at + 16]):
-                raise GrammarError(_unread(regex, f"{option[0]!r} at {at}: the option x"))
+                raise GrammarError(_pending(regex, f"{option[0]!r} at {at}: the option x"))
             depth += 1
         elif character == ")":
             depth -= 1
@@ -179,7 +179,7 @@ def _check(regex: str) -> None:
                 raise GrammarError(f"{_short(regex)} is no regular expression: unopened group, ')' at {at}")
 
 
-def _unread(regex: str, reason: str) -> str:
+def _pending(regex: str, reason: str) -> str:
     return f"{_short(regex)} is not a regular expression that is read here: {reason}"
 
 
@@ -206,9 +206,9 @@ def _reason(regex: str, message: str) -> str:
     plain = re.sub(r"\\\\|\[(\\.|[^\]\\])+\]", "", regex)
     found = [what for pattern, what in _FOREIGN.items() if re.search(pattern, plain)]
     if "no transitions from state" in message:
-        return _unread(regex, "a part of it matches nothing at all")
+        return _pending(regex, "a part of it matches nothing at all")
     reason = "no automaton has " + " or ".join(found) if found else message[9:].strip()
-    return _unread(regex, reason)
+    return _pending(regex, reason)
 
 
 def _limit(limit: str) -> str:

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from ..base import Language, Policy, Tables, Tabulated
 from ..vocabulary import Vocabulary
 from .automaton import Automaton
-from .kept import dumped
 from .matcher import TableMatcher
-from .rows import Row, Rows
+from .rows import MaskRows, Row
+from .serialize import dumped
 
 #: Steps (a state and a token) that are remembered: about 10 MB.
 STEPS = 1 << 17
@@ -120,7 +120,7 @@ class TableGrammar(Tabulated):
             only.append(bytes_of[ways[0]][0] if single else -1)
         return only
 
-    def _canonical(self, automaton: Automaton) -> tuple[Rows, NDArray[np.int64]]:
+    def _canonical(self, automaton: Automaton) -> tuple[MaskRows, NDArray[np.int64]]:
         """Masks and their numbers, of one token where bytes are forced: that with which the tokenizer begins them."""
         rows: dict[int, int] = {}
         of = automaton.mask_of.copy()
@@ -134,4 +134,4 @@ class TableGrammar(Tabulated):
             mask[token >> 5] = 1 << (token & 31)
             every.append(Row.of(mask.view(np.int32)))
         used, numbers = np.unique(of, return_inverse=True)
-        return Rows(automaton.rows.width, [every[number] for number in used.tolist()]), numbers
+        return MaskRows(automaton.rows.width, [every[number] for number in used.tolist()]), numbers

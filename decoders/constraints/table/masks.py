@@ -8,20 +8,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .alike import Alike
+from .equivalent import EquivalentStates
 from .lexicon import Lexicon
-from .rows import Row, Rows
-from .strings import Strings
+from .rows import MaskRows, Row
+from .strings import StringStates
 from .trie import Ints
 
 #: Tokens that a walk from several states may meet: 16 bytes each, and some more on the way.
 TOKENS = 1 << 21
-#: Masks that are packed at a time: a byte per token.
+#: StateMasks that are packed at a time: a byte per token.
 CHUNK = 32
 
 
 @dataclass(frozen=True)
-class Masks:
+class StateMasks:
     """Masks of all states.
 
     Attributes:
@@ -31,13 +31,13 @@ class Masks:
         stops: the row of the stop tokens alone.
     """
 
-    rows: Rows
+    rows: MaskRows
     of: NDArray[np.int64]
     alive: NDArray[np.bool_]
     stops: int
 
 
-def masks(after: Ints, kind: NDArray[np.int64], accepting: NDArray[np.bool_], lexicon: Lexicon) -> Masks:
+def masks(after: Ints, kind: NDArray[np.int64], accepting: NDArray[np.bool_], lexicon: Lexicon) -> StateMasks:
     """The masks of a trimmed automaton ``[S, C]`` with columns `kind` ``[256]``."""
     used: NDArray[np.bool_] = np.any(after > 0, axis=0)
     if lexicon.single[used[kind]].all():
@@ -46,31 +46,31 @@ def masks(after: Ints, kind: NDArray[np.int64], accepting: NDArray[np.bool_], le
     return _walked(after, kind, accepting, alive, lexicon)
 
 
-def _sliced(after: Ints, kind: NDArray[np.int64], accepting: NDArray[np.bool_], lexicon: Lexicon) -> Masks:
+def _sliced(after: Ints, kind: NDArray[np.int64], accepting: NDArray[np.bool_], lexicon: Lexicon) -> StateMasks:
     """Masks where every byte is a token, so that every state comes to an end and all tokens that do not die are legal.
 
     Inside strings, masks are put together by class. Elsewhere few tokens are legal: they are walked, from one state for
     all that cannot be told apart by as many bytes as that takes.
     """
-    strings = Strings.of(after, kind, lexicon)
+    strings = StringStates.of(after, kind, lexicon)
     bare: list[NDArray[np.int32]] = strings.masks()
     number = strings.class_of.copy()  # of each state's mask among the bare ones, which have no stop tokens yet
     inside = number >= 0
-    alike = Alike.of(after, strings.class_of)
+    equivalent = EquivalentStates.of(after, strings.class_of)
     open = np.flatnonzero(~inside)[1:]
     deep = np.zeros(len(after), np.int64)
     while len(open):
-        alike = alike.finer()
+        equivalent = equivalent.finer()
         # Where a state of a class has been walked already, it stands for the class.
         open = open[np.argsort(number[open] < 0, kind="stable")]
-        _, first, same = np.unique(alike.part[open], return_index=True, return_inverse=True)
+        _, first, same = np.unique(equivalent.part[open], return_index=True, return_inverse=True)
         ones = open[first]
         new = ones[number[ones] < 0]
         if len(new):
             for part, read, row in _walks(after, kind, new, strings):
                 deep[part], number[part] = read, np.arange(len(bare), len(bare) + len(part))
                 bare += [*row]
-        shared = alike.final | (deep[ones] <= alike.depth)
+        shared = equivalent.final | (deep[ones] <= equivalent.depth)
         number[open[shared[same]]] = number[ones[same]][shared[same]]
         open = open[~shared[same]]
     rows = _Distinct(lexicon)
@@ -80,11 +80,11 @@ def _sliced(after: Ints, kind: NDArray[np.int64], accepting: NDArray[np.bool_], 
         of[pairs == pair] = rows.add(bare[pair >> 1], bool(pair & 1))
     of[0] = 0
     stops = rows.add(np.zeros(lexicon.words, np.int32), True)
-    return Masks(Rows(lexicon.words, rows.rows), of, np.arange(len(after)) > 0, stops)
+    return StateMasks(MaskRows(lexicon.words, rows.rows), of, np.arange(len(after)) > 0, stops)
 
 
 def _walks(
-    after: Ints, kind: NDArray[np.int64], states: NDArray[np.int64], strings: Strings
+    after: Ints, kind: NDArray[np.int64], states: NDArray[np.int64], strings: StringStates
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]]:
     """Some of `states` at a time, how many bytes were read from each outside of strings, and their masks ``[n, W]``."""
     lexicon = strings.lexicon
@@ -105,7 +105,7 @@ def _walks(
 
 def _walked(
     after: Ints, kind: NDArray[np.int64], accepting: NDArray[np.bool_], alive: NDArray[np.bool_], lexicon: Lexicon
-) -> Masks:
+) -> StateMasks:
     """Masks where some bytes have no token of their own: token by token, and only those that lead to living states."""
     starts = np.flatnonzero(alive)
     rows = _Distinct(lexicon)
@@ -114,7 +114,7 @@ def _walked(
         for state, row in zip(starts[part].tolist(), allowed, strict=True):
             of[state] = rows.add(row, bool(accepting[state]))
     stops = rows.add(np.zeros(lexicon.words, np.int32), True)
-    return Masks(Rows(lexicon.words, rows.rows), of, alive, stops)
+    return StateMasks(MaskRows(lexicon.words, rows.rows), of, alive, stops)
 
 
 class _Distinct:

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..written import Written
+from ..lazy_masks import LazyMasks
 
-#: Masks that are held written out, those asked for last: 2 MB at 128k tokens, and more than a tree of guesses has nodes.
+#: Masks that are held written out, those asked for last: 2 MB at 128k tokens, and more than a tree of draft tokens has nodes.
 WRITTEN = 128
 
 
@@ -60,7 +60,7 @@ class Row:
         return bool(int(self.words[place]) >> (token & 31) & 1)
 
 
-class Rows:
+class MaskRows:
     """Masks ``[R, W]``.
 
     Attributes:
@@ -70,7 +70,7 @@ class Rows:
     def __init__(self, width: int, rows: Iterable[Row]) -> None:
         self.width = width
         self.each = tuple(rows)
-        self._written = Written(width, np.int32, WRITTEN, self._write)
+        self._masks_of = LazyMasks(width, np.int32, WRITTEN, self._write)
 
     def __len__(self) -> int:
         return len(self.each)
@@ -78,18 +78,18 @@ class Rows:
     @property
     def nbytes(self) -> int:
         """Memory of what is kept and of what is written out at the moment."""
-        return sum(row.nbytes for row in self.each) + self._written.nbytes
+        return sum(row.nbytes for row in self.each) + self._masks_of.nbytes
 
     def fill(self, number: int, out: Tensor) -> None:
         """One of the masks to `out`, ``[W]`` int32."""
-        found = self._written.places((number,))
+        found = self._masks_of.places((number,))
         assert found is not None, "one is not too many"
         (place,), masks = found
         out.numpy()[:] = masks[place]
 
     def stack(self, numbers: Sequence[int], out: Tensor) -> None:
         """Some of the masks to `out`, ``[N, W]`` int32."""
-        found = self._written.places(numbers)
+        found = self._masks_of.places(numbers)
         if found is None:
             for number, mask in zip(numbers, out.numpy(), strict=True):
                 self._write(number, mask)

@@ -21,7 +21,7 @@ CHUNK = 512
 
 
 @dataclass(frozen=True)
-class Strings:
+class StringStates:
     """The states inside strings, ``K`` classes of them. States of a class take the same tokens, and the same ends of tokens.
 
     Attributes:
@@ -39,7 +39,7 @@ class Strings:
     lexicon: Lexicon
 
     @staticmethod
-    def of(after: Ints, kind: NDArray[np.int64], lexicon: Lexicon) -> Strings:
+    def of(after: Ints, kind: NDArray[np.int64], lexicon: Lexicon) -> StringStates:
         """The strings of an automaton of UTF-8 ``[S, C]`` with columns `kind` ``[256]``; every state but 0 is alive."""
         space = room(after, kind, lexicon.longest)
         states = np.flatnonzero(space.exact & (space.least > 0))
@@ -52,7 +52,7 @@ class Strings:
         same, first = distinct(sets)
         class_of = np.full(len(after), -1, np.int64)
         class_of[states] = same
-        return Strings(class_of, space.least[states[first]], sets[first], legal, lexicon)
+        return StringStates(class_of, space.least[states[first]], sets[first], legal, lexicon)
 
     def masks(self) -> list[NDArray[np.int32]]:
         """The mask ``[W]`` of each class."""
@@ -86,7 +86,7 @@ class Strings:
 def _rests(
     after: Ints, kind: NDArray[np.int64], states: NDArray[np.int64], lexicon: Lexicon
 ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """``[S]``: which set of rests is legal in each of `states`; the sets, see :class:`Strings`."""
+    """``[S]``: which set of rests is legal in each of `states`; the sets, see :class:`StringStates`."""
     known: dict[bytes, int] = {}
     sets: list[NDArray[np.int32]] = []
     number = np.zeros(len(after), np.int32)

@@ -13,7 +13,7 @@ Ints = NDArray[np.int32]
 
 
 @dataclass(frozen=True)
-class Ways:
+class TokenPaths:
     """Tokens that an automaton can take from some states.
 
     Attributes:
@@ -90,7 +90,7 @@ class Trie:
         kind: NDArray[np.int64],
         starts: NDArray[np.integer[Any]],
         strings: NDArray[np.bool_] | None = None,
-    ) -> Ways:
+    ) -> TokenPaths:
         """All tokens that an automaton can take from some of its states.
 
         Args:
@@ -131,4 +131,4 @@ class Trie:
             inner = np.flatnonzero(inside)
             row, node, state, outside = row[inner], node[inner], state[inner], outside[inner]
         rows, nodes, states, tokens = (np.concatenate(part) for part in zip(*found, strict=True))
-        return Ways(rows, nodes, states, tokens, deep)
+        return TokenPaths(rows, nodes, states, tokens, deep)

@@ -11,7 +11,7 @@ from decoders.testing import check_strategy
 
 
 def propose(rows: list[list[int]], length: int) -> list[list[int]]:
-    """Guesses for `rows` of different lengths; what is behind a row's end is rubbish on purpose."""
+    """Draft tokens for `rows` of different lengths; what is behind a row's end is rubbish on purpose."""
     longest = max(map(len, rows)) + 3
     tokens = torch.tensor([row + [9] * (longest - len(row)) for row in rows])
     lengths = torch.tensor([len(row) for row in rows])
@@ -34,7 +34,7 @@ def test_follows_the_most_recent_follower() -> None:
     assert propose([[1, 2, 3, 1, 4, 5, 1]], length=3) == [[4, 5, 1]]
 
 
-def test_rows_learn_apart_and_an_unseen_token_ends_the_guess() -> None:
+def test_rows_learn_apart_and_an_unseen_token_ends_the_draft_token() -> None:
     assert propose([[1, 2, 1], [1, 3, 4, 7, 3], [0, 5]], length=3) == [[2, 1, 2], [4, 7, 3], [-1, -1, -1]]
 
 

@@ -14,7 +14,7 @@ __all__ = ["Bigram", "BigramSettings"]
 
 
 class BigramSettings(Settings):
-    """How far ahead to guess."""
+    """How far ahead to draft token."""
 
     length: int = Field(4, ge=1, le=64, description="Tokens proposed per step.")
 
@@ -33,8 +33,8 @@ class BigramState:
 class Bigram(Strategy):
     """Follows the most recent follower of each token.
 
-    It never waits for the device: no ``.item()``, no ``if`` on a tensor. What it guesses is only ever *proposed*, so a
-    bad guess costs time and changes nothing. A strategy that learns from the target's logits or hidden states, or from
+    It never waits for the device: no ``.item()``, no ``if`` on a tensor. What it drafts is only ever *proposed*, so a
+    bad draft token costs time and changes nothing. A strategy that learns from the target's logits or hidden states, or from
     what was accepted, would also define ``observe``.
     """
 
@@ -52,13 +52,13 @@ class Bigram(Strategy):
         followed = position < sequences.length[:, None] - 1  # behind a row's end the tokens are undefined
         # amax keeps the most recent place of a token that occurs often; the rest of the table stays as it is.
         state.seen.scatter_reduce_(1, torch.where(followed, tokens, 0), torch.where(followed, position, -1), "amax")
-        guess, guesses = sequences.last, []
+        draft_token, draft_tokens = sequences.last, []
         for _ in range(self.settings.length):
-            place = state.seen.gather(1, guess.clamp(min=0))
-            place = torch.where(guess < 0, -1, place)  # after "no guess" (-1) comes no guess
-            guess = torch.where(place < 0, -1, tokens.gather(1, (place + 1).clamp(max=tokens.shape[1] - 1)))
-            guesses.append(guess)
-        return Draft.chain(torch.cat(guesses, 1))
+            place = state.seen.gather(1, draft_token.clamp(min=0))
+            place = torch.where(draft_token < 0, -1, place)  # after "no draft token" (-1) comes no draft token
+            draft_token = torch.where(place < 0, -1, tokens.gather(1, (place + 1).clamp(max=tokens.shape[1] - 1)))
+            draft_tokens.append(draft_token)
+        return Draft.chain(torch.cat(draft_tokens, 1))
 
 
 @hookimpl

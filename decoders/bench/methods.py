@@ -1,0 +1,288 @@
+"""What is measured: our strategies and transformers' own ways to generate, behind one call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers import CompileConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..constraints.coerce import named
+from ..constraints.specs import Spec, regex
+from ..errors import SettingsError, UnknownNameError
+from ..generate import enable
+from ..plugins import registry, resolve_strategy, resolve_verifier
+from ..registry.names import canonical
+from ..settings import RuntimeSettings, load_settings
+from .grammar_subjects import subjects
+from .prompts import Content, encode
+from .variants import Variant, assistant_tokens, parse
+
+#: transformers' generate with its dynamic cache: what every ratio refers to, and greedy "identical" too.
+BASELINE = "transformers"
+#: What "identical" refers to when sampling: transformers draws its tokens from another generator of random numbers.
+PLAIN = "autoregressive"
+#: A grammar that allows every text: what constrained decoding costs by itself.
+ANYTHING = "anything"
+#: Tokens that transformers' own prompt lookup proposes per step (the value its documentation uses).
+LOOKUP_TOKENS = 10
+ASSISTED = "transformers-assisted"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts that are decoded in one call.
+
+    Attributes:
+        name: of the prompt, or of the first and last. kind: what it is counted under.
+        input_ids, attention_mask: ``[B, P]``, padded on the left.
+    """
+
+    name: str
+    kind: str
+    input_ids: Tensor
+    attention_mask: Tensor
+
+    @property
+    def rows(self) -> int:
+        return self.input_ids.shape[0]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. `top_k` 0 and `top_p` 1 cut nothing off. `seed`: of the first round, the next takes the next."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def arguments(self) -> dict[str, Any]:
+        """Of ``generate``, the seed apart."""
+        # All three, though they may cut nothing off: what is left out is filled from the model's config.
+        return {"do_sample": True, "temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to generate.
+
+    Attributes:
+        name: a strategy's registry name (``a+b``) with the settings as written, or ``transformers…``. dtype: of the weights.
+        arguments: of ``generate``. ours: whether they are for an enabled model's ``generate``.
+        exact: whether its output must be plain decoding's own. settings: given by hand, for the record.
+        impossible: why it cannot run at all. one_row_only: why it cannot run on batches.
+        sampling: None is greedy. verifier: the rule that accepts our drafts, "" for transformers' own ways.
+        coupled: whether that rule makes every strategy draw the same tokens from the same seed.
+        grammar: that the text must follow, as written, "" without.
+        assistant: transformers' assistant model. assistant_config: what its generation config holds during a call.
+    """
+
+    name: str
+    dtype: str
+    model: PreTrainedModel
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    ours: bool = False
+    exact: bool = True
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    impossible: str = ""
+    one_row_only: str = ""
+    sampling: Sampling | None = None
+    verifier: str = ""
+    coupled: bool = True
+    grammar: str = ""
+    assistant: PreTrainedModel | None = None
+    assistant_config: Mapping[str, Any] = field(default_factory=dict)
+
+    def refusal(self, rows: int) -> str:
+        """Why it cannot decode `rows` rows; empty if it can."""
+        return self.impossible or (self.one_row_only if rows > 1 else "")
+
+    @property
+    def incomparable(self) -> str:
+        """What is shown in the place of "identical" where tokens need not be the baseline's; empty where they must."""
+        if self.sampling is None or (self.ours and self.coupled):
+            return ""
+        return "n/a" if not self.ours else "same distribution" if self.exact else "other distribution"
+
+    def in_round(self, repeat: int) -> Self:
+        """As it is in a round: every round draws other tokens, the same ones for all who draw from the seed."""
+        if self.sampling is None or not repeat:
+            return self
+        return replace(self, sampling=replace(self.sampling, seed=self.sampling.seed + repeat))
+
+
+def workloads(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[tuple[str, str, Content]], rows: int = 1
+) -> list[Workload]:
+    """Workloads of `rows` prompts each from ``(name, kind, text or messages)``; prompts of one kind stay together.
+
+    The last workload of a kind is filled up from the kind's first prompts, so that all have the same number of rows.
+    """
+    made = []
+    for kind in dict.fromkeys(kind for _, kind, _ in texts):
+        own = [(name, text) for name, other, text in texts if other == kind]
+        for start in range(0, len(own), rows):
+            chosen = [own[i % len(own)] for i in range(start, start + rows)]
+            encoded = [encode(tokenizer, text) for _, text in chosen]
+            longest = max(map(len, encoded))
+            ids = torch.tensor([[0] * (longest - len(tokens)) + tokens for tokens in encoded])
+            mask = torch.tensor([[0] * (longest - len(tokens)) + [1] * len(tokens) for tokens in encoded])
+            name = chosen[0][0] if rows == 1 else f"{chosen[0][0]}…{chosen[-1][0]}"
+            made.append(Workload(name, kind, ids, mask))
+    return made
+
+
+def transformers_methods(
+    model: PreTrainedModel,
+    draft: PreTrainedModel | None = None,
+    names: Sequence[str] | None = None,
+    dtype: str = "",
+    sampling: Sampling | None = None,
+) -> list[Method]:
+    """transformers' own ways: all that apply, or those of `names`. The baseline always comes first.
+
+    ``transformers-assisted`` drafts as transformers does unless told otherwise; ``transformers-assisted[5]`` drafts five
+    tokens in every step, whatever the assistant thinks of them.
+
+    Off CUDA transformers compiles nothing by itself; ``transformers-compiled`` makes it compile its static-cache decoding.
+
+    Raises:
+        UnknownNameError: no such way. SettingsError: brackets that say nothing.
+    """
+    dtype = dtype or str(model.dtype).removeprefix("torch.")
+    one_row = "transformers' assisted generation takes one row"
+    everything = CompileConfig()
+    everything._compile_all_devices = True
+    ways = {
+        BASELINE: Method(BASELINE, dtype, model),
+        "transformers-static": Method(
+            "transformers-static", dtype, model, {"cache_implementation": "static"}),
+        "transformers-compiled": Method(
+            "transformers-compiled", dtype, model, {"cache_implementation": "static", "compile_config": everything}),
+        "transformers-prompt-lookup": Method(
+            "transformers-prompt-lookup", dtype, model, {"prompt_lookup_num_tokens": LOOKUP_TOKENS}, one_row_only=one_row),
+        ASSISTED: Method(
+            ASSISTED, dtype, model, {"assistant_model": draft}, one_row_only=one_row, assistant=draft,
+            impossible="" if draft is not None else "needs a draft model: --draft"),
+    }  # fmt: skip
+    if names is None:
+        wanted = [name for name in ways if name != "transformers-compiled" or model.device.type != "cuda"]
+    else:
+        wanted = list(dict.fromkeys([BASELINE, *names]))
+    chosen = []
+    for text in wanted:
+        name, tokens = assistant_tokens(text)
+        if name not in ways:
+            raise UnknownNameError("baseline", name, ways)
+        way = replace(ways[name], sampling=sampling)
+        if tokens is not None:
+            if name != ASSISTED:
+                raise SettingsError(f"{text!r}: only {ASSISTED} takes a number of draft tokens")
+            # A threshold above 0 ends drafts early; 0 rather than None, which is filled with transformers' default.
+            config = {
+                "num_assistant_tokens": tokens, "num_assistant_tokens_schedule": "constant",
+                "assistant_confidence_threshold": 0,
+            }  # fmt: skip
+            way = replace(way, name=f"{name}[{tokens}]", assistant_config=config, settings=config)
+        chosen.append(way)
+    return chosen
+
+
+def strategy_methods(
+    model: PreTrainedModel,
+    names: Sequence[str] | None = None,
+    draft: PreTrainedModel | None = None,
+    settings: Mapping[str, Mapping[str, Any]] | None = None,
+    decoders_config: Mapping[str, Any] | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    dtype: str = "",
+    sampling: Sampling | None = None,
+) -> list[Method]:
+    """Registered strategies, all or those of `names`. Enables `model`.
+
+    A name may carry settings, ``speculative[length=2]``, and be there several times with other ones; ``verifier=…`` among
+    them names the verifier, ``grammar=…`` a grammar of the library or a file with one, ``compile=false`` the uncompiled tier.
+    Prompts are read anew in every call, unless `decoders_config` says otherwise. ``a+b`` merges, each part with
+    brackets of its own. When sampling, plain decoding comes first: it is what the others are compared with.
+
+    Args:
+        settings: by strategy name, for all its variants; brackets go before. decoders_config: of every call, for instance
+            ``{"compile": False}``.
+
+    Raises:
+        UnknownNameError, PluginError: no such strategy. SettingsError: no such setting, or of no strategy chosen.
+    """
+    enable(model, tokenizer)
+    given = {canonical(name): dict(values) for name, values in (settings or {}).items()}
+    names = list(registry().strategies()) if names is None else list(names)
+    if sampling is not None:
+        names = [PLAIN, *(name for name in names if name != PLAIN)]
+    made: dict[str, Method] = {}
+    used: set[str] = set()
+    for text in names:
+        variant = parse(text)
+        own, method = _method(variant, model, draft, given, decoders_config or {}, sampling)
+        used |= own
+        made[method.name] = replace(method, dtype=dtype or str(model.dtype).removeprefix("torch."))
+    if set(given) - used:
+        raise SettingsError(f"settings given for {', '.join(sorted(set(given) - used))}, which is not measured")
+    return list(made.values())
+
+
+def named_grammar(name: str) -> Spec:
+    """The grammar that stands in the brackets: of the library, of a file, one that ``decoders bench grammar`` measures, or all
+    texts under the name of ``anything``.
+    """
+    if name == ANYTHING:
+        return regex(r"(?:.|\n)*")
+    measured = next((subject for subject in subjects() if subject.name == name), None)
+    return measured.spec() if measured is not None else named(name)
+
+
+def _method(
+    variant: Variant, model: PreTrainedModel, draft: PreTrainedModel | None, given: Mapping[str, dict[str, Any]],
+    decoders_config: Mapping[str, Any], sampling: Sampling | None,
+) -> tuple[set[str], Method]:  # fmt: skip
+    """The method, and which strategies of `given` it took settings from."""
+    classes = [registry().strategy(part) for part in variant.parts]
+    parts = [cls.name for cls in classes]
+    bracketed = {canonical(part): values for part, values in variant.settings.items()}
+    used = {part for part in parts if part in given}
+    own = {p: {**given.get(p, {}), **bracketed.get(p, {})} for p in parts if p in given or p in bracketed}
+    config = own if len(parts) > 1 else own.get(parts[0], {})
+    name, impossible, resolved = "+".join(parts), "", None
+    try:
+        # A misspelt setting ends the run before it starts.
+        resolved = resolve_strategy(name, config, None)
+    except SettingsError as error:
+        if own:
+            raise
+        impossible = str(error)  # a required setting was not given
+    rule = variant.verifier or load_settings(RuntimeSettings, None, {}, {}, sections=registry().strategies()).verifier
+    verifier = resolve_verifier(rule)
+    # Every repeat has the same prompt: kept from the call before it would cost nothing, and comparing would mean nothing.
+    loop = {"reuse": False} | dict(decoders_config) | ({} if variant.compile is None else {"compile": variant.compile})
+    arguments: dict[str, Any] = {"strategy": name, "verifier": rule, "decoders_config": loop}
+    if config:
+        arguments["strategy_config"] = config
+    # Asked of the object: one with a draft_model of its own needs no other beside it, and takes none.
+    if variant.grammar:
+        arguments["grammar"] = named_grammar(variant.grammar)
+    elif resolved is not None and resolved.needs_grammar:
+        impossible = impossible or f"needs a grammar: {name}[grammar=json], say"
+    needs = resolved.needs_assistant if resolved else any(cls.needs_assistant for cls in classes)
+    if needs:
+        arguments["assistant_model"] = draft
+        if draft is None:
+            impossible = impossible or "needs a draft model: --draft, or its setting draft_model"
+    exact = resolved.exact if resolved else all(cls.exact for cls in classes)
+    method = Method(
+        variant.shown(parts), "", model, arguments, ours=True,
+        exact=exact and verifier.exact, settings=own, impossible=impossible, sampling=sampling, verifier=verifier.name,
+        coupled=verifier.coupled, grammar=variant.grammar or "",
+    )  # fmt: skip
+    return used, method

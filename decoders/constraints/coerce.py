@@ -1,0 +1,217 @@
+"""What may be given as ``grammar=``, as specifications: names of the library, types, outlines' terms, one for each row."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import re
+import typing
+from collections.abc import Mapping
+from ipaddress import IPv4Address, IPv6Address
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+from ..errors import GrammarError, UnknownNameError, shortened
+from . import files, library
+from .base import CompiledGrammar
+from .python_types import is_json, listed
+from .specs import Choice, Lark, Regex, Spec, grammar, json_schema, regex
+
+if TYPE_CHECKING:
+    from outlines.types.dsl import Term
+
+_ALLOWED = (
+    "a name of the library (`decoders grammars` lists them), decoders.json_schema, regex, grammar or choice, a JSON schema as a "
+    "dict, a Pydantic model, TypedDict, dataclass, Enum or other type, a term of outlines, or a list with one for each prompt"
+)
+#: Types whose texts have a grammar in the library.
+_READY = {dict: "json_object", list: "json_array", UUID: "uuid", IPv4Address: "ipv4", IPv6Address: "ipv6"}
+#: JSON and Python read these strings alike; outlines' own have raw line breaks and no escapes.
+_STRING = r'"(?:[^"\\\x00-\x1F]|\\(?:["\\bfnrt]|u[0-9A-Fa-f]{4}))*"'
+
+
+def as_spec(value: Any) -> Spec | CompiledGrammar | None:
+    """What one row may write; None for anything. A compiled grammar is what it is.
+
+    Plain types (``int``, ``float``, ``bool``, ``str``, ``date``, ``time``, ``datetime``, ``Literal``, ``Enum``, unions of them)
+    are written as outlines writes them, which is as Python does: ``True``, ``None``, ``"text"``. What has a structure is JSON.
+
+    Raises:
+        UnknownNameError: a text that is no name of the library.
+        GrammarError: nothing can be made of it; says what can be given.
+    """
+    if value is None or isinstance(value, (Spec, CompiledGrammar)):
+        return value
+    if isinstance(value, str):
+        return _named(value)
+    if isinstance(value, Path):
+        return of_file(value)
+    if isinstance(value, re.Pattern):
+        return regex(value)
+    if isinstance(value, Mapping):
+        return json_schema(dict(value))
+    if isinstance(value, (bool, int, float, bytes, list, tuple)):
+        raise GrammarError(f"grammar={shortened(repr(value))} is no grammar. What can be given: {_ALLOWED}")
+    return _of_type(value)
+
+
+def of_file(path: Path) -> Spec:
+    """The grammar in a file: ``.json`` holds a JSON schema, ``.regex`` an expression, ``.lark`` a grammar.
+
+    Raises:
+        GrammarError: another kind of file, one that cannot be read, or what stands in it is no grammar.
+    """
+    if path.suffix == ".json":
+        return json_schema(path)
+    if path.suffix == ".regex":
+        return dataclasses.replace(regex(files.pattern(path)), label=path.name)
+    return grammar(path)
+
+
+def named(text: str) -> Spec:
+    """A grammar of the library, or the file of that name."""
+    return of_file(Path(text)) if Path(text).is_file() else _named(text)
+
+
+def as_specs(value: Any, prompts: int, per_prompt: int = 1) -> list[Spec | CompiledGrammar | None]:
+    """What every row may write.
+
+    Args:
+        value: what :func:`as_spec` takes, for all rows; or a list or tuple with one for each prompt, None for anything.
+        prompts: rows of the input. per_prompt: ``num_return_sequences``.
+
+    Returns:
+        ``prompts * per_prompt`` entries, those of a prompt side by side, as transformers orders them.
+
+    Raises:
+        UnknownNameError, GrammarError: as :func:`as_spec`; or a list of another length.
+    """
+    if not isinstance(value, (list, tuple)):
+        return [as_spec(value)] * (prompts * per_prompt)
+    if len(value) != prompts:
+        raise GrammarError(
+            f"grammar= is a list of {len(value)} for {prompts} prompts: give one for each prompt (None for no grammar), or one "
+            "without a list for all of them. decoders.choice([…]) chooses among texts"
+        )
+    made = {id(entry): as_spec(entry) for entry in value}
+    return [made[id(entry)] for entry in value for _ in range(per_prompt)]
+
+
+def _named(name: str) -> Spec:
+    try:
+        ready = library.find(name)
+    except UnknownNameError as error:
+        hint = (
+            "Other texts: decoders.regex(pattern), decoders.grammar(lark), decoders.json_schema(schema), decoders.choice(list), "
+            "and pathlib.Path(name) for a file."
+        )
+        raise UnknownNameError("grammar", shortened(name), error.choices, hint) from None
+    if ready.kind == "json_schema":
+        return dataclasses.replace(json_schema(json.loads(ready.text)), label=ready.name)
+    kind = Regex if ready.kind == "regex" else Lark
+    return kind(ready.text, label=ready.name)
+
+
+def _of_type(value: Any) -> Spec:
+    while (inner := getattr(value, "__supertype__", None) or _aliased(value)) is not None:
+        value = inner
+    if isinstance(value, type) and value in _READY:
+        return _named(_READY[value])
+    if (texts := listed(value)) is not None:
+        return Choice(tuple(dict.fromkeys(texts)))
+    if is_json(value):
+        return json_schema(value)
+    try:
+        term = _term(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        if isinstance(value, type) or typing.get_origin(value) is not None:  # what outlines does not know, Pydantic may
+            return json_schema(value)
+        raise GrammarError(f"grammar={shortened(repr(value))}: {error}. What can be given: {_ALLOWED}") from error
+    spec = _of_term(term)
+    if term is not value and isinstance(spec, Regex):  # not by the pattern that outlines makes of it
+        name = value.__name__ if isinstance(value, type) else str(value)
+        return dataclasses.replace(spec, label=f"type {shortened(name)}")
+    return spec
+
+
+def _aliased(value: Any) -> Any:
+    """What ``type X = …`` stands for."""
+    return value.__value__ if type(value).__name__ == "TypeAliasType" else None
+
+
+def _term(value: Any) -> Term:
+    """`value` as outlines reads it.
+
+    Raises:
+        TypeError, ValueError, RecursionError: outlines cannot.
+    """
+    from outlines.types.dsl import Term, is_genson_schema_builder, python_types_to_terms
+
+    is_a_type = isinstance(value, type) or typing.get_origin(value) is not None
+    if not (is_a_type or inspect.isroutine(value) or isinstance(value, Term) or is_genson_schema_builder(value)):
+        raise TypeError(f"{type(value).__name__} is not understood")  # outlines would take whatever can be called
+    return python_types_to_terms(value)
+
+
+def _of_term(term: Term) -> Spec:
+    """A term of outlines. Schemas and grammars in it are compiled by us, not by outlines, which leaves keywords out."""
+    from outlines.types import dsl
+
+    if isinstance(term, dsl.JsonSchema):
+        return _of_schema(term)
+    if isinstance(term, dsl.CFG):
+        return Lark(term.definition)
+    if isinstance(term, dsl.Choice):
+        term = dsl.Alternatives([dsl.python_types_to_terms(item) for item in term.items])
+    if isinstance(term, dsl.Alternatives):
+        texts = [str.__str__(each.value) for each in term.terms if isinstance(each, dsl.String)]
+        if texts and len(texts) == len(term.terms):
+            return Choice(tuple(dict.fromkeys(texts)))
+    return Regex(dsl.to_regex(_as_patterns(term)), label=f"outlines {shortened(repr(term))}")
+
+
+def _of_schema(term: Any) -> Spec:
+    if term.whitespace_pattern is not None:
+        raise GrammarError(
+            "a whitespace_pattern of outlines is not read: use decoders.json_schema(schema, whitespace=…)",
+            "whitespace_pattern",
+        )
+    return json_schema(
+        json.loads(term.schema), closed=True
+    )  # as outlines has it, whose schemas come from types and functions
+
+
+def _as_patterns(term: Any) -> Any:
+    """`term` with everything in it that is no String or operator as a pattern of ours."""
+    from outlines.types import dsl
+
+    if isinstance(term, dsl.CFG):
+        raise GrammarError(
+            "a CFG inside of another term is no regular expression: write all of it as decoders.grammar", "CFG"
+        )
+    if isinstance(term, dsl.JsonSchema):
+        language = _of_schema(term).language()
+        if language.regex is None:
+            raise GrammarError(
+                "a JsonSchema inside of another term needs to be regular, and this one is not: write all of it as decoders.grammar",
+                "JsonSchema",
+            )
+        return dsl.Regex(language.regex)
+    if isinstance(term, dsl.Choice):
+        return dsl.Alternatives([_as_patterns(dsl.python_types_to_terms(item)) for item in term.items])
+    if isinstance(term, dsl.Regex):
+        return dsl.Regex(_pattern(term.pattern))
+    if hasattr(term, "terms"):
+        return dataclasses.replace(term, terms=[_as_patterns(each) for each in term.terms])
+    return dataclasses.replace(term, term=_as_patterns(term.term)) if hasattr(term, "term") else term
+
+
+def _pattern(pattern: str) -> str:
+    """A pattern of outlines; those of Python's types made such that Python reads the text back."""
+    from outlines import types as named
+
+    day, clock = library.read("iso_date"), named.time.pattern
+    exact = {named.date.pattern: day, named.datetime.pattern: f"{day} {clock}", named.string.pattern: _STRING}
+    return exact.get(pattern, pattern)

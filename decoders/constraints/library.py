@@ -1,0 +1,95 @@
+"""The library of ready grammars: ``grammars/`` of the project, shipped with the package.
+
+from decoders import library
+library.read("json.lark")
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Literal
+
+from ..errors import UnknownNameError
+
+Kind = Literal["lark", "regex", "json_schema"]
+#: What the files of each suffix hold.
+KINDS: dict[str, Kind] = {".lark": "lark", ".regex": "regex", ".json": "json_schema"}
+_COMMENTS = {"lark": "//", "regex": "#"}
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A grammar of the library.
+
+    Attributes:
+        name: what ``generate(grammar=…)`` takes: the file's name without its suffix.
+        file: the file's name.
+        kind: ``lark``, ``regex`` or ``json_schema``.
+        description: what it accepts, in one line: the file's first comment, or the schema's description.
+        text: the grammar itself; of a ``.regex`` file the pattern, its lines joined and its comments left out.
+    """
+
+    name: str
+    file: str
+    kind: Kind
+    description: str
+    text: str
+
+
+def names() -> list[str]:
+    """File names of all grammars, sorted."""
+    return sorted(entry.name for entry in _folder().iterdir() if entry.name.endswith(tuple(KINDS)))
+
+
+def find(name: str) -> Ready:
+    """The grammar `name`, with or without its suffix; ``-`` and ``_`` are the same.
+
+    Raises:
+        UnknownNameError: there is none of that name, or several.
+    """
+    every = names()
+    wanted = name.replace("-", "_")
+    found = [file for file in every if wanted in (file, _stem(file))]
+    if len(found) != 1:
+        raise UnknownNameError("grammar", name, found or (every if "." in name else map(_stem, every)))
+    content = _folder().joinpath(found[0]).read_text(encoding="utf-8").rstrip("\n")
+    kind = KINDS[found[0].removeprefix(_stem(found[0]))]
+    text = joined(content) if kind == "regex" else content
+    return Ready(_stem(found[0]), found[0], kind, _description(content, kind), text)
+
+
+def read(name: str) -> str:
+    """Text of the grammar `name`: :attr:`Ready.text` of :func:`find`.
+
+    Raises:
+        UnknownNameError: there is none of that name, or several.
+    """
+    return find(name).text
+
+
+def joined(content: str) -> str:
+    """The pattern that stands in a ``.regex`` file: its lines joined, those that begin with ``#`` left out."""
+    return "".join(line for line in content.split("\n") if not line.startswith("#"))
+
+
+def _description(content: str, kind: Kind) -> str:
+    """The first sentence or sentences that fit the first line."""
+    if kind == "json_schema":
+        return str(json.loads(content).get("description", ""))
+    first = content.split("\n", 1)[0]
+    mark = _COMMENTS[kind]
+    return first.removeprefix(mark).strip() if first.startswith(mark) else ""
+
+
+def _stem(file: str) -> str:
+    return file.rsplit(".", 1)[0]
+
+
+def _folder() -> Traversable:
+    installed = resources.files("decoders").joinpath("_grammars")
+    # A checkout keeps them at its top, and so does an editable install.
+    return installed if installed.is_dir() else Path(__file__).parents[2] / "grammars"

@@ -1,0 +1,56 @@
+"""Names that have moved: the old ones work until the next version, with a warning that tells the new one."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+#: Modules by their old names.
+MODULES = {
+    "decoders.grammars": "decoders.hf.grammars",
+    "decoders.library": "decoders.constraints.library",
+    "decoders.resolve": "decoders.plugins",
+    "decoders.verifier": "decoders.verifiers",
+}
+
+
+def renamed(owner: str, old: str, new: str) -> property:
+    """A read-only attribute `old` of the class `owner`, which is called `new` now."""
+
+    def read(self: Any) -> Any:
+        warn(f"{owner}.{old}", f"{owner}.{new}")
+        return getattr(self, new)
+
+    return property(read, doc=f"Old name of ``{new}``.")
+
+
+def warn(old: str, new: str, stacklevel: int = 3) -> None:
+    """Says that `old` goes in the next version, and that `new` is it."""
+    warnings.warn(f"{old} goes in the next version: use {new}", FutureWarning, stacklevel=stacklevel)
+
+
+class MovedModules(MetaPathFinder, Loader):
+    """Imports :data:`MODULES` by their old names."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self) if name in MODULES else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        warn(spec.name, MODULES[spec.name])
+        return ModuleType(spec.name, f"Moved to {MODULES[spec.name]}.")
+
+    def exec_module(self, module: ModuleType) -> None:
+        moved = importlib.import_module(MODULES[module.__name__])
+        module.__dict__.update({name: value for name, value in vars(moved).items() if not name.startswith("__")})
+
+
+def install() -> None:
+    """Makes the old names of modules importable; doing it again changes nothing."""
+    if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
+        sys.meta_path.append(MovedModules())

@@ -1,0 +1,150 @@
+"""One call: transformers prepares its inputs, they become a request of the loop, and what that decodes goes back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+
+from ..engine.engine import Engine
+from ..engine.loop import Decoded, Request, decode
+from ..errors import UnsupportedError
+from ..registry.registry import registry
+from ..registry.resolve import resolve_strategy
+from .arguments import HINTS, TRANSLATED, first_of, resolve_seed
+from .assistants import Assistants
+from .grammars import Grammars
+from .inputs import check_lengths, unpad
+from .options import Options
+from .output import DecodersOutput, assemble
+from .prepared import host_criteria, max_length, pad_token_of, plan_sampling, stop_tokens_of
+from .streaming import StreamAligner
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that is going to be decoded.
+
+    Attributes:
+        model: the user's.
+        engine: gives the model's engine; called once the inputs are prepared.
+        assistants: the draft models that are kept with `model`.
+        options: what the call asks for.
+        tokenizer: of the call or of the model.
+    """
+
+    model: PreTrainedModel
+    engine: Callable[[], Engine]
+    assistants: Assistants
+    options: Options
+    tokenizer: PreTrainedTokenizerBase | None
+
+    def generate(self) -> Tensor | DecodersOutput:
+        """Lets transformers prepare the inputs, processors and criteria, and decodes with them."""
+        handled = (
+            "custom_generate",
+            "assistant_model",
+            "tokenizer",
+            "assistant_tokenizer",
+            "stop_strings",
+            "cache_implementation",
+        )
+        arguments = {name: value for name, value in self.options.arguments.items() if name not in handled}
+        arguments["stopping_criteria"] = self._criteria()
+        if arguments.get("generation_config") is not None:
+            arguments["generation_config"] = _without_own_work(arguments["generation_config"])
+        # transformers fills gaps from the model's config, which must stay as it is: a shallow copy has a cleaned one.
+        stand_in = copy.copy(self.model)
+        stand_in.generation_config = _without_own_work(self.model.generation_config)
+        return type(stand_in).generate(stand_in, **arguments, custom_generate=self._decode)  # type: ignore[attr-defined]
+
+    def _criteria(self) -> StoppingCriteriaList:
+        """The user's criteria plus stop strings (transformers loses the tokenizer on the way to a custom loop)."""
+        arguments = self.options.arguments
+        criteria = StoppingCriteriaList(arguments.get("stopping_criteria") or [])
+        strings = arguments.get("stop_strings") or first_of(self.options.configs, "stop_strings")
+        if strings:
+            if self.tokenizer is None:
+                raise UnsupportedError("stop_strings needs a tokenizer: pass tokenizer= to enable() or generate()")
+            criteria.append(StopStringCriteria(stop_strings=strings, tokenizer=self.tokenizer))
+        return criteria
+
+    def _decode(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> Tensor | DecodersOutput:
+        """The loop behind transformers' ``custom_generate``."""
+        options, device = self.options, input_ids.device
+        padded = input_ids.to(self.model.device)
+        mask = model_kwargs.get("attention_mask")
+        prompts = unpad(padded, mask if mask is None else mask.to(self.model.device))
+        new_tokens = max_length(stopping_criteria, generation_config) - padded.shape[1]
+        check_lengths(self.model, prompts, new_tokens)
+        stop_tokens = stop_tokens_of(stopping_criteria)
+        plan, values, processors = plan_sampling(logits_processor, padded.shape[1], generation_config, stop_tokens)
+        if processors is not None and not options.verifier.coupled:
+            raise UnsupportedError(
+                f"verifier={options.verifier.name!r} needs the distribution after every draft token at once, and a logits "
+                "processor of this call reads the text before it: take verifier='coupled'"
+            )
+        streamer = options.arguments.get("streamer")
+        pad_token = pad_token_of(generation_config)
+        aligner = StreamAligner(streamer, len(prompts), pad_token) if streamer is not None else None
+        engine = self.engine()
+        grammars = Grammars.of(
+            options.grammar, len(prompts), generation_config.num_return_sequences or 1, self.tokenizer,
+            engine.target.vocab_size, stop_tokens, options.runtime,
+        )  # fmt: skip
+        runtime = options.runtime
+        request = Request(
+            strategy=options.strategy, prompts=prompts, padded_prompt=padded, new_tokens=new_tokens,
+            stop_tokens=stop_tokens, pad_token=pad_token, plan=replace(plan, masked=grammars.any), values=values,
+            seed=resolve_seed(options.seed, options.generator, bool(generation_config.do_sample)),
+            processors=processors, verifier=options.verifier, grammars=grammars.rows, criteria=host_criteria(stopping_criteria),
+            on_step=aligner.step if aligner is not None else None,
+            keep_logits=bool(generation_config.return_dict_in_generate and generation_config.output_logits),
+            keep_scores=plan.keep_scores,
+            compile=runtime.compile, reuse=runtime.reuse, prefill_chunk=runtime.prefill_chunk, slots=runtime.slots,
+            origin=registry().origin(type(options.strategy)),
+            engine_of=self.assistants.opener(
+                self.model, engine, self.tokenizer, options.arguments.get("assistant_tokenizer")
+            ),
+            context=dict(
+                model=self.model, tokenizer=self.tokenizer, assistant_model=options.arguments.get("assistant_model"),
+                strategy=resolve_strategy,
+            ),
+        )  # fmt: skip
+        try:
+            decoded = decode(engine, request)
+        except BaseException as error:
+            if isinstance(getattr(error, "partial", None), Decoded):
+                error.partial = assemble(padded.to(device), error.partial, generation_config)  # type: ignore[attr-defined]
+            raise
+        decoded.report.grammars = grammars.judge(decoded.tokens)
+        if aligner is not None:
+            aligner.end()
+        return assemble(padded.to(device), decoded, generation_config)
+
+
+def _without_own_work(config: GenerationConfig) -> GenerationConfig:
+    """A copy without what the loop does itself: stop strings (their tokenizer would get lost), the static cache, drafting."""
+    config = copy.deepcopy(config)
+    for name in ("stop_strings", "cache_implementation", *HINTS, *TRANSLATED):
+        setattr(config, name, None)
+    return config

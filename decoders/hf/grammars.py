@@ -1,0 +1,143 @@
+"""The grammars of a call: from what the user wrote to one compiled grammar per row, and a verdict on every text."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from ..constraints.base import CompiledGrammar
+from ..constraints.coerce import as_specs
+from ..constraints.compiled import compiled
+from ..constraints.vocabulary import Vocabulary
+from ..errors import GrammarError, UnsupportedError
+from ..registry.resolve import resolve_backend
+from ..report import GrammarUse
+from ..settings import RuntimeSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+#: Tokenizers, or states of one, whose vocabularies are kept with them.
+KEPT = 8
+
+
+@dataclass(frozen=True)
+class Grammars:
+    """One grammar per row, None for rows that may write anything; no rows at all without ``grammar=``."""
+
+    rows: tuple[CompiledGrammar | None, ...] = ()
+    uses: tuple[GrammarUse | None, ...] = ()
+
+    @staticmethod
+    def of(
+        asked: Any, rows: int, per_prompt: int, tokenizer: PreTrainedTokenizerBase | None, size: int,
+        stops: Sequence[int], runtime: RuntimeSettings,
+    ) -> Grammars:  # fmt: skip
+        """Compiles what the user asked for, or finds it compiled.
+
+        Args:
+            asked: the value of ``grammar=``, see :func:`~decoders.constraints.coerce.as_specs`.
+            rows: of the batch. per_prompt: how many rows in succession share a prompt. size: of the logits.
+
+        Raises:
+            GrammarError, UnknownNameError, UnsupportedError.
+        """
+        if asked is None:
+            return Grammars()
+        found: list[CompiledGrammar | None] = []
+        uses: list[GrammarUse | None] = []
+        vocabulary: Vocabulary | None = None
+        for wanted in as_specs(asked, rows // per_prompt, per_prompt):
+            if wanted is None:
+                found.append(None)
+                uses.append(None)
+                continue
+            if isinstance(wanted, CompiledGrammar):
+                grammar, source, seconds = wanted, "given", 0.0
+                _check_fit(grammar, size, stops, tokenizer)
+            else:
+                vocabulary = vocabulary or vocabulary_of(tokenizer, size, stops)
+                backend = resolve_backend(wanted.backend or runtime.constraint_backend)
+                made = compiled(wanted, vocabulary, backend, runtime.constraint_cache)
+                grammar, source, seconds = made.grammar, made.source, made.seconds
+            language = grammar.language
+            found.append(grammar)
+            uses.append(GrammarUse(
+                language.name, grammar.backend, grammar.policy, source, seconds, grammar.nbytes, language.warnings
+            ))  # fmt: skip
+        return Grammars(tuple(found), tuple(uses))
+
+    @property
+    def any(self) -> bool:
+        """Whether some row has a grammar."""
+        return any(grammar is not None for grammar in self.rows)
+
+    def judge(self, texts: Sequence[Sequence[int]]) -> list[GrammarUse | None]:
+        """What became of the rows' texts, given as token ids with their stop tokens.
+
+        A complete text that breaks what its language could not express is reported and warned of, not taken away.
+        """
+        for row, (grammar, use) in enumerate(zip(self.rows, self.uses, strict=True)):
+            if grammar is None or use is None:
+                continue
+            matcher = grammar.start()
+            use.complete = matcher.advance(texts[row]) == len(texts[row]) and matcher.accepting
+            if use.complete and grammar.language.whole is not None:
+                try:
+                    grammar.language.whole(grammar.vocabulary.spell(texts[row]).decode())
+                except GrammarError as error:
+                    use.invalid = str(error)
+                    warnings.warn(f"row {row}: {error}", stacklevel=2)
+        return list(self.uses)
+
+
+def vocabulary_of(tokenizer: PreTrainedTokenizerBase | None, size: int, stops: Sequence[int]) -> Vocabulary:
+    """The vocabulary of a model whose logits have `size` entries.
+
+    Raises:
+        UnsupportedError: no tokenizer, no stop token, or tokens that cannot be told in bytes.
+    """
+    if tokenizer is None:
+        raise UnsupportedError("grammar= needs a tokenizer: pass tokenizer= to enable() or generate()")
+    if not stops:
+        raise UnsupportedError(
+            "grammar= needs a token that ends the text: set eos_token_id in the call or the generation config"
+        )
+    added = tuple((token, each.content, each.special) for token, each in tokenizer.added_tokens_decoder.items())
+    state = (len(tokenizer), tuple(tokenizer.all_special_ids), added)  # a tokenizer may have been changed since
+    return _vocabulary(tokenizer, size, tuple(stops), state)
+
+
+@lru_cache(KEPT)
+def _vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, stops: tuple[int, ...], state: tuple) -> Vocabulary:
+    return Vocabulary.of(tokenizer, size, stops)
+
+
+def _check_fit(
+    grammar: CompiledGrammar, size: int, stops: Sequence[int], tokenizer: PreTrainedTokenizerBase | None
+) -> None:
+    """Refuses a compiled grammar that was made for another vocabulary."""
+    name, own = grammar.language.name, grammar.vocabulary
+    if len(own) != size or set(own.stops) != set(stops):
+        raise UnsupportedError(
+            f"the compiled grammar {name!r} is for logits of {len(own)} entries and stop tokens {list(own.stops)}; this call has "
+            f"{size} and {sorted(stops)}"
+        )
+    if tokenizer is None:
+        return
+    with suppress(UnsupportedError):  # tokens that cannot be told in bytes: whoever compiled the grammar knows them
+        theirs = vocabulary_of(tokenizer, size, stops).tokens
+        if own.tokens == theirs:
+            return
+        pairs = zip(own.tokens, theirs, strict=True)
+        others = ((token, *pair) for token, pair in enumerate(pairs) if pair[0] != pair[1] and None not in pair)
+        if (other := next(others, None)) is not None:
+            raise GrammarError(
+                "the compiled grammar {!r} is for another tokenizer: token {} is {!r} there and {!r} here".format(
+                    name, *other
+                )
+            )

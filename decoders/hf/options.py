@@ -1,0 +1,139 @@
+"""What a call of ``generate`` asks for: its arguments, the generation configs and the settings, read once, in that order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from ..errors import SettingsError, UnsupportedError
+from ..registry.registry import registry
+from ..registry.resolve import resolve_strategy, resolve_verifier, strategy_name, with_hints
+from ..settings import RuntimeSettings, load_settings
+from ..strategy import Strategy
+from ..verifiers.verifier import Verifier
+from .arguments import HINTS, TRANSLATED, first_of, hints_of, loop_options, said_in, shown
+
+#: Keywords of ``generate`` that are ours.
+OWN = ("strategy", "strategy_config", "decoders_config", "grammar", "verifier", "seed", "generator")
+#: Those that may stand in a generation config, which takes what JSON can hold.
+_CONFIGURABLE: dict[str, tuple[type, ...]] = {
+    "strategy": (str,),
+    "strategy_config": (Mapping,),
+    "grammar": (str, Mapping),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """How one call decodes.
+
+    Attributes:
+        strategy: proposes.
+        verifier: decides what is accepted.
+        runtime: settings of the loop.
+        grammar: the value of ``grammar=``, as the user wrote it.
+        seed: as given.
+        generator: as given.
+        configs: generation configs, the first that has a value wins.
+        arguments: all others of the call, for transformers.
+    """
+
+    strategy: Strategy
+    verifier: Verifier
+    runtime: RuntimeSettings
+    grammar: Any
+    seed: Any
+    generator: torch.Generator | None
+    configs: list[GenerationConfig]
+    arguments: dict[str, Any]
+
+    @staticmethod
+    def read(arguments: Mapping[str, Any], config: GenerationConfig | None) -> Options | None:
+        """What `arguments` and the model's own `config` ask for; None without a strategy, where ``generate`` is transformers' own.
+
+        Raises:
+            SettingsError, UnknownNameError, UnsupportedError, PluginError.
+        """
+        own = {name: arguments.get(name) for name in OWN}
+        others = {name: value for name, value in arguments.items() if name not in OWN}
+        for name in ("strategy_config", "decoders_config"):
+            _check_mapping(name, own[name])
+        given = others.get("generation_config")
+        if not isinstance(given, (GenerationConfig, type(None))):
+            raise SettingsError(f"generation_config must be a GenerationConfig, not {shown(given)}")
+        configs = [c for c in (given, config) if c is not None]
+        configured = _configured(configs)
+        in_configs = {name: said_in(configs, name) for name in (*HINTS, *TRANSLATED)}
+        runtime = load_settings(
+            RuntimeSettings,
+            None,
+            loop_options(others)
+            | dict(own["decoders_config"] or {})
+            | ({"strategy": own["strategy"]} if isinstance(own["strategy"], str) else {}),
+            loop_options(in_configs) | ({"strategy": configured["strategy"]} if configured["strategy"] else {}),
+            sections=registry().strategies(),
+        )
+        chosen = own["strategy"] if own["strategy"] is not None else runtime.strategy
+        if chosen is None:
+            misplaced = sorted(
+                {name for said in (configured, own) for name, value in said.items() if value is not None}
+            )
+            if misplaced:
+                raise SettingsError(f"{', '.join(misplaced)} needs a strategy: pass strategy=… too")
+            return None
+        # Settings in a config that names a strategy are that strategy's.
+        same = configured["strategy"] is None or strategy_name(configured["strategy"]) == strategy_name(chosen)
+        return Options(
+            strategy=resolve_strategy(
+                chosen,
+                with_hints(chosen, own["strategy_config"], hints_of(others)),
+                with_hints(chosen, configured["strategy_config"] if same else None, hints_of(in_configs)),
+            ),
+            verifier=resolve_verifier(own["verifier"] or runtime.verifier),
+            runtime=runtime,
+            grammar=own["grammar"] if own["grammar"] is not None else configured["grammar"],
+            seed=own["seed"],
+            generator=own["generator"],
+            configs=configs,
+            arguments={name: value for name, value in others.items() if name not in (*HINTS, *TRANSLATED)},
+        )
+
+    def check(self) -> None:
+        """Raises UnsupportedError where the strategy lacks what it needs, or is given what it does not use."""
+        strategy, assistant = self.strategy, self.arguments.get("assistant_model")
+        if assistant is None and strategy.needs_assistant:
+            has_setting = "draft_model" in strategy.settings_class.model_fields
+            setting = ", or draft_model in its settings" if has_setting else ""
+            raise UnsupportedError(f"strategy {strategy.name!r} needs assistant_model={setting}")
+        if assistant is not None and not strategy.needs_assistant:
+            raise UnsupportedError(
+                f"strategy {strategy.name!r} uses no assistant_model; leave it out or choose another strategy"
+            )
+        if strategy.needs_grammar and self.grammar is None:
+            raise UnsupportedError(
+                f"strategy {strategy.name!r} needs grammar=: a schema, a pattern, or the name of a grammar of the library"
+            )
+
+
+def _configured(configs: list[GenerationConfig]) -> dict[str, Any]:
+    """What generation configs say in our words."""
+    configured = {name: first_of(configs, name) for name in _CONFIGURABLE}
+    for name, kinds in _CONFIGURABLE.items():
+        if not isinstance(configured[name], (*kinds, type(None))):
+            wanted = " or ".join(f"a {kind.__name__.lower()}" for kind in kinds)
+            raise SettingsError(f"{name} in the generation config is {configured[name]!r}: it takes {wanted}")
+    return configured
+
+
+def _check_mapping(name: str, given: Any) -> None:
+    """Raises SettingsError unless `given` is None or holds settings by name."""
+    if given is None or (isinstance(given, Mapping) and all(isinstance(key, str) for key in given)):
+        return
+    wrong = (
+        f"the key {next(k for k in given if not isinstance(k, str))!r}" if isinstance(given, Mapping) else shown(given)
+    )
+    raise SettingsError(f'{name} must be a dict of settings, {{"name": value}}, not {wrong}')

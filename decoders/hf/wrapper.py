@@ -1,0 +1,110 @@
+"""What stands in the place of ``model.generate``: transformers' own without a strategy, the loop with one."""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import Any, Literal
+
+from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..engine.engine import Engine
+from ..engine.locks import CallLock
+from ..engine.target import refuse_unfit
+from .arguments import refuse_arguments
+from .assistants import Assistants
+from .call import Call
+from .inputs import check_inputs
+from .options import OWN, Options
+from .peft import refuse_prompt_learning
+
+_POSITIONAL = [p for p in inspect.signature(GenerationMixin.generate).parameters if p not in ("self", "kwargs")]
+
+
+class Generate:
+    """What ``enable`` puts in the place of ``model.generate``; with no strategy named it is transformers' own.
+
+    It refers to the model, not to a bound method, so that ``copy.deepcopy(model)`` copies it along with the model. wrapper: the
+    ``PeftModel`` around it whose ``generate`` this is, if there is one.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, previous: Any, wrapper: Any = None
+    ) -> None:
+        self.model, self.tokenizer, self.previous, self.wrapper = model, tokenizer, previous, wrapper
+        self._engine: Engine | None = None
+        self._lock = CallLock()
+        self._assistants = Assistants()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in vars(self).items() if k not in ("_engine", "_lock")}  # they stay with this copy
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _engine=None, _lock=CallLock())
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(GenerationMixin.generate)
+
+    def plain(self, *args: Any, **kwargs: Any) -> Any:
+        """``generate`` as it was before ``enable``."""
+        if self.previous is not None:
+            return self.previous(*args, **kwargs)
+        return self._transformers_generate(*args, **kwargs)
+
+    def _transformers_generate(self, *args: Any, **kwargs: Any) -> Any:
+        model: Any = self.wrapper if self.wrapper is not None else self.model
+        # Looked up late: a bound method would survive deepcopy on the old model.
+        return type(model).generate(model, *args, **kwargs)
+
+    def engine(
+        self, attention: Literal["auto", "sdpa", "flex"] = "auto", weights: Literal["keep", "packed"] = "keep"
+    ) -> Engine:
+        """The engine for the model's present weights; built on first use and again after weights change."""
+        # Two first calls from two threads share one. Calls hold the same lock: with two, a call made within a call (by a
+        # streamer) and one in another thread would wait for each other.
+        with self._lock:
+            if self._engine is not None and not self._engine.refresh(self.model, attention):
+                self._drop()
+            if self._engine is None:
+                self._engine = Engine(self.model, attention, self._lock)
+            self._engine.settle_originals(self.model, weights)
+            return self._engine
+
+    def release(self) -> None:
+        """See :func:`decoders.release`."""
+        with self._lock:
+            self._drop()
+            self._assistants.release()
+
+    def _drop(self) -> None:
+        if self._engine is not None:
+            self._engine.release(self.model)
+            self._engine = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) > len(_POSITIONAL):
+            raise TypeError(f"generate() takes {len(_POSITIONAL)} positional arguments, {len(args)} were given")
+        positional = dict(zip(_POSITIONAL, args, strict=False))
+        if twice := positional.keys() & kwargs.keys():
+            raise TypeError(f"generate() got two values for {', '.join(sorted(twice))}")
+        options = Options.read(positional | kwargs, self.model.generation_config)
+        if options is None:
+            return self.plain(*args, **{name: value for name, value in kwargs.items() if name not in OWN})
+        return self._decode(options)
+
+    def _decode(self, options: Options) -> Any:
+        """Refuses what cannot be honoured, before anything is touched, and decodes."""
+        refuse_unfit(self.model)
+        refuse_prompt_learning(self.model, self.wrapper)
+        arguments = options.arguments
+        refuse_arguments(options.configs, arguments)
+        input_ids = arguments.get("input_ids")
+        check_inputs(
+            self.model, arguments.get("inputs") if input_ids is None else input_ids, arguments.get("attention_mask")
+        )
+        options.check()
+        engine = partial(self.engine, options.runtime.attention, options.runtime.weights)
+        return Call(
+            self.model, engine, self._assistants, options, arguments.get("tokenizer") or self.tokenizer
+        ).generate()

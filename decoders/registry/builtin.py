@@ -1,0 +1,24 @@
+"""The plugin that comes with this package: its strategies, verifiers and grammar backends, through the same hooks as anybody else's."""
+
+from __future__ import annotations
+
+from .. import constraints, strategies, verifiers
+from ..constraints.base import Backend
+from ..hookspecs import hookimpl
+from ..strategy import Strategy
+from ..verifiers.verifier import Verifier
+
+
+@hookimpl
+def decoders_strategies() -> tuple[type[Strategy], ...]:
+    return strategies.BUILT_IN
+
+
+@hookimpl
+def decoders_verifiers() -> tuple[type[Verifier], ...]:
+    return verifiers.BUILT_IN
+
+
+@hookimpl
+def decoders_grammar_backends() -> tuple[type[Backend], ...]:
+    return constraints.BUILT_IN

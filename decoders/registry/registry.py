@@ -1,0 +1,257 @@
+"""Who provides what: loads the built-ins and every installed plugin, and keeps a bad one from hurting.
+
+Environment: ``DECODERS_PLUGINS_BLOCK`` and ``DECODERS_PLUGINS_ALLOW`` (comma-separated entry-point or distribution
+names), ``DECODERS_PLUGINS_STRICT=1`` (a plugin that fails or clashes is an error instead of a line in the list).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import traceback
+from dataclasses import replace
+from importlib import metadata
+from typing import Any
+
+import pluggy
+
+from .. import __version__, hookspecs
+from ..constraints.base import Backend
+from ..errors import PluginError, UnknownNameError, suggest
+from ..hookspecs import PROJECT
+from ..strategy import Strategy
+from ..verifiers.verifier import Verifier
+from . import builtin
+from .kinds import BACKEND, KINDS, STRATEGY, VERIFIER, Kind, Provided
+from .names import BUILTIN, DISTRIBUTION, THIS_PROCESS, Entry, Names, PluginInfo, canonical, settle
+
+
+class Registry:
+    """All plugins of this process. Most callers want the shared one, :func:`registry`.
+
+    Raises:
+        PluginError: with ``DECODERS_PLUGINS_STRICT=1``, when a plugin fails to load or two claim one name.
+    """
+
+    def __init__(self) -> None:
+        self.manager = _manager()
+        self._lock = threading.RLock()
+        self._plugins: dict[str, PluginInfo] = {}  # by key, in order of loading
+        self._classes: dict[str, dict[Kind[Any], dict[str, type]]] = {}  # by key of those that are used, kind and name
+        self._names: dict[Kind[Any], Names[Any]] = {}
+        self._load()
+
+    def strategies(self) -> dict[str, Entry[Strategy]]:
+        """Every usable strategy by name: the built-ins first, then by provider."""
+        return dict(self._names[STRATEGY].usable)
+
+    def strategy(self, name: str) -> type[Strategy]:
+        """The class registered as `name`; ``-`` and ``_`` are the same.
+
+        Raises:
+            PluginError: several plugins claim the name.
+            UnknownNameError: nobody does.
+        """
+        return self._find(STRATEGY, name)
+
+    def verifiers(self) -> dict[str, Entry[Verifier]]:
+        """Every usable verifier by name: the built-ins first, then by provider."""
+        return dict(self._names[VERIFIER].usable)
+
+    def verifier(self, name: str) -> type[Verifier]:
+        """The class registered as `name`, found as :meth:`strategy` finds its own. A strategy may have the same name.
+
+        Raises:
+            PluginError: several plugins claim the name.
+            UnknownNameError: nobody does.
+        """
+        return self._find(VERIFIER, name)
+
+    def grammar_backends(self) -> dict[str, Entry[Backend]]:
+        """Every usable backend of grammars by name: the built-ins first, then by provider."""
+        return dict(self._names[BACKEND].usable)
+
+    def grammar_backend(self, name: str) -> type[Backend]:
+        """The class registered as `name`, found as :meth:`strategy` finds its own.
+
+        Raises:
+            PluginError: several plugins claim the name.
+            UnknownNameError: nobody does.
+        """
+        return self._find(BACKEND, name)
+
+    def _find(self, kind: Kind[Provided], name: str) -> type[Provided]:
+        try:
+            return self._names[kind].find(name)
+        except UnknownNameError as error:
+            absent = [p.name for p in self._plugins.values() if p.status in ("failed", "blocked")]
+            if absent:
+                error.args = (f"{error} Not loaded: {', '.join(absent)} (`decoders plugins` says why).",)
+            raise
+
+    def origin(self, cls: type) -> str:
+        """Distribution and version that `cls` was registered from; of another class its module."""
+        for kind in KINDS:
+            for entry in self._names[kind].usable.values():
+                if entry.cls is cls:
+                    return f"{entry.provider} {entry.version}".strip()
+        return cls.__module__
+
+    def plugins(self) -> list[PluginInfo]:
+        """Every plugin found, whatever became of it."""
+        return list(self._plugins.values())
+
+    def register(self, plugin: object, name: str) -> PluginInfo:
+        """Adds `plugin` (a module or object with ``@decoders.hookimpl`` functions) to this process as `name`.
+
+        A name clash is reported as it is for installed plugins: look at the returned ``status``.
+
+        Raises:
+            PluginError: the plugin is invalid, or `name` is taken.
+        """
+        info = PluginInfo(name, version="", provider=THIS_PROCESS)
+        with self._lock:
+            if info.key in self._plugins:
+                raise PluginError(f"A plugin is already registered as {name!r}: unregister it first.")
+            try:
+                self._add(info, plugin)
+            except Exception as error:
+                raise PluginError(f"Plugin {name!r} is invalid: {_reason(error)}") from error
+            self._settle()
+            return self._plugins[info.key]
+
+    def unregister(self, name: str) -> None:
+        """Removes the plugin that :meth:`register` added as `name`; the names it blocked are free again.
+
+        Raises:
+            UnknownNameError: nothing was registered under that name.
+        """
+        with self._lock:
+            own = {info.name: key for key, info in self._plugins.items() if info.provider == THIS_PROCESS}
+            if name not in own:
+                raise UnknownNameError("registered plugin", name, own)
+            self.manager.unregister(name=own[name])
+            del self._plugins[own[name]], self._classes[own[name]]
+            self._settle()
+
+    def _load(self) -> None:
+        blocked, allowed = _listed("BLOCK"), _listed("ALLOW")
+        strict = os.environ.get("DECODERS_PLUGINS_STRICT", "").lower() not in ("", "0", "false", "no")
+        info = PluginInfo(BUILTIN, __version__, DISTRIBUTION)
+        if BUILTIN in blocked:
+            self._plugins[info.key] = replace(info, status="blocked", error="named in DECODERS_PLUGINS_BLOCK")
+        else:
+            self._add(info, builtin)
+
+        for point in sorted(metadata.entry_points(group=PROJECT), key=lambda p: (_provider(p), p.name)):
+            info = PluginInfo(point.name, point.dist.version if point.dist else "", _provider(point))
+            names = {canonical(info.name), canonical(info.provider)}
+            if names & blocked:
+                self._plugins[info.key] = replace(info, status="blocked", error="named in DECODERS_PLUGINS_BLOCK")
+            elif allowed and not names & allowed:
+                self._plugins[info.key] = replace(info, status="blocked", error="not named in DECODERS_PLUGINS_ALLOW")
+            else:
+                try:
+                    self._add(info, point.load())
+                except (Exception, SystemExit) as error:  # an import may well call sys.exit
+                    self._plugins[info.key] = replace(info, status="failed", error=_reason(error))
+                    if strict:
+                        raise PluginError(f"Plugin {info} failed to load: {_reason(error)}") from error
+        self._settle()
+        if strict:
+            clash = next((p for p in self._plugins.values() if p.status == "conflict"), None)
+            if clash is not None:
+                raise PluginError(clash.error)
+
+    def _add(self, info: PluginInfo, plugin: object) -> None:
+        """Validates `plugin` on its own and, only if all of it is sound, makes it part of this registry."""
+        if self.manager.is_registered(plugin):
+            raise PluginError(f"it is the same object as plugin {self.manager.get_name(plugin)!r}")
+        trial = _manager()
+        trial.register(plugin, info.key)
+        for caller in trial.get_hookcallers(plugin) or ():
+            if not caller.has_spec():
+                known = [name for name in vars(hookspecs) if name.startswith(f"{PROJECT}_")]
+                raise PluginError(f"there is no hook {caller.name!r}. {suggest(caller.name, known)}")
+        trial.check_pending()
+        hooks = tuple(sorted(caller.name for caller in trial.get_hookcallers(plugin) or ()))
+        if not hooks:
+            raise PluginError("it has no function marked @decoders.hookimpl")
+        found: dict[Kind[Any], dict[str, type]] = {}
+        for kind in KINDS:
+            answers = getattr(trial.hook, kind.hook)()  # one, or none from a plugin without that hook
+            found[kind] = kind.collect(answers[0]) if answers else {}
+        self.manager.register(plugin, info.key)
+        self._classes[info.key] = found
+        self._plugins[info.key] = replace(
+            info, hooks=hooks, strategies=tuple(found[STRATEGY]), verifiers=tuple(found[VERIFIER]),
+            grammar_backends=tuple(found[BACKEND]),
+        )  # fmt: skip
+
+    def _settle(self) -> None:
+        """Shares the names out anew, and notes with each plugin those that it did not get."""
+        names = {
+            kind: settle(kind, [(self._plugins[key], found[kind]) for key, found in self._classes.items()])
+            for kind in KINDS
+        }
+        for key in self._classes:
+            problem = " ".join(message for kind in KINDS for message in names[kind].lost.get(key, ())) or None
+            self._plugins[key] = replace(self._plugins[key], status="conflict" if problem else "loaded", error=problem)
+        self._names = names  # readers take no lock: replaced as a whole
+
+
+_lock = threading.RLock()
+_shared: Registry | None = None
+_loading = False
+
+
+def registry() -> Registry:
+    """The registry of this process, loaded on first use; safe to call from any thread.
+
+    Raises:
+        PluginError: see :class:`Registry`; or a plugin asks for the registry while it is being imported.
+    """
+    global _shared, _loading
+    if _shared is None:
+        with _lock:
+            if _loading:  # only the loading thread itself gets past the lock
+                raise PluginError("a plugin must not ask for the registry while it is being loaded")
+            if _shared is None:
+                _loading = True
+                try:
+                    _shared = Registry()
+                finally:
+                    _loading = False
+    return _shared
+
+
+def reset_registry() -> None:
+    """Forgets the shared registry, so that the next :func:`registry` looks again (tests, freshly installed plugins)."""
+    global _shared
+    with _lock:
+        _shared = None
+
+
+def _manager() -> pluggy.PluginManager:
+    manager = pluggy.PluginManager(PROJECT)
+    manager.add_hookspecs(hookspecs)
+    return manager
+
+
+def _listed(which: str) -> set[str]:
+    value = os.environ.get(f"DECODERS_PLUGINS_{which}", "")
+    return {canonical(name) for name in value.split(",") if name.strip()}
+
+
+def _provider(point: metadata.EntryPoint) -> str:
+    return point.dist.name if point.dist else "(unknown distribution)"
+
+
+def _reason(error: BaseException) -> str:
+    """One line: what was raised and, if the plugin's own code raised it, where."""
+    text = " ".join(str(error).split())
+    if isinstance(error, PluginError | pluggy.PluginValidationError):
+        return text
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
+    return f"{type(error).__name__}: {text}{where}"

@@ -1,0 +1,136 @@
+"""Strategies, verifiers and grammar backends from what a user writes: a name, ``"a+b"``, a class or an object."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, cast
+
+from ..constraints.base import Backend
+from ..errors import SettingsError, UnsupportedError
+from ..settings import Settings, load_settings
+from ..strategies.merged import Merged, MergedSettings
+from ..strategy import Strategy
+from ..verifiers.verifier import Verifier
+from .registry import registry
+
+
+def resolve_strategy(
+    chosen: Any, call: Mapping[str, Any] | None = None, configured: Mapping[str, Any] | None = None
+) -> Strategy:
+    """A strategy object from what the user wrote: a name, ``"a+b"``, a class, or an object.
+
+    Raises:
+        UnknownNameError, SettingsError, PluginError.
+    """
+    if isinstance(chosen, Strategy):
+        if call:
+            raise SettingsError("strategy_config given beside a strategy object, which already holds its settings")
+        return chosen
+    if inspect.isclass(chosen) and issubclass(chosen, Strategy):
+        for given in (call, configured):
+            for name, value in (given or {}).items():
+                if isinstance(value, Mapping) and name not in chosen.settings_class.model_fields:
+                    raise SettingsError(
+                        f"the settings of {chosen.name!r} stand in the dict itself, {{'setting': value}}: a dict per strategy, as "
+                        f"{name!r} here, is for strategies merged with '+'"
+                    )
+        return chosen(_settings_of(chosen, call, configured))
+    if not isinstance(chosen, str):
+        raise SettingsError(f"strategy must be a name, a Strategy class or a Strategy, not {type(chosen).__name__}")
+    names = [part.strip() for part in chosen.split("+")]
+    classes = [registry().strategy(name) for name in names]
+    if len(classes) == 1:
+        return resolve_strategy(classes[0], call, configured)
+    own = [c.name for c in classes]
+    for given in (call, configured):
+        unknown = sorted(set(given or {}) - {*own, Merged.name})
+        if unknown:
+            raise SettingsError(
+                f"strategy_config of {chosen!r} is keyed by strategy: {', '.join(own)}; not {unknown[0]!r}"
+            )
+    parts = [c(_settings_of(c, (call or {}).get(c.name), (configured or {}).get(c.name))) for c in classes]
+    return Merged(
+        parts,
+        cast(MergedSettings, _settings_of(Merged, (call or {}).get(Merged.name), (configured or {}).get(Merged.name))),
+    )
+
+
+def with_hints(chosen: Any, config: Mapping[str, Any] | None, hints: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The ``strategy_config`` `config` with transformers' drafting `hints` as the settings that they stand for.
+
+    Raises:
+        UnsupportedError: a strategy has no setting for one. SettingsError: a setting is given twice.
+        UnknownNameError, PluginError: see :func:`resolve_strategy`.
+    """
+    if not hints:
+        return config
+    if not isinstance(chosen, (str, type, Strategy)):
+        return config  # resolve_strategy says what is wrong
+    merged = isinstance(chosen, str) and "+" in chosen
+    classes: list[Any] = (
+        [registry().strategy(n.strip()) for n in chosen.split("+")] if isinstance(chosen, str) else [chosen]
+    )
+    settings: dict[str, Any] = dict(config or {})
+    for hint, value in hints.items():
+        takers = [c for c in classes if hint in getattr(c, "hints", {})]
+        if not takers:
+            able = sorted(name for name, entry in registry().strategies().items() if hint in entry.cls.hints)
+            raise UnsupportedError(
+                f"{hint}={value!r} means nothing to strategy {strategy_name(chosen)!r}: leave it out, or take "
+                f"{' or '.join(map(repr, able))}"
+            )
+        if isinstance(chosen, Strategy):
+            raise SettingsError(f"{hint}={value!r} given beside a strategy object, which already holds its settings")
+        for taker in takers:
+            if merged:
+                settings[taker.name] = dict(settings.get(taker.name) or {})
+            own, setting = settings[taker.name] if merged else settings, taker.hints[hint]
+            if own.setdefault(setting, value) != value:
+                raise SettingsError(
+                    f"{hint}={value!r} and {setting}={own[setting]!r} in strategy_config are one setting"
+                )
+    return settings
+
+
+def resolve_verifier(chosen: Any) -> Verifier:
+    """A verifier object from what the user wrote: a name, a class or an object.
+
+    Raises:
+        UnknownNameError, SettingsError, PluginError.
+    """
+    if isinstance(chosen, str):
+        chosen = registry().verifier(chosen)
+    if inspect.isclass(chosen) and issubclass(chosen, Verifier):
+        chosen = chosen()
+    if not isinstance(chosen, Verifier):
+        raise SettingsError(f"verifier must be a name, a Verifier class or a Verifier, not {type(chosen).__name__}")
+    return chosen
+
+
+def resolve_backend(chosen: Any) -> Backend:
+    """A backend of grammars from what the user wrote: a name, a class or an object; None is ``auto``.
+
+    Raises:
+        UnknownNameError, SettingsError, PluginError.
+    """
+    if chosen is None or isinstance(chosen, str):
+        chosen = registry().grammar_backend(chosen or "auto")
+    if inspect.isclass(chosen) and issubclass(chosen, Backend):
+        chosen = chosen()
+    if not isinstance(chosen, Backend):
+        raise SettingsError(f"backend must be a name, a Backend class or a Backend, not {type(chosen).__name__}")
+    return chosen
+
+
+def _settings_of(
+    strategy: type[Strategy], call: Mapping[str, Any] | None, configured: Mapping[str, Any] | None
+) -> Settings:
+    """A strategy's settings in force."""
+    sections = (*registry().strategies(), Merged.name)
+    return load_settings(strategy.settings_class, strategy.name, call or {}, configured or {}, sections=sections)
+
+
+def strategy_name(strategy: Any) -> str:
+    """The name that a strategy, class or spelling of a name stands for."""
+    return (strategy if isinstance(strategy, str) else strategy.name).replace("-", "_")

@@ -1,0 +1,170 @@
+"""How strings are written in JSON: character sets, trees and automata as regular expressions over the text.
+
+Strings under a condition are written in one way: characters stand for themselves, those that JSON does not let stand for
+themselves have a two-character escape. Other control characters do not occur in them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from ..patterns import characters, limits
+from ..patterns.characters import Ranges
+from ..patterns.tree import Cat, Chars, Or, Repeat, Rx
+
+if TYPE_CHECKING:
+    from interegular.fsm import FSM
+
+_ESCAPES = {0x22: '"', 0x5C: "\\\\", 0x08: "b", 0x0C: "f", 0x0A: "n", 0x0D: "r", 0x09: "t"}
+_PLAIN: Ranges = characters.complement(
+    characters.ranges([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), *characters.SURROGATES])
+)
+_WRITABLE: Ranges = characters.ranges([*_PLAIN, *((p, p) for p in _ESCAPES)])
+_HEX = "[0-9a-fA-F]"
+#: One character of a string under no condition: escapes in all ways that stand for a character.
+_FREE = (
+    r'(?:[^"\\\x00-\x1F]|\\(?:["\\/bfnrt]|u(?:[0-9a-cefA-CEF]' + _HEX + "{3}|[dD][0-7]" + _HEX + "{2}"
+    r"|[dD][89abAB]" + _HEX + r"{2}\\u[dD][c-fC-F]" + _HEX + "{2})))"
+)
+FREE_STRING = f'"{_FREE}*"'
+#: What stands for more than itself, or is not shown.
+_SPECIAL = re.compile(r"""[^\w !"%',:;<=>@`/]""")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_JSON, _ASCII_JSON = json.JSONEncoder(ensure_ascii=False), json.JSONEncoder()
+
+
+def literal(text: str) -> str:
+    """Expression for `text` itself."""
+    return _SPECIAL.sub(lambda found: _escaped(ord(found[0])), text)
+
+
+def quoted(value: str) -> str:
+    """`value` as JSON writes it."""
+    return (_ASCII_JSON if _SURROGATE.search(value) else _JSON).encode(value)
+
+
+@lru_cache(maxsize=4096)
+def chars(ranges: Ranges) -> str | None:
+    """One character of `ranges` as it is written, a unit for repetition; None if none can be."""
+    shown = characters.common(ranges, _WRITABLE)
+    if not shown:
+        return None
+    plain = characters.common(shown, _PLAIN)
+    short = "".join(letter for point, letter in _ESCAPES.items() if characters.contains(shown, point))
+    ways = []
+    if plain:
+        ways.append(_set(plain))
+    if short:
+        ways.append(r"\\" + (short if len(short.replace("\\\\", "x")) == 1 else f"[{short}]"))
+    return ways[0] if len(ways) == 1 and not short else f"(?:{'|'.join(ways)})"
+
+
+def _set(plain: Ranges) -> str:
+    others = characters.complement(characters.ranges([*plain, *characters.SURROGATES]))
+    if len(plain) == 1 and plain[0][0] == plain[0][1]:
+        return _escaped(plain[0][0])
+    if len(others) < len(plain):
+        return f"[^{_spans(others)}]"
+    return f"[{_spans(plain)}]"
+
+
+def _spans(ranges: Ranges) -> str:
+    text = ""
+    for low, high in ranges:
+        text += _escaped(low) + ("" if high == low else ("-" if high > low + 1 else "") + _escaped(high))
+    return text
+
+
+def _escaped(point: int) -> str:
+    if chr(point).isascii() and chr(point).isalnum():
+        return chr(point)
+    if 0x20 <= point < 0x7F:
+        return (chr(point) if chr(point) in " !\"%',:;<=>@_`" else "\\" + chr(point)) if point != 0x2F else "/"
+    return f"\\x{point:02X}" if point < 0x80 else f"\\u{point:04X}" if point < 0x10000 else f"\\U{point:08X}"
+
+
+def tree(rx: Rx) -> str | None:
+    """The inside of a string of `rx`; None if nothing of it can be written."""
+    match rx:
+        case Chars(ranges):
+            return chars(ranges)
+        case Cat(parts):
+            texts = [tree(part) for part in parts]
+            if None in texts:
+                return None
+            return "".join(_group(text, part) for text, part in zip(texts, parts, strict=True) if text is not None)
+        case Or(parts):
+            return "|".join(dict.fromkeys(text for part in parts if (text := tree(part)) is not None)) or None
+        case Repeat(part, low, high):
+            inside = tree(part)
+            if inside is None:
+                return "" if low == 0 else None
+            return times(f"(?:{inside})" if not isinstance(part, Chars) else inside, low, high)
+
+
+def _group(text: str, part: Rx) -> str:
+    return f"(?:{text})" if isinstance(part, Or) else text
+
+
+def times(text: str, low: int, high: int | None) -> str:
+    """`text`, one unit, from `low` to `high` times."""
+    marks = {(0, None): "*", (1, None): "+", (0, 1): "?", (1, 1): ""}
+    count = f"{{{low}}}" if low == high else f"{{{low},{'' if high is None else high}}}"
+    return text + marks.get((low, high), count)
+
+
+def length(low: int, high: int | None) -> str:
+    """The inside of a string of `low` to `high` characters under no other condition."""
+    return times(chars(characters.ANY) or "", low, high)
+
+
+def expression(machine: FSM) -> str | None:
+    """The inside of the strings of `machine`; None if it is longer than the limit.
+
+    States are taken out one by one, the cheapest first (Brzozowski and McCluskey 1963; Delgado and Morais 2004).
+    """
+    edges: dict[int, dict[int, str]] = {}
+    sets: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for state, after in machine.map.items():
+        for symbol, to in after.items():
+            sets.setdefault((state, to), []).extend(machine.alphabet.by_transition[symbol])
+    for (state, to), found in sets.items():
+        text = chars(characters.ranges(found))
+        if text is not None:
+            edges.setdefault(state, {})[to] = text
+    begin, end = -1, -2
+    edges[begin] = {machine.initial: ""}
+    for state in machine.finals:
+        edges.setdefault(state, {})[end] = ""
+    into: dict[int, set[int]] = {}
+    for state, out in edges.items():
+        for to in out:
+            into.setdefault(to, set()).add(state)
+    left = set(machine.states)
+    while left:
+        state = min(left, key=lambda s: (len(into.get(s, ())) * len(edges.get(s, ())), s))
+        left.discard(state)
+        out = edges.pop(state, {})
+        loop = out.pop(state, None)
+        around = "" if loop is None else f"(?:{loop})*"
+        sources = into.pop(state, set()) - {state}
+        for to in out:
+            into[to].discard(state)
+        for source in sources:
+            first = edges[source].pop(state)
+            for to, text in out.items():
+                way = _either_whole(first) + around + _either_whole(text)
+                old = edges[source].get(to)
+                edges[source][to] = way if old is None else f"{old}|{way}" if old or way else ""
+                into[to].add(source)
+                if len(edges[source][to]) > limits.REGEX_CHARACTERS:
+                    return None
+    return edges[begin].get(end)
+
+
+def _either_whole(text: str) -> str:
+    """`text` as one part of a longer expression."""
+    return f"(?:{text})" if "|" in text else text

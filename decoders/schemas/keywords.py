@@ -1,0 +1,196 @@
+"""What the keywords about one type say of values of that type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import GrammarError
+from ..patterns import ecma, limits
+from . import formats, numbers, strings
+from .arrays import Arrays, Count, Items
+from .document import Place
+from .nodes import FALSE, TRUE, Node
+from .numbers import Numbers
+from .objects import Keys, Objects, Property
+from .reach import Emptiness
+from .shapes import Shapes
+from .strings import Strings
+
+#: Makes a node of the schema under some keys of a place.
+Inside = Callable[..., Node]
+
+NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+STRINGS = ("minLength", "maxLength", "pattern", "format")
+ARRAYS = ("prefixItems", "items", "additionalItems", "contains", "minItems", "maxItems", "uniqueItems")
+OBJECTS = (
+    "properties", "patternProperties", "additionalProperties", "propertyNames", "required", "minProperties", "maxProperties",
+)  # fmt: skip
+
+
+def of_type(name: Any) -> Shapes:
+    """All values of a type.
+
+    Raises:
+        GrammarError: there is no such type.
+    """
+    known = {
+        "null": Shapes(frozenset(["null"])), "boolean": Shapes(frozenset(["true", "false"])),
+        "number": Shapes(numbers=(Numbers(),)), "integer": Shapes(numbers=(Numbers(kind="integer"),)),
+        "string": Shapes(strings=(Strings(),)), "array": Shapes(arrays=(Arrays(),)), "object": Shapes(objects=(Objects(),)),
+    }  # fmt: skip
+    if not isinstance(name, str) or name not in known:
+        raise GrammarError(f"there is no type {name!r}; the types are {', '.join(known)}", "type")
+    return known[name]
+
+
+def of_value(value: Any, leaf: Callable[[Any], Node]) -> Shapes:
+    """One value; `leaf` makes nodes of the values inside."""
+    if value is None or isinstance(value, bool):
+        return Shapes(frozenset(["null" if value is None else "true" if value else "false"]))
+    if isinstance(value, int | float):
+        return Shapes(numbers=(numbers.point(value),))
+    if isinstance(value, str):
+        return Shapes(strings=(Strings(values=frozenset([value])),))
+    if isinstance(value, list):
+        size = len(value)
+        return Shapes(arrays=(Arrays(tuple(map(leaf, value)), FALSE, size, size),))
+    return Shapes(objects=(Objects(tuple(Property(name, leaf(part), True) for name, part in value.items()), ()),))
+
+
+def of_numbers(schema: dict[str, Any]) -> Numbers | None:
+    """What the keywords about numbers leave."""
+    found: Numbers | None = Numbers()
+    pieces = []
+    for keyword, low in (("minimum", True), ("maximum", False)):
+        exclusive = schema.get("exclusive" + keyword.capitalize())
+        if keyword in schema:
+            bound = numbers.fraction(_number(schema, keyword))
+            pieces.append(
+                Numbers(bound, exclusive is True) if low else Numbers(high=bound, open_high=exclusive is True)
+            )
+        if exclusive is not None and not isinstance(exclusive, bool):  # a number since draft 6
+            bound = numbers.fraction(_number(schema, "exclusive" + keyword.capitalize()))
+            pieces.append(Numbers(bound, True) if low else Numbers(high=bound, open_high=True))
+    if "multipleOf" in schema:
+        step = numbers.fraction(_number(schema, "multipleOf"))
+        if step <= 0:
+            raise GrammarError(f"multipleOf {schema['multipleOf']!r} is not above zero", "multipleOf")
+        pieces.append(Numbers(multiple=step))
+    for piece in pieces:
+        found = numbers.both(found, piece) if found is not None else None
+    return found
+
+
+def of_strings(schema: dict[str, Any]) -> Strings | None:
+    """What the keywords about strings leave."""
+    found = Strings(low=_count(schema, "minLength") or 0, high=_count(schema, "maxLength")).tidy()
+    if found is not None and "pattern" in schema:
+        found = strings.both(found, _pattern(schema["pattern"]))
+    if found is not None and isinstance(schema.get("format"), str):
+        rx = formats.tree(schema["format"])
+        found = found if rx is None else strings.both(found, Strings(formats=frozenset([rx])))
+    return found
+
+
+def of_arrays(place: Place, schema: dict[str, Any], inside: Inside, reach: Emptiness) -> Arrays | None:
+    """What the keywords about arrays leave; `schema` has those that are read."""
+    prefix: tuple[Node, ...] = ()
+    rest, seen = TRUE, Items()
+    listed = next((k for k in ("prefixItems", "items") if isinstance(schema.get(k), list)), None)
+    if listed is not None:
+        prefix = tuple(inside(listed, i) for i in range(len(schema[listed])))
+        seen = Items(len(prefix))
+    others = "additionalItems" if listed == "items" else "items"
+    if others in schema and (listed is not None or others == "items"):
+        rest, seen = inside(others), Items(None)
+    counts: tuple[Count, ...] = ()
+    if "contains" in schema and place.year >= 2017:
+        low, high = _count(schema, "minContains"), _count(schema, "maxContains")
+        if place.year < 2019:
+            low = high = None
+        kind = inside("contains")
+        counts = (Count(0, kind, 1 if low is None else low, high),)
+        if place.year >= 2020 and seen.first is not None:
+            seen = Items(seen.first, (kind,))
+    unique = schema.get("uniqueItems") is True
+    low, high = _count(schema, "minItems") or 0, _count(schema, "maxItems")
+    return Arrays(prefix, rest, low, high, counts, unique, seen).tidy(reach)
+
+
+def of_objects(
+    place: Place, schema: dict[str, Any], inside: Inside, reach: Emptiness, normal: Callable[[Node], Shapes]
+) -> Objects | None:
+    """What the keywords about objects leave; `normal` finds the strings that are of a node."""
+    nodes = reach.nodes
+    named: dict[str, Node] = {name: inside("properties", name) for name in _object(schema, "properties")}
+    if len(named) > limits.PROPERTIES:
+        limits.exceeded("PROPERTIES", limits.PROPERTIES, f"an object of {len(named):,} properties", "properties")
+    classes: list[tuple[Strings, tuple[Node, ...]]] = [(strings.ALL, ())]
+    patterns = []
+    for text in _object(schema, "patternProperties"):
+        pattern, node = _pattern(text), inside("patternProperties", text)
+        patterns.append(pattern)
+        classes = [
+            (both, found)
+            for keys, old in classes
+            for part, found in [(pattern, (*old, node)), *((other, old) for other in strings.others(pattern))]
+            if (both := strings.both(keys, part)) is not None
+        ]
+        if len(classes) > limits.ALTERNATIVES:
+            limits.exceeded("ALTERNATIVES", limits.ALTERNATIVES, "the number of classes of keys", "patternProperties")
+        named = {n: nodes.both(old, node) if pattern.holds(n) else old for n, old in named.items()}
+    additional = inside("additionalProperties") if "additionalProperties" in schema else TRUE
+    rest = tuple((keys, nodes.both(*found) if found else additional) for keys, found in classes)
+    seen = Keys(frozenset(named), tuple(patterns), "additionalProperties" in schema)
+    required = dict.fromkeys(_names(schema, "required"))
+    found = Objects(rest=rest)
+    properties = [Property(n, node, n in required) for n, node in named.items()]
+    properties += [Property(name, found.value(name), True) for name in required if name not in named]
+    if "propertyNames" in schema and place.year >= 2017:
+        names = normal(inside("propertyNames")).strings
+        good = [prop if any(keys.holds(prop.name) for keys in names) else Property(prop.name, FALSE, prop.required)
+                for prop in properties]  # fmt: skip
+        properties = good
+        rest = tuple(
+            (both, node) for keys, node in rest for name in names if (both := strings.both(keys, name)) is not None
+        )
+    low, high = _count(schema, "minProperties") or 0, _count(schema, "maxProperties")
+    return Objects(tuple(properties), rest, low, high, seen=seen).tidy(reach)
+
+
+def _pattern(text: Any) -> Strings:
+    if not isinstance(text, str):
+        raise GrammarError(f"a pattern is a string, not {text!r}", "pattern")
+    return Strings(conditions=frozenset(ecma.strings(text)))
+
+
+def _number(schema: dict[str, Any], keyword: str) -> int | float:
+    value = schema[keyword]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise GrammarError(f"{keyword} is a number, not {value!r}", keyword)
+    return value
+
+
+def _count(schema: dict[str, Any], keyword: str) -> int | None:
+    """A number of things."""
+    if keyword not in schema:
+        return None
+    value = _number(schema, keyword)
+    if value < 0 or value != int(value):
+        raise GrammarError(f"{keyword} is a whole number from 0, not {value!r}", keyword)
+    return int(value)
+
+
+def _object(schema: dict[str, Any], keyword: str) -> dict[str, Any]:
+    value = schema.get(keyword, {})
+    if not isinstance(value, dict):
+        raise GrammarError(f"{keyword} is an object, not {value!r}", keyword)
+    return value
+
+
+def _names(schema: dict[str, Any], keyword: str) -> list[str]:
+    value = schema.get(keyword, [])
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise GrammarError(f"{keyword} is a list of names, not {value!r}", keyword)
+    return value

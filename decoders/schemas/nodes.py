@@ -1,0 +1,74 @@
+"""Boolean expressions over schemas, each known by a number: equal expressions have equal numbers.
+
+What stands at a place of a text is described by a node: a schema, a value, or "all of", "any of", "not" other nodes.
+Recursion through ``$ref`` is no problem, since a node names a schema and does not contain it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import Any, TypeAlias
+
+from ..patterns import limits
+
+Node: TypeAlias = int
+
+#: Nothing, and everything.
+FALSE: Node = 0
+TRUE: Node = 1
+
+
+class Nodes:
+    """The table of expressions: ``terms[node]`` is ("false",), ("true",), ("schema", content), ("value", content),
+    ("not", node), ("all", nodes) or ("any", nodes).
+    """
+
+    def __init__(self) -> None:
+        self.terms: list[tuple[str, Any]] = [("false", None), ("true", None)]
+        self._known: dict[Hashable, Node] = {}
+
+    def leaf(self, kind: str, key: Hashable, content: Any) -> Node:
+        """The node of a schema or value; `key` tells them apart."""
+        return self._intern((kind, key), (kind, content))
+
+    def negate(self, node: Node) -> Node:
+        if node in (TRUE, FALSE):
+            return TRUE if node == FALSE else FALSE
+        kind, content = self.terms[node]
+        if kind == "not":
+            found: Node = content
+            return found
+        if kind in ("all", "any"):
+            parts = [self.negate(part) for part in content]
+            return self.both(*parts) if kind == "any" else self.either(*parts)
+        return self._intern(("not", node), ("not", node))
+
+    def both(self, *nodes: Node) -> Node:
+        """All of `nodes`."""
+        return self._join("all", nodes, TRUE, FALSE)
+
+    def either(self, *nodes: Node) -> Node:
+        """Any of `nodes`."""
+        return self._join("any", nodes, FALSE, TRUE)
+
+    def _join(self, kind: str, nodes: Iterable[Node], nothing: Node, absorbing: Node) -> Node:
+        parts: set[Node] = set()
+        for node in nodes:
+            parts |= set(self.terms[node][1]) if self.terms[node][0] == kind else {node}
+        parts.discard(nothing)
+        if absorbing in parts or any(self.terms[part][0] == "not" and self.terms[part][1] in parts for part in parts):
+            return absorbing
+        if len(parts) <= 1:
+            return parts.pop() if parts else nothing
+        ordered = tuple(sorted(parts))
+        return self._intern((kind, ordered), (kind, ordered))
+
+    def _intern(self, key: Hashable, term: tuple[str, Any]) -> Node:
+        if key not in self._known:
+            if len(self.terms) > 20 * limits.PLACES:
+                limits.exceeded(
+                    "PLACES", limits.PLACES, "what the schema says about places of the text, multiplied out,"
+                )
+            self._known[key] = len(self.terms)
+            self.terms.append(term)
+        return self._known[key]

@@ -1,0 +1,283 @@
+"""A grammar as a tree, and the two notations it is written in: llguidance's Lark, and one regular expression.
+
+Both are written from one tree, so they denote the same texts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from ..patterns import limits
+
+
+@dataclass(frozen=True)
+class Terminal:
+    """Texts that are no further divided.
+
+    Attributes:
+        lark: a definition. regex: makes the same as a regular expression; None if that is too long. rule: `lark` can only
+            define a rule, not a terminal.
+    """
+
+    lark: str
+    regex: Callable[[], str | None]
+    rule: bool = False
+
+
+@dataclass(frozen=True)
+class Word:
+    """A text of `terminal`."""
+
+    terminal: Terminal
+
+
+@dataclass(frozen=True)
+class Seq:
+    """One part after the other."""
+
+    parts: tuple[Expr, ...]
+
+
+@dataclass(frozen=True)
+class Alt:
+    """One of the parts; without parts, nothing at all."""
+
+    parts: tuple[Expr, ...]
+
+
+@dataclass(frozen=True)
+class Rep:
+    """`part` from `low` to `high` times, None for any number."""
+
+    part: Expr
+    low: int
+    high: int | None
+
+
+@dataclass(frozen=True)
+class RuleReference:
+    """The texts of a rule."""
+
+    rule: str
+
+
+Expr: TypeAlias = Word | Seq | Alt | Rep | RuleReference
+
+_COUNT = re.compile(r"(?<!\\)\{([0-9]+),?([0-9]*)\}")
+_UNIT = 40
+
+EMPTY = Seq(())
+NOTHING = Alt(())
+
+
+def seq(*parts: Expr) -> Expr:
+    flat: list[Expr] = []
+    for part in parts:
+        flat += part.parts if isinstance(part, Seq) else [part]
+    if NOTHING in flat:
+        return NOTHING
+    return flat[0] if len(flat) == 1 else Seq(tuple(flat))
+
+
+def alt(*parts: Expr) -> Expr:
+    flat: dict[Expr, None] = {}
+    for part in parts:
+        flat.update(dict.fromkeys(part.parts if isinstance(part, Alt) else [part]))
+    return next(iter(flat)) if len(flat) == 1 else Alt(tuple(flat))
+
+
+def rep(part: Expr, low: int, high: int | None) -> Expr:
+    if high is not None and high < low:
+        return NOTHING
+    if part == NOTHING:
+        return EMPTY if low == 0 else NOTHING
+    if high == 0 or part == EMPTY:
+        return EMPTY
+    return part if low == high == 1 else Rep(part, low, high)
+
+
+def text(regex: str) -> Word:
+    """Texts of a regular expression that is written out."""
+    escaped = regex.replace("/", r"\/")
+    return Word(Terminal(f"/{escaped}/", _Constant(regex)))
+
+
+def inline(schema: dict[str, Any]) -> Word:
+    """Texts of a schema that llguidance itself reads: no regular expression is known for them."""
+    return Word(Terminal(f"%json {json.dumps(schema)}", _Constant(None), rule=True))
+
+
+@dataclass(frozen=True)
+class _Constant:
+    value: str | None
+
+    def __call__(self) -> str | None:
+        return self.value
+
+
+def prune(rules: dict[str, Expr]) -> dict[str, Expr]:
+    """`rules` without what no text comes from, hence without dead ends, and without what ``start`` does not lead to."""
+    callers = _callers(rules)
+    alive: set[str] = set()
+    waiting = list(rules)
+    while waiting:
+        name = waiting.pop()
+        if name not in alive and _productive(rules[name], alive):
+            alive.add(name)
+            waiting += callers.get(name, ())
+    kept: dict[str, Expr] = {}
+    todo = ["start"]
+    while todo:
+        name = todo.pop()
+        if name not in kept and name in alive:
+            kept[name] = _without_dead(rules[name], alive)
+            todo += reversed(calls(kept[name]))
+    return kept
+
+
+def calls(expr: Expr) -> list[str]:
+    """Rules that `expr` refers to."""
+    match expr:
+        case RuleReference(rule):
+            return [rule]
+        case Seq(parts) | Alt(parts):
+            return list(dict.fromkeys(rule for part in parts for rule in calls(part)))
+        case Rep(part, _, _):
+            return calls(part)
+    return []
+
+
+def _callers(rules: dict[str, Expr]) -> dict[str, list[str]]:
+    """For every rule those that refer to it."""
+    callers: dict[str, list[str]] = {}
+    for name, rule in rules.items():
+        for callee in calls(rule):
+            callers.setdefault(callee, []).append(name)
+    return callers
+
+
+def _productive(expr: Expr, alive: set[str]) -> bool:
+    match expr:
+        case RuleReference(rule):
+            return rule in alive
+        case Seq(parts):
+            return all(_productive(part, alive) for part in parts)
+        case Alt(parts):
+            return any(_productive(part, alive) for part in parts)
+        case Rep(part, low, _):
+            return low == 0 or _productive(part, alive)
+    return True
+
+
+def _without_dead(expr: Expr, alive: set[str]) -> Expr:
+    match expr:
+        case RuleReference(rule):
+            return expr if rule in alive else NOTHING
+        case Seq(parts):
+            return seq(*(_without_dead(part, alive) for part in parts))
+        case Alt(parts):
+            return alt(*(found for part in parts if (found := _without_dead(part, alive)) != NOTHING))
+        case Rep(part, low, high):
+            return rep(_without_dead(part, alive), low, high)
+    return expr
+
+
+def lark(rules: dict[str, Expr]) -> str:
+    """`rules`, the first of which is ``start``, as Lark."""
+    names = {rule: "start" if rule == "start" else f"r{index}" for index, rule in enumerate(rules)}
+    terminals: dict[str, str] = {}
+    size = 0
+
+    def write(expr: Expr, tight: bool) -> str:
+        nonlocal size
+        size += isinstance(expr, Seq | Alt | Rep)
+        if size + len(rules) + len(terminals) > limits.SYMBOLS:
+            limits.exceeded("SYMBOLS", limits.SYMBOLS, "the grammar", path="$")
+        match expr:
+            case Word(terminal):
+                return terminals.setdefault(terminal.lark, f"{'t' if terminal.rule else 'T'}{len(terminals)}")
+            case RuleReference(rule):
+                return names[rule]
+            case Seq(parts):
+                if not parts:
+                    return '""'
+                inside = " ".join(write(part, True) for part in parts)
+                return f"({inside})" if tight and len(parts) > 1 else inside
+            case Alt(parts):
+                inside = " | ".join(write(part, False) for part in parts)
+                return f"({inside})" if tight else inside
+            case Rep(part, low, high):
+                marks = {(0, None): "*", (1, None): "+", (0, 1): "?"}
+                count = f"{{{low},{'' if high is None else high}}}"
+                return f"({write(part, False)}){marks.get((low, high), count)}"
+
+    lines = [f"{names[name]}: {write(rule, False)}" for name, rule in rules.items()]
+    return "\n".join([*lines, *(f"{name}: {definition}" for definition, name in terminals.items()), ""])
+
+
+def _size(regex: str) -> int:
+    """About how long `regex` is with its repetitions written out, most of which are of characters of JSON strings."""
+    counts = [int(high or low) for low, high in _COUNT.findall(regex)]
+    return len(regex) + _UNIT * sum(counts)
+
+
+def _recursive(rules: dict[str, Expr]) -> bool:
+    """Whether some rule comes to itself: whether taking out rules that call none that is left leaves some."""
+    open_calls = {name: set(calls(rule)) for name, rule in rules.items()}
+    callers = _callers(rules)
+    done = [name for name, called in open_calls.items() if not called]
+    for name in done:
+        for caller in callers.get(name, ()):
+            open_calls[caller].discard(name)
+            if not open_calls[caller]:
+                done.append(caller)
+    return len(done) < len(rules)
+
+
+def regex(rules: dict[str, Expr]) -> str | None:
+    """`rules` as one regular expression; None if they are recursive, too deep or too long."""
+    if _recursive(rules):
+        return None
+    known: dict[str, tuple[str, int] | None] = {}
+
+    def write(expr: Expr) -> tuple[str, int] | None:
+        """The expression, in brackets where it needs them, and its size with repetitions written out."""
+        match expr:
+            case Word(terminal):
+                found = terminal.regex()
+                return None if found is None else (f"(?:{found})" if "|" in found else found, _size(found))
+            case RuleReference(rule):
+                if rule not in known:
+                    known[rule] = write(rules[rule])
+                return known[rule]
+            case Seq(parts) | Alt(parts):
+                written, size, length = [], 0, 0
+                for part in parts:
+                    one = write(part)
+                    if one is None:
+                        return None
+                    written.append(one[0])
+                    length, size = length + len(one[0]), size + one[1]
+                    if length > limits.REGEX_CHARACTERS or size > limits.REGEX_COPIES:
+                        return None
+                if isinstance(expr, Seq):
+                    return "".join(written), size
+                return f"(?:{'|'.join(written)})", size
+            case Rep(part, low, high):
+                one = write(part)
+                size = 0 if one is None else one[1] * max(1, low, high or 0)
+                if one is None or size > limits.REGEX_COPIES:
+                    return None
+                marks = {(0, None): "*", (1, None): "+", (0, 1): "?"}
+                count = f"{{{low}}}" if low == high else f"{{{low},{'' if high is None else high}}}"
+                return f"(?:{one[0]})" + marks.get((low, high), count), size
+
+    try:
+        found = write(rules["start"])
+    except RecursionError:  # rules go down thousands of levels, as none of practice does
+        return None
+    return None if found is None else found[0]

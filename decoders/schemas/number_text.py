@@ -1,0 +1,329 @@
+"""How numbers of a set are written: exact regular expressions over decimal digits.
+
+Integers are written without a fraction (``1``, not ``1.0``). Numbers between bounds have no exponent, and where rounding
+to a float could carry them over a bound, or make them integers, few enough digits that it cannot.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+from ..errors import GrammarError
+from ..patterns import automata, ecma, limits
+from . import json_text
+from .numbers import Numbers, both
+
+INTEGER = "-?(?:0|[1-9][0-9]*)"
+_EXPONENT = r"[eE][+\-]?0*(?:[1-9]?[0-9]|[12][0-9][0-9]|30[0-7])"
+#: Any number; with an exponent only in scientific notation, and one that a float has.
+NUMBER = rf"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]+)?|[0-9](?:\.[0-9]+)?{_EXPONENT})"
+_DIGITS = 15  # decimal digits that a float keeps apart
+_LARGE = 10**_DIGITS
+_LARGEST = int(sys.float_info.max)
+_FRACTION = r"-?(?:0\.[0-9]{0,14}[1-9]|[1-9][0-9]{0,7}\.[0-9]{0,6}[1-9]|[1-9][0-9]{8,12}\.[0-9]?[1-9])"  # at most 15
+_LARGEST_INLINE = 2**62  # bounds that llguidance keeps in 64 bits
+_LONGEST = 40  # digits of a step
+_FEW = 200  # values that are enumerated, remainders that are told apart
+_LONGEST_TEXT = 5_000
+
+
+@lru_cache(maxsize=1024)
+def expression(numbers: Numbers) -> str | None:
+    """The texts of `numbers`, a set as :meth:`Numbers.tidy` leaves it; None if this notation is too long for it.
+
+    Empty if none of them can be written.
+    """
+    step = numbers.step
+    if step is not None:
+        return _spaced(numbers, step)
+    if numbers.low is None and numbers.high is None:
+        return NUMBER if numbers.kind == "any" else _FRACTION
+    if numbers.low is not None and numbers.low == numbers.high:
+        return _plain(numbers.low)
+    if numbers.kind == "fraction":
+        small = all(bound is None or abs(bound) <= 10**8 for bound in (numbers.low, numbers.high))
+        return _between(_within(numbers, 10**8 if small else 10 ** (_DIGITS - 1)))
+    if _rounds(numbers.low, numbers.open_low) or _rounds(numbers.high, numbers.open_high):
+        high, low = Numbers(low=Fraction(_LARGE), kind="integer"), Numbers(high=Fraction(-_LARGE), kind="integer")
+        found = [both(numbers, high), _within(numbers, _LARGE), both(numbers, low)]
+        written = [expression(part) if part is not None and part.step else _between(part) for part in found]
+        return "|".join(way for way in written if way)
+    return _between(numbers)
+
+
+def _rounds(bound: Fraction | None, is_open: bool) -> bool:
+    """Whether a decimal beyond `bound` may become the bound, or pass it, as a float, however few digits it has."""
+    if bound is None or abs(bound) < _LARGE:
+        return False
+    return is_open or abs(bound) > _LARGEST or Fraction(float(bound)) != bound
+
+
+def _within(numbers: Numbers, most: int) -> Numbers | None:
+    """Those of `numbers` from -`most` to `most`."""
+    return both(numbers, Numbers(Fraction(-most), False, Fraction(most), False))
+
+
+def _between(numbers: Numbers | None) -> str:
+    """Decimals between bounds, at least one of which there is."""
+    if numbers is None:
+        return ""
+    ways = []
+    if numbers.low is None or numbers.low < 0:
+        high = Fraction(0) if numbers.high is None or numbers.high > 0 else numbers.high
+        ways += ["-" + way for way in _decimals(
+            -high, high == 0 or numbers.open_high, None if numbers.low is None else -numbers.low, numbers.open_low,
+            numbers.kind,
+        )]  # fmt: skip
+    if numbers.high is None or numbers.high > 0 or (numbers.high == 0 and not numbers.open_high):
+        low, open_low = (
+            (Fraction(0), False) if numbers.low is None or numbers.low < 0 else (numbers.low, numbers.open_low)
+        )
+        ways += _decimals(low, open_low, numbers.high, numbers.open_high, numbers.kind)
+    return "|".join(ways)
+
+
+def _spaced(numbers: Numbers, step: Fraction) -> str | None:
+    low, high = numbers.low, numbers.high
+    if low is not None and high is not None and (high - low) / step < (2 if step == 1 else _FEW):
+        values = [low + step * i for i in range(int((high - low) / step) + 1)]
+        return "|".join(_plain(value) for value in values if numbers.holds(value)) or None
+    if step == 1 and numbers.kind == "integer":
+        return _integers(None if low is None else int(low), None if high is None else int(high))
+    multiples = _multiples(step) or _remainders(step)
+    if multiples is None or (low is None and high is None and numbers.kind != "fraction"):
+        return multiples
+    bounds = expression(replace(numbers, multiple=None)) or ""
+    conditions = [ecma.strings(f"^(?:{way})$")[0] for way in (bounds, multiples)]
+    found = json_text.expression(automata.automaton(conditions))
+    return found if found is not None and len(found) <= _LONGEST_TEXT else None
+
+
+def schema(numbers: Numbers) -> dict[str, Any]:
+    """`numbers`, multiples of something, as llguidance reads them.
+
+    Raises:
+        GrammarError: it does not.
+    """
+    if numbers.kind == "fraction" or numbers.step is None:
+        raise GrammarError(f"multiples of {numbers.multiple} that are no integers; strict=False works", "multipleOf")
+    if numbers.step.numerator > limits.STEP:  # its automaton has a state per remainder
+        limits.exceeded("STEP", limits.STEP, f"multipleOf {numbers.step}", "multipleOf")
+    if numbers.step.denominator > 10**_DIGITS:
+        limits.exceeded("decimal places", _DIGITS, "multipleOf", "multipleOf")
+    found: dict[str, Any] = {"type": "integer" if numbers.step.denominator == 1 else "number"}
+    found["multipleOf"] = _json_number(numbers.step)
+    for keyword, bound in (("minimum", numbers.low), ("maximum", numbers.high)):
+        if bound is not None and abs(bound) > _LARGEST_INLINE:
+            raise GrammarError(f"multiples beyond {'-' * (bound < 0)}2**62; strict=False works", "multipleOf")
+        if bound is not None:
+            found[keyword] = _json_number(bound)
+    return {**found, "x-guidance": {"whitespace_flexible": False}}
+
+
+def _json_number(value: Fraction) -> int | float:
+    if value.denominator == 1:
+        return int(value)
+    if Fraction(repr(float(value))) != value:
+        raise GrammarError(f"{value} has more digits than a float; fewer, or strict=False, works", "multipleOf")
+    return float(value)
+
+
+def _remainders(step: Fraction) -> str | None:
+    """Multiples of a decimal: an automaton whose states are decimal places and remainders, as an expression."""
+    places = next((places for places in range(5) if (step * 10**places).denominator == 1), None)
+    if places is None or (size := int(step * 10**places)) > _FEW:
+        return None
+    from interegular.fsm import FSM, Alphabet
+
+    def state(place: int, rest: int) -> int:  # states 0, 1, 2: the beginning, a minus sign, a leading zero
+        return 3 + place * size + rest % size
+
+    def point(rest: int) -> int:
+        return state(places + 1, rest) if places else -1
+
+    first = [2, *(state(0, digit) for digit in range(1, 10))]
+    rows = [[*first, 1, -1], [*first, -1, -1], [*[-1] * 11, point(0)]]
+    for place in range(places + 1):
+        after = [0] if place == 0 else [place + 1] if place < places else []
+        for rest in range(size):
+            digits = [state(after[0], 10 * rest + digit) for digit in range(10)] if after else [-1] * 10
+            rows.append([*digits, -1, point(rest) if place == 0 else -1])
+    rows += [[*(state(1, 10 * rest + digit) for digit in range(10)), -1, -1] for rest in range(size if places else 0)]
+    ends = {
+        state(place, rest)
+        for place in range(places + 1)
+        for rest in range(size)
+        if rest * 10 ** (places - place) % size == 0
+    }
+    alphabet = Alphabet({(ord(letter), ord(letter)): symbol for symbol, letter in enumerate("0123456789-.")})
+    moves = {at: {symbol: to for symbol, to in enumerate(row) if to >= 0} for at, row in enumerate(rows)}
+    found = json_text.expression(automata.minimal(FSM(alphabet, set(moves), 0, {2, *ends}, moves)))
+    return found if found is not None and len(found) <= _LONGEST_TEXT else None
+
+
+def _multiples(step: Fraction) -> str | None:
+    """All multiples of a tenth, a hundredth, …, and of twice or five times that; None for other steps."""
+    value, places = step, 0
+    while value.denominator != 1 and places < _LONGEST:
+        value, places = value * 10, places + 1
+    last = {1: "[0-9]", 2: "[02468]", 5: "[05]"}.get(int(value)) if value.denominator == 1 and places else None
+    if last is None:
+        return None
+    shorter = f"[0-9]{{1,{places - 1}}}|" if places > 1 else ""
+    return rf"-?(?:0|[1-9][0-9]*)(?:\.(?:{shorter}[0-9]{{{places - 1}}}{last}0{{0,{_DIGITS}}}))?"
+
+
+def _plain(value: Fraction) -> str:
+    """One number as JSON writes it, as an expression."""
+    text = str(value.numerator) if value.denominator == 1 else json.dumps(float(value))
+    return text.replace(".", r"\.").replace("+", r"\+").replace("-", r"\-")
+
+
+def _integers(low: int | None, high: int | None) -> str:
+    if low is None and high is None:
+        return INTEGER
+    ways = []
+    if low is None or low < 0:
+        ways += [
+            "-" + way for way in _magnitudes(1 if high is None or high >= 0 else -high, None if low is None else -low)
+        ]
+    if high is None or high >= 0:
+        ways += _magnitudes(max(low or 0, 0), high)
+    return "|".join(ways)
+
+
+def _magnitudes(low: int, high: int | None) -> list[str]:
+    """Integers from `low` to `high`, none below zero."""
+    if max(len(str(low)), len(str(high or 0))) > 400:
+        limits.exceeded("digits of a bound", 400, "a bound of numbers", "minimum")
+    if high is None:
+        size = len(str(low))
+        more = f"[1-9][0-9]{{{size},}}"
+        if low == 0:
+            return ["0", "[1-9][0-9]*"]
+        return [*_same_size(str(low), "9" * size), more]
+    ways: list[str] = []
+    for size in range(len(str(low)), len(str(high)) + 1):
+        first = max(low, 10 ** (size - 1) if size > 1 else 0)
+        last = min(high, 10**size - 1)
+        if first <= last:
+            ways += _same_size(str(first), str(last))
+    return ways
+
+
+def _same_size(low: str, high: str) -> list[str]:
+    """Digit strings from `low` to `high`, all of one size."""
+    if not low:
+        return [""]
+    rest = len(low) - 1
+    if low == "0" * len(low) and high == "9" * len(high):
+        return [_digits(len(low))]
+    if low[0] == high[0]:
+        return [low[0] + way for way in _same_size(low[1:], high[1:])]
+    first, last = int(low[0]), int(high[0])
+    ways = []
+    if low[1:] != "0" * rest:
+        ways += [low[0] + way for way in _same_size(low[1:], "9" * rest)]
+        first += 1
+    if high[1:] != "9" * rest:
+        ways += [high[0] + way for way in _same_size("0" * rest, high[1:])]
+        last -= 1
+    if first <= last:
+        ways.append(_span(first, last) + _digits(rest))
+    return ways
+
+
+def _digits(count: int) -> str:
+    return "" if count == 0 else "[0-9]" if count == 1 else f"[0-9]{{{count}}}"
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"[{first}-{last}]"
+
+
+def _decimals(low: Fraction, open_low: bool, high: Fraction | None, open_high: bool, kind: str) -> list[str]:
+    """Decimals from `low` to `high`, none below zero."""
+    near = [low] * (open_low or kind == "fraction") + [high or Fraction(0)] * (open_high or kind == "fraction")
+    most = max(1, _DIGITS - len(str(int(max(near))))) if near else None
+    open_low = open_low or (kind == "fraction" and low.denominator == 1)
+    some = _fractions("", kind == "fraction", None, False, most)
+    floor = int(low)
+    ways = []
+    if high is None:
+        if low == 0 and kind == "any":
+            lead = "[1-9]" if open_low else "[0-9]"
+            ways.append(rf"{lead}(?:\.[0-9]+)?{_EXPONENT}")
+        ways.append(_with(_integers(floor + 1, None), some))
+        return [*ways, _with(str(floor), _fractions(_places(low), open_low, None, False, most))]
+    ceiling = int(high)
+    if floor == ceiling:
+        way = _with(str(floor), _fractions(_places(low), open_low, _places(high), open_high, most))
+        return [way] if way else []
+    ways.append(_with(str(floor), _fractions(_places(low), open_low, None, False, most)))
+    if floor + 1 <= ceiling - 1:
+        ways.append(_with(_integers(floor + 1, ceiling - 1), some))
+    ways.append(_with(str(ceiling), _fractions("", kind == "fraction", _places(high), open_high, most)))
+    return [way for way in ways if way]
+
+
+def _with(integer: str, fractions: tuple[bool, list[str]]) -> str:
+    """`integer` with one of `fractions` (whether there may be none, and what may follow the point)."""
+    none, ways = fractions
+    if not none and not ways:
+        return ""
+    tail = rf"\.(?:{'|'.join(ways)})" if ways else ""
+    return f"(?:{integer})" + (f"(?:{tail})?" if none and tail else tail)
+
+
+def _fractions(low: str, open_low: bool, high: str | None, open_high: bool, most: int | None) -> tuple[bool, list[str]]:
+    """Digits d such that 0.d is from 0.`low` to 0.`high` (None: below 1), at most `most` of them; may they be left out?"""
+    none = low == "" and not open_low and not (high == "" and open_high)
+    return none, [way for way in _after(low, open_low, high, open_high, most, True) if way]
+
+
+def _after(low: str, open_low: bool, high: str | None, open_high: bool, most: int | None, first: bool) -> list[str]:
+    """The digits that may come, at least one if `first`. `low` and `high` have no zeros at their end."""
+    if most is not None and most <= 0:
+        return [""] if low == "" and not open_low and not (high == "" and open_high) else []
+    rest = "*" if most is None else f"{{0,{most - 1}}}"
+    every = "[0-9]+" if most is None else f"[0-9]{{1,{most}}}"
+    if high is None and low == "":
+        if not open_low:
+            return [every] if first else [every, ""]
+        return [f"0*[1-9][0-9]{rest}"] if most is None else [f"[0-9]{{0,{most - 1}}}[1-9]"]
+    if high == "" and not (low == "" and not open_low):
+        return []
+    if high == "":
+        zeros = "0+" if most is None else f"0{{1,{most}}}"
+        return [] if open_high else [zeros] if first else [zeros, ""]
+    ways = [] if first or low or open_low else [""]
+    bottom, top = int(low[:1] or 0), 9 if high is None else int(high[0])
+    fewer = None if most is None else most - 1
+    if bottom == top:
+        tails = _after(low[1:], open_low, None if high is None else high[1:], open_high, fewer, False)
+        return ways + [str(bottom) + tail for tail in tails]
+    ways += [str(bottom) + tail for tail in _after(low[1:], open_low, None, False, fewer, False)]
+    if bottom + 1 <= top - 1 or (high is None and bottom + 1 <= top):
+        last = top if high is None else top - 1
+        ways.append(_span(bottom + 1, last) + f"[0-9]{rest}")
+    if high is not None:
+        ways += [str(top) + tail for tail in _after("", False, high[1:], open_high, fewer, False)]
+    return ways
+
+
+def _places(value: Fraction) -> str:
+    """The digits behind the point of `value`."""
+    part = value - int(value)
+    digits = ""
+    while part:
+        part *= 10
+        digits += str(int(part))
+        part -= int(part)
+        if len(digits) > 400:
+            limits.exceeded("digits of a bound", 400, "a bound of numbers", "minimum")
+    return digits

@@ -1,0 +1,172 @@
+"""Objects as rules: declared properties in their order, then others; how many, and what must occur somewhere.
+
+A grammar does not know which keys it has written. Declared ones stand in their order, so none occurs twice; others may, and
+whoever reads the text takes the last one. So of others only one is sure to count, and what the last ones fulfil.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+from ..errors import GrammarError
+from ..patterns import limits
+from . import json_text, strings
+from .nodes import FALSE, TRUE, Node
+from .notation import EMPTY, NOTHING, Expr, alt, rep, seq, text
+from .objects import Objects, Property
+from .strings import Strings
+
+if TYPE_CHECKING:
+    from .writing import Writer
+
+_MOST_SOME = 4
+_RUN = 16
+_FEW_OTHERS = (
+    "Of the properties that minProperties asks for, at most one is one that is not declared: others may be the same."
+)
+_AT_ONCE = "Where several conditions ask for some property, one that is not declared meets all of them, or each has keys of its own."
+
+
+def write_object(writer: Writer, name: str, shape: Objects) -> Expr:
+    """The texts of `shape`; `name` begins the names of its rules."""
+    return _Object(writer, name, shape).write()
+
+
+class _Object:
+    def __init__(self, writer: Writer, name: str, shape: Objects) -> None:
+        self.writer, self.name, self.shape = writer, name, shape
+        self.members = [prop for prop in shape.properties if prop.node != FALSE]
+        self.undeclared = Strings(excluded=frozenset(shape.names)).tidy()
+        open_to_all = not shape.some and shape.rest == ((strings.ALL, TRUE),)
+        self.rest = () if writer.closed and open_to_all and self.members else shape.rest
+        self.comma = text(writer.blanks.comma)
+        self.low, self.high = shape.low, shape.high
+        self.last = max(1, self.low) if self.high is None else max(1, self.high)
+        self.done: set[str] = set()
+        if len(shape.some) > _MOST_SOME:
+            limits.exceeded("conditions on some property", _MOST_SOME, "what must occur somewhere in an object", "not")
+
+    def write(self) -> Expr:
+        blanks = self.writer.blanks
+        empty = []
+        if self.low == 0 and not self.shape.some and not any(prop.required for prop in self.members):
+            empty = [text(rf"\{{{blanks.opened}\}}")]
+        inside = self.declared(0, 0)
+        return alt(*empty, seq(text(rf"\{{{blanks.opened}"), inside, text(rf"{blanks.closing}\}}")))
+
+    def declared(self, position: int, count: int) -> Expr:
+        """What may follow, from the property at `position`, after `count` members (as far as that matters)."""
+        if position == len(self.members):
+            return self.others(count, frozenset())
+        if self.high is None and count == self.last:  # only whether they are there
+            return self.named(f"p{position}", lambda: self.tail(position))
+        return self.named(f"p{position}_{count}", lambda: self.choice(position, count))
+
+    def tail(self, position: int) -> Expr:
+        """The members from `position`, each behind a comma; up to a few in one rule, since rules may share the rest."""
+        end = min(len(self.members), position + _RUN - position % _RUN)
+        run = [self.optional(prop) for prop in self.members[position:end]]
+        return seq(*run, self.declared(end, self.last))
+
+    def optional(self, prop: Property) -> Expr:
+        return rep(seq(self.comma, self.member(prop)), int(prop.required), 1)
+
+    def choice(self, position: int, count: int) -> Expr:
+        if self.last == 1 and self.high is None:  # count is 0: which member is the first?
+            ways = []
+            for index, prop in enumerate(self.members[position:], position):
+                ways.append(seq(self.member(prop), self.declared(index + 1, 1)))
+                if prop.required:
+                    break
+            else:
+                ways.append(self.others(0, frozenset()))
+            first = next((i for i, prop in enumerate(self.members) if prop.required), None)
+            if first is not None and first > 1:  # what stands before a member that is there
+                before = [rep(seq(self.member(prop), self.comma), 0, 1) for prop in self.members[position:first]]
+                return seq(*before, self.member(self.members[first]), self.declared(first + 1, 1))
+            return alt(*ways)
+        prop = self.members[position]
+        ways = [] if prop.required else [self.declared(position + 1, count)]
+        if self.high is None or count < self.high:
+            comma = [self.comma] if count else []
+            ways.append(seq(*comma, self.member(prop), self.declared(position + 1, min(count + 1, self.last))))
+        return alt(*ways)
+
+    def named(self, state: str, make: Callable[[], Expr]) -> Expr:
+        rule = f"{self.name}{state}"
+        if rule not in self.done:
+            self.done.add(rule)
+            self.writer.rule(rule, make())
+        return self.writer.call(rule)
+
+    def member(self, prop: Property) -> Expr:
+        key = json_text.literal(json_text.quoted(prop.name)) + self.writer.blanks.colon
+        return seq(text(key), self.writer.place(prop.node))
+
+    def others(self, count: int, met: frozenset[int]) -> Expr:
+        """Members that are not declared; `met`: conditions of ``some`` that are fulfilled."""
+        shape = self.shape
+        if self.low - count > 1:
+            return self.doubtful()
+        if shape.some:
+            return self.named(f"s{count}_{'_'.join(map(str, sorted(met)))}", lambda: self.searching(count, met))
+        item = self.item(())
+        needed = max(0, self.low - count)
+        left = None if self.high is None else self.high - count
+        if count:
+            return rep(seq(self.comma, item), needed, left)
+        # That there is nothing at all is dealt with elsewhere.
+        return seq(item, rep(seq(self.comma, item), max(0, needed - 1), None if left is None else left - 1))
+
+    def doubtful(self) -> Expr:
+        """Several members that are not declared, as many as are asked for: they may have the same key.
+
+        Raises:
+            GrammarError: too few are declared to do without.
+        """
+        if self.item(()) != NOTHING:
+            if len(self.members) + 1 < self.low:
+                raise GrammarError(
+                    f"of {self.low} properties all but one need to be declared, since keys that are not may repeat; "
+                    "strict=False validates it afterwards",
+                    "minProperties",
+                )
+            self.writer.warning(_FEW_OTHERS)
+        return NOTHING
+
+    def searching(self, count: int, met: frozenset[int]) -> Expr:
+        """Members that fulfil something stand behind all that do not, and none has a key with which one before fulfils."""
+        open_ones = [index for index in range(len(self.shape.some)) if index not in met]
+        comma = [self.comma] if count else []
+        ways: list[Expr] = [EMPTY] if not open_ones and count >= max(1, self.low) else []
+        again: Expr | None = None
+        if len(self.shape.some) > 1:
+            self.writer.warning(_AT_ONCE)
+        for size in range(bool(met), len(open_ones) + 1) if self.high is None or count < self.high else ():
+            for taken in combinations(open_ones, size):
+                item = seq(*comma, self.item(taken, met))
+                after = min(count + 1, self.last) if self.high is None else count + 1
+                if not taken and after == count:
+                    again = item
+                else:
+                    ways.append(seq(item, self.others(after, met | set(taken))))
+        return seq(rep(again, 0, None) if again is not None else EMPTY, alt(*ways))
+
+    def item(self, taken: tuple[int, ...], met: frozenset[int] = frozenset()) -> Expr:
+        """A member that is not declared and fulfils the conditions `taken`, with a key that is of none that are `met`."""
+        nodes, ways = self.writer.normal.nodes, []
+        for keys, node in self.rest:
+            wanted: Strings | None = strings.both(keys, self.undeclared) if self.undeclared is not None else None
+            value: Node = node
+            for index in taken:
+                rare, kind = self.shape.some[index]
+                wanted = strings.both(wanted, rare) if wanted is not None else None
+                value = nodes.both(value, kind)
+            fresh = [] if wanted is None else [wanted]
+            for index in met:
+                apart = strings.others(self.shape.some[index][0])
+                fresh = [found for one in fresh for two in apart if (found := strings.both(one, two)) is not None]
+            ways += [seq(self.writer.string(one, self.writer.blanks.colon), self.writer.place(value)) for one in fresh]
+        return alt(*ways)

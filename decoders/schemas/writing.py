@@ -1,0 +1,181 @@
+"""From shapes to a grammar of JSON texts: rules for places of the text, arrays and objects."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import GrammarError
+from ..patterns import limits
+from . import json_text, notation, number_text
+from .array_text import write_array
+from .nodes import FALSE, Node
+from .normal import Normal
+from .notation import NOTHING, Expr, RuleReference, Terminal, Word, alt, text
+from .object_text import write_object
+from .shapes import Shapes
+from .strings import Strings
+
+
+@dataclass(frozen=True)
+class Whitespace:
+    """White space that may stand in a text, as regular expressions; bounded everywhere.
+
+    Attributes:
+        opened: after an opening bracket. closing: before a closing one, if anything is inside. comma, colon: the sign
+            and what may follow it.
+    """
+
+    opened: str
+    closing: str
+    comma: str
+    colon: str
+
+
+_DECIMALS = "Multiples of a decimal are exact; a validator that divides floats, as jsonschema does, refuses some: 0.7 is 7 times 0.1."
+_ALL_PLACES = "Multiples of a decimal have all of its decimal places or none, where they are counted by llguidance: 1.50, not 1.5."
+_BREAK = r"(?: |\r?\n[ \t]{0,40})?"
+WHITESPACE = {
+    "space": Whitespace("", "", ", ?", ": ?"),
+    "compact": Whitespace("", "", ",", ":"),
+    "flexible": Whitespace(_BREAK, _BREAK, _BREAK + "," + _BREAK, " ?: ?"),
+}
+
+
+class Writer:
+    """Writes the rules of every place that can be reached from a node.
+
+    Args:
+        closed: objects that declare properties take no others, where the schema says nothing of others.
+
+    Attributes:
+        warnings: what has been left out on the way, one sentence each.
+    """
+
+    def __init__(self, normal: Normal, blanks: Whitespace, closed: bool = False) -> None:
+        self.normal, self.blanks, self.closed = normal, blanks, closed
+        self.rules: dict[str, Expr] = {}
+        self.todo: list[Node] = []
+        self.places: set[Node] = set()
+        self.warnings: list[str] = []
+
+    def write(self, root: Node) -> dict[str, Expr]:
+        """The rules, ``start`` first; none if nothing is of `root`."""
+        self.rules["start"] = self.place(root)
+        while self.todo:
+            node = self.todo.pop()
+            shapes = self.normal.shapes(node)
+            try:
+                self.rule(f"n{node}", self.ways(node, shapes))
+            except GrammarError as problem:
+                raise (problem if problem.path is not None else self.normal.blamed(node, problem)) from problem
+        return notation.prune(self.rules)
+
+    def ways(self, node: Node, shapes: Shapes) -> Expr:
+        """Every alternative of every type."""
+        ways: list[Expr] = [text(unit) for unit in ("null", "true", "false") if unit in shapes.units]
+        written = [(one, number_text.expression(one)) for one in shapes.numbers]
+        plain = "|".join(found for _, found in written if found)
+        ways += [text(plain)] if plain else []
+        inlined = [one for one, found in written if found is None]
+        for one, found in written:
+            if one.step is not None and one.step.denominator > 1:
+                self.warning(_DECIMALS)
+                if found is None:
+                    self.warning(_ALL_PLACES)
+        ways += [notation.inline(number_text.schema(one)) for one in inlined]
+        ways += [self.string(one) for one in shapes.strings]
+        ways += [write_array(self, f"n{node}a{i}", one) for i, one in enumerate(shapes.arrays)]
+        ways += [write_object(self, f"n{node}o{i}", one) for i, one in enumerate(shapes.objects)]
+        return alt(*ways)
+
+    def place(self, node: Node) -> Expr:
+        """The texts of `node`."""
+        if node == FALSE:
+            return NOTHING
+        if node not in self.places:
+            self.places.add(node)
+            self.todo.append(node)
+            if len(self.places) > limits.PLACES:
+                limits.exceeded("PLACES", limits.PLACES, "places of the text with a schema of their own", path="$")
+        return RuleReference(f"n{node}")
+
+    def rule(self, name: str, expr: Expr) -> Expr:
+        """A rule of that name."""
+        self.rules[name] = expr
+        if len(self.rules) > limits.RULES:
+            limits.exceeded("RULES", limits.RULES, "the grammar", path="$")
+        return RuleReference(name)
+
+    def warning(self, text: str) -> None:
+        """Adds to :attr:`warnings`."""
+        if text not in self.warnings:
+            self.warnings.append(text)
+
+    def call(self, name: str) -> Expr:
+        """The rule of that name, written or to be written."""
+        return RuleReference(name)
+
+    def string(self, strings: Strings, behind: str = "") -> Expr:
+        """Strings, and what follows their closing quotation mark."""
+        written = strings.written
+        if written is None:
+            return NOTHING
+        simple = _simple(written)
+        lark = _lark(written) if simple is None else _slashed(simple)
+        if lark is None:
+            return NOTHING
+        tail = f" /{behind}/" if behind else ""
+        return Word(Terminal(f"({lark}){tail}" if tail else lark, _Expression(written, simple, behind)))
+
+
+@dataclass(frozen=True)
+class _Expression:
+    strings: Strings
+    simple: str | None
+    behind: str
+
+    def __call__(self) -> str | None:
+        found = _regex(self.strings) if self.simple is None else self.simple
+        return None if found is None else f"(?:{found}){self.behind}" if "|" in found else found + self.behind
+
+
+def _simple(strings: Strings) -> str | None:
+    """Strings under at most one condition, as an expression; None for others."""
+    if strings.free:
+        return json_text.FREE_STRING
+    if strings.values is not None:
+        return "|".join(json_text.literal(json_text.quoted(value)) for value in sorted(strings.values))
+    if not strings.conditions and not strings.excluded:
+        return f'"{json_text.length(strings.low, strings.high)}"'
+    ((rx, good),) = strings.conditions if len(strings.conditions) == 1 else ((None, False),)
+    if rx is not None and good and not strings.excluded and strings.low == 0 and strings.high is None:
+        tree = json_text.tree(rx)
+        return None if tree is None else f'"(?:{tree})"'
+    return None
+
+
+def _regex(strings: Strings) -> str | None:
+    try:
+        found = json_text.expression(strings.automaton())
+    except GrammarError:  # too large for an expression; the grammar has its own way
+        return None
+    return None if found is None else f'"(?:{found})"'
+
+
+def _lark(strings: Strings) -> str | None:
+    """The definition of a terminal; None if nothing can be written."""
+    parts = [_slashed(f'"{json_text.length(strings.low, strings.high)}"')]
+    for rx, good in sorted(strings.conditions, key=repr):
+        tree = json_text.tree(rx)
+        if tree is None and good:
+            return None
+        if tree is not None:
+            parts.append(("" if good else "~") + _slashed(f'"(?:{tree})"'))
+    if strings.excluded:
+        names = "|".join(json_text.literal(json_text.quoted(value)) for value in sorted(strings.excluded))
+        parts.append("~" + _slashed(names))
+    return " & ".join(parts)
+
+
+def _slashed(regex: str) -> str:
+    return "/" + regex.replace("/", r"\/") + "/"

@@ -1,0 +1,139 @@
+"""The contract of a verifier: given what was proposed and both models' distributions, the outcome distribution of what comes out.
+
+A verifier draws nothing. It says with which probability the accepted path ends at each node, and what follows then;
+the engine draws from that (:func:`decoders.engine.verify.draw`). So a rule is a pure function of tensors, and whether
+it keeps the target's distribution can be computed instead of measured (:func:`decoders.testing.check_verifier`).
+
+Letters: ``B`` rows, ``N`` nodes of a block, ``V`` vocabulary, ``p`` the target's distribution, ``q`` the draft's.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..deprecated import renamed
+from ..tree import TreeTensors
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a verifier judges.
+
+    Which token a node got may depend on its ``q`` alone, and whether it got one on the tokens before it alone: a
+    drafter that draws a token and then keeps it back because it is unlikely has not drawn from ``q``.
+
+    Attributes:
+        nodes: ``[B, N]`` int64; node 0 is the last committed token, ``-1`` means "no draft token".
+        tree: who continues whom.
+        target: ``[B, N, V]`` float32, p: the processed distribution of the target after each node, sums to 1.
+        draft: ``[B, N-1, V]`` float32, q: the processed distribution (given its parent) that the token of node ``i+1``
+            was drawn from. Siblings share their ``q`` and are drawn without replacement, in the order of the nodes; a
+            draft token made without chance has a one-hot ``q``. Rows of ``-1`` nodes are not read.
+        siblings: the most children a node has, if the host knows it (:attr:`~decoders.tree.Topology.max_siblings`).
+            A verifier may pass over further ones: too small a number costs accepted tokens, never exactness. ``None``:
+            up to ``N - 1``.
+    """
+
+    nodes: Tensor
+    tree: TreeTensors
+    target: Tensor
+    draft: Tensor
+    siblings: int | None = None
+
+    @property
+    def drawn(self) -> Tensor:
+        """``[B, N-1]``: q of the token that each node after the root holds; 0 where it holds none."""
+        tokens = self.nodes[:, 1:]
+        mass = self.draft.gather(2, tokens.clamp(min=0)[..., None])[..., 0]
+        return torch.where(tokens >= 0, mass, 0.0)
+
+    guesses = renamed("Block", "guesses", "drafted")
+
+    @property
+    def drafted(self) -> Tensor:
+        """``[B, N]`` bool: nodes that propose something, the root is not among them.
+
+        A token to which the draft gives no probability cannot have been drawn from ``q``: it counts as no draft token, which
+        keeps every rule exact (what ``max(p - q, 0)`` takes away would not be what the draft token offered).
+        """
+        # Padded as floats: a padded mask that meets another does not compile (inductor's C++ code, torch 2.13).
+        drawn = torch.nn.functional.pad(self.drawn, (1, 0))
+        return self.tree.candidates & (drawn > 0)
+
+    @property
+    def chain(self) -> Tensor:
+        """``[B, N-1]`` bool: node ``i+1`` continues the unbroken chain ``0 … i``. For rules that judge chains only."""
+        index = torch.arange(self.nodes.shape[1] - 1, device=self.nodes.device)
+        links = self.drafted[:, 1:] & (self.tree.parents[:, 1:] == index)
+        return links.long().cumprod(1).bool()
+
+    def reach(self, edges: Tensor) -> Tensor:
+        """``[B, N]``: probability to arrive at each node, from that of the step from its parent to it.
+
+        Args:
+            edges: ``[B, N]``; the root's own entry is not read.
+        """
+        root = torch.arange(edges.shape[1], device=edges.device) == 0
+        arrived = torch.where(self.tree.ancestors & ~root, edges[:, None, :], 1.0).prod(-1)
+        return torch.where(self.tree.candidates, arrived, 0.0)
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """The outcome distribution of a step.
+
+    Attributes:
+        end: ``[B, N]``, probability that the accepted path ends at each node; rows sum to 1. Zero for nodes without a
+            draft token and for nodes that are no candidates.
+        next: ``[B, N, V]``, distribution of the token after each node if the path ends there: finite everywhere,
+            and summing to 1 wherever ``end > 0``.
+    """
+
+    end: Tensor
+    next: Tensor
+
+
+class Verifier(ABC):
+    """Base class of all verifiers. Instances hold nothing.
+
+    Class attributes:
+        name: registry name, ``snake_case``.
+        summary: one line for listings.
+        exact: the tokens that come out follow the target's distribution. A lossy rule is marked in every report.
+        trees: judges trees; otherwise chains only (node ``i+1`` continues node ``i``; shorter rows end in ``-1``).
+        coupled: the target's own draw, with the noise that the draft used too, decides inside the compiled core;
+            :meth:`outcomes` is then the outcome distribution for drafts that were made without that noise.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str] = ""
+    exact: ClassVar[bool] = True
+    trees: ClassVar[bool] = True
+    coupled: ClassVar[bool] = False
+
+    @abstractmethod
+    def outcomes(self, block: Block) -> Outcomes:
+        """The outcome distribution of what comes out of `block`; of the dtype of ``block.target``.
+
+        Plain tensor code on the block's device, rows independent of each other: no host read, no Python that depends
+        on values, inputs left as they are.
+        """
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+def normalised(mass: Tensor, otherwise: Tensor | float) -> Tensor:
+    """`mass` scaled to sum to 1 over the last axis; `otherwise` where there is none.
+
+    What is left of ``p`` after a draft that agrees with it is zero, or rounding noise: such rows are reached with
+    probability (next to) zero, but must stay finite.
+    """
+    total = mass.sum(-1, keepdim=True)
+    # Not `> 0`: compiled code may divide by multiplying with the reciprocal, which overflows for subnormal numbers.
+    return torch.where(total > torch.finfo(mass.dtype).tiny, mass / total, otherwise)

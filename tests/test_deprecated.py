@@ -1,0 +1,56 @@
+"""Old names keep working for one version, with a warning that names the new one."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+import torch
+
+import decoders
+from decoders.constraints import base
+from decoders.deprecated import MODULES
+from decoders.report import GrammarUse
+from decoders.strategies import Lookahead
+from decoders.verifiers import Block
+
+
+@pytest.mark.parametrize("old", MODULES)
+def test_old_modules_are_importable(old: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, old, raising=False)
+    new = importlib.import_module(MODULES[old])
+    with pytest.warns(FutureWarning, match=MODULES[old]):
+        module = importlib.import_module(old)
+    names = {name for name in vars(new) if not name.startswith("__")}
+    assert names and all(getattr(module, name) is getattr(new, name) for name in names)
+
+
+def test_old_names_of_classes_and_attributes() -> None:
+    with pytest.warns(FutureWarning, match="CompiledGrammar"):
+        assert base.Grammar is base.CompiledGrammar
+    use = GrammarUse("digits", "table", "full", "memory", 0.0, 0, ("of few words",))
+    with pytest.warns(FutureWarning, match="GrammarUse.warnings"):
+        assert use.remarks == use.warnings
+    with pytest.warns(FutureWarning, match="Language.warnings"):
+        assert base.Language("digits", warnings=("few",)).remarks == ("few",)
+    tree = decoders.Topology.chain(1).tensors(1, torch.device("cpu"))
+    even = torch.full((1, 2, 3), 1 / 3)
+    block = Block(torch.tensor([[1, 2]]), tree, even, even[:, :1])
+    with pytest.warns(FutureWarning, match="Block.drafted"):
+        assert torch.equal(block.guesses, block.drafted)
+
+
+def test_old_settings_by_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.warns(FutureWarning, match="'candidates'"):
+        assert Lookahead(guesses=3).settings == Lookahead(candidates=3).settings
+    monkeypatch.setenv("DECODERS_LOOKAHEAD_GUESSES", "4")
+    with pytest.warns(FutureWarning, match="'guesses' of LookaheadSettings"):
+        assert decoders.plugins.resolve_strategy("lookahead").settings.candidates == 4
+
+
+def test_attributes_that_never_were_are_still_unknown() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Grammer'"):
+        base.Grammer  # noqa: B018
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("decoders.grammer")
