@@ -49,7 +49,7 @@ def drafter(kind: str, expected: torch.Tensor) -> Strategy:
     if kind == "autoregressive":
         return Autoregressive()
     if kind == "lookahead":
-        return Lookahead(window=3, ngram=3, draft_tokens=2)
+        return Lookahead(window=3, ngram=3, candidates=2)
     if kind.startswith("prompt_lookup"):
         return PromptLookup(length=5, branches=branches)
     start = [int(row.nonzero()[0]) for row in prompts(len(expected))["attention_mask"]]

@@ -31,7 +31,7 @@ VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("prompt_lookup", {}),
     ("prompt_lookup", {"branches": 3, "length": 4, "max_ngram": 2}),
     ("lookahead", {}),
-    ("lookahead", {"window": 4, "ngram": 3, "draft_tokens": 5}),
+    ("lookahead", {"window": 4, "ngram": 3, "candidates": 5}),
     ("ngram", {}),
     ("speculative", {}),
     ("speculative", {"tree": "static", "length": 3, "nodes": 7}),

@@ -25,7 +25,7 @@ BUILT_IN = [e.cls for e in registry().strategies().values() if e.provider == "hf
 VARIANTS = [
     PromptLookup(length=4, branches=3),
     PromptLookup(max_ngram=1, length=1),
-    Lookahead(window=4, ngram=3, draft_tokens=3),
+    Lookahead(window=4, ngram=3, candidates=3),
     Ngram(widths=(3, 2, 1)),
     Speculative(length=3),
     Speculative(tree="static"),
