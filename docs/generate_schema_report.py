@@ -20,7 +20,7 @@ import llguidance
 
 from decoders.errors import GrammarError
 from decoders.patterns import limits
-from decoders.schemas import JsonSchema
+from decoders.constraints.json_schema import JsonSchema
 
 ROOT = Path(__file__).parents[1]
 DRAFTS = {"2020-12": ("draft2020-12", None), "7": ("draft7", "http://json-schema.org/draft-07/schema#")}
