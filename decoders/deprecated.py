@@ -13,6 +13,7 @@ from typing import Any
 
 #: Modules by their old names.
 MODULES = {
+    "decoders.engine.sampling": "decoders.sampling",
     "decoders.grammars": "decoders.hf.grammars",
     "decoders.library": "decoders.constraints.library",
     "decoders.resolve": "decoders.plugins",

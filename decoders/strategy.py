@@ -21,9 +21,8 @@ from .tree import MAX_NODES, Topology, TreeTensors
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from .engine.drafter import Drafter
-    from .engine.grammar.guide import Guide
-    from .engine.sampling import SamplingInputs, SamplingPlan
+    from .drafting import Drafter, Forced
+    from .sampling.processors import SamplingInputs, SamplingPlan
 
 
 def _outside_a_call(*args: Any, **kwargs: Any) -> Any:
@@ -45,14 +44,14 @@ class Context:
         compile: compiles a plain tensor function without graph breaks, once per model, with sizes left dynamic; gives it
             back as it is when the call runs eagerly. The time of the first call is booked as compile time.
         draft: opens a draft model for this call: ``draft(model, ahead=K)`` gives a
-            :class:`~decoders.engine.drafter.Drafter`, with its own cache and compiled passes.
+            :class:`~decoders.drafting.Drafter`, with its own cache and compiled passes.
         strategy: makes a strategy from a registry name and settings, for strategies that are built of others.
         sequences: the rows as they are at the start, prompts only; None in a context made by hand.
         coupled: whether target and drafts share their noise, so that a draft token drawn with it is likely the target's token. If
             not, a draft says what it was drawn from (:attr:`Draft.scores`).
         level: 0 if the strategy drafts for the target, 1 if it drafts for the target's draft model, and so on.
         plan, sampling: what the target's logits go through before a token is chosen
-            (:func:`decoders.engine.sampling.process`), for strategies that have scores of their own. None: greedy, as they are.
+            (:func:`decoders.sampling.process`), for strategies that have scores of their own. None: greedy, as they are.
         guide: where the rows stand in their grammars, and what these force them to write; None without ``grammar=``. Illegal
             draft tokens need not be looked for: the loop takes them out.
     """
@@ -72,7 +71,7 @@ class Context:
     level: int = 0
     plan: SamplingPlan | None = None
     sampling: SamplingInputs | None = None
-    guide: Guide | None = None
+    guide: Forced | None = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ class Sequences:
         prompt_length: ``[B]`` int64, how many of them are prompt.
         finished: ``[B]`` bool, rows that generate no more.
         noise_keys: ``[B]`` int64, keys of the noise that drafts are drawn with
-            (:func:`decoders.engine.sampling.gumbel_noise`). With the coupled verifier they are those of the call and the
+            (:func:`decoders.sampling.gumbel_noise`). With the coupled verifier they are those of the call and the
             target's own draws; with others they are fresh in every step.
     """
 

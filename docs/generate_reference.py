@@ -18,11 +18,24 @@ from typing import Any
 import typer
 
 import decoders
-from decoders import cli, demo, errors, hookspecs, plugins, report, settings, strategies, testing, verifiers
+from decoders import (
+    cli,
+    demo,
+    drafting,
+    errors,
+    hookspecs,
+    plugins,
+    report,
+    sampling,
+    settings,
+    strategies,
+    testing,
+    verifiers,
+)
 from decoders.constraints import base as constraints
 from decoders.constraints import library, vocabulary
-from decoders.engine import sampling
 from decoders.hf import arguments, options
+from decoders.sampling.processors import OPERATIONS
 from decoders.strategies import merged, ngram_table, ngram_training
 from decoders.verifiers import verifier
 
@@ -92,7 +105,10 @@ def api() -> Iterator[str]:
     yield from section("decoders.verifiers", {"normalised": verifier.normalised})
     yield from section("decoders.strategies.ngram_table", {"NgramTable": ngram_table.NgramTable})
     yield from section("decoders.strategies.ngram_training", {"train_table": ngram_training.train_table})
-    yield from section("decoders.engine.sampling", {"gumbel_noise": sampling.gumbel_noise})
+    yield from section("decoders.sampling", {n: getattr(sampling, n) for n in sampling.__all__ if n != "Masks"})
+    yield from section(
+        "decoders.drafting", {n: getattr(drafting, n) for n in ("Drafter", "Expansion", "Advance", "Forced")}
+    )
     yield from section("decoders.demo", {n: getattr(demo, n) for n in demo.__all__})
     for module, names in HEADS.items():
         members = {name: getattr(importlib.import_module(module), name) for name in names}
@@ -285,7 +301,7 @@ def generate() -> Iterator[str]:
     yield "## Inside the step\n"
     yield (
         "These run vectorised over all nodes, inside the compiled step: "
-        + ", ".join(f"`{name}`" for name in sampling.OPERATIONS)
+        + ", ".join(f"`{name}`" for name in OPERATIONS)
         + ". If the call needs any other logits processor, all of them run on the host along the path that is taken: slower,"
     )
     yield "with the same result. See [how the loop works](../explanation/how-the-loop-works.md#processors-on-the-host)."

@@ -18,9 +18,9 @@ from typing import Any
 
 import llguidance
 
+from decoders.constraints.json_schema import JsonSchema
 from decoders.errors import GrammarError
 from decoders.patterns import limits
-from decoders.constraints.json_schema import JsonSchema
 
 ROOT = Path(__file__).parents[1]
 DRAFTS = {"2020-12": ("draft2020-12", None), "7": ("draft7", "http://json-schema.org/draft-07/schema#")}

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..engine.candidates import candidates
-from ..engine.sampling import SamplingInputs, SamplingPlan, choose, process, row_keys
+from ..sampling.choice import candidates
+from ..sampling.processors import SamplingInputs, SamplingPlan, choose, process, row_keys
 
 #: Plans worth a row: operations with their values.
 PLANS: dict[str, dict[str, float]] = {

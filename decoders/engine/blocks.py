@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..sampling.processors import Masks
 from ..strategy import Draft, check_draft
 from ..tree import Topology, TreeTensors
 from .buckets import node_bucket, pad_block
-from .sampling import Masks
 
 
 @dataclass(frozen=True)

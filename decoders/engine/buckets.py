@@ -17,9 +17,7 @@ In low precision nodes and chunks on the CPU come in multiples of 4, and views t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -39,30 +37,6 @@ LEAST_CHUNK = 32
 ROWS = 4
 #: Of the last 512 slots that attention looks at, the numbers on which the CPU's kernels agree.
 VIEWS = (0, 64, 128, 192, 384, 448, 512)
-
-
-def static_shapes(device: torch.device) -> bool:
-    """Whether code for `device` is compiled for one size each. The switch between the two paths: tests turn it on a CPU."""
-    return device.type != "cpu"
-
-
-_recorded = ContextVar("recorded", default=False)
-
-
-@contextmanager
-def as_recorded() -> Iterator[None]:
-    """Within it the engine's code runs on the CPU as in a recording: it reads nothing from tensors."""
-    token = _recorded.set(True)
-    try:
-        yield
-    finally:
-        _recorded.reset(token)
-
-
-def host_reads(tensor: Tensor) -> bool:
-    """Whether Python may look at values without waiting: on a CPU, outside of traced and recorded code."""
-    # Traced code never gets as far as the variable.
-    return not static_shapes(tensor.device) and not torch.compiler.is_dynamo_compiling() and not _recorded.get()
 
 
 def row_bucket(rows: int, static: bool = True) -> int:

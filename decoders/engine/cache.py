@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from .buckets import host_reads
+from ..devices import host_reads
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
-from .sampling import SamplingPlan
+from ..sampling.processors import SamplingPlan
 from .static_inputs import SameObject
 
 _serial = itertools.count()

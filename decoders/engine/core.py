@@ -9,14 +9,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..sampling.choice import candidates
+from ..sampling.processors import Masks, SamplingPlan
 from ..strategy import Sequences, Step
 from ..tree import TreeTensors
 from ..verifiers.verifier import Block, Verifier
 from .blocks import NodeBlock
 from .cache import CacheBuffers, move_slots
-from .candidates import candidates
 from .rows import Fault, Rows
-from .sampling import Masks, SamplingPlan
 from .target import ForwardResult, Target, after_text
 from .verify import Acceptance, draw, follow_matches
 

@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from ..devices import host_reads
+from ..drafting import Expansion
+from ..sampling.choice import Candidates, candidates
+from ..sampling.processors import Masks, SamplingPlan, grammar_first
 from ..tree import TreeTensors
 from .blocks import NodeBlock
-from .buckets import host_reads
-from .candidates import Candidates, candidates
 from .core import Core, Passes, StepOutput
 from .rows import Rows
-from .sampling import Masks, SamplingPlan, grammar_first
 from .target import ForwardResult, Target, after_text, causal_block
-
-
-@dataclass(frozen=True)
-class Expansion:
-    """Continuations that a draft model proposes for ``Q`` nodes.
-
-    Attributes:
-        tokens: ``[B, Q, C]`` int64, its ``C`` best next tokens of every node; when sampling, of the scores with noise.
-        weights: ``[B, Q, C]`` float32, their log-probabilities: of ``softmax(scores + noise)``, noise 0 when greedy.
-        scores: ``[B, Q, V]`` float32, the processed scores themselves, if the plan keeps them; ``-inf`` for tokens of the
-            target that the draft does not have.
-    """
-
-    tokens: Tensor
-    weights: Tensor
-    scores: Tensor | None
 
 
 class DraftCore(Core):

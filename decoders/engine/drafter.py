@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from ..deprecated import warn
+from ..drafting import Advance, Drafter, Expansion
 from ..report import Report, Stage, Stopwatch
+from ..sampling.processors import Masks, SamplingInputs, SamplingPlan
 from ..strategy import Context, Sequences, Step, Strategy
 from ..tree import TreeTensors
 from .blocks import NodeBlock
 from .buckets import node_bucket
-from .core import StepOutput
-from .draft_core import Expansion
 from .engine import Engine
+from .grammar.guide import Guide
+from .request import Request
 from .rows import Rows
-from .sampling import Masks, SamplingInputs, SamplingPlan
 from .static_inputs import SameObject
-from .tiers import Compile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,72 +38,67 @@ class CallSettings:
     """What a call has settled for every model that takes part in it.
 
     Attributes:
-        prompts: 1-D int64 tensors, one per row. longest: most tokens that a row can come to.
+        request: the call.
+        longest: most tokens that a row can come to.
         plan: what runs on the draft's logits; scores are kept if the verifier asks for the draft's distribution.
         sampling: parameters, noise keys (the very tensor of the call: fresh keys show up in it) and stop tokens.
-        engine_of: the engine of a loaded model, or of a path; checks that its vocabulary is the target's.
-        compile, reuse, prefill_chunk: as in the request. report: where compilation is booked.
         block_size: nodes of the block in which the model drafted for verifies so many nodes of a draft, the root included.
+        report: where compilation is booked.
         stack: closes at the call's end what is opened for it.
     """
 
-    prompts: list[Tensor]
+    request: Request
     longest: int
     plan: SamplingPlan
     sampling: SamplingInputs
-    engine_of: Callable[[PreTrainedModel | str], Engine]
-    compile: Compile
-    reuse: bool
-    prefill_chunk: int
     block_size: Callable[[int], int]
     report: Report
     stack: ExitStack
 
     def compiler(self, engine: Engine) -> Callable[[Callable], Callable]:
         """``Context.compile`` for strategies on `engine`."""
-        return lambda f: engine.function(f, self.compile, self.report)
+        return lambda function: engine.function(function, self.request.compile, self.report)
 
 
-class Drafter:
-    """A draft model beside the target: one round is :meth:`begin`, then passes, then a draft made of what they gave.
-
-    Two ways to use it. In a chain, :meth:`extend` appends the model's own choice to every row; with a stage,
-    :meth:`advance` verifies the stage's draft tokens as the shared loop does and may append several. In a tree, :meth:`root`
-    and :meth:`expand` give the best continuations of nodes, level by level. Everything stays on the device.
+class ModelDrafter(Drafter):
+    """A draft model beside the target, with rows and a cache of its own in a session of its own engine.
 
     Args:
-        context: of the strategy that drafts with it. model: the draft model, or a path to load it from.
+        call: what holds for all models of the call.
+        context: of the strategy that drafts with it.
+        guide: where the rows of the model that is drafted for stand in their grammars.
+        model: the draft model, or a path to load it from.
         ahead: most nodes that a round writes behind the committed tokens; :meth:`advance` stops there by itself.
         children: see :class:`DraftCore`.
         stage: a strategy that drafts for the draft model.
 
     Attributes:
-        length: ``[B]`` int64, tokens per row including what has been drafted.
-        vocab_size: how many of the target's tokens the draft can propose. passes: forward passes so far.
         proposed: nodes of the block that is verified next, its padding not counted; set by whoever puts it to the model.
     """
 
     def __init__(
-        self, terms: CallSettings, context: Context, model: PreTrainedModel | str, ahead: int, children: int = 1,
-        stage: Strategy | None = None,
+        self, call: CallSettings, context: Context, guide: Guide | None, model: PreTrainedModel | str, ahead: int,
+        children: int = 1, stage: Strategy | None = None,
     ) -> None:  # fmt: skip
-        self.terms, self.level, self.ahead, self.stage = terms, context.level + 1, ahead, stage
-        self.engine = terms.engine_of(model)
+        self.call, self.level, self.ahead, self.stage = call, context.level + 1, ahead, stage
+        self.engine = call.request.engine_of(model)
         target = self.engine.target
-        self.core = self.engine.draft_core(terms.plan, context.vocab_size, children)
-        self.vocab_size = self.core.vocab
-        terms.stack.enter_context(self.engine.forward.during(terms.compile, terms.report))
+        self.core = self.engine.draft_core(call.plan, context.vocab_size, children)
+        self.vocab_size, self.children = self.core.vocab, self.core.children
+        call.stack.enter_context(self.engine.forward.during(call.request.compile, call.report))
         # How far a row may be drafted is set anew in every round, as its length is.
-        slots = (terms.longest if target.static else context.slots) + 2 * ahead
-        opened = terms.stack.enter_context(
-            self.engine.sessions.open(terms.prompts, ahead, terms.sampling, slots, terms.reuse, shared=True)
+        slots = (call.longest if target.static else context.slots) + 2 * ahead
+        opened = call.stack.enter_context(
+            self.engine.sessions.open(
+                call.request.prompts, ahead, call.sampling, slots, call.request.reuse, shared=True
+            )
         )
         self.session, self.blocks = opened.session, opened.session.blocks
-        self.guide = context.guide.ahead() if context.guide is not None else None
+        self.guide = guide.ahead() if guide is not None else None
         self._ranges = {MIN_PENDING: torch.arange(MIN_PENDING, device=target.device)}
         self._functions: dict[str, Callable] = {}
         self._begun = self.rows.length.clone()
-        self._reach = max(map(len, terms.prompts))
+        self._reach = max(map(len, call.request.prompts))
         self._pending = self.level
         self._deepest = 0
         self.proposed: int | None = None
@@ -111,10 +106,10 @@ class Drafter:
         self.passes, self._marked, self._passes_per_step = 0, (0, 0), 0
         self._tally = torch.zeros(3 + LONGEST, dtype=torch.int64, device=target.device)
         self._name = model if isinstance(model, str) else model.config.name_or_path or type(model).__name__
-        self.inner: list[Drafter] = []
-        self.session.prefill(opened.lengths, opened.reusable, terms.prefill_chunk, leave=False)
+        self.inner: list[ModelDrafter] = []
+        self.session.prefill(opened.lengths, opened.reusable, call.request.prefill_chunk, leave=False)
         # Behind the prompts a draft's slots may hold other nodes than those accepted: they serve no other call.
-        terms.stack.callback(self.session.keep, [len(prompt) - 1 for prompt in terms.prompts])
+        call.stack.callback(self.session.keep, [len(prompt) - 1 for prompt in call.request.prompts])
         self._stage_state: Any = None
         if stage is not None:
             self._stage_state = stage.start(self._context(context))
@@ -139,7 +134,6 @@ class Drafter:
         return self.rows.length
 
     def begin(self, sequences: Sequences) -> None:
-        """Takes over what is committed; drafts of the last round that were rejected are forgotten."""
         self._reach = sequences.tokens.shape[1]
         if self.engine.target.static:  # the target's rows have room that they will not use
             self._reach = min(self._reach, self.rows.slots)
@@ -158,14 +152,12 @@ class Drafter:
             self.guide.follow()
 
     def extend(self) -> Expansion:
-        """One pass: every row gets the model's own next token, whose log-probability is the expansion's weight."""
         expansion = self._run("extend", self.rows, self._view(1)[0], self._range(), *self._masks())
         if self.guide is not None:
             self.guide.append(expansion.tokens[:, 0, 0])
         return expansion
 
-    def advance(self) -> tuple[StepOutput, Expansion]:
-        """One pass with the stage's draft tokens in it: every row gets one token or more."""
+    def advance(self) -> Advance:
         stage = self.stage
         assert stage is not None, "a drafter without a stage extends"
         with self._clock("stage"):
@@ -186,14 +178,12 @@ class Drafter:
             emitted = out.summary[0]
             self._tally[:3] += out.summary[:3].sum(1)
             self._tally[3:].scatter_add_(0, (emitted - 1).clamp(0, LONGEST - 1), (emitted > 0).long())
-        return out, expansion
+        return Advance(out.path, emitted, expansion)
 
     def root(self) -> Expansion:
-        """One pass: the best continuations of every row's last token."""
         return self._run("root", self.rows, self._view(1)[0], self._range(), *self._masks())
 
     def expand(self, nodes: Tensor, tree: TreeTensors) -> Expansion:
-        """One pass: the best continuations of `nodes` ``[B, Q]``, the last ``Q`` of `tree` (whose node 0 is the last token)."""
         if nodes.shape[1] == 1:  # one node would get a graph of its own
             nodes, tree = torch.cat([nodes, self.blocks.no_draft_token[:, :1]], dim=1), tree.padded(len(tree) + 1)
             expansion = self._run(
@@ -204,24 +194,16 @@ class Drafter:
         return self._run("expand", nodes, tree, self.rows, self._view(len(tree))[0], *self._expanded(nodes, tree))
 
     def drafted(self, count: int) -> Tensor:
-        """``[B, count]`` int64: the tokens written since :meth:`begin`; -1 behind the last one of a row."""
         at = self._begun[:, None] + torch.arange(count, device=self._begun.device)
         tokens = self.rows.tokens.gather(1, at)
         return torch.where(at < self.length[:, None], tokens, -1)
 
     def observe(self, step: Step, own_nodes: int, displaced: int = 0) -> None:
-        """Learns how many tokens at a row's end this model has not read, or not where they belong.
-
-        Args:
-            own_nodes: nodes of the draft that this drafter made, the root included. If the block held others (merged
-                strategies), any of them may have been accepted. displaced: most accepted nodes whose keys and values
-                are not in the slots of their positions: 0 for a chain, the depth of a tree.
-        """
         # Fewer nodes than its own: a node budget has cut them, so there are others.
         if self.proposed is not None:
             others = self.proposed != own_nodes
         else:
-            others = step.nodes.shape[1] != self.terms.block_size(own_nodes)
+            others = step.nodes.shape[1] != self.call.block_size(own_nodes)
         behind = step.nodes.shape[1] - 1 if others else displaced
         self._pending = self.level + behind
         for drafter in self.inner:
@@ -262,7 +244,7 @@ class Drafter:
         for drafter in self.inner:
             drafter.recorded(worked)
 
-    def replayed(self, like: Drafter, steps: int) -> None:
+    def replayed(self, like: ModelDrafter, steps: int) -> None:
         """The round that `like` has recorded has been run so many times in this one's place, unseen by Python."""
         self.passes += steps * like._passes_per_step
         self._tally = like._tally.clone()  # later calls write to that one
@@ -288,8 +270,8 @@ class Drafter:
 
     def _run(self, method: str, *arguments: Any) -> Any:
         if method not in self._functions:
-            terms = self.terms
-            self._functions[method] = self.engine.whole(self.core, method, terms.compile, terms.report)
+            call = self.call
+            self._functions[method] = self.engine.whole(self.core, method, call.request.compile, call.report)
         with self._clock("forward"):
             result = self._functions[method](*arguments)
         self.passes += 1
@@ -322,7 +304,7 @@ class Drafter:
         """What covers a block of so many nodes behind the tokens written so far in this round."""
         end = self._reach + self.ahead + nodes
         if self.engine.target.static:
-            end = self.terms.longest + self.ahead + nodes
+            end = self.call.longest + self.ahead + nodes
             self._deepest = max(self._deepest, nodes)
         if not self.engine.target.flex or self.engine.target.static:
             self.session.reserve(end)
@@ -330,7 +312,7 @@ class Drafter:
 
     @contextmanager
     def _clock(self, part: str) -> Iterator[None]:
-        stopwatch = Stopwatch(self.terms.report.timings)
+        stopwatch = Stopwatch(self.call.report.timings)
         yield
         self._seconds[part] += stopwatch.next()
 
@@ -338,17 +320,19 @@ class Drafter:
         """What the stage is told: this model is the target of its world."""
         context = replace(
             outer, slots=self.rows.slots, vocab_size=self.vocab_size, level=self.level,
-            compile=self.terms.compiler(self.engine), sequences=self.session.view(self._reach)[1], guide=self.guide,
+            compile=self.call.compiler(self.engine), sequences=self.session.view(self._reach)[1], guide=self.guide,
         )  # fmt: skip
-        terms = replace(self.terms, longest=self.terms.longest + self.ahead, block_size=self.blocks.size)
-        return replace(context, draft=opener(terms, context, self.inner))
+        call = replace(self.call, longest=self.call.longest + self.ahead, block_size=self.blocks.size)
+        return replace(context, draft=opener(call, context, self.guide, self.inner))
 
 
-def opener(terms: CallSettings, context: Context, opened: list[Drafter]) -> Callable[..., Drafter]:
+def opener(
+    call: CallSettings, context: Context, guide: Guide | None, opened: list[ModelDrafter]
+) -> Callable[..., Drafter]:
     """``Context.draft`` for the strategy that gets `context`; what it opens is listed in `opened`."""
 
     def draft(model: PreTrainedModel | str, *, ahead: int, children: int = 1, stage: Strategy | None = None) -> Drafter:
-        opened.append(Drafter(terms, context, model, ahead, children, stage))
+        opened.append(ModelDrafter(call, context, guide, model, ahead, children, stage))
         return opened[-1]
 
     return draft

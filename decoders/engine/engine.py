@@ -12,13 +12,13 @@ from transformers import PreTrainedModel
 
 from ..errors import UnsupportedError
 from ..report import Report
+from ..sampling.processors import SamplingPlan
 from . import compiler
 from .capture import recorder_of
 from .core import Core, Passes
 from .draft_core import DraftCore
 from .locks import CallLock
 from .packing import FreedParameter, FreedWeights, free_originals, freed_error, restore_originals
-from .sampling import SamplingPlan
 from .session import Sessions
 from .static import WholeStep
 from .target import Target

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError
+from ..sampling.choice import Candidates
+from ..sampling.processors import SamplingPlan, grammar_first
 from ..tree import TreeTensors
-from .candidates import Candidates
 from .core import Rows
-from .sampling import SamplingPlan, grammar_first
 
 #: chosen token of nodes that the walk never reached: equals no proposal, not even "no draft token" (-1).
 NOT_REACHED = -2

@@ -3,91 +3,34 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..constraints.base import CompiledGrammar
 from ..report import Report, Stopwatch
 from ..strategy import Context, Draft, Strategy
 from ..tree import TreeTensors
-from ..verifiers.verifier import Verifier
 from .blocks import NodeBlock
 from .buckets import round_up, row_bucket
 from .capture import WARM_UP_STEPS, RecordedCapacity, RecordedStep
 from .core import StepOutput
-from .criteria import Criteria, CriteriaRun, Outcome
-from .drafter import CallSettings, Drafter, opener
+from .criteria import CriteriaRun, Outcome
+from .drafter import CallSettings, ModelDrafter, opener
 from .engine import Engine
 from .grammar.device_guide import guide_of
 from .grammar.guide import Guide
 from .guard import check_tree, raise_faults, untouched
-from .host_processors import Prefixes, Processors
+from .host_processors import Prefixes
 from .invariance import branch_length
+from .request import Decoded, Request
 from .rows import Rows, sampling_inputs
-from .sampling import SamplingPlan
 from .static_inputs import StaticInputs
 from .steps import make_step
-from .tiers import Compile
 from .verify import step_keys
-
-
-@dataclass
-class Request:
-    """One call, with everything of transformers' resolved.
-
-    Attributes:
-        prompts: one 1-D int64 tensor per row, padding removed. padded_prompt: ``[B, P]`` as the user passed it.
-        new_tokens: most tokens to generate per row. stop_tokens: end-of-sequence ids. pad_token: follows them.
-        plan, values: what runs on logits inside the step (see :class:`SamplingPlan`). seed: of the noise.
-        processors: called on the host instead, if the plan cannot express them. criteria: asked after every token, on the host.
-        on_step: told the new tokens of every row and which rows have ended, after every step.
-        keep_logits, keep_scores: return them per generated token.
-        compile: see :data:`~decoders.engine.tiers.Compile`. reuse: whether keys and values of earlier calls may serve.
-        prefill_chunk: most prompt tokens per pass. slots: least capacity of the rows.
-        verifier: decides what is accepted, None is the coupled rule; it cannot be had with host processors.
-        grammars: what each row may write, None is anything; with any, the plan is ``masked``.
-        origin: distribution and version of the strategy, for notes on errors.
-        engine_of: engine of a draft model. context: fields of :class:`Context` that only the caller knows.
-    """
-
-    strategy: Strategy
-    prompts: list[Tensor]
-    padded_prompt: Tensor
-    new_tokens: int
-    stop_tokens: tuple[int, ...] = ()
-    pad_token: int = 0
-    plan: SamplingPlan = SamplingPlan()
-    values: tuple[float, ...] = ()
-    seed: int = 0
-    processors: Processors | None = None
-    criteria: Criteria | None = None
-    on_step: Callable[[list[list[int]], list[bool]], None] | None = None
-    keep_logits: bool = False
-    keep_scores: bool = False
-    compile: Compile = True
-    reuse: bool = True
-    prefill_chunk: int = 512
-    slots: int | None = None
-    verifier: Verifier | None = None
-    grammars: Sequence[CompiledGrammar | None] = ()
-    origin: str = ""
-    engine_of: Callable[..., Engine] | None = None
-    context: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class Decoded:
-    """Generated token ids per row (stop token included), raw logits and processed scores per row and token if asked."""
-
-    tokens: list[list[int]]
-    report: Report
-    logits: list[list[Tensor]]
-    scores: list[list[Tensor]]
 
 
 def decode(engine: Engine, request: Request) -> Decoded:
@@ -134,7 +77,7 @@ class _Call:
         self.criteria: CriteriaRun | None = None
         if request.criteria is not None:
             self.criteria = CriteriaRun(request.criteria, self.prefixes, self.scores if request.keep_scores else None)
-        self.drafters: list[Drafter] = []
+        self.drafters: list[ModelDrafter] = []
         self.guide: Guide | None = None
 
     @property
@@ -321,22 +264,24 @@ class _Call:
         """What the strategy may prepare itself from."""
         request, rows = self.request, self.rows
         coupled = self.verifier is None
-        terms = CallSettings(
-            prompts=request.prompts, longest=self.longest,
+        call = CallSettings(
+            request=request, longest=self.longest,
             plan=replace(request.plan, keep_scores=not coupled and request.plan.sample), sampling=rows.sampling,
-            engine_of=request.engine_of, compile=request.compile, reuse=request.reuse,
-            prefill_chunk=request.prefill_chunk, block_size=self.blocks.size, report=self.report, stack=self.stack,
+            block_size=self.blocks.size, report=self.report, stack=self.stack,
         )  # fmt: skip
         if request.plan.masked:
             vocabulary, device = self.target.vocab_size, self.target.device
             grammars = [*request.grammars, *[None] * (self.width - self.batch)]
-            self.guide = guide_of(grammars, vocabulary, device, terms.compiler(self.engine), self.target.static)
+            self.guide = guide_of(grammars, vocabulary, device, call.compiler(self.engine), self.target.static)
         context = Context(
-            rows=self.width, slots=rows.slots, device=self.target.device, compile=terms.compiler(self.engine),
+            rows=self.width, slots=rows.slots, device=self.target.device, compile=call.compiler(self.engine),
             vocab_size=self.target.vocab_size, sequences=self.session.view(max(self.lengths))[1], coupled=coupled,
-            plan=request.plan, sampling=rows.sampling, guide=self.guide, **request.context,
+            plan=request.plan, sampling=rows.sampling, guide=self.guide, model=request.model, tokenizer=request.tokenizer,
+            assistant_model=request.assistant_model,
         )  # fmt: skip
-        return replace(context, draft=opener(terms, context, self.drafters))
+        if request.resolve is not None:
+            context = replace(context, strategy=request.resolve)
+        return replace(context, draft=opener(call, context, self.guide, self.drafters))
 
     def _proposed(self, state: Any, length: int) -> Draft:
         """What the strategy proposes, shown `length` slots of the rows."""

@@ -214,7 +214,13 @@ def _state(source: Tensor) -> tuple:
 
 
 class FreedParameter(nn.Parameter):
-    """Stands in a model where a weight was freed: it tells shape, type and device, and every other use is an error."""
+    """Stands in a model where a weight was freed: it tells shape, type and device, and every other use is an error.
+
+    Attributes:
+        freed: true, for those that may not know this class.
+    """
+
+    freed = True
 
     def __new__(cls, original: nn.Parameter) -> FreedParameter:
         nothing = torch.full((1, 1), torch.nan, dtype=original.dtype).expand(original.shape)

@@ -8,9 +8,9 @@ from enum import IntFlag
 import torch
 from torch import Tensor
 
+from ..sampling.processors import SamplingInputs, row_keys
 from ..strategy import Sequences
 from .cache import CacheBuffers
-from .sampling import SamplingInputs, row_keys
 from .target import Target
 
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from ..errors import CacheMemoryError
+from ..sampling.processors import SamplingInputs
 from ..strategy import Sequences
 from .blocks import Blocks
 from .buckets import prefill_chunks, round_up, row_bucket, slots_for, view_bucket
 from .capture import Recorder, Recordings
 from .prefixes import NOTHING, KeptText, PrefixIndex
 from .rows import Rows
-from .sampling import SamplingInputs
 from .target import Target
 
 #: Free sessions that keep their buffers.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .. import devices
 from ..errors import UnsupportedError
 from ..tree import Topology, TreeTensors
 from . import attention, buckets, flex, invariance
@@ -52,7 +53,7 @@ class Target:
         refuse_unfit(model)
         attention.register()
         self.flex = backend == "flex"
-        self.static = buckets.static_shapes(model.device)
+        self.static = devices.static_shapes(model.device)
         self.kinds, kind_of_layer = attention.layer_kinds(model.config)
         self.model = share_weights(model)
         self.model.set_attn_implementation(flex.NAME if self.flex else attention.NAME)

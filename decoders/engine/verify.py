@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..sampling.processors import first_best, gumbel_noise, mix64
 from ..tree import TreeTensors
 from ..verifiers.verifier import Outcomes
-from .sampling import first_best, gumbel_noise, mix64
 
 # In place of a position, which is never negative: the two draws of a step and the draft's own noise stay independent.
 _END_NODE = -1

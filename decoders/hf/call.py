@@ -18,7 +18,8 @@ from transformers import (
 )
 
 from ..engine.engine import Engine
-from ..engine.loop import Decoded, Request, decode
+from ..engine.loop import decode
+from ..engine.request import Decoded, Request
 from ..errors import UnsupportedError
 from ..registry.registry import registry
 from ..registry.resolve import resolve_strategy
@@ -125,10 +126,8 @@ class Call:
             engine_of=self.assistants.opener(
                 self.model, engine, self.tokenizer, options.arguments.get("assistant_tokenizer")
             ),
-            context=dict(
-                model=self.model, tokenizer=self.tokenizer, assistant_model=options.arguments.get("assistant_model"),
-                strategy=resolve_strategy,
-            ),
+            model=self.model, tokenizer=self.tokenizer, assistant_model=options.arguments.get("assistant_model"),
+            resolve=resolve_strategy,
         )  # fmt: skip
         try:
             decoded = decode(engine, request)

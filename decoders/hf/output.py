@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from ..engine.loop import Decoded
+from ..engine.request import Decoded
 from ..report import Report
 from .prepared import pad_token_of
 

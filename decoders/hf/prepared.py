@@ -11,7 +11,7 @@ from transformers.generation import logits_process, stopping_criteria
 
 from ..engine.criteria import Criteria
 from ..engine.host_processors import Processors
-from ..engine.sampling import SamplingPlan
+from ..sampling.processors import SamplingPlan
 
 
 def plan_sampling(

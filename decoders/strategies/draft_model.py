@@ -44,7 +44,7 @@ class DraftModelStrategy(Strategy):
 
     def __init__(self, settings: Settings | None = None, /, **values: Any) -> None:
         super().__init__(settings, **values)
-        # SpyLog by `generate`, which then neither asks for an assistant model nor takes one.
+        # Seen by `generate`, which then neither asks for an assistant model nor takes one.
         self.needs_assistant = self.settings.draft_model is None
 
     def draft_model(self, context: Context) -> PreTrainedModel | str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..engine.drafter import Drafter
+from ..drafting import Drafter
 from ..strategy import Draft
 from ..tree import Topology, TreeTensors
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from ..engine.grammar.guide import Guide
+from ..drafting import Forced
 from ..errors import UnsupportedError
 from ..settings import Settings
 from ..strategy import Context, Draft, Sequences, Strategy
@@ -30,12 +30,12 @@ class Grammar(Strategy):
     on_device = True
     needs_grammar = True
 
-    def start(self, context: Context) -> Guide:
+    def start(self, context: Context) -> Forced:
         if context.guide is None:  # as a part of another strategy; by itself the call was refused
             raise UnsupportedError("strategy 'grammar' needs grammar=")
         if context.sequences is not None:
             context.guide.expect(context.sequences)
         return context.guide
 
-    def propose(self, state: Guide, sequences: Sequences) -> Draft:
+    def propose(self, state: Forced, sequences: Sequences) -> Draft:
         return Draft.chain(state.forced(sequences, self.settings.length))

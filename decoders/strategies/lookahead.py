@@ -16,8 +16,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..engine.sampling import mix64
 from ..errors import UnsupportedError
+from ..sampling import mix64
 from ..settings import Settings
 from ..strategy import Context, Draft, Sequences, Step, Strategy
 from ..tree import NO_PARENT, Topology

@@ -9,13 +9,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..engine.candidates import candidates
-from ..engine.packing import FreedParameter
-from ..engine.sampling import SamplingInputs, SamplingPlan
 from ..errors import SettingsError, UnsupportedError
 from ..medusa.files import check_fit, find_heads, load_heads
 from ..medusa.heads import HeadWeights, MedusaHeads, head_scores
 from ..medusa.trees import DEFAULT_TREE
+from ..sampling import SamplingInputs, SamplingPlan, candidates
 from ..settings import Settings
 from ..strategy import Context, Draft, Sequences, Step, Strategy
 from ..tree import Topology
@@ -138,7 +136,7 @@ class Medusa(Strategy):
         if context.level > 0:
             raise UnsupportedError("medusa cannot draft for a draft model: its heads read the target's hidden states")
         weight = context.model.get_output_embeddings().weight
-        if isinstance(weight, FreedParameter):
+        if getattr(weight, "freed", False):
             raise UnsupportedError(
                 "medusa reads the output head, which weights='packed' has freed: take weights='keep'"
             )

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from ..engine.drafter import Drafter
+from ..drafting import Drafter
 from ..errors import SettingsError
 from ..settings import Settings
 from ..strategy import Context, Draft, Sequences, Step
@@ -87,7 +87,7 @@ class Speculative(DraftModelStrategy):
             tree = DynamicTree(s.length, s.beam, s.nodes, context.compile)
             ahead, children = s.beam * s.length + 1, s.children
         drafter = context.draft(self.draft_model(context), ahead=ahead, children=children)
-        if isinstance(tree, StaticTree) and tree.children > drafter.core.children:
+        if isinstance(tree, StaticTree) and tree.children > drafter.children:
             raise SettingsError(
                 f"the template takes the {tree.children} best continuations of a node; the vocabulary has {drafter.vocab_size}"
             )

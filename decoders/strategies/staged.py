@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..engine.drafter import Drafter
+from ..drafting import Drafter
 from ..settings import Table
 from ..strategy import Context, Draft, Sequences, Step
 from ..tree import Topology, TreeTensors
@@ -60,7 +60,7 @@ class Staged(DraftModelStrategy):
         # Unless coupled, which leaves there are must not depend on what was drawn: the same number everywhere.
         children = s.children if context.coupled else max(1, min(s.children, s.nodes // s.length))
         drafter = context.draft(self.draft_model(context), ahead=s.length, children=children, stage=stage)
-        children, fixed = drafter.core.children, None  # a small vocabulary has fewer
+        children, fixed = drafter.children, None  # a small vocabulary has fewer
         if children == 1 or not context.coupled:
             fixed = Topology.from_paths([(0,) * j + (r,) for j in range(s.length) for r in range(children)])[0]
         return _State(drafter, context.compile(lay), context.compile(path_with_leaves), fixed)
@@ -70,18 +70,19 @@ class Staged(DraftModelStrategy):
         drafter = state.drafter
         drafter.begin(sequences)
         # One place more than needed: what comes behind the last place goes there.
-        shape = (len(drafter.length), s.length + 1, drafter.core.children)
+        shape = (len(drafter.length), s.length + 1, drafter.children)
         tokens = torch.full(shape, -1, dtype=torch.int64, device=drafter.length.device)
         weights = torch.full(shape, float("-inf"), device=tokens.device)
         scores: Tensor | None = None
         for _ in range(s.passes):
             written = drafter.length - sequences.length
-            out, expansion = drafter.advance()
+            advance = drafter.advance()
+            expansion = advance.expansion
             if scores is None and expansion.scores is not None:
                 scores = expansion.scores.new_zeros(*shape[:2], expansion.scores.shape[-1])
             tokens, weights, scores = state.lay(
-                out.path,
-                out.summary[0],
+                advance.path,
+                advance.emitted,
                 written,
                 expansion.tokens,
                 expansion.weights,

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from ..engine.drafter import Drafter
+from ..drafting import Drafter
 from ..strategy import Context, Draft, Sequences, Step
 from ..tree import Topology
 from .calibration import Calibration

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..engine.buckets import as_recorded
+from ..devices import as_recorded
 from ..errors import SettingsError
 from ..generate import disable, enable
 from ..settings import Settings

@@ -53,7 +53,7 @@ STATES: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "torch.use_deterministic_algorithms": (
         torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
 }  # fmt: skip
-RANDOM = "draw with decoders.engine.sampling.gumbel_noise, or with a generator of the state's own"
+RANDOM = "draw with decoders.sampling.gumbel_noise, or with a generator of the state's own"
 
 
 def surroundings() -> dict[str, Any]:

@@ -16,7 +16,8 @@ from tokenizers import decoders as token_decoders
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, StoppingCriteriaList
 
 import decoders
-from decoders.engine import buckets, capture, engine
+from decoders import devices
+from decoders.engine import capture, engine
 from decoders.engine.buckets import block_shapes, prefill_shapes
 from decoders.engine.target import Target
 from decoders.strategies import Lookahead, PromptLookup, Speculative, Staged
@@ -60,7 +61,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def device(monkeypatch: pytest.MonkeyPatch) -> TapeRecorder:
     """From here on the CPU is a device with static sizes that records."""
     recorder = TapeRecorder()
-    monkeypatch.setattr(buckets, "static_shapes", lambda device: True)
+    monkeypatch.setattr(devices, "static_shapes", lambda device: True)
     monkeypatch.setattr(engine, "recorder_of", lambda device: recorder)
     monkeypatch.setattr(torch, "compile", CountingCompiler())
     return recorder
@@ -110,7 +111,7 @@ def test_a_day_of_random_calls(device: TapeRecorder, monkeypatch: pytest.MonkeyP
     decoders.enable(target, tokenizer=byte_tokenizer())
     calls = list(random_calls(70))
     with monkeypatch.context() as dynamic:
-        dynamic.setattr(buckets, "static_shapes", lambda device: False)
+        dynamic.setattr(devices, "static_shapes", lambda device: False)
         dynamic.setattr(engine, "recorder_of", lambda device: None)
         twin = decoders.enable(Architecture("llama", options)(0), tokenizer=byte_tokenizer())
         expected = [twin.generate(strategy="autoregressive", **given) for _, given in calls]

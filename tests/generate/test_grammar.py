@@ -26,9 +26,10 @@ from transformers import (
 )
 
 import decoders
+from decoders import devices
 from decoders.constraints.base import CompiledGrammar
 from decoders.constraints.compiled import compiled, forget
-from decoders.engine import buckets, engine, loop
+from decoders.engine import engine, loop
 from decoders.engine.grammar.device_guide import DeviceGuide
 from decoders.errors import GrammarError, SettingsError, UnknownNameError, UnsupportedError
 from decoders.hf.grammars import KEPT, vocabulary_of
@@ -471,7 +472,7 @@ def test_steps_with_a_guide_on_the_device_are_recorded_and_replayed(model, token
     options = dict(rows=3, grammar=[decoders.json_schema(PERSON), None, decoders.regex(DATE)], **SAMPLED)
     host = run(model, strategy, **options)
     target, recorder = llama(0, 2), TapeRecorder()
-    monkeypatch.setattr(buckets, "static_shapes", lambda device: True)
+    monkeypatch.setattr(devices, "static_shapes", lambda device: True)
     monkeypatch.setattr(engine, "recorder_of", lambda device: recorder)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     decoders.enable(target, tokenizer=tokenizer)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from pydantic import Field
 
-from decoders.engine.sampling import gumbel_noise
+from decoders.sampling import gumbel_noise
 from decoders.settings import Settings
 from decoders.strategies import PromptLookup
 from decoders.strategies.merged import Merged

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from decoders.engine.draft_core import Expansion
+from decoders.drafting import Expansion
 from decoders.errors import DraftError
 from decoders.strategies import Speculative
 from decoders.strategies.draft_tree import RANK_SHARES, DynamicTree, StaticTree, best_nodes, likely_paths
@@ -212,13 +212,13 @@ def test_what_does_not_count_is_no_draft_token():
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_every_level_says_what_a_plain_forward_over_the_nodes_own_path_says(target, monkeypatch, tree, name):
     """Read off the drafter: the log-probabilities of each level's continuations, over several steps and ragged rows."""
-    from decoders.engine.drafter import Drafter
+    from decoders.engine.drafter import ModelDrafter
     from decoders.testing import tiny_model
 
     draft, checked = tiny_model(name, seed=2), []
-    expand = Drafter.expand
+    expand = ModelDrafter.expand
 
-    def checking(self: Drafter, nodes: Tensor, block: TreeTensors) -> Expansion:
+    def checking(self: ModelDrafter, nodes: Tensor, block: TreeTensors) -> Expansion:
         expansion = expand(self, nodes, block)
         if nodes.shape[1] == len(block) - 1:
             run[:] = []
@@ -238,7 +238,7 @@ def test_every_level_says_what_a_plain_forward_over_the_nodes_own_path_says(targ
         return expansion
 
     run: list[Tensor] = []
-    monkeypatch.setattr(Drafter, "expand", checking)
+    monkeypatch.setattr(ModelDrafter, "expand", checking)
     strategy = Speculative(tree=tree, length=4, nodes=10, children=3, beam=2)
     decode(target, prompts(2), strategy, assistant_model=draft, max_new_tokens=5, decoders_config={"compile": False})
     assert set(checked) == {1, 2, 3}

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 
 import decoders
-from decoders.engine.sampling import gumbel_noise, row_keys
 from decoders.errors import SettingsError
+from decoders.sampling.processors import gumbel_noise, row_keys
 from decoders.strategies import Lookahead, PromptLookup
 from decoders.strategies.lookahead import lookahead_block
 from decoders.strategies.merged import Merged, MergedSettings

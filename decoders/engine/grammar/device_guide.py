@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import devices
 from ...constraints.base import CompiledGrammar, Tabulated, mask_words, unpack
 from ...constraints.token_table import TokenTable
 from ...errors import GrammarError
+from ...sampling.processors import Masks
 from ...strategy import Sequences
 from ...tree import Topology, TreeTensors
-from .. import buckets
 from ..core import StepOutput
-from ..sampling import Masks
 from .guide import MASK_MISMATCH, Guide
 from .history import DeviceHistory, spell
 from .host_guide import HostGuide
@@ -239,6 +239,6 @@ def guide_of(
     Args:
         static: whether sizes are static on the device; by default that of the device.
     """
-    static = buckets.static_shapes(device) if static is None else static
+    static = devices.static_shapes(device) if static is None else static
     made = DeviceGuide.of(grammars, vocabulary, device, compile) if static else None
     return made if made is not None else HostGuide.of(grammars, vocabulary, device)

@@ -10,10 +10,10 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
+from ...sampling.processors import Masks
 from ...strategy import Sequences
 from ...tree import Topology, TreeTensors
 from ..core import StepOutput
-from ..sampling import Masks
 
 #: Masks make it impossible to leave a grammar; a backend may be wrong.
 MASK_MISMATCH = "row {row}: the grammar's masks allowed a token that its matcher refuses: a defect of the backend"

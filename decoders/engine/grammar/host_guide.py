@@ -1,5 +1,5 @@
 """The guide on the host. A grammar is walked by numbers or by a matcher that goes down a path and comes back; both end in rows of
-one table of packed masks. Unpacked (:class:`~decoders.engine.sampling.Masks`), these are all that reaches the step.
+one table of packed masks. Unpacked (:class:`~decoders.sampling.processors.Masks`), these are all that reaches the step.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ...constraints.base import CompiledGrammar, Tabulated
 from ...errors import GrammarError
+from ...sampling.processors import Masks
 from ...strategy import Sequences
 from ...tree import Topology, TreeTensors
 from ..core import StepOutput
-from ..sampling import Masks
 from .guide import MASK_MISMATCH, NOTHING_ALLOWED, Guide
 from .history import HostHistory
 from .texts import FREE, FreeText, MaskTable, MatchedText, TabulatedText, Text

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .buckets import host_reads
-from .sampling import (
+from ..devices import host_reads
+from .processors import (
     GOLDEN,
     MIX_1,
     MIX_2,
@@ -21,7 +21,7 @@ from .sampling import (
     noise_of,
     process,
 )
-from .sampling import choose as choose_of_all
+from .processors import choose as choose_of_all
 from .selection import NEVER, Operations, Selection, by_reference, first_largest, largest, select
 
 #: Vocabularies up to this are drawn from with the noise of all their tokens.
@@ -53,7 +53,7 @@ class Candidates:
         return Candidates(scores, None, scores.shape[-1])
 
     def choose(self, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor) -> Tensor:
-        """The token after each node, ``[B, N]`` int64, as :func:`~decoders.engine.sampling.choose` says."""
+        """The token after each node, ``[B, N]`` int64, as :func:`~decoders.sampling.processors.choose` says."""
         if self.tokens is None:
             if not host_reads(self.scores):
                 return choose_of_all(self.scores, plan, inputs, positions)
@@ -142,7 +142,7 @@ def candidates(
 ) -> Candidates:  # fmt: skip
     """What the plan's operations leave of every node: logits ``[B, N, V]``, positions ``[B, N]``.
 
-    Equal to :func:`~decoders.engine.sampling.process`, which is what runs where the host cannot read the device or the
+    Equal to :func:`~decoders.sampling.processors.process`, which is what runs where the host cannot read the device or the
     code is being traced.
 
     Args:
@@ -234,7 +234,7 @@ def _draw(scores: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
 def _upper_bits(start: Tensor, begin: int, count: int) -> Tensor:
     """The hash's upper 32 bits of ``count`` tokens from `begin` on, ``[R, count]`` float32, up to the last of the bits.
 
-    start: ``[R]`` int64. As in :func:`~decoders.engine.sampling.mix64`, in two buffers.
+    start: ``[R]`` int64. As in :func:`~decoders.sampling.processors.mix64`, in two buffers.
     """
     z = torch.arange(begin + 1, begin + count + 1).mul_(GOLDEN) + start[:, None]
     t = z >> 30

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from transformers.generation import logits_process as hf
 
-from decoders.engine.sampling import (
+from decoders.sampling.processors import (
     OPERATIONS,
     SamplingInputs,
     SamplingPlan,

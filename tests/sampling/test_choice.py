@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
-from decoders.engine import candidates as module
-from decoders.engine.candidates import Candidates, candidates
-from decoders.engine.sampling import Masks, SamplingInputs, SamplingPlan, choose, gumbel_noise, process, row_keys
-from decoders.engine.selection import first_largest, largest
+from decoders.sampling import choice as module
+from decoders.sampling.choice import Candidates, candidates
+from decoders.sampling.processors import Masks, SamplingInputs, SamplingPlan, choose, gumbel_noise, process, row_keys
+from decoders.sampling.selection import first_largest, largest
 
 CPU = torch.device("cpu")
 NEVER = float("-inf")

@@ -1,6 +1,6 @@
 """Which tokens the processors keep, found without sorting the vocabulary: for devices that Python may read at no cost.
 
-The functions of :data:`~decoders.engine.sampling.OPERATIONS` say what is kept. Here the few tokens that can be kept are
+The functions of :data:`~decoders.sampling.processors.OPERATIONS` say what is kept. Here the few tokens that can be kept are
 selected first and the same decisions are taken among them. A decision that hangs on how the reference rounds a sum, or on
 the order in which its sort leaves equal scores (torch's is not stable), is not decided here: the token is marked as unsure,
 and the reference decides about the row if anything comes to depend on it.
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .sampling import OPERATIONS
+from .processors import OPERATIONS
 
 #: How many of the largest are looked at first: mostly enough.
 FIRST = 64

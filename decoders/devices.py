@@ -1,0 +1,34 @@
+"""What Python may do beside a device: how sizes are compiled for it, and whether values may be looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+
+def static_shapes(device: torch.device) -> bool:
+    """Whether code for `device` is compiled for one size each. The switch between the two paths: tests turn it on a CPU."""
+    return device.type != "cpu"
+
+
+_recorded = ContextVar("recorded", default=False)
+
+
+@contextmanager
+def as_recorded() -> Iterator[None]:
+    """Within it the engine's code runs on the CPU as in a recording: it reads nothing from tensors."""
+    token = _recorded.set(True)
+    try:
+        yield
+    finally:
+        _recorded.reset(token)
+
+
+def host_reads(tensor: Tensor) -> bool:
+    """Whether Python may look at values without waiting: on a CPU, outside of traced and recorded code."""
+    # Traced code never gets as far as the variable.
+    return not static_shapes(tensor.device) and not torch.compiler.is_dynamo_compiling() and not _recorded.get()

@@ -1,0 +1,126 @@
+"""What a strategy drafts with: a second model (:attr:`Context.draft`), and what a grammar forces (:attr:`Context.guide`).
+
+Letters: ``B`` rows, ``Q`` nodes that are continued, ``C`` continuations of each, ``N`` nodes of a block, ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from .tree import TreeTensors
+
+if TYPE_CHECKING:
+    from .strategy import Sequences, Step
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """Continuations that a draft model proposes for ``Q`` nodes.
+
+    Attributes:
+        tokens: ``[B, Q, C]`` int64, its ``C`` best next tokens of every node; when sampling, of the scores with noise.
+        weights: ``[B, Q, C]`` float32, their log-probabilities: of ``softmax(scores + noise)``, noise 0 when greedy.
+        scores: ``[B, Q, V]`` float32, the processed scores themselves, if the call needs them; ``-inf`` for tokens of the
+            target that the draft does not have.
+    """
+
+    tokens: Tensor
+    weights: Tensor
+    scores: Tensor | None
+
+
+@dataclass(frozen=True)
+class Advance:
+    """What a pass with a stage's draft in it has come to.
+
+    Attributes:
+        path: ``[B, N]`` int64, the accepted node at each depth; valid up to `emitted`.
+        emitted: ``[B]`` int64, tokens that the rows have got.
+        expansion: continuations of all ``N`` nodes of the block.
+    """
+
+    path: Tensor
+    emitted: Tensor
+    expansion: Expansion
+
+
+class Drafter(ABC):
+    """A draft model for the length of a call, with rows and a cache of its own that follow what is committed.
+
+    A round is :meth:`begin`, then passes, then a draft made of what they gave. In a chain, :meth:`extend` appends the model's own
+    choice to every row; with a stage, :meth:`advance` verifies the stage's draft tokens as the shared loop does and may append
+    several. In a tree, :meth:`root` and :meth:`expand` give the best continuations of nodes, level by level. Everything stays on
+    the device.
+
+    Attributes:
+        vocab_size: how many of the target's tokens the draft can propose.
+        children: ``C``, continuations given per node: as many as were asked for, or the whole of a small vocabulary.
+        passes: forward passes so far.
+    """
+
+    vocab_size: int
+    children: int
+    passes: int
+
+    @property
+    @abstractmethod
+    def length(self) -> Tensor:
+        """``[B]`` int64, tokens per row including what has been drafted."""
+
+    @abstractmethod
+    def begin(self, sequences: Sequences) -> None:
+        """Takes over what is committed; drafts of the last round that were rejected are forgotten."""
+
+    @abstractmethod
+    def extend(self) -> Expansion:
+        """One pass: every row gets the model's own next token, whose log-probability is the expansion's weight. ``C`` is 1."""
+
+    @abstractmethod
+    def advance(self) -> Advance:
+        """One pass with the stage's draft tokens in it: every row gets one token or more."""
+
+    @abstractmethod
+    def root(self) -> Expansion:
+        """One pass: the best continuations of every row's last token. ``Q`` is 1."""
+
+    @abstractmethod
+    def expand(self, nodes: Tensor, tree: TreeTensors) -> Expansion:
+        """One pass: the best continuations of `nodes` ``[B, Q]``, the last ``Q`` of `tree` (whose node 0 is the last token)."""
+
+    @abstractmethod
+    def drafted(self, count: int) -> Tensor:
+        """``[B, count]`` int64: the tokens written since :meth:`begin`; -1 behind the last one of a row."""
+
+    @abstractmethod
+    def observe(self, step: Step, own_nodes: int, displaced: int = 0) -> None:
+        """Learns how many tokens at a row's end this model has not read, or not where they belong.
+
+        Args:
+            step: what became of the draft.
+            own_nodes: nodes of the draft that this drafter made, the root included. If the block held others (merged
+                strategies), any of them may have been accepted.
+            displaced: most accepted nodes whose keys and values are not in the slots of their positions: 0 for a chain, the
+                depth of a tree.
+        """
+
+
+class Forced(Protocol):
+    """What the grammars of a call's rows force them to write."""
+
+    def expect(self, sequences: Sequences) -> None:
+        """:meth:`forced` will be asked; `sequences` are the rows as they begin. What it needs is there before a step is recorded."""
+
+    def forced(self, sequences: Sequences, limit: int) -> Tensor:
+        """``[B, K]`` int64, tokens of the bytes that must come next, -1 behind the last one; ``K`` is at most `limit`.
+
+        Where several tokens would do, as each row has spelled such text before. The last bytes are left out where a row has no
+        history of them and the tokenizer might join them with what follows.
+
+        Args:
+            sequences: the rows as committed, as :meth:`Strategy.propose` gets them.
+            limit: most tokens per row.
+        """

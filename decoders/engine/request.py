@@ -1,0 +1,101 @@
+"""A call in the loop's terms, and what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ..constraints.base import CompiledGrammar
+from ..report import Report
+from ..sampling.processors import SamplingPlan
+from ..strategy import Strategy
+from ..verifiers.verifier import Verifier
+from .criteria import Criteria
+from .host_processors import Processors
+from .tiers import Compile
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from .engine import Engine
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call, with everything of transformers' resolved.
+
+    Attributes:
+        strategy: proposes.
+        model: the user's, for strategies.
+        prompts: one 1-D int64 tensor per row, padding removed.
+        padded_prompt: ``[B, P]`` as the user passed it.
+        new_tokens: most tokens to generate per row.
+        stop_tokens: end-of-sequence ids.
+        pad_token: follows them.
+        plan: what runs on logits inside the step.
+        values: the plan's parameters (see :class:`SamplingPlan`).
+        seed: of the noise.
+        processors: called on the host instead, if the plan cannot express them.
+        criteria: asked after every token, on the host.
+        on_step: told the new tokens of every row and which rows have ended, after every step.
+        keep_logits: return them per generated token.
+        keep_scores: the same, processed.
+        compile: see :data:`~decoders.engine.tiers.Compile`.
+        reuse: whether keys and values of earlier calls may serve.
+        prefill_chunk: most prompt tokens per pass.
+        slots: least capacity of the rows.
+        verifier: decides what is accepted, None is the coupled rule; it cannot be had with host processors.
+        grammars: what each row may write, None is anything; with any, the plan is ``masked``.
+        origin: distribution and version of the strategy, for notes on errors.
+        tokenizer: for strategies, if there is one.
+        assistant_model: for strategies that need one.
+        engine_of: the engine of a draft model: a loaded one, or a path; checks that its vocabulary is the target's.
+        resolve: makes a strategy from a registry name and settings.
+    """
+
+    strategy: Strategy
+    model: PreTrainedModel
+    prompts: list[Tensor]
+    padded_prompt: Tensor
+    new_tokens: int
+    stop_tokens: tuple[int, ...] = ()
+    pad_token: int = 0
+    plan: SamplingPlan = SamplingPlan()
+    values: tuple[float, ...] = ()
+    seed: int = 0
+    processors: Processors | None = None
+    criteria: Criteria | None = None
+    on_step: Callable[[list[list[int]], list[bool]], None] | None = None
+    keep_logits: bool = False
+    keep_scores: bool = False
+    compile: Compile = True
+    reuse: bool = True
+    prefill_chunk: int = 512
+    slots: int | None = None
+    verifier: Verifier | None = None
+    grammars: Sequence[CompiledGrammar | None] = ()
+    origin: str = ""
+    tokenizer: PreTrainedTokenizerBase | None = None
+    assistant_model: PreTrainedModel | None = None
+    engine_of: Callable[[PreTrainedModel | str], Engine] | None = None
+    resolve: Callable[..., Strategy] | None = None
+
+
+@dataclass
+class Decoded:
+    """What a call has written.
+
+    Attributes:
+        tokens: generated ids per row, stop token included.
+        report: what it took.
+        logits: raw, per row and token, if asked for.
+        scores: processed, per row and token, if asked for.
+    """
+
+    tokens: list[list[int]]
+    report: Report
+    logits: list[list[Tensor]]
+    scores: list[list[Tensor]]

@@ -1,0 +1,12 @@
+"""Choosing a token: processed scores, plus noise that depends on the seed, the row, the position and the token alone.
+
+For strategies that have scores of their own: ``process`` treats them as the target's are treated, ``candidates`` finds the best of them
+without sorting the vocabulary, ``gumbel_noise`` is what the target draws with.
+"""
+
+from .choice import Candidates, candidates
+from .processors import Masks, SamplingInputs, SamplingPlan, choose, gumbel_noise, mix64, process
+
+__all__ = [
+    "Candidates", "Masks", "SamplingInputs", "SamplingPlan", "candidates", "choose", "gumbel_noise", "mix64", "process",
+]  # fmt: skip
