@@ -109,7 +109,13 @@ class Drafter(ABC):
 
 
 class Forced(Protocol):
-    """What the grammars of a call's rows force them to write."""
+    """What the grammars of a call's rows force them to write.
+
+    Attributes:
+        on_device: whether :meth:`forced` never waits for the device.
+    """
+
+    on_device: bool
 
     def expect(self, sequences: Sequences) -> None:
         """:meth:`forced` will be asked; `sequences` are the rows as they begin. What it needs is there before a step is recorded."""

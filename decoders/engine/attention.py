@@ -7,6 +7,7 @@ mask's head axis: ``[B, T, N, view]``. Model code hands it through untouched and
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -126,6 +127,11 @@ class Probe(MaskShape):
         self.groups.add(query.shape[1] // key.shape[1])
 
 
+def tell_shape(mask: Tensor, shape: MaskShape | Probe) -> None:
+    """Hangs on `mask` how it was made."""
+    setattr(mask, "decoders_shape", shape)  # noqa: B010  (by its annotations a tensor has no such attribute)
+
+
 def repeat_for_group(mask: Tensor, group: int) -> Tensor:
     """``[B, T, N, view]`` → ``[B, T, group·N, view]``: the mask of queries that are packed as rows of one head."""
     if group == 1:
@@ -144,7 +150,7 @@ def tree_attention(
     dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **kwargs,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of ``N`` nodes over the cache, queries of a GQA group packed as rows of one head.
 

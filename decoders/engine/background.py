@@ -12,10 +12,10 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
-from unittest import mock
 
 import torch
+
+from .torch_compat import traced_by_one_thread
 
 #: Seconds for which a thread may hold the interpreter's lock while something compiles (Python's default is 0.005).
 #: Every operator of a decoding step gives the lock up and waits for it again: a step of 300 operators would take 1.5 s.
@@ -45,7 +45,8 @@ class BackgroundCompile:
     def __init__(self, name: str, work: Callable[[], object]) -> None:
         self.name, self.seconds = name, 0.0
         self.ready = self.failed = False
-        self._work, self._error = work, None
+        self._work = work
+        self._error: BaseException | None = None
         self._modes = torch.is_inference_mode_enabled(), torch.get_num_threads()
         self._over = threading.Event()
         self._warned = False
@@ -97,25 +98,6 @@ def compiling() -> Iterator[float]:
             sys.setswitchinterval(usual)
 
 
-@contextmanager
-def traced_by_one_thread() -> Iterator[None]:
-    """While this thread traces with torch.fx, modules that other threads call run as they always do.
-
-    A tracer puts itself in the place of ``nn.Module.__call__`` for the whole process (torch 2.13): a decoding step, or anybody's
-    model, that is called meanwhile would be taken for a part of what is traced, and raise.
-    """
-    tracing = threading.get_ident()
-    usual = torch.fx.Tracer.call_module
-
-    def call_module(self: Any, module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        if threading.get_ident() != tracing:
-            return forward(*args, **kwargs)
-        return usual(self, module, forward, args, kwargs)
-
-    with mock.patch.object(torch.fx.Tracer, "call_module", call_module):
-        yield
-
-
 def worth_compiling(spent: float, expected: float) -> bool:
     """Whether to begin compiling, rent or buy: once uncompiled steps have taken the seconds that compiling is expected to.
 
@@ -130,7 +112,8 @@ def _end_threads() -> None:
     the process. One that waits for g++ is left where it is."""
     threads = [compile._thread for compile in list(_running) if compile._thread.is_alive()]
     for thread in threads:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_ProcessEnds))
+        if thread.ident is not None:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_ProcessEnds))
     if threads:
         threads[0].join(0.5)
         gc.freeze()  # or the interpreter would walk through half-made graphs for seconds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,9 @@ class LayoutProbe(Cache):
         super().__init__(layers=[])
         self.layouts: dict[int, LayerSpec] = {}
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         self.layouts[layer_idx] = LayerSpec(
             key_states.shape[1], key_states.shape[3], value_states.shape[1], value_states.shape[3],
             key_states.dtype, key_states.device,
@@ -99,7 +102,9 @@ class SlotCache(Cache):
         super().__init__(layers=[])
         self.buffers, self.slots, self.view = buffers, slots, view
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         keys, values = self.buffers.keys[layer_idx], self.buffers.values[layer_idx]
         write_slots(keys, self.slots, key_states)
         write_slots(values, self.slots, value_states)

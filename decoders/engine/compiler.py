@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from ..sampling.processors import SamplingPlan
+from . import torch_compat
 from .static_inputs import SameObject
 
 _serial = itertools.count()
@@ -53,7 +53,7 @@ class CompiledFunction:
             self._known.add(kind)
             # Sizes that happen to be equal, four rows and four children, are not the same size. (Entering this takes
             # longer than many a function, so not in every call.)
-            with torch.fx.experimental._config.patch(use_duck_shape=False):
+            with torch_compat.sizes_of_their_own():
                 result = self._run(*args)
         if compilations() > before:
             self.on_compile(time.perf_counter() - started)
@@ -66,7 +66,7 @@ class CompiledFunction:
     def _run(self, *args: Any) -> Any:
         try:
             return self.compiled(*args)
-        except (TorchDynamoException, FailOnRecompileLimitHit, AssertionError) as error:
+        except (*torch_compat.COMPILER_ERRORS, AssertionError) as error:
             result = self.function(*args)  # an error of the function's own is raised here, as what it is
             if not self._warned:
                 name = getattr(self.function, "__name__", repr(self.function))
@@ -82,13 +82,6 @@ def _kind(argument: Any) -> Any:
     return argument if isinstance(argument, bool | int | float | str | tuple | SamplingPlan | None) else type(argument)
 
 
-def mark_dynamic(tensors: list[tuple[Tensor, tuple[int, ...]]]) -> None:
-    """Declares sizes that vary between calls, so that one graph serves them all."""
-    for tensor, dims in tensors:
-        for dim in dims:
-            torch._dynamo.mark_dynamic(tensor, dim)
-
-
 def compilations() -> int:
     """Graphs that Dynamo has compiled in this process so far."""
-    return torch._dynamo.utils.counters["stats"].get("unique_graphs", 0)
+    return torch_compat.graphs_compiled()

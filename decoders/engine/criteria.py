@@ -26,7 +26,8 @@ class Outcome:
     @staticmethod
     def of(summary: list[list[int]], new: list[list[int]], rows: int) -> Outcome:
         """That of the first `rows` rows; see :class:`StepOutput`. Rows that fill a batch up end here."""
-        return Outcome(*(figures[:rows] for figures in summary), new=new[:rows])
+        emitted, accepted, drafted, ended = (figures[:rows] for figures in summary)
+        return Outcome(emitted, accepted, drafted, ended, new[:rows])
 
 
 @dataclass(frozen=True)

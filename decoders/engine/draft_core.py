@@ -105,7 +105,7 @@ class DraftCore(Core):
     def _read(self, rows: Rows, view_range: Tensor, pending: Tensor) -> ForwardResult:
         """Runs the end of every row; results ``[B, 1, …]`` of its last token."""
         nodes = self._tail(rows, pending)
-        block = causal_block(*nodes.shape, nodes.device)
+        block = causal_block(nodes.shape[0], nodes.shape[1], nodes.device)
         base = rows.length - 1 - pending.shape[0]
         result = self.run(nodes, base, block, rows.buffers, view_range)
         return ForwardResult(result.logits[:, -1:, : self.vocab], result.hidden[:, -1:])

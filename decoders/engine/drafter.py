@@ -81,6 +81,7 @@ class ModelDrafter(Drafter):
         children: int = 1, stage: Strategy | None = None,
     ) -> None:  # fmt: skip
         self.call, self.level, self.ahead, self.stage = call, context.level + 1, ahead, stage
+        assert call.request.engine_of is not None, "a request with draft models says whose engines serve"
         self.engine = call.request.engine_of(model)
         target = self.engine.target
         self.core = self.engine.draft_core(call.plan, context.vocab_size, children)

@@ -27,7 +27,7 @@ class Fingerprint:
         size = tensor.element_size()
         memory = (ctypes.c_char * (tensor.numel() * size)).from_address(self._pointer)
         # NaNs and signed zeros count: bytes are compared, not numbers.
-        self.view = np.ndarray((rows, width * size), np.uint8, memory, strides=(step * size, 1))
+        self.view = np.ndarray((rows, width * size), np.uint8, memoryview(memory), strides=(step * size, 1))
         self.content = self.view.tobytes()
 
     @property
@@ -79,14 +79,6 @@ class Fingerprints:
     def changed(self) -> bool:
         """Whether any sample differs from what it was."""
         return [look() for look in self._look] != self._content or any(group.changed for group in self._elsewhere)
-
-
-def writes_counted(tensor: Tensor) -> int:
-    """How often PyTorch saw the tensor being written to; inference tensors, and what takes their data, do not count."""
-    try:
-        return tensor._version
-    except RuntimeError:
-        return 0
 
 
 def sampled(tensor: Tensor) -> bool:

@@ -11,10 +11,9 @@ of a tree out so that this holds, whatever the model's ratio.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +23,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from . import attention
 from .attention import KIND_ATTRIBUTE, LayerKind
 from .static import PerShape, compile_static
+from .torch_compat import flex_decoding_takes_several_programs
 
 NAME = "decoders_flex"
 KINDS_ATTRIBUTE = "decoders_layer_kinds"
@@ -44,21 +44,8 @@ LEAST_HEAD_DIM = 16
 
 @torch.compiler.assume_constant_result
 def takes_several_programs() -> bool:
-    """Whether the kernel that splits the cache deals a head's queries out to several programs. Before it did (during 2.11's
-    development), it left all but the first ``BLOCK_M`` out without a word.
-    """
-    return _several_programs()
-
-
-@cache
-def _several_programs() -> bool:
-    from torch._inductor.kernel.flex.flex_decoding import flex_decoding_grid
-
-    try:
-        programs = flex_decoding_grid(1, 1, 1, 2 * 16, 64, {"BLOCK_M": 16, "SPLIT_KV": 1})
-        return math.prod(int(size) for size in programs) == 2
-    except Exception:  # no answer is no
-        return False
+    """See :func:`~decoders.engine.torch_compat.flex_decoding_takes_several_programs`."""
+    return flex_decoding_takes_several_programs()
 
 
 @dataclass(frozen=True)
@@ -193,9 +180,11 @@ def attend(
         value = F.pad(value, (0, LEAST_HEAD_DIM - value_width))
 
     def cap(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        assert softcap is not None
         return softcap * torch.tanh(score / softcap)
 
-    result = flex_attention(
+    fused: Any = flex_attention  # its annotations are those of one overload
+    result = fused(
         packing.pack(query), key, value,
         score_mod=cap if softcap is not None else None,
         block_mask=block_mask(mask, kind, key.shape[2], packing),
@@ -281,7 +270,7 @@ def flex_tree_attention(
     dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **kwargs,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Same contract as :func:`decoders.engine.attention.tree_attention`, with a packed mask (:func:`pack_mask`)."""
     kind = getattr(module, KINDS_ATTRIBUTE)[getattr(module, KIND_ATTRIBUTE, 0)]

@@ -11,21 +11,22 @@ from torch import Tensor
 from ..errors import DraftError, VerifierError
 from ..tree import TreeTensors
 from .rows import Fault, Rows
+from .torch_compat import writes_counted
 
 _TREE = (
     "proposed a tree whose visible, ancestors or offsets do not follow from its parents: make it with "
     "TreeTensors.from_parents, or as a Topology"
 )
-_LAW = "gave probabilities that are negative, not finite, or do not sum to 1"
+_NO_DISTRIBUTION = "gave probabilities that are negative, not finite, or do not sum to 1"
 
 
 @contextmanager
 def untouched(hook: str, **tensors: Tensor) -> Iterator[None]:
     """Raises DraftError if `hook` writes into any of `tensors`, by name; writes through ``.data`` are not seen."""
-    before = [tensor._version for tensor in tensors.values()]
+    before = [writes_counted(tensor) for tensor in tensors.values()]
     yield
     for (name, tensor), version in zip(tensors.items(), before, strict=True):
-        if tensor._version != version:
+        if writes_counted(tensor) != version:
             raise DraftError(f"{hook} wrote into {name}, which belongs to the loop: work on a copy")
 
 
@@ -54,4 +55,4 @@ def raise_faults(rows: Rows, strategy: str, verifier: str) -> None:
         if faults & Fault.TREE:
             raise DraftError(f"{strategy} {_TREE} (row {row})")
         if faults & Fault.LAW:
-            raise VerifierError(f"{verifier} {_LAW} (row {row})")
+            raise VerifierError(f"{verifier} {_NO_DISTRIBUTION} (row {row})")

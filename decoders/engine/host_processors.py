@@ -97,7 +97,8 @@ def choose_along_path(
     active = [row for row in range(batch) if not finished[row]]
     generated = len(prefixes.generated[active[0]])
     # Equal siblings stand for the same text: all nodes of a depth that match are followed together.
-    at, paths = {row: [0] for row in active}, dict.fromkeys(active, ())
+    at = {row: [0] for row in active}
+    paths: dict[int, tuple[int, ...]] = dict.fromkeys(active, ())
     depth, going = 0, True
     while going:
         ids = torch.cat([prefixes.of(row, generated + depth, paths.get(row, ())) for row in range(batch)])

@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +48,7 @@ def align_activations(model: nn.Module) -> None:
         plain = type(module)
         elementwise = plain in ELEMENTWISE or sys.modules.get(plain.__module__) is activations
         if elementwise and "forward" not in vars(module) and not any(True for _ in module.parameters()):
-            module.__class__ = _aligned(plain)
+            module.__class__ = _aligned(cast(Hashable, plain))
 
 
 @functools.cache

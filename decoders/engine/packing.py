@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import UnsupportedError
-from .fingerprints import Fingerprint, writes_counted
+from . import torch_compat
+from .fingerprints import Fingerprint
 
 #: Matrices with fewer elements are left alone: calling oneDNN costs more than its kernel saves.
 SMALLEST = 128 * 128
@@ -22,7 +24,7 @@ _library.define("packed_linear(Tensor x, Tensor packed, Tensor? bias, int out_fe
 
 
 def _packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
+    return torch_compat.multiply_packed(x, packed, bias)
 
 
 _library.impl("packed_linear", _packed_linear, "CPU")
@@ -82,7 +84,7 @@ class PackedWeight:
 
     def __init__(self, source: Tensor, matrix: Callable[[Tensor], Tensor]) -> None:
         self.source, self._matrix = source, matrix
-        self.packed = _reorder(matrix(source.detach()))
+        self.packed = torch_compat.reorder_linear_weight(matrix(source.detach()))
         self.settle()
 
     def settle(self) -> None:
@@ -99,7 +101,7 @@ class PackedWeight:
 
     def repack(self) -> None:
         """Packs the parameter's present values into the same tensor: graphs that hold it see them."""
-        self.packed.copy_(_reorder(self._matrix(self.source.detach())))
+        self.packed.copy_(torch_compat.reorder_linear_weight(self._matrix(self.source.detach())))
         self.settle()
 
     def dense(self) -> Tensor:
@@ -177,18 +179,11 @@ def _packable(module: nn.Module, smallest: int) -> tuple[type[nn.Module], Callab
     if kind is None or weight is None or "forward" in vars(module):
         return None
     plain = type(weight) in (nn.Parameter, Tensor) and weight.layout == torch.strided and weight.device.type == "cpu"
-    return kind if plain and weight.dim() == 2 and weight.numel() >= smallest and _multiplies(weight.dtype) else None
-
-
-def _multiplies(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies packed matrices of this type on this machine."""
-    if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
-        return False
-    if dtype == torch.bfloat16:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if dtype == torch.float16:
-        return torch.ops.mkldnn._is_mkldnn_fp16_supported()
-    return dtype == torch.float32
+    return (
+        kind
+        if plain and weight.dim() == 2 and weight.numel() >= smallest and torch_compat.multiplies_packed(weight.dtype)
+        else None
+    )
 
 
 def _shared(source: Tensor, matrix: Callable[[Tensor], Tensor]) -> PackedWeight:
@@ -203,14 +198,9 @@ def _shared(source: Tensor, matrix: Callable[[Tensor], Tensor]) -> PackedWeight:
     return weight
 
 
-def _reorder(matrix: Tensor) -> Tensor:
-    # The row count is a hint; the layout was the same for every count tried.
-    return torch.ops.mkldnn._reorder_linear_weight(matrix, 8)
-
-
 def _state(source: Tensor) -> tuple:
     """Differs after an in-place change that PyTorch counts."""
-    return source.data_ptr(), writes_counted(source)
+    return source.data_ptr(), torch_compat.writes_counted(source)
 
 
 class FreedParameter(nn.Parameter):
@@ -224,7 +214,7 @@ class FreedParameter(nn.Parameter):
 
     def __new__(cls, original: nn.Parameter) -> FreedParameter:
         nothing = torch.full((1, 1), torch.nan, dtype=original.dtype).expand(original.shape)
-        return super().__new__(cls, nothing, original.requires_grad)  # type: ignore[return-value]
+        return super().__new__(cls, nothing, original.requires_grad)
 
     def __init__(self, original: nn.Parameter) -> None: ...
 
@@ -235,10 +225,10 @@ class FreedParameter(nn.Parameter):
             name = getattr(getattr(func, "__self__", None), "__name__", "")
         if name not in _TOLD:
             raise freed_error()
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_compat.as_plain_tensors():
             return func(*args, **(kwargs or {}))
 
-    def __repr__(self, **_: object) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch passes what its own takes
         return f"FreedParameter(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: dict) -> FreedParameter:
@@ -310,7 +300,7 @@ def free_originals(model: nn.Module, packing: Packing) -> FreedWeights:
         stands: dict[int, FreedParameter] = {}
         for path, module, name in places:
             original = module._parameters[name]
-            if isinstance(original, FreedParameter):  # one module under two names
+            if original is None or isinstance(original, FreedParameter):  # one module under two names
                 continue
             stand_in = stands.setdefault(id(original), FreedParameter(original))
             freed.places.append((module, name, original, stand_in, weight))
@@ -340,7 +330,7 @@ def restore_originals(freed: FreedWeights, packing: Packing) -> None:
             module._parameters[name] = original
     for layer, weight in packing.layers.values():
         if weight.source.numel():
-            layer._parameters["weight"] = weight.source
+            layer._parameters["weight"] = cast(nn.Parameter, weight.source)
     for *_, weight in freed.places:
         weight.settle()
     freed.places.clear()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import torch_compat
 from .compiler import private
 from .packing import Packing
 
@@ -57,11 +57,7 @@ def layers_as_regions(model: nn.Module) -> Iterator[int]:
 
 
 def _region(function: Callable) -> Callable:
-    options = {}
-    if "max_reuse_entries" in inspect.signature(torch.compiler.nested_compile_region).parameters:
-        options["max_reuse_entries"] = 1 << 20  # the default raises at the ninth
-    # A copy, since marking writes to the function.
-    return torch.compiler.nested_compile_region(private(function), **options)
+    return torch_compat.compiled_region(private(function))  # a copy, since marking writes to the function
 
 
 class RegionalForward:
@@ -88,8 +84,7 @@ class RegionalForward:
         """Makes the graph for arguments like these; raises what the compiler raises if no way of compiling works."""
         use_packed_kernels()
         fixed(*((packed, (0, 1)) for packed in self.packed))
-        # With dynamic sizes Dynamo would take the epsilon of a norm for an input. Settings are patched for this thread only.
-        with torch._dynamo.config.patch(specialize_float=True):
+        with torch_compat.floats_as_constants():
             if self.regional is not False:
                 try:
                     with layers_as_regions(self.model) as count:
@@ -104,31 +99,17 @@ class RegionalForward:
             self.regional = False
 
     def _wrap(self) -> Callable:
-        options = {
-            # The engine compares fingerprints of the weights instead.
-            "guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe,
-            "size_asserts": False,
-        }
-        return torch.compile(private(self.function), fullgraph=True, dynamic=True, options=options)
+        return torch_compat.compiled_whole(private(self.function), dynamic=True, options={"size_asserts": False})
 
 
 def fixed(*sizes: tuple[Tensor, tuple[int, ...]]) -> None:
     """Declares dimensions that never vary: heads and widths of the cache, for instance."""
     for tensor, dims in sizes:
         for dim in dims:
-            torch._dynamo.mark_static(tensor, dim)
+            torch_compat.mark_static(tensor, dim)
 
 
 @functools.cache
 def use_packed_kernels() -> None:
-    """Lets inductor call oneDNN's kernel for packed linears itself. Without that it goes through Python, to the same kernel."""
-    try:
-        from torch._inductor.lowering import fallback_handler, register_lowering
-
-        kernel = fallback_handler(torch.ops.mkldnn._linear_pointwise.default, add_to_fallback_set=False)
-    except (ImportError, AttributeError, TypeError):
-        return
-
-    @register_lowering(torch.ops.decoders.packed_linear.default, type_promotion_kind=None)
-    def _(x: Any, packed: Any, bias: Any, out_features: int) -> Any:
-        return kernel(x, packed, bias, "none", [], "")
+    """Lets inductor call oneDNN's kernel for packed linears itself."""
+    torch_compat.lower_to_packed_kernel(torch.ops.decoders.packed_linear.default)

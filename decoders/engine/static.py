@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from .cache import CacheBuffers
 from .compiler import private
+from .torch_compat import COMPILER_ERRORS, compiled_whole
 
 #: Shapes that one function is compiled for; buckets keep well below it.
 MOST_SHAPES = 512
@@ -21,8 +21,7 @@ MOST_SHAPES = 512
 
 def compile_static(function: Callable) -> Callable:
     """`function` as one graph for the sizes of its first call. Guards on modules are dropped: the engine compares the weights."""
-    options = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
-    return torch.compile(function, fullgraph=True, dynamic=False, options=options)
+    return compiled_whole(function, dynamic=False, options={})
 
 
 class PerShape:
@@ -71,7 +70,7 @@ class PerShape:
             result = compiled(*args)
             self.runs += 1
             return result
-        except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # raised before anything has run
+        except COMPILER_ERRORS as error:  # raised before anything has run
             self._compiled[key] = None
             self._warn(error)
             return self.fallback(*args)
@@ -105,7 +104,7 @@ class PerShape:
 class WholeStep(PerShape):
     """A method of a core as one graph for every shape of its arguments, and the method itself where that fails."""
 
-    def __call__(self, *args: Any) -> Any:  # type: ignore[override]
+    def __call__(self, *args: Any) -> Any:
         return super().__call__(shape_key(args), *args)
 
 

@@ -89,7 +89,7 @@ class StaticInputs:
         same = tensors.keys() == self.tensors.keys()
         return same and all(self.tensors[path].data_ptr() == tensor.data_ptr() for path, tensor in tensors.items())
 
-    def load(self, root: Any, copy: Callable[[Tensor, Tensor], None] = Tensor.copy_) -> bool:
+    def load(self, root: Any, copy: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> bool:
         """Copies the values of `root`'s tensors in, or says that it does not fit, with nothing copied."""
         tensors, others = find_tensors(root)
         if tensors.keys() != self.tensors.keys() or others.keys() != self.others.keys():

@@ -6,7 +6,7 @@ import copy
 import inspect
 import types
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from . import attention, buckets, flex, invariance
 from .cache import CacheBuffers, LayerSpec, LayoutProbe, SlotCache
 from .fingerprints import Fingerprints
 from .packing import pack
+from .transformers_compat import keeps_recurrent_state
 from .twin import WeightState, share_weights, tensors_of
 
 
@@ -58,7 +59,7 @@ class Target:
         self.model = share_weights(model)
         self.model.set_attn_implementation(flex.NAME if self.flex else attention.NAME)
         flex.prepare(self.model, self.kinds, kind_of_layer)
-        self.embeddings = model.get_input_embeddings().num_embeddings
+        self.embeddings = embeddings_of(model)
         self.vocab_size = model.get_output_embeddings().weight.shape[0]
         self.max_positions = context_length(model)
         self.backbone = backbone_of(self.model)
@@ -143,7 +144,7 @@ class Target:
 
     def prefill(self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int) -> None:
         """Writes the keys and values of ``tokens`` ``[B, N]`` to slots ``start …`` without computing logits."""
-        tree = causal_block(*tokens.shape, tokens.device)
+        tree = causal_block(tokens.shape[0], tokens.shape[1], tokens.device)
         self.backbone(**self._inputs(tokens, start, tree, buffers, view, (latest, tokens.shape[1])))
 
     def _inputs(
@@ -157,10 +158,10 @@ class Target:
         else:
             mask = attention.build_mask(self.kinds, base, tree.offsets, tree.visible[:, -n:], view.shape[0], self.dtype)
             if latest is not None and n > attention.STRETCH:
-                mask.decoders_shape = attention.MaskShape(latest=latest)
+                attention.tell_shape(mask, attention.MaskShape(latest=latest))
             elif self.group > 1:
                 mask = attention.repeat_for_group(mask, self.group)
-                mask.decoders_shape = attention.MaskShape(self.group)
+                attention.tell_shape(mask, attention.MaskShape(self.group))
         return dict(
             input_ids=nodes.clamp(0, self.embeddings - 1),
             attention_mask=mask,
@@ -173,7 +174,7 @@ class Target:
     @torch.no_grad()
     def _self_check(self, model: PreTrainedModel) -> None:
         """Verifies a small tree and compares with plain forwards: catches whatever no flag of the config tells."""
-        vocab = model.get_input_embeddings().num_embeddings
+        vocab = embeddings_of(model)
         prompt, branch = [3 % vocab, 5 % vocab, 7 % vocab], [11 % vocab, 13 % vocab]
         device = self.device
         tree = Topology.branches(2, 2)
@@ -223,7 +224,7 @@ def refuse_unfit(model: PreTrainedModel) -> None:
     name, advice = type(model).__name__, "Call generate without strategy=."
     if model.config.is_encoder_decoder:
         raise UnsupportedError(f"{name} is an encoder-decoder model; the shared loop decodes causal models. {advice}")
-    if getattr(model, "_is_stateful", False):
+    if keeps_recurrent_state(model):
         raise UnsupportedError(
             f"{name} keeps a recurrent state, which cannot hold several draft tokens at once or be rolled back. {advice}"
         )
@@ -265,6 +266,11 @@ def backbone_of(model: PreTrainedModel) -> nn.Module:
     return next(child for child in model.children() if any(module is embeddings for module in child.modules()))
 
 
+def embeddings_of(model: PreTrainedModel) -> int:
+    """How many token ids the model can read."""
+    return int(cast(nn.Embedding, model.get_input_embeddings()).num_embeddings)
+
+
 def context_length(model: PreTrainedModel) -> int:
     """How many positions the model can express; unbounded if its config does not say."""
     text = model.config.get_text_config(decoder=True)
@@ -275,14 +281,15 @@ def context_length(model: PreTrainedModel) -> int:
 def probe_layout(model: PreTrainedModel, kinds: int, packed: bool) -> tuple[list[LayerSpec], set[int]]:
     """What each layer stores per token, and how many query heads share a key head, learnt by running one token."""
     probe = LayoutProbe()
-    device = model.get_input_embeddings().weight.device
+    device = model.device
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     mask = torch.zeros(1, kinds, 1, 1, dtype=dtype, device=device)
     if packed:
         one = torch.ones(1, 1, 1, dtype=torch.bool, device=device)
         mask = flex.pack_mask(torch.zeros(1, dtype=torch.int64, device=device), one[0].long() - 1, one)
     token = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    shape = mask.decoders_shape = attention.Probe()
+    shape = attention.Probe()
+    attention.tell_shape(mask, shape)
     model(input_ids=token, attention_mask=mask, position_ids=token, past_key_values=probe, use_cache=True)
     if not probe.layouts or sorted(probe.layouts) != list(range(len(probe.layouts))):
         raise UnsupportedError(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .fingerprints import writes_counted
+from .torch_compat import writes_counted
 
 _INTERNAL = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -130,7 +130,8 @@ class WeightState:
     def of(cls, model: nn.Module) -> Self:
         tensors = (*model.parameters(), *model.buffers())
         shapes = tuple((id(t), t.dtype, t.device, t.shape) for t in tensors)
-        modules, held = [], []
+        modules: list[object] = []
+        held: list[object] = []
         for module in model.modules():
             modules += [id(module), *module._forward_hooks, *module._forward_pre_hooks]
             for name, value in vars(module).items():
@@ -140,7 +141,7 @@ class WeightState:
                     modules.append(value)
                 else:
                     modules.append(id(value))
-                    if not _opaque(type(value)):
+                    if not _opaque(type(value)):  # type: ignore[arg-type]  # types are hashable
                         held.append(_content(value, _DEPTH))
         return cls((shapes, tuple(modules)), tuple(held), tuple((t.data_ptr(), writes_counted(t)) for t in tensors))
 
@@ -161,7 +162,7 @@ def _content(value: Any, depth: int) -> object:
         return value
     if isinstance(value, Tensor):
         return id(value), value.data_ptr(), writes_counted(value)
-    if depth == 0 or _opaque(type(value)):
+    if depth == 0 or _opaque(type(value)):  # type: ignore[arg-type]
         return id(value)
     if isinstance(value, (list, tuple)):
         entries: Iterable[tuple[Any, Any]] = enumerate(value)

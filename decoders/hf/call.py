@@ -20,6 +20,7 @@ from transformers import (
 from ..engine.engine import Engine
 from ..engine.loop import decode
 from ..engine.request import Decoded, Request
+from ..engine.transformers_compat import pad_token_of
 from ..errors import UnsupportedError
 from ..registry.registry import registry
 from ..registry.resolve import resolve_strategy
@@ -29,7 +30,7 @@ from .grammars import Grammars
 from .inputs import check_lengths, unpad
 from .options import Options
 from .output import DecodersOutput, assemble
-from .prepared import host_criteria, max_length, pad_token_of, plan_sampling, stop_tokens_of
+from .prepared import host_criteria, max_length, plan_sampling, stop_tokens_of
 from .streaming import StreamAligner
 
 

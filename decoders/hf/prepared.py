@@ -62,11 +62,6 @@ def stop_tokens_of(criteria: StoppingCriteriaList) -> tuple[int, ...]:
     return tuple(dict.fromkeys(tokens))
 
 
-def pad_token_of(config: GenerationConfig) -> int:
-    pad, stops = getattr(config, "_pad_token_tensor", None), getattr(config, "_eos_token_tensor", None)
-    return int(pad) if pad is not None else int(stops[0]) if stops is not None else 0
-
-
 #: Criteria that the step decides itself.
 _INSIDE = (stopping_criteria.MaxLengthCriteria, stopping_criteria.EosTokenCriteria)
 #: Criteria that look at one row at a time, or at none. A subclass may do anything.

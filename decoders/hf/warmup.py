@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ..engine.target import embeddings_of
 from ..errors import SettingsError, UnsupportedError
 from ..registry.registry import registry
 from ..registry.resolve import resolve_strategy
@@ -102,7 +103,7 @@ def warm(
 
 def _call(generate: Generate, strategy: str | Strategy, rows: int, options: dict[str, Any]) -> tuple[Report, float]:
     model = generate.model
-    vocabulary = model.get_input_embeddings().num_embeddings  # type: ignore[union-attr]
+    vocabulary = embeddings_of(model)
     prompt = torch.tensor([PROMPT], device=model.device).remainder(vocabulary).expand(rows, -1)
     started = time.perf_counter()
     out = generate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -149,7 +150,7 @@ def _min_new_tokens(scores: Tensor, value: Tensor, positions: Tensor, stop_token
 
 
 #: What can run inside the step: name → function of (scores ``[B, N, V]``, value ``[]``), equal to transformers' own.
-OPERATIONS = {
+OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "min_new_tokens": _min_new_tokens,
     "temperature": _temperature,
     "top_k": _top_k,

@@ -20,7 +20,7 @@ from .surroundings import undisturbed
 from .syncs import HostReadError, NoHostData, NoHostReads, NoWaiting, RecordingError
 
 if TYPE_CHECKING:
-    from ..engine.grammar.guide import Guide
+    from ..drafting import Forced
 
 
 class _Reads:
@@ -44,7 +44,7 @@ class _Reads:
 class _Exempt:
     """A guide that may read the device when it is asked what is forced: the loop asks the guide itself whether it does."""
 
-    def __init__(self, guide: Guide, reads: _Reads) -> None:
+    def __init__(self, guide: Forced, reads: _Reads) -> None:
         self.guide, self.reads = guide, reads
 
     def __getattr__(self, name: str) -> Any:
@@ -92,7 +92,7 @@ class Spy(Strategy):
     def start(self, context: Context) -> Any:
         self.vocab, self.seen = context.vocab_size, []
         if self.reads is not None and context.guide is not None:
-            context = replace(context, guide=cast("Guide", _Exempt(context.guide, self.reads)))
+            context = replace(context, guide=cast("Forced", _Exempt(context.guide, self.reads)))
         return self._untouched("start", lambda: self.inner.start(context), context.sequences)
 
     def propose(self, state: Any, sequences: Sequences) -> Draft:

@@ -1,0 +1,166 @@
+"""Private parts of torch that the engine uses: each with why, and what would replace it. Nothing else imports them.
+
+tests/engine/test_compat.py tries every one, so that a version of torch that moves one says which.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from inspect import signature
+from typing import Any, cast
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+#: What Dynamo raises where it cannot compile; there is no public class for it.
+COMPILER_ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
+
+
+# oneDNN's packed weights. Replaced by torch.ao's or torchao's prepacked linears, once these take bf16 and fp32 uncompiled.
+
+
+def reorder_linear_weight(matrix: Tensor) -> Tensor:
+    """`matrix` ``[out, in]`` in the layout that oneDNN multiplies by."""
+    # The row count is a hint; the layout was the same for every count tried.
+    return torch.ops.mkldnn._reorder_linear_weight(matrix, 8)
+
+
+def multiply_packed(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """``x @ weight.T + bias`` with a weight of :func:`reorder_linear_weight`."""
+    return torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
+
+
+def multiplies_packed(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies packed matrices of this type on this machine."""
+    if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
+        return False
+    if dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if dtype == torch.float16:
+        return torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return dtype == torch.float32
+
+
+def lower_to_packed_kernel(operator: Any) -> bool:
+    """Lets inductor call oneDNN's kernel for `operator`, whose arguments are those of ``decoders::packed_linear``.
+
+    Without that it goes through Python, to the same kernel. False where inductor has no such lowering. Replaced by a public way
+    to register one.
+    """
+    try:
+        from torch._inductor.lowering import fallback_handler, register_lowering
+
+        kernel = fallback_handler(torch.ops.mkldnn._linear_pointwise.default, add_to_fallback_set=False)
+    except (ImportError, AttributeError, TypeError):
+        return False
+
+    @register_lowering(operator, type_promotion_kind=None)
+    def _(x: Any, packed: Any, bias: Any, out_features: int) -> Any:
+        return kernel(x, packed, bias, "none", [], "")
+
+    return True
+
+
+# Tensors.
+
+
+def writes_counted(tensor: Tensor) -> int:
+    """How often PyTorch saw the tensor being written to; inference tensors, and what takes their data, do not count.
+
+    Autograd's own counter; nothing public tells a write in place.
+    """
+    try:
+        return tensor._version
+    except RuntimeError:
+        return 0
+
+
+def as_plain_tensors() -> AbstractContextManager:
+    """Within it, functions of torch do not ask subclasses of tensors: what torch's own documentation of subclasses uses."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+# Dynamo.
+
+
+def skip_module_guards() -> Callable[[Any], Any]:
+    """The guard filter that leaves modules out: the engine compares fingerprints of the weights instead."""
+    return torch.compiler.skip_guard_on_all_nn_modules_unsafe
+
+
+def mark_static(tensor: Tensor, dim: int) -> None:
+    """Declares a dimension that never varies. Replaced by ``torch.compile(dynamic_shapes=…)``, which is not there yet."""
+    torch._dynamo.mark_static(tensor, dim)
+
+
+def floats_as_constants() -> AbstractContextManager:
+    """With dynamic sizes Dynamo would take the epsilon of a norm for an input. For this thread only."""
+    return torch._dynamo.config.patch(specialize_float=True)
+
+
+def sizes_of_their_own() -> AbstractContextManager:
+    """Sizes that happen to be equal, four rows and four children, are not the same size."""
+    from torch.fx.experimental import _config
+
+    return cast(Any, _config).patch(use_duck_shape=False)
+
+
+def graphs_compiled() -> int:
+    """Graphs that Dynamo has compiled in this process so far."""
+    return torch._dynamo.utils.counters["stats"].get("unique_graphs", 0)
+
+
+def compiled_region(function: Callable) -> Callable:
+    """`function` as a region that is compiled once. The default number of its variants, where there is one, raises at the ninth."""
+    region: Any = torch.compiler.nested_compile_region
+    bound = "max_reuse_entries" in signature(region).parameters
+    return region(function, **({"max_reuse_entries": 1 << 20} if bound else {}))
+
+
+def compiled_whole(function: Callable, dynamic: bool, options: Mapping[str, Any], **more: Any) -> Callable:
+    """`function` compiled without graph breaks and without guards on modules."""
+    compile: Any = torch.compile  # its annotation of options is narrower than what it takes
+    given = {"guard_filter_fn": skip_module_guards(), **options}
+    return compile(function, fullgraph=True, dynamic=dynamic, options=given, **more)
+
+
+@contextmanager
+def traced_by_one_thread() -> Iterator[None]:
+    """While this thread traces with torch.fx, modules that other threads call run as they always do.
+
+    A tracer puts itself in the place of ``nn.Module.__call__`` for the whole process (torch 2.13): a decoding step, or anybody's
+    model, that is called meanwhile would be taken for a part of what is traced, and raise. Goes once torch.fx traces per thread.
+    """
+    tracing = threading.get_ident()
+    usual = torch.fx.Tracer.call_module
+
+    def call_module(self: Any, module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        if threading.get_ident() != tracing:
+            return forward(*args, **kwargs)
+        return usual(self, module, forward, args, kwargs)
+
+    with mock.patch.object(torch.fx.Tracer, "call_module", call_module):
+        yield
+
+
+# FlexAttention.
+
+
+@cache
+def flex_decoding_takes_several_programs() -> bool:
+    """Whether the kernel that splits the cache deals a head's queries out to several programs. Before it did (during 2.11's
+    development), it left all but the first ``BLOCK_M`` out without a word. Goes with torch 2.11.
+    """
+    from torch._inductor.kernel.flex.flex_decoding import flex_decoding_grid
+
+    try:
+        programs = flex_decoding_grid(1, 1, 1, 2 * 16, 64, {"BLOCK_M": 16, "SPLIT_KV": 1})
+        return math.prod(int(size) for size in programs) == 2
+    except Exception:  # no answer is no
+        return False
