@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -16,7 +14,7 @@ from ..strategy import Context, Draft, Strategy
 from ..tree import TreeTensors
 from .blocks import NodeBlock
 from .buckets import round_up, row_bucket
-from .capture import WARM_UP_STEPS, RecordedCapacity, RecordedStep
+from .capture import WARM_UP_STEPS
 from .core import StepOutput
 from .criteria import CriteriaRun, Outcome
 from .drafter import CallSettings, ModelDrafter, opener
@@ -26,9 +24,9 @@ from .grammar.guide import Guide
 from .guard import check_tree, raise_faults, untouched
 from .host_processors import Prefixes
 from .invariance import branch_length
+from .recording import CallRecording, recordable
 from .request import Decoded, Request
 from .rows import Rows, sampling_inputs
-from .static_inputs import StaticInputs
 from .steps import make_step
 from .verify import step_keys
 
@@ -45,10 +43,10 @@ def decode(engine: Engine, request: Request) -> Decoded:
         torch.no_grad(),
         ExitStack() as stack,
     ):
-        return _Call(engine, request, stack).run()  # the stack gives sessions back, whatever happens
+        return Call(engine, request, stack).run()  # the stack gives sessions back, whatever happens
 
 
-class _Call:
+class Call:
     """The state of one call. stack: closes what it opens."""
 
     def __init__(self, engine: Engine, request: Request, stack: ExitStack) -> None:
@@ -121,7 +119,7 @@ class _Call:
             self.engine.sessions.open(request.prompts, request.new_tokens, sampling, slots, request.reuse)
         )
         self.session, self.blocks = opened.session, opened.session.blocks
-        self._keys = sampling.keys.clone()
+        self.noise_keys = sampling.keys.clone()
         leave = target.reads_ahead and not target.static and request.new_tokens > 0  # a recorded step has one size
         reused, left = self.session.prefill(opened.lengths, opened.reusable, request.prefill_chunk, leave)
         self.pending = left
@@ -131,27 +129,23 @@ class _Call:
         timings.prefill = stopwatch.next()
 
         self.finished = [request.new_tokens == 0] * self.batch
-        inputs = None
-        if not all(self.finished) and self._can_record():
-            inputs = StaticInputs(
-                dict(
-                    state=state, guide=self.guide, drafters=self.drafters, keys=self._keys, sampling=self.rows.sampling
-                )
-            )
-            self._replay(self._recorded(inputs))
+        recording = None
+        if not all(self.finished) and recordable(self):
+            recording = CallRecording(self, state, step)
+            recording.replay_earlier()
         while not all(self.finished):
-            if inputs is not None and self.report.steps == WARM_UP_STEPS:
-                self._replay(self._record_step(inputs, state, step))
-                inputs = None
+            if recording is not None and self.report.steps == WARM_UP_STEPS:
+                recording.record_and_replay()
+                recording = None
                 continue
             stopwatch = Stopwatch(timings)
-            self._renew_keys()
+            self.renew_keys()
             self.where = "propose"
-            draft = self._proposed(state, max(self.lengths))
-            block = self._block(draft)
+            draft = self.propose(state, max(self.lengths))
+            block = self.block_of(draft)
             self.where = "forward pass and verification"
             timings.propose += stopwatch.next()
-            block = self._masked(draft, block)
+            block = self.masked(draft, block)
             timings.mask += stopwatch.next()
             passes = self.engine.compiled_passes
             out = step(draft, block, self.rows)
@@ -173,10 +167,10 @@ class _Call:
                 self.guide.commit(out, self.rows.finished)
             timings.mask += stopwatch.next()
             self.where = "observe"
-            self._observe(state, out)
+            self.observe(state, out)
             timings.observe += stopwatch.next()
             self.where = "streamer"
-            self._record(outcome, out)
+            self.book(outcome, out)
             if target.multiple > 1:
                 self.pending = round_up(branch_length(out.path, outcome.emitted), target.multiple)
             timings.host += stopwatch.next()
@@ -186,79 +180,10 @@ class _Call:
         self.session.keep([max(length - 1 - self.pending, 0) for length in self.lengths])
         self.report.peak_memory = self._memory()
 
-    def _can_record(self) -> bool:
-        """Whether nothing in a step needs the host or varies in shape, so that a device that records can replay it."""
-        r = self.request
-        return (
-            self.session.recordings is not None and self.target.static and bool(r.compile) and r.strategy.on_device
-            and (self.guide is None or self.guide.on_device)
-            and all(drafter.on_device for drafter in self.drafters)
-            and r.processors is None and r.criteria is None and not (r.keep_logits or r.keep_scores)
-        )  # fmt: skip
-
-    def _recording_key(self) -> tuple:
-        """What a recorded step depends on, besides the tensors that it reads."""
-        r, rows = self.request, self.rows
-        verifier = None if self.verifier is None else (type(self.verifier), str(getattr(self.verifier, "settings", "")))
-        return (
-            type(r.strategy), r.strategy.name, repr(r.strategy), r.plan, verifier, len(rows.sampling.values),
-            len(rows.sampling.stop_tokens), type(self.guide), tuple(id(drafter.session) for drafter in self.drafters),
-        )  # fmt: skip
-
-    def _recorded(self, inputs: StaticInputs) -> RecordedStep | None:
-        """What an earlier call has recorded, if this one can use it; its tensors then hold what this call begins with."""
-        assert self.session.recordings is not None
-        return self.session.recordings.reuse(
-            self._recording_key(), RecordedCapacity(self.width, 0, self.longest), inputs.root
-        )
-
-    def _record_step(self, inputs: StaticInputs, state: Any, step: Callable[..., StepOutput]) -> RecordedStep | None:
-        """Records a step like those so far, for this call and later ones."""
-
-        def body() -> StepOutput:
-            self._renew_keys()
-            draft = self._proposed(state, 0)
-            out = step(draft, self._masked(draft, self._block(draft)), self.rows)
-            if self.guide is not None:
-                self.guide.commit(out, self.rows.finished)
-            self._observe(state, out)
-            return out
-
-        nodes = self.report.nodes
-        room = min([self.rows.slots - nodes, *(drafter.room for drafter in self.drafters)])
-        assert self.session.recordings is not None
-        for drafter in self.drafters:
-            drafter.recording()
-        recorded = self.session.recordings.record(
-            self._recording_key(), RecordedCapacity(self.width, nodes, room), inputs, body
-        )
-        for drafter in self.drafters:
-            drafter.recorded(recorded is not None)
-        return recorded
-
-    def _replay(self, recorded: RecordedStep | None) -> None:
-        """The rest of the call as replays of one step; its parts cannot be told apart, all time is the core's."""
-        if recorded is None:
-            return
-        begun, first = time.perf_counter(), self.report.steps
-        for summary, new in recorded.steps():
-            self._record(Outcome.of(summary, new, self.batch), None)
-            if not first and self.report.steps == 1:
-                self.report.time_to_first_token = self.report.timings.prefill + time.perf_counter() - begun
-            if all(self.finished):
-                break
-        steps = self.report.steps - first
-        self.report.compiled_steps += steps
-        self.report.nodes = max(self.report.nodes, recorded.capacity.nodes)
-        for drafter, like in zip(self.drafters, recorded.inputs.root["drafters"], strict=True):
-            drafter.replayed(like, steps)
-        self.guide = recorded.inputs.root["guide"]  # the one that has been led
-        self.report.timings.core += time.perf_counter() - begun
-
-    def _renew_keys(self) -> None:
+    def renew_keys(self) -> None:
         """Other verifiers than the coupled one want noise that no step has seen before."""
         if self.verifier is not None:
-            self.rows.sampling.keys.copy_(step_keys(self._keys, self.rows.length))
+            self.rows.sampling.keys.copy_(step_keys(self.noise_keys, self.rows.length))
 
     def _context(self) -> Context:
         """What the strategy may prepare itself from."""
@@ -283,7 +208,7 @@ class _Call:
             context = replace(context, strategy=request.resolve)
         return replace(context, draft=opener(call, context, self.guide, self.drafters))
 
-    def _proposed(self, state: Any, length: int) -> Draft:
+    def propose(self, state: Any, length: int) -> Draft:
         """What the strategy proposes, shown `length` slots of the rows."""
         strategy, sequences = self.request.strategy, self.session.view(length)[1]
         with untouched(f"propose of {strategy.name!r}", **vars(sequences)):
@@ -295,7 +220,7 @@ class _Call:
             return
         raise_faults(self.rows, self._culprit, f"verifier {self.report.verifier!r}")
 
-    def _block(self, draft: Draft) -> NodeBlock:
+    def block_of(self, draft: Draft) -> NodeBlock:
         """A checked draft as the core wants it."""
         draft_tokens, tree = self.blocks.of(draft, self.request.strategy.name)
         if isinstance(draft.topology, TreeTensors):
@@ -311,7 +236,7 @@ class _Call:
         again, self.pending = text[0] > 0 and self.report.steps > 0, 0
         return NodeBlock(draft_tokens, tree, self.session.view(end)[0], text=text, again=again)
 
-    def _masked(self, draft: Draft, block: NodeBlock) -> NodeBlock:
+    def masked(self, draft: Draft, block: NodeBlock) -> NodeBlock:
         """`block` with what the grammars allow after each node, and without the draft tokens that they forbid."""
         if self.guide is None:
             return block
@@ -319,7 +244,7 @@ class _Call:
         # Other verifiers know what a draft token was drawn from: taking one out would change the distribution.
         return replace(block, draft_tokens=legal if self.verifier is None else block.draft_tokens, masks=masks)
 
-    def _observe(self, state: Any, out: StepOutput) -> None:
+    def observe(self, state: Any, out: StepOutput) -> None:
         strategy = self.request.strategy
         if type(strategy).observe is Strategy.observe:
             return
@@ -327,7 +252,7 @@ class _Call:
         with untouched(f"observe of {strategy.name!r}", **vars(sequences), path=out.path, logits=out.logits):
             strategy.observe(state, out.observed(sequences))
 
-    def _record(self, outcome: Outcome, out: StepOutput | None) -> None:
+    def book(self, outcome: Outcome, out: StepOutput | None) -> None:
         """Books a step; `out` is needed for logits and scores only."""
         request, report = self.request, self.report
         report.steps += 1

@@ -19,7 +19,7 @@ from .host_processors import Prefixes, choose_along_path
 from .rows import Rows
 
 if TYPE_CHECKING:
-    from .loop import Request
+    from .request import Request
 
 #: (draft, block, rows) → what became of them; the block holds the draft's tokens and tree as the target runs them.
 StepFunction = Callable[[Draft, NodeBlock, Rows], StepOutput]
