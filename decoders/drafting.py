@@ -1,4 +1,4 @@
-"""What a strategy drafts with: a second model (:attr:`Context.draft`), and what a grammar forces (:attr:`Context.guide`).
+"""What a strategy drafts with: a second model (``Context.draft``), and what a grammar forces (``Context.guide``).
 
 Letters: ``B`` rows, ``Q`` nodes that are continued, ``C`` continuations of each, ``N`` nodes of a block, ``V`` vocabulary.
 """

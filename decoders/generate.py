@@ -1,4 +1,4 @@
-"""The face of decoding: ``enable``, ``disable``, ``release`` and ``warmup`` of a model. What ``generate`` does then is ``hf``'s."""
+"""Models enabled, disabled, released and warmed up. What ``generate`` does then is in ``hf``."""
 
 from __future__ import annotations
 

@@ -245,6 +245,7 @@ class Call:
         return replace(block, draft_tokens=legal if self.verifier is None else block.draft_tokens, masks=masks)
 
     def observe(self, state: Any, out: StepOutput) -> None:
+        """Shows the strategy what became of its draft."""
         strategy = self.request.strategy
         if type(strategy).observe is Strategy.observe:
             return

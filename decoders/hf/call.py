@@ -35,7 +35,7 @@ from .streaming import StreamAligner
 
 
 @dataclass(frozen=True)
-class Call:
+class GenerateCall:
     """A call that is going to be decoded.
 
     Attributes:

@@ -13,7 +13,7 @@ from ..engine.locks import CallLock
 from ..engine.target import refuse_unfit
 from .arguments import refuse_arguments
 from .assistants import Assistants
-from .call import Call
+from .call import GenerateCall
 from .inputs import check_inputs
 from .options import OWN, Options
 from .peft import refuse_prompt_learning
@@ -83,6 +83,7 @@ class Generate:
             self._engine = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """``model.generate``."""
         if len(args) > len(_POSITIONAL):
             raise TypeError(f"generate() takes {len(_POSITIONAL)} positional arguments, {len(args)} were given")
         positional = dict(zip(_POSITIONAL, args, strict=False))
@@ -105,6 +106,6 @@ class Generate:
         )
         options.check()
         engine = partial(self.engine, options.runtime.attention, options.runtime.weights)
-        return Call(
+        return GenerateCall(
             self.model, engine, self._assistants, options, arguments.get("tokenizer") or self.tokenizer
         ).generate()

@@ -1,0 +1,163 @@
+"""Draws the two pictures of docs/explanation/architecture.md from the code: ``python docs/draw_architecture.py``.
+
+The floors are those of the import contracts in pyproject.toml, which CI checks. For the way of a call one is made, and what it
+enters is written down in that order.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "explanation" / "architecture.md"
+PACKAGE = ROOT / "decoders"
+
+#: What the picture of a call shows: room, module, function.
+STATIONS = (
+    ("hf.wrapper", "Generate.__call__"),
+    ("hf.options", "Options.read"),
+    ("hf.arguments", "refuse_arguments"),
+    ("hf.inputs", "check_inputs"),
+    ("hf.call", "GenerateCall.generate"),
+    ("hf.call", "GenerateCall._decode"),
+    ("hf.prepared", "plan_sampling"),
+    ("hf.wrapper", "Generate.engine"),
+    ("engine.engine", "Engine.refresh"),
+    ("hf.grammars", "Grammars.of"),
+    ("engine.loop", "decode"),
+    ("engine.session", "Sessions.open"),
+    ("engine.session", "Session.prefill"),
+    ("strategies.lookahead", "Lookahead.start"),
+    ("engine.loop", "Call.propose"),
+    ("strategies.lookahead", "Lookahead.propose"),
+    ("engine.loop", "Call.block_of"),
+    ("engine.blocks", "Blocks.of"),
+    ("engine.loop", "Call.masked"),
+    ("engine.grammar.host_guide", "HostGuide.block"),
+    ("engine.core", "Core.step"),
+    ("engine.target", "Target.read"),
+    ("engine.attention", "tree_attention"),
+    ("engine.cache", "write_slots"),
+    ("engine.core", "Core.decide"),
+    ("sampling.choice", "candidates"),
+    ("sampling.choice", "Candidates.choose"),
+    ("engine.verify", "follow_matches"),
+    ("engine.core", "Core.commit"),
+    ("engine.cache", "move_slots"),
+    ("engine.grammar.host_guide", "HostGuide.commit"),
+    ("engine.loop", "Call.observe"),
+    ("strategies.lookahead", "Lookahead.observe"),
+    ("engine.loop", "Call.book"),
+    ("hf.grammars", "Grammars.judge"),
+    ("hf.output", "assemble"),
+)
+
+
+def floors() -> Iterator[str]:
+    """The rooms, the highest floor first: what a floor imports lies below it."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+        "contracts"
+    ]
+    layers = next(contract for contract in contracts if contract["id"] == "layers")["layers"]
+    yield "| floor | what is in it | files |"
+    yield "| --- | --- | --- |"
+    for layer in layers:
+        for name in (part.strip(" ()") for part in layer.split("|")):
+            room = PACKAGE / name
+            path = room / "__init__.py" if room.is_dir() else room.with_suffix(".py")
+            files = sorted(room.rglob("*.py")) if room.is_dir() else [path]
+            shown = f"`{name}/`" if room.is_dir() else f"`{name}.py`"
+            yield f"| {shown} | {first_sentence(ast.get_docstring(ast.parse(path.read_text(encoding='utf-8'))))} | {len(files)} |"
+
+
+def way() -> Iterator[str]:
+    """A call's way through :data:`STATIONS`, as a call takes it: deeper is within."""
+    stations = dict(map(_code_of, STATIONS))
+    entered: dict[CodeType, int] = {}
+    open_: list[CodeType] = []
+
+    def profile(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if code not in stations:
+            return
+        if event == "call":
+            entered.setdefault(code, len(open_))
+            open_.append(code)
+        elif event == "return" and open_:
+            open_.pop()
+
+    call = _ready()
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    if missing := [name for code, (name, _) in stations.items() if code not in entered]:
+        raise SystemExit(f"a call does not come past {', '.join(missing)}")
+    width = max(2 * depth + len(stations[code][0]) for code, depth in entered.items()) + 2
+    yield "```text"
+    for code, depth in entered.items():
+        name, sentence = stations[code]
+        yield f"{'  ' * depth + name:{width}}{sentence}"
+    yield "```"
+
+
+def _code_of(station: tuple[str, str]) -> tuple[CodeType, tuple[str, str]]:
+    module, qualified = station
+    value: Any = importlib.import_module(f"decoders.{module}")
+    for part in qualified.split("."):
+        value = getattr(value, part)
+    code = getattr(value, "__wrapped__", value).__code__
+    return code, (f"{module.replace('.', '/')}.py  {qualified}", first_sentence(inspect.getdoc(value)).split(": ")[0])
+
+
+def _ready() -> Any:
+    """A call whose model has been used before: the demo's draft model under lookahead, with a grammar."""
+    import decoders
+
+    model, tokenizer = decoders.demo.load("draft")
+    decoders.enable(model, tokenizer)
+    inputs = tokenizer("def total(values):", return_tensors="pt")
+    grammar = decoders.regex(r"[a-z ]{4,40}\.", backend="llguidance")
+
+    def call() -> Any:
+        return model.generate(
+            **inputs,
+            strategy="lookahead",
+            grammar=grammar,
+            max_new_tokens=6,
+            decoders_config={"compile": False, "reuse": False},
+        )
+
+    call()
+    return call
+
+
+def first_sentence(docstring: str | None) -> str:
+    """The beginning of a docstring, for one line."""
+    text = " ".join((docstring or "").split("\n\n")[0].split())
+    for mark in (":meth:", ":class:", ":func:", ":data:"):
+        text = text.replace(mark, "")
+    return text.split(". ")[0].rstrip(".:").replace("``", "`").replace("`~", "`")
+
+
+def page(text: str) -> str:
+    """`text` with both pictures as the code has them now."""
+    for name, draw in (("floors", floors), ("way", way)):
+        begin, end = f"<!-- {name}: drawn by docs/draw_architecture.py -->\n", f"<!-- end of {name} -->"
+        head, _, rest = text.partition(begin)
+        _, _, tail = rest.partition(end)
+        text = head + begin + "\n".join(draw()) + "\n" + end + tail
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
