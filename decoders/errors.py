@@ -55,7 +55,8 @@ class GrammarError(DecodersError, ValueError):
     """A grammar that cannot be compiled, or a finished text that breaks one.
 
     Attributes:
-        keyword: what is to blame, a keyword of JSON Schema, say. path: where it stands, as a JSON path.
+        keyword: what is to blame, a keyword of JSON Schema, say.
+        path: where it stands, as a JSON path.
     """
 
     def __init__(self, message: str, keyword: str | None = None, path: str | None = None) -> None:

@@ -105,9 +105,11 @@ def warmup(
 
     Args:
         model: enabled, or it will be.
-        strategies: as in ``generate(strategy=…)``. rows: batch sizes that will be used; all above one share their graphs.
+        strategies: as in ``generate(strategy=…)``.
+        rows: batch sizes that will be used; all above one share their graphs.
         assistant_model: given to the strategies that draft with one.
-        sampling: also make ready drawing tokens: True for the model's own parameters, or ``temperature=…, top_k=…`` as a dict.
+        sampling: also make ready drawing tokens: True for the model's own parameters, or ``temperature=…, top_k=…`` as a
+            dict.
         tokenizer: as in :func:`decoders.enable`.
         options: more arguments for ``generate``: ``decoders_config``, ``strategy_config``, ``grammar``.
 

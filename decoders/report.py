@@ -54,11 +54,14 @@ class Stage:
     """What a draft model did in a call, and the drafter that helps it, if it has one.
 
     Attributes:
-        model: name or path. drafter: strategy that drafts for this model, None if it writes token by token.
+        model: name or path.
+        drafter: strategy that drafts for this model, None if it writes token by token.
         passes: forward passes of this model, its prefill excluded.
-        tokens: tokens it wrote with its drafter's help, all rows. drafted, accepted: draft tokens of the drafter that were put
-            to it, and those that it confirmed. accepted_lengths: histogram of tokens per row and pass, as in the report.
-        forward_seconds: in its passes. drafter_seconds: in its drafter, which holds the passes of `stages`.
+        tokens: tokens it wrote with its drafter's help, all rows.
+        drafted, accepted: draft tokens of the drafter that were put to it, and those that it confirmed.
+        accepted_lengths: histogram of tokens per row and pass, as in the report.
+        forward_seconds: in its passes.
+        drafter_seconds: in its drafter, which holds the passes of `stages`.
         stages: the draft models of its drafter.
     """
 
@@ -79,9 +82,13 @@ class GrammarUse:
     """The grammar of a row, and what became of the text.
 
     Attributes:
-        name: of the language. backend: what compiled it. policy: which tokens may spell it.
-        source: where the compiled grammar came from: "compiled", "memory", "disk" or "given". seconds: it took to get it.
-        nbytes: its memory. warnings: what it leaves out, or lets pass, of what was asked for.
+        name: of the language.
+        backend: what compiled it.
+        policy: which tokens may spell it.
+        source: where the compiled grammar came from: "compiled", "memory", "disk" or "given".
+        seconds: it took to get it.
+        nbytes: its memory.
+        warnings: what it leaves out, or lets pass, of what was asked for.
         complete: whether the text is a whole one of the language; otherwise the call ended before it did.
         invalid: what a complete text breaks of a specification that is narrower than the language; None: nothing.
     """
@@ -104,19 +111,24 @@ class Report:
     """Figures of one ``generate`` call.
 
     Attributes:
-        strategy: registry name. settings: the settings in force.
+        strategy: registry name.
+        settings: the settings in force.
         exact: False if the strategy or verifier may change the distribution.
         verifier: how drafts are accepted ("coupled").
         compiled_steps: how many of `steps` ran compiled, the others uncompiled.
         reused: per row, prompt tokens that were not read, since an earlier call had left their keys and values.
-        same_bits: in low precision on a CPU, whether a token has the same bits in every block, so that drafts change nothing at
-            near-ties either: a brief check when the model was made ready. None where it is not checked.
-        rows: batch size. prompt_tokens, new_tokens: per row.
-        steps: target forwards that commit tokens. prefill_steps: how many of them, 0 or 1, read the end of the prompt as
-            well; their core is timed as ``timings.prefill``.
-        drafted: draft tokens put to the target, all rows. accepted: those that it confirmed.
+        same_bits: in low precision on a CPU, whether a token has the same bits in every block, so that drafts change nothing
+            at near-ties either: a brief check when the model was made ready. None where it is not checked.
+        rows: batch size.
+        prompt_tokens, new_tokens: per row.
+        steps: target forwards that commit tokens.
+        prefill_steps: how many of them, 0 or 1, read the end of the prompt as well; their core is timed as
+            ``timings.prefill``.
+        drafted: draft tokens put to the target, all rows.
+        accepted: those that it confirmed.
         accepted_lengths: histogram; entry ``n`` counts row-steps that committed ``n + 1`` tokens.
-        nodes: largest block that was verified. timings: see :class:`Timings`.
+        nodes: largest block that was verified.
+        timings: see :class:`Timings`.
         time_to_first_token: seconds from the start of decoding to the first committed token.
         peak_memory: bytes of the static caches (CPU) or of the device allocator's peak (CUDA).
         compilations: graphs compiled during this call.

@@ -120,8 +120,10 @@ def load_settings(
     """Settings in force: call > generation config > environment > file > default. Each setting is taken whole.
 
     Args:
-        cls: what to fill. section: the strategy it belongs to, None for the loop's own.
-        call: values given in the call. generation_config: values found in the generation config.
+        cls: what to fill.
+        section: the strategy it belongs to, None for the loop's own.
+        call: values given in the call.
+        generation_config: values found in the generation config.
         sections: all section names there are. They tell ``DECODERS_PROMPT_LOOKUP_LENGTH`` (of ``prompt_lookup``) from a
             setting ``lookup_length`` of ``prompt``, and a misspelt table from that of an absent plugin.
 

@@ -78,8 +78,9 @@ def build_mask(
     layers narrow that by *position*: ``s`` itself for committed slots, ``base + offset`` for nodes.
 
     Args:
-        base: ``[B]`` int64, slot of node 0. offsets: ``[B, K]`` of all nodes of the block. visible: ``[B, N, K]`` bool, for
-            the ``N`` last of them: those before have been run and are in the cache already.
+        base: ``[B]`` int64, slot of node 0.
+        offsets: ``[B, K]`` of all nodes of the block.
+        visible: ``[B, N, K]`` bool, for the ``N`` last of them: those before have been run and are in the cache already.
 
     Returns:
         ``[B, len(kinds), N, view]`` of `dtype`.
@@ -155,9 +156,11 @@ def tree_attention(
     """Attention of ``N`` nodes over the cache, queries of a GQA group packed as rows of one head.
 
     Args:
-        query: ``[B, Hq, N, D]``. key, value: ``[B, Hkv, view, D]``. attention_mask: ``[B, T, N, view]`` additive, or
-            ``[B, T, group·N, view]`` (:func:`repeat_for_group`).
-        softcap: ``cap·tanh(scores/cap)`` before the mask (gemma2). s_aux: ``[Hq]`` attention sinks (gpt-oss).
+        query: ``[B, Hq, N, D]``.
+        key, value: ``[B, Hkv, view, D]``.
+        attention_mask: ``[B, T, N, view]`` additive, or ``[B, T, group·N, view]`` (:func:`repeat_for_group`).
+        softcap: ``cap·tanh(scores/cap)`` before the mask (gemma2).
+        s_aux: ``[Hq]`` attention sinks (gpt-oss).
 
     Returns:
         ``[B, N, Hq, Dv]`` and None.

@@ -38,8 +38,10 @@ class BackgroundCompile:
     while compiling ends at once.
 
     Attributes:
-        name: what is compiled, for the warning. seconds: what the compilation took, once it is over, its turn not waited for.
-        ready: the graph is there. failed: it will never be.
+        name: what is compiled, for the warning.
+        seconds: what the compilation took, once it is over, its turn not waited for.
+        ready: the graph is there.
+        failed: it will never be.
     """
 
     def __init__(self, name: str, work: Callable[[], object]) -> None:

@@ -109,7 +109,8 @@ def pad_block(draft_tokens: Tensor, tree: Topology | TreeTensors, nodes: int) ->
     """A block filled up to `nodes` nodes with "no draft token".
 
     Args:
-        draft_tokens: ``[B, N-1]`` int64. tree: of ``N`` nodes.
+        draft_tokens: ``[B, N-1]`` int64.
+        tree: of ``N`` nodes.
 
     Returns:
         ``[B, nodes-1]`` and the tree of as many nodes; both as they are if they are that large.

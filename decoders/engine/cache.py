@@ -132,7 +132,8 @@ def move_slots(buffers: CacheBuffers, base: Tensor, path: Tensor) -> None:
     """Copies slot ``base[b] + path[b, n]`` to ``base[b] + n`` in every layer; all reads come before all writes.
 
     Args:
-        base: ``[B]`` int64. path: ``[B, N]`` int64.
+        base: ``[B]`` int64.
+        path: ``[B, N]`` int64.
     """
     index = torch.arange(path.shape[1], device=path.device)
     if host_reads(path):  # elsewhere to look would be to wait

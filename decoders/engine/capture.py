@@ -131,7 +131,9 @@ class RecordedStep:
     """One recording: replays it and hands out each step's results one step late, so that the device never waits for the host.
 
     Attributes:
-        capacity: what it was made for. inputs: the tensors it reads and writes besides the session's. replays: launches so far.
+        capacity: what it was made for.
+        inputs: the tensors it reads and writes besides the session's.
+        replays: launches so far.
     """
 
     def __init__(

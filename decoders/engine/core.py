@@ -26,9 +26,12 @@ class StepOutput:
     """Device results of a step.
 
     Attributes:
-        nodes, chosen, path: as in :class:`decoders.strategy.Step`. new: ``[B, N]`` int64, tokens in order of commitment.
+        nodes, chosen, path: as in :class:`decoders.strategy.Step`.
+        new: ``[B, N]`` int64, tokens in order of commitment.
         summary: ``[4, B]`` int64 for the host: tokens emitted, draft tokens accepted, draft tokens made, finished.
-        logits: ``[B, N, V]``. scores: the processed ones if the plan keeps them. hidden: ``[B, N, H]``.
+        logits: ``[B, N, V]``.
+        scores: the processed ones if the plan keeps them.
+        hidden: ``[B, N, H]``.
     """
 
     nodes: Tensor

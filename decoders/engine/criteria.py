@@ -50,7 +50,8 @@ class CriteriaRun:
     """The criteria of one call, asked in the order in which plain decoding would ask them.
 
     Args:
-        prefixes: the rows as transformers would show them. scores: per row and token, where they are kept.
+        prefixes: the rows as transformers would show them.
+        scores: per row and token, where they are kept.
     """
 
     def __init__(self, criteria: Criteria, prefixes: Prefixes, scores: list[list[Tensor]] | None) -> None:

@@ -56,8 +56,11 @@ class PackedMask:
     rows from ``group · nodes`` on are padding.
 
     Attributes:
-        heads: key heads. group: query heads per key head. nodes: queries of the block. parts: a power of two; 0 where queries
-            are not packed. rows: rows per head.
+        heads: key heads.
+        group: query heads per key head.
+        nodes: queries of the block.
+        parts: a power of two; 0 where queries are not packed.
+        rows: rows per head.
     """
 
     heads: int

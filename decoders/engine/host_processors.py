@@ -27,7 +27,9 @@ class Prefixes:
     """Each row as transformers would show it: prompt with its left padding, then what has been generated.
 
     Attributes:
-        prompt: ``[B, P]`` int64 as passed to ``generate``. generated: token ids per row. pad_token: follows a row's end.
+        prompt: ``[B, P]`` int64 as passed to ``generate``.
+        generated: token ids per row.
+        pad_token: follows a row's end.
     """
 
     prompt: Tensor

@@ -105,7 +105,8 @@ def check(target: Target, length: int = 40, comparisons: int | None = None) -> I
     """Reads made-up text in several ways and compares logits, keys and values bit for bit.
 
     Args:
-        length: of the text, in tokens. comparisons: how many are made; None is all.
+        length: of the text, in tokens.
+        comparisons: how many are made; None is all.
     """
     made = islice(_comparisons(target, length), comparisons)
     differs = dict.fromkeys(what for what, left, right in made if not torch.equal(left, right))

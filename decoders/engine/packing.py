@@ -79,7 +79,8 @@ class PackedWeight:
     """One matrix in oneDNN's layout.
 
     Attributes:
-        source: the parameter it was packed from. packed: ``[out, in]``, opaque; the same object for life.
+        source: the parameter it was packed from.
+        packed: ``[out, in]``, opaque; the same object for life.
     """
 
     def __init__(self, source: Tensor, matrix: Callable[[Tensor], Tensor]) -> None:
@@ -118,7 +119,8 @@ class Packing:
     """What :func:`pack` did to a module tree.
 
     Attributes:
-        weights: one per distinct matrix. layers: every module that was packed, by its path, with its matrix.
+        weights: one per distinct matrix.
+        layers: every module that was packed, by its path, with its matrix.
     """
 
     weights: list[PackedWeight] = field(default_factory=list)

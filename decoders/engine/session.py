@@ -247,8 +247,8 @@ class OpenSession:
     """A session in use.
 
     Attributes:
-        reusable: per row, the prompt tokens whose keys and values are in their slots already. lengths: tokens per row; rows
-            that a call has not asked for hold one.
+        reusable: per row, the prompt tokens whose keys and values are in their slots already.
+        lengths: tokens per row; rows that a call has not asked for hold one.
     """
 
     session: Session

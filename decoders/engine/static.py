@@ -31,12 +31,14 @@ class PerShape:
     through all of them in every call. Where compiling fails, a warning says why, once, and `fallback` runs for that key.
 
     Args:
-        function: what is compiled. compile: makes a compiled function of a plain one. fallback: does the same uncompiled;
-            `function` itself by default.
+        function: what is compiled.
+        compile: makes a compiled function of a plain one.
+        fallback: does the same uncompiled; `function` itself by default.
         most: keys beyond so many are not compiled.
 
     Attributes:
-        on_compile: told the seconds of every first call of a key. runs: calls that ran compiled.
+        on_compile: told the seconds of every first call of a key.
+        runs: calls that ran compiled.
     """
 
     def __init__(

@@ -41,7 +41,9 @@ class Grammars:
 
         Args:
             asked: the value of ``grammar=``, see :func:`~decoders.constraints.coerce.as_specs`.
-            rows: of the batch. per_prompt: how many rows in succession share a prompt. size: of the logits.
+            rows: of the batch.
+            per_prompt: how many rows in succession share a prompt.
+            size: of the logits.
 
         Raises:
             GrammarError, UnknownNameError, UnsupportedError.

@@ -19,7 +19,8 @@ def check_inputs(model: PreTrainedModel, input_ids: Any, attention_mask: Any) ->
     """Raises what is wrong with the prompts, before anything is touched; None is left to transformers.
 
     Args:
-        input_ids: ``[B, P]``. attention_mask: ``[B, P]`` of zeros and ones.
+        input_ids: ``[B, P]``.
+        attention_mask: ``[B, P]`` of zeros and ones.
 
     Raises:
         InputError: not a tensor, another shape or dtype, an id outside the vocabulary, a mask that is no mask.

@@ -24,7 +24,8 @@ def refuse_prompt_learning(model: PreTrainedModel, wrapper: Any) -> None:
     """Raises UnsupportedError where an adapter puts vectors in front of the prompt: the loop would decode without them.
 
     Args:
-        model: what generates. wrapper: the ``PeftModel`` around it, None without one.
+        model: what generates.
+        wrapper: the ``PeftModel`` around it, None without one.
     """
     configs = wrapper.peft_config if wrapper is not None else {}
     active = [configs.get(name) for name in getattr(wrapper, "active_adapters", ())]

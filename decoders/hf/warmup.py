@@ -28,8 +28,12 @@ class WarmupPart:
     """One strategy with one number of rows.
 
     Attributes:
-        strategy: name. rows: of the batch. sampling: whether tokens were drawn.
-        seconds: of the call, all in all. compile_seconds: that it waited for compiling. compilations: graphs compiled.
+        strategy: name.
+        rows: of the batch.
+        sampling: whether tokens were drawn.
+        seconds: of the call, all in all.
+        compile_seconds: that it waited for compiling.
+        compilations: graphs compiled.
     """
 
     strategy: str
@@ -46,7 +50,8 @@ class Warmup:
 
     Attributes:
         pack_seconds: making the engine, its weights packed; 0.0 if it was there already.
-        compile_seconds: compiling, the forward pass and what the strategies need. compilations: graphs compiled.
+        compile_seconds: compiling, the forward pass and what the strategies need.
+        compilations: graphs compiled.
         parts: per number of rows and strategy, in the order in which they were asked for.
     """
 

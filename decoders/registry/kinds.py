@@ -24,8 +24,10 @@ class Kind(Generic[Provided]):
     """A kind of class that plugins provide. Names are unique within a kind.
 
     Attributes:
-        noun: the word for one, in messages. plural: for several.
-        base: what the classes derive from. hook: name of the hook that gives them.
+        noun: the word for one, in messages.
+        plural: for several.
+        base: what the classes derive from.
+        hook: name of the hook that gives them.
         check_more: raises PluginError if a class, shown as the text, lacks what only this kind needs.
     """
 

@@ -24,10 +24,12 @@ class PluginInfo:
     """A plugin as ``decoders plugins`` lists it.
 
     Attributes:
-        name: entry-point name. version, provider: of the distribution it comes with.
-        hooks: hooks it implements. strategies, verifiers, grammar_backends: names it claims, usable or not.
-        status: "loaded", "blocked" (by a list), "failed" (nothing of it is used), "conflict" (a name is also claimed
-            by another plugin; its other names are usable).
+        name: entry-point name.
+        version, provider: of the distribution it comes with.
+        hooks: hooks it implements.
+        strategies, verifiers, grammar_backends: names it claims, usable or not.
+        status: "loaded", "blocked" (by a list), "failed" (nothing of it is used), "conflict" (a name is also claimed by
+            another plugin; its other names are usable).
         error: why it is not simply loaded.
     """
 
@@ -66,7 +68,8 @@ class Names(Generic[Provided]):
 
     Attributes:
         kind: whose names these are.
-        usable: entries by name. conflicts: names that nobody has since several claim them, with the message.
+        usable: entries by name.
+        conflicts: names that nobody has since several claim them, with the message.
         lost: messages by plugin key, for each name that the plugin claims and did not get.
     """
 

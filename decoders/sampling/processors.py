@@ -84,7 +84,8 @@ def gumbel_noise(keys: Tensor, positions: Tensor, vocab: int) -> Tensor:
     resolution of 32 bits.
 
     Args:
-        keys: ``[B]`` int64. positions: ``[B, N]`` int64, how many tokens the row has generated before the draw.
+        keys: ``[B]`` int64.
+        positions: ``[B, N]`` int64, how many tokens the row has generated before the draw.
 
     Returns:
         ``[B, N, V]`` float32.

@@ -233,7 +233,8 @@ def _nucleus(scores: Tensor, tokens: Tensor, share: Tensor, outside: int, value:
     being the mean rank under the probabilities, of which the top K are known and the rest are at most V.
 
     Args:
-        share: ``[R, K]`` float64, probabilities. outside: most tokens that may follow these.
+        share: ``[R, K]`` float64, probabilities.
+        outside: most tokens that may follow these.
     """
     count = scores.shape[1]
     cumulative = share.cumsum(-1)
@@ -322,7 +323,8 @@ def _typical(
     Kept is what surprises no more than the token whose probability brings the sum to `value`.
 
     Args:
-        surprise: ``[R, K]``, off by at most `blur` ``[R, 1]``. share: ``[R, K]`` float64, whose sums are off by `margin`.
+        surprise: ``[R, K]``, off by at most `blur` ``[R, 1]``.
+        share: ``[R, K]`` float64, whose sums are off by `margin`.
         everything: nothing that could be kept is outside.
     """
     count = scores.shape[1]

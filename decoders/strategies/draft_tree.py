@@ -83,7 +83,9 @@ class DynamicTree:
     rule survives: for the coupled verifier only.
 
     Args:
-        depth: levels. beam: nodes expanded per level. nodes: budget of the tree, root excluded.
+        depth: levels.
+        beam: nodes expanded per level.
+        nodes: budget of the tree, root excluded.
         compile: see :class:`~decoders.strategy.Context`.
     """
 
@@ -142,7 +144,8 @@ def frontier(
     """The `width` likeliest nodes of a level, appended to the nodes that the draft model has run.
 
     Args:
-        tokens, weights, places: ``[B, n]``, the level. offsets: ``[B, K]``, visible: ``[B, K, K]``, nodes run.
+        tokens, weights, places: ``[B, n]``, the level.
+        offsets: ``[B, K]``, visible: ``[B, K, K]``, nodes run.
 
     Returns:
         tokens ``[B, W]``, cumulative log-probabilities ``[B, W]``, indices in the level ``[B, W]``, and offsets and

@@ -127,7 +127,8 @@ def last_ngrams(tokens: Tensor, length: Tensor, ngram: int, count: int) -> tuple
     """The last `count` n-grams of every row, latest first.
 
     Args:
-        tokens: ``[B, L]`` int64. length: ``[B]`` int64.
+        tokens: ``[B, L]`` int64.
+        length: ``[B]`` int64.
 
     Returns:
         ``[B, N, count]`` int64, and ``[B, count]`` bool, false where the row is too short.

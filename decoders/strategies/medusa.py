@@ -41,9 +41,11 @@ class _State:
     """What a call keeps.
 
     Attributes:
-        level, rank: ``[N-1]`` int64, whose draft token each node takes. ranks: a number of draft tokens that covers all of them.
-        hidden: ``[B, H]``, what the heads read: the hidden state that gave the next block's root. known: ``[B, 1]`` bool,
-            whether there is one yet. ahead: ``[K]`` int64, 0 … K-1.
+        level, rank: ``[N-1]`` int64, whose draft token each node takes.
+        ranks: a number of draft tokens that covers all of them.
+        hidden: ``[B, H]``, what the heads read: the hidden state that gave the next block's root.
+        known: ``[B, 1]`` bool, whether there is one yet.
+        ahead: ``[K]`` int64, 0 … K-1.
         draft token: :func:`draft_tokens`, compiled.
     """
 
@@ -186,7 +188,8 @@ def draft_tokens(
     is sound: what is drawn at a level is independent of what was drawn, and accepted, above it.
 
     Args:
-        hidden: ``[B, H]``. positions: ``[B, K]`` int64, tokens the row has generated before each head's draft token.
+        hidden: ``[B, H]``.
+        positions: ``[B, K]`` int64, tokens the row has generated before each head's draft token.
     """
     scores = head_scores(hidden, weights, lm_head, lm_bias).float()
     if not plan.sample or sampling is None:

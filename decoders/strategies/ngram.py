@@ -138,10 +138,12 @@ def followers(
     those that only the table has seen there come behind: after more context first, then in the table's order.
 
     Args:
-        tokens: ``[B, L]`` int64, ids below V. length: ``[B]`` int64, valid tokens per row.
+        tokens: ``[B, L]`` int64, ids below V.
+        length: ``[B]`` int64, valid tokens per row.
         context: ``[B, 0 … 2]`` int64, the most recent token first; -1 where there is none.
         text_weight: what an occurrence in the text counts beside one in the table.
-        scratch: ``[B, V]`` int32, overwritten. table: tensors of :class:`NgramOrder`, order by order.
+        scratch: ``[B, V]`` int32, overwritten.
+        table: tensors of :class:`NgramOrder`, order by order.
 
     Returns:
         ``[B, width]`` int64, best first, all different, -1 where no more are known; and the context behind the first.
@@ -194,7 +196,8 @@ def _ranked(
     """The `width` best followers ``[B, width]``, best first, -1 where there are fewer.
 
     Args:
-        text: ``[B, L]`` int64. matches: by order, ``[B, L]`` bool: the tokens of the text that follow the context.
+        text: ``[B, L]`` int64.
+        matches: by order, ``[B, L]`` bool: the tokens of the text that follow the context.
         entries: by order, what the table adds.
     """
     # Candidates, with repetitions: the table's, then the text's tokens; what comes later wins among equals.

@@ -21,8 +21,10 @@ def make_pool(new: Tensor, valid: Tensor, per_key: int, capacity: int) -> Tensor
     """A pool that holds `new`. Compares each with each: ``M²`` in time and memory.
 
     Args:
-        new: ``[B, n, M]`` int64, most recent first. valid: ``[B, M]`` bool, false for those to be ignored.
-        per_key: ``G``. capacity: ``C``.
+        new: ``[B, n, M]`` int64, most recent first.
+        valid: ``[B, M]`` bool, false for those to be ignored.
+        per_key: ``G``.
+        capacity: ``C``.
     """
     kept, rank = _first_of_each(new, valid)
     return _close_gaps(new, rank, kept & (rank < per_key), capacity)
@@ -35,7 +37,8 @@ def remember(pool: Tensor, new: Tensor, valid: Tensor, per_key: int | Tensor) ->
     does what exceeds the capacity.
 
     Args:
-        pool: ``[B, n + 1, C]`` int64. new, valid, per_key: as in :func:`make_pool`.
+        pool: ``[B, n + 1, C]`` int64.
+        new, valid, per_key: as in :func:`make_pool`.
     """
     ngrams, rank, capacity = pool[:, :-1], pool[:, -1], pool.shape[2]
     slot = torch.arange(capacity, device=pool.device)
@@ -61,7 +64,9 @@ def recall(pool: Tensor, key: Tensor, count: int) -> Tensor:
     """What followed `key`, most recent first.
 
     Args:
-        pool: ``[B, n + 1, C]`` int64. key: ``[B, 1]`` int64. count: how many are wanted.
+        pool: ``[B, n + 1, C]`` int64.
+        key: ``[B, 1]`` int64.
+        count: how many are wanted.
 
     Returns:
         ``[B, count, n - 1]`` int64; ``-1`` where the pool holds fewer.

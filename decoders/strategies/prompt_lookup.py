@@ -53,7 +53,8 @@ def continuations(tokens: Tensor, length: Tensor, max_ngram: int, min_ngram: int
     """Looks the suffix of every row up in the row itself.
 
     Args:
-        tokens: ``[B, L]`` int64. length: ``[B]`` int64, valid tokens per row.
+        tokens: ``[B, L]`` int64.
+        length: ``[B]`` int64, valid tokens per row.
 
     Returns:
         ``[B, branches, count]`` int64; ``-1`` where there is no (further) match.

@@ -115,7 +115,8 @@ def lay(
     """Puts the continuations found along a pass's accepted path behind those of the passes before.
 
     Args:
-        path: ``[B, n]``, accepted node per depth. emitted, written: ``[B]``, tokens of this pass and of those before.
+        path: ``[B, n]``, accepted node per depth.
+        emitted, written: ``[B]``, tokens of this pass and of those before.
         tokens, weights: ``[B, n, C]`` and scores ``[B, n, V]`` of all nodes of the pass.
         all_tokens, all_weights: ``[B, L+1, C]`` and all_scores ``[B, L+1, V]``, what has been laid; the last place is waste.
     """
@@ -135,7 +136,8 @@ def path_with_leaves(path: Tensor, tokens: Tensor, weights: Tensor, nodes: int, 
     """The likeliest `nodes` nodes of a path and the other continuations of its nodes; result as :func:`best_nodes`.
 
     Args:
-        path: ``[B, L]``, -1 behind its end. tokens, weights: ``[B, L+1, C]``; entry ``[:, d, 0]`` is the path's own.
+        path: ``[B, L]``, -1 behind its end.
+        tokens, weights: ``[B, L+1, C]``; entry ``[:, d, 0]`` is the path's own.
         depth: ``L`` or more, see :func:`best_nodes`.
     """
     rows, length = path.shape

@@ -34,9 +34,10 @@ class DeviceAutomaton:
         entries: 1-D int64; of every state its number, then the position that each column leads to.
         free: position of rows that may write anything: every column leads back to it.
         first: ``[B]`` int64, position of the empty text of each row.
-        columns: ``[G, V]`` int64, column of each token, counted from the state's position. grammar: ``[B]`` int64, each
-            row's grammar of the ``G``.
-        mask_of: ``[S]`` int64, row of `masks` of each state. masks: ``[R, W]`` int32; dead and free states allow all.
+        columns: ``[G, V]`` int64, column of each token, counted from the state's position.
+        grammar: ``[B]`` int64, each row's grammar of the ``G``.
+        mask_of: ``[S]`` int64, row of `masks` of each state.
+        masks: ``[R, W]`` int32; dead and free states allow all.
         tables: the grammars and their own tables, in the order of their states; the first two states are dead and free.
     """
 

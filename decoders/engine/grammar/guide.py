@@ -45,7 +45,8 @@ class Guide(ABC):
         """What may follow every node of a block.
 
         Args:
-            draft_tokens: ``[B, N-1]`` int64. shape: who continues whom; it may have fewer nodes than the block.
+            draft_tokens: ``[B, N-1]`` int64.
+            shape: who continues whom; it may have fewer nodes than the block.
             depth: bound of the tree's depth, if one is known. A guide on the device walks so far; the host sees for itself.
 
         Returns:
@@ -61,8 +62,9 @@ class Guide(ABC):
         """What may follow further nodes of the rows' trees.
 
         Args:
-            tokens: ``[B, Q]`` int64. parents: ``[B, Q]`` int64, nodes in order of expansion, 0 is the root; all of them are
-                among the nodes before. before: how many nodes there are already, the root included; any more are forgotten.
+            tokens: ``[B, Q]`` int64.
+            parents: ``[B, Q]`` int64, nodes in order of expansion, 0 is the root; all of them are among the nodes before.
+            before: how many nodes there are already, the root included; any more are forgotten.
         """
 
     @abstractmethod

@@ -70,7 +70,8 @@ class DeviceHistory:
     Attributes:
         after: ``[B, V]`` int64, ``time * V + token`` of what followed each token last; -1 for nothing.
         begun: ``[B, 257]``, the same of what began with each byte; the last column is that of tokens without text.
-        sizes: ``[V]`` int64, bytes of each token. leads: ``[V]`` int64, first byte of each; 256 without text.
+        sizes: ``[V]`` int64, bytes of each token.
+        leads: ``[V]`` int64, first byte of each; 256 without text.
         time: int64, how many tokens have been read.
     """
 
@@ -111,7 +112,8 @@ def spell(
 
     Args:
         position, before: ``[B]`` int64, where rows stand in `entries`, and their last tokens.
-        after, begun, sizes: see :class:`DeviceHistory`. columns, grammar, entries: see ``device_guide.Automaton``.
+        after, begun, sizes: see :class:`DeviceHistory`.
+        columns, grammar, entries: see ``device_guide.Automaton``.
         room, byte, canonical: ``[S]`` int64 by state: how many bytes are forced, the first of them, and the token that the
             tokenizer writes there; -1 for no byte and no token.
     """

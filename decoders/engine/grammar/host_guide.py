@@ -25,7 +25,8 @@ class HostGuide(Guide):
     """Rows in any grammars.
 
     Attributes:
-        texts: one per row. positions: where each row stands; None for rows that have ended.
+        texts: one per row.
+        positions: where each row stands; None for rows that have ended.
     """
 
     on_device = False
