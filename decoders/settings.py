@@ -218,7 +218,7 @@ def _environment(cls: type[Settings], section: str | None, known: Collection[str
     from pydantic_settings import SettingsError as SourceError
 
     try:
-        found = EnvSettingsSource(cls, env_prefix=prefix, env_ignore_empty=True)()  # type: ignore[arg-type]
+        values = EnvSettingsSource(cls, env_prefix=prefix, env_ignore_empty=True)()  # type: ignore[arg-type]
     except SourceError as error:  # a list or table that is not JSON
         field = next((name for name in sorted(names) if f'"{name}"' in str(error)), "")
         raise SettingsError(
@@ -226,7 +226,7 @@ def _environment(cls: type[Settings], section: str | None, known: Collection[str
             f"({error.__cause__ or error})"
         ) from error
     # pydantic-settings reports under the field's name whatever the section's longer-named neighbours hold.
-    return renamed | {name: value for name, value in found.items() if name in names}
+    return renamed | {name: value for name, value in values.items() if name in names}
 
 
 def _file() -> tuple[Path | None, dict[str, Any]]:

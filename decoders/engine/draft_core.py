@@ -113,5 +113,5 @@ class DraftCore(Core):
     @staticmethod
     def _tail(rows: Rows, pending: Tensor) -> Tensor:
         """``[B, U+1]``: every row's last tokens; at the start of a short row its first token stands in."""
-        at = rows.length[:, None] - 1 - pending.shape[0] + torch.arange(pending.shape[0] + 1, device=pending.device)
-        return rows.tokens.gather(1, at.clamp(min=0))
+        slots = rows.length[:, None] - 1 - pending.shape[0] + torch.arange(pending.shape[0] + 1, device=pending.device)
+        return rows.tokens.gather(1, slots.clamp(min=0))

@@ -195,9 +195,9 @@ class ModelDrafter(Drafter):
         return self._run("expand", nodes, tree, self.rows, self._view(len(tree))[0], *self._expanded(nodes, tree))
 
     def drafted(self, count: int) -> Tensor:
-        at = self._begun[:, None] + torch.arange(count, device=self._begun.device)
-        tokens = self.rows.tokens.gather(1, at)
-        return torch.where(at < self.length[:, None], tokens, -1)
+        slots = self._begun[:, None] + torch.arange(count, device=self._begun.device)
+        tokens = self.rows.tokens.gather(1, slots)
+        return torch.where(slots < self.length[:, None], tokens, -1)
 
     def observe(self, step: Step, own_nodes: int, displaced: int = 0) -> None:
         # Fewer nodes than its own: a node budget has cut them, so there are others.

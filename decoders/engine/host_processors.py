@@ -99,13 +99,13 @@ def choose_along_path(
     active = [row for row in range(batch) if not finished[row]]
     generated = len(prefixes.generated[active[0]])
     # Equal siblings stand for the same text: all nodes of a depth that match are followed together.
-    at = {row: [0] for row in active}
+    reached = {row: [0] for row in active}
     paths: dict[int, tuple[int, ...]] = dict.fromkeys(active, ())
     depth, going = 0, True
     while going:
         ids = torch.cat([prefixes.of(row, generated + depth, paths.get(row, ())) for row in range(batch)])
         nothing = torch.zeros_like(logits[0, 0])
-        here = torch.stack([logits[row, at[row][0]] if row in at else nothing for row in range(batch)])
+        here = torch.stack([logits[row, reached[row][0]] if row in reached else nothing for row in range(batch)])
         processed = processed_by(processors, ids, here)
         if plan.masked:  # a processor may force a token: the grammar wins
             processed = grammar_first(processed.masked_fill(here == float("-inf"), float("-inf")), here)
@@ -113,13 +113,13 @@ def choose_along_path(
         drawn = Candidates.whole(processed[:, None]).choose(plan, sampling, positions)[:, 0].tolist()
         for row in active:
             token = drawn[row]
-            scores[row, at[row]], chosen[row, at[row]] = processed[row], token
+            scores[row, reached[row]], chosen[row, reached[row]] = processed[row], token
             paths[row] += (token,)
             following = [
                 child for child in range(1, n)
-                if parents[row][child] in at[row] and candidate[row][child] and tokens[row][child] == token
+                if parents[row][child] in reached[row] and candidate[row][child] and tokens[row][child] == token
             ]  # fmt: skip
-            at[row] = following or at[row]
+            reached[row] = following or reached[row]
             going = going and bool(following) and token not in stops and depth + 1 < room[row]
         depth += 1
     return chosen, scores, torch.full((len(nodes),), depth, dtype=torch.int64, device=nodes.device)

@@ -108,8 +108,8 @@ def check(target: Target, length: int = 40, comparisons: int | None = None) -> I
         length: of the text, in tokens.
         comparisons: how many are made; None is all.
     """
-    made = islice(_comparisons(target, length), comparisons)
-    differs = dict.fromkeys(what for what, left, right in made if not torch.equal(left, right))
+    compared = islice(_comparisons(target, length), comparisons)
+    differs = dict.fromkeys(what for what, left, right in compared if not torch.equal(left, right))
     return Invariance(not set(differs) - {BRANCHES}, tuple(differs))
 
 

@@ -49,6 +49,6 @@ class PrefixIndex:
         Args:
             prompt: 1-D int64, on the CPU.
         """
-        at = bisect_left(self._keys, KeptText(prompt).key)
-        beside = self._order[max(at - 1, 0) : at + 1]
+        index = bisect_left(self._keys, KeptText(prompt).key)
+        beside = self._order[max(index - 1, 0) : index + 1]
         return max(((self.texts[place].shared_with(prompt), place) for place in beside), default=(0, 0))

@@ -54,11 +54,11 @@ class Session:
     def own(self, sampling: SamplingInputs) -> SamplingInputs:
         """The values of `sampling` in tensors that later calls with as many of them get, too: recorded steps read these."""
         sizes = len(sampling.values), len(sampling.stop_tokens)
-        kept = self._sampling.setdefault(sizes, sampling)
-        if kept is not sampling:
-            for name, tensor in vars(kept).items():
+        own = self._sampling.setdefault(sizes, sampling)
+        if own is not sampling:
+            for name, tensor in vars(own).items():
                 tensor.copy_(getattr(sampling, name))
-        return kept
+        return own
 
     def view(self, length: int) -> tuple[Tensor, Sequences]:
         """``range`` of the slots that attention looks at to cover `length`, and the rows' tokens in them.

@@ -68,9 +68,9 @@ class _Twin:
         if isinstance(value, types.MethodType):
             return types.MethodType(value.__func__, self.of(value.__self__)) if self._touches(value) else value
         if isinstance(value, functools.partial) and self._touches(value):
-            made = functools.partial(self.of(value.func), *map(self.of, value.args), **self._values(value.keywords))
-            vars(made).update(self._values(vars(value)))
-            return made
+            partial = functools.partial(self.of(value.func), *map(self.of, value.args), **self._values(value.keywords))
+            vars(partial).update(self._values(vars(value)))
+            return partial
         if isinstance(value, (list, tuple, set, dict)) and self._touches(value):
             return self._container(value)
         return value

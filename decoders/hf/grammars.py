@@ -50,12 +50,12 @@ class Grammars:
         """
         if asked is None:
             return Grammars()
-        found: list[CompiledGrammar | None] = []
+        grammars: list[CompiledGrammar | None] = []
         uses: list[GrammarUse | None] = []
         vocabulary: Vocabulary | None = None
         for wanted in as_specs(asked, rows // per_prompt, per_prompt):
             if wanted is None:
-                found.append(None)
+                grammars.append(None)
                 uses.append(None)
                 continue
             if isinstance(wanted, CompiledGrammar):
@@ -64,14 +64,14 @@ class Grammars:
             else:
                 vocabulary = vocabulary or vocabulary_of(tokenizer, size, stops)
                 backend = resolve_backend(wanted.backend or runtime.constraint_backend)
-                made = compiled(wanted, vocabulary, backend, runtime.constraint_cache)
-                grammar, source, seconds = made.grammar, made.source, made.seconds
+                result = compiled(wanted, vocabulary, backend, runtime.constraint_cache)
+                grammar, source, seconds = result.grammar, result.source, result.seconds
             language = grammar.language
-            found.append(grammar)
+            grammars.append(grammar)
             uses.append(GrammarUse(
                 language.name, grammar.backend, grammar.policy, source, seconds, grammar.nbytes, language.warnings
             ))  # fmt: skip
-        return Grammars(tuple(found), tuple(uses))
+        return Grammars(tuple(grammars), tuple(uses))
 
     @property
     def any(self) -> bool:
@@ -132,10 +132,10 @@ def _check_fit(
     if tokenizer is None:
         return
     with suppress(UnsupportedError):  # tokens that cannot be told in bytes: whoever compiled the grammar knows them
-        theirs = vocabulary_of(tokenizer, size, stops).tokens
-        if own.tokens == theirs:
+        tokens = vocabulary_of(tokenizer, size, stops).tokens
+        if own.tokens == tokens:
             return
-        pairs = zip(own.tokens, theirs, strict=True)
+        pairs = zip(own.tokens, tokens, strict=True)
         others = ((token, *pair) for token, pair in enumerate(pairs) if pair[0] != pair[1] and None not in pair)
         if (other := next(others, None)) is not None:
             raise GrammarError(

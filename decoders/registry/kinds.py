@@ -45,13 +45,13 @@ class Kind(Generic[Provided]):
         """
         if isinstance(provided, type):
             raise PluginError(f"{self.hook} must return an iterable of classes, not one class")
-        found: dict[str, type[Provided]] = {}
+        classes: dict[str, type[Provided]] = {}
         for cls in provided:
             name = self.check(cls)
-            if name in found:
+            if name in classes:
                 raise PluginError(f"two of its {self.plural} are named {name!r}")
-            found[name] = cls  # type: ignore[assignment]  # checked
-        return found
+            classes[name] = cls  # type: ignore[assignment]  # checked
+        return classes
 
     def check(self, cls: object) -> str:
         """The name of a class of this kind.

@@ -177,15 +177,15 @@ class Registry:
         hooks = tuple(sorted(caller.name for caller in trial.get_hookcallers(plugin) or ()))
         if not hooks:
             raise PluginError("it has no function marked @decoders.hookimpl")
-        found: dict[Kind[Any], dict[str, type]] = {}
+        classes: dict[Kind[Any], dict[str, type]] = {}
         for kind in KINDS:
             answers = getattr(trial.hook, kind.hook)()  # one, or none from a plugin without that hook
-            found[kind] = kind.collect(answers[0]) if answers else {}
+            classes[kind] = kind.collect(answers[0]) if answers else {}
         self.manager.register(plugin, info.key)
-        self._classes[info.key] = found
+        self._classes[info.key] = classes
         self._plugins[info.key] = replace(
-            info, hooks=hooks, strategies=tuple(found[STRATEGY]), verifiers=tuple(found[VERIFIER]),
-            grammar_backends=tuple(found[BACKEND]),
+            info, hooks=hooks, strategies=tuple(classes[STRATEGY]), verifiers=tuple(classes[VERIFIER]),
+            grammar_backends=tuple(classes[BACKEND]),
         )  # fmt: skip
 
     def _settle(self) -> None:

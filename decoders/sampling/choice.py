@@ -213,15 +213,15 @@ def _draw(scores: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
     start = noise_keys(keys, positions).flatten()  # [R]
     # Bits are compared before they are final and in float32, scores are rounded when noise is added: hence the slack.
     level = (bound - 1e-3 - 4e-7 * bound.abs()).clamp(min=-1e30)[:, None]
-    found = [torch.stack([torch.arange(len(rows)), tokens.gather(1, column[:, None])[:, 0]], 1)]
+    candidates_found = [torch.stack([torch.arange(len(rows)), tokens.gather(1, column[:, None])[:, 0]], 1)]
     width = max(_CHUNK // len(rows), 1024)
     for begin in range(0, vocab, width):
         part = rows[:, begin : begin + width]
         most = torch.sub(part, level).exp_().mul_(2.0**32).add_(4096)
         survivors = (_upper_bits(start, begin, part.shape[1]) <= most).nonzero()
         survivors[:, 1] += begin
-        found.append(survivors)
-    row, token = torch.cat(found).unbind(1)
+        candidates_found.append(survivors)
+    row, token = torch.cat(candidates_found).unbind(1)
     flat_keys, flat_positions = keys[:, None].expand(shape).flatten(), positions.flatten()
     noise = noise_of(flat_keys[row], flat_positions[row][:, None], token[:, None, None])[:, 0, 0]
     noisy = rows[row, token].float() + noise

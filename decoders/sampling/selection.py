@@ -244,9 +244,9 @@ def _nucleus(scores: Tensor, tokens: Tensor, share: Tensor, outside: int, value:
     limit = value.double()
     # The 16: adding up the lanes, rounding of the probabilities here and there, and of the reference's running sum.
     margin = limit * _ROUNDING * (mean_rank / _LANES + 16) + 1e-12
-    kept, dropped = up_to > limit + margin, up_to <= limit - margin
-    kept[:, 0], dropped[:, 0] = True, False  # the best stays
-    unsure = ~kept & ~dropped
+    certain, dropped = up_to > limit + margin, up_to <= limit - margin
+    certain[:, 0], dropped[:, 0] = True, False  # the best stays
+    unsure = ~certain & ~dropped
     left_open = torch.zeros(len(scores), dtype=torch.bool)
     if outside:
         left_open = ~dropped[:, -1]
@@ -278,10 +278,10 @@ def _min_p(selection: Selection, value: Tensor) -> Selection:
     probabilities = scores.softmax(-1)
     limit = value * probabilities.amax(-1, keepdim=True)
     best = torch.zeros_like(scores, dtype=torch.bool).scatter(1, scores.argmax(-1, keepdim=True), True)
-    kept = (probabilities >= limit) | best
+    above = (probabilities >= limit) | best
     # Both sides are divided by one sum, here and there: what differs is how the quotients are rounded.
     close = ((probabilities - limit).abs() <= 1e-6 * limit) & ~best & (scores > NEVER)
-    return replace(selection, scores=scores.masked_fill(~(kept | close), NEVER), unsure=selection.unsure | close)
+    return replace(selection, scores=scores.masked_fill(~(above | close), NEVER), unsure=selection.unsure | close)
 
 
 def _typical_p_of(whole: Tensor, value: Tensor, at_least: int) -> Selection:
@@ -334,12 +334,12 @@ def _typical(
     low, high = (surprise.gather(1, at.clamp(max=count - 1)) for at in (first, last))
     alone = ~(((surprise - low).abs() <= 2 * blur) & (surprise != low)).any(-1, keepdim=True)
     sure = (surprise <= low - 2 * blur) | (alone & (surprise <= low))
-    kept = surprise <= high + 2 * blur
-    sure[:, 0] = kept[:, 0] = True
+    possible = surprise <= high + 2 * blur
+    sure[:, 0] = possible[:, 0] = True
     left_open = torch.zeros(len(scores), dtype=torch.bool)
     if not everything:
-        left_open = (last >= count)[:, 0] | kept[:, -1]
-    scores = scores.masked_fill(~kept, NEVER)
+        left_open = (last >= count)[:, 0] | possible[:, -1]
+    scores = scores.masked_fill(~possible, NEVER)
     return Selection(scores, tokens, ~sure & (scores > NEVER), left_open)
 
 

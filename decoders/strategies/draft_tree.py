@@ -112,7 +112,7 @@ class DynamicTree:
         tokens, weights = expansion.tokens[:, 0], expansion.weights[:, 0]
         nowhere = torch.zeros_like(tokens)
         level = (tokens, weights, nowhere - 1, nowhere)  # tokens, weights, parents, the parents' places in the cache
-        levels, found = [level], tokens.shape[1]
+        levels, count = [level], tokens.shape[1]
         # Not slices: Dynamo (torch 2.13) fails on guards about the strides of one.
         offsets = nowhere.new_zeros(len(nowhere), 1)
         visible = torch.ones_like(offsets[:, :, None], dtype=torch.bool)
@@ -124,12 +124,12 @@ class DynamicTree:
                 level[0], level[1], level[3], offsets, visible, floor, width
             )
             expansion = drafter.expand(nodes, TreeTensors(offsets, offsets, visible, visible))
-            start = found - level[0].shape[1]
+            start = count - level[0].shape[1]
             level = self._born(expansion.tokens, expansion.weights, reached, chosen + start, offsets)
             levels.append(level)
-            found += level[0].shape[1]
+            count += level[0].shape[1]
         tokens, weights, parents, _ = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
-        tokens, weights, *tree = self._best(tokens, weights, parents, min(self.nodes, found), self._bound)
+        tokens, weights, *tree = self._best(tokens, weights, parents, min(self.nodes, count), self._bound)
         return Draft(tokens, TreeTensors(*tree), depth=self.depth), weights
 
 

@@ -135,8 +135,8 @@ def last_ngrams(tokens: Tensor, length: Tensor, ngram: int, count: int) -> tuple
     """
     first = length[:, None] - ngram - torch.arange(count, device=tokens.device)  # [B, count]
     place = first[:, None] + torch.arange(ngram, device=tokens.device)[:, None]  # [B, N, count]
-    found = tokens.gather(1, place.clamp(min=0).flatten(1)).unflatten(1, (ngram, count))
-    return found, first >= 0
+    ngrams = tokens.gather(1, place.clamp(min=0).flatten(1)).unflatten(1, (ngram, count))
+    return ngrams, first >= 0
 
 
 @lru_cache

@@ -112,9 +112,16 @@ class Medusa(Strategy):
         )
 
     def propose(self, state: _State, sequences: Sequences) -> Draft:
-        at = (sequences.length - sequences.prompt_length)[:, None] + state.ahead
+        positions = (sequences.length - sequences.prompt_length)[:, None] + state.ahead
         best, scores = state.predict(
-            state.hidden, at, state.weights, state.lm_head, state.lm_bias, state.plan, state.sampling, state.ranks
+            state.hidden,
+            positions,
+            state.weights,
+            state.lm_head,
+            state.lm_bias,
+            state.plan,
+            state.sampling,
+            state.ranks,
         )
         tokens = torch.where(state.known, best[:, state.level, state.rank], -1)
         return Draft(
@@ -152,11 +159,11 @@ def budgeted(paths: Sequence[Sequence[int]], nodes: int | None) -> tuple[tuple[i
     """The first `nodes` paths; one that comes before its parent is passed over, so that what is taken is a tree."""
     if nodes is None:
         return tuple(map(tuple, paths))
-    kept: list[tuple[int, ...]] = []
+    chosen: list[tuple[int, ...]] = []
     for path in map(tuple, paths):
-        if len(kept) < nodes and (len(path) == 1 or path[:-1] in kept):
-            kept.append(path)
-    return tuple(kept)
+        if len(chosen) < nodes and (len(path) == 1 or path[:-1] in chosen):
+            chosen.append(path)
+    return tuple(chosen)
 
 
 def _check_tree(topology: Topology, picks: Sequence[tuple[int, int]], heads: MedusaHeads) -> None:

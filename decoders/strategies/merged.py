@@ -63,12 +63,12 @@ class Merged(Strategy):
         for part, own in zip(self.parts, state.parts, strict=True):
             draft = part.propose(own, sequences)
             check_draft(draft, part.name, len(sequences.length))
-            kept = draft.topology.head(self.settings.nodes - size + 1)
-            self._check_cut(part, draft, len(kept))
-            owned.append(range(size, size + len(kept) - 1))
-            size += len(kept) - 1
-            scores = draft.scores[:, : len(kept) - 1] if draft.scores is not None else None
-            drafts.append(Draft(draft.tokens[:, : len(kept) - 1], kept, scores, draft.depth))
+            shape = draft.topology.head(self.settings.nodes - size + 1)
+            self._check_cut(part, draft, len(shape))
+            owned.append(range(size, size + len(shape) - 1))
+            size += len(shape) - 1
+            scores = draft.scores[:, : len(shape) - 1] if draft.scores is not None else None
+            drafts.append(Draft(draft.tokens[:, : len(shape) - 1], shape, scores, draft.depth))
         state.owned = owned
         tokens = torch.cat([draft.tokens for draft in drafts], dim=1)
         depth = max(draft.levels for draft in drafts)

@@ -119,8 +119,8 @@ def mini_tree(
 
     All depths are one graph: compiled one by one, they would spend more time in being called than in counting.
     """
-    at = length[:, None] - 1 - torch.arange(max_ngram - 1, device=tokens.device)[None]
-    context = torch.where(at >= 0, tokens.gather(1, at.clamp(min=0)), -1)
+    slots = length[:, None] - 1 - torch.arange(max_ngram - 1, device=tokens.device)[None]
+    context = torch.where(slots >= 0, tokens.gather(1, slots.clamp(min=0)), -1)
     draft_tokens = []
     for width in widths:
         best, context = followers(tokens, length, context, width, text_weight, scratch, *table)
@@ -168,21 +168,21 @@ def _entries(
 
     Where the context is not in the table, followers are -1 and counts 0.
     """
-    found = []
+    counts_by_order = []
     for n in range(len(table) // 4):
         keys, tokens, counts, totals = table[4 * n : 4 * n + 4]
         key = context_key(context[:n], vocab_size, like)  # negative, so in no table, if the text is too short
         at = torch.searchsorted(keys, key).clamp(max=keys.shape[0] - 1)
         known = keys[at] == key
         row = at[:, 0]
-        found.append(
+        counts_by_order.append(
             (
                 torch.where(known, tokens[row].long(), -1),
                 torch.where(known, counts[row], 0).double(),
                 torch.where(known, totals[at], 0).double(),
             )
         )
-    return found
+    return counts_by_order
 
 
 def _ranked(
@@ -214,11 +214,11 @@ def _ranked(
         # float64 sums of whole numbers are exact in any order, so that every device finds the same ties.
         own = matched.double() * text_weight
         total = own.sum(1, keepdim=True)
-        theirs = [torch.zeros_like(counts) for _, counts, _ in entries]
+        of_table = [torch.zeros_like(counts) for _, counts, _ in entries]
         if n < len(entries):
-            theirs[n] = entries[n][1].flip(1)
+            of_table[n] = entries[n][1].flip(1)
             total = total + entries[n][2]
-        weight = torch.cat([*theirs, own], 1)
+        weight = torch.cat([*of_table, own], 1)
         count = torch.zeros_like(score).scatter_add_(1, place, weight).gather(1, place)
         score = torch.where(count > 0, count / total, BACK_OFF * score)
         eligible = torch.where(count > 0, weight > 0, eligible)

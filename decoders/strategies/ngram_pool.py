@@ -26,8 +26,8 @@ def make_pool(new: Tensor, valid: Tensor, per_key: int, capacity: int) -> Tensor
         per_key: ``G``.
         capacity: ``C``.
     """
-    kept, rank = _first_of_each(new, valid)
-    return _close_gaps(new, rank, kept & (rank < per_key), capacity)
+    first, rank = _first_of_each(new, valid)
+    return _close_gaps(new, rank, first & (rank < per_key), capacity)
 
 
 def remember(pool: Tensor, new: Tensor, valid: Tensor, per_key: int | Tensor) -> Tensor:
@@ -42,8 +42,8 @@ def remember(pool: Tensor, new: Tensor, valid: Tensor, per_key: int | Tensor) ->
     """
     ngrams, rank, capacity = pool[:, :-1], pool[:, -1], pool.shape[2]
     slot = torch.arange(capacity, device=pool.device)
-    kept, new_rank = _first_of_each(new, valid)
-    double = _equal(new, ngrams) & kept[:, :, None]  # [B, M, C]
+    first, new_rank = _first_of_each(new, valid)
+    double = _equal(new, ngrams) & first[:, :, None]  # [B, M, C]
     stood = torch.where(double, slot, capacity).amin(-1)  # [B, M]
 
     # An entry falls back by one for every new n-gram of its key that did not stand before it already. A loop, since
@@ -51,12 +51,12 @@ def remember(pool: Tensor, new: Tensor, valid: Tensor, per_key: int | Tensor) ->
     key, stays = ngrams[:, 0], ngrams[:, 0] != EMPTY
     for m in range(new.shape[2]):
         one = slice(m, m + 1)
-        overtaken = (new[:, 0, one] == key) & kept[:, one] & (stood[:, one] > slot)
+        overtaken = (new[:, 0, one] == key) & first[:, one] & (stood[:, one] > slot)
         rank = rank + overtaken.long()
         stays = stays & (stood[:, one] != slot)
 
     ranks = torch.cat([new_rank, rank], 1)
-    alive = torch.cat([kept, stays], 1) & (ranks < per_key)
+    alive = torch.cat([first, stays], 1) & (ranks < per_key)
     return _close_gaps(torch.cat([new, ngrams], 2), ranks, alive, capacity)
 
 
@@ -75,9 +75,9 @@ def recall(pool: Tensor, key: Tensor, count: int) -> Tensor:
     slot = torch.arange(capacity, device=key.device)
     wanted = torch.arange(count, device=key.device)
     hit = (pool[:, 0] == key)[:, None] & (pool[:, -1:] == wanted[:, None])  # [B, count, C]
-    at = torch.where(hit, slot, capacity).amin(-1)[:, None]  # [B, 1, count]
-    found = tails.gather(2, at.clamp(max=capacity - 1).expand(-1, tails.shape[1], -1))
-    return torch.where(at < capacity, found, EMPTY).transpose(1, 2)
+    column = torch.where(hit, slot, capacity).amin(-1)[:, None]  # [B, 1, count]
+    followers = tails.gather(2, column.clamp(max=capacity - 1).expand(-1, tails.shape[1], -1))
+    return torch.where(column < capacity, followers, EMPTY).transpose(1, 2)
 
 
 def _first_of_each(new: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:

@@ -206,8 +206,8 @@ def _count(keys: Tensor, tokens: Tensor, vocab_size: int, followers: int) -> Ngr
     order = counts.argsort(descending=True, stable=True)
     order = order[row[order].argsort(stable=True)]
     rank = torch.arange(grams.numel()) - (size.cumsum(0) - size).repeat_interleave(size)
-    kept = rank < followers
-    order, rank, row = order[kept], rank[kept], row[kept]
+    within = rank < followers
+    order, rank, row = order[within], rank[within], row[within]
     best = torch.full((contexts.numel(), min(followers, int(size.max()))), -1, dtype=torch.int32)
     best[row, rank] = (grams[order] % vocab_size).int()
     often = torch.zeros_like(best)

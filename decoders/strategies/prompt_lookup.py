@@ -73,11 +73,11 @@ def continuations(tokens: Tensor, length: Tensor, max_ngram: int, min_ngram: int
     score = torch.where(matched >= min_ngram, matched * slots + end, -1)
     follower = tokens.roll(-1, 1)
     steps = torch.arange(count, device=tokens.device)[None]
-    found = []
+    branches_found = []
     for _ in range(branches):
-        best, at = score.max(1, keepdim=True)
-        period = (last - at).clamp(min=1)
-        draft_token = tokens.gather(1, at + 1 + steps % period)
-        found.append(torch.where(best >= 0, draft_token, -1))
+        best, ends = score.max(1, keepdim=True)
+        period = (last - ends).clamp(min=1)
+        draft_token = tokens.gather(1, ends + 1 + steps % period)
+        branches_found.append(torch.where(best >= 0, draft_token, -1))
         score = torch.where(follower == draft_token[:, :1], -1, score)
-    return torch.stack(found, 1)
+    return torch.stack(branches_found, 1)

@@ -122,11 +122,11 @@ def lay(
     """
     index = torch.arange(path.shape[1], device=path.device)
     last = all_tokens.shape[1] - 1
-    at = torch.where(index < emitted[:, None], written[:, None] + index, last).clamp(max=last)
+    depth = torch.where(index < emitted[:, None], written[:, None] + index, last).clamp(max=last)
 
     def placed(source: Tensor, into: Tensor) -> Tensor:
         along = source.gather(1, path[..., None].expand(-1, -1, source.shape[2]))
-        return into.scatter(1, at[..., None].expand_as(along), along)
+        return into.scatter(1, depth[..., None].expand_as(along), along)
 
     with_scores = placed(scores, all_scores) if scores is not None and all_scores is not None else None
     return placed(tokens, all_tokens), placed(weights, all_weights), with_scores

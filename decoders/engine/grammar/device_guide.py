@@ -55,17 +55,17 @@ class DeviceAutomaton:
         """The table of the rows' grammars; None if one is too large."""
         distinct = list({id(g): g for g in grammars if g is not None}.values())
         tables = [(grammar, TokenTable.of(grammar, device)) for grammar in distinct]
-        made = [(grammar, table) for grammar, table in tables if table is not None]
-        if len(made) < len(tables):
+        tabulated = [(grammar, table) for grammar, table in tables if table is not None]
+        if len(tabulated) < len(tables):
             return None
-        wide = 1 + max((table.next.shape[1] for _, table in made), default=1)
+        wide = 1 + max((table.next.shape[1] for _, table in tabulated), default=1)
         free = wide  # behind the entries of the dead state, which is wide enough for every column
         entries = [torch.zeros(wide, dtype=torch.int64), torch.full((wide,), free)]
         entries[1][0] = 1
         columns = [torch.ones(vocabulary, dtype=torch.int64)]
         mask_of, masks = [torch.zeros(2, dtype=torch.int64)], [torch.full((1, mask_words(vocabulary)), -1).int()]
         position, states, rows, begins = 2 * wide, 2, 1, {}
-        for place, (grammar, table) in enumerate(made, start=1):
+        for place, (grammar, table) in enumerate(tabulated, start=1):
             own, width = grammar.tables(), table.next.shape[1] + 1
             leads = torch.where(table.next > 0, position + table.next * width, DEAD)
             number = torch.arange(states, states + len(leads), device=device)
@@ -80,7 +80,7 @@ class DeviceAutomaton:
         entry, mask, words = joined
         grammar_of, first = torch.tensor(starts, device=device).reshape(-1, 2).unbind(1)
         stacked = torch.stack([part.to(device) for part in columns])
-        return DeviceAutomaton(entry, free, first, stacked, grammar_of, mask, words, made)
+        return DeviceAutomaton(entry, free, first, stacked, grammar_of, mask, words, tabulated)
 
     def column(self, tokens: Tensor) -> Tensor:
         """Columns of tokens ``[B, n]``; those of negative ones mean nothing."""
@@ -241,5 +241,5 @@ def guide_of(
         static: whether sizes are static on the device; by default that of the device.
     """
     static = devices.static_shapes(device) if static is None else static
-    made = DeviceGuide.of(grammars, vocabulary, device, compile) if static else None
-    return made if made is not None else HostGuide.of(grammars, vocabulary, device)
+    on_device = DeviceGuide.of(grammars, vocabulary, device, compile) if static else None
+    return on_device if on_device is not None else HostGuide.of(grammars, vocabulary, device)

@@ -94,11 +94,11 @@ class DeviceHistory:
         tokens, length = sequences.tokens, sequences.length[:, None]
         window, self._window = self._window or tokens.shape[1], WINDOW
         index = torch.arange(window, device=tokens.device)
-        at = length - window + index
-        slot = at.clamp(0, tokens.shape[1] - 1)
+        position = length - window + index
+        slot = position.clamp(0, tokens.shape[1] - 1)
         new, before = tokens.gather(1, slot), tokens.gather(1, (slot - 1).clamp(min=0))
         # The latest of equal ones is the largest, in whatever order they are written.
-        worth = torch.where(at >= 1, (self.time + index) * self.after.shape[1] + new, -1)
+        worth = torch.where(position >= 1, (self.time + index) * self.after.shape[1] + new, -1)
         self.after.scatter_reduce_(1, before, worth, "amax")
         self.begun.scatter_reduce_(1, self.leads[new], worth, "amax")
         self.time.add_(window)

@@ -64,11 +64,11 @@ class MaskTable:
         if self.device.type != "cpu":  # an eighth of the bytes to send
             return unpack(self.words[rows].to(self.device), self.vocabulary)
         flat = [row for some in rows for row in some]
-        found = self._open.places(flat) if self.used == self.fixed else None
-        if found is None:
+        open_rows = self._open.places(flat) if self.used == self.fixed else None
+        if open_rows is None:
             masks = self._bits(flat)
         else:
-            places, open = found
+            places, open = open_rows
             masks = open.take(places, 0)
         return torch.from_numpy(masks).view(len(rows), -1, self.vocabulary)
 
@@ -195,6 +195,6 @@ class MatchedText(Text):
             common += 1
         if len(self.at) > common:
             self.matcher.rollback(len(self.at) - common)
-        taken = self.matcher.advance(position[common:])
-        self.at = position[: common + taken]
+        accepted = self.matcher.advance(position[common:])
+        self.at = position[: common + accepted]
         return len(self.at) == len(position)
