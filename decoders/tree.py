@@ -300,7 +300,7 @@ class TreeTensors:
         parents = torch.where(other.parents > 0, other.parents + shift, 0)[:, 1:]
 
         def joined(own: Tensor, theirs: Tensor) -> Tensor:
-            """Sight within each tree, and of the common root."""
+            """Visibility within each tree, and of the common root."""
             wide = torch.nn.functional.pad(theirs, (shift, 0, shift, 0))[:, n:]
             wide[:, :, shift] = False
             wide[:, :, 0] = theirs[:, 1:, 0]

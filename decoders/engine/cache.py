@@ -58,7 +58,7 @@ class CacheBuffers:
             [torch.zeros(rows, s.value_heads, slots, s.value_dim, dtype=s.dtype, device=s.device) for s in layout],
         )
 
-    def grown(self, slots: int) -> CacheBuffers:
+    def enlarged(self, slots: int) -> CacheBuffers:
         """The same keys and values with room for `slots` tokens."""
 
         def wider(buffer: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ the rows' lengths. What a block mask needs travels to the layers as one small 4-
 model code hands through untouched.
 
 Few queries and a long cache keep a GPU busy only if the cache is split among its processors ("flash decoding"). FlexAttention has
-such a kernel for fewer than 128 queries per head and a power of two of query heads per key head. :class:`PackedMask` lays every block
+such a kernel for fewer than 128 queries per head and a power of two of query heads per key head. :class:`PackedMask` packs every block
 of a tree out so that this holds, whatever the model's ratio.
 """
 

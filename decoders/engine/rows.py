@@ -81,12 +81,12 @@ class Rows:
         torch.add(self.length, new_tokens, out=self.limit)
         return replace(self, sampling=sampling)
 
-    def grown(self, slots: int) -> Rows:
+    def enlarged(self, slots: int) -> Rows:
         """The same rows with room for `slots` tokens each."""
         tokens = self.tokens.new_zeros(len(self.tokens), slots)
         tokens[:, : self.slots] = self.tokens
         return replace(
-            self, tokens=tokens, buffers=self.buffers.grown(slots), range=torch.arange(slots, device=tokens.device)
+            self, tokens=tokens, buffers=self.buffers.enlarged(slots), range=torch.arange(slots, device=tokens.device)
         )
 
     def sequences(self, view: int) -> Sequences:

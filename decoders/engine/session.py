@@ -81,7 +81,7 @@ class Session:
     def grow(self, slots: int) -> None:
         """Gives every row room for `slots` tokens. What was recorded knows the old tensors only: it is dropped."""
         with room_for(self.batch, slots):
-            self.rows = self.rows.grown(slots)
+            self.rows = self.rows.enlarged(slots)
         self._views.clear()
         if self.recordings is not None:
             self.recordings.clear()

@@ -29,7 +29,7 @@ class DraftModelSettings(Settings):
 
 
 class DraftTreeSettings(DraftModelSettings):
-    """Settings of those whose drafts may be trees grown level by level."""
+    """Settings of those whose drafts may be trees expanded level by level."""
 
     nodes: int = Field(24, ge=2, le=256, description="Node budget of a tree, root excluded.")
     children: int = Field(4, ge=2, le=32, description="Most continuations of a node of a tree.")

@@ -51,10 +51,10 @@ class StaticTree:
         self._levels: list[tuple[Tensor, Tensor, Tensor, TreeTensors]] = []
         for depth in range(self.depth):
             frontier = [node for node in inner if offsets[node] == depth]
-            born = [node for node in range(1, len(self.topology)) if offsets[node] == depth + 1]
+            children = [node for node in range(1, len(self.topology)) if offsets[node] == depth + 1]
             run = inner_tree.head(sum(offsets[node] <= depth for node in inner)).tensors(rows, device)
-            where = [frontier.index(parents[node]) for node in born]
-            ranks = [picks[node - 1][1] for node in born]
+            where = [frontier.index(parents[node]) for node in children]
+            ranks = [picks[node - 1][1] for node in children]
             at, above, taken = (torch.tensor(x, device=device) for x in (frontier, where, ranks))
             self._levels.append((at, above, taken, run))
 
@@ -92,10 +92,10 @@ class DynamicTree:
     def __init__(self, depth: int, beam: int, nodes: int, compile: Callable[[Callable], Callable]) -> None:
         self.depth, self.beam, self.nodes = depth, beam, nodes
         self._bound = depth_bound(depth)
-        self._frontier, self._born, self._best = compile(frontier), compile(born), compile(best_nodes)
+        self._frontier, self._expanded, self._best = compile(frontier), compile(expanded), compile(best_nodes)
 
     def draft(self, drafter: Drafter) -> Draft:
-        """Grows trees for all rows."""
+        """Expands trees for all rows."""
         return self.weighted(drafter)[0]
 
     def weighted(self, drafter: Drafter, floor: Tensor | None = None) -> tuple[Draft, Tensor]:
@@ -125,7 +125,7 @@ class DynamicTree:
             )
             expansion = drafter.expand(nodes, TreeTensors(offsets, offsets, visible, visible))
             start = count - level[0].shape[1]
-            level = self._born(expansion.tokens, expansion.weights, reached, chosen + start, offsets)
+            level = self._expanded(expansion.tokens, expansion.weights, reached, chosen + start, offsets)
             levels.append(level)
             count += level[0].shape[1]
         tokens, weights, parents, _ = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
@@ -156,9 +156,9 @@ def frontier(
     best = weights.topk(width)
     place = places.gather(1, best.indices)
     rows, k = offsets.shape
-    sight = visible.gather(1, place[:, :, None].expand(-1, -1, k))
+    inherited = visible.gather(1, place[:, :, None].expand(-1, -1, k))
     own = torch.eye(width, dtype=torch.bool, device=tokens.device).expand(rows, -1, -1)
-    below = torch.cat([sight, own], dim=2)
+    below = torch.cat([inherited, own], dim=2)
     return (
         tokens.gather(1, best.indices), best.values, best.indices,
         torch.cat([offsets, offsets.gather(1, place) + 1], dim=1),
@@ -166,7 +166,7 @@ def frontier(
     )  # fmt: skip
 
 
-def born(
+def expanded(
     tokens: Tensor, weights: Tensor, reached: Tensor, parents: Tensor, offsets: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The next level: all continuations ``[B, W, C]`` of a frontier whose nodes are the last ``W`` that were run."""

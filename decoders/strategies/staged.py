@@ -32,10 +32,10 @@ class StagedSettings(DraftModelSettings):
 
 @dataclass
 class _State:
-    """`lay` and `leaves` are the functions of this file, compiled. `fixed`: the tree's shape if it does not vary."""
+    """`collect` and `leaves` are the functions of this file, compiled. `fixed`: the tree's shape if it does not vary."""
 
     drafter: Drafter
-    lay: Callable[..., tuple[Tensor, Tensor, Tensor | None]]
+    collect: Callable[..., tuple[Tensor, Tensor, Tensor | None]]
     leaves: Callable[..., tuple[Tensor, ...]]
     fixed: Topology | None
     own_nodes: int = 1
@@ -63,7 +63,7 @@ class Staged(DraftModelStrategy):
         children, fixed = drafter.children, None  # a small vocabulary has fewer
         if children == 1 or not context.coupled:
             fixed = Topology.from_paths([(0,) * j + (r,) for j in range(s.length) for r in range(children)])[0]
-        return _State(drafter, context.compile(lay), context.compile(path_with_leaves), fixed)
+        return _State(drafter, context.compile(collect), context.compile(path_with_leaves), fixed)
 
     def propose(self, state: _State, sequences: Sequences) -> Draft:
         s: StagedSettings = self.settings
@@ -80,7 +80,7 @@ class Staged(DraftModelStrategy):
             expansion = advance.expansion
             if scores is None and expansion.scores is not None:
                 scores = expansion.scores.new_zeros(*shape[:2], expansion.scores.shape[-1])
-            tokens, weights, scores = state.lay(
+            tokens, weights, scores = state.collect(
                 advance.path,
                 advance.emitted,
                 written,
@@ -108,7 +108,7 @@ class Staged(DraftModelStrategy):
         state.drafter.observe(step, state.own_nodes)
 
 
-def lay(
+def collect(
     path: Tensor, emitted: Tensor, written: Tensor, tokens: Tensor, weights: Tensor, scores: Tensor | None,
     all_tokens: Tensor, all_weights: Tensor, all_scores: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
@@ -118,7 +118,7 @@ def lay(
         path: ``[B, n]``, accepted node per depth.
         emitted, written: ``[B]``, tokens of this pass and of those before.
         tokens, weights: ``[B, n, C]`` and scores ``[B, n, V]`` of all nodes of the pass.
-        all_tokens, all_weights: ``[B, L+1, C]`` and all_scores ``[B, L+1, V]``, what has been laid; the last place is waste.
+        all_tokens, all_weights: ``[B, L+1, C]`` and all_scores ``[B, L+1, V]``, what has been collected; the last place is waste.
     """
     index = torch.arange(path.shape[1], device=path.device)
     last = all_tokens.shape[1] - 1

@@ -97,7 +97,7 @@ def test_a_row_is_copied_from_another_cache_up_to_a_slot():
 
 def test_a_grown_cache_holds_what_it_held():
     buffers = filled(2, 4)
-    grown = buffers.grown(9)
+    grown = buffers.enlarged(9)
     assert grown.slots == 9
     for old, new in zip(buffers.keys + buffers.values, grown.keys + grown.values, strict=True):
         assert torch.equal(new[:, :, :4], old) and not new[:, :, 4:].any()

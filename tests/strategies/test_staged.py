@@ -12,7 +12,7 @@ import torch
 from decoders.errors import DecodersError, UnsupportedError
 from decoders.strategies import Speculative, Staged
 from decoders.strategies.merged import Merged
-from decoders.strategies.staged import lay, path_with_leaves
+from decoders.strategies.staged import collect, path_with_leaves
 from decoders.testing import Replay, assert_same_tokens, decode, prompts, tiny_draft, tiny_model
 
 EAGER = {"compile": False, "prefill_chunk": 8}
@@ -25,21 +25,21 @@ def test_what_a_pass_found_along_its_accepted_path_is_laid_behind_what_was_laid(
     path, emitted, written = torch.tensor([[0, 2, 2], [0, 1, 2]]), torch.tensor([2, 1]), torch.tensor([1, 0])
     tokens = torch.tensor([[[10, 11], [20, 21], [30, 31]], [[40, 41], [50, 51], [60, 61]]])
     weights = -tokens.float()
-    laid, laid_weights, _ = lay(
+    collected, collected_weights, _ = collect(
         path, emitted, written, tokens, weights, None, torch.full((2, 5, 2), -1), torch.full((2, 5, 2), -INF), None
     )
-    assert laid[0, :-1].tolist() == [[-1, -1], [10, 11], [30, 31], [-1, -1]]
-    assert laid[1, :-1].tolist() == [[40, 41], [-1, -1], [-1, -1], [-1, -1]]
-    assert laid_weights[0, 1].tolist() == [-10, -11] and laid_weights[1, 1].tolist() == [-INF, -INF]
+    assert collected[0, :-1].tolist() == [[-1, -1], [10, 11], [30, 31], [-1, -1]]
+    assert collected[1, :-1].tolist() == [[40, 41], [-1, -1], [-1, -1], [-1, -1]]
+    assert collected_weights[0, 1].tolist() == [-10, -11] and collected_weights[1, 1].tolist() == [-INF, -INF]
 
 
 def test_what_does_not_fit_is_laid_to_waste():
     path, tokens = torch.tensor([[0, 1, 2]]), torch.tensor([[[10], [20], [30]]])
-    laid, _, scores = lay(
+    collected, _, scores = collect(
         path, torch.tensor([3]), torch.tensor([2]), tokens, -tokens.float(), tokens.float().expand(1, 3, 4),
         torch.full((1, 4, 1), -1), torch.full((1, 4, 1), -INF), torch.zeros(1, 4, 4),
     )  # fmt: skip
-    assert laid[0, :3, 0].tolist() == [-1, -1, 10]
+    assert collected[0, :3, 0].tolist() == [-1, -1, 10]
     assert scores is not None and scores[0, :3, 0].tolist() == [0, 0, 10]
 
 

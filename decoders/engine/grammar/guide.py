@@ -100,7 +100,7 @@ class Guide(ABC):
         """``[B, K]`` int64, tokens of the bytes that must come next, -1 behind the last one; ``K`` is at most `limit`.
 
         Where several tokens would do, as each row has spelled such text before (:mod:`~decoders.engine.grammar.history`). The last
-        bytes are left out where no row has a habit and the tokenizer might join them with what follows.
+        bytes are left out where a row has no history of them and the tokenizer might join them with what follows.
 
         Args:
             sequences: the rows as committed, as :meth:`Strategy.propose` gets them.
