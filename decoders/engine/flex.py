@@ -6,7 +6,7 @@ model code hands through untouched.
 
 Few queries and a long cache keep a GPU busy only if the cache is split among its processors ("flash decoding"). FlexAttention has
 such a kernel for fewer than 128 queries per head and a power of two of query heads per key head. :class:`PackedMask` packs every block
-of a tree out so that this holds, whatever the model's ratio.
+of a tree so that this holds, whatever the model's ratio.
 """
 
 from __future__ import annotations
