@@ -27,7 +27,7 @@ from .invariance import branch_length
 from .recording import CallRecording, recordable
 from .request import Decoded, Request
 from .rows import Rows, sampling_inputs
-from .steps import make_step
+from .steps import StepFunction, make_step
 from .verify import step_keys
 
 
@@ -122,7 +122,7 @@ class Call:
         self.noise_keys = sampling.keys.clone()
         leave = target.reads_ahead and not target.static and request.new_tokens > 0  # a recorded step has one size
         reused, left = self.session.prefill(opened.lengths, opened.reusable, request.prefill_chunk, leave)
-        self.pending = left
+        self.pending = self.prompt_left = left  # tokens of the prompts that the first step reads
         self.report.reused = reused[: self.batch]
         self.where = "start"
         state = request.strategy.start(self._context())
@@ -138,47 +138,52 @@ class Call:
                 recording.record_and_replay()
                 recording = None
                 continue
-            stopwatch = Stopwatch(timings)
-            self.renew_keys()
-            self.where = "propose"
-            draft = self.propose(state, max(self.lengths))
-            block = self.block_of(draft)
-            self.where = "forward pass and verification"
-            timings.propose += stopwatch.next()
-            block = self.masked(draft, block)
-            timings.mask += stopwatch.next()
-            passes = self.engine.compiled_passes
-            out = step(draft, block, self.rows)
-            self._raise_faults(wait=False)
-            self.report.compiled_steps += self.engine.compiled_passes > passes
-            # The one place where the host waits for the device.
-            outcome = Outcome.of(out.summary.tolist(), out.new.tolist(), self.batch)
-            if left and not self.report.steps:
-                self.report.prefill_steps = 1
-                timings.prefill += stopwatch.next()
-            else:
-                timings.core += stopwatch.next()
-            if not self.report.steps:
-                self.report.time_to_first_token = timings.prefill + timings.steps
-            if self.criteria is not None:
-                self.where = "stopping criteria"
-                self.criteria.apply(outcome, out, self.rows, self.finished)
-            if self.guide is not None:
-                self.guide.commit(out, self.rows.finished)
-            timings.mask += stopwatch.next()
-            self.where = "observe"
-            self.observe(state, out)
-            timings.observe += stopwatch.next()
-            self.where = "streamer"
-            self.book(outcome, out)
-            if target.multiple > 1:
-                self.pending = round_up(branch_length(out.path, outcome.emitted), target.multiple)
-            timings.host += stopwatch.next()
+            self._step(state, step)
         if self.guide is not None:
             self.guide.check()
         self._raise_faults(wait=True)
         self.session.keep([max(length - 1 - self.pending, 0) for length in self.lengths])
         self.report.peak_memory = self._memory()
+
+    def _step(self, state: Any, step: StepFunction) -> None:
+        """Propose, mask, forward + verify + commit, observe."""
+        timings = self.report.timings
+        stopwatch = Stopwatch(timings)
+        self.renew_keys()
+        self.where = "propose"
+        draft = self.propose(state, max(self.lengths))
+        block = self.block_of(draft)
+        self.where = "forward pass and verification"
+        timings.propose += stopwatch.next()
+        block = self.masked(draft, block)
+        timings.mask += stopwatch.next()
+        passes = self.engine.compiled_passes
+        out = step(draft, block, self.rows)
+        self._raise_faults(wait=False)
+        self.report.compiled_steps += self.engine.compiled_passes > passes
+        # The one place where the host waits for the device.
+        outcome = Outcome.of(out.summary.tolist(), out.new.tolist(), self.batch)
+        if self.prompt_left and not self.report.steps:
+            self.report.prefill_steps = 1
+            timings.prefill += stopwatch.next()
+        else:
+            timings.core += stopwatch.next()
+        if not self.report.steps:
+            self.report.time_to_first_token = timings.prefill + timings.steps
+        if self.criteria is not None:
+            self.where = "stopping criteria"
+            self.criteria.apply(outcome, out, self.rows, self.finished)
+        if self.guide is not None:
+            self.guide.commit(out, self.rows.finished)
+        timings.mask += stopwatch.next()
+        self.where = "observe"
+        self.observe(state, out)
+        timings.observe += stopwatch.next()
+        self.where = "streamer"
+        self.book(outcome, out)
+        if self.target.multiple > 1:
+            self.pending = round_up(branch_length(out.path, outcome.emitted), self.target.multiple)
+        timings.host += stopwatch.next()
 
     def renew_keys(self) -> None:
         """Other verifiers than the coupled one want noise that no step has seen before."""
