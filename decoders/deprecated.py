@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 #: Modules by their old names.
 MODULES = {
@@ -29,6 +32,25 @@ def renamed(owner: str, old: str, new: str) -> property:
         return getattr(self, new)
 
     return property(read, doc=f"Old name of ``{new}``.")
+
+
+def renamed_keyword(old: str, new: str) -> Callable[[type[T]], type[T]]:
+    """Lets a class be made with the keyword `old`, which is called `new` now."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        usual = cls.__init__
+
+        @functools.wraps(usual)
+        def init(self: T, *args: Any, **kwargs: Any) -> None:
+            if old in kwargs:
+                warn(f"{cls.__name__}({old}=…)", f"{new}=")
+                kwargs[new] = kwargs.pop(old)
+            usual(self, *args, **kwargs)
+
+        cls.__init__ = init  # type: ignore[method-assign]
+        return cls
+
+    return decorate
 
 
 def warn(old: str, new: str, stacklevel: int = 3) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .deprecated import renamed, renamed_keyword
 from .errors import DraftError
 
 NO_PARENT = -1
@@ -23,6 +24,7 @@ NO_PARENT = -1
 MAX_NODES = 1024
 
 
+@renamed_keyword("extra_sight", "extra_visible")
 @dataclass(frozen=True)
 class Topology:
     """The static shape of a block of ``N`` nodes; hashable, so that its tensors are made once per device.
@@ -31,20 +33,22 @@ class Topology:
         parents: for each node the index of its parent, smaller than its own; ``-1`` for the root and for nodes that
             can never be accepted.
         offsets: for each node its position relative to the root's (the depth, for candidates).
-        extra_sight: for each node the further nodes it attends to, beyond its ancestors and itself.
+        extra_visible: for each node the further nodes it attends to, beyond its ancestors and itself.
     """
 
     parents: tuple[int, ...]
     offsets: tuple[int, ...]
-    extra_sight: tuple[tuple[int, ...], ...] = ()
+    extra_visible: tuple[tuple[int, ...], ...] = ()
+
+    extra_sight = renamed("Topology", "extra_sight", "extra_visible")
 
     def __post_init__(self) -> None:
         n = len(self.parents)
         if n == 0 or self.parents[0] != NO_PARENT or self.offsets[0] != 0:
             raise DraftError("node 0 must be the root: parent -1, offset 0")
-        if len(self.offsets) != n or (self.extra_sight and len(self.extra_sight) != n):
+        if len(self.offsets) != n or (self.extra_visible and len(self.extra_visible) != n):
             raise DraftError(
-                f"{n} parents, {len(self.offsets)} offsets, {len(self.extra_sight)} sights: lengths differ"
+                f"{n} parents, {len(self.offsets)} offsets, {len(self.extra_visible)} extra_visible: lengths differ"
             )
         for node, parent in enumerate(self.parents):
             if not NO_PARENT <= parent < max(node, 1):
@@ -56,7 +60,7 @@ class Topology:
                 )
             if parent > 0 and self.parents[parent] == NO_PARENT:
                 raise DraftError(f"node {node} continues node {parent}, which can never be accepted")
-        for node, seen in enumerate(self.extra_sight):
+        for node, seen in enumerate(self.extra_visible):
             if any(not 0 <= other < n for other in seen):
                 raise DraftError(f"node {node} attends to {seen}: nodes are numbered 0 to {n - 1}")
             # A candidate's logits must be those of its own path alone, or accepted tokens would not be the target's.
@@ -72,7 +76,7 @@ class Topology:
     @cached_property
     def _hash(self) -> int:
         """Looked up in every step, so made once."""
-        return hash((self.parents, self.offsets, self.extra_sight))
+        return hash((self.parents, self.offsets, self.extra_visible))
 
     @cached_property
     def width(self) -> int:
@@ -148,13 +152,13 @@ class Topology:
         def moved(node: int) -> int:
             return node if node <= 0 else node + shift
 
-        sights = (self.extra_sight or ((),) * len(self)) + tuple(
-            tuple(moved(s) for s in seen) for seen in (other.extra_sight or ((),) * len(other))[1:]
+        extra = (self.extra_visible or ((),) * len(self)) + tuple(
+            tuple(moved(s) for s in seen) for seen in (other.extra_visible or ((),) * len(other))[1:]
         )
         return Topology(
             self.parents + tuple(moved(p) for p in other.parents[1:]),
             self.offsets + other.offsets[1:],
-            sights if any(sights) else (),
+            extra if any(extra) else (),
         )
 
     def head(self, nodes: int) -> Topology:
@@ -165,7 +169,7 @@ class Topology:
             else Topology(
                 self.parents[:nodes],
                 self.offsets[:nodes],
-                tuple(tuple(s for s in seen if s < nodes) for seen in self.extra_sight[:nodes]),
+                tuple(tuple(s for s in seen if s < nodes) for seen in self.extra_visible[:nodes]),
             )
         )
 
@@ -177,7 +181,7 @@ class Topology:
         return Topology(
             self.parents + (NO_PARENT,) * extra,
             self.offsets + (0,) * extra,
-            self.extra_sight + ((),) * extra if self.extra_sight else (),
+            self.extra_visible + ((),) * extra if self.extra_visible else (),
         )
 
     @lru_cache(maxsize=64)  # noqa: B019 - topologies are few, small and live as long as the process
@@ -190,8 +194,8 @@ class Topology:
             visible[node, list(self.path_to(node))] = True
             if node == 0 or self.parents[node] >= 0:
                 ancestors[node, list(self.path_to(node))] = True
-            if self.extra_sight:
-                visible[node, list(self.extra_sight[node])] = True
+            if self.extra_visible:
+                visible[node, list(self.extra_visible[node])] = True
         offsets, parents = torch.tensor(self.offsets), torch.tensor(self.parents).clamp(min=0)
         return TreeTensors(
             parents.expand(rows, n).contiguous().to(device),

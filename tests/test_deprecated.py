@@ -41,6 +41,14 @@ def test_old_names_of_classes_and_attributes() -> None:
         assert torch.equal(block.guesses, block.drafted)
 
 
+def test_an_old_keyword_of_a_topology() -> None:
+    with pytest.warns(FutureWarning, match="extra_visible"):
+        shape = decoders.Topology((-1, -1), (0, 1), extra_sight=((), (0,)))  # type: ignore[call-arg]
+    assert shape == decoders.Topology((-1, -1), (0, 1), ((), (0,)))
+    with pytest.warns(FutureWarning, match="Topology.extra_visible"):
+        assert shape.extra_sight == ((), (0,))
+
+
 def test_old_settings_by_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(FutureWarning, match="'candidates'"):
         assert Lookahead(guesses=3).settings == Lookahead(candidates=3).settings

@@ -95,10 +95,10 @@ def test_merged_trees_share_only_the_root(left, right):
         assert merged.offsets[node + len(a) - 1] == b.offsets[node]
 
 
-def test_merging_renumbers_extra_sight():
+def test_merging_renumbers_extra_visible():
     window = Topology((-1, -1, -1), (0, 1, 2), ((), (0,), (0, 1)))
     merged = Topology.chain(2).merge(window)
-    assert merged.extra_sight == ((), (), (), (0,), (0, 3))
+    assert merged.extra_visible == ((), (), (), (0,), (0, 3))
     assert merged.tensors(1, CPU).visible[0, 4].tolist() == [True, False, False, True, True]
 
 
@@ -112,7 +112,7 @@ def test_head_keeps_the_first_nodes(parents, nodes):
 
 def test_head_forgets_sight_of_what_is_gone():
     tree = Topology((-1, -1, -1), (0, 1, 2), ((), (0, 2), (0,)))
-    assert tree.head(2).extra_sight == ((), (0,))
+    assert tree.head(2).extra_visible == ((), (0,))
 
 
 @given(parent_lists(), st.integers(1, 20))

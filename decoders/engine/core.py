@@ -111,7 +111,7 @@ class Core:
         draft = one_hot(nodes[:, 1:], vocab, dtype) if drawn_from is None else drawn_from.softmax(-1)
         outcomes = verifier.outcomes(Block(nodes, tree, target, draft, siblings))
         acceptance, last, sound = draw(nodes, tree, outcomes, rows.sampling.keys)
-        rows.faults.bitwise_or_(torch.where(sound | rows.finished, 0, int(Fault.LAW)))
+        rows.faults.bitwise_or_(torch.where(sound | rows.finished, 0, int(Fault.OUTCOMES)))
         # What was decided, as choices: every accepted node is its parent's, and `last` that of the deepest one.
         end = acceptance.path.gather(1, acceptance.depth[:, None])
         accepted = tree.ancestors.gather(1, end[..., None].expand(-1, 1, len(tree)))[:, 0]

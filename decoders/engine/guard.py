@@ -54,5 +54,5 @@ def raise_faults(rows: Rows, strategy: str, verifier: str) -> None:
     for row, faults in enumerate(rows.faults.tolist()):
         if faults & Fault.TREE:
             raise DraftError(f"{strategy} {_TREE} (row {row})")
-        if faults & Fault.LAW:
+        if faults & Fault.OUTCOMES:
             raise VerifierError(f"{verifier} {_NO_DISTRIBUTION} (row {row})")

@@ -18,7 +18,7 @@ class Fault(IntFlag):
     """What a strategy or a verifier can do wrong that only the device sees."""
 
     TREE = 1
-    LAW = 2
+    OUTCOMES = 2
 
 
 @dataclass(frozen=True)

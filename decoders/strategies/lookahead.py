@@ -108,8 +108,8 @@ def lookahead_block(window: int, ngram: int, candidates: int) -> Topology:
     the root. Neither part sees the other.
     """
     levels = [(j, i) for j in range(ngram - 1) for i in range(window)]
-    sights = tuple((*range(i + 1), *(k * window + i for k in range(1, j))) for j, i in levels)
-    lookahead = Topology((NO_PARENT,) * len(levels), tuple(j + i for j, i in levels), sights)
+    extra = tuple((*range(i + 1), *(k * window + i for k in range(1, j))) for j, i in levels)
+    lookahead = Topology((NO_PARENT,) * len(levels), tuple(j + i for j, i in levels), extra)
     return lookahead.merge(Topology.branches(candidates, ngram - 1))
 
 

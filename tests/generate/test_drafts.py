@@ -179,7 +179,7 @@ class Window(Knowing):
     topology = Topology(
         parents=(-1, -1, -1, -1, -1, 0, 5, 6, 0, 8),
         offsets=(0, 1, 2, 2, 3, 1, 2, 3, 1, 2),
-        extra_sight=((), (0,), (0, 1), (0, 1), (0, 1, 2, 3), (), (), (), (), ()),
+        extra_visible=((), (0,), (0, 1), (0, 1), (0, 1, 2, 3), (), (), (), (), ()),
     )
     seen: list[Step]
 

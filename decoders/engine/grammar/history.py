@@ -1,7 +1,7 @@
 """How rows spell: what a grammar forces is proposed in the tokens that the same text was written with before.
 
 Forced bytes are not forced tokens, and a target that would rather have written something else need not spell them as the tokenizer
-does. It keeps to its ways, though: at each place the token is proposed that followed the same token last, else the one
+does. It tends to repeat itself: at each place the token is proposed that followed the same token last, else the one
 that last began with the same byte, else the one that the tokenizer itself would write.
 """
 
