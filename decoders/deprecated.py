@@ -47,7 +47,7 @@ def renamed_keyword(old: str, new: str) -> Callable[[type[T]], type[T]]:
                 kwargs[new] = kwargs.pop(old)
             usual(self, *args, **kwargs)
 
-        cls.__init__ = init  # type: ignore[method-assign]
+        setattr(cls, "__init__", init)  # noqa: B010  (to mypy no signature is another)
         return cls
 
     return decorate
