@@ -19,7 +19,7 @@ from ..constraints.vocabulary import Vocabulary
 from ..errors import GrammarError
 from ..tree import NO_PARENT
 from .grammar_subjects import Subject
-from .memory import held
+from .memory import allocated
 
 #: Nodes and greatest depth of the trees of draft tokens; places in a text where they are grown.
 NODES, DEPTH, PLACES = 64, 8, 3
@@ -80,9 +80,10 @@ def prepare(backend: Backend, vocabulary: Vocabulary) -> float:
     That of a string in quotation marks: nearly the whole vocabulary is legal in it, and backends may prepare for that.
     """
     begin = time.perf_counter()
-    for notation in ({"regex": '"[^"]*"'}, {"lark": 'start: /"[^"]*"/'}):
+    string = '"[^"]*"'
+    for language in (Language("a string", regex=string), Language("a string", lark=f"start: /{string}/")):
         try:
-            backend.compile(Language("a string", **notation), vocabulary)
+            backend.compile(language, vocabulary)
         except GrammarError:
             continue
         break
@@ -129,13 +130,13 @@ def _compiled(
 ) -> tuple[Cost, CompiledGrammar | None]:
     """All but the trees."""
     name = {"subject": subject.name, "backend": backend.name, "vocabulary": len(vocabulary)}
-    before = held()
+    before = allocated()
     try:
         grammar, marks = _begun(subject, backend, vocabulary)
     except GrammarError as error:
         return Cost(**name, error=str(error)), None  # type: ignore[arg-type]
     masks = sorted(_masks(grammar, list(vocabulary.encode(subject.text)), repeats))
-    after = held()
+    after = allocated()
     turns = [marks]
     while len(turns) < repeats and sum(turn[-1] for turn in turns) < PATIENCE:
         turns.append(_begun(subject, backend, vocabulary)[1])
