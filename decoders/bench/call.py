@@ -60,7 +60,8 @@ def decode(method: Method, workload: Workload, new_tokens: int, streamer: Any = 
     if streamer is not None:
         arguments["streamer"] = streamer
     # transformers' own must not pass through ours, whose default strategy may be set in the environment.
-    generate = model.generate if method.ours else type(model).generate.__get__(model)
+    loaded: Any = model  # its type does not tell `generate`, which comes with the class that was loaded
+    generate = loaded.generate if method.ours else type(loaded).generate.__get__(loaded)
     with lent_configs(method), _unwarned(method):
         graphs = compilations()
         synchronize(model.device)
@@ -117,6 +118,12 @@ def stop_tokens(model: PreTrainedModel) -> list[int]:
     """End-of-sequence ids of the model's generation config."""
     stops = model.generation_config.eos_token_id
     return [] if stops is None else [stops] if isinstance(stops, int) else list(stops)
+
+
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """Rows of the model's input embedding."""
+    embedding: Any = model.get_input_embeddings()
+    return int(embedding.weight.shape[0])
 
 
 def synchronize(device: torch.device) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .call import decode as _decode
+from .call import vocabulary_size
 from .interleave import rotation
 from .methods import Method, Workload
 from .records import Spread
@@ -53,7 +54,7 @@ def check_capacity(
     generator = torch.Generator().manual_seed(0)
     made = []
     for method in methods:
-        vocabulary = method.model.get_input_embeddings().weight.shape[0]
+        vocabulary = vocabulary_size(method.model)
         ids = torch.randint(vocabulary, (rows, length), generator=generator)
         workload = Workload("random", "random", ids, torch.ones_like(ids))
         variants = {
@@ -74,6 +75,7 @@ def check_capacity(
                 if count not in failed:
                     try:
                         report = decode(variants[count], workload, new_tokens).report
+                        assert report is not None, "methods of ours report"
                         later = report.steps - report.prefill_steps
                         if turn and later:  # the first round warms up
                             times[count].append(report.timings.core / later * 1e3)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from .call import TimedCall
+from .call import TimedCall, vocabulary_size
 from .interleave import rotation
 from .memory import resident
 from .methods import BASELINE, Method, Sampling, Workload, strategy_methods, transformers_methods
@@ -87,7 +87,7 @@ class _Fresh:
             raise ValueError("there are weights that are no numbers")
         figures["weights"] = sum(p.numel() * p.element_size() for p in self.model.parameters())
         figures["parameters"] = self.model.num_parameters()
-        self.vocabulary = self.model.get_input_embeddings().weight.shape[0]
+        self.vocabulary = vocabulary_size(self.model)
         room = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
         self.room = room - job.new_tokens
         self.lengths = [n for n in job.prompt_lengths if n <= self.room] or [self.room]
@@ -250,7 +250,7 @@ def _load(job: Job) -> PreTrainedModel:
 
         model = load_model(job.subject, dtype)
     device = job.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return model.to(device)
+    return model.to(device)  # type: ignore[arg-type]  # transformers wraps `to` and loses its `self`
 
 
 def _endless(method: Method, vocabulary: int) -> Method:

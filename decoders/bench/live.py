@@ -54,7 +54,7 @@ class ColouredStream(BaseStreamer):
             return
         for token in value.flatten().tolist():
             self._tokens.append(token)
-            text = self.tokenizer.decode(self._tokens, skip_special_tokens=True)
+            text = str(self.tokenizer.decode(self._tokens, skip_special_tokens=True))
             whole = text if not text.endswith("\ufffd") else self._text
             accepted = self._accepted.popleft() if self._accepted else False
             self.pieces.append((whole[len(self._text) :], accepted))

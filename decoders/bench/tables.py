@@ -45,7 +45,7 @@ def speed_table(records: Sequence[Record], title: str = "") -> Table:
             continue
         table.add_row(
             _name(r), ranged(r.tokens_per_second, ".0f"), ranged(r.ratio, ".2f", ratio_style(r.ratio)),
-            shown(r.first_token and r.first_token.median * 1e3, ".1f", " ms"), shown(r.accepted_length, ".2f"),
+            milliseconds(r.first_token), shown(r.accepted_length, ".2f"),
             *([shown(r.draft_passes, ".2f")] if drafted else []), identical(r),
         )  # fmt: skip
     absent = [r for r in records if r.status != "ok" or r.difference]
@@ -89,10 +89,8 @@ def start_table(records: Sequence[Record], title: str = "") -> Table:
     table = _table(title, *columns)
     for r in records:
         if r.status == "ok":
-            warm = r.first_token and r.first_token.median * 1e3
-            prefill = r.prefill and r.prefill.median * 1e3
             table.add_row(
-                _name(r), shown(r.cold_first_token, ".2f", " s"), shown(warm, ".1f", " ms"), shown(prefill, ".1f", " ms"),
+                _name(r), shown(r.cold_first_token, ".2f", " s"), milliseconds(r.first_token), milliseconds(r.prefill),
                 shown(r.first_call, ".2f", " s"), shown(r.second_call, ".2f", " s"), shown(r.compile_seconds, ".1f", " s"),
                 shown(r.compilations, "d"), shown(r.recompilations, "d"), shown(r.compiled_share, ".0%"),
                 size(r.peak_memory), size(r.memory_added), size(r.cache_bytes),
@@ -165,6 +163,11 @@ def ranged(spread: Spread | None, form: str, style: str = "") -> Text:
 def shown(value: float | None, form: str, unit: str = "") -> str:
     """`value` with its unit, or nothing."""
     return "" if value is None else format(value, form) + unit
+
+
+def milliseconds(spread: Spread | None) -> str:
+    """The median of seconds as milliseconds."""
+    return shown(None if spread is None else spread.median * 1e3, ".1f", " ms")
 
 
 def size(count: int | None) -> str:

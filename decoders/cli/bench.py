@@ -133,6 +133,7 @@ def bench(
     from .. import bench as b
     from ..bench import bandwidth, machine
     from ..bench import capacity as c
+    from ..bench.call import vocabulary_size
     from ..bench.shapes import SHAPES
     from ..bench.tables import capacity_table, noise, tables
     from ..settings import parse_assignments
@@ -182,9 +183,8 @@ def bench(
                     checked += c.check_capacity(methods, rows, slots=c.SLOTS, repeats=repeats, progress=advance)
             continue
         if lengths is not None:
-            embeddings: Any = target.get_input_embeddings()
             groups = [
-                b.random_workloads(embeddings.weight.shape[0], lengths, rows, min(limit or 1, 2)) for rows in batches
+                b.random_workloads(vocabulary_size(target), lengths, rows, min(limit or 1, 2)) for rows in batches
             ]
         else:
             assert tokenizer is not None
@@ -251,8 +251,9 @@ def load(
         assistant = models.load_assistant(draft, model, dtype, needed=True)
     if device is not None:
         try:
-            target = target.to(device)  # type: ignore[arg-type]
-            assistant = assistant.to(device) if assistant is not None else None  # type: ignore[arg-type]
+            target = target.to(device)  # type: ignore[arg-type]  # transformers wraps `to` and loses its `self`
+            if assistant is not None:
+                assistant = assistant.to(device)  # type: ignore[arg-type]  # as above
         except (RuntimeError, AssertionError) as error:
             raise SettingsError(f"--device {device}: {str(error).splitlines()[0]}") from error
     torch.manual_seed(0)
@@ -329,10 +330,11 @@ def dtypes_order(methods: Sequence[Method]) -> list[str]:
 
 def footnote(machine: dict[str, Any]) -> str:
     """The machine in a line."""
+    missing = "" if machine["memory"] else "; memory not measured, it takes pip install 'hf-decoders[bench]'"
     return (
         f"{machine['cpu']}, {machine['threads']} threads, device {machine['device']}, "
         f"copy bandwidth {machine['copy_bandwidth'] / 1e9:.1f} GB/s; "
-        f"torch {machine['torch']}, transformers {machine['transformers']}, decoders {machine['decoders']}"
+        f"torch {machine['torch']}, transformers {machine['transformers']}, decoders {machine['decoders']}{missing}"
     )
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from transformers import PreTrainedTokenizerBase
 
-    from ..bench import Entry, Record, Workload
+    from ..bench import Competitor, Record, Workload
     from ..bench.prompts import Content
 
 #: Kinds of prompt for the demo model, and for others; the first two are shown unless one is asked for.
@@ -158,7 +158,7 @@ def demo(
 
 
 def affordable(
-    entries: Sequence[Entry], texts: Sequence[tuple[str, str, Content]], workloads: list[Workload], seconds: float
+    entries: Sequence[Competitor], texts: Sequence[tuple[str, str, Content]], workloads: list[Workload], seconds: float
 ) -> tuple[list[Workload], list[str]]:
     """The first prompts of which everyone can write one text to check and one for the table in `seconds`, at least one of
     them, and the names of the others. What a call takes is known from the warm-up.
@@ -202,7 +202,7 @@ def choose_prompts(
     return [(p.id, p.kind, p.text) for p in first]
 
 
-def compilation(entries: list[Entry]) -> str:
+def compilation(entries: list[Competitor]) -> str:
     """What was compiled, for how long, in a line."""
     warmups = [entry.warmup for entry in entries if entry.warmup is not None and entry.method.ours]
     seconds, graphs = sum(w.compile_seconds for w in warmups), sum(w.compilations for w in warmups)
@@ -212,8 +212,8 @@ def compilation(entries: list[Entry]) -> str:
 
 
 def show_order(
-    entries: list[Entry], texts: Sequence[tuple[str, str, Content]], workloads: list[Workload]
-) -> Iterator[tuple[Entry, tuple[str, str, Content], Workload]]:
+    entries: list[Competitor], texts: Sequence[tuple[str, str, Content]], workloads: list[Workload]
+) -> Iterator[tuple[Competitor, tuple[str, str, Content], Workload]]:
     """Prompt by prompt, every method that runs."""
     for text, workload in zip(texts, workloads, strict=True):
         for entry in entries:
@@ -228,7 +228,7 @@ def others(shown: Iterable[str]) -> str:
     return ", ".join(name for name in registry().strategies() if name not in shown)
 
 
-def completions(entries: list[Entry], tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+def completions(entries: list[Competitor], tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """What the baseline wrote, by prompt."""
     checks = entries[0].checks
     return {name: str(tokenizer.decode(check.tokens[0], skip_special_tokens=True)) for name, check in checks.items()}

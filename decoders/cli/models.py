@@ -88,4 +88,4 @@ def needs_assistant(strategy: str, settings: Mapping[str, Any] | None = None) ->
 def _placed(model: PreTrainedModel) -> PreTrainedModel:
     import torch
 
-    return model.to("cuda") if torch.cuda.is_available() else model  # type: ignore[arg-type]
+    return model.to("cuda") if torch.cuda.is_available() else model  # type: ignore[arg-type]  # transformers wraps `to` and loses its `self`
