@@ -18,17 +18,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..errors import DecodersError
+from ..deprecated import warn
+from ..training import TrainingError
 
 #: Label of a position whose token is not known: behind the end of a row or of the text.
 UNKNOWN = -100
 #: Rows that are generated, or read, at once.
 ROWS = 32
 Progress = Callable[[int], None]
-
-
-class MedusaTrainingError(DecodersError):
-    """Heads cannot be trained: too little text, or a checkpoint of another run."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +46,12 @@ def read_files(paths: Sequence[Path]) -> list[str]:
     """The texts of files, and of all files in folders; what is not UTF-8 is left out.
 
     Raises:
-        MedusaTrainingError: a path that does not exist, or no text at all.
+        TrainingError: a path that does not exist, or no text at all.
     """
     texts = []
     for path in paths:
         if not path.exists():
-            raise MedusaTrainingError(f"there is no file or folder {str(path)!r} to train on")
+            raise TrainingError(f"there is no file or folder {str(path)!r} to train on")
         for file in sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else [path]:
             try:
                 text = file.read_bytes().decode("utf-8")
@@ -63,7 +60,7 @@ def read_files(paths: Sequence[Path]) -> list[str]:
             if text.strip():
                 texts.append(text)
     if not texts:
-        raise MedusaTrainingError(f"there is no text in {', '.join(map(str, paths)) or 'no files'}")
+        raise TrainingError(f"there is no text in {', '.join(map(str, paths)) or 'no files'}")
     return texts
 
 
@@ -71,7 +68,7 @@ def rows_of_text(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], lengt
     """At most `rows` windows of `length` tokens, ``[W, T]`` int64, in random order; texts are joined by the end token.
 
     Raises:
-        MedusaTrainingError: the texts fill no window.
+        TrainingError: the texts fill no window.
     """
     generator = torch.Generator().manual_seed(seed)
     order = list(texts)
@@ -85,7 +82,7 @@ def rows_of_text(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], lengt
             break
     windows = min(len(stream) // length, rows)
     if windows < 1:
-        raise MedusaTrainingError(f"the text has {len(stream)} tokens, and rows of {length} are trained on")
+        raise TrainingError(f"the text has {len(stream)} tokens, and rows of {length} are trained on")
     ids = torch.tensor(stream[: windows * length]).view(windows, length)
     return ids[torch.randperm(windows, generator=generator)]
 
@@ -196,3 +193,10 @@ def stop_tokens(model: PreTrainedModel) -> list[int]:
     """End-of-sequence ids of the model's generation config."""
     stops: Any = model.generation_config.eos_token_id
     return [] if stops is None else [stops] if isinstance(stops, int) else list(stops)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "MedusaTrainingError":
+        warn(f"{__name__}.MedusaTrainingError", "decoders.training.TrainingError")
+        return TrainingError
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
