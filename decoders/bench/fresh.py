@@ -40,14 +40,17 @@ class Job:
     """What one process measures.
 
     Attributes:
-        subject: a shape, "demo", or a checkpoint. dtype: of the weights.
+        subject: a shape, "demo", or a checkpoint.
+        dtype: of the weights.
         strategy: its registry name; "" is transformers' own generate, of which only the calls are measured.
         config: ``decoders_config`` of every call; empty are the default settings.
         prompt_lengths: in tokens; the calls take the first, the prefill is measured at all.
-        new_tokens: of each call. repeats: of what is measured in turns.
+        new_tokens: of each call.
+        repeats: of what is measured in turns.
         history, question: tokens of a chat's first turn and of what its second adds; no chat with a history of 0.
         patience: seconds to wait for compilation in the background before the turns are taken.
-        threads: of the CPU, None leaves it. spawned: ``time.time()`` at which the process was asked for.
+        threads: of the CPU, None leaves it.
+        spawned: ``time.time()`` at which the process was asked for.
     """
 
     subject: str

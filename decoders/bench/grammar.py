@@ -34,11 +34,13 @@ class Cost:
     Attributes:
         subject, backend, vocabulary: name of the grammar, of the backend asked, tokens of the vocabulary.
         compiled_by: the backend that did it, where the one asked chooses.
-        language_ms: from the specification to a language. compile_ms: from there to a grammar.
+        language_ms: from the specification to a language.
+        compile_ms: from there to a grammar.
         first_mask_ms: from the specification to the first mask. All three are medians.
         mask_us, slow_mask_us: median and 99th percentile along the text, the first walk among several.
         tree_us: masks of a tree of :data:`NODES` draft tokens, median.
-        memory: bytes held after the walks. states, rows: of the table.
+        memory: bytes held after the walks.
+        states, rows: of the table.
         error: why it was not compiled.
     """
 
@@ -66,7 +68,8 @@ class Tree:
     """Draft tokens after a text: those of the text itself and others that are legal.
 
     Attributes:
-        taken: tokens before it. parents, tokens: as :meth:`Matcher.fill_tree` has them.
+        taken: tokens before it.
+        parents, tokens: as :meth:`Matcher.fill_tree` has them.
     """
 
     taken: list[int]

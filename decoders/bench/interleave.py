@@ -31,12 +31,16 @@ class Measurement:
     """One timed call; times in seconds.
 
     Attributes:
-        repeat: which round. position: place in that round's order.
-        seconds: of the whole call without `compile_seconds`. new_tokens: of all rows.
+        repeat: which round.
+        position: place in that round's order.
+        seconds: of the whole call without `compile_seconds`.
+        new_tokens: of all rows.
         first_token: from the start of a call to its first token, from a call of its own that is cut off there.
-        prompt_tokens: of the longest row. compiled_share: of the steps, in the compiled tier.
+        prompt_tokens: of the longest row.
+        compiled_share: of the steps, in the compiled tier.
         steps, prefill_steps, prefill, propose, mask, core, observe, host, overhead, accepted_lengths, stages: from our
-            report; None (no stages) for transformers. draft_passes: of the draft models that the strategy asks itself.
+            report; None (no stages) for transformers.
+        draft_passes: of the draft models that the strategy asks itself.
     """
 
     workload: str

@@ -31,7 +31,8 @@ class ColouredStream(BaseStreamer):
 
     Attributes:
         pieces: (text, accepted) per token; a token that ends within a character has the text of none.
-        steps: steps taken. drawing: seconds spent in `on_change`.
+        steps: steps taken.
+        drawing: seconds spent in `on_change`.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, on_change: Any = lambda: None) -> None:

@@ -37,7 +37,8 @@ class Workload:
     """Prompts that are decoded in one call.
 
     Attributes:
-        name: of the prompt, or of the first and last. kind: what it is counted under.
+        name: of the prompt, or of the first and last.
+        kind: what it is counted under.
         input_ids, attention_mask: ``[B, P]``, padded on the left.
     """
 
@@ -71,14 +72,20 @@ class Method:
     """One way to generate.
 
     Attributes:
-        name: a strategy's registry name (``a+b``) with the settings as written, or ``transformers…``. dtype: of the weights.
-        arguments: of ``generate``. ours: whether they are for an enabled model's ``generate``.
-        exact: whether its output must be plain decoding's own. settings: given by hand, for the record.
-        impossible: why it cannot run at all. one_row_only: why it cannot run on batches.
-        sampling: None is greedy. verifier: the rule that accepts our drafts, "" for transformers' own ways.
+        name: a strategy's registry name (``a+b``) with the settings as written, or ``transformers…``.
+        dtype: of the weights.
+        arguments: of ``generate``.
+        ours: whether they are for an enabled model's ``generate``.
+        exact: whether its output must be plain decoding's own.
+        settings: given by hand, for the record.
+        impossible: why it cannot run at all.
+        one_row_only: why it cannot run on batches.
+        sampling: None is greedy.
+        verifier: the rule that accepts our drafts, "" for transformers' own ways.
         coupled: whether that rule makes every strategy draw the same tokens from the same seed.
         grammar: that the text must follow, as written, "" without.
-        assistant: transformers' assistant model. assistant_config: what its generation config holds during a call.
+        assistant: transformers' assistant model.
+        assistant_config: what its generation config holds during a call.
     """
 
     name: str
@@ -151,7 +158,8 @@ def transformers_methods(
     Off CUDA transformers compiles nothing by itself; ``transformers-compiled`` makes it compile its static-cache decoding.
 
     Raises:
-        UnknownNameError: no such way. SettingsError: brackets that say nothing.
+        UnknownNameError: no such way.
+        SettingsError: brackets that say nothing.
     """
     dtype = dtype or str(model.dtype).removeprefix("torch.")
     one_row = "transformers' assisted generation takes one row"
@@ -211,11 +219,13 @@ def strategy_methods(
     brackets of its own. When sampling, plain decoding comes first: it is what the others are compared with.
 
     Args:
-        settings: by strategy name, for all its variants; brackets go before. decoders_config: of every call, for instance
-            ``{"compile": False}``.
+        settings: by strategy name, for all its variants; brackets go before.
+        decoders_config: of every call, for instance ``{"compile": False}``.
 
     Raises:
-        UnknownNameError, PluginError: no such strategy. SettingsError: no such setting, or of no strategy chosen.
+        UnknownNameError: no such strategy.
+        PluginError: no such strategy.
+        SettingsError: no such setting, or of no strategy chosen.
     """
     enable(model, tokenizer)
     given = {canonical(name): dict(values) for name, values in (settings or {}).items()}

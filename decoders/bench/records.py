@@ -50,9 +50,12 @@ class StageFigures:
     """What a draft model did per target step; medians over the calls.
 
     Attributes:
-        model: name or path. depth: 0 drafts for the target, 1 for its draft model. drafter: what drafts for this model.
-        passes: forward passes per target step. tokens_per_pass: written per row and pass with the drafter's help, None
-            without one. forward_share: seconds of its passes, as a share of those of the target's steps.
+        model: name or path.
+        depth: 0 drafts for the target, 1 for its draft model.
+        drafter: what drafts for this model.
+        passes: forward passes per target step.
+        tokens_per_pass: written per row and pass with the drafter's help, None without one.
+        forward_share: seconds of its passes, as a share of those of the target's steps.
     """
 
     model: str
@@ -70,25 +73,33 @@ class Record:
     Attributes:
         status, reason: "ok", or why there are no figures ("impossible", "failed").
         identical: whether the new tokens equal the baseline's in every row; None if there is nothing to compare with.
-            baseline: what they were compared with: transformers; our plain decoding when sampling, or under the same
-            grammar, if that is measured too. difference: where
-            they first differ. incomparable: what to expect instead where they need not be equal ("same distribution").
+        baseline: what they were compared with: transformers; our plain decoding when sampling, or under the same grammar,
+            if that is measured too.
+        difference: where they first differ.
+        incomparable: what to expect instead where they need not be equal ("same distribution").
         verifier: the rule that accepts our drafts.
-        tokens_per_second: new tokens of all rows per second of wall time, compilation excluded; one value per repeat,
-            over all prompts of the kind. ratio: the same repeat's value over the baseline's.
+        tokens_per_second: new tokens of all rows per second of wall time, compilation excluded; one value per repeat, over
+            all prompts of the kind.
+        ratio: the same repeat's value over the baseline's.
         first_token: seconds to the first token, the mean over prompts of each repeat.
-        accepted_length: tokens per row and step; 1 is plain decoding. Of ours over all repeats, of transformers in one
-            call per prompt. draft_passes: forward passes per step of the models that draft for the target.
-        outside_core: share of the step outside forward, verification and commit. overhead: share outside the forward
-            passes of target and draft models. stages: one entry per draft model, see :class:`StageFigures`.
-        first_call, second_call: seconds of the first two calls, on one prompt of the run. compilations: graphs
-            compiled in the first call, recompilations: in all later ones.
-        peak_memory: bytes, of `memory_kind` "device" or "process". cache_bytes: of the loop's key-value cache.
+        accepted_length: tokens per row and step; 1 is plain decoding. Of ours over all repeats, of transformers in one call
+            per prompt.
+        draft_passes: forward passes per step of the models that draft for the target.
+        outside_core: share of the step outside forward, verification and commit.
+        overhead: share outside the forward passes of target and draft models.
+        stages: one entry per draft model, see :class:`StageFigures`.
+        first_call, second_call: seconds of the first two calls, on one prompt of the run.
+        compilations: graphs compiled in the first call, recompilations: in all later ones.
+        peak_memory: bytes, of `memory_kind` "device" or "process".
+        cache_bytes: of the loop's key-value cache.
         model: what was measured, as it was named; random_weights: a shape, whose acceptance means nothing.
-        prompt_tokens: the median prompt's. prefill: seconds of reading it. compiled_share: of the steps, in the compiled
-            tier. cold_first_token: seconds to the first token of the first call, compilation included, on one prompt of
-            the run. memory_added: bytes by which the first two calls made the process larger; whoever comes first pays
-            for what all share. pack_seconds, background_seconds: of the first call, see :class:`~decoders.report.Timings`.
+        prompt_tokens: the median prompt's.
+        prefill: seconds of reading it.
+        compiled_share: of the steps, in the compiled tier.
+        cold_first_token: seconds to the first token of the first call, compilation included, on one prompt of the run.
+        memory_added: bytes by which the first two calls made the process larger; whoever comes first pays for what all
+            share.
+        pack_seconds, background_seconds: of the first call, see :class:`~decoders.report.Timings`.
         bandwidth_fraction: bytes of the target's weights, read once per step, over the core's (for transformers: the
             step's) time, relative to the measured copy bandwidth. Above 1 the weights stay in a cache.
     """

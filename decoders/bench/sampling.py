@@ -53,7 +53,8 @@ def time_sampling(
 
     Args:
         plans: name to operations with their values; without any, greedy.
-        repeats: measurements of each. definitions: measurements of the definitions, which may be slow; 0 for none.
+        repeats: measurements of each.
+        definitions: measurements of the definitions, which may be slow; 0 for none.
         logits: of (N, V), ``[1, N, V]``; default :func:`text_like`. Every measurement has positions of its own.
     """
     rows = []

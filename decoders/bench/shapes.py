@@ -31,7 +31,8 @@ class RandomShape:
     """Sizes of a model.
 
     Attributes:
-        design: transformers' ``model_type``. sizes: of its config.
+        design: transformers' ``model_type``.
+        sizes: of its config.
     """
 
     design: str

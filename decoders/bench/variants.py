@@ -24,8 +24,10 @@ class Variant:
     """One strategy, or several merged, with settings.
 
     Attributes:
-        parts: names as written. brackets: the text in each part's brackets, "" without.
-        settings: by part, nested as in ``strategy_config``. verifier, grammar, compile: named in the brackets, if any.
+        parts: names as written.
+        brackets: the text in each part's brackets, "" without.
+        settings: by part, nested as in ``strategy_config``.
+        verifier, grammar, compile: named in the brackets, if any.
     """
 
     parts: tuple[str, ...]

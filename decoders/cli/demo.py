@@ -176,7 +176,8 @@ def choose_prompts(
     What is the user's own goes through the chat template too, unless `known` are the demo model's.
 
     Raises:
-        SettingsError: two were given, or the prompt is empty. UnknownNameError: no such kind.
+        SettingsError: two were given, or the prompt is empty.
+        UnknownNameError: no such kind.
     """
     from .. import demo as models
 

@@ -26,7 +26,8 @@ def load(name: str, dtype: str = "float32") -> tuple[PreTrainedModel, PreTrained
     "demo" and "demo:target" are this project's own target, "demo:draft" its draft.
 
     Raises:
-        UnknownNameError: no such dtype or demo model. ModelLoadError: no such model, or not a causal language model.
+        UnknownNameError: no such dtype or demo model.
+        ModelLoadError: no such model, or not a causal language model.
     """
     if dtype not in DTYPES:
         raise UnknownNameError("dtype", dtype, DTYPES)
@@ -78,7 +79,9 @@ def needs_assistant(strategy: str, settings: Mapping[str, Any] | None = None) ->
     """Whether `strategy` (``"a+b"`` merges) with `settings` wants ``assistant_model=``: one that names its own draft does not.
 
     Raises:
-        UnknownNameError, PluginError: no usable strategy of that name. SettingsError: a bad setting.
+        UnknownNameError: no usable strategy of that name.
+        PluginError: no usable strategy of that name.
+        SettingsError: a bad setting.
     """
     from ..plugins import resolve_strategy
 

@@ -71,7 +71,8 @@ def _prompt(item: dict[str, Any], kind: str) -> tuple[str, Content]:
     """Kind (by default the file's name) and content of a line: a text, or messages with role and content.
 
     Raises:
-        KeyError, TypeError: it has neither.
+        KeyError: it has neither.
+        TypeError: it has neither.
     """
     if "messages" not in item:
         return item.get("kind", kind), item["text"]

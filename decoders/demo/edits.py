@@ -69,9 +69,9 @@ def new_names(functions: Iterable[Function]) -> list[str]:
     return sorted(name for name, count in counts.items() if count >= 2 and 3 <= len(name) <= 20)
 
 
-def edit_task(function: Function, names: list[str], rng: random.Random, *, copy_share: float = COPY_SHARE) -> EditTask:
-    """A copy task (`copy_share` of the time, or where nothing can be renamed), else a rename to one of `names`."""
-    if function.names and rng.random() >= copy_share:
+def edit_task(function: Function, names: list[str], rng: random.Random) -> EditTask:
+    """A copy task (:data:`COPY_SHARE` of the time, or where nothing can be renamed), else a rename to one of `names`."""
+    if function.names and rng.random() >= COPY_SHARE:
         old = rng.choice(function.names)
         for _ in range(20):
             new = rng.choice(names)

@@ -28,7 +28,8 @@ def find_heads(named: str | None, model: PreTrainedModel) -> Path:
     """The folder of the heads for `model`: the one that is named, or ``medusa`` beside the model's own files.
 
     Raises:
-        SettingsError: there is no such folder. UnsupportedError: none is named, and none lies beside the model.
+        SettingsError: there is no such folder.
+        UnsupportedError: none is named, and none lies beside the model.
     """
     if named == DEMO:
         named = str(Path(__file__).parent.parent / "demo" / "models" / "target" / FOLDER)

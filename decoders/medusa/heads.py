@@ -17,8 +17,11 @@ class HeadWeights(NamedTuple):
     """The tensors of all heads, stacked: what compiled code is given. None: a projection that has no such part.
 
     Attributes:
-        linear: ``[K, layers, H, H]``. bias: ``[K, layers, H]``.
-        projection: ``[K, V, H]``. down: ``[K, R, H]``. up: ``[K, V, R]``.
+        linear: ``[K, layers, H, H]``.
+        bias: ``[K, layers, H]``.
+        projection: ``[K, V, H]``.
+        down: ``[K, R, H]``.
+        up: ``[K, V, R]``.
     """
 
     linear: Tensor
