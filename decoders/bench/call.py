@@ -1,4 +1,4 @@
-"""One timed call of one method, with the models' own configs left as they were found."""
+"""One timed call of one method; the models' own configs stay as they are."""
 
 from __future__ import annotations
 
@@ -25,8 +25,14 @@ _GREEDY = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None
 
 @dataclass(frozen=True)
 class TimedCall:
-    """One finished call: `sequences` ``[B, P + new]``, wall `seconds` with and seconds spent in compilation,
-    `compilations` graphs compiled on the way, and the loop's own report if it ran.
+    """One finished call.
+
+    Attributes:
+        sequences: ``[B, P + new]``.
+        seconds: wall time, compilation included.
+        compile_seconds: spent on compiling.
+        compilations: graphs that were compiled.
+        report: the loop's own, None of transformers.
     """
 
     sequences: Tensor
@@ -79,10 +85,10 @@ def lent_configs(method: Method) -> Iterator[None]:
     """For the length of a call of transformers' own, copies in the place of both models' generation configs.
 
     transformers reads how many tokens to draft from the assistant's config, not from the call, and under its heuristic
-    schedule writes there what it ended with: later calls, of others too, would start from that.
+    schedule writes there what it ended with. Later calls, of other methods too, would start from that.
     """
     models = [] if method.ours else [m for m in (method.model, method.assistant) if m is not None]
-    kept = [m.generation_config for m in models]
+    own_configs = [m.generation_config for m in models]
     try:
         for model in models:
             model.generation_config = copy.deepcopy(model.generation_config)
@@ -91,13 +97,13 @@ def lent_configs(method: Method) -> Iterator[None]:
                 setattr(method.assistant.generation_config, name, value)
         yield
     finally:
-        for model, config in zip(models, kept, strict=True):
+        for model, config in zip(models, own_configs, strict=True):
             model.generation_config = config
 
 
 @contextlib.contextmanager
 def _unwarned(method: Method) -> Iterator[None]:
-    """Assisted generation warns of arguments that transformers itself passes to the assistant: no news to who reads figures."""
+    """Silences transformers in assisted generation, which warns of arguments that it passes to the assistant itself."""
     level = logging.get_verbosity()
     if method.assistant is not None:
         logging.set_verbosity_error()

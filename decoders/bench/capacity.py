@@ -52,7 +52,7 @@ def check_capacity(
     The prompt is made of random tokens: what they say does not matter to plain decoding.
     """
     generator = torch.Generator().manual_seed(0)
-    made = []
+    costs = []
     for method in methods:
         vocabulary = vocabulary_size(method.model)
         ids = torch.randint(vocabulary, (rows, length), generator=generator)
@@ -76,18 +76,18 @@ def check_capacity(
                     try:
                         report = decode(variants[count], workload, new_tokens).report
                         assert report is not None, "methods of ours report"
-                        later = report.steps - report.prefill_steps
-                        if turn and later:  # the first round warms up
-                            times[count].append(report.timings.core / later * 1e3)
+                        decode_steps = report.steps - report.prefill_steps
+                        if turn and decode_steps:  # the first round warms up
+                            times[count].append(report.timings.core / decode_steps * 1e3)
                     except Exception as error:
                         failed[count] = f"{type(error).__name__}: {error}"
                 progress(f"{count} slots")
         base = times[slots[0]]
-        made += [
+        costs += [
             CapacityCost(
                 method.dtype, rows, length, count, Spread.of(times[count]),
                 Spread.of([a / b for a, b in zip(times[count], base, strict=False) if b]), failed.get(count, ""),
             )
             for count in slots
         ]  # fmt: skip
-    return made
+    return costs

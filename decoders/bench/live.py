@@ -1,4 +1,4 @@
-"""Text as it is written, with the tokens that a draft got right in a colour of their own."""
+"""Text as it is written, with accepted draft tokens in a colour of their own."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ColouredStream(BaseStreamer):
 
     Attributes:
         pieces: (text, accepted) per token; a token that ends within a character has the text of none.
-        steps: steps taken.
+        steps: done so far.
         drawing: seconds spent in `on_change`.
     """
 
@@ -119,5 +119,9 @@ def _tail(prompt: str, written: Text, console: Console) -> list[Any]:
         if written.plain.count("\n") > room
         else written
     )
-    kept = prompt.split("\n")[-PROMPT_LINES:]
-    return [("…\n" if len(kept) < prompt.count("\n") + 1 else "", "dim"), ("\n".join(kept), "dim"), shown]
+    prompt_lines = prompt.split("\n")[-PROMPT_LINES:]
+    return [
+        ("…\n" if len(prompt_lines) < prompt.count("\n") + 1 else "", "dim"),
+        ("\n".join(prompt_lines), "dim"),
+        shown,
+    ]

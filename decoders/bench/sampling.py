@@ -32,8 +32,8 @@ class SamplingTime:
         plan: name of the plan.
         nodes: nodes of the block, N.
         vocabulary: V.
-        median: of the candidates' way, as the engine runs it.
-        least: the least of the same.
+        median: of the engine's selection among candidates.
+        least: the smallest of the same.
         definition: median of the processors' definitions over the whole vocabulary, None if they were not timed.
     """
 
@@ -104,9 +104,9 @@ def _timed(choice: Callable[..., Tensor], scores: Tensor, operations: dict[str, 
     keys = row_keys(0, 1, scores.device)
     inputs = SamplingInputs(torch.tensor(values), keys, torch.tensor([0]))
     positions = torch.arange(scores.shape[1])[None] + repeat
-    begun = time.perf_counter()
+    started = time.perf_counter()
     choice(scores, plan, inputs, positions)
-    return 1000 * (time.perf_counter() - begun)
+    return 1000 * (time.perf_counter() - started)
 
 
 def _median(times: list[float]) -> float:

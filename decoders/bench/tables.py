@@ -20,19 +20,19 @@ NAME_WIDTH = 48
 
 def tables(records: Sequence[Record]) -> list[Table]:
     """Per model, dtype, batch size and kind of prompt: speed, the parts of a step, draft models if any, start-up and memory."""
-    made = []
+    result = []
     cells = dict.fromkeys((r.model, r.dtype, r.batch, r.kind) for r in records)
     for model, dtype, batch, kind in cells:
         members = [r for r in records if (r.model, r.dtype, r.batch, r.kind) == (model, dtype, batch, kind)]
         tokens = next((f" · {r.prompt_tokens:.0f} tokens of prompt" for r in members if r.prompt_tokens), "")
         title = f"{model + ' · ' if model else ''}{kind} · {batch} row{'s' if batch > 1 else ''} · {dtype}{tokens}"
-        made.append(speed_table(members, title))
+        result.append(speed_table(members, title))
         if any(r.status == "ok" for r in members):
-            made.append(step_table(members, f"{title} · ms per step"))
+            result.append(step_table(members, f"{title} · ms per step"))
             if any(r.stages for r in members):
-                made.append(stage_table(members, f"{title} · draft models"))
-            made.append(start_table(members, f"{title} · start and memory"))
-    return made
+                result.append(stage_table(members, f"{title} · draft models"))
+            result.append(start_table(members, f"{title} · start and memory"))
+    return result
 
 
 def speed_table(records: Sequence[Record], title: str = "") -> Table:
@@ -83,7 +83,7 @@ def stage_table(records: Sequence[Record], title: str = "") -> Table:
 
 
 def start_table(records: Sequence[Record], title: str = "") -> Table:
-    """First and second call, tokens that are first in them, tiers, memory. The first strategy pays for what all share."""
+    """First and second call, tokens that are first in them, tiers, memory. The first strategy is charged for what all share."""
     columns = ("cold first token", "warm", "prefill", "first call", "second", "compile", "graphs", "later", "compiled",
                "memory", "added", "cache")  # fmt: skip
     table = _table(title, *columns)

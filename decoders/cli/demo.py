@@ -30,7 +30,7 @@ def demo(
     model: Annotated[
         str,
         typer.Argument(
-            help='Folder, hub name or GGUF file of a causal language model; "demo" is the one that comes along.'
+            help='Folder, hub name or GGUF file of a causal language model; "demo" is the one in this package.'
         ),
     ] = "demo",
     prompt: Annotated[str | None, typer.Option(help="Complete this instead of a prompt of ours.")] = None,
@@ -74,7 +74,7 @@ def demo(
     """
     from rich.console import Console
 
-    began = time.monotonic()
+    started = time.monotonic()
     progress = Console(stderr=True, quiet=as_json)
     console = Console(quiet=as_json)
     known = DEMO_KINDS if model == "demo" else INSTRUCTION_KINDS
@@ -89,7 +89,7 @@ def demo(
 
         target, tokenizer, assistant = load(model, draft, dtype, device)
         assert tokenizer is not None
-        asked = strategies or [n for n in STRATEGIES if assistant is not None or n != "speculative"]
+        names = strategies or [n for n in STRATEGIES if assistant is not None or n != "speculative"]
         baselines = [ASSISTED] if assistant is not None and not strategies else []
         workloads = b.workloads(tokenizer, texts)
         facts = machine.facts(target.device)
@@ -98,16 +98,16 @@ def demo(
 
         # The last strategy that needs no draft model, in the tier that is there at once.
         config = AT_ONCE if compile else {"compile": False}
-        first = b.strategy_methods(target, asked, assistant, None, config, tokenizer)
-        alone = [c for c in first if not c.impossible and "assistant_model" not in c.arguments]
-        for opening in (alone or [c for c in first if not c.impossible])[-1:]:
+        methods_at_once = b.strategy_methods(target, names, assistant, None, config, tokenizer)
+        without_draft = [c for c in methods_at_once if not c.impossible and "assistant_model" not in c.arguments]
+        for opening in (without_draft or [c for c in methods_at_once if not c.impossible])[-1:]:
             name, _, content = texts[0]
             show(console, opening, workloads[0], tokenizer, name, bare(content), max_new_tokens)
-            console.print(f"[dim]first text {time.monotonic() - began:.0f} s after the start, loading included[/]\n")
+            console.print(f"[dim]first text {time.monotonic() - started:.0f} s after the start, loading included[/]\n")
     if not seconds:
         return
     methods = b.transformers_methods(target, assistant, names=baselines)
-    methods += b.strategy_methods(target, asked, assistant, None, {"compile": compile}, tokenizer)
+    methods += b.strategy_methods(target, names, assistant, None, {"compile": compile}, tokenizer)
     if compile:
         progress.print("[dim]compiling and measuring for the table; --no-compile or --seconds 0 leave that out[/]")
     with progress_bar(progress, len(methods)) as advance:
@@ -150,9 +150,9 @@ def demo(
         for record in wrong if dtype != "float32" else []:
             console.print(f"{record.method}: {dtype} rounds near-ties, which may flip a token; float32 does not.")
             break
-        if not strategies and (rest := others(asked)):
+        if not strategies and (rest := others(names)):
             console.print(f"There are also {rest}: decoders bench measures all, with settings of your choice.")
-        console.print(f"[dim]{time.monotonic() - began:.0f} s in all[/]")
+        console.print(f"[dim]{time.monotonic() - started:.0f} s in all[/]")
     if wrong:
         raise typer.Exit(1)
 
@@ -163,8 +163,8 @@ def affordable(
     """The first prompts of which everyone can write one text to check and one for the table in `seconds`, at least one of
     them, and the names of the others. What a call takes is known from the warm-up.
     """
-    each = 2 * sum(e.warmup.second_call for e in entries if e.warmup is not None)
-    count = max(min(len(workloads), int(seconds / each) if each else len(workloads)), 1)
+    seconds_per_prompt = 2 * sum(e.warmup.second_call for e in entries if e.warmup is not None)
+    count = max(min(len(workloads), int(seconds / seconds_per_prompt) if seconds_per_prompt else len(workloads)), 1)
     return workloads[:count], [name for name, _, _ in texts[count:]]
 
 

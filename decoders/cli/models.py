@@ -33,15 +33,17 @@ def load(name: str, dtype: str = "float32") -> tuple[PreTrainedModel, PreTrained
         raise UnknownNameError("dtype", dtype, DTYPES)
     import torch
 
-    wanted: torch.dtype | str = "auto" if dtype == "auto" else getattr(torch, dtype)
+    torch_dtype: torch.dtype | str = "auto" if dtype == "auto" else getattr(torch, dtype)
     if name.partition(":")[0] == DEMO:
         from .. import demo
 
-        model, tokenizer = demo.load(name.partition(":")[2] or "target", None if isinstance(wanted, str) else wanted)
+        model, tokenizer = demo.load(
+            name.partition(":")[2] or "target", None if isinstance(torch_dtype, str) else torch_dtype
+        )
         return _placed(model), tokenizer
     try:
         tokenizer = load_tokenizer(name)
-        model = load_model(name, wanted)
+        model = load_model(name, torch_dtype)
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"Model {name!r} cannot be loaded: {error}") from error
     return _placed(model), tokenizer

@@ -28,7 +28,9 @@ def medusa(
     test: Annotated[
         list[Path] | None, typer.Option(help="Text to measure on at the end, for the card; may be repeated.")
     ] = None,
-    heads: Annotated[int, typer.Option(min=1, max=8, help="Heads: tokens predicted beyond the next one.")] = DEFAULTS.heads,
+    heads: Annotated[
+        int, typer.Option(min=1, max=8, help="Heads: tokens predicted beyond the next one.")
+    ] = DEFAULTS.heads,
     layers: Annotated[int, typer.Option(min=1, max=8, help="Residual blocks of each head.")] = DEFAULTS.layers,
     projection: Annotated[
         str, typer.Option(help="tied: the model's output head. low_rank: plus a small difference. full: one per head.")
@@ -96,10 +98,10 @@ def medusa(
             shares = ", ".join(f"{share:.1%}" for share in facts["top1"])
             typer.echo(f"{which}, {kind}: heads right {shares}")
     if "trees" in figures:
-        found = figures["trees"]
+        trees = figures["trees"]
         typer.echo(
-            f"tree of {found['nodes']} nodes: {found['searched']:.3f} tokens a step; the default's first "
-            f"{found['nodes']}: {found['default']:.3f}"
+            f"tree of {trees['nodes']} nodes: {trees['searched']:.3f} tokens a step; the default's first "
+            f"{trees['nodes']}: {trees['default']:.3f}"
         )
     typer.echo(f"Written to {out}.")
 

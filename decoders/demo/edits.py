@@ -47,7 +47,7 @@ class EditTask:
 
 def functions(sources: Iterable[Source]) -> list[Function]:
     """Every function of 5 to 40 lines, each distinct text once. Files that do not parse are passed over."""
-    found: dict[str, Function] = {}
+    by_source: dict[str, Function] = {}
     for source in sources:
         try:
             tree = ast.parse(source.text)
@@ -59,8 +59,8 @@ def functions(sources: Iterable[Source]) -> list[Function]:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 function = _function(source.path, lines, node)
                 if function is not None:
-                    found.setdefault(function.source, function)
-    return list(found.values())
+                    by_source.setdefault(function.source, function)
+    return list(by_source.values())
 
 
 def new_names(functions: Iterable[Function]) -> list[str]:

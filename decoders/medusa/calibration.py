@@ -30,7 +30,12 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Texts:
-    """Rows of tokens: ``ids`` ``[W, T]`` int64; ``own`` ``[W]``, from where on a row is the model's own text (T: nowhere)."""
+    """Rows of tokens.
+
+    Attributes:
+        ids: ``[W, T]`` int64.
+        own: ``[W]``, the position from which on a row is the model's own text; T where none of it is.
+    """
 
     ids: Tensor
     own: Tensor
@@ -71,12 +76,12 @@ def rows_of_text(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], lengt
         TrainingError: the texts fill no window.
     """
     generator = torch.Generator().manual_seed(seed)
-    order = list(texts)
-    order = [order[i] for i in torch.randperm(len(order), generator=generator).tolist()]
+    shuffled = list(texts)
+    shuffled = [shuffled[i] for i in torch.randperm(len(shuffled), generator=generator).tolist()]
     end = [tokenizer.eos_token_id] if isinstance(tokenizer.eos_token_id, int) else []
     stream: list[int] = []
     # Every window up to the one that is needed last; the order of the files is random already.
-    for text in order:
+    for text in shuffled:
         stream += [*tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], *end]
         if len(stream) >= rows * length:
             break
@@ -99,10 +104,10 @@ def own_texts(
         for first in range(0, count, ROWS):
             rows = slice(first, min(first + ROWS, count))
             read, past = ids[rows, :prompt].to(model.device), None
-            for at in range(prompt, length):
+            for position in range(prompt, length):
                 out = model(input_ids=read, past_key_values=past, use_cache=True)
                 read, past = out.logits[:, -1:].argmax(-1), out.past_key_values
-                ids[rows, at] = read[:, 0].cpu()
+                ids[rows, position] = read[:, 0].cpu()
             progress(rows.stop - rows.start)
     return Texts(ids, own)
 
@@ -115,16 +120,16 @@ def labels_of(texts: Texts, heads: int, stops: Sequence[int]) -> Tensor:
     """
     ids, (w, t) = texts.ids, texts.ids.shape
     labels = torch.full((w, t, heads), UNKNOWN)
-    at = torch.arange(t)
-    stop = (torch.isin(ids, torch.tensor(list(stops) or [-1])) & (at >= texts.own[:, None])).long()
-    dead = stop.cumsum(1) - stop > 0
-    known = torch.where(dead, UNKNOWN, ids)
+    positions = torch.arange(t)
+    is_stop = (torch.isin(ids, torch.tensor(list(stops) or [-1])) & (positions >= texts.own[:, None])).long()
+    after_stop = is_stop.cumsum(1) - is_stop > 0
+    known = torch.where(after_stop, UNKNOWN, ids)
     for k in range(heads):
         ahead = k + 2
         labels[:, : t - ahead, k] = known[:, ahead:]
     # In front of the model's own text lies the prompt: in a row of its own only what it wrote itself counts.
-    mine = (texts.own < t)[:, None] & (at < texts.own[:, None] - 1)
-    labels[mine] = UNKNOWN
+    in_prompt = (texts.own < t)[:, None] & (positions < texts.own[:, None] - 1)
+    labels[in_prompt] = UNKNOWN
     return labels
 
 

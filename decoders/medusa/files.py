@@ -58,7 +58,7 @@ def check_fit(heads: MedusaHeads, model: PreTrainedModel, origin: str | Path) ->
 
 
 def save_heads(heads: MedusaHeads, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Writes config and weights to `folder`, each aside and then moved, so that nobody reads half a file."""
+    """Writes config and weights to `folder`, each aside and then moved, so that a reader never sees half a file."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -136,10 +136,10 @@ def _upstream(file: Path, state: dict[str, Tensor]) -> MedusaHeads:
     projections = {(head, place): t for (head, place, kind), t in parts.items() if kind == "weight"}
     blocks = {(head, place) for head, place, kind in parts if kind == "linear.weight"}
     count, layers = len(projections), len(blocks) // max(len(projections), 1)
-    wanted = {(k, layers) for k in range(count)}
-    if not count or set(projections) != wanted or blocks != {(k, i) for k in range(count) for i in range(layers)}:
+    expected = {(k, layers) for k in range(count)}
+    if not count or set(projections) != expected or blocks != {(k, i) for k in range(count) for i in range(layers)}:
         raise SettingsError(
-            f"{file} holds no Medusa heads: keys such as 0.0.linear.weight and 0.1.weight are looked for, found are "
+            f"{file} holds no Medusa heads: it takes keys such as 0.0.linear.weight and 0.1.weight, and has "
             f"{', '.join(sorted(state)[:4]) or 'none'}"
         )
     vocab, hidden = projections[0, layers].shape

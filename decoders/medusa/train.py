@@ -89,7 +89,7 @@ def train_medusa(
         SettingsError: `given` is for another model.
     """
     vocab, hidden = model.get_output_embeddings().weight.shape
-    run.config(hidden, vocab)  # senseless settings are refused before hours of work
+    run.config(hidden, vocab)  # wrong settings are reported before hours of work
     work = out / "training"
     work.mkdir(parents=True, exist_ok=True)
     if not resume:

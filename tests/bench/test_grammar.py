@@ -1,4 +1,4 @@
-"""What grammars cost is measured on texts that follow them, and refusals are figures too."""
+"""What grammars cost is measured on texts that follow them, and grammars that do not compile are listed too."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class Never(Backend):
         raise GrammarError(f"{language.name}: never")
 
 
-def test_every_figure_is_there_and_a_refusal_has_its_reason() -> None:
+def test_every_figure_is_there_and_what_does_not_compile_has_its_reason() -> None:
     told: list[str] = []
-    cost, refusal = g.measure(WORD, [LLGuidance(), Never()], BYTES, 2, told.append)
+    cost, failed = g.measure(WORD, [LLGuidance(), Never()], BYTES, 2, told.append)
     assert (cost.subject, cost.backend, cost.compiled_by, cost.vocabulary) == ("word", "llguidance", "llguidance", 260)
     figures = (cost.language_ms, cost.compile_ms, cost.first_mask_ms, cost.mask_us, cost.slow_mask_us, cost.tree_us)
     assert all(figure is not None and figure > 0 for figure in figures)
     assert cost.slow_mask_us >= cost.mask_us  # type: ignore[operator]
-    assert refusal == g.Cost("word", "never", 260, error="word: never")
+    assert failed == g.Cost("word", "never", 260, error="word: never")
     assert told == ["word, llguidance, 260 tokens", "word, never, 260 tokens"]
-    assert g.measure(WORD, [Never()], BYTES, 2) == [refusal]
+    assert g.measure(WORD, [Never()], BYTES, 2) == [failed]
 
 
 def test_a_text_that_does_not_follow_its_grammar_is_an_error() -> None:
@@ -81,7 +81,7 @@ def test_memory_that_is_held_is_seen() -> None:
     assert after is not None and after - before >= len(block) / 2
 
 
-def test_tables_name_who_compiled_it_and_who_refused() -> None:
+def test_tables_name_who_compiled_it_and_who_could_not() -> None:
     costs = [
         g.Cost("word", "auto", 260, "table", 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7_000_000, 8, 9),
         g.Cost("word", "never", 260, error="word: never"),
@@ -92,7 +92,7 @@ def test_tables_name_who_compiled_it_and_who_refused() -> None:
         console.print(table)
     text = console.export_text()
     assert "auto: table" in text and "7.0" in text
-    assert "never refuses word: word: never" in text
+    assert "never cannot compile word: word: never" in text
     assert "auto prepares once per tokenizer: 0.25 s" in text
     assert "1,000 tokens" in text
 
