@@ -15,19 +15,19 @@ from .tables import _table, shown, size
 def fresh_tables(runs: Sequence[Mapping[str, Any]]) -> list[Table]:
     """Of one subject: first calls, memory, and whatever else was measured. Each run holds its `method` and its figures."""
     title = "{subject} · {dtype}".format(**runs[0])
-    whole = [run for run in runs if run.get("decoding")]
+    complete_runs = [run for run in runs if run.get("decoding")]
     tables = [
         calls_table(runs, f"{title} · calls of a new process"),
         memory_table(runs, f"{title} · process in memory"),
     ]
-    for run in whole:
+    for run in complete_runs:
         tables.append(decoding_table(run, f"{title} · {run['method']} · decoding, in turns"))
         tables.append(prefill_table(run, f"{title} · {run['method']} · first token by prompt length, in turns"))
     errors = [Text(f"{run['method']}: {run['error']}", style="red") for run in runs if "error" in run]
     lines = [
         *errors,
         *([Text(RANDOM_WEIGHTS)] if runs[0]["shape"] else []),
-        *(Text(line) for run in whole for line in notes(run)),
+        *(Text(line) for run in complete_runs for line in notes(run)),
     ]
     tables[-1].caption, tables[-1].caption_justify = Text("\n").join(lines), "left"
     return tables

@@ -279,11 +279,11 @@ def _stages(calls: Sequence[tuple[list[Stage], Measurement]], depth: int = 0) ->
     """Figures of the draft models, each followed by those of its drafter. `calls`: a call's stages, and the call."""
     figures: list[StageFigures] = []
     for stages in zip(*(stages for stages, _ in calls), strict=False):  # the same model in every call
-        passes, lengths, shares = [], [0, 0], []
+        passes, tokens_and_passes, shares = [], [0, 0], []
         for stage, (_, sample) in zip(stages, calls, strict=True):
             passes.append(stage.passes / sample.steps if sample.steps else 0.0)
-            lengths[0] += sum((n + 1) * count for n, count in enumerate(stage.accepted_lengths))
-            lengths[1] += sum(stage.accepted_lengths)
+            tokens_and_passes[0] += sum((n + 1) * count for n, count in enumerate(stage.accepted_lengths))
+            tokens_and_passes[1] += sum(stage.accepted_lengths)
             if sample.steps and sample.steps > sample.prefill_steps:
                 step = sum(_parts_of_a_step(sample).values()) / 1e3
                 shares.append(stage.forward_seconds / (step * sample.steps))
@@ -293,12 +293,12 @@ def _stages(calls: Sequence[tuple[list[Stage], Measurement]], depth: int = 0) ->
                 depth,
                 stages[0].drafter,
                 median(passes),
-                lengths[0] / lengths[1] if lengths[1] else None,
+                tokens_and_passes[0] / tokens_and_passes[1] if tokens_and_passes[1] else None,
                 median(shares) if shares else None,
             )  # fmt: skip
         )
-        inner = [(stage.stages, sample) for stage, (_, sample) in zip(stages, calls, strict=True)]
-        figures += _stages(inner, depth + 1)
+        inner_calls = [(stage.stages, sample) for stage, (_, sample) in zip(stages, calls, strict=True)]
+        figures += _stages(inner_calls, depth + 1)
     return figures
 
 
@@ -331,10 +331,10 @@ def _parts_of_a_step(sample: Measurement) -> dict[str, float]:
 
 def _step_times(samples: Sequence[Measurement], steps: dict[str, int]) -> StepTimes | None:
     """Medians over the calls. For transformers: what follows the first token, over the steps after the first."""
-    split = [_parts_of_a_step(s) for s in samples if s.steps and s.steps > s.prefill_steps]
-    if split:
-        medians = {part: median([parts[part] for parts in split]) for part in PARTS}
-        return StepTimes(median([sum(parts.values()) for parts in split]), **medians)
+    parts_of_calls = [_parts_of_a_step(s) for s in samples if s.steps and s.steps > s.prefill_steps]
+    if parts_of_calls:
+        medians = {part: median([parts[part] for parts in parts_of_calls]) for part in PARTS}
+        return StepTimes(median([sum(parts.values()) for parts in parts_of_calls]), **medians)
     totals = [
         (s.seconds - s.first_token) / (steps[s.workload] - 1) * 1e3
         for s in samples

@@ -48,8 +48,8 @@ def speed_table(records: Sequence[Record], title: str = "") -> Table:
             milliseconds(r.first_token), shown(r.accepted_length, ".2f"),
             *([shown(r.draft_passes, ".2f")] if drafted else []), identical(r),
         )  # fmt: skip
-    absent = [r for r in records if r.status != "ok" or r.difference]
-    lines = [Text.assemble(f"{r.method}: ", reason(r)) for r in absent]
+    with_reason = [r for r in records if r.status != "ok" or r.difference]
+    lines = [Text.assemble(f"{r.method}: ", reason(r)) for r in with_reason]
     if any(r.random_weights for r in records):
         lines.append(Text(RANDOM_WEIGHTS))
     if lines:

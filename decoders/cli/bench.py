@@ -142,13 +142,13 @@ def bench(
 
     if threads is not None:
         torch.set_num_threads(threads)
-    of_loop, nested = by_strategy(parse_assignments(settings or []))
+    loop_settings, strategy_settings = by_strategy(parse_assignments(settings or []))
     generate_options = generate.sampling(temperature, top_k, top_p, None, None)
     sampling_options = {
         name: generate_options[name] for name in ("temperature", "top_k", "top_p") if name in generate_options
     }
     sampling = b.Sampling(**sampling_options, seed=seed) if generate_options["do_sample"] else None
-    config: dict[str, Any] = {"compile": compile} | ({"slots": capacity} if capacity else {}) | of_loop
+    config: dict[str, Any] = {"compile": compile} | ({"slots": capacity} if capacity else {}) | loop_settings
     subjects = pieces(shapes) or [model or "demo"]
     for subject in subjects if shapes is not None else ():
         if subject not in SHAPES:
@@ -172,7 +172,9 @@ def bench(
             label = str(target.dtype).removeprefix("torch.")
             if not check_capacity:
                 methods += b.transformers_methods(target, assistant, baseline_names, label, sampling)
-            methods += b.strategy_methods(target, names, assistant, nested, config, tokenizer, label, sampling)
+            methods += b.strategy_methods(
+                target, names, assistant, strategy_settings, config, tokenizer, label, sampling
+            )
         device_used = methods[0].model.device
         if not facts:
             with progress_console.status("measuring the memory's bandwidth"):
@@ -207,7 +209,7 @@ def bench(
         "run": {
             "model": None if shapes is not None else subjects[0], "shapes": subjects if shapes is not None else [],
             "draft": draft, "new_tokens": new_tokens, "repeats": repeats, "compile": config["compile"],
-            "slots": capacity, "prompts": prompts, "prompt_lengths": lengths, "loop": of_loop,
+            "slots": capacity, "prompts": prompts, "prompt_lengths": lengths, "loop": loop_settings,
             "sampling": sampling and asdict(sampling),
         },
     }  # fmt: skip
@@ -277,12 +279,12 @@ def by_strategy(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, dic
     """
     from ..settings import RuntimeSettings
 
-    of_loop = {name: value for name, value in settings.items() if name in RuntimeSettings.model_fields}
-    RuntimeSettings.parse(of_loop)
+    loop_settings = {name: value for name, value in settings.items() if name in RuntimeSettings.model_fields}
+    RuntimeSettings.parse(loop_settings)
     for name, value in settings.items():
-        if name not in of_loop and not isinstance(value, dict):
+        if name not in loop_settings and not isinstance(value, dict):
             raise SettingsError(f"--set {name}=…: name the strategy too, as in --set prompt_lookup.{name}=…")
-    return of_loop, {name: value for name, value in settings.items() if name not in of_loop}
+    return loop_settings, {name: value for name, value in settings.items() if name not in loop_settings}
 
 
 def in_both_tiers(names: Sequence[str] | None) -> list[str]:

@@ -28,7 +28,9 @@ def fresh(
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="A setting of the loop in all calls, for instance compile=false."),
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="A setting of the loop in all calls, for instance compile=false."
+        ),
     ] = None,
     prompt_length: Annotated[
         str, typer.Option(help="Random tokens in a prompt, comma-separated; calls take the first, prefill all.")
@@ -94,28 +96,28 @@ def fresh(
             )
     processes: list[dict[str, Any]] = []
     for subject in subjects:
-        for kind in dtypes:
+        for dtype_name in dtypes:
             runs: list[dict[str, Any]] = []
             plan = [("transformers", "")] if baseline else []
             plan += [(name, name) for name in names]
             for method, strategy in plan:
                 job = Job(
-                    subject=subject, dtype=kind, strategy=strategy, config=config, prompt_lengths=lengths,
+                    subject=subject, dtype=dtype_name, strategy=strategy, config=config, prompt_lengths=lengths,
                     new_tokens=new_tokens, repeats=repeats, history=history, question=question, patience=patience,
                     threads=threads, device=device,
                 )  # fmt: skip
                 with (
                     tempfile.TemporaryDirectory(prefix="decoders-bench-", ignore_cleanup_errors=True) as cache,
-                    status.status(f"{subject} in {kind}: {method}") as line,
+                    status.status(f"{subject} in {dtype_name}: {method}") as line,
                 ):
                     for turn in range(1 + (again and bool(strategy))):
                         label = method if not turn else f"{method}, disk cache warm"
                         figures = in_new_process(
                             job,
                             Path(cache),
-                            lambda what: line.update(f"{subject} in {kind}, {label}: {what}"),  # noqa: B023
+                            lambda what: line.update(f"{subject} in {dtype_name}, {label}: {what}"),  # noqa: B023
                         )
-                        labels = {"subject": subject, "shape": subject in SHAPES, "dtype": kind, "method": label}
+                        labels = {"subject": subject, "shape": subject in SHAPES, "dtype": dtype_name, "method": label}
                         runs.append(labels | {"strategy": strategy, "config": config} | figures)
             for table in fresh_tables(runs):
                 console.print(table)

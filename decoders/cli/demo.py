@@ -99,10 +99,11 @@ def demo(
         # The last strategy that needs no draft model, in the tier that is there at once.
         config = AT_ONCE if compile else {"compile": False}
         methods_at_once = b.strategy_methods(target, names, assistant, None, config, tokenizer)
-        without_draft = [c for c in methods_at_once if not c.impossible and "assistant_model" not in c.arguments]
-        for opening in (without_draft or [c for c in methods_at_once if not c.impossible])[-1:]:
+        runnable = [method for method in methods_at_once if not method.impossible]
+        without_draft = [method for method in runnable if "assistant_model" not in method.arguments]
+        for first_method in (without_draft or runnable)[-1:]:
             name, _, content = texts[0]
-            show(console, opening, workloads[0], tokenizer, name, bare(content), max_new_tokens)
+            show(console, first_method, workloads[0], tokenizer, name, bare(content), max_new_tokens)
             console.print(f"[dim]first text {time.monotonic() - started:.0f} s after the start, loading included[/]\n")
     if not seconds:
         return
@@ -114,7 +115,7 @@ def demo(
         entries = b.warm_up(methods, workloads, new_tokens=max_new_tokens, progress=advance)
     console.print(f"[dim]{compilation(entries)}[/]\n")
     deadline = time.monotonic() + seconds
-    measured, left = affordable(entries, texts, workloads, seconds)
+    measured, unmeasured = affordable(entries, texts, workloads, seconds)
     if live and not as_json and console.is_terminal:
         for entry, (name, _, content), workload in show_order(entries, texts[: len(measured)], measured):
             if time.monotonic() < deadline:
@@ -128,12 +129,12 @@ def demo(
             deadline=deadline,
         )  # fmt: skip
     records = b.summarise(entries)
-    wrong = [r for r in records if r.ours and r.exact and (r.identical is False or r.status == "failed")]
+    different = [r for r in records if r.ours and r.exact and (r.identical is False or r.status == "failed")]
     if as_json:
         result = {
             "model": model, "machine": facts, "prompts": [workload.name for workload in measured],
             "max_new_tokens": max_new_tokens, "rounds": rounds,
-            "identical": not wrong, "completions": completions(entries, tokenizer),
+            "identical": not different, "completions": completions(entries, tokenizer),
             "records": [r.as_dict() for r in records],
         }  # fmt: skip
         typer.echo(json.dumps(result, indent=2, default=str))
@@ -141,19 +142,19 @@ def demo(
         from ..bench.tables import noise
 
         console.print(overview(records))
-        if rounds < repeats or left:
-            without = f", without {', '.join(left)}" if left else ""
+        if rounds < repeats or unmeasured:
+            without = f", without {', '.join(unmeasured)}" if unmeasured else ""
             console.print(f"{rounds} of {repeats} rounds in the {seconds:.0f} s of --seconds{without}", style="dim")
         if warning := noise(records):
             console.print(warning, style="yellow")
         console.print(f"{facts['cpu']}, {facts['threads']} threads, device {facts['device']}, {dtype}", style="dim")
-        for record in wrong if dtype != "float32" else []:
+        for record in different if dtype != "float32" else []:
             console.print(f"{record.method}: {dtype} rounds near-ties, which may flip a token; float32 does not.")
             break
-        if not strategies and (rest := others(names)):
-            console.print(f"There are also {rest}: decoders bench measures all, with settings of your choice.")
+        if not strategies and (other_names := others(names)):
+            console.print(f"There are also {other_names}: decoders bench measures all, with settings of your choice.")
         console.print(f"[dim]{time.monotonic() - started:.0f} s in all[/]")
-    if wrong:
+    if different:
         raise typer.Exit(1)
 
 

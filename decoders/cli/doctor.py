@@ -179,7 +179,9 @@ def same_tokens(name: str, dtype: str) -> Iterator[Finding]:
         )  # fmt: skip
     else:
         yield Finding(
-            "same tokens", "warning", f"{invariance}: in near-ties strategies may write different tokens; in float32 that is rare"
+            "same tokens",
+            "warning",
+            f"{invariance}: in near-ties strategies may write different tokens; in float32 that is rare",
         )
 
 

@@ -113,10 +113,10 @@ def own_texts(
 
 
 def labels_of(texts: Texts, heads: int, stops: Sequence[int]) -> Tensor:
-    """``[W, T, K]`` int64: head k's right answer at each position, k + 1 tokens ahead (its own next is the output head's).
+    """``[W, T, K]`` int64: the token that head k should predict at each position, k + 2 tokens further on.
 
-    In a row of the model's own, what follows an end of sequence would never be decoded: not known, as is what lies
-    behind the row.
+    The next token is the output head's. Tokens behind the row are unknown, and so are those that the model wrote itself after
+    an end of sequence, which decoding would never reach.
     """
     ids, (w, t) = texts.ids, texts.ids.shape
     labels = torch.full((w, t, heads), UNKNOWN)
@@ -127,7 +127,7 @@ def labels_of(texts: Texts, heads: int, stops: Sequence[int]) -> Tensor:
     for k in range(heads):
         ahead = k + 2
         labels[:, : t - ahead, k] = known[:, ahead:]
-    # In front of the model's own text lies the prompt: in a row of its own only what it wrote itself counts.
+    # In a row of the model's own text the prompt does not count.
     in_prompt = (texts.own < t)[:, None] & (positions < texts.own[:, None] - 1)
     labels[in_prompt] = UNKNOWN
     return labels

@@ -103,19 +103,19 @@ def _load(path: Path, stamp: tuple, device: torch.device, dtype: torch.dtype | N
 
 
 def _ours(path: Path, config: dict[str, Any], state: dict[str, Tensor]) -> MedusaHeads:
-    known = HeadsConfig.__dataclass_fields__
-    given = {name: value for name, value in config.items() if name in known}
-    if given.get("tree") is not None:
+    field_names = HeadsConfig.__dataclass_fields__
+    fields = {name: value for name, value in config.items() if name in field_names}
+    if fields.get("tree") is not None:
         try:
-            if not isinstance(given["tree"], list):
+            if not isinstance(fields["tree"], list):
                 raise TypeError
-            given["tree"] = tuple(tuple(map(int, branch)) for branch in given["tree"])
+            fields["tree"] = tuple(tuple(map(int, branch)) for branch in fields["tree"])
         except (TypeError, ValueError) as error:
             raise SettingsError(
-                f"{path}: the tree of these Medusa heads must be a list of paths of ranks, [[0], [0, 1]], not {given['tree']!r:.60}"
+                f"{path}: the tree of these Medusa heads must be a list of paths of ranks, [[0], [0, 1]], not {fields['tree']!r:.60}"
             ) from error
     try:
-        heads = MedusaHeads(HeadsConfig(**given))
+        heads = MedusaHeads(HeadsConfig(**fields))
         heads.load_state_dict({name: tensor.float() for name, tensor in state.items()})
     except (TypeError, RuntimeError) as error:  # a field or tensor that lacks or does not fit
         raise SettingsError(f"{path}: config and weights of these Medusa heads do not fit: {error}") from error
@@ -139,7 +139,7 @@ def _upstream(file: Path, state: dict[str, Tensor]) -> MedusaHeads:
     expected = {(k, layers) for k in range(count)}
     if not count or set(projections) != expected or blocks != {(k, i) for k in range(count) for i in range(layers)}:
         raise SettingsError(
-            f"{file} holds no Medusa heads: it takes keys such as 0.0.linear.weight and 0.1.weight, and has "
+            f"{file} holds no Medusa heads: heads have keys such as 0.0.linear.weight and 0.1.weight, this file has "
             f"{', '.join(sorted(state)[:4]) or 'none'}"
         )
     vocab, hidden = projections[0, layers].shape
