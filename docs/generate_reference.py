@@ -61,8 +61,9 @@ def pages() -> dict[str, str]:
 HEADS = {
     "decoders.medusa.files": ("load_heads", "save_heads"),
     "decoders.medusa.train": ("train_medusa",),
-    "decoders.medusa.config": ("Run", "HeadsConfig"),
+    "decoders.medusa.config": ("HeadsTraining", "HeadsConfig"),
     "decoders.medusa.trees": ("search_tree", "accepted_length", "picture"),
+    "decoders.training": ("TrainingError",),
 }
 
 

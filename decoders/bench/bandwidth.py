@@ -31,7 +31,7 @@ def copy_bandwidth(device: torch.device, size: int | None = None, repeats: int =
 def weight_bytes(model: PreTrainedModel) -> int:
     """Bytes of weights that one forward reads: all parameters, without an embedding that is only looked up.
 
-    Of a mixture of experts all experts count, though a step may touch only a few.
+    In a mixture of experts all experts count, though a step may read only a few.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     looked_up = None

@@ -1,4 +1,4 @@
-"""One timed call of one method, with the models' own configs left as they were found."""
+"""One timed call of one method; the models' own configs stay as they are."""
 
 from __future__ import annotations
 
@@ -25,8 +25,14 @@ _GREEDY = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None
 
 @dataclass(frozen=True)
 class TimedCall:
-    """One finished call: `sequences` ``[B, P + new]``, wall `seconds` with and seconds spent in compilation,
-    `compilations` graphs compiled on the way, and the loop's own report if it ran.
+    """One finished call.
+
+    Attributes:
+        sequences: ``[B, P + new]``.
+        seconds: wall time, compilation included.
+        compile_seconds: spent on compiling.
+        compilations: graphs that were compiled.
+        report: the loop's own, None of transformers.
     """
 
     sequences: Tensor
@@ -60,7 +66,8 @@ def decode(method: Method, workload: Workload, new_tokens: int, streamer: Any = 
     if streamer is not None:
         arguments["streamer"] = streamer
     # transformers' own must not pass through ours, whose default strategy may be set in the environment.
-    generate = model.generate if method.ours else type(model).generate.__get__(model)
+    loaded: Any = model  # its type does not tell `generate`, which comes with the class that was loaded
+    generate = loaded.generate if method.ours else type(loaded).generate.__get__(loaded)
     with lent_configs(method), _unwarned(method):
         graphs = compilations()
         synchronize(model.device)
@@ -78,10 +85,10 @@ def lent_configs(method: Method) -> Iterator[None]:
     """For the length of a call of transformers' own, copies in the place of both models' generation configs.
 
     transformers reads how many tokens to draft from the assistant's config, not from the call, and under its heuristic
-    schedule writes there what it ended with: later calls, of others too, would start from that.
+    schedule writes there what it ended with. Later calls, of other methods too, would start from that.
     """
     models = [] if method.ours else [m for m in (method.model, method.assistant) if m is not None]
-    kept = [m.generation_config for m in models]
+    own_configs = [m.generation_config for m in models]
     try:
         for model in models:
             model.generation_config = copy.deepcopy(model.generation_config)
@@ -90,13 +97,13 @@ def lent_configs(method: Method) -> Iterator[None]:
                 setattr(method.assistant.generation_config, name, value)
         yield
     finally:
-        for model, config in zip(models, kept, strict=True):
+        for model, config in zip(models, own_configs, strict=True):
             model.generation_config = config
 
 
 @contextlib.contextmanager
 def _unwarned(method: Method) -> Iterator[None]:
-    """Assisted generation warns of arguments that transformers itself passes to the assistant: no news to who reads figures."""
+    """Silences transformers in assisted generation, which warns of arguments that it passes to the assistant itself."""
     level = logging.get_verbosity()
     if method.assistant is not None:
         logging.set_verbosity_error()
@@ -117,6 +124,12 @@ def stop_tokens(model: PreTrainedModel) -> list[int]:
     """End-of-sequence ids of the model's generation config."""
     stops = model.generation_config.eos_token_id
     return [] if stops is None else [stops] if isinstance(stops, int) else list(stops)
+
+
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """Rows of the model's input embedding."""
+    embedding: Any = model.get_input_embeddings()
+    return int(embedding.weight.shape[0])
 
 
 def synchronize(device: torch.device) -> None:

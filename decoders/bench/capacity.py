@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .call import decode as _decode
+from .call import vocabulary_size
 from .interleave import rotation
 from .methods import Method, Workload
 from .records import Spread
@@ -51,9 +52,9 @@ def check_capacity(
     The prompt is made of random tokens: what they say does not matter to plain decoding.
     """
     generator = torch.Generator().manual_seed(0)
-    made = []
+    costs = []
     for method in methods:
-        vocabulary = method.model.get_input_embeddings().weight.shape[0]
+        vocabulary = vocabulary_size(method.model)
         ids = torch.randint(vocabulary, (rows, length), generator=generator)
         workload = Workload("random", "random", ids, torch.ones_like(ids))
         variants = {
@@ -74,18 +75,19 @@ def check_capacity(
                 if count not in failed:
                     try:
                         report = decode(variants[count], workload, new_tokens).report
-                        later = report.steps - report.prefill_steps
-                        if turn and later:  # the first round warms up
-                            times[count].append(report.timings.core / later * 1e3)
+                        assert report is not None, "methods of ours report"
+                        decode_steps = report.steps - report.prefill_steps
+                        if turn and decode_steps:  # the first round warms up
+                            times[count].append(report.timings.core / decode_steps * 1e3)
                     except Exception as error:
                         failed[count] = f"{type(error).__name__}: {error}"
                 progress(f"{count} slots")
         base = times[slots[0]]
-        made += [
+        costs += [
             CapacityCost(
                 method.dtype, rows, length, count, Spread.of(times[count]),
                 Spread.of([a / b for a, b in zip(times[count], base, strict=False) if b]), failed.get(count, ""),
             )
             for count in slots
         ]  # fmt: skip
-    return made
+    return costs

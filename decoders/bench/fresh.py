@@ -1,8 +1,8 @@
-"""What somebody meets who loads a model in a new process: the wait for the first token, compilation, memory.
+"""What a new process waits for, and what it needs: the first token, compilation, memory.
 
 ``python -m decoders.bench.fresh`` is that process: a :class:`Job` as JSON on standard input, lines of JSON on standard
-output, ``{"progress": …}`` and in the end ``{"result": …}``. :mod:`.processes` starts it. Everything is measured on random
-tokens, and no text ends early.
+output, ``{"progress": …}`` and in the end ``{"result": …}``. :mod:`.processes` starts it. All prompts are random tokens, and no
+text ends early.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from .call import TimedCall
+from .call import TimedCall, vocabulary_size
 from .interleave import rotation
 from .memory import resident
 from .methods import BASELINE, Method, Sampling, Workload, strategy_methods, transformers_methods
@@ -40,14 +40,18 @@ class Job:
     """What one process measures.
 
     Attributes:
-        subject: a shape, "demo", or a checkpoint. dtype: of the weights.
+        subject: a shape, "demo", or a checkpoint.
+        dtype: of the weights.
         strategy: its registry name; "" is transformers' own generate, of which only the calls are measured.
         config: ``decoders_config`` of every call; empty are the default settings.
-        prompt_lengths: in tokens; the calls take the first, the prefill is measured at all.
-        new_tokens: of each call. repeats: of what is measured in turns.
-        history, question: tokens of a chat's first turn and of what its second adds; no chat with a history of 0.
+        prompt_lengths: in tokens; the calls take the first, the prefill is measured at every one.
+        new_tokens: of each call.
+        repeats: of what is measured in turns.
+        history: tokens of a chat's first turn; 0 measures no chat.
+        question: tokens that its second turn adds.
         patience: seconds to wait for compilation in the background before the turns are taken.
-        threads: of the CPU, None leaves it. spawned: ``time.time()`` at which the process was asked for.
+        threads: of the CPU, None leaves it.
+        spawned: ``time.time()`` at which the process was asked for.
     """
 
     subject: str
@@ -71,7 +75,7 @@ class _Fresh:
     def __init__(self, job: Job, progress: Callable[[str], None]) -> None:
         self.job, self.progress = job, progress
         self.figures: dict[str, Any] = {"imported": time.time() - job.spawned if job.spawned else None}
-        self.drawn = 0
+        self.prompts_made = 0
 
     def run(self) -> dict[str, Any]:
         """Everything; what failed is in `error`, and what was measured before stays."""
@@ -81,22 +85,22 @@ class _Fresh:
         self.progress("load")
         begin = time.perf_counter()
         self.model = _load(job)
-        touched = sum(parameter.float().sum().item() for parameter in self.model.parameters())
+        weight_sum = sum(parameter.float().sum().item() for parameter in self.model.parameters())
         figures["loaded"] = time.perf_counter() - begin
-        if touched != touched:
-            raise ValueError("there are weights that are no numbers")
+        if weight_sum != weight_sum:
+            raise ValueError("some weights are not a number")
         figures["weights"] = sum(p.numel() * p.element_size() for p in self.model.parameters())
         figures["parameters"] = self.model.num_parameters()
-        self.vocabulary = self.model.get_input_embeddings().weight.shape[0]
-        room = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
-        self.room = room - job.new_tokens
-        self.lengths = [n for n in job.prompt_lengths if n <= self.room] or [self.room]
+        self.vocabulary = vocabulary_size(self.model)
+        context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
+        self.context = context - job.new_tokens
+        self.lengths = [n for n in job.prompt_lengths if n <= self.context] or [self.context]
         figures["memory"] = [{"after": "loading", "bytes": resident()}]
         begin = time.perf_counter()
         self.ours = self._method(job.strategy) if job.strategy else None
-        self.theirs = _endless(transformers_methods(self.model, names=[])[0], self.vocabulary)
+        self.baseline = _endless(transformers_methods(self.model, names=[])[0], self.vocabulary)
         figures["enabled"] = time.perf_counter() - begin
-        self.begun = time.perf_counter()
+        self.first_call_at = time.perf_counter()
         self._calls()
         if self.ours is not None:
             self._settled()
@@ -106,28 +110,28 @@ class _Fresh:
         return figures
 
     def _method(self, strategy: str, **config: Any) -> Method:
-        (made,) = strategy_methods(self.model, [strategy], decoders_config={**self.job.config, **config})
-        return _endless(made, self.vocabulary)
+        (method,) = strategy_methods(self.model, [strategy], decoders_config={**self.job.config, **config})
+        return _endless(method, self.vocabulary)
 
     def _prompt(self, length: int, rows: int = 1) -> Workload:
-        """Random tokens that no call has had before: nothing is kept from an earlier call."""
-        self.drawn += 1
-        generator = torch.Generator().manual_seed(self.drawn)
+        """Random tokens that no call has had before, so that nothing is reused from an earlier call."""
+        self.prompts_made += 1
+        generator = torch.Generator().manual_seed(self.prompts_made)
         ids = torch.randint(self.vocabulary, (rows, length), generator=generator)
         return Workload(f"{length}", "random", ids, torch.ones_like(ids))
 
     def _calls(self) -> None:
         """The first calls of the process: greedy twice, sampled twice, two rows."""
-        method = self.ours or self.theirs
+        method = self.ours or self.baseline
         sampled = replace(method, sampling=SAMPLING)
         self.figures["calls"] = []
         plan = [("greedy", method, 1), ("greedy again", method, 1), ("sampled", sampled, 1),
                 ("sampled again", sampled, 1), ("two rows", method, 2)]  # fmt: skip
-        for name, one, rows in plan:
+        for name, call_method, rows in plan:
             self.progress(f"{name} call")
             prompt = self._prompt(self.lengths[0], rows)
             begin = time.perf_counter()
-            call, stamps = stamped(one, prompt, self.job.new_tokens)
+            call, stamps = stamped(call_method, prompt, self.job.new_tokens)
             figures = {"call": name, "prompt_tokens": self.lengths[0], "rows": rows}
             figures |= {"seconds": time.perf_counter() - begin, **stamps, **of_report(call)}
             self.figures["calls"].append(figures)
@@ -138,44 +142,47 @@ class _Fresh:
                 self.figures["cache_bytes"] = max(cache, call.report.peak_memory)
 
     def _settled(self) -> None:
-        """Calls until one of them runs compiled from its first step to its last, for each way to decode."""
+        """Calls until one of them runs compiled from its first step to its last, for greedy and for sampled decoding."""
         assert self.ours is not None
         self.figures["settled"] = {}
-        for name, one in (("greedy", self.ours), ("sampled", replace(self.ours, sampling=SAMPLING))):
+        for name, method in (("greedy", self.ours), ("sampled", replace(self.ours, sampling=SAMPLING))):
             self.progress(f"{name}: until all is compiled")
             end = time.perf_counter() + self.job.patience
             while True:
-                call, _ = stamped(one, self._prompt(self.lengths[0]), self.job.new_tokens)
+                call, _ = stamped(method, self._prompt(self.lengths[0]), self.job.new_tokens)
                 share = compiled_share(call.report)
-                over = time.perf_counter() > end or self.job.config.get("compile") is False
-                if share == 1 or over:
+                give_up = time.perf_counter() > end or self.job.config.get("compile") is False
+                if share == 1 or give_up:
                     break
-            self.figures["settled"][name] = {"compiled_share": share, "seconds": time.perf_counter() - self.begun}
+            self.figures["settled"][name] = {
+                "compiled_share": share,
+                "seconds": time.perf_counter() - self.first_call_at,
+            }
         self.figures["memory"].append({"after": "compiling", "bytes": resident()})
 
     def _side_by_side(self) -> None:
         """transformers, ours uncompiled and ours, in turns, greedy and sampled."""
         assert self.ours is not None
         uncompiled = replace(self._method(self.job.strategy, compile=False), name=f"{self.ours.name}, uncompiled")
-        ways = [self.theirs, uncompiled, *([self.ours] if compiles(self.job.config) else [])]
+        methods = [self.baseline, uncompiled, *([self.ours] if compiles(self.job.config) else [])]
         self.figures["decoding"] = []
         for name, sampling in (("greedy", None), ("sampled", SAMPLING)):
-            found: dict[str, list[tuple[float, dict[str, Any]]]] = {way.name: [] for way in ways}
+            calls_of: dict[str, list[tuple[float, dict[str, Any]]]] = {method.name: [] for method in methods}
             for turn in range(self.job.repeats + 1):
                 prompt = self._prompt(self.lengths[0])
-                for way in rotation(ways, turn):
-                    self.progress(f"{name}, side by side: {way.name}")
-                    call, stamps = stamped(replace(way, sampling=sampling), prompt, self.job.new_tokens)
+                for method in rotation(methods, turn):
+                    self.progress(f"{name}, side by side: {method.name}")
+                    call, stamps = stamped(replace(method, sampling=sampling), prompt, self.job.new_tokens)
                     if turn and stamps["tokens_per_second"]:  # the first round warms up
-                        found[way.name].append((stamps["tokens_per_second"], of_report(call)))
-            base = median(speed for speed, _ in found[BASELINE])
-            for way in ways:
-                speed = median(speed for speed, _ in found[way.name])
-                shares = [f["compiled_share"] for _, f in found[way.name] if f.get("compiled_share") is not None]
+                        calls_of[method.name].append((stamps["tokens_per_second"], of_report(call)))
+            base = median(speed for speed, _ in calls_of[BASELINE])
+            for method in methods:
+                speed = median(speed for speed, _ in calls_of[method.name])
+                shares = [f["compiled_share"] for _, f in calls_of[method.name] if f.get("compiled_share") is not None]
                 self.figures["decoding"].append({
-                    "way": way.name, "sampling": name, "tokens_per_second": speed, "ratio": speed / base,
+                    "method": method.name, "sampling": name, "tokens_per_second": speed, "ratio": speed / base,
                     "compiled_share": median(shares) if shares else None,
-                    "range": [min(s for s, _ in found[way.name]), max(s for s, _ in found[way.name])],
+                    "range": [min(s for s, _ in calls_of[method.name]), max(s for s, _ in calls_of[method.name])],
                 })  # fmt: skip
 
     def _prefill(self) -> None:
@@ -184,21 +191,21 @@ class _Fresh:
         self.figures["prefill"] = []
         for length in self.lengths:
             self.progress(f"prefill of {length} tokens")
-            times: dict[str, list[float]] = {"theirs": [], "ours": []}
+            times: dict[str, list[float]] = {"transformers": [], "ours": []}
             for turn in range(self.job.repeats + 1):
                 prompt = self._prompt(length)
-                for key, way in rotation([("theirs", self.theirs), ("ours", self.ours)], turn):
-                    _, stamps = stamped(way, prompt, FEW)
+                for key, method in rotation([("transformers", self.baseline), ("ours", self.ours)], turn):
+                    _, stamps = stamped(method, prompt, FEW)
                     if turn and stamps["first_token"] is not None:
                         times[key].append(stamps["first_token"])
             self.figures["prefill"].append({
-                "prompt_tokens": length, "transformers": median(times["theirs"]), "first_token": median(times["ours"]),
-                "ratio": median(times["ours"]) / median(times["theirs"]),
+                "prompt_tokens": length, "transformers": median(times["transformers"]), "first_token": median(times["ours"]),
+                "ratio": median(times["ours"]) / median(times["transformers"]),
             })  # fmt: skip
 
     def _chat(self) -> None:
         """Seconds to the first token of a second turn, all that was said and a question, beside those of the first turn."""
-        history = min(self.job.history, self.room - self.job.question - TURN)
+        history = min(self.job.history, self.context - self.job.question - TURN)
         if history < 1:
             return
         ours = self._method(self.job.strategy, reuse=True)
@@ -250,11 +257,11 @@ def _load(job: Job) -> PreTrainedModel:
 
         model = load_model(job.subject, dtype)
     device = job.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return model.to(device)
+    return model.to(device)  # type: ignore[arg-type]  # transformers wraps `to` and loses its `self`
 
 
 def _endless(method: Method, vocabulary: int) -> Method:
-    """With a stop token that is never chosen, so that all calls are equally long."""
+    """`method` with a stop token that is never chosen, so that all calls are equally long."""
     return replace(method, arguments={**method.arguments, "eos_token_id": vocabulary})
 
 
@@ -269,7 +276,7 @@ def measure(job: Job, progress: Callable[[str], None] = lambda what: None) -> di
 
 
 def main() -> None:
-    """Reads a job from standard input and writes what it finds to standard output, which is nobody else's meanwhile."""
+    """Reads a job from standard input and writes the figures to standard output. What else is printed goes to standard error."""
     channel = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 

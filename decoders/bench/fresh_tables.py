@@ -1,4 +1,4 @@
-"""What was met in new processes as tables for the terminal."""
+"""Figures of new processes as tables for the terminal."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from .tables import _table, shown, size
 
 
 def fresh_tables(runs: Sequence[Mapping[str, Any]]) -> list[Table]:
-    """Of one subject: first calls, memory, and whatever else was measured. Each run holds its `way` and its figures."""
+    """Of one subject: first calls, memory, and whatever else was measured. Each run holds its `method` and its figures."""
     title = "{subject} · {dtype}".format(**runs[0])
-    whole = [run for run in runs if run.get("decoding")]
+    complete_runs = [run for run in runs if run.get("decoding")]
     tables = [
         calls_table(runs, f"{title} · calls of a new process"),
         memory_table(runs, f"{title} · process in memory"),
     ]
-    for run in whole:
-        tables.append(decoding_table(run, f"{title} · {run['way']} · decoding, in turns"))
-        tables.append(prefill_table(run, f"{title} · {run['way']} · first token by prompt length, in turns"))
-    errors = [Text(f"{run['way']}: {run['error']}", style="red") for run in runs if "error" in run]
+    for run in complete_runs:
+        tables.append(decoding_table(run, f"{title} · {run['method']} · decoding, in turns"))
+        tables.append(prefill_table(run, f"{title} · {run['method']} · first token by prompt length, in turns"))
+    errors = [Text(f"{run['method']}: {run['error']}", style="red") for run in runs if "error" in run]
     lines = [
         *errors,
         *([Text(RANDOM_WEIGHTS)] if runs[0]["shape"] else []),
-        *(Text(line) for run in whole for line in warnings(run)),
+        *(Text(line) for run in complete_runs for line in notes(run)),
     ]
     tables[-1].caption, tables[-1].caption_justify = Text("\n").join(lines), "left"
     return tables
@@ -40,7 +40,7 @@ def calls_table(runs: Sequence[Mapping[str, Any]], title: str) -> Table:
     table = _table(title, *columns)
     for run in runs:
         started = f"import {shown(run.get('imported'), '.1f')} s, load {shown(run.get('loaded'), '.1f')} s"
-        table.add_row(Text(run["way"], style="bold"), Text(started, style="dim"))
+        table.add_row(Text(run["method"], style="bold"), Text(started, style="dim"))
         for call in run.get("calls", ()):
             table.add_row(
                 Text("  " + call["call"]), f"{call['prompt_tokens']}" + (f" × {call['rows']}" if call["rows"] > 1 else ""),
@@ -62,7 +62,7 @@ def memory_table(runs: Sequence[Mapping[str, Any]], title: str) -> Table:
             first = mark is marks[0]
             cache = 0 if first else run.get("cache_bytes") or 0
             table.add_row(
-                Text(f"{run['way']}, after {mark['after']}", style="bold" if first else ""), size(mark["bytes"]),
+                Text(f"{run['method']}, after {mark['after']}", style="bold" if first else ""), size(mark["bytes"]),
                 "" if first else size(max(added, 0)), "" if first else f"{max(added - cache, 0) / run['weights']:.2f}×",
                 size(run["weights"]) if first else "", "" if first else size(cache),
             )  # fmt: skip
@@ -75,7 +75,7 @@ def decoding_table(run: Mapping[str, Any], title: str) -> Table:
     for row in run["decoding"]:
         low, high = row["range"]
         table.add_row(
-            Text(f"{row['sampling']}: {row['way']}"), shown(row["tokens_per_second"], ".1f"), f"{low:.1f}–{high:.1f}",
+            Text(f"{row['sampling']}: {row['method']}"), shown(row["tokens_per_second"], ".1f"), f"{low:.1f}–{high:.1f}",
             shown(row["ratio"], ".2f"), shown(row["compiled_share"], ".0%"),
         )  # fmt: skip
     return table
@@ -92,21 +92,23 @@ def prefill_table(run: Mapping[str, Any], title: str) -> Table:
     return table
 
 
-def warnings(run: Mapping[str, Any]) -> list[str]:
-    """Compilation and the chat's second turn, in lines."""
+def notes(run: Mapping[str, Any]) -> list[str]:
+    """Lines about compilation and about the chat's second turn."""
     lines = []
     for name, end in run.get("settled", {}).items():
         if end["compiled_share"] == 1:
-            lines.append(f"{run['way']}, {name}: all steps compiled {end['seconds']:.0f} s after the first call began")
+            lines.append(
+                f"{run['method']}, {name}: all steps compiled {end['seconds']:.0f} s after the first call began"
+            )
         else:
             share = shown(end["compiled_share"], ".0%")
             lines.append(
-                f"{run['way']}, {name}: {share} of the steps compiled {end['seconds']:.0f} s after the first call began"
+                f"{run['method']}, {name}: {share} of the steps compiled {end['seconds']:.0f} s after the first call began"
             )
     if chat := run.get("chat"):
         reused = sum(chat["reused"])
         lines.append(
-            f"{run['way']}, second turn of a chat, {chat['question']} new tokens after {chat['history']}: first token after "
+            f"{run['method']}, second turn of a chat, {chat['question']} new tokens after {chat['history']}: first token after "
             f"{chat['second_first_token'] * 1e3:.0f} ms, in the first turn after {chat['first_token'] * 1e3:.0f} ms, "
             f"ratio {shown(chat['ratio'], '.2f')}, {reused} tokens not read again"
         )

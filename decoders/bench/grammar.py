@@ -9,7 +9,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -19,9 +19,9 @@ from ..constraints.vocabulary import Vocabulary
 from ..errors import GrammarError
 from ..tree import NO_PARENT
 from .grammar_subjects import Subject
-from .memory import held
+from .memory import allocated
 
-#: Nodes and greatest depth of the trees of draft tokens; places in a text where they are grown.
+#: Nodes and greatest depth of the trees of draft tokens; places in a text where they begin.
 NODES, DEPTH, PLACES = 64, 8, 3
 #: A grammar is not compiled again once this many seconds have gone into it.
 PATIENCE = 2.0
@@ -32,13 +32,19 @@ class Cost:
     """One grammar, compiled by one backend for one vocabulary. What is None could not be measured.
 
     Attributes:
-        subject, backend, vocabulary: name of the grammar, of the backend asked, tokens of the vocabulary.
-        compiled_by: the backend that did it, where the one asked chooses.
-        language_ms: from the specification to a language. compile_ms: from there to a grammar.
+        subject: name of the grammar.
+        backend: name of the backend that was called.
+        vocabulary: tokens of the vocabulary.
+        compiled_by: the backend that did it, where the one called chooses.
+        language_ms: from the specification to a language.
+        compile_ms: from there to a grammar.
         first_mask_ms: from the specification to the first mask. All three are medians.
-        mask_us, slow_mask_us: median and 99th percentile along the text, the first walk among several.
+        mask_us: a mask along the text, median of several walks, the first among them.
+        slow_mask_us: the 99th percentile of the same.
         tree_us: masks of a tree of :data:`NODES` draft tokens, median.
-        memory: bytes held after the walks. states, rows: of the table.
+        memory: bytes held after the walks.
+        states: of the table's automaton.
+        rows: different masks of the table.
         error: why it was not compiled.
     """
 
@@ -66,7 +72,9 @@ class Tree:
     """Draft tokens after a text: those of the text itself and others that are legal.
 
     Attributes:
-        taken: tokens before it. parents, tokens: as :meth:`Matcher.fill_tree` has them.
+        taken: tokens before it.
+        parents: of the nodes, see :meth:`Matcher.fill_tree`.
+        tokens: of the nodes, see :meth:`Matcher.fill_tree`.
     """
 
     taken: list[int]
@@ -80,9 +88,10 @@ def prepare(backend: Backend, vocabulary: Vocabulary) -> float:
     That of a string in quotation marks: nearly the whole vocabulary is legal in it, and backends may prepare for that.
     """
     begin = time.perf_counter()
-    for notation in ({"regex": '"[^"]*"'}, {"lark": 'start: /"[^"]*"/'}):
+    string = '"[^"]*"'
+    for language in (Language("a string", regex=string), Language("a string", lark=f"start: /{string}/")):
         try:
-            backend.compile(Language("a string", **notation), vocabulary)
+            backend.compile(language, vocabulary)
         except GrammarError:
             continue
         break
@@ -101,11 +110,11 @@ def measure(
     Raises:
         ValueError: the subject's text does not follow its grammar.
     """
-    found: list[tuple[Cost, CompiledGrammar | None]] = []
+    compiled: list[tuple[Cost, CompiledGrammar | None]] = []
     for backend in backends:
-        found.append(_compiled(subject, backend, vocabulary, repeats))
+        compiled.append(_compiled(subject, backend, vocabulary, repeats))
         progress(f"{subject.name}, {backend.name}, {len(vocabulary)} tokens")
-    grammars = [grammar for _, grammar in found if grammar is not None]
+    grammars = [grammar for _, grammar in compiled if grammar is not None]
     times: dict[int, list[float]] = {id(grammar): [] for grammar in grammars}
     out = torch.empty(NODES, mask_words(len(vocabulary)), dtype=torch.int32)
     for tree in trees(grammars[0], list(vocabulary.encode(subject.text))) if grammars else ():
@@ -119,8 +128,8 @@ def measure(
                 if turn:  # the first one warms up
                     times[id(grammar)].append((time.perf_counter() - begin) * 1e6)
     return [
-        cost if grammar is None else Cost(**(asdict(cost) | {"tree_us": statistics.median(times[id(grammar)])}))
-        for cost, grammar in found
+        cost if grammar is None else replace(cost, tree_us=statistics.median(times[id(grammar)]))
+        for cost, grammar in compiled
     ]
 
 
@@ -128,22 +137,21 @@ def _compiled(
     subject: Subject, backend: Backend, vocabulary: Vocabulary, repeats: int
 ) -> tuple[Cost, CompiledGrammar | None]:
     """All but the trees."""
-    name = {"subject": subject.name, "backend": backend.name, "vocabulary": len(vocabulary)}
-    before = held()
+    cost = Cost(subject.name, backend.name, len(vocabulary))
+    before = allocated()
     try:
-        grammar, marks = _begun(subject, backend, vocabulary)
+        grammar, marks = _compile(subject, backend, vocabulary)
     except GrammarError as error:
-        return Cost(**name, error=str(error)), None  # type: ignore[arg-type]
+        return replace(cost, error=str(error)), None
     masks = sorted(_masks(grammar, list(vocabulary.encode(subject.text)), repeats))
-    after = held()
+    after = allocated()
     turns = [marks]
     while len(turns) < repeats and sum(turn[-1] for turn in turns) < PATIENCE:
-        turns.append(_begun(subject, backend, vocabulary)[1])
+        turns.append(_compile(subject, backend, vocabulary)[1])
     language_ms, compile_ms, first_mask_ms = (statistics.median(part) * 1e3 for part in zip(*turns, strict=True))
     tables = grammar.tables() if isinstance(grammar, Tabulated) else None
-    cost = Cost(
-        **name,  # type: ignore[arg-type]
-        compiled_by=grammar.backend, language_ms=language_ms, compile_ms=compile_ms, first_mask_ms=first_mask_ms,
+    cost = replace(
+        cost, compiled_by=grammar.backend, language_ms=language_ms, compile_ms=compile_ms, first_mask_ms=first_mask_ms,
         mask_us=statistics.median(masks), slow_mask_us=masks[len(masks) * 99 // 100],
         memory=None if before is None or after is None else max(after - before, 0),
         states=None if tables is None else tables.next.shape[0], rows=None if tables is None else tables.masks.shape[0],
@@ -151,18 +159,18 @@ def _compiled(
     return cost, grammar
 
 
-def _begun(
+def _compile(
     subject: Subject, backend: Backend, vocabulary: Vocabulary
 ) -> tuple[CompiledGrammar, tuple[float, float, float]]:
     """A grammar anew, and the seconds to its language, from there to the grammar, and for all up to the first mask."""
     out = torch.empty(mask_words(len(vocabulary)), dtype=torch.int32)
     begin = time.perf_counter()
     language = subject.language()
-    spoken = time.perf_counter()
+    language_ready = time.perf_counter()
     grammar = backend.compile(language, vocabulary)
-    ready = time.perf_counter()
+    grammar_ready = time.perf_counter()
     grammar.start().fill_mask(out)
-    return grammar, (spoken - begin, ready - spoken, time.perf_counter() - begin)
+    return grammar, (language_ready - begin, grammar_ready - language_ready, time.perf_counter() - begin)
 
 
 def _masks(grammar: CompiledGrammar, tokens: list[int], repeats: int) -> Iterator[float]:
@@ -185,26 +193,26 @@ def _masks(grammar: CompiledGrammar, tokens: list[int], repeats: int) -> Iterato
 
 def trees(grammar: CompiledGrammar, tokens: Sequence[int]) -> list[Tree]:
     """Trees at some places along `tokens`, the same whichever backend made `grammar`."""
-    draw = random.Random(0)
-    size = len(grammar.vocabulary)
-    out = torch.empty(mask_words(size), dtype=torch.int32)
-    grown = []
+    generator = random.Random(0)
+    vocabulary_size = len(grammar.vocabulary)
+    out = torch.empty(mask_words(vocabulary_size), dtype=torch.int32)
+    result = []
     for place in range(PLACES):
-        taken = list(tokens[: len(tokens) * place // PLACES])
+        prefix = list(tokens[: len(tokens) * place // PLACES])
         root = grammar.start()
-        root.advance(taken)
+        root.advance(prefix)
         parents, draft_tokens, depths, matchers = [NO_PARENT], [0], [0], [root]
         while len(parents) < NODES:
             node = len(parents)
-            parent = node - 1 if node <= DEPTH else draw.choice([n for n in range(node) if depths[n] < DEPTH])
+            parent = node - 1 if node <= DEPTH else generator.choice([n for n in range(node) if depths[n] < DEPTH])
             matcher = matchers[parent].fork()
             matcher.fill_mask(out)
-            ahead = len(taken) + node - 1
-            legal = unpack(out, size).nonzero().flatten().tolist()
-            draft_token = tokens[ahead] if node <= DEPTH and ahead < len(tokens) else draw.choice(legal)
+            index = len(prefix) + node - 1
+            legal = unpack(out, vocabulary_size).nonzero().flatten().tolist()
+            draft_token = tokens[index] if node <= DEPTH and index < len(tokens) else generator.choice(legal)
             parents.append(parent)
             draft_tokens.append(draft_token)
             depths.append(depths[parent] + 1 if matcher.advance([draft_token]) and not matcher.stopped else DEPTH)
             matchers.append(matcher)
-        grown.append(Tree(taken, parents, draft_tokens))
-    return grown
+        result.append(Tree(prefix, parents, draft_tokens))
+    return result

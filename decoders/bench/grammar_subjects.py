@@ -18,7 +18,9 @@ class Subject:
     """A grammar.
 
     Attributes:
-        name: what it is called in tables. text: one that follows it. spec: makes its specification anew.
+        name: what it is called in tables.
+        text: one that follows it.
+        spec: makes its specification anew.
     """
 
     name: str

@@ -12,7 +12,7 @@ from .tables import _table, shown
 
 
 def cost_tables(costs: Sequence[Cost], seconds: Mapping[tuple[str, int], float]) -> list[Table]:
-    """One per vocabulary, a row for each grammar and backend; in the caption what was refused and why.
+    """One per vocabulary, a row for each grammar and backend; in the caption what could not be compiled and why.
 
     Args:
         seconds: that each backend took to prepare for each size of vocabulary.
@@ -49,10 +49,12 @@ def cost_table(costs: Sequence[Cost], title: str, seconds: Mapping[tuple[str, in
             shown(None if cost.memory is None else cost.memory / 1e6, ".1f"), shown(cost.states, ",d"), shown(cost.rows, ",d"),
         )  # fmt: skip
         previous = cost.subject
-    lines = [Text(f"{cost.backend} refuses {cost.subject}: {cost.error}") for cost in costs if cost.error is not None]
+    lines = [
+        Text(f"{cost.backend} cannot compile {cost.subject}: {cost.error}") for cost in costs if cost.error is not None
+    ]
     lines += [
-        Text(f"{backend} prepares once per tokenizer: {took:.2f} s")
-        for (backend, size), took in seconds.items()
+        Text(f"{backend} prepares once per tokenizer: {prepare_seconds:.2f} s")
+        for (backend, size), prepare_seconds in seconds.items()
         if any(cost.vocabulary == size for cost in costs)
     ]
     table.caption, table.caption_justify = Text("\n").join(lines), "left"

@@ -1,7 +1,7 @@
 """Interleaved measurement: everything that is compared runs in turn, in an order that rotates.
 
-A machine gets slower and faster by the minute. Methods that take turns see the same minutes, and one that always
-ran after the same neighbour would inherit its caches.
+A machine gets slower and faster by the minute, so methods take turns. The order changes, because a method that always ran
+after the same other one would inherit its caches.
 """
 
 from __future__ import annotations
@@ -28,15 +28,31 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Measurement:
-    """One timed call; times in seconds.
+    """One timed call; times in seconds. What comes from our report is None, or empty, for transformers.
 
     Attributes:
-        repeat: which round. position: place in that round's order.
-        seconds: of the whole call without `compile_seconds`. new_tokens: of all rows.
+        workload: its name.
+        repeat: which round.
+        position: place in that round's order.
+        seconds: of the whole call without `compile_seconds`.
+        compile_seconds: spent on compiling.
+        compilations: graphs compiled.
+        new_tokens: of all rows.
         first_token: from the start of a call to its first token, from a call of its own that is cut off there.
-        prompt_tokens: of the longest row. compiled_share: of the steps, in the compiled tier.
-        steps, prefill_steps, prefill, propose, mask, core, observe, host, overhead, accepted_lengths, stages: from our
-            report; None (no stages) for transformers. draft_passes: of the draft models that the strategy asks itself.
+        steps: of the report.
+        prefill_steps: of the report.
+        prefill: of the report's timings.
+        propose: of the report's timings.
+        core: of the report's timings.
+        observe: of the report's timings.
+        mask: of the report's timings.
+        host: of the report's timings.
+        overhead: of the report.
+        accepted_lengths: of the report.
+        draft_passes: forward passes of the draft models that the strategy runs itself.
+        stages: of the report.
+        prompt_tokens: of the longest row.
+        compiled_share: of the steps, in the compiled tier.
     """
 
     workload: str
@@ -65,12 +81,21 @@ class Measurement:
 
 @dataclass(frozen=True)
 class WarmupCost:
-    """The first two calls: seconds each took, and what was compiled in each.
+    """The first two calls.
 
     Attributes:
+        first_call: seconds of the first.
+        second_call: seconds of the second.
+        compile_seconds: spent on compiling in the first.
+        compilations: graphs compiled in the first.
+        second_compilations: graphs compiled in the second.
+        peak_memory: bytes; None where the system does not tell.
+        memory_kind: what of: "device", "process" or "unknown".
+        cache_bytes: of the loop's key-value cache.
         first_token: seconds from the start of the first call to its first token, compilation included.
         memory_added: bytes by which the two calls made the process larger; None where the system does not tell.
-        pack_seconds, background_seconds: for packing weights, and for compiling beside a call that went on, as reported.
+        pack_seconds: for packing weights, as reported.
+        background_seconds: for compiling beside a call that went on, as reported.
     """
 
     first_call: float
@@ -89,8 +114,13 @@ class WarmupCost:
 
 @dataclass(frozen=True)
 class Check:
-    """What one untimed call wrote: new tokens per row, target forwards that commit, tokens per row and step, and the
-    forward passes of the draft model if there is one.
+    """What one untimed call wrote.
+
+    Attributes:
+        tokens: new tokens of each row.
+        steps: forward passes of the target that commit tokens.
+        accepted_length: tokens per row and step.
+        draft_passes: forward passes of the draft model; None without one.
     """
 
     tokens: list[list[int]]
@@ -101,7 +131,16 @@ class Check:
 
 @dataclass
 class Competitor:
-    """A method at one batch size. `reason` says why there are no figures: "impossible" (refused) or "failed"."""
+    """A method at one batch size.
+
+    Attributes:
+        status: "ok", "skipped" (the method does not do this) or "failed" (an error).
+        reason: why there are no figures, empty if there are.
+        warmup: the first two calls.
+        checks: what one untimed call wrote, by workload.
+        samples: the timed calls.
+        kind_of: kind of prompt by workload.
+    """
 
     method: Method
     rows: int
@@ -134,7 +173,7 @@ def measure(
 ) -> list[Competitor]:
     """:func:`warm_up`, then :func:`take_turns`, on workloads of one batch size.
 
-    A method that raises is out, and its entry says why. `progress` is called after every call.
+    A method that raises is not called again, and its entry says why. `progress` is called after every call.
     """
     entries = warm_up(methods, workloads, new_tokens=new_tokens, progress=progress, decode=decode)
     take_turns(
@@ -158,8 +197,8 @@ def warm_up(
         raise ValueError(f"workloads of one run have one number of rows, not {sorted(rows)}")
     entries = [Competitor(c, workloads[0].rows, kind_of={w.name: w.kind for w in workloads}) for c in methods]
     for entry in entries:
-        entry.reason = entry.method.refusal(entry.rows)
-        entry.status = "impossible" if entry.reason else "ok"
+        entry.reason = entry.method.skip_reason(entry.rows)
+        entry.status = "skipped" if entry.reason else "ok"
         progress(f"{entry.method.name} · compile, warm up")
         _attempt(entry, partial(_warm_up, entry, workloads[0], new_tokens, decode))
     return entries
@@ -201,8 +240,8 @@ def _attempt(entry: Competitor, action: Callable[[], None]) -> None:
         return
     try:
         action()
-    except DecodersError as error:  # a refusal, with its reason
-        entry.status, entry.reason = "impossible", _first_line(error)
+    except DecodersError as error:  # this method does not do what was asked, and says why
+        entry.status, entry.reason = "skipped", _first_line(error)
     except Exception as error:
         entry.status, entry.reason = "failed", f"{type(error).__name__}: {_first_line(error)}"
 

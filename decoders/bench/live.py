@@ -1,4 +1,4 @@
-"""Text as it is written, with the tokens that a draft got right in a colour of their own."""
+"""Text as it is written, with accepted draft tokens in a colour of their own."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class ColouredStream(BaseStreamer):
 
     Attributes:
         pieces: (text, accepted) per token; a token that ends within a character has the text of none.
-        steps: steps taken. drawing: seconds spent in `on_change`.
+        steps: done so far.
+        drawing: seconds spent in `on_change`.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, on_change: Any = lambda: None) -> None:
@@ -54,7 +55,7 @@ class ColouredStream(BaseStreamer):
             return
         for token in value.flatten().tolist():
             self._tokens.append(token)
-            text = self.tokenizer.decode(self._tokens, skip_special_tokens=True)
+            text = str(self.tokenizer.decode(self._tokens, skip_special_tokens=True))
             whole = text if not text.endswith("\ufffd") else self._text
             accepted = self._accepted.popleft() if self._accepted else False
             self.pieces.append((whole[len(self._text) :], accepted))
@@ -118,5 +119,9 @@ def _tail(prompt: str, written: Text, console: Console) -> list[Any]:
         if written.plain.count("\n") > room
         else written
     )
-    kept = prompt.split("\n")[-PROMPT_LINES:]
-    return [("…\n" if len(kept) < prompt.count("\n") + 1 else "", "dim"), ("\n".join(kept), "dim"), shown]
+    prompt_lines = prompt.split("\n")[-PROMPT_LINES:]
+    return [
+        ("…\n" if len(prompt_lines) < prompt.count("\n") + 1 else "", "dim"),
+        ("\n".join(prompt_lines), "dim"),
+        shown,
+    ]

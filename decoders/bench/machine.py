@@ -11,9 +11,11 @@ from typing import Any
 import torch
 import transformers
 
+from .memory import resident
+
 
 def facts(device: torch.device) -> dict[str, Any]:
-    """Processor, threads, device and versions, JSON-safe."""
+    """Processor, threads, device, versions and whether memory can be measured, JSON-safe."""
     from .. import __version__
 
     return {
@@ -27,10 +29,12 @@ def facts(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "decoders": __version__,
+        "memory": resident() is not None,
     }
 
 
 def _cpu() -> str:
+    """The processor's name; neither psutil nor ``platform`` tells it on Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

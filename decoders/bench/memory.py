@@ -1,22 +1,32 @@
-"""Peak memory of a piece of work, and memory that is held."""
+"""Memory of this process: now, allocated from the heap, and the peak of a piece of work.
+
+psutil reads it, on Linux, macOS and Windows. It comes with ``pip install 'hf-decoders[bench]'``; without it the figures are
+None. The peak is read here, because psutil only tells the highest of the whole life of a process and cannot reset it.
+"""
 
 from __future__ import annotations
 
-import ctypes
 import gc
 from pathlib import Path
+from typing import Any
 
 import torch
 
+# Writing 5 to clear_refs resets the peak (VmHWM) in status: see proc(5).
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class PeakMemory:
-    """Context manager; afterwards `bytes` is the peak while it was entered and `kind` says of what.
+    """Context manager that measures the peak of the work inside it.
 
-    ``kind``: "device" (the CUDA allocator), "process" (resident set of the whole process, other models included), or
-    "unknown" where the system tells neither (`bytes` is None).
+    Attributes:
+        bytes: the peak; None where the system does not tell.
+        kind: "device" (CUDA's allocator), "process" (resident set of the whole process, other models included) or
+            "unknown".
     """
+
+    bytes: int | None
+    kind: str
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.bytes, self.kind = device, None, "unknown"
@@ -37,40 +47,39 @@ class PeakMemory:
         if self.kind == "device":
             self.bytes = torch.cuda.max_memory_allocated(self.device)
         elif self.kind == "process":
-            line = next((x for x in _STATUS.read_text().splitlines() if x.startswith("VmHWM:")), None)
+            line = next((line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:")), None)
             self.bytes = int(line.split()[1]) * 1024 if line else None
 
 
 def resident() -> int | None:
-    """Bytes of this process that are in memory now; None where the system does not tell.
+    """Bytes of this process that are in memory now; None without psutil.
 
-    Pages that were freed and not given back to the system count: it is what others cannot have.
+    Pages that were freed and not given back to the system count: no other process can have them.
     """
-    gc.collect()
-    try:
-        lines = _STATUS.read_text().splitlines()
-    except OSError:
+    psutil = _psutil()
+    if psutil is None:
         return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:")), None)
+    gc.collect()
+    return int(psutil.Process().memory_info().rss)
 
 
-class _Mallinfo(ctypes.Structure):
-    """``struct mallinfo2`` of glibc."""
+def allocated() -> int | None:
+    """Bytes that are allocated from the C heap, extensions' own among them; None where psutil cannot tell.
 
-    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
-    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
-
-
-def held() -> int | None:
-    """Bytes that this process has been given by malloc and not given back, extensions' own among them; None without glibc.
-
-    Small objects of Python are not among them: Python has their memory from elsewhere.
+    Small objects of Python are not counted: Python has its own allocator for them.
     """
-    try:
-        mallinfo = ctypes.CDLL(None).mallinfo2
-    except (AttributeError, OSError):
+    psutil = _psutil()
+    if not hasattr(psutil, "heap_info"):  # psutil has it where the C library tells: glibc, macOS, Windows, FreeBSD
         return None
-    mallinfo.restype = _Mallinfo
     gc.collect()
-    info = mallinfo()
-    return int(info.uordblks + info.hblkhd)
+    heap = psutil.heap_info()
+    return int(heap.heap_used + heap.mmap_used)
+
+
+def _psutil() -> Any:
+    """The module; None where it is not installed, for instance beside ``decoders demo``, which shows no memory."""
+    try:
+        import psutil
+    except ImportError:
+        return None
+    return psutil

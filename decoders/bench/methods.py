@@ -1,4 +1,4 @@
-"""What is measured: our strategies and transformers' own ways to generate, behind one call."""
+"""What is measured: our strategies and transformers' own methods of generating, behind one call."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from transformers import CompileConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..constraints.coerce import named
 from ..constraints.specs import Spec, regex
+from ..deprecated import warn
 from ..errors import SettingsError, UnknownNameError
 from ..generate import enable
 from ..plugins import registry, resolve_strategy, resolve_verifier
@@ -37,8 +38,10 @@ class Workload:
     """Prompts that are decoded in one call.
 
     Attributes:
-        name: of the prompt, or of the first and last. kind: what it is counted under.
-        input_ids, attention_mask: ``[B, P]``, padded on the left.
+        name: of the prompt, or of the first and last.
+        kind: what it is counted under.
+        input_ids: ``[B, P]``, padded on the left.
+        attention_mask: ``[B, P]``.
     """
 
     name: str
@@ -53,7 +56,14 @@ class Workload:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. `top_k` 0 and `top_p` 1 cut nothing off. `seed`: of the first round, the next takes the next."""
+    """How tokens are drawn.
+
+    Attributes:
+        temperature: that logits are divided by.
+        top_k: likeliest tokens that are kept; 0 keeps all.
+        top_p: probability mass that is kept; 1 keeps all.
+        seed: of the first round; every further round takes the next.
+    """
 
     temperature: float = 1.0
     top_k: int = 0
@@ -68,17 +78,23 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Method:
-    """One way to generate.
+    """One method of generating.
 
     Attributes:
-        name: a strategy's registry name (``a+b``) with the settings as written, or ``transformers…``. dtype: of the weights.
-        arguments: of ``generate``. ours: whether they are for an enabled model's ``generate``.
-        exact: whether its output must be plain decoding's own. settings: given by hand, for the record.
-        impossible: why it cannot run at all. one_row_only: why it cannot run on batches.
-        sampling: None is greedy. verifier: the rule that accepts our drafts, "" for transformers' own ways.
+        name: a strategy's registry name (``a+b``) with the settings as written, or ``transformers…``.
+        dtype: of the weights.
+        arguments: of ``generate``.
+        ours: whether they are for an enabled model's ``generate``.
+        exact: whether its output must be plain decoding's own.
+        settings: given by hand, for the record.
+        impossible: why it cannot run at all.
+        one_row_only: why it cannot run on batches.
+        sampling: None is greedy.
+        verifier: the rule that accepts our drafts, "" for transformers' own methods.
         coupled: whether that rule makes every strategy draw the same tokens from the same seed.
         grammar: that the text must follow, as written, "" without.
-        assistant: transformers' assistant model. assistant_config: what its generation config holds during a call.
+        assistant: transformers' assistant model.
+        assistant_config: what its generation config holds during a call.
     """
 
     name: str
@@ -97,9 +113,14 @@ class Method:
     assistant: PreTrainedModel | None = None
     assistant_config: Mapping[str, Any] = field(default_factory=dict)
 
-    def refusal(self, rows: int) -> str:
-        """Why it cannot decode `rows` rows; empty if it can."""
+    def skip_reason(self, rows: int) -> str:
+        """Why it cannot decode `rows` rows and is skipped; empty if it can."""
         return self.impossible or (self.one_row_only if rows > 1 else "")
+
+    def refusal(self, rows: int) -> str:
+        """Old name of :meth:`skip_reason`."""
+        warn("Method.refusal", "Method.skip_reason")
+        return self.skip_reason(rows)
 
     @property
     def incomparable(self) -> str:
@@ -122,18 +143,18 @@ def workloads(
 
     The last workload of a kind is filled up from the kind's first prompts, so that all have the same number of rows.
     """
-    made = []
+    workloads_made = []
     for kind in dict.fromkeys(kind for _, kind, _ in texts):
-        own = [(name, text) for name, other, text in texts if other == kind]
-        for start in range(0, len(own), rows):
-            chosen = [own[i % len(own)] for i in range(start, start + rows)]
+        of_kind = [(name, text) for name, other, text in texts if other == kind]
+        for start in range(0, len(of_kind), rows):
+            chosen = [of_kind[i % len(of_kind)] for i in range(start, start + rows)]
             encoded = [encode(tokenizer, text) for _, text in chosen]
             longest = max(map(len, encoded))
             ids = torch.tensor([[0] * (longest - len(tokens)) + tokens for tokens in encoded])
             mask = torch.tensor([[0] * (longest - len(tokens)) + [1] * len(tokens) for tokens in encoded])
             name = chosen[0][0] if rows == 1 else f"{chosen[0][0]}…{chosen[-1][0]}"
-            made.append(Workload(name, kind, ids, mask))
-    return made
+            workloads_made.append(Workload(name, kind, ids, mask))
+    return workloads_made
 
 
 def transformers_methods(
@@ -143,7 +164,7 @@ def transformers_methods(
     dtype: str = "",
     sampling: Sampling | None = None,
 ) -> list[Method]:
-    """transformers' own ways: all that apply, or those of `names`. The baseline always comes first.
+    """transformers' own methods: all that apply, or those of `names`. The baseline always comes first.
 
     ``transformers-assisted`` drafts as transformers does unless told otherwise; ``transformers-assisted[5]`` drafts five
     tokens in every step, whatever the assistant thinks of them.
@@ -151,18 +172,20 @@ def transformers_methods(
     Off CUDA transformers compiles nothing by itself; ``transformers-compiled`` makes it compile its static-cache decoding.
 
     Raises:
-        UnknownNameError: no such way. SettingsError: brackets that say nothing.
+        UnknownNameError: no such method.
+        SettingsError: brackets that say nothing.
     """
     dtype = dtype or str(model.dtype).removeprefix("torch.")
     one_row = "transformers' assisted generation takes one row"
-    everything = CompileConfig()
-    everything._compile_all_devices = True
-    ways = {
+    compile_everywhere = CompileConfig()
+    # A private field, and the only way to make transformers compile off CUDA; it is declared as None alone.
+    setattr(compile_everywhere, "_compile_all_devices", True)  # noqa: B010
+    available = {
         BASELINE: Method(BASELINE, dtype, model),
         "transformers-static": Method(
             "transformers-static", dtype, model, {"cache_implementation": "static"}),
         "transformers-compiled": Method(
-            "transformers-compiled", dtype, model, {"cache_implementation": "static", "compile_config": everything}),
+            "transformers-compiled", dtype, model, {"cache_implementation": "static", "compile_config": compile_everywhere}),
         "transformers-prompt-lookup": Method(
             "transformers-prompt-lookup", dtype, model, {"prompt_lookup_num_tokens": LOOKUP_TOKENS}, one_row_only=one_row),
         ASSISTED: Method(
@@ -170,15 +193,15 @@ def transformers_methods(
             impossible="" if draft is not None else "needs a draft model: --draft"),
     }  # fmt: skip
     if names is None:
-        wanted = [name for name in ways if name != "transformers-compiled" or model.device.type != "cuda"]
+        requested = [name for name in available if name != "transformers-compiled" or model.device.type != "cuda"]
     else:
-        wanted = list(dict.fromkeys([BASELINE, *names]))
+        requested = list(dict.fromkeys([BASELINE, *names]))
     chosen = []
-    for text in wanted:
+    for text in requested:
         name, tokens = assistant_tokens(text)
-        if name not in ways:
-            raise UnknownNameError("baseline", name, ways)
-        way = replace(ways[name], sampling=sampling)
+        if name not in available:
+            raise UnknownNameError("baseline", name, available)
+        method = replace(available[name], sampling=sampling)
         if tokens is not None:
             if name != ASSISTED:
                 raise SettingsError(f"{text!r}: only {ASSISTED} takes a number of draft tokens")
@@ -187,8 +210,8 @@ def transformers_methods(
                 "num_assistant_tokens": tokens, "num_assistant_tokens_schedule": "constant",
                 "assistant_confidence_threshold": 0,
             }  # fmt: skip
-            way = replace(way, name=f"{name}[{tokens}]", assistant_config=config, settings=config)
-        chosen.append(way)
+            method = replace(method, name=f"{name}[{tokens}]", assistant_config=config, settings=config)
+        chosen.append(method)
     return chosen
 
 
@@ -206,31 +229,35 @@ def strategy_methods(
 
     A name may carry settings, ``speculative[length=2]``, and be there several times with other ones; ``verifier=…`` among
     them names the verifier, ``grammar=…`` a grammar of the library or a file with one, ``compile=false`` the uncompiled tier.
-    Prompts are read anew in every call, unless `decoders_config` says otherwise. ``a+b`` merges, each part with
+    Every call reads its prompt anew, unless `decoders_config` says otherwise. ``a+b`` merges, each part with
     brackets of its own. When sampling, plain decoding comes first: it is what the others are compared with.
 
     Args:
-        settings: by strategy name, for all its variants; brackets go before. decoders_config: of every call, for instance
-            ``{"compile": False}``.
+        settings: by strategy name, for all its variants; brackets go before.
+        decoders_config: of every call, for instance ``{"compile": False}``.
 
     Raises:
-        UnknownNameError, PluginError: no such strategy. SettingsError: no such setting, or of no strategy chosen.
+        UnknownNameError: no such strategy.
+        PluginError: no such strategy.
+        SettingsError: no such setting, or of no strategy chosen.
     """
     enable(model, tokenizer)
-    given = {canonical(name): dict(values) for name, values in (settings or {}).items()}
+    settings_by_strategy = {canonical(name): dict(values) for name, values in (settings or {}).items()}
     names = list(registry().strategies()) if names is None else list(names)
     if sampling is not None:
         names = [PLAIN, *(name for name in names if name != PLAIN)]
-    made: dict[str, Method] = {}
+    methods: dict[str, Method] = {}
     used: set[str] = set()
     for text in names:
         variant = parse(text)
-        own, method = _method(variant, model, draft, given, decoders_config or {}, sampling)
-        used |= own
-        made[method.name] = replace(method, dtype=dtype or str(model.dtype).removeprefix("torch."))
-    if set(given) - used:
-        raise SettingsError(f"settings given for {', '.join(sorted(set(given) - used))}, which is not measured")
-    return list(made.values())
+        strategies_used, method = _method(variant, model, draft, settings_by_strategy, decoders_config or {}, sampling)
+        used |= strategies_used
+        methods[method.name] = replace(method, dtype=dtype or str(model.dtype).removeprefix("torch."))
+    if set(settings_by_strategy) - used:
+        raise SettingsError(
+            f"settings given for {', '.join(sorted(set(settings_by_strategy) - used))}, which is not measured"
+        )
+    return list(methods.values())
 
 
 def named_grammar(name: str) -> Spec:
@@ -244,32 +271,40 @@ def named_grammar(name: str) -> Spec:
 
 
 def _method(
-    variant: Variant, model: PreTrainedModel, draft: PreTrainedModel | None, given: Mapping[str, dict[str, Any]],
+    variant: Variant, model: PreTrainedModel, draft: PreTrainedModel | None, settings_by_strategy: Mapping[str, dict[str, Any]],
     decoders_config: Mapping[str, Any], sampling: Sampling | None,
 ) -> tuple[set[str], Method]:  # fmt: skip
-    """The method, and which strategies of `given` it took settings from."""
+    """The method, and the strategies of `settings_by_strategy` that it took settings from."""
     classes = [registry().strategy(part) for part in variant.parts]
     parts = [cls.name for cls in classes]
     bracketed = {canonical(part): values for part, values in variant.settings.items()}
-    used = {part for part in parts if part in given}
-    own = {p: {**given.get(p, {}), **bracketed.get(p, {})} for p in parts if p in given or p in bracketed}
-    config = own if len(parts) > 1 else own.get(parts[0], {})
+    used_settings = {part for part in parts if part in settings_by_strategy}
+    own_settings = {
+        p: {**settings_by_strategy.get(p, {}), **bracketed.get(p, {})}
+        for p in parts
+        if p in settings_by_strategy or p in bracketed
+    }
+    config = own_settings if len(parts) > 1 else own_settings.get(parts[0], {})
     name, impossible, resolved = "+".join(parts), "", None
     try:
         # A misspelt setting ends the run before it starts.
         resolved = resolve_strategy(name, config, None)
     except SettingsError as error:
-        if own:
+        if own_settings:
             raise
         impossible = str(error)  # a required setting was not given
-    rule = variant.verifier or load_settings(RuntimeSettings, None, {}, {}, sections=registry().strategies()).verifier
-    verifier = resolve_verifier(rule)
-    # Every repeat has the same prompt: kept from the call before it would cost nothing, and comparing would mean nothing.
-    loop = {"reuse": False} | dict(decoders_config) | ({} if variant.compile is None else {"compile": variant.compile})
-    arguments: dict[str, Any] = {"strategy": name, "verifier": rule, "decoders_config": loop}
+    verifier_name = (
+        variant.verifier or load_settings(RuntimeSettings, None, {}, {}, sections=registry().strategies()).verifier
+    )
+    verifier = resolve_verifier(verifier_name)
+    # Every repeat has the same prompt. Keys and values kept from the call before would make it free.
+    loop_settings = (
+        {"reuse": False} | dict(decoders_config) | ({} if variant.compile is None else {"compile": variant.compile})
+    )
+    arguments: dict[str, Any] = {"strategy": name, "verifier": verifier_name, "decoders_config": loop_settings}
     if config:
         arguments["strategy_config"] = config
-    # Asked of the object: one with a draft_model of its own needs no other beside it, and takes none.
+    # The object knows: a strategy with a draft_model of its own needs no assistant, and takes none.
     if variant.grammar:
         arguments["grammar"] = named_grammar(variant.grammar)
     elif resolved is not None and resolved.needs_grammar:
@@ -282,7 +317,7 @@ def _method(
     exact = resolved.exact if resolved else all(cls.exact for cls in classes)
     method = Method(
         variant.shown(parts), "", model, arguments, ours=True,
-        exact=exact and verifier.exact, settings=own, impossible=impossible, sampling=sampling, verifier=verifier.name,
+        exact=exact and verifier.exact, settings=own_settings, impossible=impossible, sampling=sampling, verifier=verifier.name,
         coupled=verifier.coupled, grammar=variant.grammar or "",
     )  # fmt: skip
-    return used, method
+    return used_settings, method

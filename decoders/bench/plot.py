@@ -47,7 +47,7 @@ def plot(records: Sequence[Record], path: Path) -> None:
     figure = figure_of(figsize=(8, sum(0.32 * n + 0.9 for n in heights)), layout="constrained")
     axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axis, (title, members) in zip(axes, panels, strict=True):
-        speeds = [r.tokens_per_second for r in members]
+        speeds = [r.tokens_per_second for r in members if r.tokens_per_second is not None]  # all: see `usable`
         medians = [s.median for s in speeds]
         whiskers = [[s.median - s.low for s in speeds], [s.high - s.median for s in speeds]]
         colours = ["#2a6fbb" if r.ours else "#9a9a9a" for r in members]
@@ -57,7 +57,7 @@ def plot(records: Sequence[Record], path: Path) -> None:
         )
         labels = [f"{r.ratio.median:.2f}×" if r.ratio and r.method != BASELINE else "" for r in members]
         axis.bar_label(bars, labels=labels, label_type="center", color="white", fontsize=8)
-        base = next((r.tokens_per_second.median for r in members if r.method == BASELINE), None)
+        base = next((s.median for r, s in zip(members, speeds, strict=True) if r.method == BASELINE), None)
         if base is not None:
             axis.axvline(base, color="#333333", linestyle="--", linewidth=0.8)
         axis.invert_yaxis()

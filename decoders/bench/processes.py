@@ -1,4 +1,4 @@
-"""Starts the processes of :mod:`.fresh` and reads what they found."""
+"""Starts the processes of :mod:`.fresh` and reads their figures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from .fresh import Job
 
 MODULE = "decoders.bench.fresh"
-#: Last lines of a process's standard error that are worth showing where it ended without a word.
+#: Last lines of a process's standard error that are shown if it ended without a result.
 LINES = 3
 
 

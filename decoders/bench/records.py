@@ -20,7 +20,14 @@ PARTS = ("propose", "mask", "core", "observe", "host")
 
 @dataclass(frozen=True)
 class Spread:
-    """Median, smallest and largest of `count` repeats."""
+    """Median and range of repeats.
+
+    Attributes:
+        median: of all repeats.
+        low: the smallest.
+        high: the largest.
+        count: repeats.
+    """
 
     median: float
     low: float
@@ -50,9 +57,12 @@ class StageFigures:
     """What a draft model did per target step; medians over the calls.
 
     Attributes:
-        model: name or path. depth: 0 drafts for the target, 1 for its draft model. drafter: what drafts for this model.
-        passes: forward passes per target step. tokens_per_pass: written per row and pass with the drafter's help, None
-            without one. forward_share: seconds of its passes, as a share of those of the target's steps.
+        model: name or path.
+        depth: 0 drafts for the target, 1 for its draft model.
+        drafter: what drafts for this model.
+        passes: forward passes per target step.
+        tokens_per_pass: written per row and pass with the drafter's help, None without one.
+        forward_share: seconds of its passes, as a share of those of the target's steps.
     """
 
     model: str
@@ -68,27 +78,52 @@ class Record:
     """Figures of one method on one kind of prompt.
 
     Attributes:
-        status, reason: "ok", or why there are no figures ("impossible", "failed").
+        method: its name.
+        dtype: of the weights.
+        batch: rows.
+        kind: of prompt.
+        status: "ok", "skipped" (the method does not do this) or "failed" (an error).
+        reason: why there are no figures.
+        ours: whether it is a strategy of an enabled model.
+        exact: whether its output must be plain decoding's own.
+        settings: given by hand.
         identical: whether the new tokens equal the baseline's in every row; None if there is nothing to compare with.
-            baseline: what they were compared with: transformers; our plain decoding when sampling, or under the same
-            grammar, if that is measured too. difference: where
-            they first differ. incomparable: what to expect instead where they need not be equal ("same distribution").
+        baseline: what they were compared with: transformers; our plain decoding when sampling, or under the same grammar,
+            if that is measured too.
+        difference: where they first differ.
+        incomparable: what to expect instead where they need not be equal ("same distribution").
         verifier: the rule that accepts our drafts.
-        tokens_per_second: new tokens of all rows per second of wall time, compilation excluded; one value per repeat,
-            over all prompts of the kind. ratio: the same repeat's value over the baseline's.
+        tokens_per_second: new tokens of all rows per second of wall time, compilation excluded; one value per repeat, over
+            all prompts of the kind.
+        ratio: the same repeat's value over the baseline's.
         first_token: seconds to the first token, the mean over prompts of each repeat.
-        accepted_length: tokens per row and step; 1 is plain decoding. Of ours over all repeats, of transformers in one
-            call per prompt. draft_passes: forward passes per step of the models that draft for the target.
-        outside_core: share of the step outside forward, verification and commit. overhead: share outside the forward
-            passes of target and draft models. stages: one entry per draft model, see :class:`StageFigures`.
-        first_call, second_call: seconds of the first two calls, on one prompt of the run. compilations: graphs
-            compiled in the first call, recompilations: in all later ones.
-        peak_memory: bytes, of `memory_kind` "device" or "process". cache_bytes: of the loop's key-value cache.
-        model: what was measured, as it was named; random_weights: a shape, whose acceptance means nothing.
-        prompt_tokens: the median prompt's. prefill: seconds of reading it. compiled_share: of the steps, in the compiled
-            tier. cold_first_token: seconds to the first token of the first call, compilation included, on one prompt of
-            the run. memory_added: bytes by which the first two calls made the process larger; whoever comes first pays
-            for what all share. pack_seconds, background_seconds: of the first call, see :class:`~decoders.report.Timings`.
+        accepted_length: tokens per row and step; 1 is plain decoding. Of ours over all repeats, of transformers in one call
+            per prompt.
+        draft_passes: forward passes per step of the models that draft for the target.
+        outside_core: share of the step outside forward, verification and commit.
+        overhead: share outside the forward passes of target and draft models.
+        stages: one entry per draft model, see :class:`StageFigures`.
+        step_ms: the parts of a step.
+        first_call: seconds of the first call, on one prompt of the run.
+        second_call: seconds of the second call, on the same prompt.
+        compile_seconds: spent on compiling in the first call.
+        compilations: graphs compiled in the first call.
+        recompilations: graphs compiled in all later calls.
+        peak_memory: bytes.
+        memory_kind: what of: "device", "process" or "unknown".
+        cache_bytes: of the loop's key-value cache.
+        weight_bytes: of the target's weights that one step reads.
+        samples: the timed calls.
+        model: what was measured, as it was named.
+        random_weights: whether it is a shape; how often drafts are accepted means nothing there.
+        prompt_tokens: the median prompt's.
+        prefill: seconds of reading it.
+        compiled_share: of the steps, in the compiled tier.
+        cold_first_token: seconds to the first token of the first call, compilation included, on one prompt of the run.
+        memory_added: bytes by which the first two calls made the process larger; the first method is charged for
+            what all share.
+        pack_seconds: of the first call, see :class:`~decoders.report.Timings`.
+        background_seconds: of the first call, see :class:`~decoders.report.Timings`.
         bandwidth_fraction: bytes of the target's weights, read once per step, over the core's (for transformers: the
             step's) time, relative to the measured copy bandwidth. Above 1 the weights stay in a cache.
     """
@@ -149,27 +184,31 @@ def summarise(
     records = []
     for entry in entries:
         method = entry.method
-        beside = _beside(entry, entries, BASELINE)
-        same = _beside(entry, entries, PLAIN) if method.sampling is not None else beside
+        speed_baseline = _entry_of(entry, entries, BASELINE)
+        token_baseline = _entry_of(entry, entries, PLAIN) if method.sampling is not None else speed_baseline
         if method.grammar:
-            same = _beside(entry, entries, PLAIN, method.grammar) or same
+            token_baseline = _entry_of(entry, entries, PLAIN, method.grammar) or token_baseline
         for kind in dict.fromkeys(entry.kind_of.values()):
-            record = _record(entry, kind, beside, same, bandwidth)
+            record = _record(entry, kind, speed_baseline, token_baseline, bandwidth)
             record.model, record.random_weights = model, random_weights
             records.append(record)
     return records
 
 
-def _beside(entry: Competitor, entries: Sequence[Competitor], name: str, grammar: str = "") -> Competitor | None:
+def _entry_of(entry: Competitor, entries: Sequence[Competitor], name: str, grammar: str = "") -> Competitor | None:
     """The entry of the method `name`, or `name` with a grammar, of the same dtype and number of rows, if it has figures."""
-    wanted = (name + (f"[{GRAMMAR}={grammar}]" if grammar else ""), entry.method.dtype, entry.rows, "ok")
-    return next((e for e in entries if (e.method.name, e.method.dtype, e.rows, e.status) == wanted), None)
+    key = (name + (f"[{GRAMMAR}={grammar}]" if grammar else ""), entry.method.dtype, entry.rows, "ok")
+    return next((e for e in entries if (e.method.name, e.method.dtype, e.rows, e.status) == key), None)
 
 
 def _record(
-    entry: Competitor, kind: str, beside: Competitor | None, same: Competitor | None, bandwidth: float | None
+    entry: Competitor,
+    kind: str,
+    speed_baseline: Competitor | None,
+    token_baseline: Competitor | None,
+    bandwidth: float | None,
 ) -> Record:
-    """`beside`: whose speed the ratio refers to. `same`: whose tokens "identical" refers to."""
+    """`speed_baseline`: whose speed the ratio refers to. `token_baseline`: whose tokens "identical" refers to."""
     method = entry.method
     record = Record(
         method.name, method.dtype, entry.rows, kind, entry.status, entry.reason, method.ours,
@@ -180,15 +219,15 @@ def _record(
     names = [name for name, other in entry.kind_of.items() if other == kind]
     record.samples = [s for s in entry.samples if s.workload in names]
     record.incomparable = method.incomparable
-    if same is not None and not record.incomparable:
-        record.baseline = same.method.name
-        record.difference = next(filter(None, (_difference(entry, same, name) for name in names)), "")
+    if token_baseline is not None and not record.incomparable:
+        record.baseline = token_baseline.method.name
+        record.difference = next(filter(None, (_difference(entry, token_baseline, name) for name in names)), "")
         record.identical = not record.difference
     speeds = _per_repeat(record.samples)
     record.tokens_per_second = Spread.of(list(speeds.values()))
-    if beside is not None:
-        theirs = _per_repeat([s for s in beside.samples if s.workload in names])
-        record.ratio = Spread.of([speeds[r] / theirs[r] for r in speeds if r in theirs])
+    if speed_baseline is not None:
+        baseline_speeds = _per_repeat([s for s in speed_baseline.samples if s.workload in names])
+        record.ratio = Spread.of([speeds[r] / baseline_speeds[r] for r in speeds if r in baseline_speeds])
     record.first_token = _first_tokens(record.samples)
     lengths = [s.prompt_tokens for s in record.samples if s.prompt_tokens is not None]
     record.prompt_tokens = median(lengths) if lengths else None
@@ -203,13 +242,17 @@ def _record(
     record.overhead = median(overheads) if overheads else None
     record.stages = _stages([(s.stages, s) for s in record.samples if s.stages])
     if entry.warmup is not None:
-        w = entry.warmup
-        record.first_call, record.second_call = w.first_call, w.second_call
-        record.compile_seconds, record.compilations = w.compile_seconds, w.compilations
-        record.recompilations = w.second_compilations + sum(s.compilations for s in entry.samples)
-        record.peak_memory, record.memory_kind, record.cache_bytes = w.peak_memory, w.memory_kind, w.cache_bytes
-        record.cold_first_token, record.memory_added = w.first_token, w.memory_added
-        record.pack_seconds, record.background_seconds = w.pack_seconds, w.background_seconds
+        warmup = entry.warmup
+        record.first_call, record.second_call = warmup.first_call, warmup.second_call
+        record.compile_seconds, record.compilations = warmup.compile_seconds, warmup.compilations
+        record.recompilations = warmup.second_compilations + sum(s.compilations for s in entry.samples)
+        record.peak_memory, record.memory_kind, record.cache_bytes = (
+            warmup.peak_memory,
+            warmup.memory_kind,
+            warmup.cache_bytes,
+        )
+        record.cold_first_token, record.memory_added = warmup.first_token, warmup.memory_added
+        record.pack_seconds, record.background_seconds = warmup.pack_seconds, warmup.background_seconds
     record.weight_bytes = weight_bytes(method.model)
     if bandwidth and record.step_ms is not None:
         seconds = (record.step_ms.core or record.step_ms.total) / 1e3
@@ -236,11 +279,11 @@ def _stages(calls: Sequence[tuple[list[Stage], Measurement]], depth: int = 0) ->
     """Figures of the draft models, each followed by those of its drafter. `calls`: a call's stages, and the call."""
     figures: list[StageFigures] = []
     for stages in zip(*(stages for stages, _ in calls), strict=False):  # the same model in every call
-        passes, lengths, shares = [], [0, 0], []
+        passes, tokens_and_passes, shares = [], [0, 0], []
         for stage, (_, sample) in zip(stages, calls, strict=True):
             passes.append(stage.passes / sample.steps if sample.steps else 0.0)
-            lengths[0] += sum((n + 1) * count for n, count in enumerate(stage.accepted_lengths))
-            lengths[1] += sum(stage.accepted_lengths)
+            tokens_and_passes[0] += sum((n + 1) * count for n, count in enumerate(stage.accepted_lengths))
+            tokens_and_passes[1] += sum(stage.accepted_lengths)
             if sample.steps and sample.steps > sample.prefill_steps:
                 step = sum(_parts_of_a_step(sample).values()) / 1e3
                 shares.append(stage.forward_seconds / (step * sample.steps))
@@ -250,12 +293,12 @@ def _stages(calls: Sequence[tuple[list[Stage], Measurement]], depth: int = 0) ->
                 depth,
                 stages[0].drafter,
                 median(passes),
-                lengths[0] / lengths[1] if lengths[1] else None,
+                tokens_and_passes[0] / tokens_and_passes[1] if tokens_and_passes[1] else None,
                 median(shares) if shares else None,
             )  # fmt: skip
         )
-        inner = [(stage.stages, sample) for stage, (_, sample) in zip(stages, calls, strict=True)]
-        figures += _stages(inner, depth + 1)
+        inner_calls = [(stage.stages, sample) for stage, (_, sample) in zip(stages, calls, strict=True)]
+        figures += _stages(inner_calls, depth + 1)
     return figures
 
 
@@ -288,10 +331,10 @@ def _parts_of_a_step(sample: Measurement) -> dict[str, float]:
 
 def _step_times(samples: Sequence[Measurement], steps: dict[str, int]) -> StepTimes | None:
     """Medians over the calls. For transformers: what follows the first token, over the steps after the first."""
-    split = [_parts_of_a_step(s) for s in samples if s.steps and s.steps > s.prefill_steps]
-    if split:
-        medians = {part: median([parts[part] for parts in split]) for part in PARTS}
-        return StepTimes(median([sum(parts.values()) for parts in split]), **medians)
+    parts_of_calls = [_parts_of_a_step(s) for s in samples if s.steps and s.steps > s.prefill_steps]
+    if parts_of_calls:
+        medians = {part: median([parts[part] for parts in parts_of_calls]) for part in PARTS}
+        return StepTimes(median([sum(parts.values()) for parts in parts_of_calls]), **medians)
     totals = [
         (s.seconds - s.first_token) / (steps[s.workload] - 1) * 1e3
         for s in samples
@@ -302,9 +345,12 @@ def _step_times(samples: Sequence[Measurement], steps: dict[str, int]) -> StepTi
 
 def _difference(entry: Competitor, baseline: Competitor, workload: str) -> str:
     """Where the new tokens first differ from the baseline's; empty if they are the same."""
-    own, theirs = entry.checks[workload].tokens, baseline.checks[workload].tokens
-    for row, (a, b) in enumerate(zip(own, theirs, strict=True)):
-        if a != b:
-            at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-            return f"{workload}, row {row}, new token {at}"
+    tokens, expected = entry.checks[workload].tokens, baseline.checks[workload].tokens
+    for row, (row_tokens, row_expected) in enumerate(zip(tokens, expected, strict=True)):
+        if row_tokens != row_expected:
+            position = next(
+                (i for i, (x, y) in enumerate(zip(row_tokens, row_expected, strict=False)) if x != y),
+                min(len(row_tokens), len(row_expected)),
+            )
+            return f"{workload}, row {row}, new token {position}"
     return ""

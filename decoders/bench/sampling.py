@@ -32,8 +32,8 @@ class SamplingTime:
         plan: name of the plan.
         nodes: nodes of the block, N.
         vocabulary: V.
-        median: of the candidates' way, as the engine runs it.
-        least: the least of the same.
+        median: of the engine's selection among candidates.
+        least: the smallest of the same.
         definition: median of the processors' definitions over the whole vocabulary, None if they were not timed.
     """
 
@@ -53,7 +53,8 @@ def time_sampling(
 
     Args:
         plans: name to operations with their values; without any, greedy.
-        repeats: measurements of each. definitions: measurements of the definitions, which may be slow; 0 for none.
+        repeats: measurements of each.
+        definitions: measurements of the definitions, which may be slow; 0 for none.
         logits: of (N, V), ``[1, N, V]``; default :func:`text_like`. Every measurement has positions of its own.
     """
     rows = []
@@ -103,9 +104,9 @@ def _timed(choice: Callable[..., Tensor], scores: Tensor, operations: dict[str, 
     keys = row_keys(0, 1, scores.device)
     inputs = SamplingInputs(torch.tensor(values), keys, torch.tensor([0]))
     positions = torch.arange(scores.shape[1])[None] + repeat
-    begun = time.perf_counter()
+    started = time.perf_counter()
     choice(scores, plan, inputs, positions)
-    return 1000 * (time.perf_counter() - begun)
+    return 1000 * (time.perf_counter() - started)
 
 
 def _median(times: list[float]) -> float:

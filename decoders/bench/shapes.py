@@ -1,6 +1,6 @@
-"""Models of the shapes that people load, with random weights: times are those of the real ones, texts are noise.
+"""Models of well-known shapes with random weights. Their times are those of the real models, their texts are noise.
 
-A step's time depends on sizes, not on values. How often drafts are accepted depends on values, so that says nothing here.
+A step's time depends on sizes alone. How often drafts are accepted depends on the weights, so it means nothing here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .methods import Workload
 
 #: Random numbers that weights are taken from, over and over. A prime: no two rows of a matrix are the same.
 BLOCK = 4_194_301
-#: What must be known about figures of shapes.
+#: Shown beside figures of shapes.
 RANDOM_WEIGHTS = (
     "Random weights: times and memory are those of the real model, how often drafts are accepted means nothing."
 )
@@ -31,7 +31,8 @@ class RandomShape:
     """Sizes of a model.
 
     Attributes:
-        design: transformers' ``model_type``. sizes: of its config.
+        design: transformers' ``model_type``.
+        sizes: of its config.
     """
 
     design: str
@@ -93,26 +94,26 @@ def fill(model: PreTrainedModel, seed: int) -> None:
     """Random matrices, and no biases; the scales of norms stay as they are made."""
     generator = torch.Generator().manual_seed(seed)
     block = torch.randn(BLOCK, generator=generator).mul_(SCALE).to(model.dtype)
-    begin = 0
+    offset = 0
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2:
             if name.endswith("bias"):
                 parameter.zero_()
             continue
         flat = parameter.view(-1)
-        done = 0
-        while done < len(flat):
-            count = min(BLOCK - begin, len(flat) - done)
-            flat[done : done + count] = block[begin : begin + count]
-            done, begin = done + count, (begin + count) % BLOCK
+        filled = 0
+        while filled < len(flat):
+            count = min(BLOCK - offset, len(flat) - filled)
+            flat[filled : filled + count] = block[offset : offset + count]
+            filled, offset = filled + count, (offset + count) % BLOCK
 
 
 def random_workloads(vocabulary: int, lengths: list[int], rows: int = 1, count: int = 1) -> list[Workload]:
     """`count` prompts of random tokens for each of `lengths`; the same in every run, no two of them the same."""
-    made = []
+    workloads = []
     for length in lengths:
         generator = torch.Generator().manual_seed(length)
         for number in range(1, count + 1):
             ids = torch.randint(vocabulary, (rows, length), generator=generator)
-            made.append(Workload(f"{length}-{number:02}", f"{length} random tokens", ids, torch.ones_like(ids)))
-    return made
+            workloads.append(Workload(f"{length}-{number:02}", f"{length} random tokens", ids, torch.ones_like(ids)))
+    return workloads

@@ -1,4 +1,4 @@
-"""When the tokens of a call came."""
+"""At which times the tokens of a call came."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be told of a call from what it streams: its steps, its first token, and what it wrote."""
+"""What a call's stream tells: its steps, the time of its first token, and what it wrote."""
 
 from __future__ import annotations
 

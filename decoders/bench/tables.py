@@ -20,19 +20,19 @@ NAME_WIDTH = 48
 
 def tables(records: Sequence[Record]) -> list[Table]:
     """Per model, dtype, batch size and kind of prompt: speed, the parts of a step, draft models if any, start-up and memory."""
-    made = []
+    result = []
     cells = dict.fromkeys((r.model, r.dtype, r.batch, r.kind) for r in records)
     for model, dtype, batch, kind in cells:
         members = [r for r in records if (r.model, r.dtype, r.batch, r.kind) == (model, dtype, batch, kind)]
         tokens = next((f" · {r.prompt_tokens:.0f} tokens of prompt" for r in members if r.prompt_tokens), "")
         title = f"{model + ' · ' if model else ''}{kind} · {batch} row{'s' if batch > 1 else ''} · {dtype}{tokens}"
-        made.append(speed_table(members, title))
+        result.append(speed_table(members, title))
         if any(r.status == "ok" for r in members):
-            made.append(step_table(members, f"{title} · ms per step"))
+            result.append(step_table(members, f"{title} · ms per step"))
             if any(r.stages for r in members):
-                made.append(stage_table(members, f"{title} · draft models"))
-            made.append(start_table(members, f"{title} · start and memory"))
-    return made
+                result.append(stage_table(members, f"{title} · draft models"))
+            result.append(start_table(members, f"{title} · start and memory"))
+    return result
 
 
 def speed_table(records: Sequence[Record], title: str = "") -> Table:
@@ -45,11 +45,11 @@ def speed_table(records: Sequence[Record], title: str = "") -> Table:
             continue
         table.add_row(
             _name(r), ranged(r.tokens_per_second, ".0f"), ranged(r.ratio, ".2f", ratio_style(r.ratio)),
-            shown(r.first_token and r.first_token.median * 1e3, ".1f", " ms"), shown(r.accepted_length, ".2f"),
+            milliseconds(r.first_token), shown(r.accepted_length, ".2f"),
             *([shown(r.draft_passes, ".2f")] if drafted else []), identical(r),
         )  # fmt: skip
-    absent = [r for r in records if r.status != "ok" or r.difference]
-    lines = [Text.assemble(f"{r.method}: ", reason(r)) for r in absent]
+    with_reason = [r for r in records if r.status != "ok" or r.difference]
+    lines = [Text.assemble(f"{r.method}: ", reason(r)) for r in with_reason]
     if any(r.random_weights for r in records):
         lines.append(Text(RANDOM_WEIGHTS))
     if lines:
@@ -83,16 +83,14 @@ def stage_table(records: Sequence[Record], title: str = "") -> Table:
 
 
 def start_table(records: Sequence[Record], title: str = "") -> Table:
-    """First and second call, tokens that are first in them, tiers, memory. The first strategy pays for what all share."""
+    """First and second call, tokens that are first in them, tiers, memory. The first strategy is charged for what all share."""
     columns = ("cold first token", "warm", "prefill", "first call", "second", "compile", "graphs", "later", "compiled",
                "memory", "added", "cache")  # fmt: skip
     table = _table(title, *columns)
     for r in records:
         if r.status == "ok":
-            warm = r.first_token and r.first_token.median * 1e3
-            prefill = r.prefill and r.prefill.median * 1e3
             table.add_row(
-                _name(r), shown(r.cold_first_token, ".2f", " s"), shown(warm, ".1f", " ms"), shown(prefill, ".1f", " ms"),
+                _name(r), shown(r.cold_first_token, ".2f", " s"), milliseconds(r.first_token), milliseconds(r.prefill),
                 shown(r.first_call, ".2f", " s"), shown(r.second_call, ".2f", " s"), shown(r.compile_seconds, ".1f", " s"),
                 shown(r.compilations, "d"), shown(r.recompilations, "d"), shown(r.compiled_share, ".0%"),
                 size(r.peak_memory), size(r.memory_added), size(r.cache_bytes),
@@ -165,6 +163,11 @@ def ranged(spread: Spread | None, form: str, style: str = "") -> Text:
 def shown(value: float | None, form: str, unit: str = "") -> str:
     """`value` with its unit, or nothing."""
     return "" if value is None else format(value, form) + unit
+
+
+def milliseconds(spread: Spread | None) -> str:
+    """The median of seconds as milliseconds."""
+    return shown(None if spread is None else spread.median * 1e3, ".1f", " ms")
 
 
 def size(count: int | None) -> str:

@@ -1,4 +1,4 @@
-"""The two ways in which the loop runs: uncompiled from the first step on, compiled once that is ready."""
+"""The loop's two tiers: uncompiled from the first step on, compiled once that is ready."""
 
 from __future__ import annotations
 

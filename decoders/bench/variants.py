@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import SettingsError
 from ..settings import parse_assignments
 
-#: A key in the brackets that is no setting of the strategy: it names the rule that accepts drafts.
+#: A key in the brackets that is not a setting of the strategy. It names the rule that accepts drafts.
 VERIFIER = "verifier"
 #: Another: a grammar of the library, or a file with one, that the text must follow.
 GRAMMAR = "grammar"
@@ -24,8 +24,12 @@ class Variant:
     """One strategy, or several merged, with settings.
 
     Attributes:
-        parts: names as written. brackets: the text in each part's brackets, "" without.
-        settings: by part, nested as in ``strategy_config``. verifier, grammar, compile: named in the brackets, if any.
+        parts: names as written.
+        brackets: the text in each part's brackets, "" without.
+        settings: by part, nested as in ``strategy_config``.
+        verifier: named in the brackets, if any.
+        grammar: named in the brackets, if any.
+        compile: given in the brackets, if at all.
     """
 
     parts: tuple[str, ...]
@@ -50,7 +54,7 @@ def split(text: str, separator: str = ",") -> list[str]:
     pieces: list[str] = []
     closing: list[str] = []
     quoted, start = False, 0
-    for at, letter in enumerate(text):
+    for index, letter in enumerate(text):
         if letter == '"' and closing:  # JSON text; outside brackets a quote means nothing
             quoted = not quoted
         elif quoted:
@@ -61,8 +65,8 @@ def split(text: str, separator: str = ",") -> list[str]:
             if not closing or closing.pop() != letter:
                 raise SettingsError(f"{text!r}: {letter!r} closes nothing")
         elif letter == separator and not closing:
-            pieces.append(text[start:at])
-            start = at + 1
+            pieces.append(text[start:index])
+            start = index + 1
     if closing or quoted:
         raise SettingsError(f"{text!r}: there is no {closing[-1]!r} at the end of what was opened")
     return [piece.strip() for piece in (*pieces, text[start:]) if piece.strip()]
@@ -91,31 +95,31 @@ def parse(text: str) -> Variant:
         SettingsError: malformed, or two verifiers, grammars or values of compile.
     """
     parts, brackets = [], []
-    of_all: dict[str, set[Any]] = {VERIFIER: set(), GRAMMAR: set(), COMPILE: set()}
+    whole_tree: dict[str, set[Any]] = {VERIFIER: set(), GRAMMAR: set(), COMPILE: set()}
     settings: dict[str, Mapping[str, Any]] = {}
     for piece in split(text, "+"):
         name, inside = bracketed(piece)
-        own = parse_assignments(split(inside or ""), f"{name}[…]")
-        for key in own.keys() & of_all:
-            value = own.pop(key)
-            of_all[key].add(value if key == COMPILE and isinstance(value, bool) else str(value))
-        if own:
-            settings[name] = own
+        assignments = parse_assignments(split(inside or ""), f"{name}[…]")
+        for key in assignments.keys() & whole_tree:
+            value = assignments.pop(key)
+            whole_tree[key].add(value if key == COMPILE and isinstance(value, bool) else str(value))
+        if assignments:
+            settings[name] = assignments
         parts.append(name)
         brackets.append(inside or "")
     if not parts:
         raise SettingsError("a strategy has a name: it is empty here")
-    for key, named in of_all.items():
-        if len(named) > 1:
-            raise SettingsError(f"{text!r}: one {key} holds for the whole tree, {len(named)} are named")
-    verifier, grammar, compiled = (next(iter(named), None) for named in of_all.values())
+    for key, values in whole_tree.items():
+        if len(values) > 1:
+            raise SettingsError(f"{text!r}: one {key} holds for the whole tree, {len(values)} are named")
+    verifier, grammar, compiled = (next(iter(values), None) for values in whole_tree.values())
     if isinstance(compiled, str) and compiled != "auto":
         raise SettingsError(f"{text!r}: {COMPILE} is true, false or auto, not {compiled!r}")
     return Variant(tuple(parts), tuple(brackets), settings, verifier, grammar, compiled)
 
 
 def assistant_tokens(text: str) -> tuple[str, int | None]:
-    """Name of one of transformers' ways, and the number in the brackets behind ``transformers-assisted[5]``.
+    """Name of one of transformers' methods, and the number in the brackets behind ``transformers-assisted[5]``.
 
     Raises:
         SettingsError: brackets without a positive number in them.

@@ -52,18 +52,18 @@ def _trained(size: int) -> list[bytes]:
 
 
 def _sources() -> Iterator[str]:
-    left = READ
+    characters_left = READ
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
-        text = path.read_text(encoding="utf-8", errors="ignore")[:left]
-        left -= len(text)
+        text = path.read_text(encoding="utf-8", errors="ignore")[:characters_left]
+        characters_left -= len(text)
         yield text
-        if left <= 0:
+        if characters_left <= 0:
             return
 
 
 def _made_up() -> Iterator[bytes]:
     """Words with and without a blank in front, capitals, other scripts, numbers, marks, quotes, runs, broken characters."""
-    draw = random.Random(0)
+    generator = random.Random(0)
     begins = "b br c ch cl d dr f fl g gr h j k l m n p pl pr qu r s sh st str t th tr v w".split()  # noqa: SIM905
     middles = "a ai e ea ee i ie o oo ou u".split()  # noqa: SIM905
     ends = ["", *"b ck d ff g l m n nd ng nt p r rd rt s ss st t th x".split()]  # noqa: SIM905
@@ -71,29 +71,31 @@ def _made_up() -> Iterator[bytes]:
     marks = ['"', '",', '":', '"\n', "\n", "\n\n", "\t", "\\", "\\n", "(", ")", "=", ";", "->", "'", ".", "/"]
 
     def word() -> str:
-        count = draw.choices([1, 2, 3, 4], [3, 5, 3, 1])[0]
-        return "".join(draw.choice(begins) + draw.choice(middles) + draw.choice(ends) for _ in range(count))
+        count = generator.choices([1, 2, 3, 4], [3, 5, 3, 1])[0]
+        return "".join(
+            generator.choice(begins) + generator.choice(middles) + generator.choice(ends) for _ in range(count)
+        )
 
     def foreign() -> str:
-        low, high = draw.choice(scripts)
-        return "".join(chr(draw.randrange(low, high)) for _ in range(draw.choice([1, 2, 2, 3, 4])))
+        low, high = generator.choice(scripts)
+        return "".join(chr(generator.randrange(low, high)) for _ in range(generator.choice([1, 2, 2, 3, 4])))
 
     for length in range(2, 100):
         for character in " \t\n=-*#_/.":
             yield (character * length).encode()
     while True:
-        kind = draw.random()
+        kind = generator.random()
         if kind < 0.68:
             text = word()
-            text = text.capitalize() if draw.random() < 0.3 else text
-            yield ((" " if draw.random() < 0.6 else "") + text).encode()
+            text = text.capitalize() if generator.random() < 0.3 else text
+            yield ((" " if generator.random() < 0.6 else "") + text).encode()
         elif kind < 0.83:
             yield foreign().encode()
         elif kind < 0.96:
-            yield draw.choice(
-                [draw.choice(marks) + word(), word() + draw.choice(marks), draw.choice(marks) * 2]
+            yield generator.choice(
+                [generator.choice(marks) + word(), word() + generator.choice(marks), generator.choice(marks) * 2]
             ).encode()
         elif kind < 0.98:
-            yield str(draw.randrange(1000)).encode()
+            yield str(generator.randrange(1000)).encode()
         else:
-            yield foreign().encode()[: -draw.choice([1, 1, 2])] or b"\xe4"
+            yield foreign().encode()[: -generator.choice([1, 1, 2])] or b"\xe4"

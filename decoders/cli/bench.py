@@ -1,4 +1,4 @@
-"""``decoders bench``: strategies and transformers' own ways side by side, in one run, taking turns."""
+"""``decoders bench``: strategies and transformers' own methods side by side, in one run, taking turns."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def bench(
         typer.Option(
             "--baseline",
             "--baselines",
-            help="transformers' ways to compare with, comma-separated or repeated; transformers-assisted[K] drafts K "
+            help="transformers' methods to compare with, comma-separated or repeated; transformers-assisted[K] drafts K "
             "tokens in every step. Default: all; of shapes only transformers.",
         ),
     ] = None,
@@ -106,7 +106,7 @@ def bench(
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw the speeds (PNG, SVG or PDF).")
     ] = None,
 ) -> None:
-    """Measure strategies and transformers' own ways to generate side by side.
+    """Measure strategies and transformers' own methods side by side.
 
     All dtypes of the model are in memory at once, so that they take turns too.
     """
@@ -133,6 +133,7 @@ def bench(
     from .. import bench as b
     from ..bench import bandwidth, machine
     from ..bench import capacity as c
+    from ..bench.call import vocabulary_size
     from ..bench.shapes import SHAPES
     from ..bench.tables import capacity_table, noise, tables
     from ..settings import parse_assignments
@@ -141,24 +142,26 @@ def bench(
 
     if threads is not None:
         torch.set_num_threads(threads)
-    of_loop, nested = by_strategy(parse_assignments(settings or []))
-    given = generate.sampling(temperature, top_k, top_p, None, None)
-    chosen = {name: given[name] for name in ("temperature", "top_k", "top_p") if name in given}
-    sampling = b.Sampling(**chosen, seed=seed) if given["do_sample"] else None
-    config: dict[str, Any] = {"compile": compile} | ({"slots": capacity} if capacity else {}) | of_loop
+    loop_settings, strategy_settings = by_strategy(parse_assignments(settings or []))
+    generate_options = generate.sampling(temperature, top_k, top_p, None, None)
+    sampling_options = {
+        name: generate_options[name] for name in ("temperature", "top_k", "top_p") if name in generate_options
+    }
+    sampling = b.Sampling(**sampling_options, seed=seed) if generate_options["do_sample"] else None
+    config: dict[str, Any] = {"compile": compile} | ({"slots": capacity} if capacity else {}) | loop_settings
     subjects = pieces(shapes) or [model or "demo"]
     for subject in subjects if shapes is not None else ():
         if subject not in SHAPES:
             raise UnknownNameError("shape", subject, SHAPES)
-    names, ways = pieces(strategies), pieces(baselines)
+    names, baseline_names = pieces(strategies), pieces(baselines)
     if shapes is not None:
-        names, ways = names or ["autoregressive", "prompt_lookup"], ways or []
+        names, baseline_names = names or ["autoregressive", "prompt_lookup"], baseline_names or []
         lengths = lengths or [64]
     names = in_both_tiers(names) if tiers else names
     names = ["autoregressive"] if check_capacity else names
     texts = [] if check_capacity or prompts is None else read_prompts(prompts, limit)
     records: list[Record] = []
-    checked: list[Any] = []
+    capacity_costs: list[Any] = []
     facts: dict[str, Any] = {}
     for subject in subjects:
         methods: list[Method] = []
@@ -168,23 +171,24 @@ def bench(
                 target, tokenizer, assistant = load(subject, draft, name, device)
             label = str(target.dtype).removeprefix("torch.")
             if not check_capacity:
-                methods += b.transformers_methods(target, assistant, ways, label, sampling)
-            methods += b.strategy_methods(target, names, assistant, nested, config, tokenizer, label, sampling)
-        where = methods[0].model.device
+                methods += b.transformers_methods(target, assistant, baseline_names, label, sampling)
+            methods += b.strategy_methods(
+                target, names, assistant, strategy_settings, config, tokenizer, label, sampling
+            )
+        device_used = methods[0].model.device
         if not facts:
             with progress_console.status("measuring the memory's bandwidth"):
-                speed = bandwidth.copy_bandwidth(where)
-            facts = machine.facts(where) | {"copy_bandwidth": speed}
+                speed = bandwidth.copy_bandwidth(device_used)
+            facts = machine.facts(device_used) | {"copy_bandwidth": speed}
         if check_capacity:
             calls = len(methods) * len(batches) * len(c.SLOTS) * (repeats + 1)
             with progress_bar(progress_console, calls) as advance:
                 for rows in batches:
-                    checked += c.check_capacity(methods, rows, slots=c.SLOTS, repeats=repeats, progress=advance)
+                    capacity_costs += c.check_capacity(methods, rows, slots=c.SLOTS, repeats=repeats, progress=advance)
             continue
         if lengths is not None:
-            embeddings: Any = target.get_input_embeddings()
             groups = [
-                b.random_workloads(embeddings.weight.shape[0], lengths, rows, min(limit or 1, 2)) for rows in batches
+                b.random_workloads(vocabulary_size(target), lengths, rows, min(limit or 1, 2)) for rows in batches
             ]
         else:
             assert tokenizer is not None
@@ -192,30 +196,30 @@ def bench(
                 texts = read_prompts("instruct" if tokenizer.chat_template else "all", limit)
             groups = [b.workloads(tokenizer, texts, rows) for rows in batches]
         total = sum(b.calls(len(methods), len(group), repeats) for group in groups)
-        own: list[Record] = []
+        subject_records: list[Record] = []
         with progress_bar(progress_console, total) as advance:
             for group in groups:
                 entries = b.measure(methods, group, new_tokens=new_tokens, repeats=repeats, progress=advance)
-                own += b.summarise(entries, speed, "" if subject == "demo" else subject, subject in SHAPES)
+                subject_records += b.summarise(entries, speed, "" if subject == "demo" else subject, subject in SHAPES)
         order = dtypes_order(methods)
-        records += sorted(own, key=lambda r: (order.index(r.dtype), r.batch))
+        records += sorted(subject_records, key=lambda r: (order.index(r.dtype), r.batch))
         del methods, target, assistant, groups, entries  # the next one wants the memory
     result: dict[str, Any] = {
         "machine": facts,
         "run": {
             "model": None if shapes is not None else subjects[0], "shapes": subjects if shapes is not None else [],
             "draft": draft, "new_tokens": new_tokens, "repeats": repeats, "compile": config["compile"],
-            "slots": capacity, "prompts": prompts, "prompt_lengths": lengths, "loop": of_loop,
+            "slots": capacity, "prompts": prompts, "prompt_lengths": lengths, "loop": loop_settings,
             "sampling": sampling and asdict(sampling),
         },
     }  # fmt: skip
     if check_capacity:
-        result["capacity"] = [x.as_dict() for x in checked]
-        shown = [capacity_table(checked)]
+        result["capacity"] = [x.as_dict() for x in capacity_costs]
+        result_tables = [capacity_table(capacity_costs)]
     else:
         result["records"] = [record.as_dict() for record in records]
-        shown = tables(records)
-    for table in shown:
+        result_tables = tables(records)
+    for table in result_tables:
         console.print(table)
     console.print(footnote(result["machine"]), style="dim")
     if not check_capacity and (warning := noise(records)):
@@ -251,8 +255,9 @@ def load(
         assistant = models.load_assistant(draft, model, dtype, needed=True)
     if device is not None:
         try:
-            target = target.to(device)  # type: ignore[arg-type]
-            assistant = assistant.to(device) if assistant is not None else None  # type: ignore[arg-type]
+            target = target.to(device)  # type: ignore[arg-type]  # transformers wraps `to` and loses its `self`
+            if assistant is not None:
+                assistant = assistant.to(device)  # type: ignore[arg-type]  # as above
         except (RuntimeError, AssertionError) as error:
             raise SettingsError(f"--device {device}: {str(error).splitlines()[0]}") from error
     torch.manual_seed(0)
@@ -274,12 +279,12 @@ def by_strategy(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, dic
     """
     from ..settings import RuntimeSettings
 
-    of_loop = {name: value for name, value in settings.items() if name in RuntimeSettings.model_fields}
-    RuntimeSettings.parse(of_loop)
+    loop_settings = {name: value for name, value in settings.items() if name in RuntimeSettings.model_fields}
+    RuntimeSettings.parse(loop_settings)
     for name, value in settings.items():
-        if name not in of_loop and not isinstance(value, dict):
+        if name not in loop_settings and not isinstance(value, dict):
             raise SettingsError(f"--set {name}=…: name the strategy too, as in --set prompt_lookup.{name}=…")
-    return of_loop, {name: value for name, value in settings.items() if name not in of_loop}
+    return loop_settings, {name: value for name, value in settings.items() if name not in loop_settings}
 
 
 def in_both_tiers(names: Sequence[str] | None) -> list[str]:
@@ -288,27 +293,27 @@ def in_both_tiers(names: Sequence[str] | None) -> list[str]:
     from ..plugins import registry
 
     uncompiled = f"{COMPILE}=false"
-    made = []
+    variants = []
     for name in registry().strategies() if names is None else names:
         first, plus, rest = name.partition("+")
         variant = f"{first[:-1]},{uncompiled}]" if first.endswith("]") else f"{first}[{uncompiled}]"
-        made += [name, variant + plus + rest]
-    return made
+        variants += [name, variant + plus + rest]
+    return variants
 
 
-def numbers(text: str, said: str = "--batch takes batch sizes such as 1,4") -> list[int]:
+def numbers(text: str, expected: str = "--batch takes batch sizes such as 1,4") -> list[int]:
     """``"1,4"`` as numbers; `said` begins the message if they are none.
 
     Raises:
         SettingsError: anything but positive whole numbers.
     """
     try:
-        found = [int(part) for part in text.split(",") if part.strip()]
+        values = [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
-        found = []
-    if not found or min(found) < 1:
-        raise SettingsError(f"{said}, not {text!r}")
-    return list(dict.fromkeys(found))
+        values = []
+    if not values or min(values) < 1:
+        raise SettingsError(f"{expected}, not {text!r}")
+    return list(dict.fromkeys(values))
 
 
 @contextlib.contextmanager
@@ -329,10 +334,11 @@ def dtypes_order(methods: Sequence[Method]) -> list[str]:
 
 def footnote(machine: dict[str, Any]) -> str:
     """The machine in a line."""
+    missing = "" if machine["memory"] else "; memory not measured, it takes pip install 'hf-decoders[bench]'"
     return (
         f"{machine['cpu']}, {machine['threads']} threads, device {machine['device']}, "
         f"copy bandwidth {machine['copy_bandwidth'] / 1e9:.1f} GB/s; "
-        f"torch {machine['torch']}, transformers {machine['transformers']}, decoders {machine['decoders']}"
+        f"torch {machine['torch']}, transformers {machine['transformers']}, decoders {machine['decoders']}{missing}"
     )
 
 

@@ -28,7 +28,9 @@ def fresh(
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="A setting of the loop in all calls, compile=false say."),
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="A setting of the loop in all calls, for instance compile=false."
+        ),
     ] = None,
     prompt_length: Annotated[
         str, typer.Option(help="Random tokens in a prompt, comma-separated; calls take the first, prefill all.")
@@ -92,36 +94,36 @@ def fresh(
             raise SettingsError(
                 f"{name} needs a draft model, and there is none in a new process: measure it with decoders bench"
             )
-    found: list[dict[str, Any]] = []
+    processes: list[dict[str, Any]] = []
     for subject in subjects:
-        for kind in dtypes:
+        for dtype_name in dtypes:
             runs: list[dict[str, Any]] = []
             plan = [("transformers", "")] if baseline else []
             plan += [(name, name) for name in names]
-            for way, strategy in plan:
+            for method, strategy in plan:
                 job = Job(
-                    subject=subject, dtype=kind, strategy=strategy, config=config, prompt_lengths=lengths,
+                    subject=subject, dtype=dtype_name, strategy=strategy, config=config, prompt_lengths=lengths,
                     new_tokens=new_tokens, repeats=repeats, history=history, question=question, patience=patience,
                     threads=threads, device=device,
                 )  # fmt: skip
                 with (
                     tempfile.TemporaryDirectory(prefix="decoders-bench-", ignore_cleanup_errors=True) as cache,
-                    status.status(f"{subject} in {kind}: {way}") as line,
+                    status.status(f"{subject} in {dtype_name}: {method}") as line,
                 ):
                     for turn in range(1 + (again and bool(strategy))):
-                        shown = way if not turn else f"{way}, disk cache warm"
+                        label = method if not turn else f"{method}, disk cache warm"
                         figures = in_new_process(
                             job,
                             Path(cache),
-                            lambda what: line.update(f"{subject} in {kind}, {shown}: {what}"),  # noqa: B023
+                            lambda what: line.update(f"{subject} in {dtype_name}, {label}: {what}"),  # noqa: B023
                         )
-                        labels = {"subject": subject, "shape": subject in SHAPES, "dtype": kind, "way": shown}
+                        labels = {"subject": subject, "shape": subject in SHAPES, "dtype": dtype_name, "method": label}
                         runs.append(labels | {"strategy": strategy, "config": config} | figures)
             for table in fresh_tables(runs):
                 console.print(table)
-            found += runs
-    where = torch.device("cpu")
-    facts = machine.facts(where) | {"copy_bandwidth": bandwidth.copy_bandwidth(where)}
+            processes += runs
+    cpu = torch.device("cpu")
+    facts = machine.facts(cpu) | {"copy_bandwidth": bandwidth.copy_bandwidth(cpu)}
     if threads is not None:
         facts["threads"] = threads
     console.print(footnote(facts), style="dim")
@@ -130,6 +132,6 @@ def fresh(
             "prompt_lengths": lengths, "new_tokens": new_tokens, "repeats": repeats, "history": history,
             "question": question, "patience": patience, "threads": threads,
         }  # fmt: skip
-        write_json({"machine": facts, "run": run, "processes": found}, json_file)
-    if any("error" in run for run in found):
+        write_json({"machine": facts, "run": run, "processes": processes}, json_file)
+    if any("error" in run for run in processes):
         raise typer.Exit(1)

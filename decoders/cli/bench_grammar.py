@@ -42,36 +42,39 @@ def grammar(
 
     from ..bench import bandwidth, machine
     from ..bench import grammar as g
-    from ..bench.grammar_subjects import subjects as every
+    from ..bench.grammar_subjects import subjects as all_subjects
     from ..bench.grammar_tables import cost_tables
-    from ..bench.vocabularies import vocabulary as made
+    from ..bench.vocabularies import vocabulary as make_vocabulary
     from ..plugins import registry
     from ..registry.resolve import resolve_backend
 
-    known = {subject.name: subject for subject in every()}
-    chosen = []
+    known = {subject.name: subject for subject in all_subjects()}
+    selected = []
     for name in pieces(subjects) or known:
         if name not in known:
             raise UnknownNameError("grammar", name, known)
-        chosen.append(known[name])
+        selected.append(known[name])
     names = pieces(backends) or [name for name in registry().grammar_backends() if name != "auto"]
     compilers = [resolve_backend(name) for name in names]
     costs: list[g.Cost] = []
     seconds: dict[tuple[str, int], float] = {}
-    with progress_bar(progress_console, len(sizes) * len(chosen) * len(compilers)) as advance:
+    with progress_bar(progress_console, len(sizes) * len(selected) * len(compilers)) as advance:
         for size in sizes:
-            tokens = made(size)
+            tokens = make_vocabulary(size)
             for backend in compilers:
                 seconds[backend.name, size] = g.prepare(backend, tokens)
-            for subject in chosen:
+            for subject in selected:
                 costs += g.measure(subject, compilers, tokens, repeats, advance)
     for table in cost_tables(costs, seconds):
         console.print(table)
-    where = torch.device("cpu")
-    facts = machine.facts(where) | {"copy_bandwidth": bandwidth.copy_bandwidth(where)}
+    cpu = torch.device("cpu")
+    facts = machine.facts(cpu) | {"copy_bandwidth": bandwidth.copy_bandwidth(cpu)}
     console.print(footnote(facts), style="dim")
     if json_file is not None:
-        prepared = [{"backend": name, "vocabulary": size, "seconds": took} for (name, size), took in seconds.items()]
+        prepared = [
+            {"backend": name, "vocabulary": size, "seconds": prepare_seconds}
+            for (name, size), prepare_seconds in seconds.items()
+        ]
         run = {"repeats": repeats, "vocabularies": sizes, "backends": names, "nodes": g.NODES}
         write_json(
             {"machine": facts, "run": run, "prepared": prepared, "costs": [c.as_dict() for c in costs]}, json_file
@@ -84,12 +87,12 @@ def vocabulary_sizes(text: str) -> list[int]:
     Raises:
         SettingsError: anything but numbers of at least 300, k behind them or not.
     """
-    found = []
+    sizes = []
     for part in filter(None, (part.strip().lower() for part in text.split(","))):
         number = part.removesuffix("k")
         if not number.isdecimal() or (size := int(number) * (1000 if part != number else 1)) < 300:
             raise SettingsError(f"--vocabulary takes numbers of tokens from 300 on, such as 4k,32000, not {part!r}")
-        found.append(size)
-    if not found:
+        sizes.append(size)
+    if not sizes:
         raise SettingsError("--vocabulary is empty: give numbers of tokens, such as 4k,32000")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(sizes))

@@ -56,26 +56,26 @@ def sampling(
 
     if threads is not None:
         torch.set_num_threads(threads)
-    chosen = {}
+    selected = {}
     for name in pieces(plans) or s.PLANS:
         if name not in s.PLANS:
             raise UnknownNameError("plan", name, s.PLANS)
-        chosen[name] = s.PLANS[name]
+        selected[name] = s.PLANS[name]
     times: list[s.SamplingTime] = []
     logits = s.flat if flat else s.text_like
     with progress_bar(progress_console, len(sizes) * len(counts)) as advance:
         for size in sizes:
             for count in counts:
-                times += s.time_sampling(chosen, [count], size, repeats, logits, definitions)
+                times += s.time_sampling(selected, [count], size, repeats, logits, definitions)
                 advance(f"{count} nodes, {size} tokens")
     for size in sizes:
         console.print(sampling_table([time for time in times if time.vocabulary == size], f"{size:,} tokens · ms"))
-    where = torch.device("cpu")
-    facts = machine.facts(where) | {"copy_bandwidth": bandwidth.copy_bandwidth(where)}
+    cpu = torch.device("cpu")
+    facts = machine.facts(cpu) | {"copy_bandwidth": bandwidth.copy_bandwidth(cpu)}
     console.print(footnote(facts), style="dim")
     if json_file is not None:
         run = {
             "repeats": repeats, "definitions": definitions, "vocabularies": sizes, "nodes": counts, "flat": flat,
-            "plans": chosen,
+            "plans": selected,
         }  # fmt: skip
         write_json({"machine": facts, "run": run, "times": [asdict(time) for time in times]}, json_file)

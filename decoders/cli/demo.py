@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from transformers import PreTrainedTokenizerBase
 
-    from ..bench import Entry, Record, Workload
+    from ..bench import Competitor, Record, Workload
     from ..bench.prompts import Content
 
 #: Kinds of prompt for the demo model, and for others; the first two are shown unless one is asked for.
@@ -30,7 +30,7 @@ def demo(
     model: Annotated[
         str,
         typer.Argument(
-            help='Folder, hub name or GGUF file of a causal language model; "demo" is the one that comes along.'
+            help='Folder, hub name or GGUF file of a causal language model; "demo" is the one in this package.'
         ),
     ] = "demo",
     prompt: Annotated[str | None, typer.Option(help="Complete this instead of a prompt of ours.")] = None,
@@ -74,7 +74,7 @@ def demo(
     """
     from rich.console import Console
 
-    began = time.monotonic()
+    started = time.monotonic()
     progress = Console(stderr=True, quiet=as_json)
     console = Console(quiet=as_json)
     known = DEMO_KINDS if model == "demo" else INSTRUCTION_KINDS
@@ -89,7 +89,7 @@ def demo(
 
         target, tokenizer, assistant = load(model, draft, dtype, device)
         assert tokenizer is not None
-        asked = strategies or [n for n in STRATEGIES if assistant is not None or n != "speculative"]
+        names = strategies or [n for n in STRATEGIES if assistant is not None or n != "speculative"]
         baselines = [ASSISTED] if assistant is not None and not strategies else []
         workloads = b.workloads(tokenizer, texts)
         facts = machine.facts(target.device)
@@ -98,23 +98,24 @@ def demo(
 
         # The last strategy that needs no draft model, in the tier that is there at once.
         config = AT_ONCE if compile else {"compile": False}
-        first = b.strategy_methods(target, asked, assistant, None, config, tokenizer)
-        alone = [c for c in first if not c.impossible and "assistant_model" not in c.arguments]
-        for opening in (alone or [c for c in first if not c.impossible])[-1:]:
+        methods_at_once = b.strategy_methods(target, names, assistant, None, config, tokenizer)
+        runnable = [method for method in methods_at_once if not method.impossible]
+        without_draft = [method for method in runnable if "assistant_model" not in method.arguments]
+        for first_method in (without_draft or runnable)[-1:]:
             name, _, content = texts[0]
-            show(console, opening, workloads[0], tokenizer, name, bare(content), max_new_tokens)
-            console.print(f"[dim]first text {time.monotonic() - began:.0f} s after the start, loading included[/]\n")
+            show(console, first_method, workloads[0], tokenizer, name, bare(content), max_new_tokens)
+            console.print(f"[dim]first text {time.monotonic() - started:.0f} s after the start, loading included[/]\n")
     if not seconds:
         return
     methods = b.transformers_methods(target, assistant, names=baselines)
-    methods += b.strategy_methods(target, asked, assistant, None, {"compile": compile}, tokenizer)
+    methods += b.strategy_methods(target, names, assistant, None, {"compile": compile}, tokenizer)
     if compile:
         progress.print("[dim]compiling and measuring for the table; --no-compile or --seconds 0 leave that out[/]")
     with progress_bar(progress, len(methods)) as advance:
         entries = b.warm_up(methods, workloads, new_tokens=max_new_tokens, progress=advance)
     console.print(f"[dim]{compilation(entries)}[/]\n")
     deadline = time.monotonic() + seconds
-    measured, left = affordable(entries, texts, workloads, seconds)
+    measured, unmeasured = affordable(entries, texts, workloads, seconds)
     if live and not as_json and console.is_terminal:
         for entry, (name, _, content), workload in show_order(entries, texts[: len(measured)], measured):
             if time.monotonic() < deadline:
@@ -128,12 +129,12 @@ def demo(
             deadline=deadline,
         )  # fmt: skip
     records = b.summarise(entries)
-    wrong = [r for r in records if r.ours and r.exact and (r.identical is False or r.status == "failed")]
+    different = [r for r in records if r.ours and r.exact and (r.identical is False or r.status == "failed")]
     if as_json:
         result = {
             "model": model, "machine": facts, "prompts": [workload.name for workload in measured],
             "max_new_tokens": max_new_tokens, "rounds": rounds,
-            "identical": not wrong, "completions": completions(entries, tokenizer),
+            "identical": not different, "completions": completions(entries, tokenizer),
             "records": [r.as_dict() for r in records],
         }  # fmt: skip
         typer.echo(json.dumps(result, indent=2, default=str))
@@ -141,30 +142,30 @@ def demo(
         from ..bench.tables import noise
 
         console.print(overview(records))
-        if rounds < repeats or left:
-            without = f", without {', '.join(left)}" if left else ""
+        if rounds < repeats or unmeasured:
+            without = f", without {', '.join(unmeasured)}" if unmeasured else ""
             console.print(f"{rounds} of {repeats} rounds in the {seconds:.0f} s of --seconds{without}", style="dim")
         if warning := noise(records):
             console.print(warning, style="yellow")
         console.print(f"{facts['cpu']}, {facts['threads']} threads, device {facts['device']}, {dtype}", style="dim")
-        for record in wrong if dtype != "float32" else []:
+        for record in different if dtype != "float32" else []:
             console.print(f"{record.method}: {dtype} rounds near-ties, which may flip a token; float32 does not.")
             break
-        if not strategies and (rest := others(asked)):
-            console.print(f"There are also {rest}: decoders bench measures all, with settings of your choice.")
-        console.print(f"[dim]{time.monotonic() - began:.0f} s in all[/]")
-    if wrong:
+        if not strategies and (other_names := others(names)):
+            console.print(f"There are also {other_names}: decoders bench measures all, with settings of your choice.")
+        console.print(f"[dim]{time.monotonic() - started:.0f} s in all[/]")
+    if different:
         raise typer.Exit(1)
 
 
 def affordable(
-    entries: Sequence[Entry], texts: Sequence[tuple[str, str, Content]], workloads: list[Workload], seconds: float
+    entries: Sequence[Competitor], texts: Sequence[tuple[str, str, Content]], workloads: list[Workload], seconds: float
 ) -> tuple[list[Workload], list[str]]:
     """The first prompts of which everyone can write one text to check and one for the table in `seconds`, at least one of
     them, and the names of the others. What a call takes is known from the warm-up.
     """
-    each = 2 * sum(e.warmup.second_call for e in entries if e.warmup is not None)
-    count = max(min(len(workloads), int(seconds / each) if each else len(workloads)), 1)
+    seconds_per_prompt = 2 * sum(e.warmup.second_call for e in entries if e.warmup is not None)
+    count = max(min(len(workloads), int(seconds / seconds_per_prompt) if seconds_per_prompt else len(workloads)), 1)
     return workloads[:count], [name for name, _, _ in texts[count:]]
 
 
@@ -176,7 +177,8 @@ def choose_prompts(
     What is the user's own goes through the chat template too, unless `known` are the demo model's.
 
     Raises:
-        SettingsError: two were given, or the prompt is empty. UnknownNameError: no such kind.
+        SettingsError: two were given, or the prompt is empty.
+        UnknownNameError: no such kind.
     """
     from .. import demo as models
 
@@ -202,7 +204,7 @@ def choose_prompts(
     return [(p.id, p.kind, p.text) for p in first]
 
 
-def compilation(entries: list[Entry]) -> str:
+def compilation(entries: list[Competitor]) -> str:
     """What was compiled, for how long, in a line."""
     warmups = [entry.warmup for entry in entries if entry.warmup is not None and entry.method.ours]
     seconds, graphs = sum(w.compile_seconds for w in warmups), sum(w.compilations for w in warmups)
@@ -212,8 +214,8 @@ def compilation(entries: list[Entry]) -> str:
 
 
 def show_order(
-    entries: list[Entry], texts: Sequence[tuple[str, str, Content]], workloads: list[Workload]
-) -> Iterator[tuple[Entry, tuple[str, str, Content], Workload]]:
+    entries: list[Competitor], texts: Sequence[tuple[str, str, Content]], workloads: list[Workload]
+) -> Iterator[tuple[Competitor, tuple[str, str, Content], Workload]]:
     """Prompt by prompt, every method that runs."""
     for text, workload in zip(texts, workloads, strict=True):
         for entry in entries:
@@ -228,7 +230,7 @@ def others(shown: Iterable[str]) -> str:
     return ", ".join(name for name in registry().strategies() if name not in shown)
 
 
-def completions(entries: list[Entry], tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+def completions(entries: list[Competitor], tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """What the baseline wrote, by prompt."""
     checks = entries[0].checks
     return {name: str(tokenizer.decode(check.tokens[0], skip_special_tokens=True)) for name, check in checks.items()}

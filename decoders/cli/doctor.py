@@ -1,4 +1,4 @@
-"""``decoders doctor``: what about this installation keeps decoding from being fast, or from working."""
+"""``decoders doctor``: what makes decoding slow, or breaks it, in this installation."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ def doctor(
     from rich.console import Console
     from rich.text import Text
 
-    found: list[Finding] = []
+    findings: list[Finding] = []
     checks = {check.__name__: check for check in CHECKS}
     if model is not None:
         checks["model"] = partial(same_tokens, model, dtype)
     for name, check in checks.items():
         try:
-            found += check()
-        except Exception as error:  # the examination must get through on broken installations above all
-            found.append(Finding(name, "problem", f"{type(error).__name__}: {error}"))
+            findings += check()
+        except Exception as error:  # broken installations are what this command is for
+            findings.append(Finding(name, "problem", f"{type(error).__name__}: {error}"))
     if as_json:
-        typer.echo(json.dumps([asdict(finding) for finding in found], indent=2))
+        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
-        for finding in found:
+        for finding in findings:
             line = Text.assemble(
                 (f"{finding.status:8}", STYLES[finding.status]), (f" {finding.name:12} ", "bold"), finding.detail
             )
             Console().print(line, soft_wrap=True)
-    if any(finding.status == "problem" for finding in found):
+    if any(finding.status == "problem" for finding in findings):
         raise typer.Exit(1)
 
 
@@ -114,11 +114,11 @@ def plugins() -> Iterator[Finding]:
     """Plugins that are not used."""
     from ..plugins import registry
 
-    found = registry().plugins()
-    for info in found:
+    infos = registry().plugins()
+    for info in infos:
         if info.status in ("failed", "conflict"):
             yield Finding("plugin", "problem", f"{info.name} ({info.provider} {info.version}): {info.error}")
-    loaded = ", ".join(info.name for info in found if info.status == "loaded")
+    loaded = ", ".join(info.name for info in infos if info.status == "loaded")
     yield Finding("plugins", "ok", f"{loaded or 'none'} loaded")
 
 
@@ -129,15 +129,15 @@ def settings() -> Iterator[Finding]:
     from ..settings import RuntimeSettings, Settings, load_settings, unknown_variables
 
     entries = registry().strategies()
-    wanted: list[tuple[type[Settings], str | None]] = [(RuntimeSettings, None)]
-    wanted += [(entry.cls.settings_class, name) for name, entry in entries.items()]
+    sections: list[tuple[type[Settings], str | None]] = [(RuntimeSettings, None)]
+    sections += [(entry.cls.settings_class, name) for name, entry in entries.items()]
     problems = []
-    for cls, section in wanted:
+    for cls, section in sections:
         try:
             load_settings(cls, section, {}, {}, sections=entries)
         except SettingsError as error:
             problems.append(str(error))
-    for problem in dict.fromkeys(problems):  # an unreadable file fails for every section alike
+    for problem in dict.fromkeys(problems):  # an unreadable file fails for every section
         yield Finding("settings", "problem", problem)
     for name in unknown_variables(entries):
         yield Finding("settings", "warning", f"{name} is set but nothing reads it")
@@ -162,22 +162,26 @@ def same_tokens(name: str, dtype: str) -> Iterator[Finding]:
     from .models import load
 
     target = make_target(load(name, dtype)[0], "auto")
-    kind = str(target.dtype).removeprefix("torch.")
-    yield Finding("model", "ok", f"{name}: {len(target.layout)} layers, {kind} on {target.device}")
-    found = check(target)
-    if not found.differs:
-        yield Finding("same tokens", "ok", f"{found}: every strategy writes the tokens of autoregressive")
+    dtype_name = str(target.dtype).removeprefix("torch.")
+    yield Finding("model", "ok", f"{name}: {len(target.layout)} layers, {dtype_name} on {target.device}")
+    invariance = check(target)
+    if not invariance.differs:
+        yield Finding("same tokens", "ok", f"{invariance}: every strategy writes the tokens of autoregressive")
     elif target.dtype.itemsize > 2:
-        yield Finding("same tokens", "ok", f"{found}, by roundings of {kind}: tokens differ in near-ties only")
-    elif found.holds:
+        yield Finding(
+            "same tokens", "ok", f"{invariance}, by roundings of {dtype_name}: tokens differ in near-ties only"
+        )
+    elif invariance.holds:
         yield Finding(
             "same tokens", "warning",
-            f"{found}: a near-tie on a branch other than the first may go another way; strategies that draft one chain "
+            f"{invariance}: a near-tie on a branch other than the first may be decided otherwise; strategies that draft one chain "
             "write the tokens of autoregressive",
         )  # fmt: skip
     else:
         yield Finding(
-            "same tokens", "warning", f"{found}: in near-ties strategies may part ways; in float32 they are rare"
+            "same tokens",
+            "warning",
+            f"{invariance}: in near-ties strategies may write different tokens; in float32 that is rare",
         )
 
 

@@ -60,25 +60,25 @@ def generate(
     from ..settings import parse_assignments
     from . import models
 
-    # What can be wrong is found before minutes go into loading a model.
-    text = read_prompt(prompt, prompt_file)
+    # Mistakes are reported before minutes go into loading a model.
+    prompt_text = read_prompt(prompt, prompt_file)
     arguments: dict[str, Any] = sampling(temperature, top_k, top_p, min_p, seed)
     arguments["strategy_config"] = parse_assignments(settings or [])
     if grammar is not None:
         from ..constraints.coerce import named
 
         arguments["grammar"] = named(grammar)
-    needed = models.needs_assistant(strategy, arguments["strategy_config"])
+    needs_draft = models.needs_assistant(strategy, arguments["strategy_config"])
     console = Console(stderr=True, quiet=as_json)
     with console.status(f"loading {model}"):
         import decoders
 
         loaded, tokenizer = models.load(model, dtype)
-        draft = models.load_assistant(assistant, model, dtype, needed)
+        draft = models.load_assistant(assistant, model, dtype, needs_draft)
         decoders.enable(loaded, tokenizer=tokenizer)
     if draft is not None:
         arguments["assistant_model"] = draft
-    if not compile:  # left out otherwise, so that environment and file keep their say
+    if not compile:  # left out otherwise, so that environment and file still count
         arguments["decoders_config"] = {"compile": False}
     if stream and not as_json:
         from transformers import TextStreamer
@@ -86,7 +86,7 @@ def generate(
         arguments["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     if chat and not tokenizer.chat_template:
         raise SettingsError(f"--chat: the tokenizer of {model} has no chat template")
-    inputs = encoded(tokenizer, text, chat).to(loaded.device)
+    inputs = encoded(tokenizer, prompt_text, chat).to(loaded.device)
     output: Any = loaded.generate(  # type: ignore[operator]
         input_ids=inputs["input_ids"],
         attention_mask=inputs["attention_mask"],
@@ -95,14 +95,14 @@ def generate(
         return_dict_in_generate=True,
         **arguments,
     )
-    written = tokenizer.decode(output.sequences[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    completion = tokenizer.decode(output.sequences[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     if as_json:
         import json
 
-        typer.echo(json.dumps({"text": written, "report": output.report.as_dict()}, indent=2, default=str))
+        typer.echo(json.dumps({"text": completion, "report": output.report.as_dict()}, indent=2, default=str))
         return
     if not stream:
-        typer.echo(written)
+        typer.echo(completion)
     if report:
         show_report(output.report, console)
 
@@ -111,11 +111,11 @@ def encoded(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool) -> BatchE
     """Tokens of the prompt, put in the chat template or as it is."""
     if not chat:
         return tokenizer(text, return_tensors="pt")
-    asked = tokenizer.apply_chat_template(
+    chat_text = tokenizer.apply_chat_template(
         [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
     )
     # The template writes the special tokens itself.
-    return tokenizer(asked, add_special_tokens=False, return_tensors="pt")
+    return tokenizer(chat_text, add_special_tokens=False, return_tensors="pt")
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
@@ -141,17 +141,17 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
 def sampling(
     temperature: float | None, top_k: int | None, top_p: float | None, min_p: float | None, seed: int | None
 ) -> dict[str, Any]:
-    """Arguments of ``generate``: greedy unless a sampling option was given, and only those that were."""
-    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    given = {name: value for name, value in given.items() if value is not None}
-    if temperature == 0 or not given:
-        if len(given) > 1:
+    """Arguments of ``generate``: greedy unless a sampling option was given, and only those that were given."""
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    options = {name: value for name, value in options.items() if value is not None}
+    if temperature == 0 or not options:
+        if len(options) > 1:
             raise SettingsError("temperature 0 is greedy: leave out --top-k, --top-p and --min-p")
         # Models often ship sampling defaults; greedy means none of them.
         return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None, "min_p": None}
     # transformers' own default of top_k=50 would silently cut what the user asked for.
-    given.setdefault("top_k", 0)
-    return {"do_sample": True, **given, **({"seed": seed} if seed is not None else {})}
+    options.setdefault("top_k", 0)
+    return {"do_sample": True, **options, **({"seed": seed} if seed is not None else {})}
 
 
 def show_report(report: Report, console: Console) -> None:
@@ -181,12 +181,12 @@ def show_report(report: Report, console: Console) -> None:
 
 
 def grammar_line(use: GrammarUse, seconds: float) -> str:
-    """What a row's grammar took, and whether its text is a whole one."""
+    """What a row's grammar cost, and whether its text is complete."""
     outcome = "complete" if use.complete else "not complete"
     if use.invalid:
         outcome = f"invalid: {use.invalid}"
-    got = f"{use.backend}, {use.source} in {use.seconds * 1e3:.0f} ms, {use.nbytes / 1e6:.1f} MB"
-    return f"{use.name} ({got}); masks {seconds:.2f} s; {outcome}"
+    compilation = f"{use.backend}, {use.source} in {use.seconds * 1e3:.0f} ms, {use.nbytes / 1e6:.1f} MB"
+    return f"{use.name} ({compilation}); masks {seconds:.2f} s; {outcome}"
 
 
 def histogram(lengths: Sequence[int]) -> str:
@@ -199,9 +199,11 @@ def stage_lines(stage: Stage, depth: int = 0) -> Iterator[tuple[str, str]]:
     text = f"{stage.model}: {stage.passes} passes in {stage.forward_seconds:.2f} s"
     if stage.drafter is not None:
         passes = sum(stage.accepted_lengths)
-        each = sum((n + 1) * count for n, count in enumerate(stage.accepted_lengths)) / passes if passes else 0.0
+        tokens_per_pass = (
+            sum((n + 1) * count for n, count in enumerate(stage.accepted_lengths)) / passes if passes else 0.0
+        )
         text += (
-            f", {each:.2f} tokens each with {stage.drafter} ({stage.accepted} of {stage.drafted} draft tokens, "
+            f", {tokens_per_pass:.2f} tokens each with {stage.drafter} ({stage.accepted} of {stage.drafted} draft tokens, "
             f"{stage.drafter_seconds:.2f} s)"
         )
     yield "  " * depth + "draft", text

@@ -22,9 +22,9 @@ def grammars(
         ready = library.find(name)
         typer.echo(json.dumps(asdict(ready), indent=2, ensure_ascii=False) if as_json else ready.text)
         return
-    every = [library.find(file) for file in library.names()]
+    library_grammars = [library.find(file) for file in library.names()]
     if as_json:
-        listed = [{key: value for key, value in asdict(ready).items() if key != "text"} for ready in every]
+        listed = [{key: value for key, value in asdict(ready).items() if key != "text"} for ready in library_grammars]
         typer.echo(json.dumps(listed, indent=2, ensure_ascii=False))
         return
     from rich.console import Console
@@ -32,6 +32,6 @@ def grammars(
     from rich.text import Text
 
     table = Table("grammar", "kind", "what it accepts", pad_edge=False)
-    for ready in every:
+    for ready in library_grammars:
         table.add_row(Text(ready.name, style="bold"), ready.kind, Text(ready.description))
     Console().print(table)

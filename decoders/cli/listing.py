@@ -68,10 +68,10 @@ def verifiers(as_json: Json = False) -> None:
 
     entries = registry().verifiers().values()
     if as_json:
-        told = ("summary", "exact", "trees", "coupled")
+        attributes = ("summary", "exact", "trees", "coupled")
         listed = [
             {"name": entry.name}
-            | {attribute: getattr(entry.cls, attribute) for attribute in told}
+            | {attribute: getattr(entry.cls, attribute) for attribute in attributes}
             | {"provider": entry.provider, "version": entry.version}
             for entry in entries
         ]
@@ -122,16 +122,16 @@ def plugins(
     """List the plugins found, with the reason where one is not used."""
     from ..plugins import registry
 
-    found = registry().plugins()
+    infos = registry().plugins()
     if as_json:
-        typer.echo(json.dumps([asdict(info) for info in found], indent=2))
+        typer.echo(json.dumps([asdict(info) for info in infos], indent=2))
     else:
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
 
         table = Table("plugin", "provider", "status", "strategies", "verifiers", "grammar backends", pad_edge=False)
-        for info in found:
+        for info in infos:
             table.add_row(
                 info.name,
                 f"{info.provider} {info.version}".strip(),
@@ -142,8 +142,8 @@ def plugins(
             )
         console = Console()
         console.print(table)
-        for info in found:  # below the table, where a narrow window leaves the remedy readable
+        for info in infos:  # below the table, where a narrow window leaves the remedy readable
             if info.error:
                 console.print(Text(f"{info.name}: {info.error}", style=STYLES[info.status]))
-    if strict and any(info.status in ("failed", "conflict") for info in found):
+    if strict and any(info.status in ("failed", "conflict") for info in infos):
         raise typer.Exit(1)

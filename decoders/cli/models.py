@@ -26,21 +26,24 @@ def load(name: str, dtype: str = "float32") -> tuple[PreTrainedModel, PreTrained
     "demo" and "demo:target" are this project's own target, "demo:draft" its draft.
 
     Raises:
-        UnknownNameError: no such dtype or demo model. ModelLoadError: no such model, or not a causal language model.
+        UnknownNameError: no such dtype or demo model.
+        ModelLoadError: no such model, or not a causal language model.
     """
     if dtype not in DTYPES:
         raise UnknownNameError("dtype", dtype, DTYPES)
     import torch
 
-    wanted: torch.dtype | str = "auto" if dtype == "auto" else getattr(torch, dtype)
+    torch_dtype: torch.dtype | str = "auto" if dtype == "auto" else getattr(torch, dtype)
     if name.partition(":")[0] == DEMO:
         from .. import demo
 
-        model, tokenizer = demo.load(name.partition(":")[2] or "target", None if isinstance(wanted, str) else wanted)
+        model, tokenizer = demo.load(
+            name.partition(":")[2] or "target", None if isinstance(torch_dtype, str) else torch_dtype
+        )
         return _placed(model), tokenizer
     try:
         tokenizer = load_tokenizer(name)
-        model = load_model(name, wanted)
+        model = load_model(name, torch_dtype)
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"Model {name!r} cannot be loaded: {error}") from error
     return _placed(model), tokenizer
@@ -78,7 +81,9 @@ def needs_assistant(strategy: str, settings: Mapping[str, Any] | None = None) ->
     """Whether `strategy` (``"a+b"`` merges) with `settings` wants ``assistant_model=``: one that names its own draft does not.
 
     Raises:
-        UnknownNameError, PluginError: no usable strategy of that name. SettingsError: a bad setting.
+        UnknownNameError: no usable strategy of that name.
+        PluginError: no usable strategy of that name.
+        SettingsError: a bad setting.
     """
     from ..plugins import resolve_strategy
 
@@ -88,4 +93,4 @@ def needs_assistant(strategy: str, settings: Mapping[str, Any] | None = None) ->
 def _placed(model: PreTrainedModel) -> PreTrainedModel:
     import torch
 
-    return model.to("cuda") if torch.cuda.is_available() else model  # type: ignore[arg-type]
+    return model.to("cuda") if torch.cuda.is_available() else model  # type: ignore[arg-type]  # transformers wraps `to` and loses its `self`

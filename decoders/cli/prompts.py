@@ -28,17 +28,17 @@ def read_prompts(chosen: str, limit: int | None) -> list[tuple[str, str, Content
     from .. import demo
     from ..bench.prompts import INSTRUCTIONS, MADE_UP, instructions
 
-    several = {"all": demo.KINDS, INSTRUCT: tuple(f"{INSTRUCT}:{kind}" for kind in INSTRUCTIONS)}
-    known = (*demo.KINDS, *several[INSTRUCT], *MADE_UP, *several)
+    groups = {"all": demo.KINDS, INSTRUCT: tuple(f"{INSTRUCT}:{kind}" for kind in INSTRUCTIONS)}
+    known = (*demo.KINDS, *groups[INSTRUCT], *MADE_UP, *groups)
     pieces = [piece.strip() for piece in chosen.split(",") if piece.strip()]
     if not pieces or set(pieces) - {*known}:
         return _from_file(chosen, limit, known)
-    kinds = [kind for piece in pieces for kind in several.get(piece, (piece,))]
+    kinds = [kind for piece in pieces for kind in groups.get(piece, (piece,))]
     texts: list[tuple[str, str, Content]] = []
     for kind in dict.fromkeys(kinds):
         if kind in MADE_UP:
-            made = enumerate(MADE_UP[kind]()[:limit], 1)
-            texts += [(f"{kind}-{number:02}", kind, text) for number, text in made]
+            numbered = enumerate(MADE_UP[kind]()[:limit], 1)
+            texts += [(f"{kind}-{number:02}", kind, text) for number, text in numbered]
         elif kind.startswith(INSTRUCT):
             prompts = instructions(kind.partition(":")[2])[:limit]
             texts += [(f"{INSTRUCT}:{name}", kind, messages) for name, _, messages in prompts]
@@ -52,18 +52,18 @@ def _from_file(chosen: str, limit: int | None, known: tuple[str, ...]) -> list[t
     try:
         content = path.read_text(encoding="utf-8")
         if path.suffix == ".jsonl":
-            found = [_prompt(json.loads(line), path.stem) for line in content.splitlines() if line.strip()]
+            prompts = [_prompt(json.loads(line), path.stem) for line in content.splitlines() if line.strip()]
         else:
-            found = [(path.stem, content)]
+            prompts = [(path.stem, content)]
     except (OSError, ValueError, KeyError, TypeError) as error:
         kinds = ", ".join(known)
         raise SettingsError(f"--prompts {chosen!r} is neither one of {kinds} nor a readable file: {error}") from error
-    if not any(text for _, text in found):
+    if not any(text for _, text in prompts):
         raise SettingsError(f"--prompts {chosen}: there is no text in it")
     texts: list[tuple[str, str, Content]] = []
-    for kind in dict.fromkeys(kind for kind, _ in found):
-        own = [text for other, text in found if other == kind][:limit]
-        texts += [(f"{kind}-{number:02}", kind, text) for number, text in enumerate(own, 1)]
+    for kind in dict.fromkeys(kind for kind, _ in prompts):
+        contents = [text for other, text in prompts if other == kind][:limit]
+        texts += [(f"{kind}-{number:02}", kind, text) for number, text in enumerate(contents, 1)]
     return texts
 
 
@@ -71,7 +71,8 @@ def _prompt(item: dict[str, Any], kind: str) -> tuple[str, Content]:
     """Kind (by default the file's name) and content of a line: a text, or messages with role and content.
 
     Raises:
-        KeyError, TypeError: it has neither.
+        KeyError: it has neither.
+        TypeError: it has neither.
     """
     if "messages" not in item:
         return item.get("kind", kind), item["text"]

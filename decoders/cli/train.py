@@ -86,7 +86,7 @@ def ngram(
     from . import models
     from .generate import read_prompt
 
-    # What can be wrong is found before minutes go into loading and sampling.
+    # Mistakes are reported before minutes go into loading and sampling.
     if not out.absolute().parent.is_dir():
         raise SettingsError(f"{out} cannot be written: there is no folder {out.absolute().parent}")
     texts = [read_prompt(None, path) for path in prompts or ()]
@@ -122,4 +122,4 @@ def ngram(
         typer.echo(json.dumps(figures, indent=2))
         return
     shown = ", ".join(f"{count} of {n}" for n, count in enumerate(contexts))
-    typer.echo(f"{table.tokens} tokens; contexts: {shown} tokens; {size / 1e6:.1f} MB. LazyMasks to {out}.")
+    typer.echo(f"{table.tokens} tokens; contexts: {shown} tokens; {size / 1e6:.1f} MB. Written to {out}.")

@@ -7,9 +7,9 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from ..medusa.config import Run
+from ..medusa.config import HeadsTraining
 
-RUN = Run()
+DEFAULTS = HeadsTraining()
 
 
 def medusa(
@@ -28,26 +28,28 @@ def medusa(
     test: Annotated[
         list[Path] | None, typer.Option(help="Text to measure on at the end, for the card; may be repeated.")
     ] = None,
-    heads: Annotated[int, typer.Option(min=1, max=8, help="Heads: tokens predicted beyond the next one.")] = RUN.heads,
-    layers: Annotated[int, typer.Option(min=1, max=8, help="Residual blocks of each head.")] = RUN.layers,
+    heads: Annotated[
+        int, typer.Option(min=1, max=8, help="Heads: tokens predicted beyond the next one.")
+    ] = DEFAULTS.heads,
+    layers: Annotated[int, typer.Option(min=1, max=8, help="Residual blocks of each head.")] = DEFAULTS.layers,
     projection: Annotated[
         str, typer.Option(help="tied: the model's output head. low_rank: plus a small difference. full: one per head.")
-    ] = RUN.projection,
-    rank: Annotated[int, typer.Option(min=0, help="Rank of projection low_rank.")] = RUN.rank,
+    ] = DEFAULTS.projection,
+    rank: Annotated[int, typer.Option(min=0, help="Rank of projection low_rank.")] = DEFAULTS.rank,
     tokens: Annotated[
         int, typer.Option(min=1, help="Most tokens of text; their hidden states are kept on disk meanwhile.")
-    ] = RUN.tokens,
-    length: Annotated[int, typer.Option(min=16, help="Tokens per row.")] = RUN.length,
+    ] = DEFAULTS.tokens,
+    length: Annotated[int, typer.Option(min=16, help="Tokens per row.")] = DEFAULTS.length,
     own_share: Annotated[
         float, typer.Option(min=0, max=1, help="Share of the rows that the model continues itself.")
-    ] = RUN.own_share,
-    epochs: Annotated[int, typer.Option(min=1, help="Most passes over the text.")] = RUN.epochs,
-    batch: Annotated[int, typer.Option(min=1, help="Positions per step.")] = RUN.batch,
-    rate: Annotated[float, typer.Option(min=0, help="Peak learning rate.")] = RUN.rate,
+    ] = DEFAULTS.own_share,
+    epochs: Annotated[int, typer.Option(min=1, help="Most passes over the text.")] = DEFAULTS.epochs,
+    batch: Annotated[int, typer.Option(min=1, help="Positions per step.")] = DEFAULTS.batch,
+    rate: Annotated[float, typer.Option(min=0, help="Peak learning rate.")] = DEFAULTS.rate,
     patience: Annotated[
         int, typer.Option(min=1, help="Checks of held-out accuracy without a gain before training stops.")
-    ] = RUN.patience,
-    seed: Annotated[int, typer.Option(help="Seed of the data order.")] = RUN.seed,
+    ] = DEFAULTS.patience,
+    seed: Annotated[int, typer.Option(help="Seed of the data order.")] = DEFAULTS.seed,
     tree: Annotated[bool, typer.Option(help="Search the tree that suits the heads, and save it with them.")] = True,
     nodes: Annotated[int, typer.Option(min=1, max=1024, help="Node budget of that tree.")] = 63,
     given: Annotated[
@@ -57,7 +59,7 @@ def medusa(
     dtype: Annotated[str, typer.Option(help="Of the model: float32, bfloat16, float16 or auto.")] = "float32",
     bf16: Annotated[
         bool, typer.Option(help="Compute, and keep hidden states, in bfloat16 instead of float32.")
-    ] = RUN.bf16,
+    ] = DEFAULTS.bf16,
     resume: Annotated[bool, typer.Option(help="Continue what lies under the folder.")] = True,
     checkpoint_minutes: Annotated[float, typer.Option(min=0, help="Minutes between checkpoints.")] = 1.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, no progress.")] = False,
@@ -78,12 +80,12 @@ def medusa(
     else:
         texts = {"texts": read_files(data or [])}
     texts |= {name: read_files(paths) for name, paths in (("held", held), ("test", test)) if paths}
-    run = Run(
+    training = HeadsTraining(
         heads=heads, layers=layers, projection=cast(Any, projection), rank=rank, tokens=tokens, length=length,
         own_share=own_share, epochs=epochs, batch=batch, rate=rate, bf16=bf16, patience=patience, seed=seed,
     )  # fmt: skip
     figures = train_medusa(
-        loaded, tokenizer, out=out, run=run, tree=tree, nodes=nodes,
+        loaded, tokenizer, out=out, run=training, tree=tree, nodes=nodes,
         texts=texts["texts"], held=texts.get("held", ()), test=texts.get("test", ()),
         given=load_heads(given) if given is not None else None, resume=resume,
         checkpoint_minutes=checkpoint_minutes, console=None if as_json else Console(),
@@ -96,10 +98,10 @@ def medusa(
             shares = ", ".join(f"{share:.1%}" for share in facts["top1"])
             typer.echo(f"{which}, {kind}: heads right {shares}")
     if "trees" in figures:
-        found = figures["trees"]
+        trees = figures["trees"]
         typer.echo(
-            f"tree of {found['nodes']} nodes: {found['searched']:.3f} tokens a step; the default's first "
-            f"{found['nodes']}: {found['default']:.3f}"
+            f"tree of {trees['nodes']} nodes: {trees['searched']:.3f} tokens a step; the default's first "
+            f"{trees['nodes']}: {trees['default']:.3f}"
         )
     typer.echo(f"Written to {out}.")
 

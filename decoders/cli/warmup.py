@@ -27,8 +27,8 @@ def warmup(
 
     from . import models
 
-    wanted = strategies or ["autoregressive", "prompt_lookup"]
-    needs = {name: models.needs_assistant(name) for name in wanted}
+    names = strategies or ["autoregressive", "prompt_lookup"]
+    needs = {name: models.needs_assistant(name) for name in names}
     console = Console(stderr=True, quiet=as_json)
     with console.status(f"loading {model}"):
         import decoders
@@ -39,7 +39,7 @@ def warmup(
         raise SettingsError(f"{next(n for n, need in needs.items() if need)} needs a draft model: --assistant")
     with console.status("packing and compiling"):
         done = decoders.warmup(
-            loaded, strategies=wanted, rows=rows or [1], assistant_model=draft, sampling=sampling, tokenizer=tokenizer
+            loaded, strategies=names, rows=rows or [1], assistant_model=draft, sampling=sampling, tokenizer=tokenizer
         )
     if as_json:
         import json

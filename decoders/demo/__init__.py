@@ -7,13 +7,13 @@ Nothing here touches the network.
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import DecodersError, UnknownNameError
 from ..hf.checkpoints import load_model
-from .prompt_set import Prompt
 
 if TYPE_CHECKING:
     import os
@@ -25,6 +25,25 @@ __all__ = ["MODELS", "DemoModelMissingError", "Prompt", "available", "load", "pr
 
 MODELS = ("target", "draft")
 KINDS = ("code", "copy", "docstring")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt.
+
+    Attributes:
+        id: its name.
+        kind: "code" to go on with, "copy" to copy with a rename, "docstring" to write.
+        text: the prompt itself.
+        source: the held-out file that it comes from, relative to the standard library.
+        answer: what a perfect model says to a copy prompt; empty for the other kinds.
+    """
+
+    id: str
+    kind: str
+    text: str
+    source: str
+    answer: str = ""
 
 
 class DemoModelMissingError(DecodersError, RuntimeError):
@@ -44,7 +63,10 @@ def load(
     """The demo model `name` ("target" or "draft") in `dtype` (default: float32) and its tokenizer, in eval mode.
 
     `directory` is where `decoders train demo` wrote; default: the weights in this package.
-    Raises UnknownNameError for another name, DemoModelMissingError when the weights are absent.
+
+    Raises:
+        UnknownNameError: there is no demo model of this name.
+        DemoModelMissingError: its weights are not there.
     """
     if name not in MODELS:
         raise UnknownNameError("demo model", name, MODELS)
@@ -69,8 +91,8 @@ def prompts(kind: str | None = None) -> list[Prompt]:
     if kind is not None and kind not in KINDS:
         raise UnknownNameError("kind of prompt", kind, KINDS)
     data = json.loads(resources.files(__package__).joinpath("prompts.json").read_text(encoding="utf-8"))
-    every = [Prompt(**prompt) for prompt in data["prompts"]]
-    return [prompt for prompt in every if kind in (None, prompt.kind)]
+    all_prompts = [Prompt(**prompt) for prompt in data["prompts"]]
+    return [prompt for prompt in all_prompts if kind in (None, prompt.kind)]
 
 
 def _directory(directory: str | os.PathLike[str] | None) -> Path:

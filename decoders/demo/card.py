@@ -12,7 +12,7 @@ from .batches import EDIT_SHARE
 from .edits import COPY_SHARE
 
 if TYPE_CHECKING:
-    from .trainer import Trainer
+    from .learner import DemoLearner
 
 MEDUSA = """
 ## Medusa heads
@@ -29,10 +29,13 @@ class Files:
     held_out: int
 
 
-def text(name: str, trainer: Trainer, files: Files, figures: Mapping[str, float] | None = None) -> str:
-    """The card of model `name` as it stands; without `figures` it says that training is not finished."""
-    run, shape = trainer.run, trainer.run.shape
-    parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+def text(
+    name: str, learner: DemoLearner, files: Files, *, step: int, seconds: float,
+    figures: Mapping[str, float] | None = None,
+) -> str:  # fmt: skip
+    """The card of model `name` after `step` steps, which took `seconds`; without `figures` training is not finished."""
+    training, shape = learner.training, learner.training.shape
+    parameters = sum(parameter.numel() for parameter in learner.model.parameters())
     other = "draft" if name == "target" else "target"
     return f"""---
 language: en
@@ -53,8 +56,8 @@ text often falls into a loop, which flatters every strategy that drafts from the
 |---|---|
 | Layers, hidden, intermediate | {shape.layers}, {shape.hidden}, {shape.intermediate} |
 | Heads, key-value heads | {shape.heads}, {shape.kv_heads} |
-| Vocabulary | {len(trainer.tokenizer):,} (byte-level BPE, lossless on any text) |
-| Context | trained on {run.length} tokens; accepts up to {trainer.model.config.max_position_embeddings} |
+| Vocabulary | {len(learner.tokenizer):,} (byte-level BPE, lossless on any text) |
+| Context | trained on {training.length} tokens; accepts up to {learner.model.config.max_position_embeddings} |
 | Weights | bf16 safetensors, tied embeddings |
 
 ## Data
@@ -70,8 +73,8 @@ About {EDIT_SHARE:.0%} of the training rows are an *edit task* made from trainin
 model of this size to copy from its context, as large models do.
 
 ## Training
-{trainer.tokens:,} tokens seen (seed {run.seed}; {run.rows} rows of {run.length} a step).
-{trainer.seconds / 60:.0f} minutes on a CPU. Muon for the hidden matrices, AdamW for embeddings and norms.
+{step * learner.positions:,} tokens seen (seed {training.seed}; {training.rows} rows of {training.length} a step).
+{seconds / 60:.0f} minutes on a CPU. Muon for the hidden matrices, AdamW for embeddings and norms.
 Peak learning rate {shape.learning_rate:g}, warm-up, stable, linear decay over the last fifth.
 Reproduce with `decoders train demo`.
 

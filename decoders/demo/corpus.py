@@ -98,11 +98,11 @@ def split(sources: list[Source]) -> tuple[list[Source], list[Source]]:
 
 
 def digest(sources: list[Source]) -> str:
-    """A fingerprint of the corpus, so that a resumed run can refuse other data."""
-    total = hashlib.sha256()
+    """A fingerprint of the corpus, so that a run is not resumed on other data."""
+    hasher = hashlib.sha256()
     for source in sources:
-        total.update(source.path.encode() + b"\0" + source.text.encode() + b"\0")
-    return total.hexdigest()
+        hasher.update(source.path.encode() + b"\0" + source.text.encode() + b"\0")
+    return hasher.hexdigest()
 
 
 def _is_table(text: str) -> bool:

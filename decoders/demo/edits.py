@@ -47,7 +47,7 @@ class EditTask:
 
 def functions(sources: Iterable[Source]) -> list[Function]:
     """Every function of 5 to 40 lines, each distinct text once. Files that do not parse are passed over."""
-    found: dict[str, Function] = {}
+    by_source: dict[str, Function] = {}
     for source in sources:
         try:
             tree = ast.parse(source.text)
@@ -59,8 +59,8 @@ def functions(sources: Iterable[Source]) -> list[Function]:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 function = _function(source.path, lines, node)
                 if function is not None:
-                    found.setdefault(function.source, function)
-    return list(found.values())
+                    by_source.setdefault(function.source, function)
+    return list(by_source.values())
 
 
 def new_names(functions: Iterable[Function]) -> list[str]:
@@ -69,9 +69,9 @@ def new_names(functions: Iterable[Function]) -> list[str]:
     return sorted(name for name, count in counts.items() if count >= 2 and 3 <= len(name) <= 20)
 
 
-def edit_task(function: Function, names: list[str], rng: random.Random, *, copy_share: float = COPY_SHARE) -> EditTask:
-    """A copy task (`copy_share` of the time, or where nothing can be renamed), else a rename to one of `names`."""
-    if function.names and rng.random() >= copy_share:
+def edit_task(function: Function, names: list[str], rng: random.Random) -> EditTask:
+    """A copy task (:data:`COPY_SHARE` of the time, or where nothing can be renamed), else a rename to one of `names`."""
+    if function.names and rng.random() >= COPY_SHARE:
         old = rng.choice(function.names)
         for _ in range(20):
             new = rng.choice(names)

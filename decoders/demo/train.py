@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..training import Trainer, TrainingError
 from . import card, corpus
 from .batches import Batches
 from .evaluate import agreement, evaluate
+from .learner import DemoLearner, DemoTraining
 from .shapes import SHAPES, TOKENS, DemoShape
 from .tokenizer import train_tokenizer
-from .trainer import Run, Trainer, TrainingError
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress, TaskID
 
 
 def train_demo(
@@ -36,7 +36,7 @@ def train_demo(
     sources: list[corpus.Source] | None = None,
     console: Console | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Train tokenizer, draft and target; write them to `out_dir/{draft,target}`; return each model's figures.
+    """Trains tokenizer, draft and target, writes them to `out_dir/{draft,target}`, and returns each model's figures.
 
     The figures are those of `decoders.demo.evaluate.evaluate` on the held-out files, and `agreement`.
 
@@ -46,7 +46,8 @@ def train_demo(
 
     With a `console`, shows a progress bar and a line at each checkpoint; without one, prints nothing.
 
-    Raises TrainingError when a checkpoint was made with other settings or other sources, or there are no sources.
+    Raises:
+        TrainingError: there are no sources, or a checkpoint was made with other settings or other sources.
     """
     out_dir = Path(out_dir)
     checkpoints = out_dir / "checkpoints"
@@ -61,86 +62,33 @@ def train_demo(
     files = card.Files(train=len(train), held_out=len(held_out))
 
     trainers: dict[str, Trainer] = {}
+    learners: dict[str, DemoLearner] = {}
     for name, tokens in (("draft", draft_tokens), ("target", target_tokens)):
-        run = Run(shape=shapes[name], tokens=tokens, seed=seed, rows=rows, length=length)
-        trainer = trainers[name] = Trainer(run, tokenizer, corpus=corpus.digest(train), bf16=bf16)
-        checkpoint = checkpoints / f"{name}.pt"
-        if resume and checkpoint.exists():
-            trainer.load(checkpoint)
-        saved = time.monotonic()
-        with _Bar(name, trainer, console) as bar:
-            for step in trainer.steps(batches, compile=compile):
-                bar.advance(step.done, step.loss, step.seconds)
-                if time.monotonic() - saved > 60 * checkpoint_minutes:
-                    trainer.save(checkpoint)
-                    trainer.export(out_dir / name, card.text(name, trainer, files))
-                    bar.log()
-                    saved = time.monotonic()
-        trainer.save(checkpoint)
-        trainer.export(out_dir / name, card.text(name, trainer, files))
+        training = DemoTraining(shape=shapes[name], tokens=tokens, seed=seed, rows=rows, length=length)
+        learner = learners[name] = DemoLearner(training, tokenizer, batches, compile=compile, bf16=bf16)
+        trainer = trainers[name] = Trainer(learner, training.run(corpus.digest(train)))
+        export = partial(_export, out_dir / name, name, trainer, learner, files)
+        trainer.train(
+            name, checkpoints / f"{name}.pt", resume=resume, checkpoint_minutes=checkpoint_minutes, console=console,
+            on_checkpoint=export,
+        )  # fmt: skip
+        export()
 
     # Figures are of the rounded weights, the ones that are shipped.
-    models = {name: trainer.rounded().float().eval() for name, trainer in trainers.items()}
+    models = {name: learner.rounded().float().eval() for name, learner in learners.items()}
     agreed = agreement(models["draft"], models["target"], tokenizer, held_out)
     figures = {}
-    for name, trainer in trainers.items():
+    for name, learner in learners.items():
         figures[name] = {**evaluate(models[name], tokenizer, held_out), "agreement": agreed}
-        trainer.export(out_dir / name, card.text(name, trainer, files, figures[name]))
+        _export(out_dir / name, name, trainers[name], learner, files, figures[name])
     return figures
 
 
-class _Bar:
-    """The progress bar of one run: steps, smoothed loss, tokens per second, time left."""
-
-    def __init__(self, name: str, trainer: Trainer, console: Console | None) -> None:
-        self.name, self.run, self.console = name, trainer.run, console
-        self.start = self.done = trainer.step
-        self.loss = self.rate = 0.0
-        self.progress: Progress | None = None
-        self.task: TaskID | None = None
-
-    def __enter__(self) -> _Bar:
-        if self.console is not None and self.start < self.run.steps:
-            from rich.progress import (
-                BarColumn,
-                MofNCompleteColumn,
-                Progress,
-                TextColumn,
-                TimeElapsedColumn,
-                TimeRemainingColumn,
-            )
-
-            self.progress = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("loss {task.fields[loss]:.3f}  {task.fields[rate]:,.0f} tokens/s"),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-                console=self.console,
-            )
-            self.task = self.progress.add_task(
-                f"train {self.name}", total=self.run.steps, completed=self.start, loss=0.0, rate=0.0
-            )
-            self.progress.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self.progress is not None:
-            self.progress.stop()
-
-    def advance(self, done: int, loss: float, seconds: float) -> None:
-        rate = self.run.rows * self.run.length / seconds
-        first = self.loss == 0.0
-        self.loss = loss if first else 0.95 * self.loss + 0.05 * loss
-        self.rate = rate if first else 0.95 * self.rate + 0.05 * rate
-        if self.progress is not None and self.task is not None:
-            self.progress.update(self.task, completed=done, loss=self.loss, rate=self.rate)
-        self.done = done
-
-    def log(self) -> None:
-        """One line for logs, where a live bar cannot be drawn."""
-        if self.console is not None:
-            self.console.log(
-                f"{self.name}: step {self.done} of {self.run.steps}, loss {self.loss:.3f}, {self.rate:,.0f} tokens/s"
-            )
+def _export(
+    directory: Path, name: str, trainer: Trainer, learner: DemoLearner, files: card.Files,
+    figures: Mapping[str, float] | None = None,
+) -> None:  # fmt: skip
+    """Writes a model as it stands, with a card that says how far its training got."""
+    learner.export(
+        directory, card.text(name, learner, files, step=trainer.step, seconds=trainer.seconds, figures=figures)
+    )

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..errors import DecodersError
+from ..deprecated import warn
+from ..training import TrainingError
 
 #: Label of a position whose token is not known: behind the end of a row or of the text.
 UNKNOWN = -100
@@ -27,13 +28,14 @@ ROWS = 32
 Progress = Callable[[int], None]
 
 
-class MedusaTrainingError(DecodersError):
-    """Heads cannot be trained: too little text, or a checkpoint of another run."""
-
-
 @dataclass(frozen=True)
 class Texts:
-    """Rows of tokens: ``ids`` ``[W, T]`` int64; ``own`` ``[W]``, from where on a row is the model's own text (T: nowhere)."""
+    """Rows of tokens.
+
+    Attributes:
+        ids: ``[W, T]`` int64.
+        own: ``[W]``, the position from which on a row is the model's own text; T where none of it is.
+    """
 
     ids: Tensor
     own: Tensor
@@ -49,12 +51,12 @@ def read_files(paths: Sequence[Path]) -> list[str]:
     """The texts of files, and of all files in folders; what is not UTF-8 is left out.
 
     Raises:
-        MedusaTrainingError: a path that does not exist, or no text at all.
+        TrainingError: a path that does not exist, or no text at all.
     """
     texts = []
     for path in paths:
         if not path.exists():
-            raise MedusaTrainingError(f"there is no file or folder {str(path)!r} to train on")
+            raise TrainingError(f"there is no file or folder {str(path)!r} to train on")
         for file in sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else [path]:
             try:
                 text = file.read_bytes().decode("utf-8")
@@ -63,7 +65,7 @@ def read_files(paths: Sequence[Path]) -> list[str]:
             if text.strip():
                 texts.append(text)
     if not texts:
-        raise MedusaTrainingError(f"there is no text in {', '.join(map(str, paths)) or 'no files'}")
+        raise TrainingError(f"there is no text in {', '.join(map(str, paths)) or 'no files'}")
     return texts
 
 
@@ -71,21 +73,21 @@ def rows_of_text(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], lengt
     """At most `rows` windows of `length` tokens, ``[W, T]`` int64, in random order; texts are joined by the end token.
 
     Raises:
-        MedusaTrainingError: the texts fill no window.
+        TrainingError: the texts fill no window.
     """
     generator = torch.Generator().manual_seed(seed)
-    order = list(texts)
-    order = [order[i] for i in torch.randperm(len(order), generator=generator).tolist()]
+    shuffled = list(texts)
+    shuffled = [shuffled[i] for i in torch.randperm(len(shuffled), generator=generator).tolist()]
     end = [tokenizer.eos_token_id] if isinstance(tokenizer.eos_token_id, int) else []
     stream: list[int] = []
     # Every window up to the one that is needed last; the order of the files is random already.
-    for text in order:
+    for text in shuffled:
         stream += [*tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], *end]
         if len(stream) >= rows * length:
             break
     windows = min(len(stream) // length, rows)
     if windows < 1:
-        raise MedusaTrainingError(f"the text has {len(stream)} tokens, and rows of {length} are trained on")
+        raise TrainingError(f"the text has {len(stream)} tokens, and rows of {length} are trained on")
     ids = torch.tensor(stream[: windows * length]).view(windows, length)
     return ids[torch.randperm(windows, generator=generator)]
 
@@ -102,32 +104,32 @@ def own_texts(
         for first in range(0, count, ROWS):
             rows = slice(first, min(first + ROWS, count))
             read, past = ids[rows, :prompt].to(model.device), None
-            for at in range(prompt, length):
+            for position in range(prompt, length):
                 out = model(input_ids=read, past_key_values=past, use_cache=True)
                 read, past = out.logits[:, -1:].argmax(-1), out.past_key_values
-                ids[rows, at] = read[:, 0].cpu()
+                ids[rows, position] = read[:, 0].cpu()
             progress(rows.stop - rows.start)
     return Texts(ids, own)
 
 
 def labels_of(texts: Texts, heads: int, stops: Sequence[int]) -> Tensor:
-    """``[W, T, K]`` int64: head k's right answer at each position, k + 1 tokens ahead (its own next is the output head's).
+    """``[W, T, K]`` int64: the token that head k should predict at each position, k + 2 tokens further on.
 
-    In a row of the model's own, what follows an end of sequence would never be decoded: not known, as is what lies
-    behind the row.
+    The next token is the output head's. Tokens behind the row are unknown, and so are those that the model wrote itself after
+    an end of sequence, which decoding would never reach.
     """
     ids, (w, t) = texts.ids, texts.ids.shape
     labels = torch.full((w, t, heads), UNKNOWN)
-    at = torch.arange(t)
-    stop = (torch.isin(ids, torch.tensor(list(stops) or [-1])) & (at >= texts.own[:, None])).long()
-    dead = stop.cumsum(1) - stop > 0
-    known = torch.where(dead, UNKNOWN, ids)
+    positions = torch.arange(t)
+    is_stop = (torch.isin(ids, torch.tensor(list(stops) or [-1])) & (positions >= texts.own[:, None])).long()
+    after_stop = is_stop.cumsum(1) - is_stop > 0
+    known = torch.where(after_stop, UNKNOWN, ids)
     for k in range(heads):
         ahead = k + 2
         labels[:, : t - ahead, k] = known[:, ahead:]
-    # In front of the model's own text lies the prompt: in a row of its own only what it wrote itself counts.
-    mine = (texts.own < t)[:, None] & (at < texts.own[:, None] - 1)
-    labels[mine] = UNKNOWN
+    # In a row of the model's own text the prompt does not count.
+    in_prompt = (texts.own < t)[:, None] & (positions < texts.own[:, None] - 1)
+    labels[in_prompt] = UNKNOWN
     return labels
 
 
@@ -196,3 +198,10 @@ def stop_tokens(model: PreTrainedModel) -> list[int]:
     """End-of-sequence ids of the model's generation config."""
     stops: Any = model.generation_config.eos_token_id
     return [] if stops is None else [stops] if isinstance(stops, int) else list(stops)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "MedusaTrainingError":
+        warn(f"{__name__}.MedusaTrainingError", "decoders.training.TrainingError")
+        return TrainingError
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,11 +7,11 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from .config import HeadsConfig, Run
+from .config import HeadsConfig, HeadsTraining
 
 
-def text(config: HeadsConfig, model: PreTrainedModel, run: Run | None) -> str:
-    """The card of heads for `model`; `run` None: they were trained elsewhere, and only their tree is ours."""
+def text(config: HeadsConfig, model: PreTrainedModel, training: HeadsTraining | None) -> str:
+    """The card of heads for `model`; `training` None: they were trained elsewhere, and only their tree is ours."""
     figures = config.figures
     projection = {
         "tied": "the model's own output head",
@@ -30,7 +30,7 @@ tags: [medusa, speculative-decoding]
 behind the next one. Used by `strategy="medusa"` of hf-decoders; they change no output, only how fast it comes.
 
 ## Training
-{_training(run, figures)}
+{_training(training, figures)}
 
 ## Held-out figures
 How often the right token is a head's best draft token (among its five best):
@@ -46,13 +46,13 @@ def _sizes(config: HeadsConfig) -> list[int]:
     return [k * config.layers * h * (h + 1), k * v * h if config.projection == "full" else 0, k * r * (h + v)]
 
 
-def _training(run: Run | None, figures: Mapping[str, Any]) -> str:
-    if run is None:
+def _training(training: HeadsTraining | None, figures: Mapping[str, Any]) -> str:
+    if training is None:
         return "Not trained here; only the tree was searched."
-    return f"""Medusa-1: the model stays frozen. {figures["tokens"]:,} tokens in rows of {run.length}, {run.own_share:.0%} of the
-rows continued by the model itself; {figures["steps"]} steps of {run.batch} positions, AdamW, peak rate {run.rate:g}, cosine;
-losses weighted {run.decay:g}^k; the heads with the best held-out accuracy are kept.
-Seed {run.seed}. {figures["seconds"] / 60:.0f} minutes of steps."""
+    return f"""Medusa-1: the model stays frozen. {figures["tokens"]:,} tokens in rows of {training.length},
+{training.own_share:.0%} of the rows continued by the model itself; {figures["steps"]} steps of {training.batch} positions,
+AdamW, peak rate {training.rate:g}, cosine; losses weighted {training.decay:g}^k; the heads with the best held-out accuracy
+are kept. Seed {training.seed}. {figures["seconds"] / 60:.0f} minutes of steps."""
 
 
 def _accuracies(figures: Mapping[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ..deprecated import warn
 from ..errors import SettingsError
 
 Projection = Literal["tied", "low_rank", "full"]
@@ -15,11 +16,13 @@ class HeadsConfig:
     """Shape of the heads, the tree they are verified in, and where they come from.
 
     Attributes:
-        heads: ``K``; head k predicts the token k places behind the one that the output head gives. layers: residual blocks
-            of each head.
-        hidden_size, vocab_size: of the model they belong to.
+        heads: ``K``; head k predicts the token k places behind the one that the output head gives.
+        layers: residual blocks of each head.
+        hidden_size: of the model they belong to.
+        vocab_size: of the model they belong to.
         projection: ``tied``: the model's own output head, nothing is stored; ``low_rank``: that plus a difference of rank
             `rank`; ``full``: a projection of each head's own, as in the paper.
+        rank: of the difference; 0 with the other projections.
         tree: paths in Medusa's notation, best first, so that its first n paths are the tree of n nodes; None: the default.
         figures: what training measured, for the model card.
     """
@@ -43,16 +46,25 @@ class HeadsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """All that decides what is learnt from the same text.
+class HeadsTraining:
+    """All that decides what heads learn from the same text.
 
     Attributes:
-        heads, layers, projection, rank: see :class:`HeadsConfig`.
-        tokens: most tokens of text that hidden states are kept for. length: tokens per row.
+        heads: see :class:`HeadsConfig`.
+        layers: see :class:`HeadsConfig`.
+        projection: see :class:`HeadsConfig`.
+        rank: see :class:`HeadsConfig`.
+        tokens: most tokens of text that hidden states are kept for.
+        length: tokens per row.
         own_share: share of the rows that the model writes itself from their first quarter on.
-        epochs: passes over all positions. batch: positions per step. rate: peak learning rate. decay: weight of head k's
-            loss is ``decay ** k`` (the paper's λ_k). bf16: compute in bfloat16.
-        checks: how often per epoch head accuracy is measured. patience: checks without a gain before training stops.
+        epochs: passes over all positions.
+        batch: positions per step.
+        rate: peak learning rate.
+        decay: weight of head k's loss is ``decay ** k`` (the paper's λ_k).
+        bf16: compute in bfloat16.
+        checks: how often per epoch head accuracy is measured.
+        patience: checks without a gain before training stops.
+        seed: of the order of the data.
     """
 
     heads: int = 4
@@ -77,3 +89,10 @@ class Run:
             heads=self.heads, layers=self.layers, projection=self.projection, rank=self.rank, hidden_size=hidden_size,
             vocab_size=vocab_size,
         )  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Run":
+        warn(f"{__name__}.Run", "HeadsTraining")
+        return HeadsTraining
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

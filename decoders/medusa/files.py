@@ -28,7 +28,8 @@ def find_heads(named: str | None, model: PreTrainedModel) -> Path:
     """The folder of the heads for `model`: the one that is named, or ``medusa`` beside the model's own files.
 
     Raises:
-        SettingsError: there is no such folder. UnsupportedError: none is named, and none lies beside the model.
+        SettingsError: there is no such folder.
+        UnsupportedError: none is named, and none lies beside the model.
     """
     if named == DEMO:
         named = str(Path(__file__).parent.parent / "demo" / "models" / "target" / FOLDER)
@@ -57,7 +58,7 @@ def check_fit(heads: MedusaHeads, model: PreTrainedModel, origin: str | Path) ->
 
 
 def save_heads(heads: MedusaHeads, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Writes config and weights to `folder`, each aside and then moved, so that nobody reads half a file."""
+    """Writes config and weights to `folder`, each aside and then moved, so that a reader never sees half a file."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -102,19 +103,19 @@ def _load(path: Path, stamp: tuple, device: torch.device, dtype: torch.dtype | N
 
 
 def _ours(path: Path, config: dict[str, Any], state: dict[str, Tensor]) -> MedusaHeads:
-    known = HeadsConfig.__dataclass_fields__
-    given = {name: value for name, value in config.items() if name in known}
-    if given.get("tree") is not None:
+    field_names = HeadsConfig.__dataclass_fields__
+    fields = {name: value for name, value in config.items() if name in field_names}
+    if fields.get("tree") is not None:
         try:
-            if not isinstance(given["tree"], list):
+            if not isinstance(fields["tree"], list):
                 raise TypeError
-            given["tree"] = tuple(tuple(map(int, branch)) for branch in given["tree"])
+            fields["tree"] = tuple(tuple(map(int, branch)) for branch in fields["tree"])
         except (TypeError, ValueError) as error:
             raise SettingsError(
-                f"{path}: the tree of these Medusa heads must be a list of paths of ranks, [[0], [0, 1]], not {given['tree']!r:.60}"
+                f"{path}: the tree of these Medusa heads must be a list of paths of ranks, [[0], [0, 1]], not {fields['tree']!r:.60}"
             ) from error
     try:
-        heads = MedusaHeads(HeadsConfig(**given))
+        heads = MedusaHeads(HeadsConfig(**fields))
         heads.load_state_dict({name: tensor.float() for name, tensor in state.items()})
     except (TypeError, RuntimeError) as error:  # a field or tensor that lacks or does not fit
         raise SettingsError(f"{path}: config and weights of these Medusa heads do not fit: {error}") from error
@@ -135,10 +136,10 @@ def _upstream(file: Path, state: dict[str, Tensor]) -> MedusaHeads:
     projections = {(head, place): t for (head, place, kind), t in parts.items() if kind == "weight"}
     blocks = {(head, place) for head, place, kind in parts if kind == "linear.weight"}
     count, layers = len(projections), len(blocks) // max(len(projections), 1)
-    wanted = {(k, layers) for k in range(count)}
-    if not count or set(projections) != wanted or blocks != {(k, i) for k in range(count) for i in range(layers)}:
+    expected = {(k, layers) for k in range(count)}
+    if not count or set(projections) != expected or blocks != {(k, i) for k in range(count) for i in range(layers)}:
         raise SettingsError(
-            f"{file} holds no Medusa heads: keys such as 0.0.linear.weight and 0.1.weight are looked for, found are "
+            f"{file} holds no Medusa heads: heads have keys such as 0.0.linear.weight and 0.1.weight, this file has "
             f"{', '.join(sorted(state)[:4]) or 'none'}"
         )
     vocab, hidden = projections[0, layers].shape

@@ -17,8 +17,11 @@ class HeadWeights(NamedTuple):
     """The tensors of all heads, stacked: what compiled code is given. None: a projection that has no such part.
 
     Attributes:
-        linear: ``[K, layers, H, H]``. bias: ``[K, layers, H]``.
-        projection: ``[K, V, H]``. down: ``[K, R, H]``. up: ``[K, V, R]``.
+        linear: ``[K, layers, H, H]``.
+        bias: ``[K, layers, H]``.
+        projection: ``[K, V, H]``.
+        down: ``[K, R, H]``.
+        up: ``[K, V, R]``.
     """
 
     linear: Tensor
@@ -65,22 +68,22 @@ class MedusaHeads(nn.Module):
 
     def of_head(self, k: int, hidden: Tensor, lm_head: Tensor, lm_bias: Tensor | None = None) -> Tensor:
         """Scores ``[P, V]`` of head `k` alone: all heads at once can be too much for memory."""
-        every, just = self.weights(), slice(k, k + 1)
-        projection, down, up = (None if part is None else part[just] for part in every[2:])
-        one = HeadWeights(every.linear[just], every.bias[just], projection, down, up)
-        return head_scores(hidden, one, lm_head, lm_bias)[:, 0]
+        stacked, head = self.weights(), slice(k, k + 1)
+        projection, down, up = (None if part is None else part[head] for part in stacked[2:])
+        weights = HeadWeights(stacked.linear[head], stacked.bias[head], projection, down, up)
+        return head_scores(hidden, weights, lm_head, lm_bias)[:, 0]
 
 
 def head_scores(hidden: Tensor, weights: HeadWeights, lm_head: Tensor, lm_bias: Tensor | None) -> Tensor:
     """What :class:`MedusaHeads` computes, as a function of tensors: ``[P, H]`` to ``[P, K, V]``."""
-    x = hidden[:, None].expand(-1, weights.linear.shape[0], -1).to(weights.linear.dtype)
+    states = hidden[:, None].expand(-1, weights.linear.shape[0], -1).to(weights.linear.dtype)
     for linear, bias in zip(weights.linear.unbind(1), weights.bias.unbind(1), strict=True):
-        x = x + nn.functional.silu(torch.einsum("pkh,kgh->pkg", x, linear) + bias)
+        states = states + nn.functional.silu(torch.einsum("pkh,kgh->pkg", states, linear) + bias)
     if weights.projection is not None:
-        return torch.einsum("pkh,kvh->pkv", x, weights.projection)
-    scores = x @ lm_head.to(x.dtype).T
+        return torch.einsum("pkh,kvh->pkv", states, weights.projection)
+    scores = states @ lm_head.to(states.dtype).T
     if lm_bias is not None:
         scores = scores + lm_bias
     if weights.down is not None and weights.up is not None:
-        scores = scores + torch.einsum("pkr,kvr->pkv", torch.einsum("pkh,krh->pkr", x, weights.down), weights.up)
+        scores = scores + torch.einsum("pkr,kvr->pkv", torch.einsum("pkh,krh->pkr", states, weights.down), weights.up)
     return scores

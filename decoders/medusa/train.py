@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import shutil
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +15,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..training import Step, Trainer, TrainingError
+from ..training.progress import progress_bar
 from . import card
 from .calibration import (
     HiddenStates,
-    MedusaTrainingError,
     Texts,
     digest,
     labels_of,
@@ -27,10 +27,10 @@ from .calibration import (
     rows_of_text,
     stop_tokens,
 )
-from .config import Run
+from .config import HeadsTraining
 from .files import check_fit, save_heads
 from .heads import MedusaHeads
-from .trainer import Examples, Head, Trainer, accuracies, ranks_of
+from .learner import Examples, Head, HeadsLearner, accuracies, ranks_of
 from .trees import DEFAULT_TREE, accepted_length, search_tree
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def train_medusa(
     texts: Sequence[str],
     out: Path,
     *,
-    run: Run = Run(),
+    run: HeadsTraining = HeadsTraining(),
     held: Sequence[str] = (),
     test: Sequence[str] = (),
     tree: bool = True,
@@ -67,21 +67,29 @@ def train_medusa(
     there and ends where it would have ended.
 
     Args:
-        texts: to learn from. held: judged by, for early stop and the tree; best is text that the model itself never learnt
-            from. Without it a twentieth of `texts` is held out. test: measured on at the end, for the card.
+        texts: to learn from.
+        run: settings of the heads and of their training.
+        held: judged by, for early stop and the tree; best is text that the model itself never learnt from. Without it a
+            twentieth of `texts` is held out.
+        test: measured on at the end, for the card.
         tree: search a tree of `nodes` nodes on the held-out text; otherwise the default tree is used.
         given: heads that are not trained any more: only the tree is searched and the figures are taken.
+        nodes: see `tree`.
         dtype: of the weights that are written.
+        resume: go on from what lies in ``out/training``.
+        checkpoint_minutes: between checkpoints.
+        console: where progress is shown.
 
     Returns:
-        the figures: head accuracies (top 1 and top 5) on the files' text and on the model's own, mean accepted lengths of
+        The figures: head accuracies (top 1 and top 5) on the files' text and on the model's own, mean accepted lengths of
         the trees, seconds of training (the text and its hidden states come before).
 
     Raises:
-        MedusaTrainingError: too little text, or a checkpoint of another run. SettingsError: `given` is for another model.
+        TrainingError: too little text, or a checkpoint of another run.
+        SettingsError: `given` is for another model.
     """
     vocab, hidden = model.get_output_embeddings().weight.shape
-    run.config(hidden, vocab)  # senseless settings are refused before hours of work
+    run.config(hidden, vocab)  # wrong settings are reported before hours of work
     work = out / "training"
     work.mkdir(parents=True, exist_ok=True)
     if not resume:
@@ -93,24 +101,29 @@ def train_medusa(
     if given is not None:
         check_fit(given, model, "the folder given")
         run = replace(run, heads=given.config.heads)
-    learnt, kept = (list(texts), list(held)) if held else hold_out(texts, run.seed)
+    train_texts, held_texts = (list(texts), list(held)) if held else hold_out(texts, run.seed)
     rows = max(1, run.tokens // run.length)
-    few = max(LEAST_ROWS, round(HELD_OUT_SHARE * rows))
-    wanted = {"held": (kept, few)} | ({"test": (list(test), few)} if test else {})
+    held_rows = max(LEAST_ROWS, round(HELD_OUT_SHARE * rows))
+    texts_and_rows = {"held": (held_texts, held_rows)} | ({"test": (list(test), held_rows)} if test else {})
     if given is None:
-        wanted["train"] = (learnt, rows)
+        texts_and_rows["train"] = (train_texts, rows)
     sets = {
-        name: _Set(model, tokenizer, of, count, run, work / name, console, name) for name, (of, count) in wanted.items()
+        name: _TextSet(model, tokenizer, set_texts, count, run, work / name, console, name)
+        for name, (set_texts, count) in texts_and_rows.items()
     }
     if given is None:
-        trainer = Trainer(run, head, {"text": sets["train"].texts.digest(), "model": digest(model)})
-        _train(trainer, sets["train"].examples(), sets["held"].examples(), work, resume, checkpoint_minutes, console)
-        heads, steps, seconds = trainer.heads, trainer.step, trainer.seconds
+        learner = HeadsLearner(run, head, sets["train"].examples(), sets["held"].examples())
+        trainer = Trainer(learner, learner.run({"text": sets["train"].texts.digest(), "model": digest(model)}))
+        trainer.train(
+            "heads", work / "checkpoint.pt", resume=resume, checkpoint_minutes=checkpoint_minutes, console=console,
+            on_step=partial(_log_scores, console),
+        )  # fmt: skip
+        heads, steps, seconds = learner.model, trainer.step, trainer.seconds
     else:
         heads, steps, seconds = copy.deepcopy(given), 0, 0.0  # loaded heads are shared
     # Figures are of the weights as written.
     heads = heads.to(dtype).float().eval()
-    measured = {name: sets[name].measure(heads, head) for name in wanted if name != "train"}
+    measured = {name: sets[name].measure(heads, head) for name in texts_and_rows if name != "train"}
     figures: dict[str, Any] = {
         "steps": steps,
         "tokens": sets["train"].texts.ids.numel() if given is None else 0,
@@ -125,7 +138,7 @@ def train_medusa(
         figures["trees"] = {
             "nodes": len(paths), "searched": accepted_length(ranks, paths), "default": accepted_length(ranks, default)
         }  # fmt: skip
-    config = replace(heads.config, figures={"run": _settings(run), **figures}, tree=paths or heads.config.tree)
+    config = replace(heads.config, figures={"run": asdict(run), **figures}, tree=paths or heads.config.tree)
     heads.config = config
     save_heads(heads, out, dtype)
     (out / "README.md").write_text(card.text(config, model, run if given is None else None), encoding="utf-8")
@@ -144,37 +157,43 @@ def hold_out(texts: Sequence[str], seed: int) -> tuple[list[str], list[str]]:
     return [texts[i] for i in sorted(order[count:])], [texts[i] for i in sorted(order[:count])]
 
 
-class _Set:
+class _TextSet:
     """Text of one purpose with its hidden states, in files that start with `file`."""
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], rows: int, run: Run,
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], rows: int, training: HeadsTraining,
         file: Path, console: Console | None, name: str,
     ) -> None:  # fmt: skip
-        ids = rows_of_text(tokenizer, texts, run.length, rows, run.seed)
+        ids = rows_of_text(tokenizer, texts, training.length, rows, training.seed)
         if len(ids) < 2 and name == "held":
-            raise MedusaTrainingError(
-                f"{len(ids)} rows of {run.length} tokens are held out, too few to judge by: give more text, or shorter rows"
+            raise TrainingError(
+                f"{len(ids)} rows of {training.length} tokens are held out, too few to judge by: give more text, or shorter rows"
             )
-        key = hashlib.sha256(ids.numpy().tobytes() + f"{run.own_share} {digest(model)}".encode()).hexdigest()
-        self.texts = self._texts(model, ids, run, file.with_suffix(".pt"), key, console, name)
-        dtype = torch.bfloat16 if run.bf16 else torch.float32
+        key = hashlib.sha256(ids.numpy().tobytes() + f"{training.own_share} {digest(model)}".encode()).hexdigest()
+        self.texts = self._texts(model, ids, training, file.with_suffix(".pt"), key, console, name)
+        dtype = torch.bfloat16 if training.bf16 else torch.float32
         states = HiddenStates(file.with_suffix(".states"), self.texts, model, dtype)
-        with bar(console, f"{name}: hidden states", len(ids), states.done) as advance:
+        with progress_bar(console, f"{name}: hidden states", len(ids), states.done) as advance:
             states.fill(advance)
-        self.hidden, self.labels = states.values, labels_of(self.texts, run.heads, stop_tokens(model))
+        self.hidden, self.labels = states.values, labels_of(self.texts, training.heads, stop_tokens(model))
 
     @staticmethod
     def _texts(
-        model: PreTrainedModel, ids: Tensor, run: Run, file: Path, key: str, console: Console | None, name: str
+        model: PreTrainedModel,
+        ids: Tensor,
+        training: HeadsTraining,
+        file: Path,
+        key: str,
+        console: Console | None,
+        name: str,
     ) -> Texts:
         if file.exists():
-            kept = torch.load(file, weights_only=True)
-            if kept["key"] == key:
-                return Texts(kept["ids"], kept["own"])
-        prompt = max(1, round(PROMPT_SHARE * run.length))
-        with bar(console, f"{name}: the model's own text", round(run.own_share * len(ids))) as advance:
-            texts = own_texts(model, ids, run.own_share, prompt, advance)
+            stored = torch.load(file, weights_only=True)
+            if stored["key"] == key:
+                return Texts(stored["ids"], stored["own"])
+        prompt = max(1, round(PROMPT_SHARE * training.length))
+        with progress_bar(console, f"{name}: the model's own text", round(training.own_share * len(ids))) as advance:
+            texts = own_texts(model, ids, training.own_share, prompt, advance)
         torch.save({"key": key, "ids": texts.ids, "own": texts.own}, file)
         return texts
 
@@ -187,61 +206,16 @@ class _Set:
     def measure(self, heads: MedusaHeads, head: Head) -> dict[str, tuple[dict[str, Any], Tensor]]:
         """For the files' text and the model's own: accuracies, and the ranks where all heads' tokens are known."""
         own = self.texts.own < self.texts.ids.shape[1]
-        found = {}
+        measured = {}
         for kind, rows in (("text", ~own), ("own", own)):
             if rows.any():
                 ranks = ranks_of(heads, head, self.examples(rows))
                 facts = {"positions": len(ranks), "top1": accuracies(ranks), "top5": accuracies(ranks, 5)}
-                found[kind] = facts, ranks[(ranks >= 0).all(1)]
-        return found
+                measured[kind] = facts, ranks[(ranks >= 0).all(1)]
+        return measured
 
 
-def _train(
-    trainer: Trainer, train: Examples, held: Examples, work: Path, resume: bool, minutes: float, console: Console | None
-) -> None:
-    """Trains to the end, from the last checkpoint on, and leaves checkpoints."""
-    checkpoint = work / "checkpoint.pt"
-    if resume and checkpoint.exists():
-        trainer.load(checkpoint)
-    saved = time.monotonic()
-    with bar(console, "train heads", trainer.total(train), trainer.step) as advance:
-        for done, loss, measured in trainer.steps(train, held):
-            advance(1)
-            if measured is not None and console is not None:
-                shown = ", ".join(f"{share:.1%}" for share in measured)
-                console.log(f"step {done}: loss {loss:.3f}, held-out accuracy of the heads {shown}")
-            if time.monotonic() - saved > 60 * minutes:
-                trainer.save(checkpoint)
-                saved = time.monotonic()
-    trainer.save(checkpoint)
-
-
-@contextmanager
-def bar(console: Console | None, what: str, total: int, done: int = 0) -> Iterator[Callable[[int], None]]:
-    """A progress bar on `console`; gives the function that moves it. Without a console nothing is shown."""
-    if console is None or done >= total:
-        yield lambda count: None
-        return
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task(what, total=total, completed=done)
-        yield lambda count: progress.update(task, advance=count)
-
-
-def _settings(run: Run) -> dict[str, Any]:
-    return {name: getattr(run, name) for name in run.__dataclass_fields__}
+def _log_scores(console: Console | None, step: Step) -> None:
+    if step.scores is not None and console is not None:
+        shares = ", ".join(f"{share:.1%}" for share in step.scores)
+        console.log(f"step {step.done}: loss {step.loss:.3f}, held-out accuracy of the heads {shares}")

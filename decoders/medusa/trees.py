@@ -40,11 +40,11 @@ def search_tree(ranks: Tensor, nodes: int, widest: int = 16) -> Tree:
         DecodersError: no position is ever predicted right.
     """
     counts: Counter[tuple[int, ...]] = Counter()
-    for row, number in zip(*(t.tolist() for t in torch.unique(ranks, dim=0, return_counts=True)), strict=True):
+    for row, count in zip(*(t.tolist() for t in torch.unique(ranks, dim=0, return_counts=True)), strict=True):
         for depth, rank in enumerate(row):
             if not 0 <= rank < widest:
                 break
-            counts[tuple(row[: depth + 1])] += number
+            counts[tuple(row[: depth + 1])] += count
     if not counts:
         raise DecodersError("no tree can be found: on the calibration data no draft token of any head is right")
     # Of equal nodes the shallower first: so a parent comes before its child.
@@ -54,13 +54,13 @@ def search_tree(ranks: Tensor, nodes: int, widest: int = 16) -> Tree:
 def accepted_length(ranks: Tensor, tree: Sequence[Sequence[int]]) -> float:
     """Mean tokens per step that `tree` gives on calibration data, the bonus token included. ranks: as in :func:`search_tree`."""
     paths = {tuple(path) for path in tree}
-    total = 0
-    for row, number in zip(*(t.tolist() for t in torch.unique(ranks, dim=0, return_counts=True)), strict=True):
+    tokens = 0
+    for row, count in zip(*(t.tolist() for t in torch.unique(ranks, dim=0, return_counts=True)), strict=True):
         depth = 0
         while depth < len(row) and tuple(row[: depth + 1]) in paths:
             depth += 1
-        total += number * (depth + 1)
-    return total / len(ranks)
+        tokens += count * (depth + 1)
+    return tokens / len(ranks)
 
 
 def picture(tree: Sequence[Sequence[int]]) -> str:
@@ -69,8 +69,9 @@ def picture(tree: Sequence[Sequence[int]]) -> str:
     ordered = [(), *sorted({tuple(path) for path in tree}, key=lambda path: (len(path), path))]
     names = ["root" if not path else "head " + str(len(path)) + " " + "·".join(map(str, path)) for path in ordered]
     width = max(map(len, names))
-    seen = topology.tensors(1, torch.device("cpu")).visible[0].tolist()
+    visible = topology.tensors(1, torch.device("cpu")).visible[0].tolist()
     lines = [
-        f"{name:<{width}}  " + " ".join("■" if s else "·" for s in row) for name, row in zip(names, seen, strict=True)
+        f"{name:<{width}}  " + " ".join("■" if s else "·" for s in row)
+        for name, row in zip(names, visible, strict=True)
     ]
     return "\n".join(lines)

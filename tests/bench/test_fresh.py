@@ -71,7 +71,7 @@ def test_a_job_measures_calls_memory_prefill_and_a_second_turn(small: str) -> No
     assert all(0 < call["first_token"] < call["seconds"] for call in found["calls"])
     assert [mark["after"] for mark in found["memory"]][:2] == ["loading", "greedy call"]
     assert found["weights"] == 4 * found["parameters"]
-    assert {(row["sampling"], row["way"]) for row in found["decoding"]} == {
+    assert {(row["sampling"], row["method"]) for row in found["decoding"]} == {
         (s, w) for s in ("greedy", "sampled") for w in ("transformers", "autoregressive, uncompiled")
     }
     assert [row["prompt_tokens"] for row in found["prefill"]] == [8, 24], "longer ones do not fit the model"
@@ -100,11 +100,11 @@ def test_what_fails_leaves_what_was_measured(small: str, monkeypatch: pytest.Mon
 
 def test_tables_name_subject_dtype_way_and_length(small: str) -> None:
     runs = [
-        {"subject": "small", "shape": True, "dtype": "float32", "way": way, **measure(job(strategy=strategy))}
+        {"subject": "small", "shape": True, "dtype": "float32", "method": way, **measure(job(strategy=strategy))}
         for way, strategy in (("transformers", ""), ("autoregressive", "autoregressive"))
     ]
     console = Console(width=200, record=True, file=io.StringIO())
-    for table in fresh_tables([*runs, {**runs[0], "way": "broken", "error": "RuntimeError: no"}]):
+    for table in fresh_tables([*runs, {**runs[0], "method": "broken", "error": "RuntimeError: no"}]):
         console.print(table)
     text = console.export_text()
     for said in ("small · float32", "greedy again", "24 tokens", "two rows", "means nothing", "second turn of a chat",

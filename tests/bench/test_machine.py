@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from mmap import PAGESIZE, mmap
 from typing import Any
 
+import pytest
 import torch
 
 from decoders.bench.bandwidth import copy_bandwidth, weight_bytes
 from decoders.bench.machine import facts
-from decoders.bench.memory import PeakMemory
+from decoders.bench.memory import PeakMemory, allocated, resident
 from decoders.testing import tiny_model
 
 
@@ -46,3 +48,19 @@ def test_peak_memory_sees_what_was_freed_again() -> None:
         assert memory.bytes - before.bytes > 32 << 20
     else:
         assert (memory.kind, memory.bytes) == ("unknown", None)
+
+
+def test_memory_of_the_process_grows_with_what_it_holds() -> None:
+    before = resident()
+    pages = mmap(-1, 64 << 20)
+    for begin in range(0, len(pages), PAGESIZE):
+        pages[begin] = 1
+    after = resident()
+    pages.close()
+    assert before is not None and after is not None and after - before > 32 << 20
+
+
+def test_without_psutil_memory_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    assert resident() is None and allocated() is None
+    assert not facts(torch.device("cpu"))["memory"]

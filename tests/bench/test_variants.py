@@ -92,7 +92,7 @@ def test_a_draft_model_of_its_own_takes_no_other(model: Any, draft: Any, tokeniz
         model, [f"speculative[draft_model={tmp_path}/draft,length=2]", "speculative", "threshold"], None, None, EAGER
     )
     assert "assistant_model" not in made[0].arguments
-    assert [c.refusal(1).startswith("needs a draft model") for c in made] == [False, True, True]
+    assert [c.skip_reason(1).startswith("needs a draft model") for c in made] == [False, True, True]
     entries = bench.measure(made[:1], bench.workloads(tokenizer, TEXTS[:1]), new_tokens=4, repeats=1)
     (record,) = bench.summarise(entries)
     assert (record.status, record.draft_passes) == ("ok", 2.0), record.reason

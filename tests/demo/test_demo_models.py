@@ -11,7 +11,6 @@ import torch
 
 from decoders import demo
 from decoders.demo import corpus
-from decoders.demo.prompt_set import COUNTS, TOKENS
 from decoders.errors import UnknownNameError
 from decoders.medusa.files import check_fit, load_heads
 
@@ -77,12 +76,12 @@ def test_cards_name_data_licence_tokens_and_loss():
 def test_prompts_come_from_held_out_files(models):
     tokenizer = models["target"][1]
     every = demo.prompts()
-    assert {kind: len(demo.prompts(kind)) for kind in COUNTS} == COUNTS
+    counts = {"code": 12, "copy": 8, "docstring": 4}
+    assert {kind: len(demo.prompts(kind)) for kind in counts} == counts
     assert len({prompt.id for prompt in every}) == len({prompt.text for prompt in every}) == len(every)
     for prompt in every:
         assert corpus.is_held_out(prompt.source)
-        # A copy prompt's function alone is within its range; the instruction around it adds a little.
-        assert len(tokenizer(prompt.text)["input_ids"]) in range(TOKENS[prompt.kind].start, 300)
+        assert 80 <= len(tokenizer(prompt.text)["input_ids"]) < 300
         assert bool(prompt.answer) == (prompt.kind == "copy")
 
 

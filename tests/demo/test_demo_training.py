@@ -11,9 +11,10 @@ from safetensors.torch import load_file
 
 from decoders import demo
 from decoders.demo import corpus
+from decoders.demo.learner import DemoTraining
 from decoders.demo.shapes import SHAPES, DemoShape
 from decoders.demo.train import train_demo
-from decoders.demo.trainer import Run, TrainingError, learning_rate
+from decoders.training import Trainer, TrainingError
 
 TINY = DemoShape(hidden=16, layers=1, intermediate=32, heads=2, kv_heads=1, learning_rate=3e-3, vocabulary=300)
 STEP = 2 * 32  # tokens in a step
@@ -58,17 +59,15 @@ def test_same_seed_same_weights(tmp_path, sources):
 def test_resumed_run_equals_uninterrupted_run(tmp_path, sources, monkeypatch):
     train(tmp_path / "whole", sources)
 
-    from decoders.demo import trainer
+    original = Trainer.steps
 
-    original = trainer.Trainer.steps
-
-    def interrupted(self, batches, *, compile):
-        for step in original(self, batches, compile=compile):
+    def interrupted(self):
+        for step in original(self):
             yield step
             if self.run.steps == 4 and step.done == 3:
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(trainer.Trainer, "steps", interrupted)
+    monkeypatch.setattr(Trainer, "steps", interrupted)
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "cut", sources, checkpoint_minutes=0)
     monkeypatch.undo()
@@ -103,9 +102,9 @@ def test_trained_directory_loads_and_its_card_tells(tmp_path, sources):
 
 
 def test_schedule_warms_up_stays_and_decays_to_zero():
-    run = Run(shape=SHAPES["target"], tokens=8 * 512 * 5000)
-    peak = run.shape.learning_rate
-    rates = [learning_rate(run, step) for step in range(run.steps + 1)]
+    training = DemoTraining(shape=SHAPES["target"], tokens=8 * 512 * 5000)
+    peak = training.shape.learning_rate
+    rates = [training.rate(step) for step in range(training.steps + 1)]
     assert rates[0] < 0.01 * peak
     assert set(rates[200:4000]) == {peak}
     assert rates[4500] == pytest.approx(peak / 2)

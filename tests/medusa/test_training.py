@@ -12,26 +12,26 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from decoders.errors import SettingsError
+from decoders.medusa import learner as learner_module
 from decoders.medusa import train as train_module
-from decoders.medusa import trainer as trainer_module
 from decoders.medusa.calibration import (
     UNKNOWN,
     HiddenStates,
-    MedusaTrainingError,
     Texts,
     labels_of,
     own_texts,
     read_files,
     rows_of_text,
 )
-from decoders.medusa.config import HeadsConfig, Run
+from decoders.medusa.config import HeadsConfig, HeadsTraining
 from decoders.medusa.files import load_heads
 from decoders.medusa.heads import MedusaHeads
+from decoders.medusa.learner import HeadsLearner, accuracies
 from decoders.medusa.train import hold_out, train_medusa
-from decoders.medusa.trainer import Trainer, accuracies
 from decoders.testing import tiny_model
+from decoders.training import Trainer, TrainingError
 
-SMALL = Run(
+SMALL = HeadsTraining(
     heads=2, tokens=20 * 32, length=32, own_share=0.5, epochs=3, batch=64, rate=3e-3, bf16=False, checks=2, patience=50
 )
 
@@ -88,8 +88,8 @@ def test_trained_heads_load_with_tree_and_card(tmp_path, model, tokenizer, texts
 def test_training_teaches_the_heads(tmp_path, model, tokenizer):
     counting = [" ".join(f"w{1 + (start + i) % 127}" for i in range(60)) for start in range(0, 120, 3)]
     options = vars(SMALL) | {"tokens": 2000, "own_share": 0.0, "projection": "full", "rate": 1e-2}
-    before = train(model, tokenizer, counting, tmp_path / "a", Run(**{**options, "epochs": 1, "rate": 0.0}))
-    after = train(model, tokenizer, counting, tmp_path / "b", Run(**{**options, "epochs": 25}))
+    before = train(model, tokenizer, counting, tmp_path / "a", HeadsTraining(**{**options, "epochs": 1, "rate": 0.0}))
+    after = train(model, tokenizer, counting, tmp_path / "b", HeadsTraining(**{**options, "epochs": 25}))
     assert after["held"]["text"]["top1"][0] > before["held"]["text"]["top1"][0] + 0.2
 
 
@@ -110,14 +110,14 @@ def test_interrupted_run_ends_where_a_whole_one_does(tmp_path, model, tokenizer,
         pass
 
     if where == "training":
-        learn = Trainer._learn
+        learn = HeadsLearner.learn
 
-        def interrupted(self, *args):
-            if self.step == 5:
+        def interrupted(self, step):
+            if step == 5:
                 raise Stop
-            return learn(self, *args)
+            return learn(self, step)
 
-        monkeypatch.setattr(Trainer, "_learn", interrupted)
+        monkeypatch.setattr(HeadsLearner, "learn", interrupted)
     else:
         from decoders.medusa import calibration
 
@@ -141,18 +141,18 @@ def test_interrupted_run_ends_where_a_whole_one_does(tmp_path, model, tokenizer,
 
 
 def test_checkpoint_of_other_settings_is_refused(tmp_path, model, tokenizer, texts, monkeypatch):
-    monkeypatch.setattr(trainer_module, "accuracies", lambda ranks: 1 / 0)
+    monkeypatch.setattr(learner_module, "accuracies", lambda ranks: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         train(model, tokenizer, texts, tmp_path, checkpoint_minutes=0)
     monkeypatch.undo()
-    other = Run(**{**vars(SMALL), "rate": 1e-4})
-    with pytest.raises(MedusaTrainingError, match="a run with other rate"):
+    other = HeadsTraining(**{**vars(SMALL), "rate": 1e-4})
+    with pytest.raises(TrainingError, match="a run with other rate"):
         train(model, tokenizer, texts, tmp_path, other)
     train(model, tokenizer, texts, tmp_path, other, resume=False)
 
 
 def test_training_stops_when_held_out_accuracy_does_not_grow(tmp_path, model, tokenizer, texts):
-    run = Run(**{**vars(SMALL), "epochs": 50, "rate": 0.0, "patience": 3})
+    run = HeadsTraining(**{**vars(SMALL), "epochs": 50, "rate": 0.0, "patience": 3})
     figures = train(model, tokenizer, texts, tmp_path, run)
     assert figures["steps"] <= 20, "of 400: three checks without a gain are enough"
 
@@ -162,12 +162,12 @@ def test_best_heads_are_kept_not_the_last(tmp_path, model, tokenizer, texts, mon
     kept = {}
     note = Trainer._note
 
-    def scripted(self, accuracy):
+    def scripted(self, score):
         note(self, next(shares))
-        kept[self.best_accuracy] = {name: t.clone() for name, t in self.best.items()}
+        kept[self.best_score] = {name: t.clone() for name, t in self.best.items()}
 
     monkeypatch.setattr(Trainer, "_note", scripted)
-    train(model, tokenizer, texts, tmp_path, Run(**{**vars(SMALL), "epochs": 40, "patience": 2}))
+    train(model, tokenizer, texts, tmp_path, HeadsTraining(**{**vars(SMALL), "epochs": 40, "patience": 2}))
     assert same(weights(tmp_path), kept[0.5]) and not same(kept[0.5], kept[0.1])
 
 
@@ -216,14 +216,14 @@ def test_hidden_states_are_those_of_the_output_head(tmp_path, model):
 
 
 def test_text_must_be_there_and_enough(tmp_path, tokenizer, model):
-    with pytest.raises(MedusaTrainingError, match="no file or folder"):
+    with pytest.raises(TrainingError, match="no file or folder"):
         read_files([tmp_path / "nowhere"])
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(MedusaTrainingError, match="there is no text"):
+    with pytest.raises(TrainingError, match="there is no text"):
         read_files([tmp_path])
     (tmp_path / "a.txt").write_text("w1 w2 w3")
     assert read_files([tmp_path]) == read_files([tmp_path / "a.txt"]) == ["w1 w2 w3"]
-    with pytest.raises(MedusaTrainingError, match="the text has 4 tokens"):
+    with pytest.raises(TrainingError, match="the text has 4 tokens"):
         rows_of_text(tokenizer, ["w1 w2 w3"], 32, 5, 0)
 
 
@@ -255,7 +255,7 @@ def test_hidden_states_of_another_model_are_not_taken_over(tmp_path, model):
 
 def test_senseless_settings_are_refused_before_the_work(tmp_path, model, tokenizer, texts):
     with pytest.raises(SettingsError, match="tied, low_rank or full"):
-        train(model, tokenizer, texts, tmp_path / "a", Run(**{**vars(SMALL), "projection": "none"}))
+        train(model, tokenizer, texts, tmp_path / "a", HeadsTraining(**{**vars(SMALL), "projection": "none"}))
     assert not (tmp_path / "a").exists()
 
 

@@ -34,7 +34,8 @@ WORKS = """
 import sys
 import decoders
 assert sys.prefix in decoders.__file__, decoders.__file__
-from decoders import demo, library
+from decoders import demo
+from decoders.constraints import library
 assert "json.lark" in library.names(), library.names()
 for name in library.names():
     assert library.read(name)

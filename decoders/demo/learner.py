@@ -1,0 +1,156 @@
+"""One demo model while it is trained: its settings, its loss, and how its weights are written."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..training import Learner, Run
+from ..training.schedules import warmup_stable_decay
+from .batches import Batches
+from .shapes import DemoShape
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+WARMUP_STEPS = 200
+DECAY_SHARE = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoTraining:
+    """Settings of one demo model's training.
+
+    Attributes:
+        shape: of the model, with its peak learning rate.
+        tokens: to learn from, which sets the number of steps; all other settings decide what is learnt from the same tokens.
+        seed: of the weights and of the order of the data.
+        rows: of a batch.
+        length: tokens of a row.
+        weight_decay: of the matrices.
+        clip: greatest norm of the gradients.
+    """
+
+    shape: DemoShape
+    tokens: int
+    seed: int = 0
+    rows: int = 8
+    length: int = 512
+    weight_decay: float = 0.1
+    clip: float = 1.0
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps; each sees `rows * length` tokens."""
+        return max(1, self.tokens // (self.rows * self.length))
+
+    def rate(self, step: int) -> float:
+        """Learning rate: warm-up, stable, linear decay to zero over the last fifth."""
+        warmup_steps = min(WARMUP_STEPS, max(1, self.steps // 10))
+        return warmup_stable_decay(
+            step, self.steps, self.shape.learning_rate, warmup_steps=warmup_steps, decay_share=DECAY_SHARE
+        )
+
+    def run(self, corpus: str) -> Run:
+        """The run on a corpus with the fingerprint `corpus`. It may be resumed with another number of tokens."""
+        settings = {name: value for name, value in asdict(self).items() if name != "tokens"}
+        return Run(steps=self.steps, rate=self.rate, identity={**settings, "corpus": corpus}, clip=self.clip)
+
+
+class DemoLearner(Learner):
+    """A demo model, its tokenizer and its optimizers.
+
+    Args:
+        batches: data by step.
+        compile: compile the training step.
+        bf16: compute in bfloat16.
+    """
+
+    model: LlamaForCausalLM
+
+    def __init__(
+        self,
+        training: DemoTraining,
+        tokenizer: PreTrainedTokenizerFast,
+        batches: Batches,
+        *,
+        compile: bool = True,
+        bf16: bool = True,
+    ) -> None:
+        self.training, self.tokenizer, self.batches, self.bf16 = training, tokenizer, batches, bf16
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(training.seed)
+            self.model = training.shape.model(vocabulary=len(tokenizer))
+        self.optimizers = _optimizers(self.model, training)
+        self.positions = training.rows * training.length
+        self._loss_of: Callable[[Tensor], Tensor] = torch.compile(self._loss) if compile else self._loss
+
+    def learn(self, step: int) -> Tensor:
+        loss = self._loss_of(self.batches.batch(step))
+        loss.backward()
+        return loss.detach()
+
+    def _loss(self, ids: Tensor) -> Tensor:
+        """ids: [B, T + 1] int64 -> mean cross-entropy in nats, scalar."""
+        with torch.autocast("cpu", torch.bfloat16) if self.bf16 else nullcontext():
+            logits = self.model(input_ids=ids[:, :-1], use_cache=False).logits
+        return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+
+    def rounded(self) -> LlamaForCausalLM:
+        """A copy of the model in bf16: the weights that are written."""
+        model = copy.deepcopy(self.model)
+        model.bfloat16()
+        model.config.dtype = torch.bfloat16
+        model.config.architectures = [type(model).__name__]
+        return model
+
+    def export(self, directory: Path, card: str) -> None:
+        """Writes the rounded model, the tokenizer and the card where `from_pretrained` finds them."""
+        from safetensors.torch import save_file
+
+        # Files are written aside and moved, so that a reader never sees half a file while training goes on.
+        partial = directory.with_name(f".{directory.name}.partial")
+        partial.mkdir(exist_ok=True)
+        model = self.rounded()
+        model.config.save_pretrained(partial)
+        model.generation_config.save_pretrained(partial)
+        # Not model.save_pretrained: it would draw its own progress bar through ours.
+        weights = {name: weight for name, weight in model.state_dict().items() if name != "lm_head.weight"}
+        save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
+        self.tokenizer.save_pretrained(partial)
+        (partial / "README.md").write_text(card, encoding="utf-8")
+        directory.mkdir(exist_ok=True)
+        for file in partial.iterdir():
+            file.chmod(0o644)
+            file.replace(directory / file.name)
+        partial.rmdir()
+
+
+def _optimizers(model: torch.nn.Module, training: DemoTraining) -> tuple[torch.optim.Optimizer, ...]:
+    """Muon for the hidden matrices, AdamW for the embedding and the norms (Muon is not defined for them).
+
+    `match_rms_adamw` scales Muon's updates to AdamW's, so that one learning rate serves both.
+    """
+    hidden: list[torch.nn.Parameter] = []
+    embeddings: list[torch.nn.Parameter] = []
+    norms: list[torch.nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        group = norms if parameter.dim() < 2 else embeddings if "embed" in name else hidden
+        group.append(parameter)
+    rate, decay = training.shape.learning_rate, training.weight_decay
+    return (
+        torch.optim.Muon(hidden, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(
+            [{"params": embeddings, "weight_decay": decay}, {"params": norms, "weight_decay": 0.0}],
+            lr=rate,
+            betas=(0.9, 0.95),
+            fused=True,
+        ),
+    )

@@ -1,0 +1,205 @@
+"""One training run: the loop over optimizer steps, and its state on disk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..errors import DecodersError
+from .learner import Learner
+from .progress import Pace, progress_bar
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+class TrainingError(DecodersError):
+    """Training cannot start or go on: there is too little text, or the checkpoint belongs to another run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """How long a model is trained, and at which pace.
+
+    Attributes:
+        steps: optimizer steps of a run that is not stopped early.
+        rate: learning rate by step.
+        identity: what a checkpoint must agree on to be resumed, JSON-safe: settings, fingerprints of data and model.
+        clip: greatest norm of the gradients; None leaves them as they are.
+        check_every: steps between checks of the held-out scores, the last step is checked too; None checks nothing.
+        patience: checks without a better score before training stops.
+    """
+
+    steps: int
+    rate: Callable[[int], float]
+    identity: Mapping[str, Any]
+    clip: float | None = None
+    check_every: int | None = None
+    patience: int | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one optimizer step reports.
+
+    Attributes:
+        done: steps done so far.
+        loss: of this step.
+        seconds: of this step, the check apart.
+        scores: held-out scores, if they were just measured.
+    """
+
+    done: int
+    loss: float
+    seconds: float
+    scores: list[float] | None = None
+
+
+class Trainer:
+    """Model, optimizers, step count and best weights of one run: the state that a checkpoint holds.
+
+    Attributes:
+        step: optimizer steps done.
+        seconds: spent in them, checks included, over all sessions of the run.
+        best: weights with the best score so far; None in a run without checks.
+        best_score: mean of their scores.
+        checks_since_best: checks that brought no better score.
+    """
+
+    def __init__(self, learner: Learner, run: Run) -> None:
+        self.learner, self.run = learner, run
+        self.step = self.checks_since_best = 0
+        self.seconds = self.best_score = 0.0
+        self.best = self._weights() if run.check_every is not None else None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the run is over: all steps done, or `patience` checks without a gain."""
+        patience = self.run.patience
+        return self.step >= self.run.steps or (patience is not None and self.checks_since_best >= patience)
+
+    def train(
+        self,
+        name: str,
+        checkpoint: Path,
+        *,
+        resume: bool = True,
+        checkpoint_minutes: float = 1.0,
+        console: Console | None = None,
+        on_step: Callable[[Step], None] = lambda step: None,
+        on_checkpoint: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Trains to the end, from the last checkpoint on if there is one to `resume`, and leaves a checkpoint.
+
+        With a console shows a progress bar and a line at each checkpoint.
+
+        Args:
+            name: of what is trained, for the progress bar.
+            on_step: called after every step, before a checkpoint.
+            on_checkpoint: called after every checkpoint on the way.
+
+        Raises:
+            TrainingError: the checkpoint is of another run.
+        """
+        if resume and checkpoint.exists():
+            self.load(checkpoint)
+        saved, pace = time.monotonic(), Pace(self.learner.positions)
+        with progress_bar(console, f"train {name}", self.run.steps, self.step) as advance:
+            for step in self.steps():
+                pace.update(step.loss, step.seconds)
+                advance(1, str(pace))
+                on_step(step)
+                if time.monotonic() - saved > 60 * checkpoint_minutes:
+                    self.save(checkpoint)
+                    on_checkpoint()
+                    if console is not None:  # for logs, where a live bar cannot be drawn
+                        console.log(f"{name}: step {step.done} of {self.run.steps}, {pace}")
+                    saved = time.monotonic()
+        self.save(checkpoint)
+
+    def steps(self) -> Iterator[Step]:
+        """Trains to the end of the run, one step an item; then the best weights are in the model."""
+        run, model = self.run, self.learner.model
+        model.train()
+        while not self.stopped:
+            started = time.monotonic()
+            loss = self.learner.learn(self.step)
+            self._update()
+            self.step += 1
+            seconds = time.monotonic() - started
+            scores = None
+            if run.check_every is not None and (self.step % run.check_every == 0 or self.step == run.steps):
+                scores = self.learner.scores()
+                self._note(sum(scores) / len(scores))
+            self.seconds += time.monotonic() - started
+            yield Step(self.step, loss.item(), seconds, scores)
+        if self.best is not None:
+            model.load_state_dict(self.best)
+        model.eval()
+
+    def _update(self) -> None:
+        """Moves the weights along the gradients that are in the model, and clears these."""
+        if self.run.clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.learner.model.parameters(), self.run.clip)
+        rate = self.run.rate(self.step)
+        for optimizer in self.learner.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def _note(self, score: float) -> None:
+        """Keeps the weights if no earlier ones scored as well."""
+        if score > self.best_score:
+            self.best_score, self.checks_since_best = score, 0
+            self.best = self._weights()
+        else:
+            self.checks_since_best += 1
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in self.learner.model.state_dict().items()}
+
+    def save(self, checkpoint: Path) -> None:
+        """Writes the whole state, loadable with ``weights_only``; an interrupted write costs no earlier checkpoint."""
+        state = {
+            "identity": dict(self.run.identity),
+            "step": self.step,
+            "seconds": self.seconds,
+            "model": self.learner.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.learner.optimizers],
+            "best": self.best,
+            "best_score": self.best_score,
+            "checks_since_best": self.checks_since_best,
+        }
+        partial = checkpoint.with_suffix(".partial")
+        torch.save(state, partial)
+        partial.replace(checkpoint)
+
+    def load(self, checkpoint: Path) -> None:
+        """Goes on from a checkpoint.
+
+        Raises:
+            TrainingError: it is of a run with other settings, other data or another model, or of an earlier version.
+        """
+        device = next(self.learner.model.parameters()).device
+        state = torch.load(checkpoint, weights_only=True, map_location=device)
+        own, other = self.run.identity, state.get("identity", {})
+        different = sorted(name for name in {*own, *other} if own.get(name) != other.get(name))
+        if different or "optimizers" not in state:
+            names = ", ".join(different) or "settings"
+            raise TrainingError(
+                f"{checkpoint} is of a run with other {names}: with other settings choose another folder, "
+                "or train without resuming"
+            )
+        self.learner.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.learner.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.step, self.seconds = state["step"], state["seconds"]
+        self.best, self.best_score = state["best"], state["best_score"]
+        self.checks_since_best = state["checks_since_best"]

@@ -1,0 +1,83 @@
+"""Everything imported is declared, everything declared is imported. What decoding may import is a contract in pyproject.toml."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "decoders"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+#: What each part of the package may import beyond the default dependencies, by the extra that brings it.
+EXTRAS = {"bench": {"psutil", "matplotlib"}, "testing": {"pytest"}, "hf": {"gguf", "accelerate"}}
+
+
+def normal(name: str) -> str:
+    """A distribution's name as PyPI compares it, without version and extras."""
+    return re.sub(r"[-_.]+", "-", re.split(r"[\s\[<>=!~;]", name)[0]).lower()
+
+
+DEFAULT = {normal(requirement) for requirement in PROJECT["dependencies"]}
+IN_EXTRAS = {normal(r) for extra in PROJECT["optional-dependencies"].values() for r in extra}
+
+
+def imports(tree: ast.AST, inside_function: bool = False) -> Iterator[tuple[str, bool]]:
+    """(imported package, whether only inside a function); of the lines under TYPE_CHECKING none."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((alias.name.split(".")[0], inside_function) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module.split(".")[0], inside_function
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("find_spec"):
+            yield from ((arg.value, True) for arg in node.args if isinstance(arg, ast.Constant))
+        inner = inside_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        yield from imports(node, inner)
+
+
+def third_party() -> Iterator[tuple[Path, str, bool]]:
+    """(file, package, whether only inside a function) of all imports that are neither ours nor Python's."""
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for package, inside in imports(ast.parse(file.read_text(encoding="utf-8"))):
+            if package not in sys.stdlib_module_names and package != "decoders":
+                yield file.relative_to(PACKAGE), package, inside
+
+
+INSTALLED = packages_distributions()
+
+
+def distributions(package: str) -> set[str]:
+    return {normal(name) for name in INSTALLED.get(package, [package])}
+
+
+def test_every_import_is_declared() -> None:
+    missing = []
+    for file, package, inside in third_party():
+        if distributions(package) & DEFAULT:
+            continue
+        optional = package in EXTRAS.get(file.parts[0], ()) and distributions(package) & IN_EXTRAS
+        if not (optional and inside):  # a package of an extra must not be needed to import ours
+            missing.append(f"{file}: {package}")
+    assert not sorted(set(missing))
+
+
+def test_every_default_dependency_is_imported() -> None:
+    used = {name for _, package, _ in third_party() for name in distributions(package)}
+    assert not DEFAULT - used
+
+
+def test_importing_the_package_imports_nothing_else() -> None:
+    code = (
+        "import sys; before = set(sys.modules); import decoders\n"
+        "names = {name for name in set(sys.modules) - before if name.split('.')[0] not in sys.stdlib_module_names}\n"
+        "print(*sorted(names))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout.split()) == (0, ["decoders", "decoders.deprecated"]), done.stderr

@@ -1,0 +1,127 @@
+"""The training loop by itself, with a model of one weight."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from decoders.training import Learner, Run, Trainer, TrainingError
+from decoders.training.schedules import warmup_cosine, warmup_stable_decay
+
+
+class Line(Learner):
+    """Fits ``y = 3 x``; its scores are read from a script."""
+
+    def __init__(self, scores: list[float] | None = None) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(1, 1)
+        self.optimizers = [torch.optim.AdamW(self.model.parameters())]
+        self.positions, self.seen, self.script = 4, [], list(scores or ())
+
+    def learn(self, step: int) -> Tensor:
+        self.seen.append(step)
+        x = torch.randn(4, 1, generator=torch.Generator().manual_seed(step))
+        loss = (self.model(x) - 3 * x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    def scores(self) -> list[float]:
+        return [self.script.pop(0)]
+
+
+def run(**settings) -> Run:
+    return Run(**{"steps": 10, "rate": lambda step: 0.1, "identity": {"seed": 0}, **settings})
+
+
+def weight(learner: Line) -> float:
+    return learner.model.weight.item()
+
+
+def test_it_learns_and_leaves_the_model_ready_to_use(tmp_path: Path) -> None:
+    learner = Line()
+    Trainer(learner, run(steps=200)).train("line", tmp_path / "line.pt")
+    assert weight(learner) == pytest.approx(3, abs=0.1)
+    assert learner.seen == list(range(200)) and not learner.model.training
+
+
+def test_an_interrupted_run_ends_where_a_whole_one_does(tmp_path: Path) -> None:
+    whole = Line()
+    Trainer(whole, run()).train("line", tmp_path / "whole.pt")
+    cut = Line()
+    trainer = Trainer(cut, run())
+    steps = trainer.steps()
+    for _ in range(4):
+        next(steps)
+    trainer.save(tmp_path / "cut.pt")
+    other = Line()
+    Trainer(other, run()).train("line", tmp_path / "cut.pt")
+    assert other.seen == [4, 5, 6, 7, 8, 9] and weight(other) == weight(whole)
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
+    Trainer(Line(), run()).train("line", tmp_path / "line.pt")
+    again = Line()
+    trainer = Trainer(again, run())
+    trainer.train("line", tmp_path / "line.pt")
+    assert again.seen == [] and trainer.step == 10
+
+
+def test_checkpoint_of_another_run_is_refused_with_what_differs(tmp_path: Path) -> None:
+    Trainer(Line(), run()).train("line", tmp_path / "line.pt")
+    with pytest.raises(TrainingError, match="other seed"):
+        Trainer(Line(), run(identity={"seed": 1})).train("line", tmp_path / "line.pt")
+    torch.save({"run": {"seed": 0}, "step": 3}, tmp_path / "line.pt")  # as an earlier version wrote it
+    with pytest.raises(TrainingError, match="without resuming"):
+        Trainer(Line(), run()).train("line", tmp_path / "line.pt")
+    learner = Line()
+    Trainer(learner, run()).train("line", tmp_path / "line.pt", resume=False)
+    assert len(learner.seen) == 10
+
+
+def test_training_stops_without_a_gain_and_the_best_weights_are_taken(tmp_path: Path) -> None:
+    learner, weights = Line([0.1, 0.5, 0.2, 0.5, 0.9]), []
+    trainer = Trainer(learner, run(check_every=2, patience=2))
+    trainer.train("line", tmp_path / "line.pt", on_step=lambda step: weights.append(weight(learner)))
+    assert trainer.step == 8, "checked after 2, 4, 6 and 8 steps; 0.5 again is no gain"
+    assert trainer.best_score == 0.5 and weight(learner) == weights[3]
+
+
+def test_gradients_are_clipped_before_the_step() -> None:
+    learner = Line()
+    learner.optimizers = [torch.optim.SGD(learner.model.parameters())]
+    before = torch.cat([p.detach().flatten().clone() for p in learner.model.parameters()])
+    next(Trainer(learner, run(clip=0.01, rate=lambda step: 1.0)).steps())
+    after = torch.cat([p.detach().flatten() for p in learner.model.parameters()])
+    assert (after - before).norm().item() == pytest.approx(0.01, rel=1e-3)
+
+
+def test_progress_is_told_at_checkpoints(tmp_path: Path) -> None:
+    log, checkpoints = io.StringIO(), []
+    Trainer(Line(), run(steps=3)).train(
+        "line", tmp_path / "line.pt", checkpoint_minutes=0, console=Console(file=log, width=120),
+        on_checkpoint=lambda: checkpoints.append((tmp_path / "line.pt").exists()),
+    )  # fmt: skip
+    assert "line: step 3 of 3, loss" in log.getvalue() and checkpoints == [True] * 3
+
+
+def test_schedules() -> None:
+    stable = [warmup_stable_decay(step, 100, 2.0, warmup_steps=10, decay_share=0.2) for step in range(101)]
+    assert stable[0] == pytest.approx(0.2) and set(stable[10:80]) == {2.0}
+    assert stable[90] == pytest.approx(1.0) and stable[100] == 0
+    cosine = [warmup_cosine(step, 100, 2.0, warmup_share=0.1) for step in range(101)]
+    assert cosine[0] == pytest.approx(0.2) and cosine[50] == pytest.approx(1.0) and cosine[100] == pytest.approx(0)
+    assert max(cosine) == cosine[9]
+
+
+def test_old_names_still_work() -> None:
+    from decoders.medusa import calibration, config
+
+    with pytest.warns(FutureWarning, match="HeadsTraining"):
+        assert config.Run is config.HeadsTraining
+    with pytest.warns(FutureWarning, match="decoders.training.TrainingError"):
+        assert calibration.MedusaTrainingError is TrainingError
