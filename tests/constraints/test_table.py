@@ -222,6 +222,7 @@ def test_mask_of_every_state_is_what_walking_each_token_says(regex):
 
 
 @QUICK
+@example(r"[^x]{3}(x|.{0,4})", [], [b"\x80  \x00"])  # ends a character, and goes on with more of them than tokens begin with
 @example("(aa|a[^a])*", [], [])  # room for as many plain characters as tokens have, and behind it a state without
 @given(
     st.one_of(REGEX, st.sampled_from(REGEXES)),
