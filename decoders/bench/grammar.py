@@ -16,8 +16,9 @@ import torch
 
 from ..constraints.base import Backend, CompiledGrammar, Language, Tabulated, mask_words, unpack
 from ..constraints.vocabulary import Vocabulary
+from ..engine.grammar.host_guide import HostGuide
 from ..errors import GrammarError
-from ..tree import NO_PARENT
+from ..tree import NO_PARENT, Topology
 from .grammar_subjects import Subject
 from .memory import held
 
@@ -37,7 +38,8 @@ class Cost:
         language_ms: from the specification to a language. compile_ms: from there to a grammar.
         first_mask_ms: from the specification to the first mask. All three are medians.
         mask_us, slow_mask_us: median and 99th percentile along the text, the first walk among several.
-        tree_us: masks of a tree of :data:`NODES` draft tokens, median.
+        tree_us: what may follow every node of a tree of :data:`NODES` draft tokens, as the loop gets it on the host: walked
+            node by node, masks unpacked. Median.
         memory: bytes held after the walks. states, rows: of the table.
         error: why it was not compiled.
     """
@@ -66,7 +68,9 @@ class Tree:
     """Draft tokens after a text: those of the text itself and others that are legal.
 
     Attributes:
-        taken: tokens before it. parents, tokens: as :meth:`Matcher.fill_tree` has them.
+        taken: tokens before it.
+        parents: of each node; the root is node 0, without a parent.
+        tokens: of each node; the root's has been taken.
     """
 
     taken: list[int]
@@ -107,21 +111,35 @@ def measure(
         progress(f"{subject.name}, {backend.name}, {len(vocabulary)} tokens")
     grammars = [grammar for _, grammar in found if grammar is not None]
     times: dict[int, list[float]] = {id(grammar): [] for grammar in grammars}
-    out = torch.empty(NODES, mask_words(len(vocabulary)), dtype=torch.int32)
     for tree in trees(grammars[0], list(vocabulary.encode(subject.text))) if grammars else ():
-        matchers = [grammar.start() for grammar in grammars]
-        for matcher in matchers:
-            matcher.advance(tree.taken)
+        guides = [_guide(grammar, tree.taken) for grammar in grammars]
+        draft_tokens, topology = torch.tensor([tree.tokens[1:]]), Topology.from_parents(tree.parents)
         for turn in range(repeats + 1):
-            for grammar, matcher in zip(grammars, matchers, strict=True):
+            for grammar, guide in zip(grammars, guides, strict=True):
                 begin = time.perf_counter()
-                matcher.fill_tree(tree.parents, tree.tokens, out)
+                guide.block(draft_tokens, topology)
                 if turn:  # the first one warms up
                     times[id(grammar)].append((time.perf_counter() - begin) * 1e6)
+                _forget(guide)
     return [
         cost if grammar is None else Cost(**(asdict(cost) | {"tree_us": statistics.median(times[id(grammar)])}))
         for cost, grammar in found
     ]
+
+
+def _guide(grammar: CompiledGrammar, taken: Sequence[int]) -> HostGuide:
+    """One row behind the tokens `taken`, as the loop on the host has it."""
+    guide = HostGuide.of([grammar], len(grammar.vocabulary), torch.device("cpu"))
+    for token in taken:
+        guide.append(torch.tensor([token]))
+    _forget(guide)
+    return guide
+
+
+def _forget(guide: HostGuide) -> None:
+    """Makes `guide` forget the masks of its last block, as committing a step does."""
+    guide.table.clear()
+    guide.positions = [text.settle(position) for text, position in zip(guide.texts, guide.positions, strict=True)]
 
 
 def _compiled(
@@ -188,23 +206,26 @@ def trees(grammar: CompiledGrammar, tokens: Sequence[int]) -> list[Tree]:
     draw = random.Random(0)
     size = len(grammar.vocabulary)
     out = torch.empty(mask_words(size), dtype=torch.int32)
-    grown = []
+    expanded = []
     for place in range(PLACES):
         taken = list(tokens[: len(tokens) * place // PLACES])
-        root = grammar.start()
-        root.advance(taken)
-        parents, draft_tokens, depths, matchers = [NO_PARENT], [0], [0], [root]
+        matcher = grammar.start()
+        matcher.advance(taken)
+        parents, draft_tokens, depths = [NO_PARENT], [0], [0]
+        paths: list[list[int]] = [[]]  # tokens down to each node
         while len(parents) < NODES:
             node = len(parents)
             parent = node - 1 if node <= DEPTH else draw.choice([n for n in range(node) if depths[n] < DEPTH])
-            matcher = matchers[parent].fork()
+            above = matcher.advance(paths[parent])
             matcher.fill_mask(out)
             ahead = len(taken) + node - 1
             legal = unpack(out, size).nonzero().flatten().tolist()
             draft_token = tokens[ahead] if node <= DEPTH and ahead < len(tokens) else draw.choice(legal)
+            count = matcher.advance([draft_token])
+            matcher.rollback(above + count)
             parents.append(parent)
             draft_tokens.append(draft_token)
-            depths.append(depths[parent] + 1 if matcher.advance([draft_token]) and not matcher.stopped else DEPTH)
-            matchers.append(matcher)
-        grown.append(Tree(taken, parents, draft_tokens))
-    return grown
+            depths.append(depths[parent] + 1 if count and draft_token not in grammar.vocabulary.stops else DEPTH)
+            paths.append([*paths[parent], draft_token])
+        expanded.append(Tree(taken, parents, draft_tokens))
+    return expanded

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -67,22 +66,6 @@ class TableGrammar(Tabulated):
             self._steps[state][token] = after
             self._remembered += 1
         return after
-
-    def walk(self, parents: Sequence[int], tokens: Sequence[int], state: int) -> list[int]:
-        """The state after each node of a tree, see :meth:`Matcher.fill_tree`; 0 where it is illegal or never accepted."""
-        states = [state]
-        append, steps = states.append, self._steps
-        for node in range(1, len(parents)):
-            parent = parents[node]
-            if parent < 0:
-                append(0)
-                continue
-            try:
-                append(steps[states[parent]][tokens[node]])
-            except KeyError:
-                append(self.step(states[parent], tokens[node]))
-                steps = self._steps
-        return states
 
     def forced_bytes(self, state: int) -> bytes:
         """The bytes that every text goes on with."""
