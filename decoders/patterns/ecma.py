@@ -47,8 +47,8 @@ def strings(pattern: str) -> tuple[tuple[Rx, bool], ...]:
     Raises:
         GrammarError: not a regular expression of ECMA-262, or one that is not a regular language here.
     """
-    if len(pattern) > 20_000:
-        limits.exceeded("pattern length", 20_000, "a pattern", "pattern")
+    if len(pattern) > limits.PATTERN_CHARACTERS:
+        limits.exceeded("PATTERN_CHARACTERS", limits.PATTERN_CHARACTERS, "a pattern", "pattern")
     conditions = _Ecma(pattern).read()
     if any(copies(rx) > limits.COPIES for rx, _ in conditions):
         limits.exceeded(

@@ -6,7 +6,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from ..errors import GrammarError
-from ..patterns import limits
+from . import limits
 from .arrays import Arrays
 from .finite import values
 from .nodes import Node

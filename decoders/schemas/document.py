@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import GrammarError
-from ..patterns import limits
+from . import limits
 
 if TYPE_CHECKING:
     from referencing import Registry

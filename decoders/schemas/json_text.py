@@ -11,9 +11,10 @@ import re
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from ..patterns import characters, limits, writer
+from ..patterns import characters, writer
 from ..patterns.characters import Ranges
 from ..patterns.tree import Cat, Chars, Or, Repeat, Rx
+from . import limits
 
 if TYPE_CHECKING:
     from interegular.fsm import FSM

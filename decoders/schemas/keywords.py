@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import GrammarError
-from ..patterns import ecma, limits
-from . import formats, numbers, strings
+from ..patterns import ecma
+from . import formats, limits, numbers, strings
 from .arrays import Arrays, Count, Items
 from .document import Place
 from .nodes import FALSE, TRUE, Node

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from typing import Any, TypeAlias
 
-from ..patterns import limits
+from . import limits
 
 Node: TypeAlias = int
 

@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import GrammarError
-from ..patterns import limits
-from . import arrays, keywords, objects, shapes
+from . import arrays, keywords, limits, objects, shapes
 from .document import Place
 from .nodes import FALSE, TRUE, Node, Nodes
 from .objects import Objects, Property

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ..patterns import limits
+from . import limits
 
 
 @dataclass(frozen=True)

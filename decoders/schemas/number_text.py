@@ -14,8 +14,8 @@ from functools import lru_cache
 from typing import Any
 
 from ..errors import GrammarError
-from ..patterns import automata, ecma, limits
-from . import json_text
+from ..patterns import automata, ecma
+from . import json_text, limits
 from .numbers import Numbers, both
 
 INTEGER = "-?(?:0|[1-9][0-9]*)"

@@ -11,8 +11,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING
 
 from ..errors import GrammarError
-from ..patterns import limits
-from . import json_text, strings
+from . import json_text, limits, strings
 from .nodes import FALSE, TRUE, Node
 from .notation import EMPTY, NOTHING, Expr, alt, rep, seq, text
 from .objects import Objects, Property

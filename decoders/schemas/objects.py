@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from ..patterns import limits
-from . import strings
+from . import limits, strings
 from .nodes import FALSE, TRUE, Node
 from .reach import Emptiness
 from .strings import Strings

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ..patterns import limits
-from . import arrays, numbers, objects, strings
+from . import arrays, limits, numbers, objects, strings
 from .arrays import Arrays
 from .numbers import Numbers
 from .objects import Objects

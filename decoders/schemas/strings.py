@@ -7,7 +7,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ..errors import GrammarError
-from ..patterns import automata, limits
+from ..patterns import automata
+from ..patterns import limits as pattern_limits
 from ..patterns.tree import NOTHING, Rx, words
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def _nothing(strings: Strings) -> bool:
     try:
         return strings.automaton().empty()
     except GrammarError:
-        if strings.high is None or strings.high >= limits.STATES:
+        if strings.high is None or strings.high >= pattern_limits.STATES:
             raise
         patterns = replace(strings, low=0, high=None).automaton()
     reached = set() if patterns.empty() else {0}

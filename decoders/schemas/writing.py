@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import GrammarError
-from ..patterns import limits
-from . import json_text, notation, number_text
+from . import json_text, limits, notation, number_text
 from .array_text import write_array
 from .nodes import FALSE, Node
 from .normal import Normal
