@@ -54,7 +54,8 @@ class Tables:
         mask_of: ``[S]`` int64, row of `masks` of each state.
         masks: ``[R, W]`` int32. Stop tokens are among the bits of accepting states; the dead state's mask is ones, so that
             no softmax over nothing arises.
-        start: the first state. stopped: the state after a stop token, where only stop tokens are legal.
+        start: the first state.
+        stopped: the state after a stop token, where only stop tokens are legal.
     """
 
     next: Tensor
@@ -74,7 +75,8 @@ class CompiledGrammar(ABC):
     """A language compiled for a vocabulary. Immutable; shared by all calls.
 
     Attributes:
-        language, vocabulary, policy: what it was compiled from and for. backend: name of what compiled it.
+        language, vocabulary, policy: what it was compiled from and for.
+        backend: name of what compiled it.
     """
 
     backend: str
@@ -100,7 +102,8 @@ class Tabulated(CompiledGrammar):
     """A grammar whose positions are states of an automaton, with a mask for each: walking it is looking up numbers.
 
     Attributes:
-        first: the state of the empty text. mask_rows: for every state the row of its mask in ``tables().masks``.
+        first: the state of the empty text.
+        mask_rows: for every state the row of its mask in ``tables().masks``.
     """
 
     first: int
@@ -167,7 +170,8 @@ class Backend(ABC):
     """Compiles languages. Made without arguments; instances hold nothing.
 
     Class attributes:
-        name: registry name, ``snake_case``. summary: one line for listings.
+        name: registry name, ``snake_case``.
+        summary: one line for listings.
     """
 
     name: ClassVar[str]

@@ -80,7 +80,8 @@ def as_specs(value: Any, prompts: int, per_prompt: int = 1) -> list[Spec | Compi
 
     Args:
         value: what :func:`as_spec` takes, for all rows; or a list or tuple with one for each prompt, None for anything.
-        prompts: rows of the input. per_prompt: ``num_return_sequences``.
+        prompts: rows of the input.
+        per_prompt: ``num_return_sequences``.
 
     Returns:
         ``prompts * per_prompt`` entries, those of a prompt side by side, as transformers orders them.

@@ -25,8 +25,8 @@ class Vocabulary:
     Attributes:
         tokens: ``V`` entries; None for what never stands in a text: special tokens, stop tokens, unused rows of the logits.
         stops: ids that end a text.
-        encode: text to ids as the tokenizer itself writes it, no special tokens. rules: a text that tells ways to encode
-            apart, for vocabularies that have the same tokens.
+        encode: text to ids as the tokenizer itself writes it, no special tokens.
+        rules: a text that tells ways to encode apart, for vocabularies that have the same tokens.
     """
 
     def __init__(

@@ -14,8 +14,10 @@ def refined(
     over all states would be quadratic. A block's largest part keeps its name: what leads there needs no second look.
 
     Args:
-        blocks: block of each state, -1 for those that do not count. states: those that do.
-        ways: what each state leads to, symbol by symbol, the same symbols within a block. before: what leads to each state.
+        blocks: block of each state, -1 for those that do not count.
+        states: those that do.
+        ways: what each state leads to, symbol by symbol, the same symbols within a block.
+        before: what leads to each state.
     """
     blocks = [*blocks]
     size = [0] * (max(blocks, default=-1) + 1)

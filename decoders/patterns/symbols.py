@@ -18,7 +18,8 @@ class Symbols:
     """Numbers that stand for characters.
 
     Attributes:
-        count: of symbols, from 0 on. of: the symbols of each set in the trees.
+        count: of symbols, from 0 on.
+        of: the symbols of each set in the trees.
     """
 
     def __init__(self, trees: Sequence[Rx]) -> None:

@@ -27,7 +27,9 @@ class Place:
     """A schema within the document.
 
     Attributes:
-        schema: an object of JSON. year: of its draft (2013, 2017, 2018, 2019, 2020). path: where it stands, for messages.
+        schema: an object of JSON.
+        year: of its draft (2013, 2017, 2018, 2019, 2020).
+        path: where it stands, for messages.
         dynamic: whether there are dynamic references, the target of which depends on the way to them.
     """
 

@@ -19,8 +19,9 @@ class Terminal:
     """Texts that are no further divided.
 
     Attributes:
-        lark: a definition. regex: makes the same as a regular expression; None if that is too long. rule: `lark` can only
-            define a rule, not a terminal.
+        lark: a definition.
+        regex: makes the same as a regular expression; None if that is too long.
+        rule: `lark` can only define a rule, not a terminal.
     """
 
     lark: str

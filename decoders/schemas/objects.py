@@ -35,8 +35,9 @@ class Objects:
     """Objects of `low` to `high` properties.
 
     Attributes:
-        properties: declared ones. rest: classes of other keys and what their values are; a key of none cannot occur. Two
-            classes share keys only if they agree on the values.
+        properties: declared ones.
+        rest: classes of other keys and what their values are; a key of none cannot occur. Two classes share keys only
+            if they agree on the values.
         some: for each, some property that is not declared has such a key and such a value.
         seen: what has been evaluated; no part of the set.
     """

@@ -20,9 +20,11 @@ class Strings:
     """Strings that meet every condition.
 
     Attributes:
-        conditions: trees, each to be met (True) or not. formats: trees of ``format``, met by what is written. A format is a
-            condition to some and an annotation to others: nothing is concluded from one, so that both are satisfied.
-        low, high: length in characters. values: none but these, if given; all other conditions are dealt with then.
+        conditions: trees, each to be met (True) or not.
+        formats: trees of ``format``, met by what is written. A format is a condition to some and an annotation to
+            others: nothing is concluded from one, so that both are satisfied.
+        low, high: length in characters.
+        values: none but these, if given; all other conditions are dealt with then.
         excluded: none of these.
     """
 

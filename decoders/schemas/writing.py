@@ -20,8 +20,9 @@ class Whitespace:
     """White space that may stand in a text, as regular expressions; bounded everywhere.
 
     Attributes:
-        opened: after an opening bracket. closing: before a closing one, if anything is inside. comma, colon: the sign
-            and what may follow it.
+        opened: after an opening bracket.
+        closing: before a closing one, if anything is inside.
+        comma, colon: the sign and what may follow it.
     """
 
     opened: str

@@ -19,8 +19,10 @@ class TokenAutomaton(Tabulated):
     """An automaton over token ids.
 
     Args:
-        following: for each state from 2 on, its successor by token. accepting: states where the text may end.
-        vocabulary: size of the model's logits. stops: tokens that end a text.
+        following: for each state from 2 on, its successor by token.
+        accepting: states where the text may end.
+        vocabulary: size of the model's logits.
+        stops: tokens that end a text.
     """
 
     backend = "toy"

@@ -73,7 +73,8 @@ class Bytes:
     """A byte automaton. State 0 is dead; the language is empty if `start` is 0.
 
     Attributes:
-        next: ``[S, 256]`` int32. accepting: ``[S]`` bool.
+        next: ``[S, 256]`` int32.
+        accepting: ``[S]`` bool.
     """
 
     next: NDArray[np.int32]

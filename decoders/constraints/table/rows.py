@@ -17,7 +17,8 @@ class Row:
     """A mask.
 
     Attributes:
-        places: ``[k]``, ascending, the words that are not zero; None for all. words: ``[k]`` int32, these words.
+        places: ``[k]``, ascending, the words that are not zero; None for all.
+        words: ``[k]`` int32, these words.
     """
 
     places: NDArray[np.unsignedinteger[Any]] | None
@@ -59,7 +60,8 @@ class MaskRows:
     """Masks ``[R, W]``.
 
     Attributes:
-        width: ``W``. each: the ``R`` masks.
+        width: ``W``.
+        each: the ``R`` masks.
     """
 
     def __init__(self, width: int, rows: Iterable[Row]) -> None:

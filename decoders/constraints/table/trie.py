@@ -34,7 +34,8 @@ class Trie:
     """Node 0 is the root. The children of a node stand side by side.
 
     Attributes:
-        byte: ``[M]`` uint8, the byte that leads to each node. first, count: ``[M]`` int32, its children.
+        byte: ``[M]`` uint8, the byte that leads to each node.
+        first, count: ``[M]`` int32, its children.
         token: ``[M]`` int32, the token that ends at each node, -1 if none.
         low, high: ``[M]`` int32, the texts that begin with the bytes down to each node.
         characters: ``[M]`` int32, how many plain characters these bytes are; -1 if they are anything else.
@@ -94,7 +95,9 @@ class Trie:
         """All tokens that an automaton can take from some of its states.
 
         Args:
-            after: ``[S, C]``, 0 is dead. kind: ``[256]``, the column of each byte. starts: states.
+            after: ``[S, C]``, 0 is dead.
+            kind: ``[256]``, the column of each byte.
+            starts: states.
             strings: ``[S]``: states inside strings. They are not gone on from where plain characters have led to them.
         """
         columns = after.shape[1]
