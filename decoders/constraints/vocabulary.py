@@ -81,11 +81,11 @@ class Vocabulary:
     @cached_property
     def ids(self) -> dict[bytes, int]:
         """The first token of each spelling."""
-        found: dict[bytes, int] = {}
+        first_ids: dict[bytes, int] = {}
         for token, text in enumerate(self.tokens):
             if text is not None:
-                found.setdefault(text, token)
-        return found
+                first_ids.setdefault(text, token)
+        return first_ids
 
     @cached_property
     def longest(self) -> int:

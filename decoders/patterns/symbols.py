@@ -39,8 +39,8 @@ class Symbols:
             self.owners.append(numbers.setdefault(frozenset(members), len(numbers)))
         self.count = len(numbers)
         inside: list[list[int]] = [[] for _ in sets]
-        for found, symbol in numbers.items():
-            for index in found:
+        for members_of, symbol in numbers.items():
+            for index in members_of:
                 inside[index].append(symbol)
         self.of: dict[Ranges, frozenset[int]] = dict(zip(sets, map(frozenset, inside), strict=True))
 

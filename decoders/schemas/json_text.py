@@ -55,12 +55,12 @@ def chars(ranges: Ranges) -> str | None:
         return None
     plain = characters.common(shown, _PLAIN)
     short = "".join(letter for point, letter in _ESCAPES.items() if characters.contains(shown, point))
-    ways = []
+    alternatives = []
     if plain:
-        ways.append(writer.charset(plain))
+        alternatives.append(writer.charset(plain))
     if short:
-        ways.append(r"\\" + (short if len(short.replace("\\\\", "x")) == 1 else f"[{short}]"))
-    return ways[0] if len(ways) == 1 and not short else f"(?:{'|'.join(ways)})"
+        alternatives.append(r"\\" + (short if len(short.replace("\\\\", "x")) == 1 else f"[{short}]"))
+    return alternatives[0] if len(alternatives) == 1 and not short else f"(?:{'|'.join(alternatives)})"
 
 
 def tree(rx: Rx) -> str | None:
@@ -101,8 +101,8 @@ def expression(machine: FSM) -> str | None:
     for state, after in machine.map.items():
         for symbol, to in after.items():
             sets.setdefault((state, to), []).extend(machine.alphabet.by_transition[symbol])
-    for (state, to), found in sets.items():
-        text = chars(characters.ranges(found))
+    for (state, to), pairs in sets.items():
+        text = chars(characters.ranges(pairs))
         if text is not None:
             edges.setdefault(state, {})[to] = text
     begin, end = -1, -2

@@ -56,8 +56,8 @@ class Strings:
             GrammarError: they are too many conditions for an automaton, formats among them.
         """
         if self.values is not None:
-            kept = (text for text in self.values if all(automata.matches(rx, text) for rx in self.formats))
-            return Strings(values=frozenset(kept)).tidy()
+            matching = (text for text in self.values if all(automata.matches(rx, text) for rx in self.formats))
+            return Strings(values=frozenset(matching)).tidy()
         conditions = self.conditions | {(rx, True) for rx in self.formats}
         try:
             return replace(self, conditions=conditions, formats=frozenset()).tidy()
@@ -99,8 +99,8 @@ def both(a: Strings, b: Strings) -> Strings | None:
         return b
     if a.values is not None or b.values is not None:
         few, other = (a, b) if a.values is not None else (b, a)
-        kept = frozenset(text for text in few.values or () if other.holds(text))
-        return replace(few, values=kept, formats=a.formats | b.formats).tidy()
+        matching = frozenset(text for text in few.values or () if other.holds(text))
+        return replace(few, values=matching, formats=a.formats | b.formats).tidy()
     highs = [x.high for x in (a, b) if x.high is not None]
     return Strings(
         a.conditions | b.conditions, a.formats | b.formats, max(a.low, b.low), min(highs, default=None), None,

@@ -87,15 +87,15 @@ def check_tables(case: GrammarCase) -> None:
     for matcher, state, taken in case.walks():
         if state == STOPPED:
             continue
-        at = grammar.first
+        state_number = grammar.first
         for token in taken:
-            at = grammar.step(at, token)
-        forced = grammar.forced_bytes(at)
+            state_number = grammar.step(state_number, token)
+        forced = grammar.forced_bytes(state_number)
         assert forced == matcher.forced_bytes(), f"after {case.told(taken)}: {forced!r} is forced by its number"
-        row = unpack(tables.masks[grammar.mask_rows[at]], len(case.vocabulary)).nonzero().flatten().tolist()
+        row = unpack(tables.masks[grammar.mask_rows[state_number]], len(case.vocabulary)).nonzero().flatten().tolist()
         assert set(row) == mask(matcher), f"after {case.told(taken)}: the mask by its number is not the matcher's"
-        at = tables.start
+        state_number = tables.start
         for byte in case.vocabulary.spell(taken):
-            at = int(tables.next[at, tables.classes[byte]])
-        row = unpack(tables.masks[tables.mask_of[at]], len(case.vocabulary)).nonzero().flatten().tolist()
+            state_number = int(tables.next[state_number, tables.classes[byte]])
+        row = unpack(tables.masks[tables.mask_of[state_number]], len(case.vocabulary)).nonzero().flatten().tolist()
         assert set(row) == mask(matcher), f"after {case.told(taken)}: the tables' mask is not the matcher's"

@@ -137,12 +137,12 @@ def _ended(automaton: Bytes) -> Bytes:
     Only there: elsewhere the states within that character are those of other characters too.
     """
     after = automaton.next.copy()
-    at = np.arange(len(after))
+    reached = np.arange(len(after))
     for byte in END[:-1]:
-        at = after[at, byte]
-    accepting = automaton.accepting[after[at, END[-1]]]
+        reached = after[reached, byte]
+    accepting = automaton.accepting[after[reached, END[-1]]]
     accepting[0] = False
-    after[at[accepting], END[-1]] = 0
+    after[reached[accepting], END[-1]] = 0
     return Bytes(after, accepting, automaton.start)
 
 
@@ -167,10 +167,10 @@ def _reason(regex: str, message: str) -> str:
     except (OverflowError, RecursionError) as error:
         return f"the regex {shown(regex)} is too large: {error}"
     plain = re.sub(r"\\\\|\[(\\.|[^\]\\])+\]", "", regex)
-    found = [what for pattern, what in _FOREIGN.items() if re.search(pattern, plain)]
+    constructs = [what for pattern, what in _FOREIGN.items() if re.search(pattern, plain)]
     if "no transitions from state" in message:
         return unread(regex, "a part of it matches nothing at all")
-    reason = "no automaton has " + " or ".join(found) if found else message[9:].strip()
+    reason = "no automaton has " + " or ".join(constructs) if constructs else message[9:].strip()
     return unread(regex, reason)
 
 

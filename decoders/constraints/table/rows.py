@@ -49,10 +49,10 @@ class Row:
         """Whether the mask allows `token`."""
         place = token >> 5
         if self.places is not None:
-            at = int(self.places.searchsorted(place))
-            if at == len(self.places) or int(self.places[at]) != place:
+            position = int(self.places.searchsorted(place))
+            if position == len(self.places) or int(self.places[position]) != place:
                 return False
-            place = at
+            place = position
         return bool(int(self.words[place]) >> (token & 31) & 1)
 
 

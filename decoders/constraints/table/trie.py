@@ -107,7 +107,7 @@ class Trie:
         state, node = starts.astype(np.int32), np.zeros(len(starts), np.int32)
         outside = np.ones(len(starts), np.bool_)
         deep = np.zeros(len(starts), np.int64)
-        found: list[tuple[Ints, Ints, Ints, Ints]] = []
+        paths: list[tuple[Ints, Ints, Ints, Ints]] = []
         while len(row):
             deep[row[outside]] += 1
             count = self.count[node]
@@ -130,8 +130,8 @@ class Trie:
                 ends = np.flatnonzero((token >= 0) | halted)
             else:
                 ends = np.flatnonzero(token >= 0)
-            found.append((row[ends], node[ends], state[ends], token[ends]))
+            paths.append((row[ends], node[ends], state[ends], token[ends]))
             inner = np.flatnonzero(inside)
             row, node, state, outside = row[inner], node[inner], state[inner], outside[inner]
-        rows, nodes, states, tokens = (np.concatenate(part) for part in zip(*found, strict=True))
+        rows, nodes, states, tokens = (np.concatenate(part) for part in zip(*paths, strict=True))
         return TokenPaths(rows, nodes, states, tokens, deep)
