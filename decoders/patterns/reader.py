@@ -190,20 +190,18 @@ class Reader(ABC, Generic[Set]):
         return self.single()
 
     def _open(self, begin: int) -> None:
-        mark = next((mark for mark in _LOOKS if self.take(mark)), None)
-        named = self.named_group.match(self.pattern, begin)
-        if mark is not None:
-            self.look(mark, begin)
-        elif named is not None:
-            self.place = named.end()
+        if not self.peek("(?"):
+            self.place += 1
             self.group(begin)
         elif self.take("(?:"):
             self.group(begin)
-        elif self.peek("(?"):
-            self.special(begin)
-        else:
-            self.place += 1
+        elif (mark := next((mark for mark in _LOOKS if self.take(mark)), None)) is not None:
+            self.look(mark, begin)
+        elif named := self.named_group.match(self.pattern, begin):
+            self.place = named.end()
             self.group(begin)
+        else:
+            self.special(begin)
 
     def _quantifier(self, begin: int) -> None:
         text = self.pattern[begin]
