@@ -20,7 +20,8 @@ import llguidance
 
 from decoders.constraints.json_schema import JsonSchema
 from decoders.errors import GrammarError
-from decoders.patterns import limits
+from decoders.patterns import limits as pattern_limits
+from decoders.schemas import limits as schema_limits
 
 ROOT = Path(__file__).parents[1]
 DRAFTS = {"2020-12": ("draft2020-12", None), "7": ("draft7", "http://json-schema.org/draft-07/schema#")}
@@ -210,11 +211,14 @@ def page(results: dict[str, list[Measured]]) -> str:
         "",
         "Beyond one of these a schema is refused, with the limit's name.",
         "",
-        "| | |",
-        "|---|---:|",
+        "| | | |",
+        "|---|---|---:|",
     ]
     lines += [
-        f"| `{name}` | {value:,} |" for name, value in vars(limits).items() if name.isupper() and isinstance(value, int)
+        f"| `{module.__name__}` | `{name}` | {value:,} |"
+        for module in (schema_limits, pattern_limits)
+        for name, value in vars(module).items()
+        if name.isupper() and isinstance(value, int)
     ]
     return "\n".join([*lines, ""])
 

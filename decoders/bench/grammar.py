@@ -16,8 +16,9 @@ import torch
 
 from ..constraints.base import Backend, CompiledGrammar, Language, Tabulated, mask_words, unpack
 from ..constraints.vocabulary import Vocabulary
+from ..engine.grammar.host_guide import HostGuide
 from ..errors import GrammarError
-from ..tree import NO_PARENT
+from ..tree import NO_PARENT, Topology
 from .grammar_subjects import Subject
 from .memory import allocated
 
@@ -41,7 +42,8 @@ class Cost:
         first_mask_ms: from the specification to the first mask. All three are medians.
         mask_us: a mask along the text, median of several walks, the first among them.
         slow_mask_us: the 99th percentile of the same.
-        tree_us: masks of a tree of :data:`NODES` draft tokens, median.
+        tree_us: what may follow every node of a tree of :data:`NODES` draft tokens, as the loop gets it on the host: walked
+            node by node, masks unpacked. Median.
         memory: bytes held after the walks.
         states: of the table's automaton.
         rows: different masks of the table.
@@ -73,8 +75,8 @@ class Tree:
 
     Attributes:
         taken: tokens before it.
-        parents: of the nodes, see :meth:`Matcher.fill_tree`.
-        tokens: of the nodes, see :meth:`Matcher.fill_tree`.
+        parents: of each node; the root is node 0, without a parent.
+        tokens: of each node; the root's has been taken.
     """
 
     taken: list[int]
@@ -88,8 +90,7 @@ def prepare(backend: Backend, vocabulary: Vocabulary) -> float:
     That of a string in quotation marks: nearly the whole vocabulary is legal in it, and backends may prepare for that.
     """
     begin = time.perf_counter()
-    string = '"[^"]*"'
-    for language in (Language("a string", regex=string), Language("a string", lark=f"start: /{string}/")):
+    for language in (Language("a string", regex='"[^"]*"'), Language("a string", lark='start: /"[^"]*"/')):
         try:
             backend.compile(language, vocabulary)
         except GrammarError:
@@ -116,21 +117,35 @@ def measure(
         progress(f"{subject.name}, {backend.name}, {len(vocabulary)} tokens")
     grammars = [grammar for _, grammar in compiled if grammar is not None]
     times: dict[int, list[float]] = {id(grammar): [] for grammar in grammars}
-    out = torch.empty(NODES, mask_words(len(vocabulary)), dtype=torch.int32)
     for tree in trees(grammars[0], list(vocabulary.encode(subject.text))) if grammars else ():
-        matchers = [grammar.start() for grammar in grammars]
-        for matcher in matchers:
-            matcher.advance(tree.taken)
+        guides = [_guide(grammar, tree.taken) for grammar in grammars]
+        draft_tokens, topology = torch.tensor([tree.tokens[1:]]), Topology.from_parents(tree.parents)
         for turn in range(repeats + 1):
-            for grammar, matcher in zip(grammars, matchers, strict=True):
+            for grammar, guide in zip(grammars, guides, strict=True):
                 begin = time.perf_counter()
-                matcher.fill_tree(tree.parents, tree.tokens, out)
+                guide.block(draft_tokens, topology)
                 if turn:  # the first one warms up
                     times[id(grammar)].append((time.perf_counter() - begin) * 1e6)
+                _forget(guide)
     return [
         cost if grammar is None else replace(cost, tree_us=statistics.median(times[id(grammar)]))
         for cost, grammar in compiled
     ]
+
+
+def _guide(grammar: CompiledGrammar, taken: Sequence[int]) -> HostGuide:
+    """One row behind the tokens `taken`, as the loop on the host has it."""
+    guide = HostGuide.of([grammar], len(grammar.vocabulary), torch.device("cpu"))
+    for token in taken:
+        guide.append(torch.tensor([token]))
+    _forget(guide)
+    return guide
+
+
+def _forget(guide: HostGuide) -> None:
+    """Makes `guide` forget the masks of its last block, as committing a step does."""
+    guide.table.clear()
+    guide.positions = [text.settle(position) for text, position in zip(guide.texts, guide.positions, strict=True)]
 
 
 def _compiled(
@@ -194,25 +209,28 @@ def _masks(grammar: CompiledGrammar, tokens: list[int], repeats: int) -> Iterato
 def trees(grammar: CompiledGrammar, tokens: Sequence[int]) -> list[Tree]:
     """Trees at some places along `tokens`, the same whichever backend made `grammar`."""
     generator = random.Random(0)
-    vocabulary_size = len(grammar.vocabulary)
-    out = torch.empty(mask_words(vocabulary_size), dtype=torch.int32)
+    size = len(grammar.vocabulary)
+    out = torch.empty(mask_words(size), dtype=torch.int32)
     result = []
     for place in range(PLACES):
-        prefix = list(tokens[: len(tokens) * place // PLACES])
-        root = grammar.start()
-        root.advance(prefix)
-        parents, draft_tokens, depths, matchers = [NO_PARENT], [0], [0], [root]
+        taken = list(tokens[: len(tokens) * place // PLACES])
+        matcher = grammar.start()
+        matcher.advance(taken)
+        parents, draft_tokens, depths = [NO_PARENT], [0], [0]
+        paths: list[list[int]] = [[]]  # tokens down to each node
         while len(parents) < NODES:
             node = len(parents)
             parent = node - 1 if node <= DEPTH else generator.choice([n for n in range(node) if depths[n] < DEPTH])
-            matcher = matchers[parent].fork()
+            above = matcher.advance(paths[parent])
             matcher.fill_mask(out)
-            index = len(prefix) + node - 1
-            legal = unpack(out, vocabulary_size).nonzero().flatten().tolist()
-            draft_token = tokens[index] if node <= DEPTH and index < len(tokens) else generator.choice(legal)
+            ahead = len(taken) + node - 1
+            legal = unpack(out, size).nonzero().flatten().tolist()
+            draft_token = tokens[ahead] if node <= DEPTH and ahead < len(tokens) else generator.choice(legal)
+            count = matcher.advance([draft_token])
+            matcher.rollback(above + count)
             parents.append(parent)
             draft_tokens.append(draft_token)
-            depths.append(depths[parent] + 1 if matcher.advance([draft_token]) and not matcher.stopped else DEPTH)
-            matchers.append(matcher)
-        result.append(Tree(prefix, parents, draft_tokens))
+            depths.append(depths[parent] + 1 if count and draft_token not in grammar.vocabulary.stops else DEPTH)
+            paths.append([*paths[parent], draft_token])
+        result.append(Tree(taken, parents, draft_tokens))
     return result

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ..deprecated import renamed, warn
 from ..errors import GrammarError
-from ..tree import NO_PARENT
 from .vocabulary import Vocabulary
 
 #: "full": every token that leaves the text completable may come next. "canonical": where the grammar forces the next
@@ -55,7 +54,8 @@ class Tables:
         mask_of: ``[S]`` int64, row of `masks` of each state.
         masks: ``[R, W]`` int32. Stop tokens are among the bits of accepting states; the dead state's mask is ones, so that
             no softmax over nothing arises.
-        start: the first state. stopped: the state after a stop token, where only stop tokens are legal.
+        start: the first state.
+        stopped: the state after a stop token, where only stop tokens are legal.
     """
 
     next: Tensor
@@ -75,7 +75,8 @@ class CompiledGrammar(ABC):
     """A language compiled for a vocabulary. Immutable; shared by all calls.
 
     Attributes:
-        language, vocabulary, policy: what it was compiled from and for. backend: name of what compiled it.
+        language, vocabulary, policy: what it was compiled from and for.
+        backend: name of what compiled it.
     """
 
     backend: str
@@ -101,7 +102,8 @@ class Tabulated(CompiledGrammar):
     """A grammar whose positions are states of an automaton, with a mask for each: walking it is looking up numbers.
 
     Attributes:
-        first: the state of the empty text. mask_rows: for every state the row of its mask in ``tables().masks``.
+        first: the state of the empty text.
+        mask_rows: for every state the row of its mask in ``tables().masks``.
     """
 
     first: int
@@ -116,7 +118,10 @@ class Tabulated(CompiledGrammar):
         """The bytes that every continuation begins with, as a matcher in `state` says them."""
 
     def forced_tokens(self, state: int, limit: int) -> list[int]:
-        """The tokens that the tokenizer itself would write them with, see :meth:`Matcher.forced_tokens`."""
+        """The tokens that the tokenizer itself would write the forced bytes with, at most `limit`.
+
+        The last ones are left out where what follows might join them into a longer token.
+        """
         return self.vocabulary.written(self.forced_bytes(state), limit, self.policy)
 
     @abstractmethod
@@ -125,7 +130,10 @@ class Tabulated(CompiledGrammar):
 
 
 class Matcher(ABC):
-    """A position in a text. Nothing that is asked of it, legal or not, brings it into a state it cannot leave."""
+    """A position in a text. Nothing that is asked of it, legal or not, brings it into a state it cannot leave.
+
+    The loop makes one per row, and brings it from node to node of a block: back to where two paths part, and on from there.
+    """
 
     grammar: CompiledGrammar
 
@@ -134,30 +142,17 @@ class Matcher(ABC):
     def accepting(self) -> bool:
         """Whether the text may end here. Also true once it has ended."""
 
-    @property
-    @abstractmethod
-    def stopped(self) -> bool:
-        """Whether a stop token has been taken: no further token is legal."""
-
-    @abstractmethod
-    def fork(self) -> Matcher:
-        """An independent matcher at the same position; it cannot be rolled back behind it."""
-
     @abstractmethod
     def advance(self, tokens: Sequence[int]) -> int:
-        """Takes `tokens` up to the first illegal one; returns how many it took."""
+        """Takes `tokens` up to the first illegal one; returns how many it took. After a stop token all are illegal."""
 
     @abstractmethod
     def rollback(self, count: int) -> None:
         """Gives back the last `count` tokens, a stop token among them or not.
 
         Raises:
-            ValueError: fewer tokens have been taken (since the fork).
+            ValueError: fewer tokens have been taken.
         """
-
-    @abstractmethod
-    def validate(self, tokens: Sequence[int]) -> int:
-        """How many of `tokens` :meth:`advance` would take; changes nothing."""
 
     @abstractmethod
     def fill_mask(self, out: Tensor) -> None:
@@ -166,57 +161,17 @@ class Matcher(ABC):
         Never empty: from every position that can be reached some token is legal. After a stop token, all stop tokens.
         """
 
-    def fill_tree(self, parents: Sequence[int], tokens: Sequence[int], out: Tensor) -> list[bool]:
-        """Masks after every node of a tree of draft tokens.
-
-        Args:
-            parents: ``N`` entries; a parent comes before its child; -1 for the root (node 0, whose token has been taken)
-                and for nodes that are never accepted.
-            tokens: ``N`` entries; the root's is not read.
-            out: ``[N, W]`` int32 on the CPU. Nodes that are never accepted, or whose token is illegal after their
-                parent, get a mask of ones: nothing depends on it, and no softmax over nothing arises.
-
-        Returns:
-            which nodes are legal; the root is.
-        """
-        children: dict[int, list[int]] = {}
-        for node in range(1, len(parents)):
-            if parents[node] != NO_PARENT:
-                children.setdefault(parents[node], []).append(node)
-        legal = [False] * len(parents)
-        out.fill_(-1)
-        walk = [(0, False)]  # depth first: one matcher goes down and comes back up
-        while walk:
-            node, left = walk.pop()
-            if left:
-                self.rollback(1)
-                continue
-            if node:
-                if self.advance([tokens[node]]) == 0:
-                    continue
-                walk.append((node, True))
-            legal[node] = True
-            self.fill_mask(out[node])
-            walk += [(child, False) for child in reversed(children.get(node, []))]
-        return legal
-
     @abstractmethod
     def forced_bytes(self) -> bytes:
         """The bytes that every continuation begins with; empty where there is a choice, the end among them."""
-
-    def forced_tokens(self, limit: int) -> list[int]:
-        """The tokens that the tokenizer itself would write the forced bytes with, at most `limit`.
-
-        The last ones are left out where what follows might join them into a longer token.
-        """
-        return self.grammar.vocabulary.written(self.forced_bytes(), limit, self.grammar.policy)
 
 
 class Backend(ABC):
     """Compiles languages. Made without arguments; instances hold nothing.
 
     Class attributes:
-        name: registry name, ``snake_case``. summary: one line for listings.
+        name: registry name, ``snake_case``.
+        summary: one line for listings.
     """
 
     name: ClassVar[str]

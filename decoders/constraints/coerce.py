@@ -80,7 +80,8 @@ def as_specs(value: Any, prompts: int, per_prompt: int = 1) -> list[Spec | Compi
 
     Args:
         value: what :func:`as_spec` takes, for all rows; or a list or tuple with one for each prompt, None for anything.
-        prompts: rows of the input. per_prompt: ``num_return_sequences``.
+        prompts: rows of the input.
+        per_prompt: ``num_return_sequences``.
 
     Returns:
         ``prompts * per_prompt`` entries, those of a prompt side by side, as transformers orders them.
@@ -95,8 +96,8 @@ def as_specs(value: Any, prompts: int, per_prompt: int = 1) -> list[Spec | Compi
             f"grammar= is a list of {len(value)} for {prompts} prompts: give one for each prompt (None for no grammar), or one "
             "without a list for all of them. decoders.choice([…]) chooses among texts"
         )
-    made = {id(entry): as_spec(entry) for entry in value}
-    return [made[id(entry)] for entry in value for _ in range(per_prompt)]
+    specs = {id(entry): as_spec(entry) for entry in value}
+    return [specs[id(entry)] for entry in value for _ in range(per_prompt)]
 
 
 def _named(name: str) -> Spec:

@@ -109,9 +109,9 @@ def _made(
     language = spec.language()
     if directory is not None:
         path = stored.path_of(directory, language, vocabulary, spec.policy, backend)
-        kept = stored.read(path, language, vocabulary, spec.policy, backend)
-        if kept is not None:
-            return kept, "disk"
+        grammar = stored.read(path, language, vocabulary, spec.policy, backend)
+        if grammar is not None:
+            return grammar, "disk"
     return backend.compile(language, vocabulary, spec.policy), "compiled"
 
 

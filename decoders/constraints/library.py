@@ -53,13 +53,13 @@ def find(name: str) -> Ready:
     """
     every = names()
     wanted = name.replace("-", "_")
-    found = [file for file in every if wanted in (file, _stem(file))]
-    if len(found) != 1:
-        raise UnknownNameError("grammar", name, found or (every if "." in name else map(_stem, every)))
-    content = _folder().joinpath(found[0]).read_text(encoding="utf-8").rstrip("\n")
-    kind = KINDS[found[0].removeprefix(_stem(found[0]))]
+    matching = [file for file in every if wanted in (file, _stem(file))]
+    if len(matching) != 1:
+        raise UnknownNameError("grammar", name, matching or (every if "." in name else map(_stem, every)))
+    content = _folder().joinpath(matching[0]).read_text(encoding="utf-8").rstrip("\n")
+    kind = KINDS[matching[0].removeprefix(_stem(matching[0]))]
     text = joined(content) if kind == "regex" else content
-    return Ready(_stem(found[0]), found[0], kind, _description(content, kind), text)
+    return Ready(_stem(matching[0]), matching[0], kind, _description(content, kind), text)
 
 
 def read(name: str) -> str:

@@ -92,7 +92,7 @@ def _anchored(schema: Any, patterns: set[str]) -> Any:
         return [_anchored(each, patterns) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    made = {key: _anchored(each, patterns) for key, each in schema.items()}
-    if made.get("type") == "string" and made.get("pattern") in patterns:
-        made["pattern"] = f"^(?:{made['pattern']})$"
-    return made
+    anchored = {key: _anchored(each, patterns) for key, each in schema.items()}
+    if anchored.get("type") == "string" and anchored.get("pattern") in patterns:
+        anchored["pattern"] = f"^(?:{anchored['pattern']})$"
+    return anchored

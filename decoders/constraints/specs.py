@@ -292,15 +292,15 @@ def json_schema(
     )  # fmt: skip
     if is_schema:
         return JsonSchema(schema, **options)
-    made = schema_of(schema)
-    return OfType(made, kind=schema, **options) if asks_more(schema) else JsonSchema(made, **options)
+    json_schema = schema_of(schema)
+    return OfType(json_schema, kind=schema, **options) if asks_more(schema) else JsonSchema(json_schema, **options)
 
 
 def _shared(ordered: list[str]) -> int:
     """How many characters all of `ordered`, which is sorted, begin with: as many as the first and the last do."""
     first, last = ordered[0], ordered[-1]
     return next(
-        (at for at, (one, other) in enumerate(zip(first, last, strict=False)) if one != other),
+        (place for place, (one, other) in enumerate(zip(first, last, strict=False)) if one != other),
         min(len(first), len(last)),
     )
 

@@ -18,7 +18,7 @@ from .base import Backend, CompiledGrammar, Language, Policy
 from .vocabulary import Vocabulary
 
 #: Raised when the files or the automata in them change their meaning. Files of another version are made anew.
-VERSION = 1
+VERSION = 2
 _KIND = "compiled grammar of hf-decoders"
 SUFFIX = ".grammar"
 

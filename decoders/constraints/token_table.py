@@ -63,7 +63,7 @@ def _made(tables: Tables, vocabulary: Vocabulary, device: torch.device) -> Token
     chance = torch.Generator().manual_seed(0)
     weights = torch.randint(-(1 << 62), 1 << 62, (2, states, 1), generator=chance).mul(2).add(1).to(device)
     numbers = {(0, 0): 0}
-    kept = [torch.zeros(states, 1, dtype=torch.int64, device=device)]
+    distinct = [torch.zeros(states, 1, dtype=torch.int64, device=device)]
     columns = torch.zeros(len(vocabulary), dtype=torch.int64)
     for tokens, reached in _walked(tables, vocabulary, device):
         new, mine = [], []
@@ -75,8 +75,8 @@ def _made(tables: Tables, vocabulary: Vocabulary, device: torch.device) -> Token
         columns[tokens] = torch.tensor(mine)
         if len(numbers) * states > ENTRIES:
             return None
-        kept.append(reached[:, new])
-    return TokenTable(torch.cat(kept, dim=1), columns.to(device))
+        distinct.append(reached[:, new])
+    return TokenTable(torch.cat(distinct, dim=1), columns.to(device))
 
 
 def _walked(tables: Tables, vocabulary: Vocabulary, device: torch.device) -> Iterator[tuple[list[int], Tensor]]:

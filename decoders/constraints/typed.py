@@ -70,11 +70,11 @@ def asks_more(kind: Any) -> bool:
 
 
 def _more(node: dict[str, Any]) -> bool:
-    made = node.get("type")
-    if made == "dict":
+    kind = node.get("type")
+    if kind == "dict":
         return node.get("keys_schema", {}).get("type", "str") not in ("str", "any")
-    conditional = node.get("now_op") is not None or (made == "dataclass" and node.get("post_init"))
-    return bool(conditional) or (isinstance(made, str) and (made.startswith("function-") or made in _MORE))
+    conditional = node.get("now_op") is not None or (kind == "dataclass" and node.get("post_init"))
+    return bool(conditional) or (isinstance(kind, str) and (kind.startswith("function-") or kind in _MORE))
 
 
 def _nodes(schema: Any) -> Iterator[dict[str, Any]]:

@@ -44,6 +44,6 @@ def _modern(kind: Any) -> Any:
         needed = typing.get_origin(part) is Required if marked else name in kind.__required_keys__
         inner = readable(typing.get_args(part)[0] if marked else part)
         fields[name] = Required[inner] if needed else NotRequired[inner]
-    made: Any = TypedDict(kind.__name__, fields)  # type: ignore[misc]  # fields are known at run time only
-    made.__doc__ = kind.__doc__
-    return made
+    typed_dict: Any = TypedDict(kind.__name__, fields)  # type: ignore[misc]  # fields are known at run time only
+    typed_dict.__doc__ = kind.__doc__
+    return typed_dict

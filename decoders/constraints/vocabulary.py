@@ -25,8 +25,8 @@ class Vocabulary:
     Attributes:
         tokens: ``V`` entries; None for what never stands in a text: special tokens, stop tokens, unused rows of the logits.
         stops: ids that end a text.
-        encode: text to ids as the tokenizer itself writes it, no special tokens. rules: a text that tells ways to encode
-            apart, for vocabularies that have the same tokens.
+        encode: text to ids as the tokenizer itself writes it, no special tokens.
+        rules: a text that tells ways to encode apart, for vocabularies that have the same tokens.
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class Vocabulary:
     @cached_property
     def ids(self) -> dict[bytes, int]:
         """The first token of each spelling."""
-        found: dict[bytes, int] = {}
+        first_ids: dict[bytes, int] = {}
         for token, text in enumerate(self.tokens):
             if text is not None:
-                found.setdefault(text, token)
-        return found
+                first_ids.setdefault(text, token)
+        return first_ids
 
     @cached_property
     def longest(self) -> int:

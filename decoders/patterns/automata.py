@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 #: Nodes that each condition's automaton may be at, and the characters read, as far as they matter.
 _State: TypeAlias = tuple[tuple[frozenset[int], ...], int]
 #: Nodes in the sets that one condition's automaton remembers while strings are matched.
-_KEPT = 50_000
+_REMEMBERED = 50_000
 
 
 def automaton(conditions: Sequence[tuple[Rx, bool]], low: int = 0, high: int | None = None) -> FSM:
@@ -61,16 +61,16 @@ def automaton(conditions: Sequence[tuple[Rx, bool]], low: int = 0, high: int | N
                     limits.exceeded(limit, bound, "the automaton of a string's pattern and length")
         return numbers[state]
 
-    def follow(at: int, symbol: int) -> int:
-        sets, count = states[at]
+    def follow(index: int, symbol: int) -> int:
+        sets, count = states[index]
         reached = tuple(part.move(nodes, symbol) for part, nodes in zip(parts, sets, strict=True))
         lost = any(not nodes and good for nodes, (_, good) in zip(reached, conditions, strict=True))
         if lost or count == high:
             raise OblivionError
         return number((reached, min(count + 1, most)))
 
-    def final(at: int) -> bool:
-        sets, count = states[at]
+    def final(index: int) -> bool:
+        sets, count = states[index]
         judged = zip(parts, sets, conditions, strict=True)
         return count >= low and all(part.final(nodes) is good for part, nodes, (_, good) in judged)
 
@@ -93,16 +93,16 @@ def minimal(machine: FSM) -> FSM:
     for state, row in enumerate(rows):
         for after in {*row}:
             before[after].append(state)
-    found = refined([int(state in machine.finals) for state in range(count + 1)], range(count + 1), rows, before)
+    blocks = refined([int(state in machine.finals) for state in range(count + 1)], range(count + 1), rows, before)
     names: dict[int, int] = {}
     moves: dict[int, dict[int, int]] = {0: {}}
-    alive = [state for state in range(count) if found[state] != found[dead]]
+    alive = [state for state in range(count) if blocks[state] != blocks[dead]]
     for state in alive:
-        names.setdefault(found[state], len(names))
+        names.setdefault(blocks[state], len(names))
     for state in alive:
-        moved = ((symbol, found[to]) for symbol, to in machine.map[state].items())
-        moves[names[found[state]]] = {symbol: names[to] for symbol, to in moved if to in names}
-    finals = {names[found[state]] for state in machine.finals}
+        moved = ((symbol, blocks[to]) for symbol, to in machine.map[state].items())
+        moves[names[blocks[state]]] = {symbol: names[to] for symbol, to in moved if to in names}
+    finals = {names[blocks[state]] for state in machine.finals}
     return FSM(machine.alphabet, set(moves), 0, finals, moves)
 
 
@@ -114,7 +114,7 @@ class _Part:
         self.silent: list[list[int]] = []
         self.steps: list[tuple[frozenset[int], int] | None] = []
         self.known: dict[tuple[frozenset[int], int], frozenset[int]] = {}
-        self.kept = 0
+        self.remembered = 0
         first, self.last = self.build(rx)
         self.start = self.close([first])
 
@@ -137,27 +137,27 @@ class _Part:
                 for part in parts:
                     self.chain(first, [part], last)
             case Repeat(part, low, high):
-                at = self.chain(first, [part] * low, None)
+                node = self.chain(first, [part] * low, None)
                 if high is None:
-                    self.silent[at].append(last)
+                    self.silent[node].append(last)
                     begin, end = self.build(part)
-                    self.silent[at].append(begin)
+                    self.silent[node].append(begin)
                     self.silent[end] += [begin, last]
                 else:
                     for _ in range(high - low):
-                        self.silent[at].append(last)
-                        at = self.chain(at, [part], None)
-                    self.silent[at].append(last)
+                        self.silent[node].append(last)
+                        node = self.chain(node, [part], None)
+                    self.silent[node].append(last)
         return first, last
 
-    def chain(self, at: int, parts: Sequence[Rx], last: int | None) -> int:
+    def chain(self, node: int, parts: Sequence[Rx], last: int | None) -> int:
         for part in parts:
             begin, end = self.build(part)
-            self.silent[at].append(begin)
-            at = end
+            self.silent[node].append(begin)
+            node = end
         if last is not None:
-            self.silent[at].append(last)
-        return at
+            self.silent[node].append(last)
+        return node
 
     def close(self, nodes: list[int]) -> frozenset[int]:
         """`nodes` and what is reached without a character; only those that matter later."""
@@ -171,11 +171,11 @@ class _Part:
 
     def move(self, state: frozenset[int], symbol: int) -> frozenset[int]:
         if (state, symbol) not in self.known:
-            if self.kept > _KEPT:  # there may be a new state after every character
-                self.known, self.kept = {}, 0
-            found = [step[1] for node in state if (step := self.steps[node]) is not None and symbol in step[0]]
-            self.known[state, symbol] = self.close(found)
-            self.kept += 1 + len(self.known[state, symbol])
+            if self.remembered > _REMEMBERED:  # there may be a new state after every character
+                self.known, self.remembered = {}, 0
+            reached = [step[1] for node in state if (step := self.steps[node]) is not None and symbol in step[0]]
+            self.known[state, symbol] = self.close(reached)
+            self.remembered += 1 + len(self.known[state, symbol])
         return self.known[state, symbol]
 
     def final(self, state: frozenset[int]) -> bool:

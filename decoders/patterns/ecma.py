@@ -6,15 +6,17 @@ pattern, where it says something about the string as a whole. Everything else ou
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 from ..errors import GrammarError
 from . import characters, limits
 from .characters import Ranges
+from .reader import Quantifier, Reader
 from .tree import ANYTHING, EMPTY, NOTHING, Chars, Rx, cat, copies, either, nullable, repeat
 
 
@@ -32,15 +34,8 @@ class Piece:
         return cat(*([] if self.begins else [ANYTHING]), self.rx, *([] if self.ends else [ANYTHING]))
 
 
-@dataclass(frozen=True)
-class _Ahead:
-    """A look-ahead: what must (not) follow here."""
-
-    pieces: Pieces
-    positive: bool
-
-
 Pieces: TypeAlias = tuple[Piece, ...]
+_START: Pieces = (Piece(False, EMPTY, False),)
 _CONTROL = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "0": 0}
 _CLASSES = {"d": characters.DIGIT, "w": characters.WORD, "s": characters.SPACE}
 
@@ -52,227 +47,226 @@ def strings(pattern: str) -> tuple[tuple[Rx, bool], ...]:
     Raises:
         GrammarError: not a regular expression of ECMA-262, or one that is not a regular language here.
     """
-    if len(pattern) > 20_000:
-        limits.exceeded("pattern length", 20_000, "a pattern", "pattern")
-    reader = _Reader(pattern)
-    found = reader.read()
-    if any(copies(rx) > limits.COPIES for rx, _ in found):
+    if len(pattern) > limits.PATTERN_CHARACTERS:
+        limits.exceeded("PATTERN_CHARACTERS", limits.PATTERN_CHARACTERS, "a pattern", "pattern")
+    conditions = _Ecma(pattern).read()
+    if any(copies(rx) > limits.COPIES for rx, _ in conditions):
         limits.exceeded(
             "COPIES", limits.COPIES, f"the pattern {pattern[:60]!r}, its repetitions written out,", "pattern"
         )
-    return found
+    return conditions
 
 
-class _Reader:
+@dataclass
+class _Group:
+    """An open group, or the pattern itself.
+
+    Attributes:
+        positive: of a look-ahead, whether what is in it must follow; None for other groups.
+        alternatives: the readings of the alternatives before this one.
+        pieces: the readings of this alternative, but for its last item.
+        item: the readings of the last item, which a quantifier would repeat; None after an anchor or a look-ahead.
+        repeated: whether a quantifier has repeated it.
+        aheads: readings of the look-aheads in this group, and whether they must follow.
+        alternated: whether there is more than one alternative.
+    """
+
+    positive: bool | None = None
+    alternatives: Pieces = ()
+    pieces: Pieces = _START
+    item: Pieces | None = None
+    repeated: bool = False
+    aheads: list[tuple[Pieces, bool]] = field(default_factory=list)
+    alternated: bool = False
+
+    def append(self, item: Pieces | None) -> None:
+        """Puts the last item behind the others; `item` is the last one now."""
+        if self.item is not None:
+            joined = (_join(a, b) for a, b in product(self.pieces, self.item))
+            self.pieces = _merged(both for both in joined if both is not None)
+        self.item, self.repeated = item, False
+
+    def end_alternative(self) -> None:
+        self.append(None)
+        self.alternatives, self.pieces = (*self.alternatives, *self.pieces), _START
+
+
+class _Ecma(Reader[Ranges]):
+    """Makes trees of what it reads."""
+
+    open_low, empty_classes, no_range_before, braced_codes = False, True, ("]",), "u"
+    named_group = re.compile(r"\(\?<[^\W\d]\w*>")
+
     def __init__(self, pattern: str) -> None:
-        self.pattern, self.at, self.depth = pattern, 0, 0
+        super().__init__(pattern)
+        self.groups = [_Group()]
 
     def read(self) -> tuple[tuple[Rx, bool], ...]:
-        conditions: list[tuple[Rx, bool]] = []
-        pieces = self.alternatives(conditions)
-        if self.at < len(self.pattern):
-            raise self.refuse("a ) too many")
-        return ((either(*(piece.whole for piece in pieces)), True), *conditions)
+        self.read_parts()
+        if len(self.groups) > 1:
+            raise self.refusal("a ( that is not closed")
+        group = self.groups[0]
+        pieces = self.ended(group)
+        aheads = (
+            (either(*(Piece(True, piece.rx, piece.ends).whole for piece in ahead)), positive)
+            for ahead, positive in group.aheads
+        )
+        return ((either(*(piece.whole for piece in pieces)), True), *aheads)
 
-    def refuse(self, why: str) -> GrammarError:
+    def refusal(self, why: str) -> GrammarError:
         return GrammarError(
-            f"pattern {self.pattern[:80]!r}: {why} (at character {self.at}); a pattern without it, or strict=False, works",
+            f"pattern {self.pattern[:80]!r}: {why} (at character {self.place}); a pattern without it, or strict=False, works",
             "pattern",
         )
 
-    def peek(self, text: str) -> bool:
-        return self.pattern.startswith(text, self.at)
+    def ended(self, group: _Group) -> Pieces:
+        """The readings of a group that is complete."""
+        group.end_alternative()
+        if group.aheads and group.alternated:
+            raise self.refusal("look-ahead beside |")
+        if group.aheads and len(self.groups) > 1:
+            raise self.refusal("look-ahead inside a group")
+        return _merged(group.alternatives)
 
-    def take(self, text: str) -> bool:
-        if self.peek(text):
-            self.at += len(text)
-            return True
-        return False
+    def literal(self, character: str, begin: int) -> None:
+        self.one(characters.of(character))
 
-    def alternatives(self, conditions: list[tuple[Rx, bool]] | None = None) -> Pieces:
-        """Up to the closing bracket. `conditions`: where look-ahead at the beginning goes, None where there is none."""
-        self.depth += 1
-        if self.depth > limits.NESTING:
+    def dot(self, begin: int) -> None:
+        self.one(characters.DOT)
+
+    def escape(self, begin: int) -> None:
+        self.one(self.escaped(in_class=False))
+
+    def charset(self, begin: int, negated: bool, members: list[Ranges]) -> None:
+        chars = characters.ranges(pair for member in members for pair in member)
+        self.one(characters.complement(chars) if negated else chars)
+
+    def one(self, chars: Ranges) -> None:
+        self.groups[-1].append(_one(Chars(chars)))
+
+    def anchor(self, begin: int, end: bool) -> None:
+        group = self.groups[-1]
+        group.append((Piece(not end, EMPTY, end),))
+        group.append(None)
+
+    def group(self, begin: int) -> None:
+        self.push(_Group())
+
+    def look(self, mark: str, begin: int) -> None:
+        if "<" in mark:
+            raise self.refusal("look-behind or a group of an unknown kind")
+        self.push(_Group(positive=mark == "(?="))
+
+    def push(self, group: _Group) -> None:
+        if len(self.groups) >= limits.NESTING:
             limits.exceeded("NESTING", limits.NESTING, "groups within groups of a pattern", "pattern")
-        pieces, aheads = self.sequence()
-        while self.take("|"):
-            more, others = self.sequence()
-            pieces, aheads = (*pieces, *more), [*aheads, *others]
-            if aheads:
-                raise self.refuse("look-ahead beside |")
-        if aheads and conditions is None:
-            raise self.refuse("look-ahead inside a group")
-        for ahead in aheads:
-            found = either(*(Piece(True, piece.rx, piece.ends).whole for piece in ahead.pieces))
-            assert conditions is not None
-            conditions.append((found, ahead.positive))
-        self.depth -= 1
-        return _merged(pieces)
+        self.groups.append(group)
 
-    def sequence(self) -> tuple[Pieces, list[_Ahead]]:
-        pieces: Pieces = (Piece(False, EMPTY, False),)
-        aheads: list[_Ahead] = []
-        while self.at < len(self.pattern) and not self.peek("|") and not self.peek(")"):
-            item = self.item()
-            if isinstance(item, _Ahead):
-                if pieces != (Piece(True, EMPTY, False),):
-                    raise self.refuse("look-ahead that does not stand right after ^ at the beginning")
-                aheads.append(item)
-                continue
-            joined = [both for a, b in product(pieces, item) if (both := _join(a, b)) is not None]
-            pieces = _merged(joined)
-        return pieces, aheads
+    def special(self, begin: int) -> None:
+        named = self.peek("(?<")
+        raise self.refusal("a group without a name" if named else "look-behind or a group of an unknown kind")
 
-    def item(self) -> Pieces | _Ahead:
-        if self.take("^"):
-            return (Piece(True, EMPTY, False),)
-        if self.take("$"):
-            return (Piece(False, EMPTY, True),)
-        for text, positive in (("(?=", True), ("(?!", False)):
-            if self.take(text):
-                return _Ahead(self.group(), positive)
-        return self.quantified(self.atom())
+    def close(self, begin: int) -> None:
+        if len(self.groups) == 1:
+            raise self.refusal("a ) too many")
+        group = self.groups[-1]
+        pieces = self.ended(group)
+        self.groups.pop()
+        parent = self.groups[-1]
+        if group.positive is None:
+            parent.append(pieces)
+            return
+        parent.append(None)
+        if parent.pieces != (Piece(True, EMPTY, False),):
+            raise self.refusal("look-ahead that does not stand right after ^ at the beginning")
+        parent.aheads.append((pieces, group.positive))
 
-    def group(self) -> Pieces:
-        pieces = self.alternatives()
-        if not self.take(")"):
-            raise self.refuse("a ( that is not closed")
-        return pieces
+    def alternative(self, begin: int) -> None:
+        group = self.groups[-1]
+        group.end_alternative()
+        group.alternated = True
 
-    def atom(self) -> Pieces:
-        if self.take("("):
-            if self.take("?:"):
-                return self.group()
-            if self.take("?"):
-                if not self.take("<") or self.peek("=") or self.peek("!"):
-                    raise self.refuse("look-behind or a group of an unknown kind")
-                end = self.pattern.find(">", self.at)
-                if end < 0 or not self.pattern[self.at : end].isidentifier():
-                    raise self.refuse("a group without a name")
-                self.at = end + 1
-            return self.group()
-        if self.take("["):
-            return _one(Chars(self.char_class()))
-        if self.take("."):
-            return _one(Chars(characters.DOT))
-        if self.take("\\"):
-            return _one(Chars(self.escape(in_class=False)))
-        if self.pattern[self.at] in "*+?":
-            raise self.refuse("nothing to repeat")
-        self.at += 1
-        return _one(Chars(characters.of(self.pattern[self.at - 1])))
+    def repeatable(self, text: str, begin: int) -> bool:
+        group = self.groups[-1]
+        if group.repeated:
+            raise self.refusal("a repetition of a repetition")
+        if group.item is None and text[0] != "{":
+            raise self.refusal("nothing to repeat")
+        return group.item is not None
 
-    def quantified(self, pieces: Pieces) -> Pieces:
-        bounds = self.quantifier()
-        if bounds is None:
-            return pieces
-        low, high = bounds
-        self.take("?")  # lazy or not: the same strings
-        if self.at < len(self.pattern) and (self.pattern[self.at] in "*+?" or self.braces(self.at)):
-            raise self.refuse("a repetition of a repetition")
-        if all(not piece.begins and not piece.ends for piece in pieces):
-            return _one(repeat(either(*(piece.rx for piece in pieces)), low, high))
-        if (low, high) == (1, 1):
-            return pieces
-        if (low, high) == (0, 1):
-            return _merged((*pieces, Piece(False, EMPTY, False)))
-        raise self.refuse("an anchor that is repeated")
+    def too_often(self, text: str, begin: int) -> None:
+        limits.exceeded("COPIES", limits.COPIES, "a counted repetition", "pattern")
 
-    def quantifier(self) -> tuple[int, int | None] | None:
-        for text, bounds in (("*", (0, None)), ("+", (1, None)), ("?", (0, 1))):
-            if self.take(text):
-                return bounds
-        end = self.braces(self.at)
-        if not end:
-            return None
-        low, _, high = self.pattern[self.at + 1 : end - 1].partition(",")
-        bounded = (int(low), (int(high) if high else None) if "," in self.pattern[self.at : end] else int(low))
-        self.at = end
-        if bounded[1] is not None and bounded[1] < bounded[0]:
-            raise self.refuse("a repetition whose bounds are in the wrong order")
-        if max(bounded[0], bounded[1] or 0) > limits.COPIES:
+    def bounds_reversed(self, text: str, begin: int) -> None:
+        raise self.refusal("a repetition whose bounds are in the wrong order")
+
+    def quantify(self, quantifier: Quantifier) -> None:
+        group, low, high = self.groups[-1], quantifier.low, quantifier.high
+        if max(low, high or 0) > limits.COPIES:
             limits.exceeded("COPIES", limits.COPIES, "a counted repetition", "pattern")
-        return bounded
+        pieces = group.item
+        assert pieces is not None
+        group.repeated = True
+        if all(not piece.begins and not piece.ends for piece in pieces):
+            group.item = _one(repeat(either(*(piece.rx for piece in pieces)), low, high))
+        elif (low, high) == (0, 1):
+            group.item = _merged((*pieces, Piece(False, EMPTY, False)))
+        elif (low, high) != (1, 1):
+            raise self.refusal("an anchor that is repeated")
 
-    def braces(self, at: int) -> int:
-        """End of ``{n}``, ``{n,}`` or ``{n,m}`` at `at`; 0 if there is none: a brace stands for itself then."""
-        if not self.pattern.startswith("{", at):
-            return 0
-        end = self.pattern.find("}", at)
-        low, comma, high = self.pattern[at + 1 : max(end, at)].partition(",")
-        good = end > 0 and _number(low) and (not high or (bool(comma) and _number(high)))
-        return end + 1 if good else 0
+    def single(self) -> Ranges:
+        if self.peek("\\"):
+            return self.escaped(in_class=True)
+        self.place += 1
+        return characters.of(self.pattern[self.place - 1])
 
-    def char_class(self) -> Ranges:
-        negated = self.take("^")
-        found: list[tuple[int, int]] = []
-        while not self.take("]"):
-            low = self.class_atom()
-            if self.peek("-") and not self.peek("-]"):
-                self.at += 1
-                high = self.class_atom()
-                if _single(low) and _single(high):
-                    if high[0][0] < low[0][0]:
-                        raise self.refuse("a range in the wrong order")
-                    found.append((low[0][0], high[0][0]))
-                    continue
-                found += [*high, (0x2D, 0x2D)]  # [\w-.]: the hyphen stands for itself
-            found += low
-        chars = characters.ranges(found)
-        return characters.complement(chars) if negated else chars
+    def span(self, low: Ranges, high: Ranges, begin: int) -> Ranges:
+        if not (_single(low) and _single(high)):
+            return characters.ranges([*low, *high, (0x2D, 0x2D)])  # [\w-.]: the hyphen stands for itself
+        if high[0][0] < low[0][0]:
+            raise self.refusal("a range in the wrong order")
+        return ((low[0][0], high[0][0]),)
 
-    def class_atom(self) -> Ranges:
-        if self.at >= len(self.pattern):
-            raise self.refuse("a [ that is not closed")
-        if self.take("\\"):
-            return self.escape(in_class=True)
-        self.at += 1
-        return characters.of(self.pattern[self.at - 1])
+    def unclosed_class(self, begin: int) -> NoReturn:
+        raise self.refusal("a [ that is not closed")
 
-    def escape(self, in_class: bool) -> Ranges:
-        if self.at >= len(self.pattern):
-            raise self.refuse("a backslash at the end")
-        letter = self.pattern[self.at]
-        self.at += 1
+    def escaped(self, in_class: bool) -> Ranges:
+        self.place += 1
+        if self.place >= len(self.pattern):
+            raise self.refusal("a backslash at the end")
+        letter = self.pattern[self.place]
+        self.place += 1
+        follows = self.pattern[self.place : self.place + 1]
         if letter.lower() in _CLASSES:
             chars = _CLASSES[letter.lower()]
             return characters.complement(chars) if letter.isupper() else chars
         if letter == "b" and in_class:
             return characters.of("\b")
-        if letter == "0" and self.pattern[self.at : self.at + 1].isdigit():
-            raise self.refuse("an octal escape")
+        if letter == "0" and follows.isdigit():
+            raise self.refusal("an octal escape")
         if letter in _CONTROL:
             return characters.of(chr(_CONTROL[letter]))
-        if letter in "pP" and self.take("{"):
-            end = self.pattern.find("}", self.at)
-            name = self.pattern[self.at : max(end, self.at)]
-            found = characters.category(name)
-            if found is None:
-                raise self.refuse(f"the property {name!r} (general categories are known)")
-            self.at = end + 1
-            return characters.complement(found) if letter == "P" else found
-        if letter == "c" and self.pattern[self.at : self.at + 1].isalpha():
-            self.at += 1
-            return characters.of(chr(ord(self.pattern[self.at - 1]) % 32))
+        if letter in "pP" and (name := self.in_braces()) is not None:
+            known = characters.category(name)
+            if known is None:
+                raise self.refusal(f"the property {name!r} (general categories are known)")
+            return characters.complement(known) if letter == "P" else known
+        if letter == "c" and follows.isalpha():
+            self.place += 1
+            return characters.of(chr(ord(follows) % 32))
         if letter in "xu":
-            return characters.of(chr(self.code_point(letter)))
+            return characters.of(chr(self.point(letter)))
         if letter.isalnum():
-            raise self.refuse(f"the escape \\{letter}")
+            raise self.refusal(f"the escape \\{letter}")
         return characters.of(letter)
 
-    def code_point(self, letter: str) -> int:
-        if letter == "u" and self.take("{"):
-            end = self.pattern.find("}", self.at)
-            digits, self.at = self.pattern[self.at : max(end, self.at)], end + 1
-        else:
-            size = 2 if letter == "x" else 4
-            digits = self.pattern[self.at : self.at + size].ljust(size)
-            self.at += size
-        if not digits or any(c not in "0123456789abcdefABCDEF" for c in digits) or int(digits, 16) > characters.LAST:
-            raise self.refuse(f"a \\{letter} without its digits")
-        point = int(digits, 16)
-        if 0xD800 <= point < 0xDC00 and self.take("\\u"):  # a pair that stands for one character
-            return 0x10000 + ((point - 0xD800) << 10) + (self.code_point("u") - 0xDC00)
+    def point(self, letter: str) -> int:
+        """The code point of an escape, of two escapes where these stand for the halves of one character."""
+        point = self.code_point(letter)
+        if point is None or point > characters.LAST:
+            raise self.refusal(f"a \\{letter} without its digits")
+        if 0xD800 <= point < 0xDC00 and self.take("\\u"):
+            return 0x10000 + ((point - 0xD800) << 10) + (self.point("u") - 0xDC00)
         return point
 
 
@@ -285,15 +279,11 @@ def _merged(pieces: Iterable[Piece]) -> Pieces:
     kinds: dict[tuple[bool, bool], list[Rx]] = {}
     for piece in pieces:
         kinds.setdefault((piece.begins, piece.ends), []).append(piece.rx)
-    return tuple(Piece(begins, either(*found), ends) for (begins, ends), found in kinds.items())
+    return tuple(Piece(begins, either(*parts), ends) for (begins, ends), parts in kinds.items())
 
 
 def _single(chars: Ranges) -> bool:
     return len(chars) == 1 and chars[0][0] == chars[0][1]
-
-
-def _number(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) < 9
 
 
 def _join(a: Piece, b: Piece) -> Piece | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 
 def refined(
-    blocks: Sequence[int], states: Iterable[int], ways: Sequence[Sequence[int]], before: Sequence[Sequence[int]]
+    blocks: Sequence[int], states: Iterable[int], successors: Sequence[Sequence[int]], before: Sequence[Sequence[int]]
 ) -> list[int]:
     """The coarsest partition, finer than `blocks`, whose blocks' members lead to the same blocks.
 
@@ -14,8 +14,10 @@ def refined(
     over all states would be quadratic. A block's largest part keeps its name: what leads there needs no second look.
 
     Args:
-        blocks: block of each state, -1 for those that do not count. states: those that do.
-        ways: what each state leads to, symbol by symbol, the same symbols within a block. before: what leads to each state.
+        blocks: block of each state, -1 for those that do not count.
+        states: those that do.
+        successors: what each state leads to, symbol by symbol, the same symbols within a block.
+        before: what leads to each state.
     """
     blocks = [*blocks]
     size = [0] * (max(blocks, default=-1) + 1)
@@ -33,13 +35,13 @@ def refined(
         for block, members in touched.items():
             parts: dict[tuple[int, ...], list[int]] = {}
             for state in members:
-                parts.setdefault(tuple(map(named, ways[state])), []).append(state)
+                parts.setdefault(tuple(map(named, successors[state])), []).append(state)
             if len(members) == size[block]:
-                usual[block] = max(parts, key=lambda way: len(parts[way]))
+                usual[block] = max(parts, key=lambda targets: len(parts[targets]))
             parts.pop(usual[block], None)
-            for way, part in parts.items():
+            for targets, part in parts.items():
                 name = len(size)
-                usual.append(way)
+                usual.append(targets)
                 size.append(len(part))
                 size[block] -= len(part)
                 moved += [(state, name) for state in part]

@@ -1,4 +1,4 @@
-"""Bounds on time and memory. A schema that exceeds one is refused with the limit's name; nothing is left half done."""
+"""Bounds on time and memory. A pattern that exceeds one is refused with the limit's name; nothing is left half done."""
 
 from __future__ import annotations
 
@@ -6,48 +6,28 @@ from typing import NoReturn
 
 from ..errors import GrammarError
 
-#: Characters of a schema as JSON text.
-SCHEMA_CHARACTERS = 1_000_000
-#: Schemas within schemas.
+#: Characters of a pattern.
+PATTERN_CHARACTERS = 20_000
+#: Groups within groups.
 NESTING = 100
-#: Alternatives of one type (objects, say) at one place of the text, after allOf, oneOf, not, … are multiplied out.
-ALTERNATIVES = 256
-#: Steps of multiplying out in all.
-STEPS = 150_000
-#: Places of the text with a schema of their own.
-PLACES = 4_000
-#: Rules of the grammar, and symbols in all: llguidance numbers them with 16 bits.
-RULES = 20_000
-SYMBOLS = 60_000
-#: Properties that an object declares.
-PROPERTIES = 2_000
-#: Values of an enumeration.
-VALUES = 20_000
-#: Multiples of what, decimal point aside.
-STEP = 10_000
 #: States of an automaton over characters.
 STATES = 3_000
-#: Moves of such an automaton: states times symbols, characters that its patterns tell apart; and the nodes of patterns
-#: that are looked at for them.
+#: Moves of such an automaton: states times symbols, characters that its patterns tell apart.
 MOVES = 400_000
+#: Nodes of patterns that are looked at for these moves.
 MOVE_NODES = 10_000_000
 #: Copies that the counted repetitions of one pattern amount to.
 COPIES = 2_000
-#: Characters of a regular expression that stands for the whole language; beyond it there is only a grammar.
-REGEX_CHARACTERS = 120_000
-#: Characters, and symbols once repetitions are written out, of what such an expression amounts to.
-REGEX_COPIES = 25_000
 
 
-def exceeded(limit: str, most: int, what: str, keyword: str | None = None, path: str | None = None) -> NoReturn:
-    """Refuses: `what` is above `limit`. path: ``$`` for what the schema as a whole is too large for.
+def exceeded(limit: str, most: int, what: str, keyword: str | None = None) -> NoReturn:
+    """Refuses: `what` is above `limit`.
 
     Raises:
         GrammarError: always.
     """
-    remedy = "" if path == "$" else ", or strict=False, which validates it afterwards"
     raise GrammarError(
-        f"{what} exceeds the limit {limit} = {most:,} of decoders.schemas: simplify the schema{remedy}",
+        f"{what} exceeds the limit {limit} = {most:,} of {__name__}: simplify the schema, or strict=False, which validates "
+        "it afterwards",
         keyword,
-        path,
     )

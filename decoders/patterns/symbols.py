@@ -18,7 +18,8 @@ class Symbols:
     """Numbers that stand for characters.
 
     Attributes:
-        count: of symbols, from 0 on. of: the symbols of each set in the trees.
+        count: of symbols, from 0 on.
+        of: the symbols of each set in the trees.
     """
 
     def __init__(self, trees: Sequence[Rx]) -> None:
@@ -38,8 +39,8 @@ class Symbols:
             self.owners.append(numbers.setdefault(frozenset(members), len(numbers)))
         self.count = len(numbers)
         inside: list[list[int]] = [[] for _ in sets]
-        for found, symbol in numbers.items():
-            for index in found:
+        for members_of, symbol in numbers.items():
+            for index in members_of:
                 inside[index].append(symbol)
         self.of: dict[Ranges, frozenset[int]] = dict(zip(sets, map(frozenset, inside), strict=True))
 

@@ -85,17 +85,17 @@ def words(texts: Iterable[str]) -> Rx:
     groups: dict[str, list[str]] = {}
     for text in sorted(set(texts)):
         groups.setdefault(text[:1], []).append(text)
-    ways = []
+    alternatives = []
     for group in groups.values():
         if len(group) == 1:
-            ways.append(literal(group[0]))
+            alternatives.append(literal(group[0]))
             continue
         first, last = group[0], group[-1]  # in order: what these two share, all share
         shared = next(
             (i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last))
         )
-        ways.append(cat(literal(first[:shared]), words(text[shared:] for text in group)))
-    return either(*ways)
+        alternatives.append(cat(literal(first[:shared]), words(text[shared:] for text in group)))
+    return either(*alternatives)
 
 
 def nullable(rx: Rx) -> bool:

@@ -6,7 +6,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from ..errors import GrammarError
-from ..patterns import limits
+from . import limits
 from .arrays import Arrays
 from .finite import values
 from .nodes import Node
@@ -62,10 +62,10 @@ def _counted(writer: Writer, name: str, array: Arrays) -> Expr:
     while todo:
         state = todo.pop()
         position, had = state[0], state[1:]
-        ways: list[Expr] = []
+        alternatives: list[Expr] = []
         again: list[Expr] = []
         if position >= max(array.low, 1) and all(n >= count.low for n, count in zip(had, counts, strict=True)):
-            ways.append(EMPTY)
+            alternatives.append(EMPTY)
         choices = []
         for n, count in zip(had, counts, strict=True):
             open_here = position >= count.start
@@ -93,8 +93,8 @@ def _counted(writer: Writer, name: str, array: Arrays) -> Expr:
                 todo.append(after)
                 if len(known) > limits.ALTERNATIVES * 4:
                     limits.exceeded("ALTERNATIVES", limits.ALTERNATIVES * 4, "counting items", "contains")
-            ways.append(seq(written, writer.call(_state(name, after))))
-        writer.rule(_state(name, state), seq(rep(alt(*again), 0, None) if again else EMPTY, alt(*ways)))
+            alternatives.append(seq(written, writer.call(_state(name, after))))
+        writer.rule(_state(name, state), seq(rep(alt(*again), 0, None) if again else EMPTY, alt(*alternatives)))
     return writer.call(_state(name, start))
 
 
@@ -107,10 +107,10 @@ def _different(writer: Writer, name: str, array: Arrays) -> Expr:
     kinds = [*array.prefix, array.rest] if array.high is None or array.high > len(array.prefix) else [*array.prefix]
     few: list[Node] = []
     for kind in kinds:
-        found = values(writer.normal, kind, _MOST_DIFFERENT)
-        few += found or []
+        kind_values = values(writer.normal, kind, _MOST_DIFFERENT)
+        few += kind_values or []
         few = list(dict.fromkeys(few))
-        if found is None or len(few) > _MOST_DIFFERENT or array.counts:
+        if kind_values is None or len(few) > _MOST_DIFFERENT or array.counts:
             raise GrammarError(
                 f"uniqueItems is for items of at most {_MOST_DIFFERENT} possible values (an enum, say), without contains; "
                 "strict=False validates it afterwards",
@@ -121,7 +121,7 @@ def _different(writer: Writer, name: str, array: Arrays) -> Expr:
     known, todo = {start}, [start]
     while todo:
         position, used = todo.pop()
-        ways: list[Expr] = [EMPTY] if max(array.low, 1) <= len(used) else []
+        alternatives: list[Expr] = [EMPTY] if max(array.low, 1) <= len(used) else []
         for value in few:
             item = nodes.both(array.at(position), value)
             if value in used or writer.normal.empty(item) or (array.high is not None and len(used) >= array.high):
@@ -131,8 +131,8 @@ def _different(writer: Writer, name: str, array: Arrays) -> Expr:
                 known.add(after)
                 todo.append(after)
             comma = [text(writer.blanks.comma)] if used else []
-            ways.append(seq(*comma, writer.place(item), writer.call(_used(name, after))))
-        writer.rule(_used(name, (position, used)), alt(*ways))
+            alternatives.append(seq(*comma, writer.place(item), writer.call(_used(name, after))))
+        writer.rule(_used(name, (position, used)), alt(*alternatives))
     return writer.call(_used(name, start))
 
 

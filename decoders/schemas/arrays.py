@@ -32,7 +32,8 @@ class Arrays:
     """Arrays of `low` to `high` items: the first ones of `prefix`, the others of `rest`.
 
     Attributes:
-        counts: how many items of a kind there are. unique: no two items are equal.
+        counts: how many items of a kind there are.
+        unique: no two items are equal.
         seen: what has been evaluated; no part of the set.
     """
 

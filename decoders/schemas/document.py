@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import GrammarError
-from ..patterns import limits
+from . import limits
 
 if TYPE_CHECKING:
     from referencing import Registry
@@ -27,7 +27,9 @@ class Place:
     """A schema within the document.
 
     Attributes:
-        schema: an object of JSON. year: of its draft (2013, 2017, 2018, 2019, 2020). path: where it stands, for messages.
+        schema: an object of JSON.
+        year: of its draft (2013, 2017, 2018, 2019, 2020).
+        path: where it stands, for messages.
         dynamic: whether there are dynamic references, the target of which depends on the way to them.
     """
 
@@ -44,11 +46,11 @@ class Place:
         Raises:
             GrammarError: there is no schema.
         """
-        found: Any = self.schema
+        target: Any = self.schema
         path = self.path
         for key in keys:
-            found, path = found[key], path + step(key)
-        return place(found, path, self.resolver, self.specification, self.dynamic)
+            target, path = target[key], path + step(key)
+        return place(target, path, self.resolver, self.specification, self.dynamic)
 
     @property
     def scope(self) -> tuple[str, ...]:
@@ -68,9 +70,9 @@ class Place:
 
         try:
             if keyword == "$recursiveRef":
-                found = lookup_recursive_ref(self.resolver)
+                target = lookup_recursive_ref(self.resolver)
             else:
-                found = self.resolver.lookup(reference)
+                target = self.resolver.lookup(reference)
         except (
             Unresolvable,
             ValueError,
@@ -86,7 +88,7 @@ class Place:
         inside = reference.startswith("#/") or reference == "#"
         path = "$" + "".join(map(step, reference[2:].split("/"))) if inside and len(reference) > 1 else "$"
         path = path if inside else reference
-        return place(found.contents, path, found.resolver, self.specification, self.dynamic, entered=True)
+        return place(target.contents, path, target.resolver, self.specification, self.dynamic, entered=True)
 
 
 def step(key: str | int) -> str:
@@ -160,13 +162,13 @@ def _specification(contents: Any, default: Specification[Any], path: str) -> Spe
     if not isinstance(declared, str) or declared.rstrip("#") == _LATEST:
         return default
     try:
-        found = specification_with(declared)
+        target = specification_with(declared)
     except (UnknownDialect, CannotDetermineSpecification) as problem:
         raise GrammarError(
             f"{path}: $schema {declared!r} is not a draft that is known here (draft 4, 6, 7, 2019-09, 2020-12)",
             "$schema",
             path,
         ) from problem
-    if found.name not in _YEARS:
-        raise GrammarError(f"{path}: {found.name} is older than draft 4", "$schema", path)
-    return found
+    if target.name not in _YEARS:
+        raise GrammarError(f"{path}: {target.name} is older than draft 4", "$schema", path)
+    return target

@@ -9,10 +9,10 @@ from .normal import Normal
 def values(normal: Normal, node: Node, most: int) -> list[Node] | None:
     """The values of `node`, each a node; None if there are more than `most` or they cannot be told."""
     shapes = normal.shapes(node)
-    found: list[object] = [{"null": None, "true": True, "false": False}[unit] for unit in sorted(shapes.units)]
+    known_values: list[object] = [{"null": None, "true": True, "false": False}[unit] for unit in sorted(shapes.units)]
     for numbers in shapes.numbers:
         if numbers.step is None and numbers.low == numbers.high and numbers.low is not None:
-            found.append(float(numbers.low))
+            known_values.append(float(numbers.low))
             continue
         if numbers.step is None or numbers.low is None or numbers.high is None:
             return None
@@ -20,15 +20,15 @@ def values(normal: Normal, node: Node, most: int) -> list[Node] | None:
         if count > most:
             return None
         points = [numbers.low + numbers.step * i for i in range(int(count))]
-        found += [int(p) if p.denominator == 1 else float(p) for p in points if numbers.holds(p)]
+        known_values += [int(p) if p.denominator == 1 else float(p) for p in points if numbers.holds(p)]
     for strings in shapes.strings:
         if strings.values is None:
             return None
-        found += sorted(strings.values)
-    if len(found) > most or any(shape.high != 0 for shape in shapes.arrays):
+        known_values += sorted(strings.values)
+    if len(known_values) > most or any(shape.high != 0 for shape in shapes.arrays):
         return None
     if shapes.arrays:
-        found.append([])
+        known_values.append([])
     if shapes.objects:
         return None
-    return list(dict.fromkeys(normal.value(value) for value in found))
+    return list(dict.fromkeys(normal.value(value) for value in known_values))

@@ -11,9 +11,10 @@ import re
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from ..patterns import characters, limits
+from ..patterns import characters, writer
 from ..patterns.characters import Ranges
 from ..patterns.tree import Cat, Chars, Or, Repeat, Rx
+from . import limits
 
 if TYPE_CHECKING:
     from interegular.fsm import FSM
@@ -38,7 +39,7 @@ _JSON, _ASCII_JSON = json.JSONEncoder(ensure_ascii=False), json.JSONEncoder()
 
 def literal(text: str) -> str:
     """Expression for `text` itself."""
-    return _SPECIAL.sub(lambda found: _escaped(ord(found[0])), text)
+    return _SPECIAL.sub(lambda character: writer.code_point(ord(character[0])), text)
 
 
 def quoted(value: str) -> str:
@@ -54,36 +55,12 @@ def chars(ranges: Ranges) -> str | None:
         return None
     plain = characters.common(shown, _PLAIN)
     short = "".join(letter for point, letter in _ESCAPES.items() if characters.contains(shown, point))
-    ways = []
+    alternatives = []
     if plain:
-        ways.append(_set(plain))
+        alternatives.append(writer.charset(plain))
     if short:
-        ways.append(r"\\" + (short if len(short.replace("\\\\", "x")) == 1 else f"[{short}]"))
-    return ways[0] if len(ways) == 1 and not short else f"(?:{'|'.join(ways)})"
-
-
-def _set(plain: Ranges) -> str:
-    others = characters.complement(characters.ranges([*plain, *characters.SURROGATES]))
-    if len(plain) == 1 and plain[0][0] == plain[0][1]:
-        return _escaped(plain[0][0])
-    if len(others) < len(plain):
-        return f"[^{_spans(others)}]"
-    return f"[{_spans(plain)}]"
-
-
-def _spans(ranges: Ranges) -> str:
-    text = ""
-    for low, high in ranges:
-        text += _escaped(low) + ("" if high == low else ("-" if high > low + 1 else "") + _escaped(high))
-    return text
-
-
-def _escaped(point: int) -> str:
-    if chr(point).isascii() and chr(point).isalnum():
-        return chr(point)
-    if 0x20 <= point < 0x7F:
-        return (chr(point) if chr(point) in " !\"%',:;<=>@_`" else "\\" + chr(point)) if point != 0x2F else "/"
-    return f"\\x{point:02X}" if point < 0x80 else f"\\u{point:04X}" if point < 0x10000 else f"\\U{point:08X}"
+        alternatives.append(r"\\" + (short if len(short.replace("\\\\", "x")) == 1 else f"[{short}]"))
+    return alternatives[0] if len(alternatives) == 1 and not short else f"(?:{'|'.join(alternatives)})"
 
 
 def tree(rx: Rx) -> str | None:
@@ -102,23 +79,16 @@ def tree(rx: Rx) -> str | None:
             inside = tree(part)
             if inside is None:
                 return "" if low == 0 else None
-            return times(f"(?:{inside})" if not isinstance(part, Chars) else inside, low, high)
+            return writer.times(f"(?:{inside})" if not isinstance(part, Chars) else inside, low, high)
 
 
 def _group(text: str, part: Rx) -> str:
     return f"(?:{text})" if isinstance(part, Or) else text
 
 
-def times(text: str, low: int, high: int | None) -> str:
-    """`text`, one unit, from `low` to `high` times."""
-    marks = {(0, None): "*", (1, None): "+", (0, 1): "?", (1, 1): ""}
-    count = f"{{{low}}}" if low == high else f"{{{low},{'' if high is None else high}}}"
-    return text + marks.get((low, high), count)
-
-
 def length(low: int, high: int | None) -> str:
     """The inside of a string of `low` to `high` characters under no other condition."""
-    return times(chars(characters.ANY) or "", low, high)
+    return writer.times(chars(characters.ANY) or "", low, high)
 
 
 def expression(machine: FSM) -> str | None:
@@ -131,8 +101,8 @@ def expression(machine: FSM) -> str | None:
     for state, after in machine.map.items():
         for symbol, to in after.items():
             sets.setdefault((state, to), []).extend(machine.alphabet.by_transition[symbol])
-    for (state, to), found in sets.items():
-        text = chars(characters.ranges(found))
+    for (state, to), pairs in sets.items():
+        text = chars(characters.ranges(pairs))
         if text is not None:
             edges.setdefault(state, {})[to] = text
     begin, end = -1, -2

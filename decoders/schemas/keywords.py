@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import GrammarError
-from ..patterns import ecma, limits
-from . import formats, numbers, strings
+from ..patterns import ecma
+from . import formats, limits, numbers, strings
 from .arrays import Arrays, Count, Items
 from .document import Place
 from .nodes import FALSE, TRUE, Node
@@ -60,7 +60,7 @@ def of_value(value: Any, leaf: Callable[[Any], Node]) -> Shapes:
 
 def of_numbers(schema: dict[str, Any]) -> Numbers | None:
     """What the keywords about numbers leave."""
-    found: Numbers | None = Numbers()
+    result: Numbers | None = Numbers()
     pieces = []
     for keyword, low in (("minimum", True), ("maximum", False)):
         exclusive = schema.get("exclusive" + keyword.capitalize())
@@ -78,19 +78,19 @@ def of_numbers(schema: dict[str, Any]) -> Numbers | None:
             raise GrammarError(f"multipleOf {schema['multipleOf']!r} is not above zero", "multipleOf")
         pieces.append(Numbers(multiple=step))
     for piece in pieces:
-        found = numbers.both(found, piece) if found is not None else None
-    return found
+        result = numbers.both(result, piece) if result is not None else None
+    return result
 
 
 def of_strings(schema: dict[str, Any]) -> Strings | None:
     """What the keywords about strings leave."""
-    found = Strings(low=_count(schema, "minLength") or 0, high=_count(schema, "maxLength")).tidy()
-    if found is not None and "pattern" in schema:
-        found = strings.both(found, _pattern(schema["pattern"]))
-    if found is not None and isinstance(schema.get("format"), str):
+    result = Strings(low=_count(schema, "minLength") or 0, high=_count(schema, "maxLength")).tidy()
+    if result is not None and "pattern" in schema:
+        result = strings.both(result, _pattern(schema["pattern"]))
+    if result is not None and isinstance(schema.get("format"), str):
         rx = formats.tree(schema["format"])
-        found = found if rx is None else strings.both(found, Strings(formats=frozenset([rx])))
-    return found
+        result = result if rx is None else strings.both(result, Strings(formats=frozenset([rx])))
+    return result
 
 
 def of_arrays(place: Place, schema: dict[str, Any], inside: Inside, reach: Emptiness) -> Arrays | None:
@@ -132,21 +132,21 @@ def of_objects(
         pattern, node = _pattern(text), inside("patternProperties", text)
         patterns.append(pattern)
         classes = [
-            (both, found)
+            (both, result)
             for keys, old in classes
-            for part, found in [(pattern, (*old, node)), *((other, old) for other in strings.others(pattern))]
+            for part, result in [(pattern, (*old, node)), *((other, old) for other in strings.others(pattern))]
             if (both := strings.both(keys, part)) is not None
         ]
         if len(classes) > limits.ALTERNATIVES:
             limits.exceeded("ALTERNATIVES", limits.ALTERNATIVES, "the number of classes of keys", "patternProperties")
         named = {n: nodes.both(old, node) if pattern.holds(n) else old for n, old in named.items()}
     additional = inside("additionalProperties") if "additionalProperties" in schema else TRUE
-    rest = tuple((keys, nodes.both(*found) if found else additional) for keys, found in classes)
+    rest = tuple((keys, nodes.both(*result) if result else additional) for keys, result in classes)
     seen = Keys(frozenset(named), tuple(patterns), "additionalProperties" in schema)
     required = dict.fromkeys(_names(schema, "required"))
-    found = Objects(rest=rest)
+    result = Objects(rest=rest)
     properties = [Property(n, node, n in required) for n, node in named.items()]
-    properties += [Property(name, found.value(name), True) for name in required if name not in named]
+    properties += [Property(name, result.value(name), True) for name in required if name not in named]
     if "propertyNames" in schema and place.year >= 2017:
         names = normal(inside("propertyNames")).strings
         good = [prop if any(keys.holds(prop.name) for keys in names) else Property(prop.name, FALSE, prop.required)

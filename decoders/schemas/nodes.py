@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from typing import Any, TypeAlias
 
-from ..patterns import limits
+from . import limits
 
 Node: TypeAlias = int
 
@@ -36,8 +36,8 @@ class Nodes:
             return TRUE if node == FALSE else FALSE
         kind, content = self.terms[node]
         if kind == "not":
-            found: Node = content
-            return found
+            positive: Node = content
+            return positive
         if kind in ("all", "any"):
             parts = [self.negate(part) for part in content]
             return self.both(*parts) if kind == "any" else self.either(*parts)

@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import GrammarError
-from ..patterns import limits
-from . import arrays, keywords, objects, shapes
+from . import arrays, keywords, limits, objects, shapes
 from .document import Place
 from .nodes import FALSE, TRUE, Node, Nodes
 from .objects import Objects, Property
@@ -46,13 +45,13 @@ class Normal(Emptiness):
         if self.steps > limits.STEPS:
             limits.exceeded("STEPS", limits.STEPS, "the work of multiplying out allOf, anyOf, oneOf, not, …")
 
-    def place(self, found: Place | bool) -> Node:
+    def place(self, content: Place | bool) -> Node:
         """The node of a schema."""
-        if isinstance(found, bool):
-            return TRUE if found else FALSE
-        if not found.schema:
+        if isinstance(content, bool):
+            return TRUE if content else FALSE
+        if not content.schema:
             return TRUE
-        return self.nodes.leaf("schema", (id(found.schema), found.scope), found)
+        return self.nodes.leaf("schema", (id(content.schema), content.scope), content)
 
     def value(self, value: Any) -> Node:
         """The node of a value."""
@@ -110,11 +109,11 @@ class Normal(Emptiness):
             raise _CycleError
         self.active.append(node)
         try:
-            found = self._find(node)
+            current = self._find(node)
         finally:
             self.active.pop()
-        self.known[node] = found
-        return found
+        self.known[node] = current
+        return current
 
     def _find(self, node: Node) -> Shapes:
         kind, content = self.nodes.terms[node]
@@ -131,13 +130,13 @@ class Normal(Emptiness):
                 return shapes.minus(ALL, self.normal(content), self)
             case "any":
                 return shapes.either(*map(self.normal, content))
-        found = ALL
+        current = ALL
         for part in sorted(content, key=lambda part: self.nodes.terms[part][0] == "not"):
             if self.nodes.terms[part][0] == "not":
-                found = shapes.minus(found, self.normal(self.nodes.terms[part][1]), self)
+                current = shapes.minus(current, self.normal(self.nodes.terms[part][1]), self)
             else:
-                found = shapes.both(found, self.normal(part), self)
-        return found
+                current = shapes.both(current, self.normal(part), self)
+        return current
 
     def schema(self, place: Place) -> Shapes:
         """What is of the schema at `place`."""
@@ -149,16 +148,16 @@ class Normal(Emptiness):
         if read("$ref") and place.year <= 2018:  # nothing stands beside it
             with self.blame(place, "$ref"):
                 return self.normal(self.place(place.follow(schema["$ref"])))
-        found = self.types(place, read)
+        current = self.types(place, read)
         for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
             if read(keyword):
                 with self.blame(place, keyword):
-                    found = self.both(found, self.place(place.follow(schema[keyword], keyword)))
+                    current = self.both(current, self.place(place.follow(schema[keyword], keyword)))
         for keyword, combine in _COMBINATIONS.items():
             if read(keyword) or (keyword == "oneOf" and "oneOf" in schema):
                 with self.blame(place, keyword):
-                    found = combine(self, place, found)
-        return found
+                    current = combine(self, place, current)
+        return current
 
     @contextmanager
     def blame(self, place: Place, keyword: str) -> Iterator[None]:
@@ -178,44 +177,46 @@ class Normal(Emptiness):
 
         return node
 
-    def both(self, found: Shapes, node: Node) -> Shapes:
-        return found if found.empty else shapes.both(found, self.normal(node), self)
+    def both(self, current: Shapes, node: Node) -> Shapes:
+        return current if current.empty else shapes.both(current, self.normal(node), self)
 
     def types(self, place: Place, read: Callable[[str], bool]) -> Shapes:
         """What the keywords leave that are about values themselves."""
-        schema, found = place.schema, ALL
+        schema, current = place.schema, ALL
         if read("type"):
             with self.blame(place, "type"):
                 names = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-                found = shapes.either(*map(keywords.of_type, names))
+                current = shapes.either(*map(keywords.of_type, names))
         for keyword in ("const", "enum"):
             if read(keyword) and (keyword == "enum" or place.year >= 2017):
                 with self.blame(place, keyword):
                     values = schema[keyword] if keyword == "enum" else [schema[keyword]]
-                    found = shapes.both(found, self.values(values), self)
+                    current = shapes.both(current, self.values(values), self)
         inside = self.inside(place)
 
         def some(names: tuple[str, ...]) -> str:
             return next((name for name in names if read(name)), "")
 
         plain = {key: value for key, value in schema.items() if read(key)}
-        if found.numbers and (keyword := some(keywords.NUMBERS)):
+        if current.numbers and (keyword := some(keywords.NUMBERS)):
             with self.blame(place, keyword):
                 points = keywords.of_numbers(plain)
-                found = shapes.both(found, replace(ALL, numbers=() if points is None else (points,)), self)
-        if found.strings and (keyword := some(keywords.STRINGS)):
+                current = shapes.both(current, replace(ALL, numbers=() if points is None else (points,)), self)
+        if current.strings and (keyword := some(keywords.STRINGS)):
             with self.blame(place, keyword):
                 texts = keywords.of_strings(plain)
-                found = shapes.both(found, replace(ALL, strings=() if texts is None else (texts,)), self)
-        if found.arrays and (keyword := some(keywords.ARRAYS)):
+                current = shapes.both(current, replace(ALL, strings=() if texts is None else (texts,)), self)
+        if current.arrays and (keyword := some(keywords.ARRAYS)):
             with self.blame(place, keyword):
                 lists = keywords.of_arrays(place, plain, inside, self)
-                found = shapes.both(found, replace(ALL, arrays=() if lists is None else (self.plain(lists),)), self)
-        if found.objects and (keyword := some(keywords.OBJECTS)):
+                current = shapes.both(current, replace(ALL, arrays=() if lists is None else (self.plain(lists),)), self)
+        if current.objects and (keyword := some(keywords.OBJECTS)):
             with self.blame(place, keyword):
                 dicts = keywords.of_objects(place, plain, inside, self, self.normal)
-                found = shapes.both(found, replace(ALL, objects=() if dicts is None else (self.plain(dicts),)), self)
-        return found
+                current = shapes.both(
+                    current, replace(ALL, objects=() if dicts is None else (self.plain(dicts),)), self
+                )
+        return current
 
     def plain(self, shape: Any) -> Any:
         """`shape` without what has been evaluated, where nobody asks."""
@@ -228,9 +229,9 @@ class Normal(Emptiness):
         if len(values) > limits.VALUES:
             limits.exceeded("VALUES", limits.VALUES, f"an enumeration of {len(values):,} values", "enum")
         texts = [value for value in values if isinstance(value, str)]
-        found = Shapes(strings=(Strings(values=frozenset(texts)),) if texts else ())
+        current = Shapes(strings=(Strings(values=frozenset(texts)),) if texts else ())
         rest = (keywords.of_value(value, self.value) for value in values if not isinstance(value, str))
-        return shapes.either(found, *rest)
+        return shapes.either(current, *rest)
 
 
 def _parts(self: Normal, place: Place, keyword: str) -> list[Node]:
@@ -244,26 +245,26 @@ def _parts(self: Normal, place: Place, keyword: str) -> list[Node]:
     return [self.place(place.child(keyword, index)) for index in range(len(place.schema[keyword]))]
 
 
-def _all_of(self: Normal, place: Place, found: Shapes) -> Shapes:
+def _all_of(self: Normal, place: Place, current: Shapes) -> Shapes:
     for part in _parts(self, place, "allOf"):
-        found = self.both(found, part)
-    return found
+        current = self.both(current, part)
+    return current
 
 
-def _any_of(self: Normal, place: Place, found: Shapes, keyword: str = "anyOf") -> Shapes:
+def _any_of(self: Normal, place: Place, current: Shapes, keyword: str = "anyOf") -> Shapes:
     union = NONE
     for node in _parts(self, place, keyword):
-        part = self.both(found, node)
+        part = self.both(current, node)
         # Whatever holds has evaluated: alternatives that hold together are alternatives of their own.
         together = shapes.both(union, part, self) if self.evaluation else NONE
         union = shapes.either(shapes.either(union, part), together)
     return union
 
 
-def _one_of(self: Normal, place: Place, found: Shapes) -> Shapes:
+def _one_of(self: Normal, place: Place, current: Shapes) -> Shapes:
     if (place.path, "oneOf") in self.dropped:
-        return _any_of(self, place, found, "oneOf")
-    parts = [self.both(found, node) for node in _parts(self, place, "oneOf")]
+        return _any_of(self, place, current, "oneOf")
+    parts = [self.both(current, node) for node in _parts(self, place, "oneOf")]
     union = NONE
     for index, part in enumerate(parts):
         for other in parts[:index] + parts[index + 1 :]:
@@ -272,53 +273,53 @@ def _one_of(self: Normal, place: Place, found: Shapes) -> Shapes:
     return union
 
 
-def _not(self: Normal, place: Place, found: Shapes) -> Shapes:
-    return shapes.minus(found, self.normal(self.place(place.child("not"))), self)
+def _not(self: Normal, place: Place, current: Shapes) -> Shapes:
+    return shapes.minus(current, self.normal(self.place(place.child("not"))), self)
 
 
-def _if(self: Normal, place: Place, found: Shapes) -> Shapes:
+def _if(self: Normal, place: Place, current: Shapes) -> Shapes:
     schema = place.schema
     if place.year < 2018 or ("then" not in schema and "else" not in schema and not self.evaluation):
-        return found
+        return current
     condition = self.place(place.child("if"))
-    then = self.both(found, condition)
+    then = self.both(current, condition)
     if "then" in schema:
         then = self.both(then, self.place(place.child("then")))
-    otherwise = shapes.minus(found, self.normal(condition), self)
+    otherwise = shapes.minus(current, self.normal(condition), self)
     if "else" in schema:
         otherwise = self.both(otherwise, self.place(place.child("else")))
     return shapes.either(then, otherwise)
 
 
 def _dependent(keyword: str) -> Callable[[Normal, Place, Shapes], Shapes]:
-    def combine(self: Normal, place: Place, found: Shapes) -> Shapes:
+    def combine(self: Normal, place: Place, current: Shapes) -> Shapes:
         if not isinstance(place.schema[keyword], dict):
             raise GrammarError(f"{keyword} is an object, not {place.schema[keyword]!r}", keyword)
         for name, needs in place.schema[keyword].items():
             absent = replace(ALL, objects=(Objects((Property(name, FALSE),)),))
             present = Shapes(objects=(Objects((Property(name, TRUE, True),)),))
-            with_it = shapes.both(found, present, self)
+            with_it = shapes.both(current, present, self)
             if isinstance(needs, list):
                 required = Objects(tuple(Property(need, TRUE, True) for need in needs))
                 with_it = shapes.both(with_it, Shapes(objects=(required,)), self)
             else:
                 with_it = self.both(with_it, self.place(place.child(keyword, name)))
-            found = shapes.either(shapes.both(found, absent, self), with_it)
-        return found
+            current = shapes.either(shapes.both(current, absent, self), with_it)
+        return current
 
     return combine
 
 
 def _unevaluated(keyword: str) -> Callable[[Normal, Place, Shapes], Shapes]:
-    def combine(self: Normal, place: Place, found: Shapes) -> Shapes:
+    def combine(self: Normal, place: Place, current: Shapes) -> Shapes:
         if place.year < 2019:
-            return found
+            return current
         node = self.place(place.child(keyword))
         if keyword == "unevaluatedItems":
-            lists = [arrays.evaluate(shape, node, self) for shape in found.arrays]
-            return replace(found, arrays=tuple(dict.fromkeys(shape for shape in lists if shape is not None)))
-        dicts = [objects.evaluate(shape, node, self) for shape in found.objects]
-        return replace(found, objects=tuple(dict.fromkeys(shape for shape in dicts if shape is not None)))
+            lists = [arrays.evaluate(shape, node, self) for shape in current.arrays]
+            return replace(current, arrays=tuple(dict.fromkeys(shape for shape in lists if shape is not None)))
+        dicts = [objects.evaluate(shape, node, self) for shape in current.objects]
+        return replace(current, objects=tuple(dict.fromkeys(shape for shape in dicts if shape is not None)))
 
     return combine
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ..patterns import limits
+from . import limits
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,9 @@ class Terminal:
     """Texts that are no further divided.
 
     Attributes:
-        lark: a definition. regex: makes the same as a regular expression; None if that is too long. rule: `lark` can only
-            define a rule, not a terminal.
+        lark: a definition.
+        regex: makes the same as a regular expression; None if that is too long.
+        rule: `lark` can only define a rule, not a terminal.
     """
 
     lark: str
@@ -129,14 +130,14 @@ def prune(rules: dict[str, Expr]) -> dict[str, Expr]:
         if name not in alive and _productive(rules[name], alive):
             alive.add(name)
             waiting += callers.get(name, ())
-    kept: dict[str, Expr] = {}
+    pruned: dict[str, Expr] = {}
     todo = ["start"]
     while todo:
         name = todo.pop()
-        if name not in kept and name in alive:
-            kept[name] = _without_dead(rules[name], alive)
-            todo += reversed(calls(kept[name]))
-    return kept
+        if name not in pruned and name in alive:
+            pruned[name] = _without_dead(rules[name], alive)
+            todo += reversed(calls(pruned[name]))
+    return pruned
 
 
 def calls(expr: Expr) -> list[str]:
@@ -180,7 +181,7 @@ def _without_dead(expr: Expr, alive: set[str]) -> Expr:
         case Seq(parts):
             return seq(*(_without_dead(part, alive) for part in parts))
         case Alt(parts):
-            return alt(*(found for part in parts if (found := _without_dead(part, alive)) != NOTHING))
+            return alt(*(written_rule for part in parts if (written_rule := _without_dead(part, alive)) != NOTHING))
         case Rep(part, low, high):
             return rep(_without_dead(part, alive), low, high)
     return expr
@@ -248,8 +249,8 @@ def regex(rules: dict[str, Expr]) -> str | None:
         """The expression, in brackets where it needs them, and its size with repetitions written out."""
         match expr:
             case Word(terminal):
-                found = terminal.regex()
-                return None if found is None else (f"(?:{found})" if "|" in found else found, _size(found))
+                whole = terminal.regex()
+                return None if whole is None else (f"(?:{whole})" if "|" in whole else whole, _size(whole))
             case RuleReference(rule):
                 if rule not in known:
                     known[rule] = write(rules[rule])
@@ -277,7 +278,7 @@ def regex(rules: dict[str, Expr]) -> str | None:
                 return f"(?:{one[0]})" + marks.get((low, high), count), size
 
     try:
-        found = write(rules["start"])
+        whole = write(rules["start"])
     except RecursionError:  # rules go down thousands of levels, as none of practice does
         return None
-    return None if found is None else found[0]
+    return None if whole is None else whole[0]

@@ -14,8 +14,8 @@ from functools import lru_cache
 from typing import Any
 
 from ..errors import GrammarError
-from ..patterns import automata, ecma, limits
-from . import json_text
+from ..patterns import automata, ecma
+from . import json_text, limits
 from .numbers import Numbers, both
 
 INTEGER = "-?(?:0|[1-9][0-9]*)"
@@ -50,8 +50,8 @@ def expression(numbers: Numbers) -> str | None:
         return _between(_within(numbers, 10**8 if small else 10 ** (_DIGITS - 1)))
     if _rounds(numbers.low, numbers.open_low) or _rounds(numbers.high, numbers.open_high):
         high, low = Numbers(low=Fraction(_LARGE), kind="integer"), Numbers(high=Fraction(-_LARGE), kind="integer")
-        found = [both(numbers, high), _within(numbers, _LARGE), both(numbers, low)]
-        written = [expression(part) if part is not None and part.step else _between(part) for part in found]
+        ranges = [both(numbers, high), _within(numbers, _LARGE), both(numbers, low)]
+        written = [expression(part) if part is not None and part.step else _between(part) for part in ranges]
         return "|".join(way for way in written if way)
     return _between(numbers)
 
@@ -72,10 +72,10 @@ def _between(numbers: Numbers | None) -> str:
     """Decimals between bounds, at least one of which there is."""
     if numbers is None:
         return ""
-    ways = []
+    alternatives = []
     if numbers.low is None or numbers.low < 0:
         high = Fraction(0) if numbers.high is None or numbers.high > 0 else numbers.high
-        ways += ["-" + way for way in _decimals(
+        alternatives += ["-" + way for way in _decimals(
             -high, high == 0 or numbers.open_high, None if numbers.low is None else -numbers.low, numbers.open_low,
             numbers.kind,
         )]  # fmt: skip
@@ -83,8 +83,8 @@ def _between(numbers: Numbers | None) -> str:
         low, open_low = (
             (Fraction(0), False) if numbers.low is None or numbers.low < 0 else (numbers.low, numbers.open_low)
         )
-        ways += _decimals(low, open_low, numbers.high, numbers.open_high, numbers.kind)
-    return "|".join(ways)
+        alternatives += _decimals(low, open_low, numbers.high, numbers.open_high, numbers.kind)
+    return "|".join(alternatives)
 
 
 def _spaced(numbers: Numbers, step: Fraction) -> str | None:
@@ -99,8 +99,8 @@ def _spaced(numbers: Numbers, step: Fraction) -> str | None:
         return multiples
     bounds = expression(replace(numbers, multiple=None)) or ""
     conditions = [ecma.strings(f"^(?:{way})$")[0] for way in (bounds, multiples)]
-    found = json_text.expression(automata.automaton(conditions))
-    return found if found is not None and len(found) <= _LONGEST_TEXT else None
+    written = json_text.expression(automata.automaton(conditions))
+    return written if written is not None and len(written) <= _LONGEST_TEXT else None
 
 
 def schema(numbers: Numbers) -> dict[str, Any]:
@@ -115,14 +115,14 @@ def schema(numbers: Numbers) -> dict[str, Any]:
         limits.exceeded("STEP", limits.STEP, f"multipleOf {numbers.step}", "multipleOf")
     if numbers.step.denominator > 10**_DIGITS:
         limits.exceeded("decimal places", _DIGITS, "multipleOf", "multipleOf")
-    found: dict[str, Any] = {"type": "integer" if numbers.step.denominator == 1 else "number"}
-    found["multipleOf"] = _json_number(numbers.step)
+    keywords: dict[str, Any] = {"type": "integer" if numbers.step.denominator == 1 else "number"}
+    keywords["multipleOf"] = _json_number(numbers.step)
     for keyword, bound in (("minimum", numbers.low), ("maximum", numbers.high)):
         if bound is not None and abs(bound) > _LARGEST_INLINE:
             raise GrammarError(f"multiples beyond {'-' * (bound < 0)}2**62; strict=False works", "multipleOf")
         if bound is not None:
-            found[keyword] = _json_number(bound)
-    return {**found, "x-guidance": {"whitespace_flexible": False}}
+            keywords[keyword] = _json_number(bound)
+    return {**keywords, "x-guidance": {"whitespace_flexible": False}}
 
 
 def _json_number(value: Fraction) -> int | float:
@@ -161,9 +161,9 @@ def _remainders(step: Fraction) -> str | None:
         if rest * 10 ** (places - place) % size == 0
     }
     alphabet = Alphabet({(ord(letter), ord(letter)): symbol for symbol, letter in enumerate("0123456789-.")})
-    moves = {at: {symbol: to for symbol, to in enumerate(row) if to >= 0} for at, row in enumerate(rows)}
-    found = json_text.expression(automata.minimal(FSM(alphabet, set(moves), 0, {2, *ends}, moves)))
-    return found if found is not None and len(found) <= _LONGEST_TEXT else None
+    moves = {number: {symbol: to for symbol, to in enumerate(row) if to >= 0} for number, row in enumerate(rows)}
+    written = json_text.expression(automata.minimal(FSM(alphabet, set(moves), 0, {2, *ends}, moves)))
+    return written if written is not None and len(written) <= _LONGEST_TEXT else None
 
 
 def _multiples(step: Fraction) -> str | None:
@@ -187,14 +187,14 @@ def _plain(value: Fraction) -> str:
 def _integers(low: int | None, high: int | None) -> str:
     if low is None and high is None:
         return INTEGER
-    ways = []
+    alternatives = []
     if low is None or low < 0:
-        ways += [
+        alternatives += [
             "-" + way for way in _magnitudes(1 if high is None or high >= 0 else -high, None if low is None else -low)
         ]
     if high is None or high >= 0:
-        ways += _magnitudes(max(low or 0, 0), high)
-    return "|".join(ways)
+        alternatives += _magnitudes(max(low or 0, 0), high)
+    return "|".join(alternatives)
 
 
 def _magnitudes(low: int, high: int | None) -> list[str]:
@@ -207,13 +207,13 @@ def _magnitudes(low: int, high: int | None) -> list[str]:
         if low == 0:
             return ["0", "[1-9][0-9]*"]
         return [*_same_size(str(low), "9" * size), more]
-    ways: list[str] = []
+    alternatives: list[str] = []
     for size in range(len(str(low)), len(str(high)) + 1):
         first = max(low, 10 ** (size - 1) if size > 1 else 0)
         last = min(high, 10**size - 1)
         if first <= last:
-            ways += _same_size(str(first), str(last))
-    return ways
+            alternatives += _same_size(str(first), str(last))
+    return alternatives
 
 
 def _same_size(low: str, high: str) -> list[str]:
@@ -226,16 +226,16 @@ def _same_size(low: str, high: str) -> list[str]:
     if low[0] == high[0]:
         return [low[0] + way for way in _same_size(low[1:], high[1:])]
     first, last = int(low[0]), int(high[0])
-    ways = []
+    alternatives = []
     if low[1:] != "0" * rest:
-        ways += [low[0] + way for way in _same_size(low[1:], "9" * rest)]
+        alternatives += [low[0] + way for way in _same_size(low[1:], "9" * rest)]
         first += 1
     if high[1:] != "9" * rest:
-        ways += [high[0] + way for way in _same_size("0" * rest, high[1:])]
+        alternatives += [high[0] + way for way in _same_size("0" * rest, high[1:])]
         last -= 1
     if first <= last:
-        ways.append(_span(first, last) + _digits(rest))
-    return ways
+        alternatives.append(_span(first, last) + _digits(rest))
+    return alternatives
 
 
 def _digits(count: int) -> str:
@@ -253,30 +253,30 @@ def _decimals(low: Fraction, open_low: bool, high: Fraction | None, open_high: b
     open_low = open_low or (kind == "fraction" and low.denominator == 1)
     some = _fractions("", kind == "fraction", None, False, most)
     floor = int(low)
-    ways = []
+    alternatives = []
     if high is None:
         if low == 0 and kind == "any":
             lead = "[1-9]" if open_low else "[0-9]"
-            ways.append(rf"{lead}(?:\.[0-9]+)?{_EXPONENT}")
-        ways.append(_with(_integers(floor + 1, None), some))
-        return [*ways, _with(str(floor), _fractions(_places(low), open_low, None, False, most))]
+            alternatives.append(rf"{lead}(?:\.[0-9]+)?{_EXPONENT}")
+        alternatives.append(_with(_integers(floor + 1, None), some))
+        return [*alternatives, _with(str(floor), _fractions(_places(low), open_low, None, False, most))]
     ceiling = int(high)
     if floor == ceiling:
         way = _with(str(floor), _fractions(_places(low), open_low, _places(high), open_high, most))
         return [way] if way else []
-    ways.append(_with(str(floor), _fractions(_places(low), open_low, None, False, most)))
+    alternatives.append(_with(str(floor), _fractions(_places(low), open_low, None, False, most)))
     if floor + 1 <= ceiling - 1:
-        ways.append(_with(_integers(floor + 1, ceiling - 1), some))
-    ways.append(_with(str(ceiling), _fractions("", kind == "fraction", _places(high), open_high, most)))
-    return [way for way in ways if way]
+        alternatives.append(_with(_integers(floor + 1, ceiling - 1), some))
+    alternatives.append(_with(str(ceiling), _fractions("", kind == "fraction", _places(high), open_high, most)))
+    return [way for way in alternatives if way]
 
 
 def _with(integer: str, fractions: tuple[bool, list[str]]) -> str:
     """`integer` with one of `fractions` (whether there may be none, and what may follow the point)."""
-    none, ways = fractions
-    if not none and not ways:
+    none, alternatives = fractions
+    if not none and not alternatives:
         return ""
-    tail = rf"\.(?:{'|'.join(ways)})" if ways else ""
+    tail = rf"\.(?:{'|'.join(alternatives)})" if alternatives else ""
     return f"(?:{integer})" + (f"(?:{tail})?" if none and tail else tail)
 
 
@@ -301,19 +301,19 @@ def _after(low: str, open_low: bool, high: str | None, open_high: bool, most: in
     if high == "":
         zeros = "0+" if most is None else f"0{{1,{most}}}"
         return [] if open_high else [zeros] if first else [zeros, ""]
-    ways = [] if first or low or open_low else [""]
+    alternatives = [] if first or low or open_low else [""]
     bottom, top = int(low[:1] or 0), 9 if high is None else int(high[0])
     fewer = None if most is None else most - 1
     if bottom == top:
         tails = _after(low[1:], open_low, None if high is None else high[1:], open_high, fewer, False)
-        return ways + [str(bottom) + tail for tail in tails]
-    ways += [str(bottom) + tail for tail in _after(low[1:], open_low, None, False, fewer, False)]
+        return alternatives + [str(bottom) + tail for tail in tails]
+    alternatives += [str(bottom) + tail for tail in _after(low[1:], open_low, None, False, fewer, False)]
     if bottom + 1 <= top - 1 or (high is None and bottom + 1 <= top):
         last = top if high is None else top - 1
-        ways.append(_span(bottom + 1, last) + f"[0-9]{rest}")
+        alternatives.append(_span(bottom + 1, last) + f"[0-9]{rest}")
     if high is not None:
-        ways += [str(top) + tail for tail in _after("", False, high[1:], open_high, fewer, False)]
-    return ways
+        alternatives += [str(top) + tail for tail in _after("", False, high[1:], open_high, fewer, False)]
+    return alternatives
 
 
 def _places(value: Fraction) -> str:

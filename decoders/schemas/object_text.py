@@ -11,8 +11,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING
 
 from ..errors import GrammarError
-from ..patterns import limits
-from . import json_text, strings
+from . import json_text, limits, strings
 from .nodes import FALSE, TRUE, Node
 from .notation import EMPTY, NOTHING, Expr, alt, rep, seq, text
 from .objects import Objects, Property
@@ -75,24 +74,24 @@ class _Object:
 
     def choice(self, position: int, count: int) -> Expr:
         if self.last == 1 and self.high is None:  # count is 0: which member is the first?
-            ways = []
+            alternatives = []
             for index, prop in enumerate(self.members[position:], position):
-                ways.append(seq(self.member(prop), self.declared(index + 1, 1)))
+                alternatives.append(seq(self.member(prop), self.declared(index + 1, 1)))
                 if prop.required:
                     break
             else:
-                ways.append(self.others(0, frozenset()))
+                alternatives.append(self.others(0, frozenset()))
             first = next((i for i, prop in enumerate(self.members) if prop.required), None)
             if first is not None and first > 1:  # what stands before a member that is there
                 before = [rep(seq(self.member(prop), self.comma), 0, 1) for prop in self.members[position:first]]
                 return seq(*before, self.member(self.members[first]), self.declared(first + 1, 1))
-            return alt(*ways)
+            return alt(*alternatives)
         prop = self.members[position]
-        ways = [] if prop.required else [self.declared(position + 1, count)]
+        alternatives = [] if prop.required else [self.declared(position + 1, count)]
         if self.high is None or count < self.high:
             comma = [self.comma] if count else []
-            ways.append(seq(*comma, self.member(prop), self.declared(position + 1, min(count + 1, self.last))))
-        return alt(*ways)
+            alternatives.append(seq(*comma, self.member(prop), self.declared(position + 1, min(count + 1, self.last))))
+        return alt(*alternatives)
 
     def named(self, state: str, make: Callable[[], Expr]) -> Expr:
         rule = f"{self.name}{state}"
@@ -140,7 +139,7 @@ class _Object:
         """Members that fulfil something stand behind all that do not, and none has a key with which one before fulfils."""
         open_ones = [index for index in range(len(self.shape.some)) if index not in met]
         comma = [self.comma] if count else []
-        ways: list[Expr] = [EMPTY] if not open_ones and count >= max(1, self.low) else []
+        alternatives: list[Expr] = [EMPTY] if not open_ones and count >= max(1, self.low) else []
         again: Expr | None = None
         if len(self.shape.some) > 1:
             self.writer.warning(_AT_ONCE)
@@ -151,12 +150,12 @@ class _Object:
                 if not taken and after == count:
                     again = item
                 else:
-                    ways.append(seq(item, self.others(after, met | set(taken))))
-        return seq(rep(again, 0, None) if again is not None else EMPTY, alt(*ways))
+                    alternatives.append(seq(item, self.others(after, met | set(taken))))
+        return seq(rep(again, 0, None) if again is not None else EMPTY, alt(*alternatives))
 
     def item(self, taken: tuple[int, ...], met: frozenset[int] = frozenset()) -> Expr:
         """A member that is not declared and fulfils the conditions `taken`, with a key that is of none that are `met`."""
-        nodes, ways = self.writer.normal.nodes, []
+        nodes, alternatives = self.writer.normal.nodes, []
         for keys, node in self.rest:
             wanted: Strings | None = strings.both(keys, self.undeclared) if self.undeclared is not None else None
             value: Node = node
@@ -167,6 +166,8 @@ class _Object:
             fresh = [] if wanted is None else [wanted]
             for index in met:
                 apart = strings.others(self.shape.some[index][0])
-                fresh = [found for one in fresh for two in apart if (found := strings.both(one, two)) is not None]
-            ways += [seq(self.writer.string(one, self.writer.blanks.colon), self.writer.place(value)) for one in fresh]
-        return alt(*ways)
+                fresh = [common for one in fresh for two in apart if (common := strings.both(one, two)) is not None]
+            alternatives += [
+                seq(self.writer.string(one, self.writer.blanks.colon), self.writer.place(value)) for one in fresh
+            ]
+        return alt(*alternatives)

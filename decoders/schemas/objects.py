@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from ..patterns import limits
-from . import strings
+from . import limits, strings
 from .nodes import FALSE, TRUE, Node
 from .reach import Emptiness
 from .strings import Strings
@@ -36,8 +35,9 @@ class Objects:
     """Objects of `low` to `high` properties.
 
     Attributes:
-        properties: declared ones. rest: classes of other keys and what their values are; a key of none cannot occur. Two
-            classes share keys only if they agree on the values.
+        properties: declared ones.
+        rest: classes of other keys and what their values are; a key of none cannot occur. Two classes share keys only
+            if they agree on the values.
         some: for each, some property that is not declared has such a key and such a value.
         seen: what has been evaluated; no part of the set.
     """
@@ -69,19 +69,19 @@ class Objects:
             else:  # a few keys are as good as declared
                 known = {prop.name for prop in declared}
                 declared += [Property(name, node) for name in sorted(keys.values - known)]
-        kept = []
+        remaining = []
         for prop in declared:
             if reach.empty(prop.node):
                 if prop.required:
                     return None
                 if any(keys.holds(prop.name) for keys, _ in rest):
-                    kept.append(Property(prop.name, FALSE))
+                    remaining.append(Property(prop.name, FALSE))
             else:
-                kept.append(prop)
-        needed = sum(prop.required for prop in kept)
+                remaining.append(prop)
+        needed = sum(prop.required for prop in remaining)
         if self.high is not None and max(needed, self.low) > self.high:
             return None
-        if not rest and sum(prop.node != FALSE for prop in kept) < self.low:
+        if not rest and sum(prop.node != FALSE for prop in remaining) < self.low:
             return None
         some = tuple(dict.fromkeys(self.some))
         for keys, node in some:
@@ -90,19 +90,23 @@ class Objects:
             ):
                 return None
         low = self.low if self.low > needed else 0
-        return replace(self, properties=tuple(kept), rest=tuple(rest), low=low, some=some)
+        return replace(self, properties=tuple(remaining), rest=tuple(rest), low=low, some=some)
 
 
 def both(a: Objects, b: Objects, reach: Emptiness) -> list[Objects]:
     """Objects of `a` and of `b`, as alternatives."""
-    found = []
+    pieces = []
     order = list(dict.fromkeys((*a.names, *b.names)))
     for left, right in product(_declare(a, order, reach), _declare(b, order, reach)):
         reach.step()
-        ours, theirs = left.names, right.names
+        left_names, right_names = left.names, right.names
         declared = [
-            Property(n, reach.nodes.both(ours[n].node, theirs[n].node), ours[n].required or theirs[n].required)
-            for n in dict.fromkeys((*order, *ours, *theirs))
+            Property(
+                n,
+                reach.nodes.both(left_names[n].node, right_names[n].node),
+                left_names[n].required or right_names[n].required,
+            )
+            for n in dict.fromkeys((*order, *left_names, *right_names))
         ]
         rest: dict[tuple[Strings, Node], None] = {}
         for (keys, node), (others_keys, other) in product(left.rest, right.rest):
@@ -119,8 +123,8 @@ def both(a: Objects, b: Objects, reach: Emptiness) -> list[Objects]:
         )
         joined = Objects(tuple(declared), tuple(rest), max(left.low, right.low), min(highs, default=None),
                          (*left.some, *right.some), seen)  # fmt: skip
-        found.append(joined.tidy(reach))
-    return [piece for piece in found if piece is not None]
+        pieces.append(joined.tidy(reach))
+    return [piece for piece in pieces if piece is not None]
 
 
 def others(a: Objects, reach: Emptiness) -> list[Objects]:
@@ -190,11 +194,11 @@ def _declare(a: Objects, order: Sequence[str], reach: Emptiness) -> list[Objects
 def _settle(a: Objects, reach: Emptiness) -> list[Objects]:
     """`a` as alternatives in which ``some`` is about keys that are not declared."""
     for index, (keys, node) in enumerate(a.some):
-        kept = (*a.some[:index], *a.some[index + 1 :])
+        declared = (*a.some[:index], *a.some[index + 1 :])
         hits = sorted(keys.values) if keys.values is not None else [name for name in a.names if keys.holds(name)]
         if not hits:
             continue
-        found = []
+        pieces = []
         for name in hits:
             reach.step()
             props = tuple(
@@ -202,10 +206,10 @@ def _settle(a: Objects, reach: Emptiness) -> list[Objects]:
             )
             if name not in a.names:
                 props = (*props, Property(name, reach.nodes.both(a.value(name), node), True))
-            found += _settle(replace(a, properties=props, some=kept), reach)
+            pieces += _settle(replace(a, properties=props, some=declared), reach)
         if keys.values is None:
             rare = strings.both(keys, Strings(excluded=frozenset(hits)))
             if rare is not None:
-                found += _settle(replace(a, some=(*kept, (rare, node))), reach)
-        return found
+                pieces += _settle(replace(a, some=(*declared, (rare, node))), reach)
+        return pieces
     return [a]

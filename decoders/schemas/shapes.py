@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ..patterns import limits
-from . import arrays, numbers, objects, strings
+from . import arrays, limits, numbers, objects, strings
 from .arrays import Arrays
 from .numbers import Numbers
 from .objects import Objects
@@ -95,8 +94,8 @@ def minus(a: Shapes, b: Shapes, reach: Emptiness) -> Shapes:
     )
 
 
-def _one(found: T | None) -> list[T]:
-    return [] if found is None else [found]
+def _one(piece: T | None) -> list[T]:
+    return [] if piece is None else [piece]
 
 
 def _pairs(
@@ -112,13 +111,13 @@ def _pairs(
 
 
 def _union(pieces: Iterable[T], every: T) -> tuple[T, ...]:
-    found = list(dict.fromkeys(pieces))
-    if every in found:  # alternatives that have evaluated something still count
+    distinct = list(dict.fromkeys(pieces))
+    if every in distinct:  # alternatives that have evaluated something still count
         plain = getattr(every, "seen", None)
-        found = [piece for piece in found if piece == every or getattr(piece, "seen", None) != plain]
-    if len(found) > (limits.VALUES if isinstance(every, Numbers) else limits.ALTERNATIVES):
-        limits.exceeded("ALTERNATIVES", limits.ALTERNATIVES, f"{len(found)} alternatives of one type at one place")
-    return tuple(found)
+        distinct = [piece for piece in distinct if piece == every or getattr(piece, "seen", None) != plain]
+    if len(distinct) > (limits.VALUES if isinstance(every, Numbers) else limits.ALTERNATIVES):
+        limits.exceeded("ALTERNATIVES", limits.ALTERNATIVES, f"{len(distinct)} alternatives of one type at one place")
+    return tuple(distinct)
 
 
 def _less(
@@ -128,14 +127,14 @@ def _less(
     for piece in right:
         if not left or piece == every:
             return ()
-        kept: list[T] = []
+        remaining: list[T] = []
         for alternative in left:
             reach.step()
             if alternative == every:
-                kept += negate(piece)
+                remaining += negate(piece)
             elif meet(alternative, piece):
-                kept += [rest for other in negate(piece) for rest in meet(alternative, other)]
+                remaining += [rest for other in negate(piece) for rest in meet(alternative, other)]
             else:
-                kept.append(alternative)
-        left = _union(kept, every)
+                remaining.append(alternative)
+        left = _union(remaining, every)
     return left

@@ -31,12 +31,12 @@ def spell(normal: Normal, node: Node, value: Any) -> str | None:
             (str(int(exact)) if whole else json.dumps(value)) if any(n.holds(exact) for n in shapes.numbers) else None
         )
     if isinstance(value, str):
-        return quoted(value) if any(kept.holds(value) for kept in shapes.strings) else None
+        return quoted(value) if any(strings.holds(value) for strings in shapes.strings) else None
     if isinstance(value, list):
-        ways = (_array(normal, shape, value) for shape in shapes.arrays)
+        spellings = (_array(normal, shape, value) for shape in shapes.arrays)
     else:
-        ways = (_object(normal, shape, value) for shape in shapes.objects)
-    return next((way for way in ways if way is not None), None)
+        spellings = (_object(normal, shape, value) for shape in shapes.objects)
+    return next((way for way in spellings if way is not None), None)
 
 
 def _array(normal: Normal, shape: Arrays, value: list[Any]) -> str | None:
@@ -93,11 +93,11 @@ def _object(normal: Normal, shape: Objects, value: dict[str, Any]) -> str | None
 
 def _meeting(normal: Normal, shape: Objects, members: dict[str, Any]) -> list[str] | None:
     """The names that meet ``some``, in an order in which none has a key that one before it is for; None if there are none."""
-    found = [
+    choices = [
         [name for name in members if keys.holds(name) and spell(normal, kind, members[name]) is not None]
         for keys, kind in shape.some
     ]
-    for chosen in product(*found):
+    for chosen in product(*choices):
         for order in permutations(dict.fromkeys(chosen)):
             met = {
                 name: [keys for (keys, _), its in zip(shape.some, chosen, strict=True) if its == name] for name in order

@@ -7,7 +7,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ..errors import GrammarError
-from ..patterns import automata, limits
+from ..patterns import automata
+from ..patterns import limits as pattern_limits
 from ..patterns.tree import NOTHING, Rx, words
 
 if TYPE_CHECKING:
@@ -19,9 +20,11 @@ class Strings:
     """Strings that meet every condition.
 
     Attributes:
-        conditions: trees, each to be met (True) or not. formats: trees of ``format``, met by what is written. A format is a
-            condition to some and an annotation to others: nothing is concluded from one, so that both are satisfied.
-        low, high: length in characters. values: none but these, if given; all other conditions are dealt with then.
+        conditions: trees, each to be met (True) or not.
+        formats: trees of ``format``, met by what is written. A format is a condition to some and an annotation to
+            others: nothing is concluded from one, so that both are satisfied.
+        low, high: length in characters.
+        values: none but these, if given; all other conditions are dealt with then.
         excluded: none of these.
     """
 
@@ -53,8 +56,8 @@ class Strings:
             GrammarError: they are too many conditions for an automaton, formats among them.
         """
         if self.values is not None:
-            kept = (text for text in self.values if all(automata.matches(rx, text) for rx in self.formats))
-            return Strings(values=frozenset(kept)).tidy()
+            matching = (text for text in self.values if all(automata.matches(rx, text) for rx in self.formats))
+            return Strings(values=frozenset(matching)).tidy()
         conditions = self.conditions | {(rx, True) for rx in self.formats}
         try:
             return replace(self, conditions=conditions, formats=frozenset()).tidy()
@@ -96,8 +99,8 @@ def both(a: Strings, b: Strings) -> Strings | None:
         return b
     if a.values is not None or b.values is not None:
         few, other = (a, b) if a.values is not None else (b, a)
-        kept = frozenset(text for text in few.values or () if other.holds(text))
-        return replace(few, values=kept, formats=a.formats | b.formats).tidy()
+        matching = frozenset(text for text in few.values or () if other.holds(text))
+        return replace(few, values=matching, formats=a.formats | b.formats).tidy()
     highs = [x.high for x in (a, b) if x.high is not None]
     return Strings(
         a.conditions | b.conditions, a.formats | b.formats, max(a.low, b.low), min(highs, default=None), None,
@@ -127,7 +130,7 @@ def _nothing(strings: Strings) -> bool:
     try:
         return strings.automaton().empty()
     except GrammarError:
-        if strings.high is None or strings.high >= limits.STATES:
+        if strings.high is None or strings.high >= pattern_limits.STATES:
             raise
         patterns = replace(strings, low=0, high=None).automaton()
     reached = set() if patterns.empty() else {0}

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import GrammarError
-from ..patterns import limits
-from . import json_text, notation, number_text
+from . import json_text, limits, notation, number_text
 from .array_text import write_array
 from .nodes import FALSE, Node
 from .normal import Normal
@@ -21,8 +20,9 @@ class Whitespace:
     """White space that may stand in a text, as regular expressions; bounded everywhere.
 
     Attributes:
-        opened: after an opening bracket. closing: before a closing one, if anything is inside. comma, colon: the sign
-            and what may follow it.
+        opened: after an opening bracket.
+        closing: before a closing one, if anything is inside.
+        comma, colon: the sign and what may follow it.
     """
 
     opened: str
@@ -72,21 +72,21 @@ class Writer:
 
     def ways(self, node: Node, shapes: Shapes) -> Expr:
         """Every alternative of every type."""
-        ways: list[Expr] = [text(unit) for unit in ("null", "true", "false") if unit in shapes.units]
+        alternatives: list[Expr] = [text(unit) for unit in ("null", "true", "false") if unit in shapes.units]
         written = [(one, number_text.expression(one)) for one in shapes.numbers]
-        plain = "|".join(found for _, found in written if found)
-        ways += [text(plain)] if plain else []
-        inlined = [one for one, found in written if found is None]
-        for one, found in written:
+        plain = "|".join(expression for _, expression in written if expression)
+        alternatives += [text(plain)] if plain else []
+        inlined = [one for one, expression in written if expression is None]
+        for one, expression in written:
             if one.step is not None and one.step.denominator > 1:
                 self.warning(_DECIMALS)
-                if found is None:
+                if expression is None:
                     self.warning(_ALL_PLACES)
-        ways += [notation.inline(number_text.schema(one)) for one in inlined]
-        ways += [self.string(one) for one in shapes.strings]
-        ways += [write_array(self, f"n{node}a{i}", one) for i, one in enumerate(shapes.arrays)]
-        ways += [write_object(self, f"n{node}o{i}", one) for i, one in enumerate(shapes.objects)]
-        return alt(*ways)
+        alternatives += [notation.inline(number_text.schema(one)) for one in inlined]
+        alternatives += [self.string(one) for one in shapes.strings]
+        alternatives += [write_array(self, f"n{node}a{i}", one) for i, one in enumerate(shapes.arrays)]
+        alternatives += [write_object(self, f"n{node}o{i}", one) for i, one in enumerate(shapes.objects)]
+        return alt(*alternatives)
 
     def place(self, node: Node) -> Expr:
         """The texts of `node`."""
@@ -135,8 +135,14 @@ class _Expression:
     behind: str
 
     def __call__(self) -> str | None:
-        found = _regex(self.strings) if self.simple is None else self.simple
-        return None if found is None else f"(?:{found}){self.behind}" if "|" in found else found + self.behind
+        expression = _regex(self.strings) if self.simple is None else self.simple
+        return (
+            None
+            if expression is None
+            else f"(?:{expression}){self.behind}"
+            if "|" in expression
+            else expression + self.behind
+        )
 
 
 def _simple(strings: Strings) -> str | None:
@@ -156,10 +162,10 @@ def _simple(strings: Strings) -> str | None:
 
 def _regex(strings: Strings) -> str | None:
     try:
-        found = json_text.expression(strings.automaton())
+        expression = json_text.expression(strings.automaton())
     except GrammarError:  # too large for an expression; the grammar has its own way
         return None
-    return None if found is None else f'"(?:{found})"'
+    return None if expression is None else f'"(?:{expression})"'
 
 
 def _lark(strings: Strings) -> str | None:

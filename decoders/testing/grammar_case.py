@@ -54,11 +54,17 @@ class GrammarCase:
 
     def choose(self, legal: dict[int, Hashable]) -> tuple[int, Hashable]:
         """A legal token, long ones and the end more often than by chance."""
-        ways = list(legal.items())
-        some = self.chance.sample(ways, min(3, len(ways)))
+        options = list(legal.items())
+        sample = self.chance.sample(options, min(3, len(options)))
         if self.chance.random() < 0.2:
-            some = [way for way in ways if way[1] == STOPPED] or some
-        return max(some, key=lambda way: len(self.vocabulary.tokens[way[0]] or b""))
+            sample = [option for option in options if option[1] == STOPPED] or sample
+        return max(sample, key=lambda option: len(self.vocabulary.tokens[option[0]] or b""))
+
+    def after(self, taken: Sequence[int]) -> Matcher:
+        """Another matcher, which has taken the same tokens."""
+        matcher = self.grammar.start()
+        assert matcher.advance(taken) == len(taken), f"{self.told(taken)} is taken token by token, but not at once"
+        return matcher
 
     def told(self, tokens: Sequence[int]) -> str:
         """Tokens for a message."""
@@ -75,6 +81,13 @@ def mask(matcher: Matcher) -> set[int]:
     return set(unpack(out, len(matcher.grammar.vocabulary)).nonzero().flatten().tolist())
 
 
+def takes(matcher: Matcher, token: int) -> bool:
+    """Whether a matcher takes a token; it stays where it is."""
+    count = matcher.advance([token])
+    matcher.rollback(count)
+    return count == 1
+
+
 def observed(matcher: Matcher) -> tuple[object, ...]:
     """All that a matcher says about where it is."""
-    return mask(matcher), matcher.accepting, matcher.stopped, matcher.forced_bytes(), tuple(matcher.forced_tokens(99))
+    return mask(matcher), matcher.accepting, matcher.forced_bytes()

@@ -1,12 +1,10 @@
-"""Checks of how matchers move: taking tokens, giving them back, forking, going down trees of draft tokens."""
+"""Checks of how matchers move: taking tokens, giving them back, going from node to node of draft tokens, side by side."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-import torch
-
-from ..constraints.base import Matcher, mask_words
+from ..constraints.base import Matcher
 from ..tree import NO_PARENT
 from .grammar_case import STEPS, GrammarCase, observed
 from .languages import STOPPED
@@ -20,21 +18,17 @@ def check_advance(case: GrammarCase) -> None:
         illegal = sorted(set(range(len(case.vocabulary))) - set(legal))
         before, where = observed(matcher), f"after {case.told(taken)}"
         for token in case.chance.sample(illegal, min(4, len(illegal))) + strangers:
-            for method in (matcher.validate, matcher.advance):
-                assert method([token]) == 0, f"{where}: {method.__name__}() takes {case.told([token])}"
-                assert observed(matcher) == before, f"{where}: {method.__name__}([{token}]) changed the matcher"
+            assert matcher.advance([token]) == 0, f"{where}: advance() takes {case.told([token])}"
+            assert observed(matcher) == before, f"{where}: advance([{token}]) changed the matcher"
             some = [token for token, after in legal.items() if after != STOPPED][:1]
             if some:
                 assert matcher.advance(some) == 1, f"{where}: after an illegal token nothing is legal"
                 matcher.rollback(1)
             again = case.grammar.start()
-            for method in (again.validate, again.advance):
-                count = method([*taken, token, *taken])
-                assert count == len(taken), (
-                    f"{method.__name__}() takes {count} of {len(taken)} legal tokens before an illegal one"
-                )
+            count = again.advance([*taken, token, *taken])
+            assert count == len(taken), f"advance() takes {count} of {len(taken)} legal tokens before an illegal one"
             assert observed(again) == before, f"{where}: taking the tokens at once comes to another place"
-        assert matcher.advance([]) == matcher.validate([]) == 0, f"{where}: no tokens, but some were taken"
+        assert matcher.advance([]) == 0, f"{where}: no tokens, but some were taken"
 
 
 def check_rollback(case: GrammarCase) -> None:
@@ -58,48 +52,46 @@ def check_rollback(case: GrammarCase) -> None:
         _goes_back_no_further(matcher, "rollback() behind the beginning")
 
 
-def check_fork(case: GrammarCase) -> None:
-    """A fork stands where the original stands, and neither moves the other."""
+def check_apart(case: GrammarCase) -> None:
+    """Two matchers of one grammar, as two rows have them, do not move each other."""
     for matcher, state, taken in case.walks():
-        before, twin = observed(matcher), matcher.fork()
-        assert observed(twin) == before, f"after {case.told(taken)}: the fork stands elsewhere"
+        before, where = observed(matcher), f"after {case.told(taken)}"
+        other = case.after(taken)
+        assert observed(other) == before, f"{where}: another matcher stands elsewhere"
+        assert observed(matcher) == before, f"{where}: another matcher that comes here moves the first"
         if state == STOPPED:
             continue
         token, _ = case.choose(case.legal(matcher, state))
-        assert twin.advance([token]) == 1, f"the fork refuses {case.told([token])}"
-        assert observed(matcher) == before, "advancing a fork moves the original"
-        moved = observed(twin)
-        assert matcher.advance([token]) == 1 and observed(matcher) == moved, (
-            "original and fork come to different places"
-        )
+        assert other.advance([token]) == 1, f"{where}: another matcher refuses {case.told([token])}"
+        assert observed(matcher) == before, f"{where}: advancing another matcher moves the first"
+        moved = observed(other)
+        assert matcher.advance([token]) == 1 and observed(matcher) == moved, f"{where}: two matchers come apart"
         matcher.rollback(1)
-        assert observed(twin) == moved, "rolling back the original moves the fork"
-        twin.rollback(1)
-        assert observed(twin) == before, "a fork is not rolled back to where it was made"
-        _goes_back_no_further(twin, "a fork rolled back behind the place where it was made")
+        assert observed(other) == moved, f"{where}: rolling one matcher back moves another"
 
 
 def check_tree(case: GrammarCase) -> None:
-    """fill_tree() says what walking to each node says; the masks of all other nodes are ones, the matcher stays."""
+    """A matcher brought from node to node of a tree, as the loop brings it, says what one says that went there directly."""
     for matcher, state, taken in case.walks():
-        parents, tokens = _tree(case, matcher, state)
-        before = observed(matcher)
-        out = torch.full((len(parents), mask_words(len(case.vocabulary))), 0x5A5A5A5A, dtype=torch.int32)
-        legal = matcher.fill_tree(parents, tokens, out)
-        where = f"after {case.told(taken)}, parents {parents}, tokens {tokens}"
-        assert len(legal) == len(parents), f"{where}: fill_tree() tells of {len(legal)} nodes"
-        assert observed(matcher) == before, f"{where}: fill_tree() moves the matcher"
-        for node in range(len(parents)):
-            path = _path(parents, node)
-            twin = matcher.fork()
-            reached = path is not None and twin.advance([tokens[n] for n in path]) == len(path)
-            assert legal[node] == reached, (
-                f"{where}: node {node} is {'' if reached else 'il'}legal, fill_tree() disagrees"
+        parents, tokens = _tree(case, state, taken)
+        before, where = observed(matcher), f"after {case.told(taken)}, parents {parents}, tokens {tokens}"
+        path: list[int] = []  # nodes whose tokens the matcher has taken
+        for node in case.chance.sample(range(len(parents)), len(parents)):
+            wanted = _path(parents, node)
+            if wanted is None:
+                continue
+            shared = next((i for i, (a, b) in enumerate(zip(path, wanted, strict=False)) if a != b), None)
+            shared = min(len(path), len(wanted)) if shared is None else shared
+            matcher.rollback(len(path) - shared)
+            path = wanted[: shared + matcher.advance([tokens[n] for n in wanted[shared:]])]
+            direct = case.after(taken)
+            reached = direct.advance([tokens[n] for n in wanted])
+            assert len(path) == reached, (
+                f"{where}: {len(path)} tokens down to node {node} are legal, {reached} directly"
             )
-            want = torch.full_like(out[node], -1)
-            if reached:
-                twin.fill_mask(want)
-            assert torch.equal(out[node], want), f"{where}: the mask of node {node} is not that of its path"
+            assert observed(matcher) == observed(direct), f"{where}: node {node} says something else than directly"
+        matcher.rollback(len(path))
+        assert observed(matcher) == before, f"{where}: the matcher does not come back from the tree"
 
 
 def _goes_back_no_further(matcher: Matcher, what: str) -> None:
@@ -110,28 +102,26 @@ def _goes_back_no_further(matcher: Matcher, what: str) -> None:
     raise AssertionError(f"{what} must raise ValueError")
 
 
-def _tree(case: GrammarCase, matcher: Matcher, state: Hashable) -> tuple[list[int], list[int]]:
+def _tree(case: GrammarCase, state: Hashable, taken: Sequence[int]) -> tuple[list[int], list[int]]:
     """Draft tokens, most of them legal; some missing (-1), some nodes without a parent, some behind illegal ones or the end."""
     parents, tokens = [NO_PARENT], [case.chance.randrange(len(case.vocabulary))]
     states: list[Hashable | None] = [state]
-    ways: list[list[int]] = [[]]
+    paths: list[list[int]] = [[]]
     for node in range(1, case.chance.randint(2, 14)):
         possible = [n for n in range(node) if n == 0 or parents[n] != NO_PARENT]
         parent = NO_PARENT if case.chance.random() < 0.15 else case.chance.choice(possible)
         token = case.chance.choice([-1, case.chance.randrange(len(case.vocabulary))])
         after: Hashable | None = None
-        at = states[parent] if parent != NO_PARENT else None
-        if at is not None and at != STOPPED:
-            twin = matcher.fork()
-            twin.advance(ways[parent])
-            legal = case.legal(twin, at)
+        parent_state = states[parent] if parent != NO_PARENT else None
+        if parent_state is not None and parent_state != STOPPED:
+            legal = case.legal(case.after([*taken, *paths[parent]]), parent_state)
             if case.chance.random() < 0.75:
                 token = case.choose(legal)[0]
             after = legal.get(token)
         parents.append(parent)
         tokens.append(token)
         states.append(after)
-        ways.append([*ways[parent], token] if parent != NO_PARENT else [])
+        paths.append([*paths[parent], token] if parent != NO_PARENT else [])
     return parents, tokens
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..constraints.base import Tabulated, unpack
-from .grammar_case import STEPS, GrammarCase, mask
+from .grammar_case import STEPS, GrammarCase, mask, takes
 from .languages import STOPPED
 
 
@@ -17,7 +17,7 @@ def check_special_tokens(case: GrammarCase) -> None:
 
 
 def check_masks(case: GrammarCase) -> None:
-    """The mask holds the legal tokens, exactly those that validate() takes; after the end it holds the stop tokens."""
+    """The mask holds the legal tokens, exactly those that advance() takes; after the end it holds the stop tokens."""
     everything = range(len(case.vocabulary))
     for matcher, state, taken in case.walks():
         where = f"after {case.told(taken)}"
@@ -27,11 +27,10 @@ def check_masks(case: GrammarCase) -> None:
         wrong = sorted(want ^ got)[:8]
         missing = [token for token in wrong if token in want]
         assert not wrong, f"{where}: the mask lacks {case.told(missing)} and has {case.told(sorted(got - want)[:8])}"
-        taken_alone = {token for token in everything if matcher.validate([token])}
+        taken_alone = {token for token in everything if takes(matcher, token)}
         wrong = sorted(taken_alone ^ (set() if state == STOPPED else got))
-        assert not wrong, f"{where}: validate() and the mask say different things of {case.told(wrong[:8])}"
+        assert not wrong, f"{where}: advance() and the mask say different things of {case.told(wrong[:8])}"
         assert matcher.accepting == case.reference.ends(state), f"{where}: accepting is {matcher.accepting}"
-        assert matcher.stopped == (state == STOPPED), f"{where}: stopped is {matcher.stopped}"
 
 
 def check_ends(case: GrammarCase) -> None:
@@ -42,11 +41,11 @@ def check_ends(case: GrammarCase) -> None:
         if state == STOPPED or case.grammar.policy != "full":
             continue
         ending = [single[bytes([byte])] for byte in case.reference.ending(state)]
-        twin = matcher.fork()
-        assert twin.advance([*ending, case.vocabulary.stops[-1]]) == len(ending) + 1, (
+        other = case.after(taken)
+        assert other.advance([*ending, case.vocabulary.stops[-1]]) == len(ending) + 1, (
             f"after {case.told(taken)}: the text cannot be ended by {case.told(ending)}"
         )
-        assert twin.stopped and twin.accepting, "a stop token was taken, but stopped or accepting is False"
+        assert other.accepting, "a stop token was taken, but accepting is False"
 
 
 def check_forced(case: GrammarCase) -> None:
@@ -60,13 +59,12 @@ def check_forced(case: GrammarCase) -> None:
         assert len(left) < 4 and not any(byte < 0x80 for byte in left), (
             f"{where}: {want!r} is forced, not only {forced!r}"
         )
-        tokens = matcher.forced_tokens(99)
-        assert matcher.validate(tokens) == len(tokens), f"{where}: forced tokens {case.told(tokens)} are illegal"
+        tokens = case.vocabulary.written(forced, 99, case.grammar.policy)
+        count = matcher.advance(tokens)
+        assert count == len(tokens), f"{where}: forced tokens {case.told(tokens)} are illegal"
+        matcher.rollback(count)
         text = case.vocabulary.spell(tokens)
         assert forced.startswith(text), f"{where}: forced tokens spell {text!r}, the forced bytes are {forced!r}"
-        assert matcher.forced_tokens(1) == tokens[:1] and matcher.forced_tokens(0) == [], (
-            "forced_tokens() passes its limit"
-        )
         if tokens:
             rest = case.reference.ending(case.reference.after(state, text))
             whole = list(case.vocabulary.encode((text + rest).decode()))
@@ -89,15 +87,15 @@ def check_tables(case: GrammarCase) -> None:
     for matcher, state, taken in case.walks():
         if state == STOPPED:
             continue
-        at = grammar.first
+        state_number = grammar.first
         for token in taken:
-            at = grammar.step(at, token)
-        forced = grammar.forced_tokens(at, 64)
-        assert forced == matcher.forced_tokens(64), f"after {case.told(taken)}: {forced} are forced by its number"
-        row = unpack(tables.masks[grammar.mask_rows[at]], len(case.vocabulary)).nonzero().flatten().tolist()
+            state_number = grammar.step(state_number, token)
+        forced = grammar.forced_bytes(state_number)
+        assert forced == matcher.forced_bytes(), f"after {case.told(taken)}: {forced!r} is forced by its number"
+        row = unpack(tables.masks[grammar.mask_rows[state_number]], len(case.vocabulary)).nonzero().flatten().tolist()
         assert set(row) == mask(matcher), f"after {case.told(taken)}: the mask by its number is not the matcher's"
-        at = tables.start
+        state_number = tables.start
         for byte in case.vocabulary.spell(taken):
-            at = int(tables.next[at, tables.classes[byte]])
-        row = unpack(tables.masks[tables.mask_of[at]], len(case.vocabulary)).nonzero().flatten().tolist()
+            state_number = int(tables.next[state_number, tables.classes[byte]])
+        row = unpack(tables.masks[tables.mask_of[state_number]], len(case.vocabulary)).nonzero().flatten().tolist()
         assert set(row) == mask(matcher), f"after {case.told(taken)}: the tables' mask is not the matcher's"

@@ -14,13 +14,13 @@ from collections.abc import Iterable, Sequence
 from ..constraints.base import Backend, CompiledGrammar, Language, Policy
 from ..errors import GrammarError
 from .grammar_case import Check, GrammarCase
-from .grammar_moves import check_advance, check_fork, check_rollback, check_tree
+from .grammar_moves import check_advance, check_apart, check_rollback, check_tree
 from .grammar_positions import check_ends, check_forced, check_masks, check_special_tokens, check_tables
 from .languages import Reference, byte_vocabulary, references
 
 NOTATIONS = ("regex", "lark")
 CHECKS: tuple[Check, ...] = (
-    check_special_tokens, check_masks, check_advance, check_rollback, check_fork, check_tree, check_ends, check_forced,
+    check_special_tokens, check_rollback, check_apart, check_advance, check_masks, check_tree, check_ends, check_forced,
     check_tables,
 )  # fmt: skip
 

@@ -131,14 +131,14 @@ class Reference:
         if state == STOPPED:
             return {}
         if state not in self._memo:
-            found: dict[int, Hashable] = {}
+            successors: dict[int, Hashable] = {}
             if self.automaton.ends(state):
-                found = dict.fromkeys(self.vocabulary.stops, STOPPED)
+                successors = dict.fromkeys(self.vocabulary.stops, STOPPED)
             for text, tokens in self._spellings.items():
                 after = self.after(state, text)
                 if after is not None:
-                    found |= dict.fromkeys(tokens, after)
-            self._memo[state] = found
+                    successors |= dict.fromkeys(tokens, after)
+            self._memo[state] = successors
         return self._memo[state]
 
     def after(self, state: Hashable, text: bytes) -> Hashable | None:
@@ -158,9 +158,11 @@ class Reference:
         if state not in self._forced:
             self._forced[state] = b""
             if not self.ends(state):
-                ways = [(byte, after) for byte in range(256) if (after := self.automaton.step(state, byte)) is not None]
-                if len(ways) == 1:
-                    self._forced[state] = bytes([ways[0][0]]) + self.forced(ways[0][1])
+                successors = [
+                    (byte, after) for byte in range(256) if (after := self.automaton.step(state, byte)) is not None
+                ]
+                if len(successors) == 1:
+                    self._forced[state] = bytes([successors[0][0]]) + self.forced(successors[0][1])
         return self._forced[state]
 
     def ending(self, state: Any) -> bytes:
@@ -169,10 +171,10 @@ class Reference:
         while rest := [b for b in range(0x80, 0xC0) if self.automaton.step(state, b) is not None]:
             first, state = first + bytes(rest[:1]), self.automaton.step(state, rest[0])
         order = itertools.count()
-        ways: list[tuple[int, int, Any, bytes]] = [(0, next(order), state, first)]
+        frontier: list[tuple[int, int, Any, bytes]] = [(0, next(order), state, first)]
         seen = {state}
-        while ways:
-            cost, _, state, text = heapq.heappop(ways)
+        while frontier:
+            cost, _, state, text = heapq.heappop(frontier)
             if self.ends(state):
                 return text
             for byte in range(256):
@@ -180,16 +182,16 @@ class Reference:
                 if after is not None and after not in seen:
                     seen.add(after)
                     price = 99 if byte >= 0xC0 else 0 if byte >= 0x80 else 1
-                    heapq.heappush(ways, (cost + price, -next(order), after, text + bytes([byte])))
+                    heapq.heappush(frontier, (cost + price, -next(order), after, text + bytes([byte])))
         raise AssertionError(f"{self.language.name}: no end can be reached from {state!r}")
 
     @cached_property
     def _spellings(self) -> dict[bytes, list[int]]:
-        found: dict[bytes, list[int]] = {}
+        spellings: dict[bytes, list[int]] = {}
         for token, text in enumerate(self.vocabulary.tokens):
             if text is not None:
-                found.setdefault(text, []).append(token)
-        return found
+                spellings.setdefault(text, []).append(token)
+        return spellings
 
 
 #: Regular languages by name, written as interegular, Rust's ``regex`` and llguidance read them.
@@ -212,13 +214,13 @@ REGEXES = {
 
 def languages() -> dict[str, tuple[Language, ToyAutomaton]]:
     """Every language by name: regular ones in both notations, one that only Lark can express."""
-    found: dict[str, tuple[Language, ToyAutomaton]] = {}
+    by_name: dict[str, tuple[Language, ToyAutomaton]] = {}
     for name, regex in REGEXES.items():
         language = Language(name, regex=regex, lark=f"start: TEXT\nTEXT: /{regex}/\n")
-        found[name] = language, ToyRegex(regex)
+        by_name[name] = language, ToyRegex(regex)
     nested = 'start: item\nitem: "x" | "[" "]" | "[" item ("," item)* "]"\n'
-    found["nested"] = Language("nested", lark=nested), Nested()
-    return found
+    by_name["nested"] = Language("nested", lark=nested), Nested()
+    return by_name
 
 
 #: Tokens of more than one byte, those without blanks.

@@ -19,8 +19,10 @@ class TokenAutomaton(Tabulated):
     """An automaton over token ids.
 
     Args:
-        following: for each state from 2 on, its successor by token. accepting: states where the text may end.
-        vocabulary: size of the model's logits. stops: tokens that end a text.
+        following: for each state from 2 on, its successor by token.
+        accepting: states where the text may end.
+        vocabulary: size of the model's logits.
+        stops: tokens that end a text.
     """
 
     backend = "toy"
@@ -115,14 +117,7 @@ class _Walker(Matcher):
 
     @property
     def accepting(self) -> bool:
-        return self.stopped or self.states[-1] in self.grammar.accepting
-
-    @property
-    def stopped(self) -> bool:
-        return self.states[-1] == ENDED
-
-    def fork(self) -> Matcher:
-        return _Walker(self.grammar, self.states[-1:])
+        return self.states[-1] == ENDED or self.states[-1] in self.grammar.accepting
 
     def advance(self, tokens: Sequence[int]) -> int:
         for count, token in enumerate(tokens):
@@ -136,9 +131,6 @@ class _Walker(Matcher):
         if count >= len(self.states):
             raise ValueError(f"{len(self.states) - 1} tokens have been taken, {count} cannot be given back")
         del self.states[len(self.states) - count :]
-
-    def validate(self, tokens: Sequence[int]) -> int:
-        return self.fork().advance(tokens)
 
     def fill_mask(self, out: Tensor) -> None:
         out.copy_(self.grammar.masks[self.states[-1]])

@@ -32,9 +32,6 @@ class WalkedMatcher(Matcher):
     def stopped(self) -> bool:
         return self.states[-1] == STOPPED
 
-    def fork(self) -> Matcher:
-        return type(self)(self.grammar, self.states[-1])
-
     def advance(self, tokens: Sequence[int]) -> int:
         for count, token in enumerate(tokens):
             after = self.legal().get(token)
@@ -48,12 +45,9 @@ class WalkedMatcher(Matcher):
             raise ValueError(f"{count} tokens back, {len(self.states) - 1} taken")
         del self.states[len(self.states) - count :]
 
-    def validate(self, tokens: Sequence[int]) -> int:
-        return self.fork().advance(tokens)
-
     def legal(self) -> dict[int, Hashable]:
         legal = self.grammar.reference.legal(self.states[-1])
-        first = self.forced_tokens(1) if self.grammar.policy == "canonical" else []
+        first = self.forced_tokens() if self.grammar.policy == "canonical" else []
         return {token: legal[token] for token in first} or legal
 
     def fill_mask(self, out: Tensor) -> None:
@@ -63,6 +57,9 @@ class WalkedMatcher(Matcher):
 
     def forced_bytes(self) -> bytes:
         return self.grammar.reference.forced(self.states[-1])
+
+    def forced_tokens(self) -> list[int]:
+        return self.grammar.vocabulary.canonical(self.forced_bytes())[:1]
 
 
 class WalkedGrammar(CompiledGrammar):
@@ -128,7 +125,7 @@ class ForcesOneSpelling(WalkedMatcher):
 
     def fill_mask(self, out: Tensor) -> None:
         super().fill_mask(out)
-        first = self.forced_tokens(1)
+        first = self.forced_tokens()
         if first:
             out.zero_()
             out[first[0] // 32] = torch.tensor(1 << first[0] % 32).to(torch.int32)
@@ -144,40 +141,36 @@ class Poisoned(WalkedMatcher):
         self.poisoned = self.poisoned or taken < len(tokens)
         return taken
 
-    def validate(self, tokens: Sequence[int]) -> int:
-        return WalkedMatcher(self.grammar, self.states[-1]).advance(tokens)
+
+class MatchersShareAPosition(WalkedMatcher):
+    """All matchers of a grammar stand where one of them has gone last."""
+
+    def __init__(self, grammar: WalkedGrammar, state: Hashable) -> None:
+        super().__init__(grammar, state)
+        grammar.position = self.states
+
+    def advance(self, tokens: Sequence[int]) -> int:
+        self.states = self.grammar.position
+        return super().advance(tokens)
+
+    def fill_mask(self, out: Tensor) -> None:
+        self.states = self.grammar.position
+        super().fill_mask(out)
 
 
-class ForkSharesItsPast(WalkedMatcher):
-    def fork(self) -> Matcher:
-        twin = super().fork()
-        twin.states = self.states
-        return twin
+class CountsWhatItRefused(WalkedMatcher):
+    """What is rolled back after some tokens have been refused begins with one of these."""
 
+    refused = False
 
-class ForkGoesBehindItself(WalkedMatcher):
-    def fork(self) -> Matcher:
-        twin = super().fork()
-        twin.states = [*self.states]
-        return twin
+    def advance(self, tokens: Sequence[int]) -> int:
+        taken = super().advance(tokens)
+        self.refused = 0 < taken < len(tokens)
+        return taken
 
-
-class TreeStaysDown(WalkedMatcher):
-    """Does not come back up from the last node."""
-
-    def fill_tree(self, parents: Sequence[int], tokens: Sequence[int], out: Tensor) -> list[bool]:
-        legal = super().fill_tree(parents, tokens, out)
-        self.advance(list(tokens[1:2]))
-        return legal
-
-
-class TreeLeavesGarbage(WalkedMatcher):
-    """Masks of illegal nodes are zeros: a softmax over nothing."""
-
-    def fill_tree(self, parents: Sequence[int], tokens: Sequence[int], out: Tensor) -> list[bool]:
-        legal = super().fill_tree(parents, tokens, out)
-        out[~torch.tensor(legal)] = 0
-        return legal
+    def rollback(self, count: int) -> None:
+        super().rollback(count - (self.refused and count > 0))
+        self.refused = False
 
 
 class ForcesTooMuch(WalkedMatcher):
@@ -190,14 +183,6 @@ class ForcesTooMuch(WalkedMatcher):
 class ForcesNothing(WalkedMatcher):
     def forced_bytes(self) -> bytes:
         return b""
-
-
-class ForcesWhatMayBeJoined(WalkedMatcher):
-    """Writes the forced bytes to their end, where a longer token may still come."""
-
-    def forced_tokens(self, limit: int) -> list[int]:
-        forced = self.forced_bytes()
-        return [*self.grammar.vocabulary.encode(forced.decode())][:limit] if forced.isascii() else []
 
 
 class StopsAnywhere(WalkedMatcher):
@@ -216,13 +201,10 @@ BROKEN = {
     MaskLies: "check_masks",
     ForcesOneSpelling: "check_masks",
     Poisoned: "check_advance",
-    ForkSharesItsPast: "check_masks",
-    ForkGoesBehindItself: "check_fork",
-    TreeStaysDown: "check_tree",
-    TreeLeavesGarbage: "check_tree",
+    MatchersShareAPosition: "check_apart",
+    CountsWhatItRefused: "check_tree",
     ForcesTooMuch: "check_forced",
     ForcesNothing: "check_forced",
-    ForcesWhatMayBeJoined: "check_forced",
     StopsAnywhere: "check_special_tokens",
     NegativeIdsCountFromTheEnd: "check_advance",
 }

@@ -143,9 +143,9 @@ def test_half_of_a_surrogate_pair_is_refused() -> None:
 
 
 def test_a_deep_pattern_is_read_in_bounded_time() -> None:
-    begin = time.perf_counter()
+    begin = time.process_time()  # about 0.2 s
     whole_text("(" * 50_000 + "a" + ")" * 50_000)
-    assert time.perf_counter() - begin < 5
+    assert time.process_time() - begin < 5
 
 
 def patterns() -> st.SearchStrategy[str]:

@@ -124,8 +124,8 @@ def test_backends_keep_the_contract(backend: type, name: str, policy: str, vocab
 def test_forced_tokens_are_legal_one_by_one(backend: type, vocabulary: Vocabulary) -> None:
     """Here the tokenizer sees a special token in the whole, and none in what is left after the first."""
     matcher = backend().compile(Language("forced", regex=r'\{"true": true\}'), vocabulary, "canonical").start()
-    tokens = matcher.forced_tokens(99)
-    assert tokens and matcher.validate(tokens) == len(tokens)
+    tokens = vocabulary.written(matcher.forced_bytes(), 99, "full")
+    assert tokens and matcher.advance(tokens) == len(tokens)
 
 
 def test_tokenizer_whose_tokens_are_no_bytes_is_refused() -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ...errors import GrammarError
-from ...tree import NO_PARENT
 from ..base import Matcher
 from .source import reason
 
@@ -20,33 +18,25 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+class _Broken(Exception):
+    """A probe of an ``LLMatcher`` has met an error."""
+
+
 class LLGuidanceMatcher(Matcher):
     """A position in a text.
 
     Text tokens go to llguidance, stop tokens never do: whether the text has ended is kept here.
     """
 
-    def __init__(self, grammar: LLGuidanceGrammar, origin: LLGuidanceMatcher | None = None) -> None:
+    def __init__(self, grammar: LLGuidanceGrammar) -> None:
         self.grammar: LLGuidanceGrammar = grammar
-        if origin is None:
-            self._inner, self._generation = grammar.fresh()
-            self._taken: list[int] = []  # text tokens, from the beginning
-            self._ended = False
-        else:
-            self._inner, self._generation = origin._inner.deep_copy(), origin._generation
-            self._taken, self._ended = [*origin._taken], origin._ended
-        self._floor = len(self._taken) + self._ended  # what was taken before the fork
+        self._inner, self._generation = grammar.fresh()
+        self._taken: list[int] = []  # text tokens, from the beginning
+        self._ended = False
 
     @property
     def accepting(self) -> bool:
         return self._ended or self._ask(lambda inner: bool(inner.is_accepting()))
-
-    @property
-    def stopped(self) -> bool:
-        return self._ended
-
-    def fork(self) -> LLGuidanceMatcher:
-        return LLGuidanceMatcher(self.grammar, self)
 
     def advance(self, tokens: Sequence[int]) -> int:
         """Takes `tokens` up to the first illegal one; returns how many it took.
@@ -71,27 +61,25 @@ class LLGuidanceMatcher(Matcher):
     def _take(self, text: list[int]) -> int:
         def consume(inner: Any) -> int:
             taken: int = inner.try_consume_tokens(text)
-            if taken < len(text):
-                inner.compute_bitmask()  # a limit that was hit on the way shows only now
+            if taken < len(text):  # a limit that was hit on the way shows only with the next mask
+                probe = inner.deep_copy()
+                probe.compute_bitmask()
+                if probe.is_error():
+                    raise _Broken(probe.get_error())
             return taken
 
-        taken = self._ask(consume) if text else 0
+        taken = self._ask(consume, copy=False) if text else 0
         self._taken += text[:taken]
         return taken
 
     def _take_canonical(self, text: list[int]) -> int:
         for count, token in enumerate(text):
-            if self.forced_tokens(1) not in ([], [token]) or not self._take([token]):
+            if self._forced_token() not in (None, token) or not self._take([token]):
                 return count
         return len(text)
 
-    def _push(self, token: int) -> None:
-        """Takes a token that is known to be legal."""
-        self._ask(lambda inner: inner.consume_token(token))
-        self._taken.append(token)
-
     def rollback(self, count: int) -> None:
-        held = len(self._taken) + self._ended - self._floor
+        held = len(self._taken) + self._ended
         if not 0 <= count <= held:
             raise ValueError(f"{count} tokens to give back, and {held} have been taken")
         if count and self._ended:
@@ -102,11 +90,6 @@ class LLGuidanceMatcher(Matcher):
             if not self._inner.rollback(count):
                 self._renew()
 
-    def validate(self, tokens: Sequence[int]) -> int:
-        count = self.advance(tokens)
-        self.rollback(count)
-        return count
-
     def fill_mask(self, out: Tensor) -> None:
         """Writes the mask of the tokens that may come next to ``out``, ``[W]`` int32 on the CPU.
 
@@ -116,50 +99,17 @@ class LLGuidanceMatcher(Matcher):
         if self._ended:
             out.copy_(self.grammar.ends)
             return
-        self._write(*writable(out))
-
-    def _write(self, row: Any, address: int) -> None:
-        """The mask to `row`, ``[W]`` uint32 of numpy, which lies at `address`."""
+        row, address = writable(out)
         size = row.nbytes
         self._ask(lambda inner: inner.unsafe_compute_mask_ptr(address, size))
-        if self.grammar.policy == "canonical" and (only := self.forced_tokens(1)):
+        if self.grammar.policy == "canonical" and (only := self._forced_token()) is not None:
             row[:] = 0
-            row[only[0] >> 5] = 1 << (only[0] & 31)
+            row[only >> 5] = 1 << (only & 31)
 
-    def fill_tree(self, parents: Sequence[int], tokens: Sequence[int], out: Tensor) -> list[bool]:
-        """Masks after every node of a tree, as :meth:`Matcher.fill_tree`: a node is legal if its parent's mask says so."""
-        tree = _merged(parents, tokens)
-        legal = [False] * len(parents)
-        out.fill_(-1)
-        words, address = writable(out)
-        stops, ends, size = self.grammar.vocabulary.stops, writable(self.grammar.ends)[0], len(self.grammar.vocabulary)
-        begin = len(self._taken)
-        walk = [(0, 0, begin)]  # depth first: one matcher goes down and comes back up
-        try:
-            while walk:
-                node, parent, depth = walk.pop()
-                if node:
-                    token = tokens[node]
-                    if not 0 <= token < size or not int(words[parent, token >> 5]) >> (token & 31) & 1:
-                        continue
-                    if token in stops:
-                        legal[node], words[node] = True, ends
-                        continue
-                    if depth < len(self._taken):
-                        self.rollback(len(self._taken) - depth)
-                    self._push(token)
-                legal[node] = True
-                if self._ended:
-                    words[node] = ends
-                    continue
-                self._write(words[node], address + node * words[node].nbytes)
-                walk += [(child, node, len(self._taken)) for child in reversed(tree.children.get(node, []))]
-        finally:
-            if len(self._taken) > begin:
-                self.rollback(len(self._taken) - begin)
-        for node, first in tree.same.items():
-            legal[node], words[node] = legal[first], words[first]
-        return legal
+    def _forced_token(self) -> int | None:
+        """The token that the tokenizer would begin the forced bytes with; None if there is none."""
+        vocabulary, policy = self.grammar.vocabulary, self.grammar.policy
+        return next(iter(vocabulary.written(self.forced_bytes(), 1, policy)), None)
 
     def forced_bytes(self) -> bytes:
         if self._ended:
@@ -171,25 +121,31 @@ class LLGuidanceMatcher(Matcher):
                 inner.compute_bitmask()  # a limit that was hit shows only now, and here it would matter
             return text
 
-        # A matcher that has been asked for them takes them as read, and its masks change.
-        return self._ask(forced, copy=True)
+        return self._ask(forced)
 
-    def _ask(self, question: Callable[[Any], T], copy: bool = False) -> T:
-        """What the ``LLMatcher``, or a copy of it, answers.
+    def _ask(self, question: Callable[[Any], T], copy: bool = True) -> T:
+        """What a copy of the ``LLMatcher`` answers; the matcher itself only where it is to move.
 
-        One that meets an error never leaves it. A new lexer may know the answer: the old one had met too many states.
+        A matcher that has been asked is no longer what it was. After its forced bytes it takes them as read. After a mask,
+        a rollback and other tokens its next mask may be wrong: rows of its parser that it looked ahead to stay behind (1.9.1).
+        And one that meets an error never leaves it. A new lexer may know the answer: the old one had met too many states.
 
         Raises:
             GrammarError: a new one does not either.
         """
+        message = ""
         for attempt in (1, 2):
             inner = self._inner.deep_copy() if copy else self._inner
-            answer = question(inner)
-            if not inner.is_error():
-                return answer
+            try:
+                answer = question(inner)
+                if not inner.is_error():
+                    return answer
+                message = inner.get_error()
+            except _Broken as error:
+                message = str(error)
             if attempt == 1:
                 self._renew()
-        raise self._failure(inner.get_error())
+        raise self._failure(message)
 
     def _renew(self) -> None:
         """Another ``LLMatcher`` at this position; one that cannot get here is in error, which the next question shows."""
@@ -202,33 +158,6 @@ class LLGuidanceMatcher(Matcher):
         if "NoExtension" in message:
             return GrammarError(f"{where}: the grammar leads nowhere: no text that begins so is in the language")
         return GrammarError(f"{where}: llguidance gave up: {reason(message)}")
-
-
-@dataclass(frozen=True)
-class _Tree:
-    """A tree in which no two siblings hold the same token.
-
-    Attributes:
-        children: of each node. same: nodes that are left out, with the node that spells what they do.
-    """
-
-    children: dict[int, list[int]]
-    same: dict[int, int]
-
-
-def _merged(parents: Sequence[int], tokens: Sequence[int]) -> _Tree:
-    tree = _Tree({}, {})
-    found: dict[tuple[int, int], int] = {}
-    for node in range(1, len(parents)):
-        if parents[node] == NO_PARENT:
-            continue
-        parent = tree.same.get(parents[node], parents[node])
-        first = found.setdefault((parent, tokens[node]), node)
-        if first == node:
-            tree.children.setdefault(parent, []).append(node)
-        else:
-            tree.same[node] = first
-    return tree
 
 
 def writable(out: Tensor) -> tuple[Any, int]:

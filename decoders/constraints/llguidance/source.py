@@ -76,11 +76,11 @@ def source(language: Language) -> str:
 def _refuse(name: str, lark: str) -> None:
     if _RAW_BYTES.search(lark):
         raise GrammarError(f"{name}: allow_invalid_utf8 is not supported, texts are UTF-8", "allow_invalid_utf8")
-    for found in _LEXEMES.finditer(lark):
-        token, option = found["token"], found["option"]
+    for lexeme in _LEXEMES.finditer(lark):
+        token, option = lexeme["token"], lexeme["option"]
         if not token and not option:
             continue
-        where = f"{name}, line {lark.count(chr(10), 0, found.start()) + 1}"
+        where = f"{name}, line {lark.count(chr(10), 0, lexeme.start()) + 1}"
         if token:
             raise GrammarError(
                 f"{where}: {token} asks for a token by its name or number; grammars are about text, in which special "
@@ -99,12 +99,12 @@ def compile_matcher(tokenizer: Any, language: Language, text: str) -> Any:
     import llguidance
 
     limits = llguidance.LLParserLimits(**LIMITS)
-    made: list[Any] = []
+    matchers: list[Any] = []
     _with_stack(
         max(STACK, len(text) * STACK_PER_CHARACTER),
-        lambda: made.append(llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits)),
+        lambda: matchers.append(llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits)),
     )
-    (matcher,) = made
+    (matcher,) = matchers
     if matcher.is_error():
         raise GrammarError(f"{language.name}: llguidance cannot compile it: {reason(matcher.get_error())}")
     warnings = matcher.get_grammar_warnings()

@@ -18,9 +18,12 @@ class Automaton:
     """What :class:`Tables` are made of, and what the tensors of the step do not need.
 
     Attributes:
-        next: ``[S, C]`` int32. classes: ``[256]`` int64. mask_of: ``[S]`` int64. start, stopped: see :class:`Tables`; `stopped`
-            is the last state.
-        rows: the masks. accepting: ``[S]`` bool.
+        next: ``[S, C]`` int32.
+        classes: ``[256]`` int64.
+        mask_of: ``[S]`` int64.
+        start, stopped: see :class:`Tables`; `stopped` is the last state.
+        rows: the masks.
+        accepting: ``[S]`` bool.
     """
 
     next: NDArray[np.int32]

@@ -32,25 +32,25 @@ class Table(Backend):
                 'backend="llguidance" would handle it'
             )
         try:
-            small = minimise(determinise(language.regex))
+            minimal = minimise(determinise(language.regex))
         except GrammarError as error:
             raise GrammarError(f"{language.name}: {error}", error.keyword, error.path) from error
-        if not small.start:
+        if not minimal.start:
             raise GrammarError(f"{language.name}: no text matches the regex {language.regex[:80]!r}")
-        if len(small.next) > STATES:
+        if len(minimal.next) > STATES:
             raise GrammarError(
-                f'{language.name}: its automaton has {len(small.next)} states, the limit of backend="table" is {STATES}; '
+                f'{language.name}: its automaton has {len(minimal.next)} states, the limit of backend="table" is {STATES}; '
                 'backend="llguidance" would handle it'
             )
-        after, kind = columns(small.next)
-        found = masks(after, kind, small.accepting, Lexicon.of(vocabulary))
-        if not found.alive[small.start]:
+        after, kind = columns(minimal.next)
+        state_masks = masks(after, kind, minimal.accepting, Lexicon.of(vocabulary))
+        if not state_masks.alive[minimal.start]:
             have = Lexicon.of(vocabulary).single
-            missing = bytes(np.flatnonzero(small.next.any(0) & ~have).astype(np.uint8))
+            missing = bytes(np.flatnonzero(minimal.next.any(0) & ~have).astype(np.uint8))
             raise GrammarError(
                 f"{language.name}: no text can be written with this vocabulary, which lacks tokens of the bytes {missing!r}"
             )
-        automaton = Automaton.of(after, kind, small.accepting, small.start, found)
+        automaton = Automaton.of(after, kind, minimal.accepting, minimal.start, state_masks)
         return TableGrammar(language, vocabulary, policy, automaton)
 
     def restore(

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import GrammarError
+from ...patterns.rust import check_part, shown, unread
 
 #: Longest regular expression, in characters.
 LONGEST = 200_000
@@ -72,7 +73,8 @@ class Bytes:
     """A byte automaton. State 0 is dead; the language is empty if `start` is 0.
 
     Attributes:
-        next: ``[S, 256]`` int32. accepting: ``[S]`` bool.
+        next: ``[S, 256]`` int32.
+        accepting: ``[S]`` bool.
     """
 
     next: NDArray[np.int32]
@@ -88,7 +90,7 @@ def determinise(regex: str) -> Bytes:
     """
     if len(regex) > LONGEST:
         raise GrammarError(f"a regex of {len(regex)} characters; {_limit(f'{LONGEST} characters')}")
-    _check(regex)
+    check_part(regex)
     pattern = f"{BEGIN}(?:{regex}){END.decode()}|"
     spec = importlib.util.find_spec("outlines_core")
     if spec is None or spec.origin is None:
@@ -104,7 +106,7 @@ def determinise(regex: str) -> Bytes:
             input=text, capture_output=True, timeout=SECONDS, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
-        raise GrammarError(f"the automaton of {_short(regex)} is too large; {_limit(f'{SECONDS} s')}") from error
+        raise GrammarError(f"the automaton of {shown(regex)} is too large; {_limit(f'{SECONDS} s')}") from error
     if done.returncode:
         raise GrammarError(_reason(regex, done.stderr.decode(errors="replace")))
     return _ended(_read(done.stdout))
@@ -135,52 +137,13 @@ def _ended(automaton: Bytes) -> Bytes:
     Only there: elsewhere the states within that character are those of other characters too.
     """
     after = automaton.next.copy()
-    at = np.arange(len(after))
+    reached = np.arange(len(after))
     for byte in END[:-1]:
-        at = after[at, byte]
-    accepting = automaton.accepting[after[at, END[-1]]]
+        reached = after[reached, byte]
+    accepting = automaton.accepting[after[reached, END[-1]]]
     accepting[0] = False
-    after[at[accepting], END[-1]] = 0
+    after[reached[accepting], END[-1]] = 0
     return Bytes(after, accepting, automaton.start)
-
-
-def _check(regex: str) -> None:
-    """Refuses what would mean something else between our own parts of the pattern.
-
-    Raises:
-        GrammarError: a parenthesis closes what `regex` has not opened, or there is an anchor or the option ``x``.
-    """
-    depth = classes = 0
-    place = iter(enumerate(regex))
-    for at, character in place:
-        if character == "\\":
-            _, escaped = next(place, (at, ""))
-            if escaped and not classes and escaped in "AzZbB<>":
-                what = "anchors" if escaped in "AzZ" else "word boundaries"
-                raise GrammarError(_pending(regex, f"no automaton has {what}, \\{escaped} at {at}"))
-        elif character == "[":
-            classes += 1
-            rest = re.match(r"\^?\]?", regex[at + 1 : at + 3])  # a bracket that comes first stands for itself
-            for _ in range(rest.end() if rest else 0):
-                next(place)
-        elif character == "]" and classes:
-            classes -= 1
-        elif classes:
-            continue
-        elif character in "^$":
-            raise GrammarError(_pending(regex, f"{character} at {at}: no anchors, the whole text must match anyway"))
-        elif character == "(":
-            if option := re.match(r"\(\?[a-zA-Z-]*x", regex[at : at + 16]):
-                raise GrammarError(_pending(regex, f"{option[0]!r} at {at}: the option x"))
-            depth += 1
-        elif character == ")":
-            depth -= 1
-            if depth < 0:
-                raise GrammarError(f"{_short(regex)} is no regular expression: unopened group, ')' at {at}")
-
-
-def _pending(regex: str, reason: str) -> str:
-    return f"{_short(regex)} is not a regular expression that is read here: {reason}"
 
 
 #: What automata cannot express, or a whole text does not need.
@@ -194,26 +157,22 @@ _FOREIGN = {
 def _reason(regex: str, message: str) -> str:
     """What to tell of a child that gave no automaton."""
     if message.startswith("states: "):
-        return f"the automaton of {_short(regex)} has {message[8:].strip()} states; {_limit(f'{RAW_STATES} states')}"
+        return f"the automaton of {shown(regex)} has {message[8:].strip()} states; {_limit(f'{RAW_STATES} states')}"
     if not message.startswith("refused: "):
-        return f"the automaton of {_short(regex)} is too large; {_limit(f'{MEGABYTES} MB')}"
+        return f"the automaton of {shown(regex)} is too large; {_limit(f'{MEGABYTES} MB')}"
     try:
         re.compile(regex)
     except re.error as error:
-        return f"{_short(regex)} is no regular expression: {error}"
+        return f"{shown(regex)} is no regular expression: {error}"
     except (OverflowError, RecursionError) as error:
-        return f"the regex {_short(regex)} is too large: {error}"
+        return f"the regex {shown(regex)} is too large: {error}"
     plain = re.sub(r"\\\\|\[(\\.|[^\]\\])+\]", "", regex)
-    found = [what for pattern, what in _FOREIGN.items() if re.search(pattern, plain)]
+    constructs = [what for pattern, what in _FOREIGN.items() if re.search(pattern, plain)]
     if "no transitions from state" in message:
-        return _pending(regex, "a part of it matches nothing at all")
-    reason = "no automaton has " + " or ".join(found) if found else message[9:].strip()
-    return _pending(regex, reason)
+        return unread(regex, "a part of it matches nothing at all")
+    reason = "no automaton has " + " or ".join(constructs) if constructs else message[9:].strip()
+    return unread(regex, reason)
 
 
 def _limit(limit: str) -> str:
     return f'the limit of backend="table" is {limit}; backend="llguidance" has no such limit'
-
-
-def _short(regex: str) -> str:
-    return repr(regex) if len(regex) <= 80 else f"{regex[:60]!r}… ({len(regex)} characters)"

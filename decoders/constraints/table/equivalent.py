@@ -23,7 +23,8 @@ class EquivalentStates:
 
     Attributes:
         strings: ``[S]`` int64, class of the states inside strings, -1 of the others.
-        part: ``[S]`` int64, part of each state. final: no bytes tell apart what is in one part.
+        part: ``[S]`` int64, part of each state.
+        final: no bytes tell apart what is in one part.
     """
 
     after: Ints

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -68,31 +67,15 @@ class TableGrammar(Tabulated):
             self._remembered += 1
         return after
 
-    def walk(self, parents: Sequence[int], tokens: Sequence[int], state: int) -> list[int]:
-        """The state after each node of a tree, see :meth:`Matcher.fill_tree`; 0 where it is illegal or never accepted."""
-        states = [state]
-        append, steps = states.append, self._steps
-        for node in range(1, len(parents)):
-            parent = parents[node]
-            if parent < 0:
-                append(0)
-                continue
-            try:
-                append(steps[states[parent]][tokens[node]])
-            except KeyError:
-                append(self.step(states[parent], tokens[node]))
-                steps = self._steps
-        return states
-
     def forced_bytes(self, state: int) -> bytes:
         """The bytes that every text goes on with."""
         text = self._forced.get(state)
         if text is None:
-            found, at = bytearray(), state
-            while not self.accepting[at] and (way := self._only[at]) >= 0:
-                found.append(way)
-                at = self._after[at * self._classes + self._kind[way]]
-            text = self._forced[state] = bytes(found)
+            forced, position = bytearray(), state
+            while not self.accepting[position] and (byte := self._only[position]) >= 0:
+                forced.append(byte)
+                position = self._after[position * self._classes + self._kind[byte]]
+            text = self._forced[state] = bytes(forced)
         return text
 
     def _fold(self, state: int, token: int) -> int:
@@ -115,9 +98,9 @@ class TableGrammar(Tabulated):
             bytes_of[kind].append(byte)
         only = []
         for row in self.automaton.next.tolist():
-            ways = [kind for kind, after in enumerate(row) if after]
-            single = len(ways) == 1 and len(bytes_of[ways[0]]) == 1
-            only.append(bytes_of[ways[0]][0] if single else -1)
+            kinds = [kind for kind, after in enumerate(row) if after]
+            single = len(kinds) == 1 and len(bytes_of[kinds[0]]) == 1
+            only.append(bytes_of[kinds[0]][0] if single else -1)
         return only
 
     def _canonical(self, automaton: Automaton) -> tuple[MaskRows, NDArray[np.int64]]:

@@ -17,15 +17,20 @@ from .trie import Trie
 
 @dataclass(frozen=True)
 class Lexicon:
-    """Tokens with a spelling, each spelling once.
+    """Tokens with a spelling, each spelling once. ``T`` spellings.
 
     Attributes:
-        size: ``V``. stops: tokens that end a text.
-        texts, tokens: spellings in ascending order, and the first token of each.
-        length: ``[T]`` int64, plain characters that each begins with.
-        rests: what follows these, in ascending order, the empty one first, and all that would if tokens began later;
-            rest: ``[T]`` int64, that of each.
-        twins: ``[2, K]``, tokens that spell what an earlier one spells, behind that one.
+        size: ``V``.
+        stops: tokens that end a text.
+        texts: the spellings in ascending order.
+        tokens: ``[T]`` int64, the first token of each spelling.
+        length: ``[T]`` int64, how many plain characters each spelling begins with.
+        longest: most plain characters in a row that a token has where a string may be entered: at its beginning, or at a
+            character after something else. States inside strings are told apart by room for so many.
+        rests: what follows the plain characters of spellings, and of their ends from any later character on; in ascending
+            order, the empty one first.
+        rest: ``[T]`` int64, which of `rests` follows the plain characters of each spelling.
+        twins: ``[2, K]`` int64, the first token of a spelling, and a later token of the same spelling.
     """
 
     size: int
@@ -33,6 +38,7 @@ class Lexicon:
     texts: list[bytes]
     tokens: NDArray[np.int64]
     length: NDArray[np.int64]
+    longest: int
     rests: list[bytes]
     rest: NDArray[np.int64]
     twins: NDArray[np.int64]
@@ -40,40 +46,31 @@ class Lexicon:
     @staticmethod
     def of(vocabulary: Vocabulary) -> Lexicon:
         """The lexicon of a vocabulary; kept as long as that lives."""
-        found = _LEXICONS.get(vocabulary)
-        if found is None:
+        lexicon = _LEXICONS.get(vocabulary)
+        if lexicon is None:
             ids = vocabulary.ids
             texts = sorted(ids)
             tokens = np.fromiter((ids[text] for text in texts), np.int64, len(texts))
             parts = [split(text) for text in texts]
-            ends = {rest for _, rest in parts}
-            # What follows any other character of theirs, from which a string may be entered in the middle of a token.
-            ends |= {split(rest[i:])[1] for rest in ends for i in range(1, len(rest)) if rest[i] & 0xC0 != 0x80}
-            rests = sorted(ends | {b""})
-            number = {rest: place for place, rest in enumerate(rests)}
+            # A string may be entered in the middle of a token: at any character behind its plain ones.
+            rests = {rest for _, rest in parts}
+            later = [split(rest[i:]) for rest in rests for i in range(1, len(rest)) if rest[i] & 0xC0 != 0x80]
+            ordered = sorted(rests | {rest for _, rest in later} | {b""})
+            number = {rest: place for place, rest in enumerate(ordered)}
             twins = [(ids[text], t) for t, text in enumerate(vocabulary.tokens) if text is not None and ids[text] != t]
-            found = _LEXICONS[vocabulary] = Lexicon(
+            lexicon = _LEXICONS[vocabulary] = Lexicon(
                 len(vocabulary), vocabulary.stops, texts, tokens,
                 np.array([length for length, _ in parts], np.int64),
-                rests, np.array([number[rest] for _, rest in parts], np.int64),
+                max((length for length, _ in (*parts, *later)), default=0),
+                ordered, np.array([number[rest] for _, rest in parts], np.int64),
                 np.array(twins, np.int64).reshape(-1, 2).T,
             )  # fmt: skip
-        return found
+        return lexicon
 
     @property
     def words(self) -> int:
         """``W``, words of a packed mask."""
         return -(-self.size // 32)
-
-    @cached_property
-    def longest(self) -> int:
-        """Most plain characters that a token begins with."""
-        return int(self.length.max(initial=0))
-
-    @cached_property
-    def deepest(self) -> int:
-        """Bytes of the longest token."""
-        return max(map(len, self.texts), default=0)
 
     @cached_property
     def single(self) -> NDArray[np.bool_]:

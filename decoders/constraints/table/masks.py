@@ -91,16 +91,16 @@ def _walks(
     # Tokens that begin with a byte that is legal: no walk meets more.
     most = np.cumsum((after[states][:, kind] > 0) @ lexicon.beginning)
     for part in np.split(states, np.flatnonzero(np.diff(most // TOKENS)) + 1):
-        ways = lexicon.trie.walk(after, kind, part, strings.class_of >= 0)
-        single = ways.token >= 0
-        place, more = strings.below(ways.node[~single], strings.class_of[ways.state[~single]])
-        row = np.concatenate([ways.row[single], ways.row[~single][place]])
-        token = np.concatenate([ways.token[single], more])
+        paths = lexicon.trie.walk(after, kind, part, strings.class_of >= 0)
+        single = paths.token >= 0
+        place, more = strings.below(paths.node[~single], strings.class_of[paths.state[~single]])
+        row = np.concatenate([paths.row[single], paths.row[~single][place]])
+        token = np.concatenate([paths.token[single], more])
         for begin in range(0, len(part), CHUNK):
             some = (row >= begin) & (row < begin + CHUNK)
             allowed = np.zeros((min(CHUNK, len(part) - begin), 32 * lexicon.words), np.uint8)
             allowed[row[some] - begin, token[some]] = 1
-            yield part[begin : begin + CHUNK], ways.deep[begin : begin + CHUNK], lexicon.pack(allowed)
+            yield part[begin : begin + CHUNK], paths.deep[begin : begin + CHUNK], lexicon.pack(allowed)
 
 
 def _walked(
@@ -140,21 +140,21 @@ def _collected(
     """Masks of the tokens that lead from `starts` to living states, some of the starts at a time."""
     for begin in range(0, len(starts), CHUNK):
         part = slice(begin, min(begin + CHUNK, len(starts)))
-        ways = lexicon.trie.walk(after, kind, starts[part])
-        good = alive[ways.state]
+        paths = lexicon.trie.walk(after, kind, starts[part])
+        good = alive[paths.state]
         allowed = np.zeros((part.stop - begin, 32 * lexicon.words), np.uint8)
-        allowed[ways.row[good], ways.token[good]] = 1
+        allowed[paths.row[good], paths.token[good]] = 1
         yield part, lexicon.pack(allowed)
 
 
 def _alive(after: Ints, kind: NDArray[np.int64], accepting: NDArray[np.bool_], lexicon: Lexicon) -> NDArray[np.bool_]:
     """``[S]``: from which states tokens lead to the end of a text; the others may have no legal token at all."""
-    edges = []
+    steps = []
     for begin in range(1, len(after), CHUNK):
         starts = np.arange(begin, min(begin + CHUNK, len(after)), dtype=np.int32)
-        ways = lexicon.trie.walk(after, kind, starts)
-        edges.append(np.unique(starts[ways.row].astype(np.int64) * len(after) + ways.state))
-    source, target = np.divmod(np.unique(np.concatenate(edges)), len(after))
+        paths = lexicon.trie.walk(after, kind, starts)
+        steps.append(np.unique(starts[paths.row].astype(np.int64) * len(after) + paths.state))
+    source, target = np.divmod(np.unique(np.concatenate(steps)), len(after))
     alive = accepting.copy()
     while True:
         more = alive.copy()

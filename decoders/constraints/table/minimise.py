@@ -20,8 +20,8 @@ def minimise(automaton: Bytes) -> Bytes:
     ends = np.flatnonzero(automaton.accepting)
     useful = _reached(_grouped(source, target, len(narrow)), [automaton.start])
     useful &= _reached(_grouped(target, source, len(narrow)), ends.tolist())
-    kept = useful[source] & useful[target]
-    source, column, target = source[kept], column[kept], target[kept]
+    useful_edges = useful[source] & useful[target]
+    source, column, target = source[useful_edges], column[useful_edges], target[useful_edges]
     # Where different bytes go on, or the text may end, states are told apart at once.
     live = np.zeros((len(narrow), narrow.shape[1] + 1), np.bool_)
     live[source, column] = True
@@ -29,8 +29,8 @@ def minimise(automaton: Bytes) -> Bytes:
     states = np.flatnonzero(useful)
     blocks = np.full(len(narrow), -1, np.int64)
     blocks[states] = distinct(live[states])[0]
-    ways, before = _grouped(source, target, len(narrow)), _grouped(target, source, len(narrow))
-    blocks = np.array(refined(blocks.tolist(), states.tolist(), ways, before), np.int64)
+    successors, before = _grouped(source, target, len(narrow)), _grouped(target, source, len(narrow))
+    blocks = np.array(refined(blocks.tolist(), states.tolist(), successors, before), np.int64)
     name, one = distinct(blocks[states, None])
     number = np.zeros(len(narrow), np.int32)
     number[states] = name + 1
@@ -63,14 +63,14 @@ def _grouped(keys: NDArray[np.integer[Any]], values: NDArray[np.integer[Any]], c
     return [flat[begin:end] for begin, end in pairwise(cuts)]
 
 
-def _reached(ways: list[list[int]], begin: list[int]) -> NDArray[np.bool_]:
+def _reached(successors: list[list[int]], begin: list[int]) -> NDArray[np.bool_]:
     """``[S]``: what `ways` lead to from some states."""
-    found = {*begin}
+    known = {*begin}
     todo = [*begin]
     while todo:
-        more = {*ways[todo.pop()]} - found
-        found |= more
+        more = {*successors[todo.pop()]} - known
+        known |= more
         todo += more
-    reached = np.zeros(len(ways), np.bool_)
-    reached[[*found]] = True
+    reached = np.zeros(len(successors), np.bool_)
+    reached[[*known]] = True
     return reached

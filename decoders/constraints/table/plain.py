@@ -56,12 +56,12 @@ class Room:
 
     def reached(self, states: NDArray[np.int64]) -> NDArray[np.int64]:
         """`states` and those that plain characters lead to from them, as far as there is room: all that tokens end in."""
-        found = states
+        known = states
         while len(states):
-            states = np.setdiff1d(self.next[states], found)
+            states = np.setdiff1d(self.next[states], known)
             states = states[states > 0]
-            found = np.union1d(found, states)
-        return found
+            known = np.union1d(known, states)
+        return known
 
 
 def room(after: NDArray[np.int32], kind: NDArray[np.int64], longest: int) -> Room:
@@ -74,16 +74,16 @@ def room(after: NDArray[np.int32], kind: NDArray[np.int64], longest: int) -> Roo
     for ranges in _RANGES:
         least = most = np.arange(len(after))
         for first, last in reversed(ranges):
-            ways = after[:, np.unique(kind[first : last + 1])]
-            least, most = least[ways].min(1), most[ways].max(1)
+            targets = after[:, np.unique(kind[first : last + 1])]
+            least, most = least[targets].min(1), most[targets].max(1)
         low, high = np.minimum(low, least), np.maximum(high, most)
     same = low == high
     count = np.zeros(len(after), np.int64)
-    at = np.arange(len(after))
+    state = np.arange(len(after))
     for _ in range(longest):
-        to = np.where(same[at], low[at], 0)
-        if not to.any():
+        following = np.where(same[state], low[state], 0)
+        if not following.any():
             break
-        count += to > 0
-        at = np.where(to > 0, to, at)
-    return Room(count, (same[at] & (low[at] == 0)) | (count >= longest), np.where(count > 0, low, 0))
+        count += following > 0
+        state = np.where(following > 0, following, state)
+    return Room(count, (same[state] & (low[state] == 0)) | (count >= longest), np.where(count > 0, low, 0))

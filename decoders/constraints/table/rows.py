@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,18 +11,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..lazy_masks import LazyMasks
-
-#: Masks that are held written out, those asked for last: 2 MB at 128k tokens, and more than a tree of draft tokens has nodes.
-WRITTEN = 128
-
 
 @dataclass(frozen=True)
 class Row:
     """A mask.
 
     Attributes:
-        places: ``[k]``, ascending, the words that are not zero; None for all. words: ``[k]`` int32, these words.
+        places: ``[k]``, ascending, the words that are not zero; None for all.
+        words: ``[k]`` int32, these words.
     """
 
     places: NDArray[np.unsignedinteger[Any]] | None
@@ -53,10 +49,10 @@ class Row:
         """Whether the mask allows `token`."""
         place = token >> 5
         if self.places is not None:
-            at = int(self.places.searchsorted(place))
-            if at == len(self.places) or int(self.places[at]) != place:
+            position = int(self.places.searchsorted(place))
+            if position == len(self.places) or int(self.places[position]) != place:
                 return False
-            place = at
+            place = position
         return bool(int(self.words[place]) >> (token & 31) & 1)
 
 
@@ -64,43 +60,25 @@ class MaskRows:
     """Masks ``[R, W]``.
 
     Attributes:
-        width: ``W``. each: the ``R`` masks.
+        width: ``W``.
+        each: the ``R`` masks.
     """
 
     def __init__(self, width: int, rows: Iterable[Row]) -> None:
         self.width = width
         self.each = tuple(rows)
-        self._masks_of = LazyMasks(width, np.int32, WRITTEN, self._write)
 
     def __len__(self) -> int:
         return len(self.each)
 
     @property
     def nbytes(self) -> int:
-        """Memory of what is kept and of what is written out at the moment."""
-        return sum(row.nbytes for row in self.each) + self._masks_of.nbytes
+        """Memory of what is kept."""
+        return sum(row.nbytes for row in self.each)
 
     def fill(self, number: int, out: Tensor) -> None:
         """One of the masks to `out`, ``[W]`` int32."""
-        found = self._masks_of.places((number,))
-        assert found is not None, "one is not too many"
-        (place,), masks = found
-        out.numpy()[:] = masks[place]
-
-    def stack(self, numbers: Sequence[int], out: Tensor) -> None:
-        """Some of the masks to `out`, ``[N, W]`` int32."""
-        found = self._masks_of.places(numbers)
-        if found is None:
-            for number, mask in zip(numbers, out.numpy(), strict=True):
-                self._write(number, mask)
-        else:
-            places, masks = found
-            # Not by torch, whose threads would wait for each other. All places are there: "clip" saves a copy.
-            masks.take(places, 0, out=out.numpy(), mode="clip")
-
-    def _write(self, number: int, out: NDArray[np.int32]) -> None:
-        out[:] = 0
-        self.each[number].write(out)
+        self.each[number].write(out.zero_().numpy())
 
     def all(self) -> Tensor:
         """``[R, W]`` int32, made anew."""

@@ -36,25 +36,25 @@ def restored(content: bytes, vocabulary: Vocabulary) -> Automaton:
         GrammarError: it is something else, or not for `vocabulary`.
     """
     try:
-        found = tensors.load(content)
+        parts = tensors.load(content)
     except (SafetensorError, ValueError) as error:
         raise GrammarError(f"it holds no tensors: {error}") from error
-    if {name: tensor.dtype for name, tensor in found.items()} != _TYPES:
+    if {name: tensor.dtype for name, tensor in parts.items()} != _TYPES:
         raise GrammarError("its tensors are not those of a table")
-    next, masks, ends = found["next"], found["masks"], found["ends"]
+    next, masks, ends = parts["next"], parts["masks"], parts["ends"]
     states, kinds = next.shape if next.ndim == 2 else (0, 0)
     shapes = {
         "next": (states, kinds), "classes": (256,), "mask_of": (states,), "accepting": (states,), "ends": (2,),
         "masks": (len(masks), mask_words(len(vocabulary))),
     }  # fmt: skip
-    if not states or {name: tuple(tensor.shape) for name, tensor in found.items()} != shapes:
+    if not states or {name: tuple(tensor.shape) for name, tensor in parts.items()} != shapes:
         raise GrammarError("its tensors do not fit each other or the vocabulary")
     for name, limit in (("next", states), ("classes", kinds), ("mask_of", len(masks)), ("ends", states)):
-        if int(found[name].min()) < 0 or int(found[name].max()) >= limit:
+        if int(parts[name].min()) < 0 or int(parts[name].max()) >= limit:
             raise GrammarError(f"{name} points out of the table")
     if bool(next[0].any()):
         raise GrammarError("state 0 is not dead")
     start, stopped = ends.tolist()
     rows = MaskRows(masks.shape[1], map(Row.of, masks.numpy()))
-    classes, mask_of, accepting = (found[name].numpy() for name in ("classes", "mask_of", "accepting"))
+    classes, mask_of, accepting = (parts[name].numpy() for name in ("classes", "mask_of", "accepting"))
     return Automaton(next.numpy(), classes, mask_of, rows, accepting, start, stopped)

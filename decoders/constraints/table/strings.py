@@ -45,10 +45,10 @@ class StringStates:
         states = np.flatnonzero(space.exact & (space.least > 0))
         number, legal = _rests(after, kind, space.reached(states), lexicon)
         sets = np.full((len(states), lexicon.longest + 1), -1, np.int32)
-        at = states
+        reached = states
         for length in range(lexicon.longest + 1):
-            sets[:, length] = np.where(length <= space.least[states], number[at], -1)
-            at = space.next[at]
+            sets[:, length] = np.where(length <= space.least[states], number[reached], -1)
+            reached = space.next[reached]
         same, first = distinct(sets)
         class_of = np.full(len(after), -1, np.int64)
         class_of[states] = same
@@ -92,16 +92,16 @@ def _rests(
     number = np.zeros(len(after), np.int32)
     for begin in range(0, len(states), CHUNK):
         part = states[begin : begin + CHUNK]
-        ways = lexicon.ends.walk(after, kind, part)
-        order = np.lexsort((ways.token, ways.row))
-        rest = ways.token[order]
-        cuts = np.searchsorted(ways.row[order], np.arange(len(part) + 1)).tolist()
+        paths = lexicon.ends.walk(after, kind, part)
+        order = np.lexsort((paths.token, paths.row))
+        rest = paths.token[order]
+        cuts = np.searchsorted(paths.row[order], np.arange(len(part) + 1)).tolist()
         for place, state in enumerate(part.tolist()):
-            some = rest[cuts[place] : cuts[place + 1]]
-            chosen = number[state] = known.setdefault(some.tobytes(), len(sets))
+            legal_rests = rest[cuts[place] : cuts[place + 1]]
+            chosen = number[state] = known.setdefault(legal_rests.tobytes(), len(sets))
             if chosen == len(sets):
-                sets.append(some)
+                sets.append(legal_rests)
     legal = np.zeros((len(sets) + 1, len(lexicon.rests)), np.bool_)
-    for chosen, some in enumerate(sets):
-        legal[chosen, some] = legal[chosen, 0] = True
+    for chosen, legal_rests in enumerate(sets):
+        legal[chosen, legal_rests] = legal[chosen, 0] = True
     return number, legal

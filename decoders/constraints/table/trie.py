@@ -34,7 +34,8 @@ class Trie:
     """Node 0 is the root. The children of a node stand side by side.
 
     Attributes:
-        byte: ``[M]`` uint8, the byte that leads to each node. first, count: ``[M]`` int32, its children.
+        byte: ``[M]`` uint8, the byte that leads to each node.
+        first, count: ``[M]`` int32, its children.
         token: ``[M]`` int32, the token that ends at each node, -1 if none.
         low, high: ``[M]`` int32, the texts that begin with the bytes down to each node.
         characters: ``[M]`` int32, how many plain characters these bytes are; -1 if they are anything else.
@@ -94,7 +95,9 @@ class Trie:
         """All tokens that an automaton can take from some of its states.
 
         Args:
-            after: ``[S, C]``, 0 is dead. kind: ``[256]``, the column of each byte. starts: states.
+            after: ``[S, C]``, 0 is dead.
+            kind: ``[256]``, the column of each byte.
+            starts: states.
             strings: ``[S]``: states inside strings. They are not gone on from where plain characters have led to them.
         """
         columns = after.shape[1]
@@ -104,7 +107,7 @@ class Trie:
         state, node = starts.astype(np.int32), np.zeros(len(starts), np.int32)
         outside = np.ones(len(starts), np.bool_)
         deep = np.zeros(len(starts), np.int64)
-        found: list[tuple[Ints, Ints, Ints, Ints]] = []
+        paths: list[tuple[Ints, Ints, Ints, Ints]] = []
         while len(row):
             deep[row[outside]] += 1
             count = self.count[node]
@@ -127,8 +130,8 @@ class Trie:
                 ends = np.flatnonzero((token >= 0) | halted)
             else:
                 ends = np.flatnonzero(token >= 0)
-            found.append((row[ends], node[ends], state[ends], token[ends]))
+            paths.append((row[ends], node[ends], state[ends], token[ends]))
             inner = np.flatnonzero(inside)
             row, node, state, outside = row[inner], node[inner], state[inner], outside[inner]
-        rows, nodes, states, tokens = (np.concatenate(part) for part in zip(*found, strict=True))
+        rows, nodes, states, tokens = (np.concatenate(part) for part in zip(*paths, strict=True))
         return TokenPaths(rows, nodes, states, tokens, deep)
