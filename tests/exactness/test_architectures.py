@@ -24,7 +24,7 @@ NEW = 36
 EAGER = {"compile": False, "prefill_chunk": 8}
 COMPILED = {"compile": True, "prefill_chunk": 8}
 #: One of each kind: full attention, sliding window with tied weights, learnt positions, latent attention, sinks.
-COMPILED_BY_DEFAULT = {("llama", 1), ("llama", 4), ("gemma2", 4), ("gpt2", 1), ("deepseek_v3", 1), ("gpt_oss", 4)}
+COMPILED_BY_DEFAULT = {("llama", 4), ("gemma2", 4), ("gpt2", 1), ("deepseek_v3", 1), ("gpt_oss", 4)}
 DRAFTERS = ("autoregressive", "prompt_lookup", "prompt_lookup, 3 branches", "lookahead", "replay", "replay, 3 branches")
 #: One of each kind: full attention, sliding window with soft caps, learnt positions, latent attention, sinks, chunks.
 REPRESENTATIVE = ("llama", "gemma2", "gpt2", "deepseek_v3", "gpt_oss", "llama4")

@@ -134,12 +134,26 @@ def texts(tokenizer: PreTrainedTokenizerFast, out: Any) -> list[str]:
     return tokenizer.batch_decode(out.sequences[:, prompt:], skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+PLAIN: dict[tuple[str, bool], Any] = {}
+
+
+def in_turns() -> list[Any]:
+    """Every strategy with every backend; in the quick run with one of them, in turns."""
+    return [
+        pytest.param(backend, strategy, id=f"{backend}-{name}", marks=() if (i + j) % 2 == 0 else pytest.mark.slow)
+        for i, backend in enumerate(BACKENDS)
+        for j, (name, strategy) in enumerate(STRATEGIES.items())
+    ]
+
+
+@pytest.mark.parametrize("backend, strategy", in_turns(), indirect=["backend"])
 def test_every_strategy_writes_the_same_legal_texts(model, tokenizer, backend, strategy):
     """A grammar for each row, one row without; greedy and sampled."""
     grammars = [decoders.regex(DATE), decoders.json_schema(PERSON), None, decoders.choice(["yes", "no", "not at all"])]
     for draw in ({}, SAMPLED):
-        plain = run(model, rows=4, grammar=grammars, **draw)
+        if (backend, bool(draw)) not in PLAIN:
+            PLAIN[backend, bool(draw)] = run(model, rows=4, grammar=grammars, **draw)
+        plain = PLAIN[backend, bool(draw)]
         out = run(model, strategy, rows=4, grammar=grammars, **draw)
         assert torch.equal(plain.sequences, out.sequences)
         uses = out.report.grammars
