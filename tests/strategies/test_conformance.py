@@ -16,8 +16,10 @@ from decoders.strategies.merged import Merged
 from decoders.strategy import Draft, Sequences, Step, Strategy
 from decoders.testing import CHECKS, Replay, check_strategy, checks_for, parametrize_with_checks, tiny_model
 from decoders.testing.checks import Conditions
-from decoders.testing.kit import check_alone, label
+from decoders.testing.kit import check_alone
 from decoders.tree import Topology, TreeTensors
+
+from .conftest import of_variants
 
 #: Medusa needs heads and is tested with some in test_medusa.py.
 BUILT_IN = [e.cls for e in registry().strategies().values() if e.provider == "hf-decoders" and e.name != "medusa"]
@@ -39,28 +41,12 @@ VARIANTS = [
 ]
 
 
-#: What settings change in every strategy: what is drafted, and the tokens that come of it.
-OF_SETTINGS = (
-    "check_class", "check_settings", "check_drafts", "check_on_device", "check_greedy_equals_transformers",
-    "check_sampling_equals_autoregressive", "check_draft_scores",
-)  # fmt: skip
-
-
 @parametrize_with_checks(BUILT_IN)
 def test_strategy_conforms(strategy, check):
     check(strategy)
 
 
-def of_variants():
-    """Each variant with the checks of its settings and every third of the others, in turns; the rest is slow."""
-    for turn, strategy in enumerate(VARIANTS):
-        for place, check in enumerate(checks_for(strategy)):
-            quick = check.__name__ in OF_SETTINGS or (turn + place) % 3 == 0
-            name = f"{label(strategy)}-{check.__name__}"
-            yield pytest.param(strategy, check, id=name, marks=() if quick else pytest.mark.slow)
-
-
-@pytest.mark.parametrize("strategy, check", list(of_variants()))
+@pytest.mark.parametrize("strategy, check", of_variants(VARIANTS))
 def test_variant_conforms(strategy, check):
     check_alone(check, Conditions(), strategy)
 
