@@ -481,7 +481,10 @@ RECORDED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("strategy", RECORDED.values(), ids=RECORDED)
+@pytest.mark.parametrize("strategy", [
+    pytest.param(strategy, id=name, marks=pytest.mark.slow if name in ("chain", "dynamic tree") else ())
+    for name, strategy in RECORDED.items()
+])  # fmt: skip
 def test_steps_with_a_guide_on_the_device_are_recorded_and_replayed(model, tokenizer, monkeypatch, strategy):
     """Masks and commits are part of the recorded step, in which nothing waits and no shape changes; a later call replays it."""
     monkeypatch.setenv("DECODERS_CONSTRAINT_BACKEND", "table")
