@@ -132,3 +132,15 @@ def test_a_stranger_as_draft_costs_steps_only(name):
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "deepseek_v3"])
 def test_every_strategy_with_a_stranger(name, kind):
     assert_exact(name, kind, stranger(name), 4, False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in REPRESENTATIVE])
+def test_both_calls_of_the_other_designs(name):
+    for rows, sample in ((4, False), (4, True), (1, False), (1, True)):
+        for kind in STRATEGIES:
+            assert assert_exact(name, kind, near(name), rows, sample).accepted > 0
+            assert_exact(name, kind, stranger(name), rows, sample)
+        for kind in ("chain", "static tree"):
+            report = assert_exact(name, kind, enabled(name), rows, sample)
+            assert report.accepted_lengths == [0, 0, 0, 0, rows * NEW // 5]
