@@ -12,7 +12,7 @@ Needs torch and transformers only; :func:`parametrize_with_checks` also needs py
 
 from __future__ import annotations
 
-from .exactness import assert_same_tokens, decode, prompts
+from .exactness import assert_same_tokens, decode, prompts, reference
 from .grammars import check_backend
 from .kit import CHECKS, check_strategy, checks_for, parametrize_with_checks
 from .models import ARCHITECTURES, UNSUPPORTED, tiny_draft, tiny_model
@@ -22,5 +22,6 @@ from .verifiers import check_verifier
 
 __all__ = [
     "ARCHITECTURES", "CHECKS", "Replay", "ReplaySettings", "Spy", "UNSUPPORTED", "assert_same_tokens", "check_backend",
-    "check_strategy", "check_verifier", "checks_for", "decode", "parametrize_with_checks", "prompts", "tiny_draft", "tiny_model",
+    "check_strategy", "check_verifier", "checks_for", "decode", "parametrize_with_checks", "prompts", "reference", "tiny_draft",
+    "tiny_model",
 ]  # fmt: skip

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +21,7 @@ from ..errors import SettingsError
 from ..generate import disable, enable
 from ..settings import Settings
 from ..strategy import Strategy
-from .exactness import assert_same_tokens, decode, prompts
+from .exactness import assert_same_tokens, decode, prompts, reference
 from .memory import parts_of
 from .models import VOCAB, tiny_draft, tiny_model
 from .replayed import Replayed, ShapeError
@@ -35,10 +36,27 @@ DRAWS = (dict(seed=1, temperature=0.3, top_k=0), dict(seed=7, temperature=0.8, t
 
 @dataclass(frozen=True)
 class Conditions:
-    """What the checks decode with: tiny models by name (or models of your own), eager or compiled."""
+    """What the checks decode with.
+
+    Attributes:
+        models: tiny models by name, or models of your own.
+        compile: run the loop compiled.
+        thorough: try every combination of model, number of rows and kind of drawing; otherwise every pair of them.
+    """
 
     models: tuple[str | PreTrainedModel, ...] = ("llama", "gemma2")
     compile: bool = False
+    thorough: bool = False
+
+    def combinations(self, kinds: Sequence[Any]) -> Iterator[tuple[str | PreTrainedModel, int, Any]]:
+        """Models, numbers of rows and two `kinds` of call: all of them if thorough or with a single model, else half of
+        them, in which every model meets both numbers of rows and both kinds, and every number of rows both kinds.
+        """
+        for (m, model), (r, rows), (k, kind) in itertools.product(
+            enumerate(self.models), enumerate((1, 4)), enumerate(kinds)
+        ):
+            if self.thorough or len(self.models) == 1 or (m + r + k) % 2 == 0:
+                yield model, rows, kind
 
     @contextmanager
     def enabled(self, model: str | PreTrainedModel) -> Iterator[PreTrainedModel]:
@@ -60,6 +78,16 @@ def _tiny(name: str) -> PreTrainedModel:
 
 
 @functools.cache
+def _automaton(seed: int, *stops: int) -> TokenAutomaton:
+    return TokenAutomaton.random(seed, VOCAB, stops)
+
+
+@functools.cache
+def _anything(*stops: int) -> TokenAutomaton:
+    return TokenAutomaton.anything(VOCAB, stops)
+
+
+@functools.cache
 def _draft(name: str) -> PreTrainedModel:
     return tiny_draft(name)
 
@@ -73,7 +101,7 @@ def run(
         options["assistant_model"] = _draft(name) if isinstance(name, str) else disable(copy.deepcopy(model))
     if strategy.needs_grammar and "grammar" not in options:
         stops = options.get("eos_token_id", [])
-        options["grammar"] = TokenAutomaton.anything(VOCAB, stops if isinstance(stops, list) else [stops])
+        options["grammar"] = _anything(*(stops if isinstance(stops, list) else [stops]))
     options = dict(max_new_tokens=NEW_TOKENS, decoders_config={"compile": conditions.compile}) | options
     return decode(model, inputs, strategy, **options)
 
@@ -138,11 +166,9 @@ def check_drafts(strategy: Strategy, conditions: Conditions = Conditions()) -> N
     """Every draft of a real call keeps the contract. Hooks write to nothing that belongs to the loop, not even behind a row's
     length, and leave their instance, its settings and the process (random states, default dtype, grad mode) as they were.
     """
-    for name in conditions.models:
-        for rows in (1, 4):
-            for options in ({}, dict(do_sample=True, **DRAWS[0])):
-                with conditions.enabled(name) as model:
-                    run(model, name, spied(strategy), prompts(rows), conditions, **options)
+    for name, rows, options in conditions.combinations(({}, dict(do_sample=True, **DRAWS[0]))):
+        with conditions.enabled(name) as model:
+            run(model, name, spied(strategy), prompts(rows), conditions, **options)
 
 
 def check_on_device(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
@@ -185,7 +211,7 @@ def check_one_new_token(strategy: Strategy, conditions: Conditions = Conditions(
                 f"max_new_tokens=1 gave {out.sequences.shape[1] - inputs['input_ids'].shape[1]} tokens"
             )
             if strategy.exact:
-                expected = decode(model, inputs, max_new_tokens=1)
+                expected = reference(model, inputs, max_new_tokens=1)
                 assert_same_tokens(model, inputs, expected.sequences, out.sequences, f"one new token, batch {rows}")
 
 
@@ -220,7 +246,7 @@ def check_greedy_equals_transformers(strategy: Strategy, conditions: Conditions 
         for rows in (1, 4):
             inputs = prompts(rows)
             with conditions.enabled(name) as model:
-                expected = decode(model, inputs, max_new_tokens=NEW_TOKENS)
+                expected = reference(model, inputs, max_new_tokens=NEW_TOKENS)
                 out = run(model, name, strategy, inputs, conditions)
                 what = f"{type(model).__name__}, greedy, batch {rows}"
                 assert_same_tokens(model, inputs, expected.sequences, out.sequences, what)
@@ -231,10 +257,10 @@ def check_finished_rows_idle(strategy: Strategy, conditions: Conditions = Condit
     for name in conditions.models:
         inputs = prompts(4)
         with conditions.enabled(name) as model:
-            plain = decode(model, inputs, max_new_tokens=NEW_TOKENS).sequences
+            plain = reference(model, inputs, max_new_tokens=NEW_TOKENS).sequences
             start = inputs["input_ids"].shape[1]
             stops = [int(plain[row, start + 3 + 6 * row]) for row in range(3)]
-            expected = decode(model, inputs, max_new_tokens=NEW_TOKENS, eos_token_id=stops)
+            expected = reference(model, inputs, max_new_tokens=NEW_TOKENS, eos_token_id=stops)
             out = run(model, name, strategy, inputs, conditions, eos_token_id=stops)
             assert_same_tokens(model, inputs, expected.sequences, out.sequences, "rows that end at different times")
             first = [
@@ -245,29 +271,26 @@ def check_finished_rows_idle(strategy: Strategy, conditions: Conditions = Condit
 
 def check_sampling_equals_autoregressive(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
     """With the same seed, sampling gives the tokens that plain decoding gives."""
-    for name in conditions.models:
-        for rows in (1, 4):
-            for draw in DRAWS:
-                inputs = prompts(rows)
-                with conditions.enabled(name) as model:
-                    options = dict(
-                        max_new_tokens=NEW_TOKENS, decoders_config={"compile": conditions.compile}, do_sample=True
-                    )
-                    expected = decode(model, inputs, "autoregressive", **options, **draw)
-                    out = run(model, name, strategy, inputs, conditions, do_sample=True, **draw)
-                    what = f"{type(model).__name__}, sampling with {draw}, batch {rows}"
-                    assert_same_tokens(model, inputs, expected.sequences, out.sequences, what)
+    for name, rows, draw in conditions.combinations(DRAWS):
+        inputs = prompts(rows)
+        with conditions.enabled(name) as model:
+            options = dict(max_new_tokens=NEW_TOKENS, decoders_config={"compile": conditions.compile}, do_sample=True)
+            expected = reference(model, inputs, "autoregressive", **options, **draw)
+            out = run(model, name, strategy, inputs, conditions, do_sample=True, **draw)
+            what = f"{type(model).__name__}, sampling with {draw}, batch {rows}"
+            assert_same_tokens(model, inputs, expected.sequences, out.sequences, what)
 
 
 def check_end_token_inside_a_draft(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
     """An end-of-sequence token ends a row even if what follows it was drafted right too."""
-    for name in conditions.models:
+    for turn, name in enumerate(conditions.models):
         inputs = prompts(1)
         start = inputs["input_ids"].shape[1]
         with conditions.enabled(name) as model:
-            plain = decode(model, inputs, max_new_tokens=NEW_TOKENS).sequences
-            for stop in dict.fromkeys(plain[0, start + 2 :: 5].tolist()):
-                expected = decode(model, inputs, max_new_tokens=NEW_TOKENS, eos_token_id=stop)
+            plain = reference(model, inputs, max_new_tokens=NEW_TOKENS).sequences
+            stops = plain[0, start + 2 :: 5] if conditions.thorough else plain[0, start + 2 + 5 * (turn % 2) :: 10]
+            for stop in dict.fromkeys(stops.tolist()):
+                expected = reference(model, inputs, max_new_tokens=NEW_TOKENS, eos_token_id=stop)
                 out = run(model, name, strategy, inputs, conditions, eos_token_id=stop)
                 assert_same_tokens(model, inputs, expected.sequences, out.sequences, f"end token {stop}")
 
@@ -278,7 +301,7 @@ def check_prefix_processors(strategy: Strategy, conditions: Conditions = Conditi
         for rows in (1, 4):
             name, inputs = conditions.models[0], prompts(rows)
             with conditions.enabled(name) as model:
-                expected = decode(model, inputs, max_new_tokens=NEW_TOKENS, **options)
+                expected = reference(model, inputs, max_new_tokens=NEW_TOKENS, **options)
                 out = run(model, name, strategy, inputs, conditions, **options)
                 assert_same_tokens(model, inputs, expected.sequences, out.sequences, f"{options}, batch {rows}")
 
@@ -288,11 +311,14 @@ def check_grammars(strategy: Strategy, conditions: Conditions = Conditions()) ->
     stops = [5, 9]
     for seed, draw in ((1, {}), (2, dict(do_sample=True, **DRAWS[0]))):
         name, inputs = conditions.models[0], prompts(4)
-        automata = [TokenAutomaton.random(10 * seed + row, VOCAB, stops) for row in range(3)]
+        automata = [_automaton(10 * seed + row, *stops) for row in range(3)]
         grammars = [automata[0], Matched(automata[1]), None, automata[2]]
         with conditions.enabled(name) as model:
             options = dict(grammar=grammars, eos_token_id=stops, **draw)
-            plain = run(model, name, _plain(), inputs, conditions, **options)
+            loop = {"compile": conditions.compile}
+            plain = reference(
+                model, inputs, "autoregressive", max_new_tokens=NEW_TOKENS, decoders_config=loop, **options
+            )
             out = run(model, name, strategy, inputs, conditions, **options)
             assert_same_tokens(model, inputs, plain.sequences, out.sequences, f"a grammar per row, {draw or 'greedy'}")
             prompt = inputs["input_ids"].shape[1]
@@ -300,9 +326,3 @@ def check_grammars(strategy: Strategy, conditions: Conditions = Conditions()) ->
                 tokens = out.sequences[row, prompt : prompt + out.report.new_tokens[row]].tolist()
                 taken = grammar.start().advance(tokens) if grammar is not None else len(tokens)
                 assert taken == len(tokens), f"row {row}: token {taken}, {tokens[taken]}, is illegal in its grammar"
-
-
-def _plain() -> Strategy:
-    from ..plugins import registry
-
-    return registry().strategy("autoregressive")()

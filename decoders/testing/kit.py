@@ -74,6 +74,7 @@ def check_strategy(
     *,
     models: Iterable[str | PreTrainedModel] | None = None,
     compile: bool = False,
+    thorough: bool = False,
 ) -> None:
     """Runs every check that applies.
 
@@ -82,12 +83,13 @@ def check_strategy(
         models: names of :data:`~decoders.testing.models.ARCHITECTURES` or models to decode with; by default one with
             full and one with sliding-window attention.
         compile: run the loop compiled; slower to start, and closer to real use.
+        thorough: try every combination of model, number of rows and kind of drawing; otherwise every pair of them.
 
     Raises:
         AssertionError: the first check that failed and why.
     """
     strategy = instance(strategy)
-    conditions = Conditions(tuple(models) if models is not None else Conditions().models, compile)
+    conditions = Conditions(tuple(models) if models is not None else Conditions().models, compile, thorough)
     for check in checks_for(strategy):
         try:
             check_alone(check, conditions, strategy)
@@ -101,11 +103,12 @@ def parametrize_with_checks(
     *,
     models: Iterable[str | PreTrainedModel] | None = None,
     compile: bool = False,
+    thorough: bool = False,
 ) -> Any:
     """A pytest decorator: the test is called once per strategy and check, as ``test(strategy, check)``."""
     import pytest
 
-    conditions = Conditions(tuple(models) if models is not None else Conditions().models, compile)
+    conditions = Conditions(tuple(models) if models is not None else Conditions().models, compile, thorough)
     cases = []
     for given in strategies:
         strategy = instance(given)

@@ -9,7 +9,7 @@ from ..strategies.merged import Merged, MergedSettings
 from ..strategy import Strategy
 from ..tree import MAX_NODES
 from .checks import Conditions, run
-from .exactness import assert_same_tokens, decode, prompts
+from .exactness import assert_same_tokens, prompts, reference
 from .memory import parts_of
 from .spy import spied
 
@@ -29,7 +29,7 @@ def check_merged(strategy: Strategy, conditions: Conditions = Conditions()) -> N
     name, inputs = conditions.models[0], prompts(3)
     eager = replace(conditions, compile=False)
     with conditions.enabled(name) as model:
-        expected = decode(model, inputs, max_new_tokens=16)
+        expected = reference(model, inputs, max_new_tokens=16)
         for order in ((partner, *parts), (*parts, partner)):
             merged = Merged(order, MergedSettings(nodes=MAX_NODES))
             out = run(model, name, spied(merged), inputs, eager, max_new_tokens=16)

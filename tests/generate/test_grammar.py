@@ -135,12 +135,26 @@ def texts(tokenizer: PreTrainedTokenizerFast, out: Any) -> list[str]:
     return tokenizer.batch_decode(out.sequences[:, prompt:], skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+PLAIN: dict[tuple[str, bool], Any] = {}
+
+
+def in_turns() -> list[Any]:
+    """Every strategy with every backend; in the quick run with one of them, in turns."""
+    return [
+        pytest.param(backend, strategy, id=f"{backend}-{name}", marks=() if (i + j) % 2 == 0 else pytest.mark.slow)
+        for i, backend in enumerate(BACKENDS)
+        for j, (name, strategy) in enumerate(STRATEGIES.items())
+    ]
+
+
+@pytest.mark.parametrize("backend, strategy", in_turns(), indirect=["backend"])
 def test_every_strategy_writes_the_same_legal_texts(model, tokenizer, backend, strategy):
     """A grammar for each row, one row without; greedy and sampled."""
     grammars = [decoders.regex(DATE), decoders.json_schema(PERSON), None, decoders.choice(["yes", "no", "not at all"])]
     for draw in ({}, SAMPLED):
-        plain = run(model, rows=4, grammar=grammars, **draw)
+        if (backend, bool(draw)) not in PLAIN:
+            PLAIN[backend, bool(draw)] = run(model, rows=4, grammar=grammars, **draw)
+        plain = PLAIN[backend, bool(draw)]
         out = run(model, strategy, rows=4, grammar=grammars, **draw)
         assert torch.equal(plain.sequences, out.sequences)
         uses = out.report.grammars
@@ -435,7 +449,10 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "guide_of", guide_of)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+@pytest.mark.parametrize("strategy", [
+    pytest.param(strategy, id=name, marks=() if turn % 2 else pytest.mark.slow)
+    for turn, (name, strategy) in enumerate(STRATEGIES.items())
+])  # fmt: skip
 def test_a_guide_on_the_device_leads_to_the_same_texts(model, monkeypatch, strategy):
     monkeypatch.setenv("DECODERS_CONSTRAINT_BACKEND", "table")
     grammars = [decoders.regex(DATE), decoders.json_schema(PERSON), None, decoders.choice(["yes", "no", "not at all"])]
@@ -465,7 +482,10 @@ RECORDED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("strategy", RECORDED.values(), ids=RECORDED)
+@pytest.mark.parametrize("strategy", [
+    pytest.param(strategy, id=name, marks=pytest.mark.slow if name in ("chain", "dynamic tree") else ())
+    for name, strategy in RECORDED.items()
+])  # fmt: skip
 def test_steps_with_a_guide_on_the_device_are_recorded_and_replayed(model, tokenizer, monkeypatch, strategy):
     """Masks and commits are part of the recorded step, in which nothing waits and no shape changes; a later call replays it."""
     monkeypatch.setenv("DECODERS_CONSTRAINT_BACKEND", "table")

@@ -5,8 +5,10 @@ wide that some draft tokens are right.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +18,33 @@ import decoders
 from decoders.medusa.config import HeadsConfig
 from decoders.medusa.files import save_heads
 from decoders.medusa.heads import MedusaHeads
-from decoders.testing import tiny_draft, tiny_model
+from decoders.strategy import Strategy
+from decoders.testing import checks_for, tiny_draft, tiny_model
+from decoders.testing.kit import label
 from decoders.testing.models import VOCAB
 
 #: Wide enough for random draft tokens; no rank is skipped.
 WIDE = tuple((i,) for i in range(40)) + tuple((i, j) for i in range(4) for j in range(12)) + ((0, 0, 0), (0, 1, 0))
+
+#: What settings change in every strategy: what is drafted, and the tokens that come of it.
+OF_SETTINGS = (
+    "check_class", "check_settings", "check_drafts", "check_on_device", "check_greedy_equals_transformers",
+    "check_sampling_equals_autoregressive", "check_draft_scores",
+)  # fmt: skip
+
+
+def of_variants(strategies: Sequence[Strategy]) -> list[Any]:
+    """Cases ``strategy, check`` of strategies that pass the whole kit with other settings, or as parts of others.
+
+    Each gets the checks of its settings and every third of the others, in turns; the rest is slow.
+    """
+    cases = []
+    for turn, strategy in enumerate(strategies):
+        for place, check in enumerate(checks_for(strategy)):
+            quick = check.__name__ in OF_SETTINGS or (turn + place) % 3 == 0
+            name = f"{label(strategy)}-{check.__name__}"
+            cases.append(pytest.param(strategy, check, id=name, marks=() if quick else pytest.mark.slow))
+    return cases
 
 
 @cache

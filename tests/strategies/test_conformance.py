@@ -16,7 +16,10 @@ from decoders.strategies.merged import Merged
 from decoders.strategy import Draft, Sequences, Step, Strategy
 from decoders.testing import CHECKS, Replay, check_strategy, checks_for, parametrize_with_checks, tiny_model
 from decoders.testing.checks import Conditions
+from decoders.testing.kit import check_alone
 from decoders.tree import Topology, TreeTensors
+
+from .conftest import of_variants
 
 #: Medusa needs heads and is tested with some in test_medusa.py.
 BUILT_IN = [e.cls for e in registry().strategies().values() if e.provider == "hf-decoders" and e.name != "medusa"]
@@ -38,8 +41,19 @@ VARIANTS = [
 ]
 
 
-@parametrize_with_checks([*BUILT_IN, *VARIANTS])
+@parametrize_with_checks(BUILT_IN)
 def test_strategy_conforms(strategy, check):
+    check(strategy)
+
+
+@pytest.mark.parametrize("strategy, check", of_variants(VARIANTS))
+def test_variant_conforms(strategy, check):
+    check_alone(check, Conditions(), strategy)
+
+
+@pytest.mark.slow
+@parametrize_with_checks([*BUILT_IN, *VARIANTS], thorough=True)
+def test_strategy_conforms_in_every_combination(strategy, check):
     check(strategy)
 
 

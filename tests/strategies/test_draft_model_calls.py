@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 import decoders
 from decoders.strategies import Speculative, Staged, Threshold
 from decoders.strategy import Strategy
-from decoders.testing import assert_same_tokens, decode, prompts, tiny_draft, tiny_model
+from decoders.testing import assert_same_tokens, decode, prompts, reference, tiny_draft, tiny_model
 from decoders.testing.models import ARCHITECTURES, VOCAB, Architecture
 
 EAGER = {"compile": False, "prefill_chunk": 8}
@@ -33,7 +33,15 @@ KINDS: dict[str, Strategy] = {
     "staged": Staged(stage="prompt_lookup"),
     "staged chain": Staged(stage="prompt_lookup", children=1),
 }
-every_kind = pytest.mark.parametrize("strategy", KINDS.values(), ids=KINDS.keys())
+
+
+def every_kind(turn: int) -> pytest.MarkDecorator:
+    """All kinds, every third of them in the quick run: tests take turns."""
+    cases = [
+        pytest.param(strategy, id=kind, marks=() if (place + turn) % 3 == 0 else pytest.mark.slow)
+        for place, (kind, strategy) in enumerate(KINDS.items())
+    ]
+    return pytest.mark.parametrize("strategy", cases)
 
 
 def llama(seed: int = 0, **options: Any) -> PreTrainedModel:
@@ -56,29 +64,26 @@ def assert_exact(
     options = dict(max_new_tokens=new) | options
     assistant = {} if draft is None else {"assistant_model": draft}
     for draw in (SAMPLING, {}):
-        expected = (
-            decode(model, inputs, "autoregressive", decoders_config=EAGER, **options, **draw)
-            if draw
-            else decode(model, inputs, **options)
-        )
+        plain = ("autoregressive", dict(decoders_config=EAGER)) if draw else (None, {})
+        expected = reference(model, inputs, plain[0], **plain[1], **options, **draw)
         out = decode(model, inputs, strategy, decoders_config=EAGER, **assistant, **options, **draw)
         assert_same_tokens(model, inputs, expected.sequences, out.sequences, f"{strategy!r}, {draw}")
     return out.report
 
 
-@every_kind
+@every_kind(0)
 @pytest.mark.parametrize("lengths", [(1,), (2,), (1, 2, 9)], ids=str)
 def test_prompts_of_one_and_two_tokens(target, near, strategy, lengths):
     assert_exact(target, near, strategy, ids(*lengths))
 
 
-@every_kind
+@every_kind(1)
 def test_one_new_token(target, near, strategy):
     report = assert_exact(target, near, strategy, prompts(3), new=1)
     assert report.steps == 1 and report.new_tokens == [1, 1, 1]
 
 
-@every_kind
+@every_kind(2)
 def test_an_end_token_inside_a_draft_ends_its_row_alone(target, strategy):
     """The target drafts for itself: what follows the end token is proposed right, and must not come out."""
     plain = decode(target, prompts(4), max_new_tokens=24).sequences[:, 24:]
@@ -87,7 +92,7 @@ def test_an_end_token_inside_a_draft_ends_its_row_alone(target, strategy):
     assert len(set(report.new_tokens)) > 1
 
 
-@every_kind
+@every_kind(0)
 def test_a_long_text_outgrows_every_view(target, near, strategy):
     assert_exact(target, near, strategy, prompts(2), new=120)
 
@@ -107,7 +112,7 @@ def test_staged_drafts_of_a_repeating_text_stay_within_their_length(looping, len
     assert report.stages[0].tokens <= 2 * report.steps * length
 
 
-@every_kind
+@every_kind(1)
 def test_a_draft_whose_context_ends_before_the_text_does(target, strategy):
     draft = llama(max_position_embeddings=32)
     draft.load_state_dict(tiny_draft("llama").state_dict())
@@ -121,7 +126,7 @@ def test_a_draft_with_learnt_positions_and_a_short_context(target):
         assert_exact(target, draft, strategy, prompts(2), new=12)
 
 
-@every_kind
+@every_kind(2)
 def test_a_draft_with_a_sliding_window(target, strategy):
     draft = tiny_model("mistral")
     draft.load_state_dict(tiny_draft("llama").state_dict())
@@ -129,7 +134,7 @@ def test_a_draft_with_a_sliding_window(target, strategy):
 
 
 @pytest.mark.parametrize("vocab", [112, 160])
-@every_kind
+@every_kind(0)
 def test_heads_padded_to_another_size(target, strategy, vocab):
     draft = llama(vocab_size=vocab)
     with torch.no_grad():
@@ -165,13 +170,13 @@ def test_other_verifiers_with_heads_padded_to_another_size(target, verifier, str
     assert torch.equal(*drawn) and int(drawn[0].max()) < VOCAB
 
 
-@every_kind
+@every_kind(1)
 def test_a_draft_in_bfloat16(target, strategy):
     report = assert_exact(target, tiny_draft("llama").to(torch.bfloat16), strategy, prompts(3))
     assert report.accepted > 0
 
 
-@every_kind
+@every_kind(2)
 @pytest.mark.parametrize(
     "options", [dict(repetition_penalty=1.3), dict(min_new_tokens=9, eos_token_id=list(range(40)))], ids=str
 )
@@ -179,7 +184,7 @@ def test_processors(target, near, strategy, options):
     assert_exact(target, near, strategy, prompts(3), **options)
 
 
-@every_kind
+@every_kind(0)
 def test_several_sequences_of_one_prompt_are_drawn_by_themselves(target, near, strategy):
     options = dict(num_return_sequences=3, max_new_tokens=16, decoders_config=EAGER, **SAMPLING)
     expected = decode(target, prompts(2), "autoregressive", **options).sequences
@@ -201,7 +206,7 @@ class Collected:
         self.ended = True
 
 
-@every_kind
+@every_kind(1)
 def test_a_streamer_gets_every_token_once(target, near, strategy):
     streamer = Collected()
     out = target.generate(
@@ -211,7 +216,7 @@ def test_a_streamer_gets_every_token_once(target, near, strategy):
     assert streamer.tokens == out[0].tolist() and streamer.ended
 
 
-@every_kind
+@every_kind(2)
 def test_stopping_criteria_are_asked_after_every_token(target, near, strategy):
     seen: list[int] = []
 

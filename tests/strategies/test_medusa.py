@@ -13,11 +13,13 @@ from decoders.medusa.trees import DEFAULT_TREE
 from decoders.strategies import Medusa, PromptLookup
 from decoders.strategies.medusa import budgeted, without_gaps
 from decoders.strategies.merged import Merged
-from decoders.testing import CHECKS, parametrize_with_checks, prompts, tiny_model
+from decoders.testing import parametrize_with_checks, prompts, tiny_model
+from decoders.testing.checks import Conditions
 from decoders.testing.exactness import assert_same_tokens, decode
+from decoders.testing.kit import check_alone
 from decoders.tree import Topology
 
-from .conftest import WIDE, random_heads
+from .conftest import WIDE, of_variants, random_heads
 
 EAGER = {"decoders_config": {"compile": False}}
 DESIGNS = ("llama", "gemma2", "gpt2", "opt", "phi", "deepseek_v3")
@@ -28,14 +30,26 @@ def medusa(**settings) -> Medusa:
     return Medusa(heads=random_heads(), **settings)
 
 
-@parametrize_with_checks([medusa(), medusa(tree=DEFAULT_TREE, nodes=5)])
+@parametrize_with_checks([medusa()])
 def test_medusa_conforms(strategy, check):
     check(strategy)
 
 
-@pytest.mark.parametrize("check", [c for c in CHECKS if c.__name__ != "check_class"], ids=lambda c: c.__name__)
-def test_medusa_conforms_beside_another_drafter(check):
-    check(Merged([PromptLookup(length=3), medusa(nodes=30)]))
+@pytest.mark.parametrize("strategy, check", of_variants([medusa(tree=DEFAULT_TREE, nodes=5)]))
+def test_medusa_conforms_with_another_tree(strategy, check):
+    check_alone(check, Conditions(), strategy)
+
+
+@pytest.mark.parametrize(
+    "strategy, check",
+    [
+        case
+        for case in of_variants([Merged([PromptLookup(length=3), medusa(nodes=30)])])
+        if "check_class" not in case.id
+    ],
+)
+def test_medusa_conforms_beside_another_drafter(strategy, check):
+    check(strategy)
 
 
 @pytest.mark.parametrize("rows", [1, 4])

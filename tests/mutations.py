@@ -1,0 +1,350 @@
+"""Breaks the code on purpose, one place at a time, and looks whether the quick tests notice.
+
+    python tests/mutations.py                       # all of them; some minutes
+    python tests/mutations.py --list                # their names
+    python tests/mutations.py wrong-noise-position  # some of them
+
+Each defect is written into a temporary copy of the tree, never into the checkout, and the quick test files that ought to catch it
+run there until the first failure. A defect whose text no longer occurs exactly once is an error: the code has moved, and the
+defect must move with it. So is a test that fails without any defect; ``--trust`` leaves that first run out.
+
+Result on 2026-11-22 (torch 2.13.0, transformers 5.23.0): 37 of 37 caught.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+#: What the tests need of the tree.
+PARTS = ("decoders", "grammars", "tests", "docs", "plugins", "pyproject.toml", "README.md", "CHANGELOG.md")
+#: Longest run of one defect's tests, in seconds: a loop that never ends is caught, too.
+LIMIT = 1200
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One defect.
+
+    Attributes:
+        name: what goes wrong.
+        file: in which file, below the root.
+        old: text that occurs there exactly once.
+        new: what is put in its place.
+        tests: quick test files that ought to catch it, below ``tests``.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+MUTATIONS = (
+    Mutation(
+        "one-token-too-many-is-committed", "decoders/engine/core.py",
+        "emitted = torch.minimum(acceptance.depth + 1, room)",
+        "emitted = torch.minimum(acceptance.depth + 2, room)",
+        ("exactness/test_architectures.py",),
+    ),
+    Mutation(
+        "rows-that-have-ended-write-on", "decoders/engine/core.py",
+        "room = torch.where(finished, 0, limit - length)",
+        "room = limit - length",
+        ("engine/test_commit.py",),
+    ),
+    Mutation(
+        "accepted-path-is-not-moved", "decoders/engine/core.py",
+        "        move_slots(rows.buffers, rows.length - summary[0] - 1, path)\n",
+        "",
+        ("exactness/test_architectures.py",),
+    ),
+    Mutation(
+        "stale-slot-of-the-cache-is-read", "decoders/engine/cache.py",
+        "buffer[rows, :, target] = buffer[rows, :, source]",
+        "buffer[rows, :, target[:, :-1]] = buffer[rows, :, source[:, :-1]]",
+        ("engine/test_cache.py",),
+    ),
+    Mutation(
+        "stop-token-behind-the-first-new-one-is-ignored", "decoders/engine/core.py",
+        "is_stop = (new[:, :, None] == stop_tokens).any(-1) & (index < emitted[:, None])",
+        "is_stop = (new[:, :, None] == stop_tokens).any(-1) & (index < 1)",
+        ("generate/test_stopping.py",),
+    ),
+    Mutation(
+        "tree-mask-is-dropped", "decoders/engine/attention.py",
+        "(in_block[:, None] & visible.gather(2, inside[:, None].expand(rows, queries, view)))",
+        "in_block[:, None].expand(rows, queries, view)",
+        ("engine/test_attention.py",),
+    ),
+    Mutation(
+        "sliding-window-is-one-too-long", "decoders/engine/attention.py",
+        "position_q - position_k < self.window",
+        "position_q - position_k <= self.window",
+        ("engine/test_attention.py", "exactness/test_architectures.py"),
+    ),
+    Mutation(
+        "nodes-are-numbered-by-place-not-by-depth", "decoders/engine/target.py",
+        "position_ids=(base[:, None] + tree.offsets[:, -n:])",
+        "position_ids=slots",
+        ("exactness/test_architectures.py",),
+    ),
+    Mutation(
+        "a-window-for-drafting-is-accepted", "decoders/engine/verify.py",
+        "    on_branch = tree.ancestors\n",
+        "    on_branch = tree.visible\n",
+        ("engine/test_verify.py", "strategies/test_lookahead.py"),
+    ),
+    Mutation(
+        "a-draft-token-is-accepted-without-its-parent", "decoders/engine/verify.py",
+        "accepted = (~on_branch | match[:, None]).all(-1) & on_branch.any(-1)",
+        "accepted = match & on_branch.any(-1)",
+        ("engine/test_verify.py",),
+    ),
+    Mutation(
+        "wrong-noise-position", "decoders/engine/core.py",
+        "+ tree.offsets\n        left = candidates(forwarded.logits, self.plan, rows.sampling, positions, masks)\n",
+        "+ tree.offsets.clamp(max=2)\n        left = candidates(forwarded.logits, self.plan, rows.sampling, positions, masks)\n",
+        ("exactness/test_architectures.py", "strategies/test_conformance.py"),
+    ),
+    Mutation(
+        "noise-of-another-row", "decoders/engine/candidates.py",
+        "noise_of(inputs.keys, positions, tokens)",
+        "noise_of(inputs.keys.flip(0), positions, tokens)",
+        ("engine/test_candidates.py",),
+    ),
+    Mutation(
+        "all-rows-share-their-noise", "decoders/engine/sampling.py",
+        "return mix64(mix64(start) + index * GOLDEN)",
+        "return mix64(mix64(start) + 0 * index)",
+        ("engine/test_sampling.py", "generate/test_sampling.py"),
+    ),
+    Mutation(
+        "both-draws-of-a-step-share-their-noise", "decoders/engine/verify.py",
+        "_NEXT_TOKEN = -2",
+        "_NEXT_TOKEN = _END_NODE",
+        ("verifiers/test_draw.py",),
+    ),
+    Mutation(
+        "every-step-draws-with-the-same-noise", "decoders/engine/verify.py",
+        "return mix64(mix64(keys) + positions)",
+        "return mix64(mix64(keys))",
+        ("verifiers/test_draw.py", "exactness/test_draft_distribution.py"),
+    ),
+    Mutation(
+        "min-new-tokens-counts-one-too-many", "decoders/engine/sampling.py",
+        "is_stop & (positions < value)",
+        "is_stop & (positions <= value)",
+        ("engine/test_sampling.py",),
+    ),
+    Mutation(
+        "rejection-swaps-p-and-q", "decoders/verifiers/rejection.py",
+        "normalised((p - q).clamp(min=0), p)",
+        "normalised((q - p).clamp(min=0), p)",
+        ("verifiers/test_rules.py",),
+    ),
+    Mutation(
+        "rejection-ends-a-chain-too-often", "decoders/verifiers/rejection.py",
+        "Outcomes(reach * (1 - pad(accept, (0, 1)))",
+        "Outcomes(reach * (1 - pad(accept, (0, 1)) ** 2)",
+        ("verifiers/test_rules.py",),
+    ),
+    Mutation(
+        "block-verification-forgets-what-was-accepted-before", "decoders/verifiers/block.py",
+        "weight[:, :-1, None] * p - q",
+        "p - q",
+        ("verifiers/test_rules.py",),
+    ),
+    Mutation(
+        "siblings-are-judged-as-drawn-with-replacement", "decoders/verifiers/tree_rejection.py",
+        "tried = tried | (proposed & (vocabulary == token))",
+        "tried = tried & False",
+        ("verifiers/test_rules.py",),
+    ),
+    Mutation(
+        "merged-trees-keep-the-parents-of-the-second", "decoders/tree.py",
+        "parents = torch.where(other.parents > 0, other.parents + shift, 0)[:, 1:]",
+        "parents = other.parents[:, 1:]",
+        ("test_tree.py",),
+    ),
+    Mutation(
+        "merged-topologies-are-renumbered-one-short", "decoders/tree.py",
+        "return node if node <= 0 else node + shift",
+        "return node if node <= 0 else node + shift - (shift > 1)",
+        ("test_tree.py",),
+    ),
+    Mutation(
+        "a-merged-part-sees-its-path-one-node-early", "decoders/strategies/merged.py",
+        "torch.where(inside, path - begin + 1,",
+        "torch.where(inside, path - begin,",
+        ("strategies/test_merged_drafts.py",),
+    ),
+    Mutation(
+        "stale-fingerprint-of-the-weights", "decoders/engine/fingerprints.py",
+        "return [look() for look in self._look] != self._content or",
+        "return False and",
+        ("engine/test_fingerprints.py", "generate/test_live_modules.py", "generate/test_reuse.py"),
+    ),
+    Mutation(
+        "kept-texts-outlive-their-weights", "decoders/engine/engine.py",
+        "                self.target.repack(model)\n                self.sessions.forget()\n",
+        "                self.target.repack(model)\n",
+        ("generate/test_reuse.py",),
+    ),
+    Mutation(
+        "one-token-too-many-of-a-prefix-is-reused", "decoders/engine/session.py",
+        "reused.append(min(max(longest, in_place), len(prompt) - 1))",
+        "reused.append(min(max(longest, in_place) + 1, len(prompt) - 1))",
+        ("engine/test_session.py",),
+    ),
+    Mutation(
+        "a-row-reuses-the-text-of-another", "decoders/engine/session.py",
+        "moves.append((row, other.rows.buffers, source_row, reused[row]))",
+        "moves.append((row, other.rows.buffers, 0, reused[row]))",
+        ("engine/test_session.py",),
+    ),
+    Mutation(
+        "prompts-keep-their-left-padding", "decoders/hf/inputs.py",
+        "return [ids[keep] for ids, keep in zip(input_ids, mask, strict=True)]",
+        "return list(input_ids)",
+        ("exactness/test_architectures.py",),
+    ),
+    Mutation(
+        "processors-see-a-prefix-that-is-one-short", "decoders/engine/host_processors.py",
+        "prefixes.of(row, generated + depth, paths.get(row, ()))",
+        "prefixes.of(row, max(generated + depth - 1, 0), paths.get(row, ()))",
+        ("generate/test_processors.py",),
+    ),
+    Mutation(
+        "criteria-see-the-whole-step-at-once", "decoders/engine/criteria.py",
+        "self.prefixes.of(row, done + count, tokens)",
+        "self.prefixes.of(row, done + outcome.emitted[row], tokens)",
+        ("generate/test_stopping.py",),
+    ),
+    Mutation(
+        "criteria-are-asked-as-far-as-the-fastest-row", "decoders/engine/criteria.py",
+        "last = min(going) if going",
+        "last = max(going) if going",
+        ("generate/test_stopping.py", "generate/test_processors.py"),
+    ),
+    Mutation(
+        "grammar-mask-of-the-parent", "decoders/engine/grammar/host_guide.py",
+        "reached[node], mask[node] = position, text.mask(position)",
+        "reached[node], mask[node] = position, mask[parent]",
+        ("engine/grammar/test_guide.py", "generate/test_grammar.py"),
+    ),
+    Mutation(
+        "a-node-without-its-grammar-mask", "decoders/engine/grammar/host_guide.py",
+        "reached[node], mask[node] = position, text.mask(position)",
+        "reached[node] = position",
+        ("engine/grammar/test_guide.py", "generate/test_grammar.py"),
+    ),
+    Mutation(
+        "drafter-reads-too-few-pending-tokens", "decoders/engine/drafter.py",
+        "self._pending = self.level + behind\n",
+        "self._pending = self.level\n",
+        ("strategies/test_draft_model_calls.py",),
+    ),
+    Mutation(
+        "medusa-takes-the-next-rank", "decoders/strategies/medusa.py",
+        "best[:, state.level, state.rank]",
+        "best[:, state.level, (state.rank + 1) % state.ranks]",
+        ("strategies/test_medusa.py",),
+    ),
+    Mutation(
+        "pool-keeps-one-ngram-too-many-per-key", "decoders/strategies/ngram_pool.py",
+        "alive = torch.cat([kept, stays], 1) & (ranks < per_key)",
+        "alive = torch.cat([kept, stays], 1) & (ranks <= per_key)",
+        ("strategies/test_ngram_pool.py",),
+    ),
+    Mutation(
+        "prompt-lookup-reads-behind-the-text", "decoders/strategies/prompt_lookup.py",
+        "at + 1 + steps % period",
+        "at + 1 + steps",
+        ("strategies/test_prompt_lookup.py",),
+    ),
+)  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="which defects; all of them if none is named")
+    parser.add_argument("--list", action="store_true", help="say their names and stop")
+    parser.add_argument("--jobs", type=int, default=2, help="how many run side by side")
+    parser.add_argument("--trust", action="store_true", help="do not run the tests without a defect first")
+    arguments = parser.parse_args()
+    unknown = set(arguments.names) - {mutation.name for mutation in MUTATIONS}
+    if unknown:
+        parser.error(f"no such defect: {', '.join(sorted(unknown))}")
+    chosen = [m for m in MUTATIONS if not arguments.names or m.name in arguments.names]
+    if arguments.list:
+        print("\n".join(m.name for m in chosen))
+        return 0
+    for mutation in chosen:
+        mutated(mutation)  # says before anything runs which texts are gone
+    if not arguments.trust:
+        failed = first_failure(None, sorted({test for m in chosen for test in m.tests}))
+        if failed is not None:
+            raise SystemExit(f"fails without any defect: {failed}")
+    survivors = []
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        for mutation, caught_by in zip(chosen, pool.map(lambda m: first_failure(m, m.tests), chosen), strict=True):
+            print(f"{'caught' if caught_by else 'SURVIVED':9}{mutation.name:55}{caught_by or ''}", flush=True)
+            if caught_by is None:
+                survivors.append(mutation.name)
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} caught")
+    return 1 if survivors else 0
+
+
+def mutated(mutation: Mutation) -> str:
+    """The file's text with the defect in it."""
+    text = (ROOT / mutation.file).read_text()
+    if text.count(mutation.old) != 1:
+        raise SystemExit(
+            f"{mutation.name}: the text to replace occurs {text.count(mutation.old)} times in {mutation.file}, not once:\n"
+            f"  {mutation.old}"
+        )
+    return text.replace(mutation.old, mutation.new)
+
+
+def first_failure(mutation: Mutation | None, tests: tuple[str, ...] | list[str]) -> str | None:
+    """The first test that fails in a copy of the tree with the defect; None if all pass."""
+    with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
+        copy = Path(folder)
+        for part in filter(lambda p: (ROOT / p).exists(), PARTS):
+            source, target = ROOT / part, copy / part
+            shutil.copytree(source, target) if source.is_dir() else shutil.copy(source, target)
+        if mutation is not None:
+            (copy / mutation.file).write_text(mutated(mutation))
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=line"]
+        # The copy comes before an installed package; hypothesis takes the same examples every time.
+        environment = os.environ | {"PYTHONPATH": folder, "CI": "true"}
+        try:
+            run = subprocess.run(
+                [*command, *(f"tests/{test}" for test in tests)],
+                cwd=copy, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return f"no end after {LIMIT} s"
+    if run.returncode == 0:
+        return None
+    failures = re.findall(r"^(?:FAILED|ERROR) (\S+::[^\n]*?)(?: - .*)?$", run.stdout, re.MULTILINE)
+    if run.returncode != 1 or not failures:  # not collected, say: nothing was tested
+        raise SystemExit(
+            f"{mutation.name if mutation else 'no defect'}: pytest ended with {run.returncode}\n{run.stdout}"
+        )
+    return failures[0]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
