@@ -118,16 +118,16 @@ MUTATIONS = (
         ("exactness/test_architectures.py", "strategies/test_conformance.py"),
     ),
     Mutation(
-        "noise-of-another-row", "decoders/engine/candidates.py",
+        "noise-of-another-row", "decoders/sampling/choice.py",
         "noise_of(inputs.keys, positions, tokens)",
         "noise_of(inputs.keys.flip(0), positions, tokens)",
-        ("engine/test_candidates.py",),
+        ("sampling/test_choice.py",),
     ),
     Mutation(
-        "all-rows-share-their-noise", "decoders/engine/sampling.py",
+        "all-rows-share-their-noise", "decoders/sampling/processors.py",
         "return mix64(mix64(start) + index * GOLDEN)",
         "return mix64(mix64(start) + 0 * index)",
-        ("engine/test_sampling.py", "generate/test_sampling.py"),
+        ("sampling/test_processors.py", "generate/test_sampling.py"),
     ),
     Mutation(
         "both-draws-of-a-step-share-their-noise", "decoders/engine/verify.py",
@@ -142,10 +142,10 @@ MUTATIONS = (
         ("verifiers/test_draw.py", "exactness/test_draft_distribution.py"),
     ),
     Mutation(
-        "min-new-tokens-counts-one-too-many", "decoders/engine/sampling.py",
+        "min-new-tokens-counts-one-too-many", "decoders/sampling/processors.py",
         "is_stop & (positions < value)",
         "is_stop & (positions <= value)",
-        ("engine/test_sampling.py",),
+        ("sampling/test_processors.py",),
     ),
     Mutation(
         "rejection-swaps-p-and-q", "decoders/verifiers/rejection.py",
@@ -263,14 +263,14 @@ MUTATIONS = (
     ),
     Mutation(
         "pool-keeps-one-ngram-too-many-per-key", "decoders/strategies/ngram_pool.py",
-        "alive = torch.cat([kept, stays], 1) & (ranks < per_key)",
-        "alive = torch.cat([kept, stays], 1) & (ranks <= per_key)",
+        "alive = torch.cat([first, stays], 1) & (ranks < per_key)",
+        "alive = torch.cat([first, stays], 1) & (ranks <= per_key)",
         ("strategies/test_ngram_pool.py",),
     ),
     Mutation(
         "prompt-lookup-reads-behind-the-text", "decoders/strategies/prompt_lookup.py",
-        "at + 1 + steps % period",
-        "at + 1 + steps",
+        "ends + 1 + steps % period",
+        "ends + 1 + steps",
         ("strategies/test_prompt_lookup.py",),
     ),
 )  # fmt: skip
