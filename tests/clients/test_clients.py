@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,11 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 TEXTS = ["the tour the tour the", "a nation", "is is is is is is", "out of the house and out"]
 NEW = 16
+
+
+def needs(library: str) -> pytest.MarkDecorator:
+    absent = importlib.util.find_spec(library) is None
+    return pytest.mark.skipif(absent, reason=f"{library}, of the extra clients, is not installed")
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +74,7 @@ def test_outlines(
     assert all(text.endswith("x") for text in results[1])
 
 
+@needs("accelerate")
 def test_accelerates_hooks_on_one_device(plain: PreTrainedModel, enabled: PreTrainedModel, calls: list[str]) -> None:
     accelerate = pytest.importorskip("accelerate")
     expected = decode(plain, prompts(2), max_new_tokens=NEW)
@@ -75,6 +82,7 @@ def test_accelerates_hooks_on_one_device(plain: PreTrainedModel, enabled: PreTra
     assert decode(dispatched, prompts(2), max_new_tokens=NEW).sequences.tolist() == expected.sequences.tolist()
 
 
+@needs("torchao")
 def test_int8_weights_of_torchao(plain: PreTrainedModel, enabled: PreTrainedModel, calls: list[str]) -> None:
     quantization = pytest.importorskip("torchao.quantization")
     for model in (plain, enabled):
@@ -110,6 +118,7 @@ metric_list:
     return tmp_path
 
 
+@needs("lm_eval")
 def test_lm_evaluation_harness(
     plain: PreTrainedModel, enabled: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, calls: list[str], task: Path
 ) -> None:
