@@ -112,7 +112,7 @@ class Reader(ABC, Generic[Set]):
     def bounds_reversed(self, text: str, begin: int) -> None:
         """The quantifier `text` has its larger bound first."""
 
-    # Of classes.
+    # Of classes, for dialects that do not override :meth:`character_class`.
 
     def single(self) -> Set:
         """A character, or an escape, in a class. Not at the end of the pattern."""

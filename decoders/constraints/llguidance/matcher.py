@@ -96,12 +96,9 @@ class LLGuidanceMatcher(Matcher):
         if not count:
             return
         del self._taken[-count:]
-        surplus = self._behind - len(self._taken) if self._unasked is not None else 0
-        if surplus > 0:
-            whole = self._unasked.rollback(surplus)
-            self._behind = len(self._taken)
-        else:
-            whole = True
+        surplus = max(self._behind - len(self._taken), 0) if self._unasked is not None else 0
+        whole = not surplus or self._unasked.rollback(surplus)
+        self._behind -= surplus
         if whole and self._asked:
             self._restore()
         elif not (whole and self._inner.rollback(count)):
