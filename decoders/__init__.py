@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from . import demo, strategies, testing, verifiers
     from .constraints.specs import choice, grammar, json_schema, regex
     from .errors import DecodersError
-    from .generate import DecodersOutput, Warmup, disable, enable, release, warmup
+    from .generate import Calibration, DecodersOutput, Warmup, calibrate, disable, enable, release, warmup
     from .hookspecs import hookimpl
     from .report import Report
     from .settings import Settings
@@ -32,6 +32,8 @@ _HOME = {
     "disable": "generate",
     "release": "generate",
     "warmup": "generate",
+    "calibrate": "generate",
+    "Calibration": "generate",
     "Warmup": "generate",
     "DecodersOutput": "generate",
     "DecodersError": "errors",
@@ -56,9 +58,9 @@ _HOME = {
 _MODULES = ("demo", "strategies", "testing", "verifiers")
 
 __all__ = [
-    "Block", "Context", "DecodersError", "DecodersOutput", "Draft", "Outcomes", "Report", "Sequences", "Settings", "Step",
-    "Strategy", "Topology", "TreeTensors", "Verifier", "Warmup", "choice", "demo", "disable", "enable", "grammar", "hookimpl",
-    "json_schema", "regex", "release", "strategies", "testing", "verifiers", "warmup",
+    "Block", "Calibration", "Context", "DecodersError", "DecodersOutput", "Draft", "Outcomes", "Report", "Sequences", "Settings",
+    "Step", "Strategy", "Topology", "TreeTensors", "Verifier", "Warmup", "calibrate", "choice", "demo", "disable", "enable",
+    "grammar", "hookimpl", "json_schema", "regex", "release", "strategies", "testing", "verifiers", "warmup",
 ]  # fmt: skip
 
 

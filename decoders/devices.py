@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -32,3 +35,19 @@ def host_reads(tensor: Tensor) -> bool:
     """Whether Python may look at values without waiting: on a CPU, outside of traced and recorded code."""
     # Traced code never gets as far as the variable.
     return not static_shapes(tensor.device) and not torch.compiler.is_dynamo_compiling() and not _recorded.get()
+
+
+def processor_name(device: torch.device) -> str:
+    """What the device is called: the GPU, or the processor."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+
+
+@cache
+def cpu_name() -> str:
+    """The processor's name; neither psutil nor ``platform`` tells it on Linux."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "unknown"

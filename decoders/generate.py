@@ -1,4 +1,4 @@
-"""Models enabled, disabled, released and warmed up. What ``generate`` does then is in ``hf``."""
+"""Models enabled, disabled, released, warmed up and calibrated. What ``generate`` does then is in ``hf``."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from typing import Any
 from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 
 from .errors import UnsupportedError
+from .hf.calibration import Calibration, StrategyCost, calibrate_model
 from .hf.output import DecodersOutput
 from .hf.peft import base_of
 from .hf.warmup import Warmup, WarmupPart, warm
 from .hf.wrapper import Generate
 from .strategy import Strategy
 
-__all__ = ["DecodersOutput", "disable", "enable", "release", "warmup", "Warmup", "WarmupPart"]
+__all__ = [
+    "Calibration", "DecodersOutput", "StrategyCost", "calibrate", "disable", "enable", "release", "warmup", "Warmup", "WarmupPart",
+]  # fmt: skip
 
 
 def enable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> PreTrainedModel:
@@ -119,3 +122,34 @@ def warmup(
     """
     enable(model, tokenizer)
     return warm(vars(model)["generate"], strategies, rows, assistant_model, sampling, options)
+
+
+def calibrate(
+    model: PreTrainedModel,
+    *,
+    rows: Sequence[int] = (1,),
+    contexts: Sequence[int] = (64, 2048),
+    assistant_model: PreTrainedModel | None = None,
+    seconds: float = 10.0,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    **options: Any,
+) -> Calibration:
+    """Measures what a decoding step of `model` costs on this machine: seconds by nodes, for every number of rows and context.
+
+    ``strategy="auto"`` decides by that, and measures what it lacks by itself, in its first call. What is measured is kept on
+    disk (setting ``cost_cache``), for the model's class and sizes, dtype, quantisation, device, threads and version of torch.
+
+    Args:
+        model: enabled, or it will be.
+        rows: batch sizes.
+        contexts: tokens per row that attention looks at.
+        assistant_model: a draft model to measure as well.
+        seconds: most to spend on each model; what comes late is left out.
+        tokenizer: as in :func:`decoders.enable`.
+        options: more arguments for ``generate``: ``decoders_config={"compile": True}`` measures compiled steps.
+
+    Raises:
+        UnsupportedError: a model that cannot be decoded. SettingsError: `rows`, `contexts` or `seconds` out of range.
+    """
+    enable(model, tokenizer)
+    return calibrate_model(vars(model)["generate"], rows, contexts, assistant_model, seconds, options)

@@ -133,6 +133,7 @@ class Report:
         peak_memory: bytes of the static caches (CPU) or of the device allocator's peak (CUDA).
         compilations: graphs compiled during this call.
         stages: the draft models that took part, see :class:`Stage`; their time is part of ``timings.propose``.
+        details: what the strategy says of the call, JSON-safe; see :meth:`decoders.Strategy.details`.
         grammars: per row, None for rows that may write anything; empty without ``grammar=``.
     """
 
@@ -157,6 +158,7 @@ class Report:
     peak_memory: int = 0
     compilations: int = 0
     stages: list[Stage] = field(default_factory=list)
+    details: dict[str, Any] = field(default_factory=dict)
     grammars: list[GrammarUse | None] = field(default_factory=list)
 
     @property

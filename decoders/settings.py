@@ -102,6 +102,10 @@ class RuntimeSettings(Settings):
     )
     slots: int | None = Field(None, ge=1, description="Least capacity of a call's cache, in tokens per row.")
     verifier: str = Field("coupled", description="Rule that decides which proposed tokens are accepted.")
+    cost_cache: Path | None = Field(
+        None,
+        description="Folder that keeps measured costs of steps between processes; by default one in the user's cache folder.",
+    )
     constraint_backend: str = Field("auto", description="What compiles a grammar that names no backend itself.")
     constraint_cache: Path | None = Field(None, description="Folder that keeps compiled grammars between processes.")
 

@@ -21,12 +21,17 @@ from .tree import MAX_NODES, Topology, TreeTensors
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from .costs.steps import StepCosts
     from .drafting import Drafter, Forced
     from .sampling.processors import SamplingInputs, SamplingPlan
 
 
 def _outside_a_call(*args: Any, **kwargs: Any) -> Any:
     raise UnsupportedError("this Context was made by hand; draft models and strategies by name exist in a call only")
+
+
+def no_costs(measure: bool = False) -> None:
+    """Of a context made by hand, and of a draft model."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,9 @@ class Context:
             (:func:`decoders.sampling.process`), for strategies that have scores of their own. None: greedy, as they are.
         guide: where the rows stand in their grammars, and what these force them to write; None without ``grammar=``. Illegal
             draft tokens need not be looked for: the loop takes them out.
+        costs: what a verification step costs on this machine, by nodes: ``costs()`` gives a
+            :class:`decoders.costs.StepCosts`, which the loop keeps true while the call runs, or None where nothing was ever
+            measured; ``costs(measure=True)`` measures it first, some steps of several sizes.
     """
 
     model: PreTrainedModel
@@ -72,6 +80,7 @@ class Context:
     plan: SamplingPlan | None = None
     sampling: SamplingInputs | None = None
     guide: Forced | None = None
+    costs: Callable[..., StepCosts | None] = no_costs
 
 
 @dataclass(frozen=True)
@@ -215,6 +224,9 @@ class Step:
         logits: ``[B, N, V]`` float32, the target's raw logits after each node.
         hidden: ``[B, N, H]``, the hidden states that the output head read.
         sequences: the rows with this step's tokens committed.
+        own_nodes: how many of the block's first nodes, root included, are the first of the strategy's own draft, in its order,
+            where the block holds no others that could be accepted; 0 where it does. None: it is the draft as proposed, or
+            (merged) begins with it.
     """
 
     nodes: Tensor
@@ -225,6 +237,7 @@ class Step:
     logits: Tensor
     hidden: Tensor
     sequences: Sequences
+    own_nodes: int | None = None
 
 
 class Strategy(ABC):
@@ -240,6 +253,10 @@ class Strategy(ABC):
             refused beside this strategy.
         exact: whether output is token-identical to plain decoding. A lossy strategy is marked in every report.
         needs_assistant: whether the call must bring ``assistant_model=``; others refuse one.
+        takes_assistant: whether it may bring one.
+        rests: whether it can be left out of steps, and still be shown them: `observe` then comes without a `propose` before it,
+            or after a draft of which other nodes than its own were verified. Those without an `observe` always can.
+        timed: whether what it drafts depends on the clock, so that equal calls may draft differently. The tokens are the same.
         needs_grammar: whether the call must bring ``grammar=``; others take one as well.
         on_device: promises that `propose` and `observe` never wait for the device, take no data from the host, keep all shapes,
             and change nothing but the contents of tensors, so that a whole step can be recorded and replayed. The kit checks it.
@@ -252,6 +269,9 @@ class Strategy(ABC):
     hints: ClassVar[Mapping[str, str]] = {}
     exact: bool = True
     needs_assistant: bool = False
+    takes_assistant: bool = False
+    rests: bool = False
+    timed: bool = False
     needs_grammar: bool = False
     on_device: bool = False
 
@@ -274,6 +294,13 @@ class Strategy(ABC):
 
     def observe(self, state: Any, step: Step) -> None:
         """Learns from a verified step; updates `state` in place."""
+
+    def limit(self, state: Any, tokens: int) -> None:
+        """Says how many tokens deep the next draft is wanted at most; strategies to which a token costs something obey."""
+
+    def details(self, state: Any) -> Mapping[str, Any]:
+        """What the report is to say of the call besides its figures: JSON-safe, ``report.details``. Asked once, at the end."""
+        return {}
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{k}={v!r}" for k, v in self.settings.model_dump().items())

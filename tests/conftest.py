@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -11,6 +12,9 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of compil
 
 import pytest
 import torch
+
+_costs = tempfile.TemporaryDirectory()  # not the user's own
+os.environ.setdefault("DECODERS_COST_CACHE", _costs.name)
 
 torch.set_num_threads(1)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import platform
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
+from ..devices import cpu_name
 from .memory import resident
 
 
@@ -20,7 +20,7 @@ def facts(device: torch.device) -> dict[str, Any]:
 
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "cpu": _cpu(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -31,13 +31,3 @@ def facts(device: torch.device) -> dict[str, Any]:
         "decoders": __version__,
         "memory": resident() is not None,
     }
-
-
-def _cpu() -> str:
-    """The processor's name; neither psutil nor ``platform`` tells it on Linux."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or "unknown"

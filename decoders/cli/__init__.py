@@ -68,6 +68,7 @@ def _register() -> None:
         bench_fresh,
         bench_grammar,
         bench_sampling,
+        calibrate,
         demo,
         doctor,
         generate,
@@ -81,6 +82,7 @@ def _register() -> None:
     app.command()(demo.demo)
     app.command()(generate.generate)
     app.command()(warmup.warmup)
+    app.command()(calibrate.calibrate)
     app.command()(listing.strategies)
     app.command()(listing.verifiers)
     app.command()(listing.grammar_backends)

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from ..deprecated import warn
+from ..devices import host_reads
 from ..drafting import Advance, Drafter, Expansion
 from ..report import Report, Stage, Stopwatch
 from ..sampling.processors import Masks, SamplingInputs, SamplingPlan
-from ..strategy import Context, Sequences, Step, Strategy
+from ..strategy import Context, Sequences, Step, Strategy, no_costs
 from ..tree import TreeTensors
 from .blocks import NodeBlock
 from .buckets import node_bucket
@@ -101,6 +102,7 @@ class ModelDrafter(Drafter):
         self._begun = self.rows.length.clone()
         self._reach = max(map(len, call.request.prompts))
         self._pending = self.level
+        self._drafting = False
         self._deepest = 0
         self.proposed: int | None = None
         self._seconds = {"forward": 0.0, "stage": 0.0}
@@ -149,6 +151,7 @@ class ModelDrafter(Drafter):
         torch.add(sequences.length, self.ahead, out=rows.limit)
         rows.finished.copy_(sequences.finished)
         self._begun.copy_(sequences.length)
+        self._drafting = True
         if self.guide is not None:
             self.guide.follow()
 
@@ -200,6 +203,10 @@ class ModelDrafter(Drafter):
         return torch.where(slots < self.length[:, None], tokens, -1)
 
     def observe(self, step: Step, own_nodes: int, displaced: int = 0) -> None:
+        if not self._drafting:  # the step went without this drafter: what it committed is pending beside what was
+            self.fall_behind(int(step.emitted.max()) if host_reads(step.emitted) else step.nodes.shape[1])
+            return
+        self._drafting = False
         # Fewer nodes than its own: a node budget has cut them, so there are others.
         if self.proposed is not None:
             others = self.proposed != own_nodes
@@ -322,6 +329,7 @@ class ModelDrafter(Drafter):
         context = replace(
             outer, slots=self.rows.slots, vocab_size=self.vocab_size, level=self.level,
             compile=self.call.compiler(self.engine), sequences=self.session.view(self._reach)[1], guide=self.guide,
+            costs=no_costs,
         )  # fmt: skip
         call = replace(self.call, longest=self.call.longest + self.ahead, block_size=self.blocks.size)
         return replace(context, draft=opener(call, context, self.guide, self.inner))

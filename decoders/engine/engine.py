@@ -14,6 +14,7 @@ from ..errors import UnsupportedError
 from ..report import Report
 from ..sampling.processors import SamplingPlan
 from . import compiler
+from .calibration import Calibration
 from .capture import recorder_of
 from .core import Core, Passes
 from .draft_core import DraftCore
@@ -38,6 +39,7 @@ class Engine:
         target: the model as the loop sees it, its weights packed.
         forward: its forward pass, uncompiled or compiled.
         sessions: buffers and the texts they hold.
+        calibration: what its steps cost, as far as that was measured.
 
     Raises:
         UnsupportedError: see :class:`Target`.
@@ -59,6 +61,7 @@ class Engine:
         self.preparing = time.perf_counter() - started
         self.sessions = Sessions(self.target, recorder_of(self.target.device))
         self.forward = ForwardPass(self.target)
+        self.calibration = Calibration(self)
         self._whole: dict[tuple, WholeStep] = {}
         self._functions: dict[Callable, TieredFunction] = {}
         self._freed: FreedWeights | None = None

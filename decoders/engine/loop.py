@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..costs.steps import StepCosts
 from ..report import Report, Stopwatch
 from ..strategy import Context, Draft, Strategy
 from ..tree import TreeTensors
@@ -76,7 +77,9 @@ class Call:
         if request.criteria is not None:
             self.criteria = CriteriaRun(request.criteria, self.prefixes, self.scores if request.keep_scores else None)
         self.drafters: list[ModelDrafter] = []
+        self.state: Any = None
         self.guide: Guide | None = None
+        self.costs: StepCosts | None = None  # once a strategy has asked for them
 
     @property
     def rows(self) -> Rows:
@@ -104,6 +107,8 @@ class Call:
         report = self.report
         report.new_tokens = [len(tokens) for tokens in self.generated]
         report.stages = [drafter.report() for drafter in self.drafters]
+        if self.state is not None:
+            report.details = dict(self.request.strategy.details(self.state))
         return Decoded(self.generated, report, self.logits, self.scores)
 
     def _run(self) -> None:
@@ -125,7 +130,7 @@ class Call:
         self.pending = self.prompt_left = left  # tokens of the prompts that the first step reads
         self.report.reused = reused[: self.batch]
         self.where = "start"
-        state = request.strategy.start(self._context())
+        state = self.state = request.strategy.start(self._context())
         timings.prefill = stopwatch.next()
 
         self.finished = [request.new_tokens == 0] * self.batch
@@ -167,7 +172,12 @@ class Call:
             self.report.prefill_steps = 1
             timings.prefill += stopwatch.next()
         else:
-            timings.core += stopwatch.next()
+            core = stopwatch.next()
+            timings.core += core
+            if self.costs is not None:
+                self.costs.observe(
+                    block.draft_tokens.shape[1] + 1, core, max(self.lengths), self.engine.compiled_passes > passes
+                )
         if not self.report.steps:
             self.report.time_to_first_token = timings.prefill + timings.steps
         if self.criteria is not None:
@@ -207,11 +217,23 @@ class Call:
             rows=self.width, slots=rows.slots, device=self.target.device, compile=call.compiler(self.engine),
             vocab_size=self.target.vocab_size, sequences=self.session.view(max(self.lengths))[1], coupled=coupled,
             plan=request.plan, sampling=rows.sampling, guide=self.guide, model=request.model, tokenizer=request.tokenizer,
-            assistant_model=request.assistant_model,
+            assistant_model=request.assistant_model, costs=self._costs,
         )  # fmt: skip
         if request.resolve is not None:
             context = replace(context, strategy=request.resolve)
         return replace(context, draft=opener(call, context, self.guide, self.drafters))
+
+    def _costs(self, measure: bool = False) -> StepCosts | None:
+        """See :attr:`Context.costs`."""
+        if self.costs is None:
+            calibration, compile, folder = self.engine.calibration, self.request.compile, self.request.cost_folder
+            context = max(self.lengths)
+            known = calibration.known(folder)
+            if measure:
+                known = calibration.measured(folder, [self.width], [context], compile)
+            if known is not None:
+                self.costs = StepCosts(known, self.width, context, self.blocks.size)
+        return self.costs
 
     def propose(self, state: Any, length: int) -> Draft:
         """What the strategy proposes, shown `length` slots of the rows."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -54,6 +55,7 @@ class Request:
         assistant_model: for strategies that need one.
         engine_of: the engine of a draft model: a loaded one, or a path; checks that its vocabulary is the target's.
         resolve: makes a strategy from a registry name and settings.
+        cost_folder: keeps measured costs between processes; None keeps them in memory.
     """
 
     strategy: Strategy
@@ -82,6 +84,7 @@ class Request:
     assistant_model: PreTrainedModel | None = None
     engine_of: Callable[[PreTrainedModel | str], Engine] | None = None
     resolve: Callable[..., Strategy] | None = None
+    cost_folder: Path | None = None
 
 
 @dataclass

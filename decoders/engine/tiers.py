@@ -107,6 +107,11 @@ class ForwardPass:
         self._tiers[several].booked = True
         return ready
 
+    def ready(self, several: bool) -> bool:
+        """Whether passes over one row, or over `several`, have been compiled."""
+        job = self._tiers[several].job
+        return job is not None and job.poll()
+
     def _compiled(self, several: bool) -> bool:
         """Whether a pass of this call is to run compiled; begins to compile when that is due."""
         tier = self._tiers[several]

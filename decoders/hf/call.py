@@ -17,6 +17,7 @@ from transformers import (
     StopStringCriteria,
 )
 
+from ..costs.store import default_folder
 from ..engine.engine import Engine
 from ..engine.loop import decode
 from ..engine.request import Decoded, Request
@@ -128,7 +129,7 @@ class GenerateCall:
                 self.model, engine, self.tokenizer, options.arguments.get("assistant_tokenizer")
             ),
             model=self.model, tokenizer=self.tokenizer, assistant_model=options.arguments.get("assistant_model"),
-            resolve=resolve_strategy,
+            resolve=resolve_strategy, cost_folder=runtime.cost_cache or default_folder(),
         )  # fmt: skip
         try:
             decoded = decode(engine, request)

@@ -109,7 +109,7 @@ class Options:
             has_setting = "draft_model" in strategy.settings_class.model_fields
             setting = ", or draft_model in its settings" if has_setting else ""
             raise UnsupportedError(f"strategy {strategy.name!r} needs assistant_model={setting}")
-        if assistant is not None and not strategy.needs_assistant:
+        if assistant is not None and not (strategy.needs_assistant or strategy.takes_assistant):
             raise UnsupportedError(
                 f"strategy {strategy.name!r} uses no assistant_model; leave it out or choose another strategy"
             )

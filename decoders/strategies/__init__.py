@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..strategy import Strategy
+from .auto import Auto, AutoSettings
 from .autoregressive import Autoregressive
 from .grammar import Grammar, GrammarSettings
 from .lookahead import Lookahead, LookaheadSettings
@@ -14,12 +15,12 @@ from .staged import Staged, StagedSettings
 from .threshold import Threshold, ThresholdSettings
 
 __all__ = [
-    "Autoregressive", "Grammar", "GrammarSettings", "Lookahead", "LookaheadSettings", "Medusa", "MedusaSettings",
-    "Ngram", "NgramSettings", "PromptLookup", "PromptLookupSettings", "Speculative", "SpeculativeSettings",
+    "Auto", "AutoSettings", "Autoregressive", "Grammar", "GrammarSettings", "Lookahead", "LookaheadSettings", "Medusa",
+    "MedusaSettings", "Ngram", "NgramSettings", "PromptLookup", "PromptLookupSettings", "Speculative", "SpeculativeSettings",
     "Staged", "StagedSettings", "Threshold", "ThresholdSettings",
 ]  # fmt: skip
 
 #: In the order in which they are listed.
 BUILT_IN: tuple[type[Strategy], ...] = (
-    Autoregressive, Speculative, Threshold, Staged, Lookahead, PromptLookup, Ngram, Medusa, Grammar,
+    Auto, Autoregressive, Speculative, Threshold, Staged, Lookahead, PromptLookup, Ngram, Medusa, Grammar,
 )  # fmt: skip

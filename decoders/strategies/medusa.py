@@ -79,6 +79,7 @@ class Medusa(Strategy):
     summary = "Small heads trained on the target draft several tokens ahead, as a tree."
     settings_class = MedusaSettings
     on_device = True
+    rests = True
 
     def start(self, context: Context) -> _State:
         heads = self._heads(context)

@@ -48,12 +48,13 @@ class SpeculativeSettings(DraftTreeSettings):
 
 @dataclass
 class _State:
-    """`lengths`: tokens that each row drafts (schedule heuristic). `proposed`: those of the last step."""
+    """`lengths`: tokens that each row drafts (schedule heuristic). `limit`: most of them in the next draft."""
 
     drafter: Drafter
     tree: StaticTree | DynamicTree | None
     lengths: Tensor
     own_nodes: int = 1
+    limit: int | None = None
 
 
 class Speculative(DraftModelStrategy):
@@ -69,6 +70,7 @@ class Speculative(DraftModelStrategy):
     settings_class = SpeculativeSettings
     hints = {"num_assistant_tokens": "length", "num_assistant_tokens_schedule": "schedule"}
     on_device = True
+    rests = True
 
     def __init__(self, settings: Settings | None = None, /, **values: Any) -> None:
         super().__init__(settings, **values)
@@ -102,16 +104,22 @@ class Speculative(DraftModelStrategy):
 
     def observe(self, state: _State, step: Step) -> None:
         s: SpeculativeSettings = self.settings
-        state.drafter.observe(step, state.own_nodes, displaced=state.tree.depth if state.tree is not None else 0)
+        own_nodes = state.own_nodes if step.own_nodes is None else step.own_nodes
+        state.drafter.observe(step, own_nodes, displaced=state.tree.depth if state.tree is not None else 0)
         if s.schedule == "heuristic":
             whole = step.accepted >= state.lengths
             state.lengths = torch.where(whole, state.lengths + 2, state.lengths - 1).clamp(1, s.max_length)
+
+    def limit(self, state: _State, tokens: int) -> None:
+        state.limit = tokens
 
     def _chain(self, state: _State, sequences: Sequences) -> Draft:
         s: SpeculativeSettings = self.settings
         length, varies = s.length, s.schedule == "heuristic"
         if varies:  # the host decides how many passes to make
             length = int(torch.where(sequences.finished, 1, state.lengths).max())
+        if state.limit is not None:
+            length = min(length, state.limit)
         scores = [state.drafter.extend().scores for _ in range(length)]
         tokens = state.drafter.drafted(length)
         if varies:

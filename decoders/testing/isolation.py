@@ -20,7 +20,8 @@ _seeds = itertools.count(10_000)
 
 def check_calls_share_no_state(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
     """The same call drafts the same tokens in the same steps, whatever was decoded in between, and changes nothing in the
-    strategy's classes and modules once it has been made before. Its text is one that no earlier check has used.
+    strategy's classes and modules once it has been made before. Its text is one that no earlier check has used. Of a
+    strategy that says it is `timed` the drafts may differ.
     """
     name = conditions.models[0]
     inputs, others = prompts(2, seed=next(_seeds)), prompts(3, length=31, vocab=VOCAB, seed=next(_seeds))
@@ -38,12 +39,13 @@ def check_calls_share_no_state(strategy: Strategy, conditions: Conditions = Cond
         again, drafted_again = call(model, inputs)
         changed = memory.difference(before, memory.of_code(strategy))
         assert_same_tokens(model, inputs, first.sequences, again.sequences, "the second of two equal calls")
-    for number, (old, new) in enumerate(zip(drafted, drafted_again, strict=False)):
+    for number, (old, new) in enumerate(zip(drafted, drafted_again, strict=False) if not strategy.timed else ()):
         assert _drafts(old) == _drafts(new), (
             f"the first of two equal calls drafts {_drafts(old)} in step {number + 1}, the second {_drafts(new)}: state leaks "
             f"from call to call{f' ({changed})' if changed else ''}"
         )
-    assert again.report.steps == first.report.steps and again.report.accepted == first.report.accepted, (
+    same = again.report.steps == first.report.steps and again.report.accepted == first.report.accepted
+    assert same or strategy.timed, (
         f"the first of two equal calls took {first.report.steps} steps, the second {again.report.steps}: state leaks"
     )
     assert changed is None, (

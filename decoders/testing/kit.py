@@ -26,6 +26,7 @@ from .distribution import check_draft_scores
 from .isolation import check_calls_share_no_state
 from .memory import parts_of
 from .merging import check_merged
+from .resting import check_rests
 from .surroundings import kept
 
 Check = Callable[..., None]
@@ -47,6 +48,7 @@ CHECKS: tuple[Check, ...] = (
     checks.check_grammars,
     check_calls_share_no_state,
     check_merged,
+    check_rests,
     check_draft_scores,
     check_draft_tokens_are_accepted,
 )

@@ -59,10 +59,9 @@ class Replayed(Strategy):
     def observe(self, state: Any, step: Step) -> None:
         if type(self.inner).observe is Strategy.observe:
             return
-        given = {f.name: getattr(step, f.name) for f in fields(step) if f.name != "sequences"}
-        static = Step(
-            **{n: self._copy(f"step.{n}", t) for n, t in given.items()}, sequences=self._sequences(step.sequences)
-        )
+        given = {f.name: getattr(step, f.name) for f in fields(step) if f.name not in ("sequences", "own_nodes")}
+        tensors = {n: self._copy(f"step.{n}", t) for n, t in given.items()}
+        static = Step(**tensors, sequences=self._sequences(step.sequences), own_nodes=step.own_nodes)
         self._run("observe", lambda: self.inner.observe(state, static))
 
     @property

@@ -1,0 +1,125 @@
+"""The cost curve of a model on a machine: how long a verification step takes, by nodes, rows, context and tier."""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+from collections.abc import Iterable, Sequence
+
+from pydantic import BaseModel, ConfigDict, Field
+
+#: Of the form in which curves are stored: files of another version are measured anew.
+VERSION = 1
+
+
+class _Stored(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Subject(_Stored):
+    """What a curve depends on: it serves no other combination.
+
+    Attributes:
+        model: class and sizes of the model; weights do not matter.
+        dtype: of its weights.
+        quantization: method of a quantised checkpoint, "" for none.
+        device: name of the processor or GPU.
+        threads: of torch, within an operation; 0 on a GPU.
+        attention: kernel of the loop, "sdpa" or "flex".
+        torch: version.
+    """
+
+    model: str
+    dtype: str
+    quantization: str
+    device: str
+    threads: int
+    attention: str
+    torch: str
+
+    @property
+    def key(self) -> str:
+        """A short name of this combination, for files."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
+
+
+class CostPoint(_Stored):
+    """One measured size.
+
+    Attributes:
+        rows: of the batch.
+        context: tokens per row that attention looks at.
+        nodes: of the block, root included.
+        compiled: whether the step ran compiled.
+        seconds: median of several steps: forward, verification and commit.
+    """
+
+    rows: int = Field(ge=1)
+    context: int = Field(ge=1)
+    nodes: int = Field(ge=1)
+    compiled: bool
+    seconds: float = Field(gt=0)
+
+    @property
+    def place(self) -> tuple[int, int, int, bool]:
+        return self.rows, self.context, self.nodes, self.compiled
+
+
+class CostCurve(_Stored):
+    """Measured points of one subject.
+
+    Attributes:
+        version: of this form.
+        subject: what was measured.
+        points: sorted, each place once.
+    """
+
+    version: int = Field(default=VERSION, ge=VERSION, le=VERSION)
+    subject: Subject
+    points: tuple[CostPoint, ...] = ()
+
+    def with_points(self, points: Iterable[CostPoint]) -> CostCurve:
+        """This curve with `points` in it; those measured before at the same places go."""
+        merged = {point.place: point for point in (*self.points, *points)}
+        return self.model_copy(update={"points": tuple(merged[place] for place in sorted(merged))})
+
+    def covers(self, rows: int, context: int, compiled: bool) -> bool:
+        """Whether so many rows were measured in this tier, at a context at most four times as long or as short."""
+        return any(
+            point.rows == rows and point.compiled == compiled and context <= 4 * point.context <= 16 * context
+            for point in self.points
+        )
+
+    def seconds(self, nodes: int, rows: int, context: int, compiled: bool) -> float:
+        """Expected seconds of a step.
+
+        Linear between the measured numbers of nodes and contexts, and beyond the last two; of the numbers of rows the nearest
+        one is taken, in proportion. A tier that was not measured is taken for the other one.
+
+        Raises:
+            ValueError: nothing was measured.
+        """
+        points = [p for p in self.points if p.compiled == compiled] or list(self.points)
+        if not points:
+            raise ValueError("this cost curve holds no points: measure some with decoders.calibrate")
+        nearest = min({p.rows for p in points}, key=lambda count: (abs(count - rows), count))
+        by_context: dict[int, list[tuple[float, float]]] = {}
+        for p in points:
+            if p.rows == nearest:
+                by_context.setdefault(p.context, []).append((p.nodes, p.seconds))
+        # Nodes of all rows run side by side: so many rows of so many nodes are as many nodes as fewer rows of more.
+        same_work = nodes * rows / nearest
+        at = [(float(c), interpolated(sorted(line), same_work)) for c, line in sorted(by_context.items())]
+        return interpolated(at, context)
+
+
+def interpolated(line: Sequence[tuple[float, float]], x: float) -> float:
+    """The value at `x` of the line through points ``(x, y)``, sorted by x; beyond the last one as steep as before it, never
+    less than it; below the first one the first value.
+    """
+    if len(line) == 1 or x <= line[0][0]:
+        return line[0][1]
+    right = min(bisect.bisect_left(line, (x, float("-inf"))), len(line) - 1)
+    (x0, y0), (x1, y1) = line[right - 1], line[right]
+    y = y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    return y if x <= x1 else max(y, y1)

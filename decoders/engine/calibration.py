@@ -1,0 +1,154 @@
+"""The cost curve of a model, measured: steps of many sizes on rows of made-up text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..costs.curve import CostCurve, CostPoint, Subject
+from ..costs.store import read, write
+from ..devices import processor_name
+from ..report import Report
+from ..sampling.processors import SamplingPlan
+from ..tree import Topology
+from .blocks import NodeBlock
+from .buckets import row_bucket
+from .rows import sampling_inputs
+from .tiers import Compile
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+#: Nodes of a block, the root included: 0, 1, 2, 4, … draft tokens.
+NODES = (1, 2, 3, 5, 9, 17, 33, 65)
+#: Steps of one size: the first of them is not counted.
+REPEATS = 5
+
+
+def subject_of(engine: Engine) -> Subject:
+    """What the curve of `engine` depends on."""
+    target = engine.target
+    config = target.model.config
+    text = config.get_text_config()
+    names = (
+        "num_hidden_layers",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+    )
+    sizes = [f"{getattr(text, name, None)}" for name in names]
+    quantization = getattr(config, "quantization_config", None)
+    method = (
+        getattr(quantization, "quant_method", None) or (quantization or {}).get("quant_method", "")
+        if quantization
+        else ""
+    )
+    return Subject(
+        model="-".join([type(config).__name__, *sizes, str(target.vocab_size)]),
+        dtype=str(target.dtype).removeprefix("torch."), quantization=str(getattr(method, "value", method)),
+        device=processor_name(target.device), threads=0 if target.device.type != "cpu" else torch.get_num_threads(),
+        attention="flex" if target.flex else "sdpa", torch=torch.__version__,
+    )  # fmt: skip
+
+
+class Calibration:
+    """What is known of the costs of one engine's steps: in memory, and in a folder that outlives the process."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._curve: CostCurve | None = None
+        self._read: set[Path | None] = set()
+
+    def known(self, folder: Path | None) -> CostCurve | None:
+        """The curve as far as it was ever measured; None if it has no points. folder: None reads no files."""
+        if folder is not None and folder not in self._read:
+            self._read.add(folder)
+            kept = read(folder, self._empty().subject)
+            if kept is not None:
+                self._curve = kept.with_points(self._curve.points if self._curve is not None else ())
+        return self._curve if self._curve is not None and self._curve.points else None
+
+    def measured(
+        self, folder: Path | None, rows: Sequence[int], contexts: Sequence[int], compile: Compile, seconds: float = 10.0,
+        anew: bool = False, nodes: Sequence[int] = NODES,
+    ) -> CostCurve:  # fmt: skip
+        """The curve with points for every number of rows and context; measured if they are missing, or `anew`.
+
+        Args:
+            rows, contexts, nodes: sizes to measure.
+            compile: tier, as in a call: with "auto" the one in which a call would run now.
+            seconds: most to spend; sizes that come late are left out, two sizes of the first context are always measured.
+        """
+        curve = self.known(folder) or self._empty()
+        compiled = self._compiled(rows, compile)
+        wanted = [(r, c) for r in rows for c in contexts if anew or not curve.covers(r, c, compiled)]
+        if not wanted:
+            return curve
+        end = time.perf_counter() + seconds
+        points: list[CostPoint] = []
+        for row_count, context in wanted:
+            if not points or time.perf_counter() < end:
+                points += measure(self.engine, row_count, context, nodes, compile, end)
+        self._curve = curve.with_points(points)
+        if folder is not None:
+            write(folder, self._curve)
+        return self._curve
+
+    def _empty(self) -> CostCurve:
+        return CostCurve(subject=subject_of(self.engine))
+
+    def _compiled(self, rows: Sequence[int], compile: Compile) -> bool:
+        forward = self.engine.forward
+        return bool(compile) and (self.engine.target.static or compile is True or forward.ready(max(rows) > 1))
+
+
+@torch.no_grad()
+def measure(
+    engine: Engine, rows: int, context: int, nodes: Sequence[int], compile: Compile, end: float
+) -> list[CostPoint]:
+    """Median seconds of steps of a greedy call, one point per size; sizes that come after `end`, a time of
+    ``time.perf_counter``, are left out but for the smallest and one more.
+
+    Keys and values of the rows are never computed: what they are does not change how long a step takes.
+    """
+    target, device = engine.target, engine.target.device
+    rows = row_bucket(rows, target.static)
+    context = min(context, (target.max_positions or context + max(nodes)) - max(nodes))
+    context = max(context, 1)
+    prompts = [torch.zeros(context, dtype=torch.int64, device=device)] * rows
+    sampling = sampling_inputs((), 0, rows, (), device)
+    report = Report("calibration")
+    points: list[CostPoint] = []
+    with (
+        engine.forward.during(compile, report),
+        engine.sessions.open(prompts, max(nodes), sampling, context + 2 * max(nodes), reuse=False) as opened,
+    ):
+        session = opened.session
+        step = engine.whole(engine.core(SamplingPlan()), "step", compile, report)
+        sizes = list(dict.fromkeys(session.blocks.size(n) for n in sorted(nodes)))
+        for index, size in enumerate(sizes):
+            if index >= 2 and time.perf_counter() > end:
+                break
+            tree = session.blocks.tensors(Topology.chain(size - 1))
+            draft = torch.full((rows, size - 1), -1, dtype=torch.int64, device=device)
+            session.reserve(context + size)
+            block = NodeBlock(draft, tree, session.view(context + size)[0])
+            times, passes = [], engine.compiled_passes
+            for _ in range(REPEATS + 1):
+                session.rows.length.fill_(context)
+                session.rows.finished.fill_(False)
+                begun = time.perf_counter()
+                step(block, session.rows).summary.tolist()  # waits for the device, as a call does
+                times.append(time.perf_counter() - begun)
+            compiled = engine.compiled_passes - passes > REPEATS
+            points.append(
+                CostPoint(rows=rows, context=context, nodes=size, compiled=compiled, seconds=median(times[1:]))
+            )
+    return points

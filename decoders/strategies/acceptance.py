@@ -1,0 +1,172 @@
+"""How often draft tokens turn out right, by who proposes them and where they stand; what `auto` decides by.
+
+What a row writes does not depend on what was drafted. So every proposal can be judged by the tokens that the row gets,
+whether it was put to the target or not: looking at a drafter costs its drafting, and no forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+#: Weight of the past when a draft token is judged: half of it is forgotten after some seven of its kind. Of the deepest ones many
+#: are judged at once, and only where all before them were right: there it is forgotten slowly.
+KEEP, KEEP_DEEPEST = 0.9, 0.98
+#: What the expectation counts before anything was seen, in draft tokens; and what it is for a first token.
+PRIOR_WEIGHT, PRIOR = 1.0, 0.5
+#: Depths and ranks from here on are one.
+DEEPEST, LOWEST_RANK = 4, 3
+
+#: Who proposes a token (their bits; minus a bit: that drafter, whoever else does), its depth, and its place among the siblings of
+#: its drafter.
+Kind = tuple[int, int, int]
+
+
+class AcceptanceRates:
+    """Probability that a draft token is right if its parent is, by kind; recent ones count more.
+
+    Args:
+        common: what holds for all rows, where these are the rates of one; it is the expectation of what the row has not seen.
+    """
+
+    def __init__(self, common: AcceptanceRates | None = None) -> None:
+        self.common = common
+        self._hits: dict[Kind, float] = {}
+        self._trials: dict[Kind, float] = {}
+
+    def rate(self, sources: int, depth: int, rank: int = 0) -> float:
+        """The probability for a draft token of these `sources`."""
+        return self._rate((sources, min(depth, DEEPEST), min(rank, LOWEST_RANK)))
+
+    def rate_of(self, drafter: int, depth: int) -> float:
+        """The probability for the best token at a depth of the drafter with this bit, whoever else proposes the same."""
+        return self._rate((-drafter, min(depth, DEEPEST), 0))
+
+    def learn(self, sources: int, depth: int, rank: int, right: bool) -> None:
+        """A token whose parent was right has been judged."""
+        depth, rank = min(depth, DEEPEST), min(rank, LOWEST_RANK)
+        keep = KEEP if depth < DEEPEST else KEEP_DEEPEST
+        for who in (sources, *(-(1 << bit) for bit in range(sources.bit_length()) if sources >> bit & 1)):
+            kind = (who, depth, rank)
+            self._hits[kind] = keep * self._hits.get(kind, 0.0) + right
+            self._trials[kind] = keep * self._trials.get(kind, 0.0) + 1
+        if self.common is not None:
+            self.common.learn(sources, depth, rank, right)
+
+    def _rate(self, kind: Kind) -> float:
+        trials = self._trials.get(kind, 0.0)
+        if trials > 9.5:  # the expectation no longer matters
+            return self._hits[kind] / trials
+        return (self._hits.get(kind, 0.0) + PRIOR_WEIGHT * self._expected(kind)) / (trials + PRIOR_WEIGHT)
+
+    def _expected(self, kind: Kind) -> float:
+        if self.common is not None:
+            return self.common._rate(kind)
+        sources, depth, rank = kind
+        if depth > 1:
+            return self._rate((sources, depth - 1, rank))
+        if rank:
+            return (1 - self._rate((sources, depth, 0))) / 2 ** (rank + 1)
+        if sources < 0:
+            return PRIOR
+        single = [1 << bit for bit in range(sources.bit_length()) if sources >> bit & 1]
+        return PRIOR if len(single) == 1 else max(self._rate((source, depth, rank)) for source in single)
+
+
+class Proposals:
+    """What all drafters propose for one row, as one tree: what several propose stands in it once.
+
+    Attributes:
+        tokens, parents, depths: per node; node 0 is the row's last token.
+        sources: per node, bits of the drafters that propose it.
+        ranks: per node, its place among the siblings of the drafter that ranks it highest.
+        children: per node, its children by token.
+    """
+
+    __slots__ = ("children", "depths", "parents", "ranks", "sources", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens, self.parents, self.depths = [-1], [-1], [0]
+        self.sources, self.ranks = [0], [0]
+        self.children: list[dict[int, int]] = [{}]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def add(self, source: int, tokens: Sequence[int], parents: Sequence[int]) -> None:
+        """Adds a drafter's tree.
+
+        Args:
+            source: its bit.
+            tokens: of nodes 1, 2, …; -1 where there is none, which ends its branch.
+            parents: of nodes 0, 1, 2, …
+        """
+        place = [0] + [-1] * len(tokens)
+        siblings: dict[int, int] = {}
+        for node, token in enumerate(tokens, 1):
+            parent = place[parents[node]]
+            if token < 0 or parent < 0:
+                continue
+            rank = siblings.get(parent, 0)
+            siblings[parent] = rank + 1
+            known = self.children[parent].get(token)
+            if known is None:
+                known = self.children[parent][token] = len(self.tokens)
+                self.tokens.append(token)
+                self.parents.append(parent)
+                self.depths.append(self.depths[parent] + 1)
+                self.sources.append(source)
+                self.ranks.append(rank)
+                self.children.append({})
+            else:
+                self.sources[known] |= source
+                self.ranks[known] = min(self.ranks[known], rank)
+            place[node] = known
+
+    def ranked(self, rates: AcceptanceRates, least: float = 0.01) -> list[tuple[float, int]]:
+        """``(probability, node)`` of the nodes whose whole path is right with at least the probability `least`, likeliest first,
+        so that each comes after its parent. Siblings exclude each other: together they come to 1 at most.
+        """
+        likely = [1.0] + [0.0] * (len(self.tokens) - 1)
+        ranked = []
+        for node, children in enumerate(self.children):
+            if not children or likely[node] < least:
+                continue
+            own = [rates.rate(self.sources[c], self.depths[c], self.ranks[c]) for c in children.values()]
+            shares = max(sum(own), 1.0)
+            for child, rate in zip(children.values(), own, strict=True):
+                likely[child] = likely[node] * rate / shares
+                if likely[child] >= least:
+                    ranked.append((-likely[child], child))
+        ranked.sort()  # of equal ones the one with the smaller index, the parent, first
+        return [(-negative, node) for negative, node in ranked]
+
+
+class Follower:
+    """Judges proposals by what a row writes.
+
+    Args:
+        rates: learn.
+    """
+
+    def __init__(self, rates: AcceptanceRates) -> None:
+        self.rates = rates
+        self._open: list[tuple[Proposals, int]] = []
+
+    def write(self, token: int) -> int:
+        """The row's next token; returns the bits of the drafters that have proposed it at a place that was still open."""
+        still, right = [], 0
+        for proposals, node in self._open:
+            children = proposals.children[node]
+            for text, child in children.items():
+                sources = proposals.sources[child]
+                self.rates.learn(sources, proposals.depths[child], proposals.ranks[child], text == token)
+                right |= sources if text == token else 0
+            if token in children and proposals.children[children[token]]:
+                still.append((proposals, children[token]))
+        self._open = still
+        return right
+
+    def follow(self, proposals: Proposals) -> None:
+        """From here on `proposals` are judged: they continue the row as it is now."""
+        if len(proposals) > 1:
+            self._open.append((proposals, 0))

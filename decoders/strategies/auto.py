@@ -1,0 +1,325 @@
+"""Chooses what to verify in every step: from all drafters that the call can use, as much as pays, or nothing.
+
+What a row writes does not depend on its drafts, so every drafter can be judged by the tokens that are written, verified or
+not. How likely each proposed token is follows from that, and what a step of so many nodes costs is measured. A node is
+verified while it is worth its time: with ``P`` the probability of its path and ``R`` the present rate in tokens per second,
+while ``P`` exceeds ``R`` times the seconds that it adds (Dinkelbach 1967 for the ratio of tokens to seconds).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from pydantic import Field, field_validator
+
+from ..costs.steps import StepCosts
+from ..errors import DecodersError, SettingsError
+from ..settings import Settings, Table
+from ..strategy import Context, Draft, Sequences, Step, Strategy
+from ..tree import TreeTensors
+from .acceptance import AcceptanceRates, Follower, Proposals
+from .candidates import Candidate, refuse_unfit
+from .draft_model import require_coupled
+
+#: What candidates are set to unless the user sets them: long drafts, of which auto takes as much as pays.
+LONG = {"prompt_lookup": {"length": 24}, "ngram": {"widths": (2, 1, 1, 1, 1, 1, 1, 1)}, "speculative": {"length": 12}}
+#: Weight of the newest step in tokens and seconds of the present rate.
+NEWEST = 1 / 32
+#: Most entries of a report's history.
+LONGEST_HISTORY = 1000
+
+
+class AutoSettings(Settings):
+    """What to choose among."""
+
+    candidates: tuple[str, ...] = Field(
+        ("grammar", "prompt_lookup", "ngram", "medusa", "speculative"),
+        min_length=1,
+        description="Strategies to choose among, the cheapest first. Those that a call cannot use (no grammar, no assistant_model, "
+        "no heads for the model) are left out.",
+    )
+    config: Table = Field(Table(), description='Settings of candidates: {"prompt_lookup": {"max_ngram": 4}}.')
+    nodes: int = Field(64, ge=1, le=256, description="Most draft tokens that a step verifies per row.")
+
+    @field_validator("candidates")
+    @classmethod
+    def _different(cls, candidates: tuple[str, ...]) -> tuple[str, ...]:
+        names = [name.replace("-", "_") for name in candidates]
+        if len(set(names)) < len(names) or "auto" in names:
+            raise ValueError("each candidate once, and not auto itself")
+        return tuple(names)
+
+
+@dataclass
+class Choice:
+    """What was verified in some steps that follow each other.
+
+    Attributes:
+        step: the first of them.
+        steps: how many.
+        strategies: whose draft tokens, "+" between them; "" for none.
+        nodes: draft tokens per row and step.
+        expected, tokens: per step, all rows: tokens that were expected, and written.
+    """
+
+    step: int
+    strategies: str
+    steps: int = 0
+    nodes: float = 0.0
+    expected: float = 0.0
+    tokens: float = 0.0
+
+
+@dataclass
+class _State:
+    """`tokens`, `seconds`: of the present rate. `width`: draft tokens per row that are verified. `chain`: bits of the drafters of
+    whose chains these are the first.
+    """
+
+    candidates: list[Candidate]
+    left_out: dict[str, str]
+    costs: StepCosts
+    common: AcceptanceRates
+    rows: list[Follower]
+    proposals: list[Proposals] = field(default_factory=list)
+    tokens: float = 0.0
+    seconds: float = 0.0
+    width: int = 0
+    chain: int = 0
+    begun: float = 0.0
+    proposed: float = 0.0
+    history: list[Choice] = field(default_factory=list)
+    steps: int = 0
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second, all rows."""
+        return self.tokens / self.seconds
+
+
+class Auto(Strategy):
+    """In every step the draft tokens that pay, of whichever drafters propose them; none where none does.
+
+    Never slower than plain decoding but for looking at its candidates, which it does ever less often while they bring nothing:
+    about a hundredth of the time.
+    """
+
+    name = "auto"
+    summary = "Chooses among the other strategies, by measured costs and observed acceptance, in every step."
+    settings_class = AutoSettings
+    takes_assistant = True
+    timed = True
+    on_device = False  # the host weighs what to verify
+
+    def start(self, context: Context) -> _State:
+        require_coupled(context, self.name)
+        candidates: list[Candidate] = []
+        left_out: dict[str, str] = {}
+        unknown = sorted(set(self.settings.config) - set(self.settings.candidates))
+        if unknown:
+            raise SettingsError(
+                f"auto: config sets {unknown[0]!r}, which is no candidate: {', '.join(self.settings.candidates)}"
+            )
+        for name in self.settings.candidates:
+            strategy = context.strategy(name, LONG.get(name, {}) | self.settings.config.get(name, {}))
+            refuse_unfit(strategy)
+            reason = _missing(strategy, context)
+            if reason is None:
+                try:
+                    state = strategy.start(context)
+                except DecodersError as error:
+                    if name in self.settings.config:
+                        raise
+                    reason = str(error)
+                else:
+                    candidates.append(Candidate(1 << len(candidates), strategy, state, self.settings.nodes))
+            if reason is not None:
+                left_out[name] = reason
+        common = AcceptanceRates()
+        rates = [AcceptanceRates(common) for _ in range(context.rows)] if context.rows > 1 else [common]
+        costs = context.costs(measure=True) or _Flat()
+        return _State(candidates, left_out, costs, common, [Follower(r) for r in rates])
+
+    def propose(self, state: _State, sequences: Sequences) -> Draft:
+        now = time.perf_counter()
+        state.begun = now
+        active = [row for row, ended in enumerate(sequences.finished.tolist()) if not ended]
+        if not state.seconds:
+            state.tokens, state.seconds = float(len(active)), state.costs.step(1)
+        state.proposals = [Proposals() for _ in state.rows]
+        plan = _Plan(state, active, self.settings.nodes)
+        for candidate in state.candidates:
+            limit = plan.depth_of(candidate) if candidate.limited else None
+            if not (limit or candidate.due(state.rate)):
+                candidate.skip()
+                continue
+            before = plan.worth
+            tokens, parents = candidate.run(sequences, max(limit or 0, 1) if candidate.limited else None)
+            for row in active:
+                state.proposals[row].add(candidate.bit, tokens[row], parents[row])
+            plan.weigh()
+            depth = max(limit or 0, 1) if candidate.limited else 1
+            candidate.judge(plan.worth - before, state.rate * candidate.cost * depth)
+        draft = plan.draft(sequences.length.device)
+        plan.note()
+        state.proposed = time.perf_counter()
+        return draft
+
+    def observe(self, state: _State, step: Step) -> None:
+        seconds = time.perf_counter() - state.begun
+        emitted = step.emitted.tolist()
+        written = step.chosen.gather(1, step.path).tolist()
+        right = 0
+        for follower, proposals, tokens, count in zip(state.rows, state.proposals, written, emitted, strict=True):
+            if count:
+                follower.follow(proposals)
+            for token in tokens[:count]:
+                right |= follower.write(token)
+        for candidate in state.candidates:
+            if candidate.bit & right:
+                candidate.was_right()
+            if candidate.observes:
+                own_nodes = state.width + 1 if candidate.bit & state.chain else 0
+                candidate.strategy.observe(candidate.state, replace(step, own_nodes=own_nodes))
+        total = sum(emitted)
+        state.history[-1].tokens += total
+        # A step that was interrupted, or that compiled something, says nothing of the rate.
+        seconds = min(seconds, 4 * state.costs.step(step.nodes.shape[1]) + state.proposed - state.begun)
+        state.tokens += NEWEST * (total - state.tokens)
+        state.seconds += NEWEST * (seconds - state.seconds)
+
+    def details(self, state: _State) -> Mapping[str, Any]:
+        return {
+            "choices": [
+                {
+                    "step": c.step, "steps": c.steps, "strategies": c.strategies, "nodes": round(c.nodes / c.steps, 2),
+                    "expected": round(c.expected / c.steps, 2), "tokens": round(c.tokens / c.steps, 2),
+                }
+                for c in state.history
+            ],
+            "candidates": {
+                c.name: {"runs": c.runs, "proposed": c.proposed, "right": c.right, "seconds": round(c.seconds, 6)}
+                for c in state.candidates
+            },
+            "left_out": state.left_out,
+        }  # fmt: skip
+
+
+class _Plan:
+    """What to verify in one step.
+
+    Attributes:
+        worth: expected tokens beyond those that the step's time would bring at the present rate.
+    """
+
+    def __init__(self, state: _State, active: list[int], most: int) -> None:
+        self.state, self.active, self.most = state, active, most
+        self.costs, self.rate = state.costs, state.rate
+        self._plain = self.costs.step(1)
+        self.count = 0
+        self.gain = 0.0
+        self.worth = 0.0
+        self._ranked: dict[int, list[tuple[float, int]]] = {row: [] for row in active}
+
+    def weigh(self) -> None:
+        """Finds the number of draft tokens per row that is worth most."""
+        state = self.state
+        gains: list[float] = []
+        for row in self.active:
+            ranked = self._ranked[row] = state.proposals[row].ranked(state.rows[row].rates)
+            gains.extend([0.0] * (len(ranked) - len(gains)))
+            for place, (likely, _) in enumerate(ranked):
+                gains[place] += likely
+        self.count, self.gain, self.worth, gain = 0, 0.0, 0.0, 0.0
+        for count, more in enumerate(gains[: self.most], 1):
+            gain += more
+            worth = gain - self.rate * (self.costs.step(count + 1) - self._plain)
+            if worth > self.worth:
+                self.count, self.gain, self.worth = count, gain, worth
+
+    def depth_of(self, candidate: Candidate) -> int:
+        """How many tokens a drafter is to draft to which each costs time; 0 if none is worth it beside what there is."""
+        best, depth, worth = self.worth, 0, 0.0
+        likely = [1.0] * len(self.active)
+        if not candidate.runs:
+            return 2
+        gain = 0.0
+        for count in range(1, candidate.depth + 1):
+            for index, row in enumerate(self.active):
+                likely[index] *= self.state.rows[row].rates.rate_of(candidate.bit, count)
+            gain += sum(likely)
+            seconds = self.costs.step(count + 1) - self._plain + count * candidate.cost
+            worth = gain - self.rate * seconds
+            if worth > best:
+                best, depth = worth, count
+            if sum(likely) < 0.05 * len(likely):
+                break
+        return depth
+
+    def draft(self, device: torch.device) -> Draft:
+        """The draft of all rows; each has the nodes that are likeliest there."""
+        rows = len(self.state.rows)
+        self.state.width = self.state.chain = 0
+        if not self.count:
+            return Draft.nothing(rows, device)
+        chosen = {row: sorted(node for _, node in self._ranked[row][: self.count]) for row in self.active}
+        proposals = self.state.proposals
+        width = max(len(nodes) for nodes in chosen.values())
+        tokens = [[-1] * width for _ in range(rows)]
+        parents = [[-1] * (width + 1) for _ in range(rows)]
+        chain, sources = True, -1
+        for row, nodes in chosen.items():
+            own = proposals[row]
+            place = {0: 0}
+            for index, node in enumerate(nodes):
+                tokens[row][index] = own.tokens[node]
+                parents[row][index + 1] = place[own.parents[node]]
+                chain = chain and parents[row][index + 1] == index
+                place[node] = index + 1
+                sources &= own.sources[node]
+        made = torch.tensor(tokens, device=device)
+        self.state.width = width
+        if chain:
+            self.state.chain = sources
+            return Draft.chain(made)
+        depth = max(proposals[row].depths[node] for row, nodes in chosen.items() for node in nodes)
+        return Draft(made, TreeTensors.from_parents(torch.tensor(parents, device=device), depth), depth=depth)
+
+    def note(self) -> None:
+        """Adds the choice to the history."""
+        state, sources = self.state, 0
+        for row in self.active:
+            for _, node in self._ranked[row][: self.count]:
+                sources |= state.proposals[row].sources[node]
+        name = "+".join(c.name for c in state.candidates if c.bit & sources)
+        history = state.history
+        if not history or (history[-1].strategies != name and len(history) < LONGEST_HISTORY):
+            history.append(Choice(state.steps, name))
+        last = history[-1]
+        last.steps += 1
+        last.nodes += self.count
+        last.expected += len(self.active) + self.gain
+        state.steps += 1
+
+
+class _Flat(StepCosts):
+    """Of a context that knows no costs: every node costs a hundredth of a step."""
+
+    def __init__(self) -> None:
+        pass
+
+    def step(self, nodes: int) -> float:
+        return 0.01 * (1 + 0.01 * nodes)
+
+
+def _missing(strategy: Strategy, context: Context) -> str | None:
+    """What the call lacks that `strategy` needs."""
+    if strategy.needs_grammar and context.guide is None:
+        return "the call has no grammar"
+    if strategy.needs_assistant and context.assistant_model is None:
+        return "the call has no assistant_model"
+    return None

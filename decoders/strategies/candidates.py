@@ -1,0 +1,124 @@
+"""The drafters that `auto` chooses among: when each is asked, and what it has brought."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..errors import SettingsError, UnsupportedError
+from ..strategy import Draft, Sequences, Strategy, check_draft
+from ..tree import NO_PARENT, Topology
+
+#: Looking at a drafter that does not pay may cost this share of the time. One that can be looked at every so many steps for that
+#: is cheap; the dearest is looked at every so many steps.
+LOOKING, WAIT, LONGEST_WAIT = 0.005, 16, 256
+#: A drafter that was right while it was looked at is asked in every one of so many steps.
+PATIENCE = 4
+#: Weight of the newest run in the means of a drafter.
+NEWEST = 1 / 4
+
+
+class Candidate:
+    """A drafter and what is known of it in a call.
+
+    Args:
+        bit: stands for it in masks.
+        strategy, state: of the drafter.
+        depth: most tokens that it drafts on a path.
+
+    Attributes:
+        limited: whether it drafts as deep as it is told to, so that a token more costs time.
+        runs: how often it was asked.
+        proposed: how many draft tokens it made.
+        right: how often the token that was written next stood where it had proposed it.
+        seconds: of all its runs.
+    """
+
+    def __init__(self, bit: int, strategy: Strategy, state: Any, depth: int) -> None:
+        self.bit, self.strategy, self.state, self.depth = bit, strategy, state, depth
+        self.name = strategy.name
+        self.limited = type(strategy).limit is not Strategy.limit
+        self.observes = type(strategy).observe is not Strategy.observe
+        self.runs = self.proposed = self.right = 0
+        self.seconds = 0.0
+        self.cost = 0.0  # mean seconds of a run; of a token of its draft, where it is limited
+        self._net: float | None = None
+        self._wait = self._waited = 0
+        self._patience = PATIENCE
+
+    def due(self, rate: float) -> bool:
+        """Whether it is looked at in this step. rate: present tokens per second."""
+        affordable = min(math.ceil(rate * self.cost / LOOKING), LONGEST_WAIT)
+        if self.limited:  # what it is worth is known before it is asked: this is a look
+            return self._waited >= affordable
+        patient = self._patience > 0 and affordable <= WAIT
+        return patient or self._waited >= min(self._wait, affordable)
+
+    def skip(self) -> None:
+        """The step goes without it."""
+        self._waited += 1
+
+    def run(self, sequences: Sequences, limit: int | None = None) -> tuple[list[list[int]], Sequence[Sequence[int]]]:
+        """Its draft: tokens of every row, and parents of every row's nodes; see :meth:`Proposals.add`.
+
+        Raises:
+            DraftError: no draft. UnsupportedError: one whose nodes cannot be taken one by one.
+        """
+        begun = time.perf_counter()
+        if limit is not None:
+            self.strategy.limit(self.state, limit)
+        draft = self.strategy.propose(self.state, sequences)
+        check_draft(draft, self.name, len(sequences.length))
+        tokens, parents = draft.tokens.tolist(), self._parents(draft)
+        seconds = time.perf_counter() - begun
+        cost = seconds / max(draft.levels, 1) if self.limited else seconds
+        # The first run prepares things, and any may be interrupted.
+        self.cost = cost if self.runs < 2 else self.cost + NEWEST * (min(cost, 4 * self.cost) - self.cost)
+        self.runs += 1
+        self.seconds += seconds
+        self.proposed += sum(token >= 0 for row in tokens for token in row)
+        self._waited, self._patience = 0, self._patience - 1
+        return tokens, parents
+
+    def judge(self, benefit: float, price: float) -> None:
+        """Learns what the run was worth.
+
+        Args:
+            benefit: expected tokens that the step gains by it.
+            price: its time, in tokens.
+        """
+        net = benefit - price
+        self._net = net if self._net is None else self._net + NEWEST * (net - self._net)
+        pays = net > 0 or self._net > 0
+        self._wait = 0 if pays else min(max(2 * self._wait, 1), LONGEST_WAIT)
+
+    def was_right(self) -> None:
+        """A token that it had proposed was written: a closer look, where that costs little."""
+        self.right += 1
+        self._patience = PATIENCE
+
+    def _parents(self, draft: Draft) -> Sequence[Sequence[int]]:
+        tree = draft.topology
+        if isinstance(tree, Topology):
+            if NO_PARENT in tree.parents[1:] or tree.extra_visible:
+                raise UnsupportedError(
+                    f"strategy {self.name!r} runs nodes of its own beside its draft tokens, in every step: auto, which may leave it "
+                    "out, cannot choose it. Use it by itself, or merged"
+                )
+            return [tree.parents] * len(draft.tokens)
+        alone = torch.arange(len(tree), device=tree.parents.device) > 0
+        return torch.where(tree.candidates & alone, tree.parents, NO_PARENT).tolist()
+
+
+def refuse_unfit(strategy: Strategy) -> None:
+    """Raises SettingsError for a strategy that must see every step of its own."""
+    if type(strategy).observe is not Strategy.observe and not strategy.rests:
+        raise SettingsError(
+            f"auto: {strategy.name!r} learns from steps and does not say that it can be left out of some (`rests = True`)"
+        )
+    if not strategy.exact:
+        raise SettingsError(f"auto: {strategy.name!r} is not exact")

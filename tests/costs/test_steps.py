@@ -1,0 +1,64 @@
+"""The cost of a call's next step: the curve, corrected by the steps that were seen."""
+
+from __future__ import annotations
+
+import pytest
+
+from decoders.costs import StepCosts
+
+from .test_curve import curve, point
+
+LADDER = [point(n, 0.010 + 0.001 * n) for n in (3, 5, 9, 17, 33, 65)]
+
+
+def test_before_anything_is_seen_it_is_the_curve() -> None:
+    costs = StepCosts(curve(*LADDER), 1, 64, size=lambda nodes: max(nodes, 3))
+    assert costs.step(1) == costs.step(3) == pytest.approx(0.013)
+    assert costs.step(9) == pytest.approx(0.019)
+
+
+def test_a_slower_machine_is_noticed_at_once_and_for_every_size() -> None:
+    costs = StepCosts(curve(*LADDER), 1, 64)
+    costs.observe(3, 0.026, 64, False)
+    assert costs.step(3) == pytest.approx(0.026)
+    assert costs.step(9) == pytest.approx(0.038)
+
+
+def test_one_interrupted_step_changes_little() -> None:
+    costs = StepCosts(curve(*LADDER), 1, 64)
+    for _ in range(20):
+        costs.observe(3, 0.013, 64, False)
+    costs.observe(3, 13.0, 64, False)
+    assert costs.step(3) < 0.013 * 1.5
+
+
+def test_a_size_that_costs_more_than_measured_is_learnt() -> None:
+    costs = StepCosts(curve(*LADDER), 1, 64)
+    for _ in range(200):
+        costs.observe(3, 0.013, 64, False)
+        costs.observe(9, 0.038, 64, False)
+    assert costs.step(3) == pytest.approx(0.013, rel=0.1)
+    assert costs.step(9) == pytest.approx(0.038, rel=0.1)
+
+
+def test_the_compiled_tier_is_taken_when_steps_run_compiled() -> None:
+    both = [*LADDER, *(point(p.nodes, p.seconds / 2, compiled=True) for p in LADDER)]
+    costs = StepCosts(curve(*both), 1, 64)
+    costs.observe(3, 0.013, 64, False)
+    costs.observe(3, 0.0065, 70, True)
+    assert costs.step(9) == pytest.approx(0.0095, rel=0.05)
+
+
+def test_a_longer_text_is_looked_up_anew() -> None:
+    long = [point(p.nodes, 3 * p.seconds, context=1000) for p in LADDER]
+    costs = StepCosts(curve(*LADDER, *long), 1, 64)
+    costs.observe(3, 0.013, 64, False)
+    costs.observe(3, 0.039, 1000, False)
+    assert costs.step(9) == pytest.approx(0.057, rel=0.05)
+
+
+def test_affordable_is_the_largest_block_within_the_share() -> None:
+    costs = StepCosts(curve(*LADDER), 1, 64, size=lambda nodes: max(nodes, 3))
+    assert costs.affordable(0.5) == 9  # 0.019 against 1.5 times 0.013
+    assert costs.affordable(0.0) == 3
+    assert StepCosts(curve(point(3, 1.0)), 1, 64).affordable(0.1) == 256

@@ -1,0 +1,75 @@
+"""Costs of steps, measured on tiny models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import decoders
+from decoders.costs import store
+from decoders.engine.calibration import subject_of
+from decoders.engine.engine import Engine
+from decoders.errors import SettingsError
+from decoders.testing import tiny_model
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine(tiny_model("llama"))
+
+
+def test_points_are_measured_for_every_size_once_and_kept(engine: Engine, tmp_path: Path) -> None:
+    calibration = engine.calibration
+    curve = calibration.measured(tmp_path, [1, 2], [32], False)
+    assert {(p.rows, p.context) for p in curve.points} == {(1, 32), (2, 32)}
+    assert [p.nodes for p in curve.points if p.rows == 1] == [3, 5, 9, 17, 33, 65]  # a block has three nodes at least
+    assert store.read(tmp_path, subject_of(engine)) == curve
+    assert calibration.measured(tmp_path, [1], [40], False) is not None
+    assert calibration.known(tmp_path) == curve  # 40 tokens are near enough to 32
+
+
+def test_another_process_reads_what_one_has_measured(engine: Engine, tmp_path: Path) -> None:
+    curve = engine.calibration.measured(tmp_path, [3], [16], False)
+    assert Engine(tiny_model("llama", seed=1)).calibration.known(tmp_path) == store.read(tmp_path, curve.subject)
+
+
+def test_little_time_leaves_sizes_out(tmp_path: Path) -> None:
+    curve = Engine(tiny_model("llama")).calibration.measured(tmp_path, [1], [16, 500], False, seconds=1e-9)
+    assert [p.nodes for p in curve.points] == [3, 5]
+
+
+def test_what_the_curve_depends_on_is_in_its_subject(engine: Engine) -> None:
+    subject = subject_of(engine)
+    assert subject.model.startswith("LlamaConfig-2-32-48-4-2-") and subject.model.endswith("-128")
+    assert (
+        subject.dtype == "float32" and subject.torch == torch.__version__ and subject.threads == torch.get_num_threads()
+    )
+    assert subject_of(Engine(tiny_model("gpt2"))).key != subject.key
+    assert subject_of(Engine(tiny_model("llama").to(torch.bfloat16))).dtype == "bfloat16"
+
+
+def test_measuring_leaves_no_text_behind(engine: Engine, tmp_path: Path) -> None:
+    engine.calibration.measured(tmp_path, [1], [8], False, anew=True)
+    assert all(not len(text.tokens) for session in engine.sessions._free for text in session.texts)
+
+
+def test_calibrate_says_what_strategies_cost(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    done = decoders.calibrate(
+        model, rows=[1], contexts=[16], assistant_model=tiny_model("llama", seed=1),
+        decoders_config={"compile": False, "cost_cache": str(tmp_path)},
+    )  # fmt: skip
+    names = {cost.strategy for cost in done.strategies}
+    assert {"autoregressive", "prompt_lookup", "ngram", "speculative"} <= names and "auto" not in names
+    assert all(cost.step >= cost.propose >= 0 for cost in done.strategies)
+    assert done.assistant is not None and done.assistant.points
+    assert json.loads(done.path.read_text())["subject"] == done.curve.subject.model_dump()
+
+
+@pytest.mark.parametrize("bad", [{"rows": []}, {"rows": [0]}, {"contexts": [1.5]}, {"seconds": 0}])
+def test_bad_sizes_are_refused_before_anything_is_measured(bad: dict[str, object]) -> None:
+    with pytest.raises(SettingsError, match="rows and contexts|seconds"):
+        decoders.calibrate(tiny_model("llama"), **bad)  # type: ignore[arg-type]

@@ -1,0 +1,222 @@
+"""`strategy="auto"` in calls: the same tokens, whatever it chooses among, and a report of what it chose."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import decoders
+from decoders import Context, Draft, Sequences, Step, Strategy
+from decoders.errors import SettingsError, UnknownNameError, UnsupportedError
+from decoders.plugins import registry
+from decoders.strategies import Auto, Speculative
+from decoders.testing import assert_same_tokens, decode, prompts, reference, tiny_draft, tiny_model
+from decoders.testing.checks import Conditions
+from decoders.testing.kit import CHECKS
+from decoders.testing.resting import check_rests
+
+EAGER = {"compile": False}
+SAMPLED = dict(do_sample=True, seed=4, temperature=0.9, top_k=30)
+
+
+@functools.cache
+def enabled(name: str = "llama") -> PreTrainedModel:
+    return decoders.enable(tiny_model(name))
+
+
+def auto_call(rows: int, name: str = "llama", **options: Any) -> Any:
+    return decode(enabled(name), prompts(rows), "auto", max_new_tokens=40, decoders_config=EAGER, **options)
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("assistant", [False, True], ids=["alone", "with a draft model"])
+def test_tokens_are_those_of_plain_decoding(rows: int, sampling: dict[str, Any], assistant: bool) -> None:
+    extra = {"assistant_model": tiny_draft("llama")} if assistant else {}
+    model, inputs = enabled(), prompts(rows)
+    expected = reference(model, inputs, "autoregressive" if sampling else None, max_new_tokens=40, **sampling)
+    out = auto_call(rows, **sampling, **extra)
+    assert_same_tokens(model, inputs, expected.sequences, out.sequences, "auto")
+    assert out.report.exact and set(out.report.details["candidates"]) >= {"prompt_lookup", "ngram"}
+    assert ("speculative" in out.report.details["candidates"]) == assistant
+
+
+def test_with_a_grammar_it_drafts_what_the_grammar_forces() -> None:
+    tokenizer = decoders.demo.load("target")[1]
+    model = decoders.enable(decoders.demo.load("target")[0])
+    inputs = tokenizer("# A record:\n", return_tensors="pt")
+    schema = {
+        "type": "object", "properties": {"identification": {"type": "boolean"}, "description": {"type": "boolean"}},
+        "required": ["identification", "description"], "additionalProperties": False,
+    }  # fmt: skip
+    options: dict[str, Any] = dict(
+        max_new_tokens=60, grammar=decoders.json_schema(schema), tokenizer=tokenizer, decoders_config=EAGER,
+        assistant_model=decoders.demo.load("draft")[0],
+    )  # fmt: skip
+    out = decode(model, inputs, "auto", **options)
+    options.pop("assistant_model")
+    plain = decode(model, inputs, "autoregressive", **options)
+    assert torch.equal(out.sequences, plain.sequences)
+    assert json.loads(tokenizer.decode(out.sequences[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+    assert out.report.details["candidates"]["grammar"]["right"] > 0
+    assert out.report.steps < plain.report.steps
+
+
+def test_the_report_says_what_was_chosen_when_and_what_was_left_out_why() -> None:
+    out = auto_call(1)
+    details = out.report.details
+    assert json.loads(json.dumps(out.report.as_dict()))["details"] == details
+    choices = details["choices"]
+    assert sum(choice["steps"] for choice in choices) == out.report.steps
+    assert [choice["step"] for choice in choices] == [sum(c["steps"] for c in choices[:i]) for i in range(len(choices))]
+    assert sum(choice["tokens"] * choice["steps"] for choice in choices) == pytest.approx(
+        40, abs=0.01 * len(choices) * 40
+    )
+    assert details["left_out"]["speculative"] == "the call has no assistant_model"
+    assert details["left_out"]["grammar"] == "the call has no grammar"
+    assert "medusa" in details["left_out"]
+    for candidate in details["candidates"].values():
+        assert candidate["runs"] > 0 and candidate["right"] <= out.report.steps
+
+
+def test_costs_are_measured_once_and_kept(tmp_path: Path) -> None:
+    config = {"compile": False, "cost_cache": str(tmp_path)}
+    for _ in range(2):
+        decode(enabled(), prompts(1), "auto", max_new_tokens=4, decoders_config=config)
+        [file] = tmp_path.iterdir()
+    first = file.stat().st_mtime_ns
+    decode(enabled(), prompts(1, seed=5), "auto", max_new_tokens=4, decoders_config=config)
+    assert file.stat().st_mtime_ns == first
+
+
+def test_candidates_and_their_settings_are_the_users() -> None:
+    out = auto_call(1, strategy_config={"candidates": ["prompt-lookup"], "config": {"prompt_lookup": {"length": 2}}})
+    assert list(out.report.details["candidates"]) == ["prompt_lookup"]
+    assert len(out.report.accepted_lengths) <= 3
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "message"),
+    [
+        ({"candidates": ["lookahead"]}, SettingsError, r"'lookahead' learns from steps .*rests = True"),
+        ({"candidates": ["threshold"]}, SettingsError, "'threshold' learns from steps"),
+        ({"candidates": ["prompt_lokup"]}, UnknownNameError, "prompt_lookup"),
+        ({"candidates": ["auto"]}, SettingsError, "not auto itself"),
+        ({"candidates": []}, SettingsError, "candidates"),
+        ({"config": {"lookahead": {}}}, SettingsError, "'lookahead', which is no candidate"),
+        ({"config": {"ngram": {"width": 3}}}, SettingsError, "widths"),
+    ],
+)
+def test_candidates_that_cannot_be_are_refused(config: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        auto_call(1, strategy_config=config)
+
+
+def test_other_verifiers_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="coupled"):
+        auto_call(1, verifier="rejection", **SAMPLED)
+
+
+class Windowed(Strategy):
+    """Runs a node that is no draft token."""
+
+    name = "windowed"
+
+    def propose(self, state: Any, sequences: Sequences) -> Draft:
+        topology = decoders.Topology((-1, 0, -1), (0, 1, 1))
+        return Draft(torch.zeros(len(sequences.length), 2, dtype=torch.int64), topology)
+
+
+class Tree(Strategy):
+    """Drafts trees of its own shape in every row, sometimes right."""
+
+    name = "rows_tree"
+
+    def propose(self, state: Any, sequences: Sequences) -> Draft:
+        rows = len(sequences.length)
+        parents = torch.tensor([[-1, 0, 0, 1], [-1, 0, 1, 2], [-1, 0, 0, 0]])[:rows]
+        tokens = torch.stack([sequences.tokens[:, 3 + i] for i in range(3)], 1)
+        return Draft(tokens, decoders.TreeTensors.from_parents(parents))
+
+
+def test_a_candidate_with_nodes_of_its_own_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Auto, "start", _among(Windowed()))
+    with pytest.raises(UnsupportedError, match="'windowed' runs nodes of its own"):
+        auto_call(1)
+
+
+def test_trees_of_every_row_are_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Auto, "start", _among(Tree()))
+    out = auto_call(3)
+    expected = reference(enabled(), prompts(3), max_new_tokens=40)
+    assert_same_tokens(enabled(), prompts(3), expected.sequences, out.sequences, "trees")
+    assert out.report.details["candidates"]["rows_tree"]["runs"] > 0
+
+
+def _among(strategy: Strategy) -> Any:
+    """`Auto.start` with `strategy` in the place of every candidate that it makes by name."""
+    start = Auto.start
+
+    def changed(self: Auto, context: Context) -> Any:
+        one = Auto(candidates=(strategy.name,))
+        return start(one, replace(context, strategy=lambda name, settings: strategy))
+
+    return changed
+
+
+def test_a_draft_model_that_was_left_out_knows_the_text_when_it_is_asked_again() -> None:
+    """As its own draft the target is always right, so also after a rest of any length."""
+
+    class Rested(Strategy):
+        name = "rested"
+        takes_assistant = True
+
+        def start(self, context: Context) -> dict[str, Any]:
+            inner = Speculative(length=3)
+            return {"inner": inner, "state": inner.start(context), "step": 0}
+
+        def propose(self, state: dict[str, Any], sequences: Sequences) -> Draft:
+            state["step"] += 1
+            if state["step"] % 4:
+                return Draft.nothing(len(sequences.length), sequences.length.device)
+            return state["inner"].propose(state["state"], sequences)
+
+        def observe(self, state: dict[str, Any], step: Step) -> None:
+            state["inner"].observe(state["state"], step)
+
+    out = decode(
+        enabled(), prompts(2), Rested(), max_new_tokens=35, decoders_config=EAGER, assistant_model=tiny_model("llama"),
+    )  # fmt: skip
+    assert out.report.steps == 20  # three steps of one token, then one of four
+    assert out.report.acceptance_rate == 1.0
+
+
+class ForgetsWhatItIsNot(Strategy):
+    """Says that it rests, and takes every block for its own."""
+
+    name = "forgets"
+    rests = True
+
+    def propose(self, state: Any, sequences: Sequences) -> Draft:
+        return Draft.chain(sequences.last.expand(-1, 2).contiguous())
+
+    def observe(self, state: Any, step: Step) -> None:
+        assert step.nodes.shape[1] >= 3 and torch.equal(step.nodes[:, 1], step.nodes[:, 0]), "not my block"
+
+
+def test_the_kit_checks_the_promise_to_rest() -> None:
+    assert check_rests in CHECKS
+    with pytest.raises(AssertionError, match="not my block"):
+        check_rests(ForgetsWhatItIsNot(), Conditions())
+    check_rests(Speculative(), Conditions())
+
+
+def test_it_is_listed_first() -> None:
+    assert next(iter(registry().strategies())) == "auto"

@@ -1,0 +1,234 @@
+"""What `auto` verifies, with drafters that are right as often as a script says, made-up costs, and a clock that they move."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from decoders.costs import CostCurve, CostPoint, StepCosts, Subject
+from decoders.strategies import Auto
+from decoders.strategies import auto as auto_module
+from decoders.strategies import candidates as candidates_module
+from decoders.strategy import Context, Draft, Sequences, Step, Strategy
+
+#: Milliseconds of a step by nodes: as of a model whose step is all memory traffic, and of one that pays for every node.
+FLAT = {1: 10.0, 9: 10.5, 17: 11.0, 65: 13.0}
+STEEP = {1: 10.0, 2: 13.0, 3: 16.0, 5: 22.0, 9: 34.0, 65: 200.0}
+
+
+class Clock:
+    """Stands in the place of ``time`` in the modules under test."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@dataclass
+class World:
+    """A text that is written whatever is drafted."""
+
+    clock: Clock
+    text: list[int]
+
+
+class Scripted(Strategy):
+    """Drafts chains; at a token of the text's position ``t`` it is right with the probability ``chance(t)``."""
+
+    rests = True
+
+    def __init__(
+        self,
+        name: str,
+        world: World,
+        chance: Callable[[int], float],
+        seconds: float,
+        per_token: bool = False,
+        length: int = 16,
+    ) -> None:
+        super().__init__()
+        self.name, self.world, self.chance, self.seconds = name, world, chance, seconds
+        self.length, self.wanted, self.per_token = length, length, per_token
+        generator = random.Random(name)
+        self.luck = [generator.random() for _ in world.text]  # of a position: the same whenever it is drafted
+
+    def propose(self, state: Any, sequences: Sequences) -> Draft:
+        length = min(self.length, self.wanted) if self.per_token else self.length
+        self.world.clock.now += self.seconds * (length if self.per_token else 1)
+        begin = int(sequences.length[0])
+        tokens = []
+        for t in range(begin, begin + length):
+            tokens.append(self.world.text[t] if self.luck[t] < self.chance(t) else 900 + t % 90)
+        return Draft.chain(torch.tensor([tokens]))
+
+
+class ScriptedModel(Scripted):
+    """The same, where every token costs a pass."""
+
+    def limit(self, state: Any, tokens: int) -> None:
+        self.wanted = tokens
+
+
+def curve(milliseconds: dict[int, float]) -> CostCurve:
+    points = [
+        CostPoint(rows=1, context=64, nodes=n, compiled=False, seconds=ms / 1e3) for n, ms in milliseconds.items()
+    ]
+    subject = Subject(
+        model="made up", dtype="float32", quantization="", device="none", threads=1, attention="sdpa", torch="2"
+    )
+    return CostCurve(subject=subject).with_points(points)
+
+
+def decode(
+    world: World, strategy: Strategy, context: Context, costs: StepCosts, tokens: int
+) -> tuple[float, list[tuple[int, int]]]:
+    """Writes so many tokens of the world's text with `strategy`: seconds, and of every step where it began and what it drafted."""
+    length, steps, start = 8, [], world.clock.now
+    rows = torch.tensor([world.text])
+    state = strategy.start(context)
+    while length < 8 + tokens:
+        sequences = Sequences(
+            rows, torch.tensor([length]), torch.tensor([8]), torch.tensor([False]), torch.zeros(1, dtype=torch.int64)
+        )
+        draft = strategy.propose(state, sequences)
+        n = draft.tokens.shape[1] + 1
+        world.clock.now += costs.step(n)
+        parents = (
+            draft.topology.parents
+            if not isinstance(draft.topology.parents, torch.Tensor)
+            else draft.topology.parents[0].tolist()
+        )
+        path = [0]
+        while True:
+            wanted = world.text[length + len(path) - 1]
+            following = [c for c in range(1, n) if parents[c] == path[-1] and draft.tokens[0, c - 1] == wanted]
+            if not following:
+                break
+            path.append(following[0])
+        chosen = torch.zeros(1, n, dtype=torch.int64)
+        for depth, node in enumerate(path):
+            chosen[0, node] = world.text[length + depth]
+        emitted = len(path)
+        steps.append((length, n - 1))
+        length += emitted
+        padded = torch.tensor([path + [0] * (n - emitted)])
+        strategy.observe(
+            state,
+            Step(
+                torch.zeros(1, n), chosen, padded, torch.tensor([emitted - 1]), torch.tensor([emitted]),
+                torch.zeros(1, n, 1), torch.zeros(1, n, 1), sequences,
+            ),
+        )  # fmt: skip
+    return world.clock.now - start, steps
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    clock = Clock()
+    monkeypatch.setattr(auto_module, "time", clock)
+    monkeypatch.setattr(candidates_module, "time", clock)
+    generator = random.Random(0)
+    return World(clock, [generator.randrange(800) for _ in range(2000)])
+
+
+def choosing(world: World, drafters: list[Scripted], milliseconds: dict[int, float]) -> tuple[Auto, Context, StepCosts]:
+    """`auto` among `drafters`, where a step costs as said."""
+    costs = StepCosts(curve(milliseconds), 1, 64)
+    by_name = {drafter.name: drafter for drafter in drafters}
+    context = Context(
+        model=None, tokenizer=None, assistant_model=None, rows=1, slots=4096, device=torch.device("cpu"), vocab_size=1000,
+        compile=lambda function: function, strategy=lambda name, settings: by_name[name], costs=lambda measure: costs,
+    )  # type: ignore[arg-type]  # fmt: skip
+    return Auto(candidates=tuple(by_name)), context, costs
+
+
+def best_fixed(world: World, drafter: Scripted, milliseconds: dict[int, float], tokens: int) -> float:
+    """Seconds that `drafter` takes by itself with the best of several fixed lengths."""
+    costs = StepCosts(curve(milliseconds), 1, 64)
+    context = Context(
+        model=None, tokenizer=None, assistant_model=None, rows=1, slots=4096, device=torch.device("cpu"), vocab_size=1000,
+        compile=lambda function: function,
+    )  # type: ignore[arg-type]  # fmt: skip
+    seconds = []
+    for length in (1, 2, 3, 4, 6, 8, 12, 16):
+        drafter.length, drafter.wanted = length, length
+        seconds.append(decode(world, drafter, context, costs, tokens)[0])
+    drafter.length = drafter.wanted = 16
+    return min(seconds)
+
+
+@pytest.mark.parametrize("milliseconds", [FLAT, STEEP], ids=["flat", "steep"])
+def test_drafters_that_are_never_right_cost_three_percent_at_most(world: World, milliseconds: dict[int, float]) -> None:
+    drafters = [
+        Scripted("cheap", world, lambda t: 0.0, 0.0001), Scripted("dear", world, lambda t: 0.02, 0.0008),
+        ScriptedModel("model", world, lambda t: 0.05, 0.003, per_token=True),
+    ]  # fmt: skip
+    auto, context, costs = choosing(world, drafters, milliseconds)
+    seconds, steps = decode(world, auto, context, costs, 500)
+    assert seconds <= 500 * milliseconds[1] / 1e3 / 0.97
+    if milliseconds is STEEP:  # else a node is free, and so is a guess
+        assert sum(drafted for _, drafted in steps[20:]) <= 0.05 * len(steps)
+
+
+@pytest.mark.parametrize("chance", [0.5, 0.8, 0.95])
+@pytest.mark.parametrize("milliseconds", [FLAT, STEEP], ids=["flat", "steep"])
+def test_it_finds_the_drafter_that_is_right_and_its_length(
+    world: World, milliseconds: dict[int, float], chance: float
+) -> None:
+    drafters = [
+        Scripted("wrong", world, lambda t: 0.1, 0.0001), Scripted("right", world, lambda t: chance, 0.0001),
+        ScriptedModel("model", world, lambda t: 0.6, 0.004, per_token=True),
+    ]  # fmt: skip
+    plain = 800 * milliseconds[1] / 1e3
+    best = min(plain, *(best_fixed(world, drafter, milliseconds, 800) for drafter in drafters))
+    auto, context, costs = choosing(world, drafters, milliseconds)
+    seconds, _ = decode(world, auto, context, costs, 800)
+    assert best / seconds >= 0.95
+
+
+def test_a_draft_model_is_used_where_it_pays(world: World) -> None:
+    model = ScriptedModel("model", world, lambda t: 0.85, 0.001, per_token=True)
+    auto, context, costs = choosing(world, [Scripted("wrong", world, lambda t: 0.05, 0.0001), model], FLAT)
+    best = best_fixed(world, model, FLAT, 1200)
+    seconds, _ = decode(world, auto, context, costs, 1200)
+    assert best / seconds >= 0.95
+
+
+def test_a_change_of_the_text_is_noticed_within_twenty_tokens(world: World) -> None:
+    begin, end = 408, 808
+    lookup = Scripted("lookup", world, lambda t: 0.95 if begin <= t < end else 0.02, 0.0002)
+    auto, context, costs = choosing(world, [lookup], STEEP)
+    _, steps = decode(world, auto, context, costs, 1000)
+    # Right is what is drafted from `begin` to `end`, so that is where it should be verified.
+    before = [drafted for at, drafted in steps if 100 <= at < begin]
+    assert sum(before) <= 0.1 * len(before)
+    assert max(drafted for at, drafted in steps if begin <= at < begin + 24) >= 4, "it did not come back"
+    after = [drafted for at, drafted in steps if at >= end + 24]
+    assert sum(after) <= 0.2 * len(after), "it did not stop"
+
+
+def test_several_drafters_share_a_step_where_they_differ(world: World) -> None:
+    """Each knows half of the text: together they are right all of the time."""
+    even = Scripted("even", world, lambda t: 1.0 if t // 4 % 2 == 0 else 0.0, 0.0001, length=4)
+    odd = Scripted("odd", world, lambda t: 1.0 if t // 4 % 2 else 0.0, 0.0001, length=4)
+    auto, context, costs = choosing(world, [even, odd], FLAT)
+    together, _ = decode(world, auto, context, costs, 400)
+    alone = min(best_fixed(world, drafter, FLAT, 400) for drafter in (even, odd))
+    assert together < 0.8 * alone
+
+
+def test_costs_decide_how_much_is_verified(world: World) -> None:
+    def sizes(milliseconds: dict[int, float]) -> float:
+        drafter = Scripted("drafter", replace(world), lambda t: 0.7, 0.0001)
+        auto, context, costs = choosing(world, [drafter], milliseconds)
+        steps = decode(world, auto, context, costs, 300)[1]
+        return sum(drafted for _, drafted in steps) / len(steps)
+
+    assert sizes(FLAT) > 6 > 3 > sizes(STEEP)
