@@ -122,12 +122,15 @@ class Draft:
             without replacement, in node order. None: the draft tokens were not drawn by chance. The coupled verifier needs
             none.
         depth: most draft tokens on a path, for trees per row whose proposer knows it; see :attr:`levels`.
+        grades: ``[B, N-1]`` int64, 0 or more: how sure the strategy is of each draft token, by a measure of its own with few
+            values. Tokens of one grade should be right about equally often; ``auto`` counts how often that is.
     """
 
     tokens: Tensor
     topology: Topology | TreeTensors
     scores: Tensor | None = None
     depth: int | None = None
+    grades: Tensor | None = None
 
     @property
     def levels(self) -> int:
@@ -181,6 +184,14 @@ class Draft:
             raise DraftError(
                 f"{self.tokens.shape[1]} draft tokens need a topology of {self.tokens.shape[1] + 1} nodes (the root counts), "
                 f"not {len(self.topology)}"
+            )
+        if self.grades is not None and (
+            not isinstance(self.grades, Tensor)
+            or self.grades.dtype != torch.int64
+            or self.grades.shape != self.tokens.shape
+        ):
+            raise DraftError(
+                f"draft grades must be int64 {list(self.tokens.shape)}, as the tokens, not {_described(self.grades)}"
             )
         if self.scores is not None:
             fits = (

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-#: Weight of the past when a draft token is judged: half of it is forgotten after some seven of its kind. Of the deepest ones many
+#: Weight of the past when a draft token is judged: half of it is forgotten after some four of its kind. Of the deepest ones many
 #: are judged at once, and only where all before them were right: there it is forgotten slowly.
-KEEP, KEEP_DEEPEST = 0.9, 0.98
+KEEP, KEEP_DEEPEST = 0.85, 0.98
 #: What the expectation counts before anything was seen, in draft tokens; and what it is for a first token.
 PRIOR_WEIGHT, PRIOR = 1.0, 0.5
 #: Depths and ranks from here on are one.
 DEEPEST, LOWEST_RANK = 4, 3
 
 #: Who proposes a token (their bits; minus a bit: that drafter, whoever else does), its depth, and its place among the siblings of
-#: its drafter.
-Kind = tuple[int, int, int]
+#: its drafter; and the grade its drafter gives it, -1 for whichever.
+Kind = tuple[int, int, int, int]
+WHICHEVER = -1
 
 
 class AcceptanceRates:
@@ -33,43 +34,48 @@ class AcceptanceRates:
         self._hits: dict[Kind, float] = {}
         self._trials: dict[Kind, float] = {}
 
-    def rate(self, sources: int, depth: int, rank: int = 0) -> float:
+    def rate(self, sources: int, depth: int, rank: int = 0, grade: int = WHICHEVER) -> float:
         """The probability for a draft token of these `sources`."""
-        return self._rate((sources, min(depth, DEEPEST), min(rank, LOWEST_RANK)))
+        return self._rate((sources, min(depth, DEEPEST), min(rank, LOWEST_RANK), grade))
 
     def rate_of(self, drafter: int, depth: int) -> float:
         """The probability for the best token at a depth of the drafter with this bit, whoever else proposes the same."""
-        return self._rate((-drafter, min(depth, DEEPEST), 0))
+        return self._rate((-drafter, min(depth, DEEPEST), 0, WHICHEVER))
 
-    def learn(self, sources: int, depth: int, rank: int, right: bool) -> None:
+    def learn(self, sources: int, depth: int, rank: int, grade: int, right: bool) -> None:
         """A token whose parent was right has been judged."""
         depth, rank = min(depth, DEEPEST), min(rank, LOWEST_RANK)
         keep = KEEP if depth < DEEPEST else KEEP_DEEPEST
-        for who in (sources, *(-(1 << bit) for bit in range(sources.bit_length()) if sources >> bit & 1)):
-            kind = (who, depth, rank)
+        kinds = [(sources, depth, rank, WHICHEVER)]
+        if grade != WHICHEVER:
+            kinds.append((sources, depth, rank, grade))
+        kinds += [(-(1 << bit), depth, rank, WHICHEVER) for bit in range(sources.bit_length()) if sources >> bit & 1]
+        for kind in kinds:
             self._hits[kind] = keep * self._hits.get(kind, 0.0) + right
             self._trials[kind] = keep * self._trials.get(kind, 0.0) + 1
         if self.common is not None:
-            self.common.learn(sources, depth, rank, right)
+            self.common.learn(sources, depth, rank, grade, right)
 
     def _rate(self, kind: Kind) -> float:
         trials = self._trials.get(kind, 0.0)
-        if trials > 9.5:  # the expectation no longer matters
+        if trials > 6:  # the expectation no longer matters
             return self._hits[kind] / trials
         return (self._hits.get(kind, 0.0) + PRIOR_WEIGHT * self._expected(kind)) / (trials + PRIOR_WEIGHT)
 
     def _expected(self, kind: Kind) -> float:
         if self.common is not None:
             return self.common._rate(kind)
-        sources, depth, rank = kind
+        sources, depth, rank, grade = kind
+        if grade != WHICHEVER:
+            return self._rate((sources, depth, rank, WHICHEVER))
         if depth > 1:
-            return self._rate((sources, depth - 1, rank))
+            return self._rate((sources, depth - 1, rank, WHICHEVER))
         if rank:
-            return (1 - self._rate((sources, depth, 0))) / 2 ** (rank + 1)
+            return (1 - self._rate((sources, depth, 0, WHICHEVER))) / 2 ** (rank + 1)
         if sources < 0:
             return PRIOR
         single = [1 << bit for bit in range(sources.bit_length()) if sources >> bit & 1]
-        return PRIOR if len(single) == 1 else max(self._rate((source, depth, rank)) for source in single)
+        return PRIOR if len(single) == 1 else max(self._rate((source, depth, rank, WHICHEVER)) for source in single)
 
 
 class Proposals:
@@ -79,26 +85,30 @@ class Proposals:
         tokens, parents, depths: per node; node 0 is the row's last token.
         sources: per node, bits of the drafters that propose it.
         ranks: per node, its place among the siblings of the drafter that ranks it highest.
+        grades: per node, the best that one of the drafters gives it.
         children: per node, its children by token.
     """
 
-    __slots__ = ("children", "depths", "parents", "ranks", "sources", "tokens")
+    __slots__ = ("children", "depths", "grades", "parents", "ranks", "sources", "tokens")
 
     def __init__(self) -> None:
         self.tokens, self.parents, self.depths = [-1], [-1], [0]
-        self.sources, self.ranks = [0], [0]
+        self.sources, self.ranks, self.grades = [0], [0], [WHICHEVER]
         self.children: list[dict[int, int]] = [{}]
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def add(self, source: int, tokens: Sequence[int], parents: Sequence[int]) -> None:
+    def add(
+        self, source: int, tokens: Sequence[int], parents: Sequence[int], grades: Sequence[int] | None = None
+    ) -> None:
         """Adds a drafter's tree.
 
         Args:
             source: its bit.
             tokens: of nodes 1, 2, …; -1 where there is none, which ends its branch.
             parents: of nodes 0, 1, 2, …
+            grades: of nodes 1, 2, …, 0 or more.
         """
         place = [0] + [-1] * len(tokens)
         siblings: dict[int, int] = {}
@@ -106,6 +116,7 @@ class Proposals:
             parent = place[parents[node]]
             if token < 0 or parent < 0:
                 continue
+            grade = WHICHEVER if grades is None else grades[node - 1]
             rank = siblings.get(parent, 0)
             siblings[parent] = rank + 1
             known = self.children[parent].get(token)
@@ -116,10 +127,12 @@ class Proposals:
                 self.depths.append(self.depths[parent] + 1)
                 self.sources.append(source)
                 self.ranks.append(rank)
+                self.grades.append(grade)
                 self.children.append({})
             else:
                 self.sources[known] |= source
                 self.ranks[known] = min(self.ranks[known], rank)
+                self.grades[known] = max(self.grades[known], grade)
             place[node] = known
 
     def ranked(self, rates: AcceptanceRates, least: float = 0.01) -> list[tuple[float, int]]:
@@ -131,7 +144,9 @@ class Proposals:
         for node, children in enumerate(self.children):
             if not children or likely[node] < least:
                 continue
-            own = [rates.rate(self.sources[c], self.depths[c], self.ranks[c]) for c in children.values()]
+            own = [
+                rates.rate(self.sources[c], self.depths[c], self.ranks[c], self.grades[c]) for c in children.values()
+            ]
             shares = max(sum(own), 1.0)
             for child, rate in zip(children.values(), own, strict=True):
                 likely[child] = likely[node] * rate / shares
@@ -159,7 +174,9 @@ class Follower:
             children = proposals.children[node]
             for text, child in children.items():
                 sources = proposals.sources[child]
-                self.rates.learn(sources, proposals.depths[child], proposals.ranks[child], text == token)
+                self.rates.learn(
+                    sources, proposals.depths[child], proposals.ranks[child], proposals.grades[child], text == token
+                )
                 right |= sources if text == token else 0
             if token in children and proposals.children[children[token]]:
                 still.append((proposals, children[token]))

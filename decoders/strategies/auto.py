@@ -158,9 +158,9 @@ class Auto(Strategy):
                 candidate.skip()
                 continue
             before = plan.worth
-            tokens, parents = candidate.run(sequences, max(limit or 0, 1) if candidate.limited else None)
+            drafts = candidate.run(sequences, max(limit or 0, 1) if candidate.limited else None)
             for row in active:
-                state.proposals[row].add(candidate.bit, tokens[row], parents[row])
+                state.proposals[row].add(candidate.bit, *drafts[row])
             plan.weigh()
             depth = max(limit or 0, 1) if candidate.limited else 1
             candidate.judge(plan.worth - before, state.rate * candidate.cost * depth)

@@ -62,8 +62,8 @@ class Candidate:
         """The step goes without it."""
         self._waited += 1
 
-    def run(self, sequences: Sequences, limit: int | None = None) -> tuple[list[list[int]], Sequence[Sequence[int]]]:
-        """Its draft: tokens of every row, and parents of every row's nodes; see :meth:`Proposals.add`.
+    def run(self, sequences: Sequences, limit: int | None = None) -> list[tuple[Any, ...]]:
+        """Its draft: of every row the tokens, the nodes' parents and the grades; see :meth:`Proposals.add`.
 
         Raises:
             DraftError: no draft. UnsupportedError: one whose nodes cannot be taken one by one.
@@ -74,6 +74,7 @@ class Candidate:
         draft = self.strategy.propose(self.state, sequences)
         check_draft(draft, self.name, len(sequences.length))
         tokens, parents = draft.tokens.tolist(), self._parents(draft)
+        grades = [None] * len(tokens) if draft.grades is None else draft.grades.tolist()
         seconds = time.perf_counter() - begun
         cost = seconds / max(draft.levels, 1) if self.limited else seconds
         # The first run prepares things, and any may be interrupted.
@@ -82,7 +83,7 @@ class Candidate:
         self.seconds += seconds
         self.proposed += sum(token >= 0 for row in tokens for token in row)
         self._waited, self._patience = 0, self._patience - 1
-        return tokens, parents
+        return list(zip(tokens, parents, grades, strict=True))
 
     def judge(self, benefit: float, price: float) -> None:
         """Learns what the run was worth.

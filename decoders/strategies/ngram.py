@@ -91,10 +91,10 @@ class Ngram(Strategy):
 
     def propose(self, state: NgramState, sequences: Sequences) -> Draft:
         s: NgramSettings = self.settings
-        draft_tokens = state.predict(
+        draft_tokens, orders = state.predict(
             sequences.tokens, sequences.length, s.widths, s.max_ngram, s.text_weight, state.scratch, *state.table
         )
-        return Draft(draft_tokens, spine(s.widths))
+        return Draft(draft_tokens, spine(s.widths), grades=orders)
 
 
 @lru_cache
@@ -114,23 +114,26 @@ def mini_tree(
     text_weight: int,
     scratch: Tensor,
     *table: Tensor,
-) -> Tensor:
-    """The likeliest followers at each depth of the spine: ``[B, sum(widths)]`` int64. Arguments as of :func:`followers`.
+) -> tuple[Tensor, Tensor]:
+    """The likeliest followers at each depth of the spine and the orders that know them, each ``[B, sum(widths)]`` int64.
+
+    Arguments as of :func:`followers`.
 
     All depths are one graph: compiled one by one, they would spend more time in being called than in counting.
     """
     slots = length[:, None] - 1 - torch.arange(max_ngram - 1, device=tokens.device)[None]
     context = torch.where(slots >= 0, tokens.gather(1, slots.clamp(min=0)), -1)
-    draft_tokens = []
+    draft_tokens, orders = [], []
     for width in widths:
-        best, context = followers(tokens, length, context, width, text_weight, scratch, *table)
+        best, context, order = followers(tokens, length, context, width, text_weight, scratch, *table)
         draft_tokens.append(best)
-    return torch.cat(draft_tokens, 1)
+        orders.append(order)
+    return torch.cat(draft_tokens, 1), torch.cat(orders, 1)
 
 
 def followers(
     tokens: Tensor, length: Tensor, context: Tensor, width: int, text_weight: int, scratch: Tensor, *table: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """The likeliest followers of `context` in each row.
 
     The score of a follower is its share among all followers of the longest context that it was seen in, times 0.4 for
@@ -146,7 +149,8 @@ def followers(
         table: tensors of :class:`NgramOrder`, order by order.
 
     Returns:
-        ``[B, width]`` int64, best first, all different, -1 where no more are known; and the context behind the first.
+        ``[B, width]`` int64, best first, all different, -1 where no more are known; the context behind the first; and of each
+        how many tokens of context it was seen after, the most there are.
     """
     slots = tokens.shape[1]
     inside = torch.arange(slots, device=tokens.device)[None] < length[:, None]
@@ -157,8 +161,8 @@ def followers(
         earlier = pad(tokens, (back, 0), value=-2)[:, :slots]
         matches.append(matches[-1] & (earlier == token))
     entries = _entries(table, last, length[:, None], scratch.shape[1])
-    best = _ranked(torch.where(inside, tokens, 0), matches, entries, width, text_weight, scratch)
-    return best, torch.cat([best[:, :1], context], 1)[:, : context.shape[1]]
+    best, order = _ranked(torch.where(inside, tokens, 0), matches, entries, width, text_weight, scratch)
+    return best, torch.cat([best[:, :1], context], 1)[:, : context.shape[1]], order
 
 
 def _entries(
@@ -192,8 +196,8 @@ def _ranked(
     width: int,
     text_weight: int,
     scratch: Tensor,
-) -> Tensor:
-    """The `width` best followers ``[B, width]``, best first, -1 where there are fewer.
+) -> tuple[Tensor, Tensor]:
+    """The `width` best followers ``[B, width]``, best first, -1 where there are fewer; and the highest order that knows each.
 
     Args:
         text: ``[B, L]`` int64.
@@ -209,6 +213,7 @@ def _ranked(
     scratch[torch.arange(len(tokens), device=text.device)[:, None], tokens] = slot.int()
     place = scratch.gather(1, tokens).long()
     score = torch.zeros_like(tokens, dtype=torch.float64)
+    order = torch.zeros_like(tokens)
     eligible = torch.zeros_like(tokens, dtype=torch.bool)  # slots behind the longest context that had their token
     for n, matched in enumerate(matches):
         # float64 sums of whole numbers are exact in any order, so that every device finds the same ties.
@@ -222,8 +227,10 @@ def _ranked(
         count = torch.zeros_like(score).scatter_add_(1, place, weight).gather(1, place)
         score = torch.where(count > 0, count / total, BACK_OFF * score)
         eligible = torch.where(count > 0, weight > 0, eligible)
+        order = torch.where(count > 0, n, order)
     # One whole number that orders by score and then by slot; of the slots of a token the best remains.
     worth = torch.where(eligible, (score * 2.0**SCORE_BITS).long() * tokens.shape[1] + slot, -1)
     worth = torch.full_like(worth, -1).scatter_reduce_(1, place, worth, "amax")
     best = pad(worth, (0, width), value=-1).topk(width, 1).values
-    return torch.where(best >= 0, tokens.gather(1, best % tokens.shape[1]), -1)
+    place = best % tokens.shape[1]
+    return torch.where(best >= 0, tokens.gather(1, place), -1), order.gather(1, place)

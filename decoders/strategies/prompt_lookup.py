@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from pydantic import Field, model_validator
@@ -41,15 +42,18 @@ class PromptLookup(Strategy):
     hints = {"prompt_lookup_num_tokens": "length", "max_matching_ngram_size": "max_ngram"}
     on_device = True
 
-    def start(self, context: Context) -> Callable[..., Tensor]:
+    def start(self, context: Context) -> Callable[..., tuple[Tensor, Tensor]]:
         return context.compile(continuations)
 
-    def propose(self, state: Callable[..., Tensor], sequences: Sequences) -> Draft:
+    def propose(self, state: Callable[..., tuple[Tensor, Tensor]], sequences: Sequences) -> Draft:
         s: PromptLookupSettings = self.settings
-        return Draft.branches(state(sequences.tokens, sequences.length, s.max_ngram, s.min_ngram, s.length, s.branches))
+        tokens, matched = state(sequences.tokens, sequences.length, s.max_ngram, s.min_ngram, s.length, s.branches)
+        return replace(Draft.branches(tokens), grades=matched)
 
 
-def continuations(tokens: Tensor, length: Tensor, max_ngram: int, min_ngram: int, count: int, branches: int) -> Tensor:
+def continuations(
+    tokens: Tensor, length: Tensor, max_ngram: int, min_ngram: int, count: int, branches: int
+) -> tuple[Tensor, Tensor]:
     """Looks the suffix of every row up in the row itself.
 
     Args:
@@ -57,7 +61,8 @@ def continuations(tokens: Tensor, length: Tensor, max_ngram: int, min_ngram: int
         length: ``[B]`` int64, valid tokens per row.
 
     Returns:
-        ``[B, branches, count]`` int64; ``-1`` where there is no (further) match.
+        ``[B, branches, count]`` int64; ``-1`` where there is no (further) match. And ``[B, branches * count]`` int64, for
+        every token how long the match is, 0 where there is none.
     """
     rows, slots = tokens.shape
     end = torch.arange(slots, device=tokens.device)[None]  # candidate position of the suffix's last token
@@ -73,11 +78,12 @@ def continuations(tokens: Tensor, length: Tensor, max_ngram: int, min_ngram: int
     score = torch.where(matched >= min_ngram, matched * slots + end, -1)
     follower = tokens.roll(-1, 1)
     steps = torch.arange(count, device=tokens.device)[None]
-    branches_found = []
+    branches_found, lengths = [], []
     for _ in range(branches):
         best, ends = score.max(1, keepdim=True)
         period = (last - ends).clamp(min=1)
         draft_token = tokens.gather(1, ends + 1 + steps % period)
         branches_found.append(torch.where(best >= 0, draft_token, -1))
+        lengths.append((best.clamp(min=0) // slots).expand(-1, count))
         score = torch.where(follower == draft_token[:, :1], -1, score)
-    return torch.stack(branches_found, 1)
+    return torch.stack(branches_found, 1), torch.cat(lengths, 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -15,6 +15,9 @@ from ..settings import Settings
 from ..strategy import Context, Draft, Sequences, Step
 from .draft_model import DraftModelStrategy, DraftTreeSettings, require_coupled
 from .draft_tree import DynamicTree, StaticTree, likely_paths
+
+#: Log-probabilities between which a draft token's grade goes up by one.
+GRADES = torch.tensor([0.3, 0.6, 0.9, 0.98]).log()
 
 
 class SpeculativeSettings(DraftTreeSettings):
@@ -55,6 +58,7 @@ class _State:
     lengths: Tensor
     own_nodes: int = 1
     limit: int | None = None
+    grades: Tensor | None = None
 
 
 class Speculative(DraftModelStrategy):
@@ -112,6 +116,8 @@ class Speculative(DraftModelStrategy):
 
     def limit(self, state: _State, tokens: int) -> None:
         state.limit = tokens
+        if state.grades is None:
+            state.grades = GRADES.to(state.lengths.device)
 
     def _chain(self, state: _State, sequences: Sequences) -> Draft:
         s: SpeculativeSettings = self.settings
@@ -120,10 +126,14 @@ class Speculative(DraftModelStrategy):
             length = int(torch.where(sequences.finished, 1, state.lengths).max())
         if state.limit is not None:
             length = min(length, state.limit)
-        scores = [state.drafter.extend().scores for _ in range(length)]
+        passes = [state.drafter.extend() for _ in range(length)]
         tokens = state.drafter.drafted(length)
         if varies:
             index = torch.arange(length, device=tokens.device)
             tokens = torch.where(index < state.lengths[:, None], tokens, -1)
-        drawn_from = [x for x in scores if x is not None]
-        return Draft.chain(tokens, torch.cat(drawn_from, dim=1) if drawn_from else None)
+        drawn_from = [p.scores for p in passes if p.scores is not None]
+        draft = Draft.chain(tokens, torch.cat(drawn_from, dim=1) if drawn_from else None)
+        if state.limit is None:
+            return draft
+        weights = torch.cat([p.weights[:, :, 0] for p in passes], dim=1)
+        return replace(draft, grades=torch.bucketize(weights, state.grades))

@@ -36,7 +36,7 @@ def propose(rows: list[list[int]], *args: int, junk: int = 0) -> list[list[list[
     """`continuations` of ragged rows; what lies behind a row's end is `junk`."""
     width = max(map(len, rows)) + 3
     tokens = torch.tensor([row + [junk] * (width - len(row)) for row in rows])
-    return continuations(tokens, torch.tensor([len(row) for row in rows]), *args).tolist()
+    return continuations(tokens, torch.tensor([len(row) for row in rows]), *args)[0].tolist()
 
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=24)
