@@ -133,7 +133,7 @@ class Speculative(DraftModelStrategy):
             tokens = torch.where(index < state.lengths[:, None], tokens, -1)
         drawn_from = [p.scores for p in passes if p.scores is not None]
         draft = Draft.chain(tokens, torch.cat(drawn_from, dim=1) if drawn_from else None)
-        if state.limit is None:
+        if state.grades is None:
             return draft
         weights = torch.cat([p.weights[:, :, 0] for p in passes], dim=1)
         return replace(draft, grades=torch.bucketize(weights, state.grades))

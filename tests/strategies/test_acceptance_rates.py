@@ -116,7 +116,7 @@ def test_chosen_nodes_form_trees_and_siblings_come_to_one_at_most(
     for likely, node in ranked:
         assert 0 <= likely <= 1 and proposals.parents[node] in seen
         seen.add(node)
-    chance = dict((node, likely) for likely, node in ranked) | {0: 1.0}
+    chance = {node: likely for likely, node in ranked} | {0: 1.0}
     for node, children in enumerate(proposals.children):
         assert sum(chance[c] for c in children.values()) <= chance[node] + 1e-9
 
