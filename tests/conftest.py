@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -14,6 +15,9 @@ import torch
 
 torch.set_num_threads(1)
 
+#: Objects that Python's collector looks through before a module's survivors are set aside.
+MANY_OBJECTS = 50_000
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Processes that share the tests must call them the same."""
@@ -23,3 +27,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(3600))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Sets aside what outlives a module: torch, transformers and the compiler are a million objects, which every collection
+    would look through again, and some code under test collects in every call.
+    """
+    if item.fspath != _last_module[0]:
+        _last_module[0] = item.fspath
+        if len(gc.get_objects()) > MANY_OBJECTS:
+            gc.collect()
+            gc.freeze()
+
+
+_last_module: list[object] = [None]
