@@ -95,7 +95,7 @@ MUTATIONS = (
     ),
     Mutation(
         "nodes-are-numbered-by-place-not-by-depth", "decoders/engine/target.py",
-        "position_ids=(base[:, None] + tree.offsets[:, -n:])",
+        "position_ids=(base[:, None] + offsets)",
         "position_ids=slots",
         ("exactness/test_architectures.py",),
     ),

@@ -10,9 +10,14 @@ from transformers import LogitsProcessor, PreTrainedModel
 
 import decoders
 from decoders.engine import packing, tiers
+from decoders.engine.cache import CacheBuffers
+from decoders.engine.target import causal_block
+from decoders.report import Report
 from decoders.strategies import PromptLookup
 from decoders.testing import Replay, assert_same_tokens, prompts, tiny_model
 from decoders.testing import decode as decode_once
+from decoders.testing.models import VOCAB
+from decoders.tree import Topology
 
 COMPILED = {"compile": True}
 
@@ -79,6 +84,21 @@ def test_a_block_of_any_size_takes_the_same_graph(compiled: PreTrainedModel) -> 
         out = decode(compiled, prompts(2), Replay(texts=((9,) * 60,) * 2, length=length), max_new_tokens=6)
         assert out.report.compilations == 0
     assert torch.equal(out.sequences, decode(compiled, prompts(2), max_new_tokens=6).sequences)
+
+
+def test_whole_trees_and_their_ends_take_the_same_graph(compiled: PreTrainedModel) -> None:
+    """A dynamic tree is drafted level by level, each level the end of its tree; rows may share one tree's memory."""
+    forward = vars(compiled)["generate"].engine().forward
+    target, tree = forward.target, Topology.branches(2, 3).tensors(4, torch.device("cpu"))
+    buffers, base, view = CacheBuffers.allocate(target.layout, 4, 64), torch.full((4,), 9), torch.arange(32)
+    shared = causal_block(4, 6, torch.device("cpu"))
+    assert shared.offsets.stride(0) == 0
+    with forward.during(True, Report("")), torch.compiler.set_stance("fail_on_recompile"):
+        for block, count in ((tree, 7), (tree, 3), (shared, 6), (shared, 2)):
+            nodes = torch.randint(VOCAB, (4, count), generator=torch.Generator().manual_seed(count))
+            ours = forward(nodes, base, block, buffers, view)
+            plain = target.forward(nodes, base, block, buffers, view)
+            torch.testing.assert_close(ours.logits, plain.logits, rtol=1e-4, atol=1e-5)
 
 
 def test_processors_on_the_host_use_a_graph_of_the_forward_alone(compiled: PreTrainedModel) -> None:
