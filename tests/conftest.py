@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Callable
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -39,6 +41,23 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         if len(gc.get_objects()) > MANY_OBJECTS:
             gc.collect()
             gc.freeze()
+
+
+@pytest.fixture
+def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo traces and guards as ever, and what it traced runs as it is: no C++ is generated and compiled, which takes longest.
+
+    For tests of what is compiled when, and how often. What inductor makes of the graphs is tested without this fixture.
+    """
+    compile: Callable[..., Any] = torch.compile
+
+    def trace(model: Any = None, *, backend: Any = "inductor", options: Any = None, **more: Any) -> Any:
+        if backend == "inductor":
+            kept = {name: value for name, value in (options or {}).items() if name == "guard_filter_fn"}
+            backend, options = "eager", kept or None
+        return compile(model, backend=backend, options=options, **more)
+
+    monkeypatch.setattr(torch, "compile", trace)
 
 
 _last_module: list[object] = [None]

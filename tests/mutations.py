@@ -256,6 +256,12 @@ MUTATIONS = (
         ("strategies/test_draft_model_calls.py",),
     ),
     Mutation(
+        "drafter-reads-two-pending-tokens-too-few", "decoders/engine/drafter.py",
+        "self._pending = self.level + behind\n",
+        "self._pending = self.level + behind - 2\n",
+        ("strategies/test_draft_model_calls.py",),
+    ),
+    Mutation(
         "medusa-takes-the-next-rank", "decoders/strategies/medusa.py",
         "best[:, state.level, state.rank]",
         "best[:, state.level, (state.rank + 1) % state.ranks]",

@@ -93,7 +93,7 @@ def test_whole_trees_and_their_ends_take_the_same_graph(compiled: PreTrainedMode
     buffers, base, view = CacheBuffers.allocate(target.layout, 4, 64), torch.full((4,), 9), torch.arange(32)
     shared = causal_block(4, 6, torch.device("cpu"))
     assert shared.offsets.stride(0) == 0
-    with forward.during(True, Report("")), torch.compiler.set_stance("fail_on_recompile"):
+    with forward.during(True, Report("")), torch.compiler.set_stance("fail_on_recompile"), torch.no_grad():
         for block, count in ((tree, 7), (tree, 3), (shared, 6), (shared, 2)):
             nodes = torch.randint(VOCAB, (4, count), generator=torch.Generator().manual_seed(count))
             ours = forward(nodes, base, block, buffers, view)
@@ -128,6 +128,7 @@ def test_weights_changed_in_place_are_seen_and_nothing_is_compiled_again(compile
     assert torch.equal(again.sequences, before.sequences)
 
 
+@pytest.mark.usefixtures("traced_only")
 def test_a_call_changes_over_between_two_steps_when_the_compiler_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "FORWARD_SECONDS", 0.0)
     model, inputs = decoders.enable(tiny_model("llama")), prompts()
@@ -151,6 +152,7 @@ def test_a_call_changes_over_between_two_steps_when_the_compiler_is_ready(monkey
     assert torch.equal(out.sequences, decode(model, inputs, max_new_tokens=12).sequences)
 
 
+@pytest.mark.usefixtures("traced_only")
 def test_in_lower_precision_a_call_ends_in_the_tier_in_which_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "FORWARD_SECONDS", 0.0)
     model, inputs = decoders.enable(tiny_model("llama").bfloat16()), prompts()

@@ -290,9 +290,20 @@ def test_merged_budget_may_cut_candidates_but_not_the_window():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # the compiler's own
+@pytest.mark.usefixtures("traced_only")
+def test_a_second_call_traces_nothing():
+    assert_a_second_call_compiles_nothing()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_a_second_call_compiles_nothing():
+    assert_a_second_call_compiles_nothing()
+
+
+def assert_a_second_call_compiles_nothing():
     # As many rows as columns, candidates and tokens of an n-gram: none of these sizes may be taken for another.
-    model, strategy = enabled("gpt2"), Lookahead(window=3, ngram=3, candidates=3)
+    model, strategy = decoders.enable(tiny_model("gpt2")), Lookahead(window=3, ngram=3, candidates=3)
     reports = []
     for rows, length in ((3, 24), (2, 40), (3, 90)):
         inputs = prompts(rows, length=length)
