@@ -272,7 +272,8 @@ def check_finished_rows_idle(strategy: Strategy, conditions: Conditions = Condit
             out = run(model, name, strategy, inputs, conditions, eos_token_id=stops)
             assert_same_tokens(model, inputs, expected.sequences, out.sequences, "rows that end at different times")
             first = [
-                next((i + 1 for i, t in enumerate(row[start:].tolist()) if t in stops), conditions.new_tokens) for row in plain
+                next((i + 1 for i, t in enumerate(row[start:].tolist()) if t in stops), conditions.new_tokens)
+                for row in plain
             ]
             assert out.report.new_tokens == first, f"new tokens {out.report.new_tokens}, not {first}"
 
@@ -282,7 +283,9 @@ def check_sampling_equals_autoregressive(strategy: Strategy, conditions: Conditi
     for name, rows, draw in conditions.combinations(DRAWS):
         inputs = prompts(rows)
         with conditions.enabled(name) as model:
-            options = dict(max_new_tokens=conditions.new_tokens, decoders_config={"compile": conditions.compile}, do_sample=True)
+            options = dict(
+                max_new_tokens=conditions.new_tokens, decoders_config={"compile": conditions.compile}, do_sample=True
+            )
             expected = reference(model, inputs, "autoregressive", **options, **draw)
             out = run(model, name, strategy, inputs, conditions, do_sample=True, **draw)
             what = f"{type(model).__name__}, sampling with {draw}, batch {rows}"

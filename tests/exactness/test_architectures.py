@@ -72,7 +72,9 @@ def greedy_cases() -> Iterator[Any]:
     for name, rows, kind in itertools.product(ARCHITECTURES, (1, 4), DRAFTERS):
         often = kind == "replay, 3 branches" if rows == 4 else kind == DRAFTERS[turn(name, len(DRAFTERS) - 1)]
         # Trees that are often right meet the representatives alone and in a batch.
-        alternate = (REPRESENTATIVE.index(name) + DRAFTERS.index(kind)) % 2 == rows // 4 if name in REPRESENTATIVE else False
+        alternate = (
+            (REPRESENTATIVE.index(name) + DRAFTERS.index(kind)) % 2 == rows // 4 if name in REPRESENTATIVE else False
+        )
         quick = often if name not in REPRESENTATIVE else alternate or kind == "replay, 3 branches"
         case = f"{name}-{'alone' if rows == 1 else 'ragged batch'}-{kind}"
         yield pytest.param(name, rows, kind, id=case, marks=() if quick else pytest.mark.slow)

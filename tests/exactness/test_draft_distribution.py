@@ -167,7 +167,10 @@ def test_the_same_seed_gives_the_same_tokens_and_another_does_not(model, draft, 
         ("rejection", 4),
         ("block", 1),
         ("tree_rejection", 4),
-        *(pytest.param(v, r, marks=pytest.mark.slow) for v, r in (("rejection", 1), ("block", 4), ("tree_rejection", 1))),
+        *(
+            pytest.param(v, r, marks=pytest.mark.slow)
+            for v, r in (("rejection", 1), ("block", 4), ("tree_rejection", 1))
+        ),
     ],
 )
 def test_greedy_tokens_are_the_same_under_every_verifier(verifier, rows):

@@ -315,7 +315,9 @@ def test_a_round_begins_with_the_tokens_that_its_model_has_not_read(monkeypatch,
 
     monkeypatch.setattr(ForwardPass, "__call__", noted)
     start = prompts(2)["attention_mask"].argmax(1).tolist()
-    known = Replay(texts=tuple(tuple(row[s:].tolist()) for row, s in zip(plain, start, strict=True)), length=7, wrong_every=0)
+    known = Replay(
+        texts=tuple(tuple(row[s:].tolist()) for row, s in zip(plain, start, strict=True)), length=7, wrong_every=0
+    )
     strategy = Merged([Speculative(length=3), known]) if beside else Speculative(length=3)
     draft = tiny_model("llama")  # the target's own weights in a model of its own
     out = decode(target, prompts(2), strategy, assistant_model=draft, max_new_tokens=40, decoders_config=EAGER)
