@@ -65,10 +65,14 @@ def near(name: str) -> PreTrainedModel:
     return tiny_draft(name)
 
 
-@functools.cache
 def stranger(name: str) -> PreTrainedModel:
     """A model that has nothing to do with `name` but the vocabulary: one layer, other weights, mostly another design."""
-    if name == "llama":
+    return _stranger(name == "llama")
+
+
+@functools.cache
+def _stranger(of_llama: bool) -> PreTrainedModel:
+    if of_llama:
         return tiny_model("gpt2", seed=9)
     return Architecture("llama", MappingProxyType(dict(ARCHITECTURES["llama"].options) | {"num_hidden_layers": 1}))(9)
 

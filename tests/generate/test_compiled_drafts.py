@@ -37,9 +37,9 @@ CASES: dict[str, tuple[Strategy, list[Strategy]]] = {
     ),
 }
 
-#: A chain alone; every other case compiles graphs for as long, and these are only traced in the quick run.
-QUICK = {("chain", 1)}
-TRACED = [("dynamic tree", 4), ("staged", 4)]
+#: Only traced in the quick run; to compile them takes as long as to compile all other tests' models. With a grammar's masks,
+#: a chain in a batch is compiled in test_compiled_grammar.py.
+TRACED = [("chain", 1), ("dynamic tree", 4), ("staged", 4)]
 COMPILED = dict(decoders_config={"compile": True})
 
 
@@ -53,14 +53,11 @@ def pair() -> tuple[PreTrainedModel, PreTrainedModel]:
 
 
 # The compiler itself warns about deprecated parts of torch.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize(
     ("kind", "rows"),
-    [
-        pytest.param(kind, rows, id=f"{kind}-{rows}", marks=() if (kind, rows) in QUICK else pytest.mark.slow)
-        for kind in CASES
-        for rows in (1, 4)
-    ],
+    [pytest.param(kind, rows, id=f"{kind}-{rows}") for kind in CASES for rows in (1, 4)],
 )
 def test_later_calls_compile_nothing(pair, kind, rows):
     assert_later_calls_compile_nothing(pair, kind, rows)
