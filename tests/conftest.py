@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
+from collections.abc import Callable
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -18,6 +21,9 @@ os.environ.setdefault("DECODERS_COST_CACHE", _costs.name)
 
 torch.set_num_threads(1)
 
+#: Objects that Python's collector looks through before a module's survivors are set aside.
+MANY_OBJECTS = 50_000
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Processes that share the tests must call them the same."""
@@ -27,3 +33,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(3600))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Sets aside what outlives a module: torch, transformers and the compiler are a million objects, which every collection
+    would look through again, and some code under test collects in every call.
+    """
+    if item.fspath != _last_module[0]:
+        _last_module[0] = item.fspath
+        if len(gc.get_objects()) > MANY_OBJECTS:
+            gc.collect()
+            gc.freeze()
+
+
+@pytest.fixture
+def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo traces and guards as ever, and what it traced runs as it is: no C++ is generated and compiled, which takes longest.
+
+    For tests of what is compiled when, and how often. What inductor makes of the graphs is tested without this fixture.
+    """
+    compile: Callable[..., Any] = torch.compile
+
+    def trace(model: Any = None, *, backend: Any = "inductor", options: Any = None, **more: Any) -> Any:
+        if backend == "inductor":
+            kept = {name: value for name, value in (options or {}).items() if name == "guard_filter_fn"}
+            backend, options = "eager", kept or None
+        return compile(model, backend=backend, options=options, **more)
+
+    monkeypatch.setattr(torch, "compile", trace)
+
+
+_last_module: list[object] = [None]

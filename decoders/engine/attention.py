@@ -93,10 +93,20 @@ def build_mask(
     inside = node.clamp(0, n - 1)
     seen = (node < 0)[:, None] | (in_block[:, None] & visible.gather(2, inside[:, None].expand(rows, queries, view)))
     position_k = torch.where(in_block, base[:, None] + offsets.gather(1, inside), slot[None])[:, None]
-    position_q = (base[:, None] + offsets[:, -queries:])[:, :, None]
+    position_q = (base[:, None] + ending(offsets, queries))[:, :, None]
     layers = [kind.narrow(seen, position_q, position_k) for kind in kinds]
     bias = torch.zeros((), dtype=dtype, device=base.device)
     return torch.where(torch.stack(layers, dim=1), bias, torch.finfo(dtype).min)
+
+
+def ending(values: Tensor, count: int) -> Tensor:
+    """The last `count` entries along dimension 1.
+
+    Compiled, they are gathered: the strides of a slice tell whole blocks from ends of blocks, which would be two graphs.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return values.index_select(1, torch.arange(count, device=values.device) + (values.shape[1] - count))
+    return values[:, -count:]
 
 
 @dataclass(frozen=True)

@@ -152,11 +152,12 @@ class Target:
         latest: tuple[int, int] | None = None,
     ) -> dict:  # fmt: skip
         n = nodes.shape[1]
-        slots = base[:, None] + torch.arange(tree.offsets.shape[1], device=nodes.device)[-n:]
+        offsets, visible = attention.ending(tree.offsets, n), attention.ending(tree.visible, n)
+        slots = base[:, None] + attention.ending(torch.arange(tree.offsets.shape[1], device=nodes.device)[None], n)
         if self.flex:
-            mask = flex.pack_mask(base, tree.offsets, tree.visible[:, -n:])
+            mask = flex.pack_mask(base, tree.offsets, visible)
         else:
-            mask = attention.build_mask(self.kinds, base, tree.offsets, tree.visible[:, -n:], view.shape[0], self.dtype)
+            mask = attention.build_mask(self.kinds, base, tree.offsets, visible, view.shape[0], self.dtype)
             if latest is not None and n > attention.STRETCH:
                 attention.tell_shape(mask, attention.MaskShape(latest=latest))
             elif self.group > 1:
@@ -166,7 +167,7 @@ class Target:
             input_ids=nodes.clamp(0, self.embeddings - 1),
             attention_mask=mask,
             # Draft tokens may reach past the context; the loop never commits them, but embeddings would be out of range.
-            position_ids=(base[:, None] + tree.offsets[:, -n:]).clamp(0, self.max_positions - 1),
+            position_ids=(base[:, None] + offsets).clamp(0, self.max_positions - 1),
             past_key_values=SlotCache(buffers, slots, view.shape[0]),
             use_cache=True,
         )

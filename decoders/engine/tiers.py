@@ -88,7 +88,7 @@ class ForwardPass:
         if self._compiled(len(nodes) > 1):
             assert self._regional is not None
             self.compiled_passes += 1
-            return ForwardResult(*self._regional(nodes, base, tree, buffers, view))
+            return ForwardResult(*self._regional(nodes, base, laid_out(tree), buffers, view))
         started = time.perf_counter()
         result = self.target.forward(nodes, base, tree, buffers, view)
         self._tiers[len(nodes) > 1].seconds += time.perf_counter() - started
@@ -145,7 +145,8 @@ class ForwardPass:
                     torch.zeros(len(nodes)).bool(),
                 )
                 stops = torch.full((8,), -1)
-                settled(nodes, nodes.clone(), tree, tokens, base + 1, base + 40, flags, stops)
+                block = torch.zeros(len(nodes), len(tree), dtype=torch.int64)
+                settled(block, block.clone(), tree, tokens, base + 1, base + 40, flags, stops)
 
             tier.job = BackgroundCompile("the forward pass", work)
         return tier.job
@@ -163,17 +164,26 @@ def regional(target: Target) -> RegionalForward:
 
 
 def examples(target: Target, rows: int) -> tuple[Tensor, Tensor, TreeTensors, CacheBuffers, Tensor]:
-    """Arguments to compile for: sizes that may differ are pairwise different, or Dynamo would take one for another."""
+    """Arguments to compile for: sizes that may differ are pairwise different, or Dynamo would take one for another.
+
+    The block is the end of its tree, as where a tree is drafted level by level; one graph serves that and whole trees.
+    """
     nodes = torch.randint(0, min(target.vocab_size, target.embeddings), (rows, 11))
     buffers = CacheBuffers.allocate(target.layout, rows, 176)
     fixed(*((buffer, (1, 3)) for buffer in (*buffers.keys, *buffers.values)))
     return (
         nodes,
         torch.full((rows,), 19),
-        Topology.chain(10).tensors(rows, target.device),
+        Topology.chain(12).tensors(rows, target.device),
         buffers,
         torch.arange(176)[:80],
     )
+
+
+def laid_out(tree: TreeTensors) -> TreeTensors:
+    """`tree` as compiled passes take it: other strides, those of rows that share one tree, would be another graph."""
+    offsets, visible = tree.offsets.contiguous(), tree.visible.contiguous()
+    return TreeTensors(offsets, offsets, visible, visible)
 
 
 class TieredFunction:

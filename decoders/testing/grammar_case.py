@@ -6,9 +6,10 @@ import random
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from ..constraints.base import CompiledGrammar, Matcher, mask_words, unpack
+from ..constraints.base import CompiledGrammar, Matcher, mask_words
 from ..constraints.vocabulary import Vocabulary
 from .languages import STOPPED, Reference
 
@@ -78,7 +79,8 @@ def mask(matcher: Matcher) -> set[int]:
     """The tokens in a matcher's mask; bits behind the vocabulary must be zero or at least without effect."""
     out = torch.full((mask_words(len(matcher.grammar.vocabulary)),), 0x5A5A5A5A, dtype=torch.int32)
     matcher.fill_mask(out)
-    return set(unpack(out, len(matcher.grammar.vocabulary)).nonzero().flatten().tolist())
+    bits = np.unpackbits(out.numpy().view(np.uint8), count=len(matcher.grammar.vocabulary), bitorder="little")
+    return set(bits.nonzero()[0].tolist())
 
 
 def takes(matcher: Matcher, token: int) -> bool:

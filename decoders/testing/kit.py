@@ -85,7 +85,8 @@ def check_strategy(
         models: names of :data:`~decoders.testing.models.ARCHITECTURES` or models to decode with; by default one with
             full and one with sliding-window attention.
         compile: run the loop compiled; slower to start, and closer to real use.
-        thorough: try every combination of model, number of rows and kind of drawing; otherwise every pair of them.
+        thorough: try every combination of model, number of rows and kind of drawing, on longer texts; otherwise every pair
+            of them.
 
     Raises:
         AssertionError: the first check that failed and why.

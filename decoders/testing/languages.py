@@ -6,10 +6,11 @@ interegular, or written by hand: slow, and obviously right.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -125,6 +126,8 @@ class Reference:
     vocabulary: Vocabulary
     _memo: dict[Hashable, dict[int, Hashable]] = field(default_factory=dict, repr=False)
     _forced: dict[Hashable, bytes] = field(default_factory=dict, repr=False)
+    _endings: dict[Hashable, bytes] = field(default_factory=dict, repr=False)
+    _successors: dict[Hashable, list[Hashable | None]] = field(default_factory=dict, repr=False)
 
     def legal(self, state: Hashable) -> dict[int, Hashable]:
         """The tokens that may come next, each with the state after it."""
@@ -144,7 +147,7 @@ class Reference:
     def after(self, state: Hashable, text: bytes) -> Hashable | None:
         """The state after some bytes."""
         for byte in text:
-            after = self.automaton.step(state, byte)
+            after = self._steps(state)[byte]
             if after is None:
                 return None
             state = after
@@ -158,18 +161,27 @@ class Reference:
         if state not in self._forced:
             self._forced[state] = b""
             if not self.ends(state):
-                successors = [
-                    (byte, after) for byte in range(256) if (after := self.automaton.step(state, byte)) is not None
-                ]
+                successors = [(byte, after) for byte, after in enumerate(self._steps(state)) if after is not None]
                 if len(successors) == 1:
                     self._forced[state] = bytes([successors[0][0]]) + self.forced(successors[0][1])
         return self._forced[state]
 
     def ending(self, state: Any) -> bytes:
         """A way to an end, short and with few long characters: there are too many of these to search through."""
+        if state not in self._endings:
+            self._endings[state] = self._search(state)
+        return self._endings[state]
+
+    def _steps(self, state: Any) -> list[Hashable | None]:
+        """The state after each byte."""
+        if state not in self._successors:
+            self._successors[state] = [self.automaton.step(state, byte) for byte in range(256)]
+        return self._successors[state]
+
+    def _search(self, state: Any) -> bytes:
         first = b""  # the rest of a begun character
-        while rest := [b for b in range(0x80, 0xC0) if self.automaton.step(state, b) is not None]:
-            first, state = first + bytes(rest[:1]), self.automaton.step(state, rest[0])
+        while rest := [b for b in range(0x80, 0xC0) if self._steps(state)[b] is not None]:
+            first, state = first + bytes(rest[:1]), self._steps(state)[rest[0]]
         order = itertools.count()
         frontier: list[tuple[int, int, Any, bytes]] = [(0, next(order), state, first)]
         seen = {state}
@@ -177,8 +189,7 @@ class Reference:
             cost, _, state, text = heapq.heappop(frontier)
             if self.ends(state):
                 return text
-            for byte in range(256):
-                after = self.automaton.step(state, byte)
+            for byte, after in enumerate(self._steps(state)):
                 if after is not None and after not in seen:
                     seen.add(after)
                     price = 99 if byte >= 0xC0 else 0 if byte >= 0x80 else 1
@@ -263,9 +274,12 @@ def merged_vocabulary() -> Vocabulary:
     return Vocabulary(tokens + [None] * 40, stops=(stop, 0))
 
 
-def references() -> Iterator[Reference]:
-    """Every language over every vocabulary."""
+@functools.cache
+def references() -> tuple[Reference, ...]:
+    """Every language over every vocabulary; what is found out about them is kept for the next backend."""
     vocabularies = byte_vocabulary(), merged_vocabulary()
-    for language, automaton in languages().values():
-        for vocabulary in vocabularies:
-            yield Reference(language, automaton, vocabulary)
+    return tuple(
+        Reference(language, automaton, vocabulary)
+        for language, automaton in languages().values()
+        for vocabulary in vocabularies
+    )

@@ -148,7 +148,10 @@ def test_a_draft_equal_to_the_target_is_accepted_whole(model, kind):
             assert report.steps == 1
 
 
-@pytest.mark.parametrize("verifier, kind", CASES)
+@pytest.mark.parametrize(
+    "verifier, kind",
+    [pytest.param(v, k, marks=() if v == "tree_rejection" else pytest.mark.slow) for v, k in CASES],
+)
 def test_the_same_seed_gives_the_same_tokens_and_another_does_not(model, draft, verifier, kind):
     strategy = (CHAINS | TREES)[kind]
     first, second, other = (
@@ -158,8 +161,18 @@ def test_the_same_seed_gives_the_same_tokens_and_another_does_not(model, draft, 
     assert torch.equal(first, second) and not torch.equal(first, other)
 
 
-@pytest.mark.parametrize("verifier", ["rejection", "block", "tree_rejection"])
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize(
+    "verifier, rows",
+    [
+        ("rejection", 4),
+        ("block", 1),
+        ("tree_rejection", 4),
+        *(
+            pytest.param(v, r, marks=pytest.mark.slow)
+            for v, r in (("rejection", 1), ("block", 4), ("tree_rejection", 1))
+        ),
+    ],
+)
 def test_greedy_tokens_are_the_same_under_every_verifier(verifier, rows):
     target, near = decoders.enable(tiny_model("llama")), tiny_draft("llama")
     expected = decode(target, prompts(rows), max_new_tokens=20).sequences
@@ -196,7 +209,12 @@ def test_processors_that_read_the_text_are_refused(model, draft, verifier):
 
 @pytest.mark.skipif(not demo.available(), reason="the demo models are not there")
 @pytest.mark.parametrize(
-    "verifier, kind", [("rejection", "chain"), ("block", "threshold"), ("tree_rejection", "static tree")]
+    "verifier, kind",
+    [
+        pytest.param("rejection", "chain", marks=pytest.mark.slow),
+        ("block", "threshold"),
+        pytest.param("tree_rejection", "static tree", marks=pytest.mark.slow),
+    ],
 )
 def test_demo_models_at_temperature_one(verifier, kind):
     """First token and first two tokens over their likeliest values."""

@@ -10,9 +10,14 @@ from transformers import LogitsProcessor, PreTrainedModel
 
 import decoders
 from decoders.engine import packing, tiers
+from decoders.engine.cache import CacheBuffers
+from decoders.engine.target import causal_block
+from decoders.report import Report
 from decoders.strategies import PromptLookup
 from decoders.testing import Replay, assert_same_tokens, prompts, tiny_model
 from decoders.testing import decode as decode_once
+from decoders.testing.models import VOCAB
+from decoders.tree import Topology
 
 COMPILED = {"compile": True}
 
@@ -81,6 +86,21 @@ def test_a_block_of_any_size_takes_the_same_graph(compiled: PreTrainedModel) -> 
     assert torch.equal(out.sequences, decode(compiled, prompts(2), max_new_tokens=6).sequences)
 
 
+def test_whole_trees_and_their_ends_take_the_same_graph(compiled: PreTrainedModel) -> None:
+    """A dynamic tree is drafted level by level, each level the end of its tree; rows may share one tree's memory."""
+    forward = vars(compiled)["generate"].engine().forward
+    target, tree = forward.target, Topology.branches(2, 3).tensors(4, torch.device("cpu"))
+    buffers, base, view = CacheBuffers.allocate(target.layout, 4, 64), torch.full((4,), 9), torch.arange(32)
+    shared = causal_block(4, 6, torch.device("cpu"))
+    assert shared.offsets.stride(0) == 0
+    with forward.during(True, Report("")), torch.compiler.set_stance("fail_on_recompile"), torch.no_grad():
+        for block, count in ((tree, 7), (tree, 3), (shared, 6), (shared, 2)):
+            nodes = torch.randint(VOCAB, (4, count), generator=torch.Generator().manual_seed(count))
+            ours = forward(nodes, base, block, buffers, view)
+            plain = target.forward(nodes, base, block, buffers, view)
+            torch.testing.assert_close(ours.logits, plain.logits, rtol=1e-4, atol=1e-5)
+
+
 def test_processors_on_the_host_use_a_graph_of_the_forward_alone(compiled: PreTrainedModel) -> None:
     class Twist(LogitsProcessor):
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -108,6 +128,7 @@ def test_weights_changed_in_place_are_seen_and_nothing_is_compiled_again(compile
     assert torch.equal(again.sequences, before.sequences)
 
 
+@pytest.mark.usefixtures("traced_only")
 def test_a_call_changes_over_between_two_steps_when_the_compiler_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "FORWARD_SECONDS", 0.0)
     model, inputs = decoders.enable(tiny_model("llama")), prompts()
@@ -131,6 +152,7 @@ def test_a_call_changes_over_between_two_steps_when_the_compiler_is_ready(monkey
     assert torch.equal(out.sequences, decode(model, inputs, max_new_tokens=12).sequences)
 
 
+@pytest.mark.usefixtures("traced_only")
 def test_in_lower_precision_a_call_ends_in_the_tier_in_which_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "FORWARD_SECONDS", 0.0)
     model, inputs = decoders.enable(tiny_model("llama").bfloat16()), prompts()

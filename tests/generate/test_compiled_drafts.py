@@ -37,27 +37,39 @@ CASES: dict[str, tuple[Strategy, list[Strategy]]] = {
     ),
 }
 
-#: A chain alone, a tree in a batch, and a draft's own draft; every other case compiles graphs for as long.
-QUICK = {("chain", 1), ("dynamic tree", 4), ("staged", 4)}
+#: Only traced in the quick run; to compile them takes as long as to compile all other tests' models. With a grammar's masks,
+#: a chain in a batch is compiled in test_compiled_grammar.py.
+TRACED = [("chain", 1), ("dynamic tree", 4), ("staged", 4)]
 COMPILED = dict(decoders_config={"compile": True})
+
+
+def two_models() -> tuple[PreTrainedModel, PreTrainedModel]:
+    return decoders.enable(tiny_model("llama")), tiny_draft("llama")
 
 
 @pytest.fixture(scope="module")
 def pair() -> tuple[PreTrainedModel, PreTrainedModel]:
-    return decoders.enable(tiny_model("llama")), tiny_draft("llama")
+    return two_models()
 
 
 # The compiler itself warns about deprecated parts of torch.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize(
     ("kind", "rows"),
-    [
-        pytest.param(kind, rows, id=f"{kind}-{rows}", marks=() if (kind, rows) in QUICK else pytest.mark.slow)
-        for kind in CASES
-        for rows in (1, 4)
-    ],
+    [pytest.param(kind, rows, id=f"{kind}-{rows}") for kind in CASES for rows in (1, 4)],
 )
 def test_later_calls_compile_nothing(pair, kind, rows):
+    assert_later_calls_compile_nothing(pair, kind, rows)
+
+
+@pytest.mark.usefixtures("traced_only")
+@pytest.mark.parametrize(("kind", "rows"), TRACED)
+def test_later_calls_trace_nothing(kind, rows):
+    assert_later_calls_compile_nothing(two_models(), kind, rows)
+
+
+def assert_later_calls_compile_nothing(pair, kind, rows):
     (model, draft), (first, later) = pair, CASES[kind]
 
     def call(strategy: Strategy, length: int = 24, new: int = 20, **options: Any) -> Any:

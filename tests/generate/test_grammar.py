@@ -450,7 +450,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("strategy", [
-    pytest.param(strategy, id=name, marks=() if turn % 2 else pytest.mark.slow)
+    pytest.param(strategy, id=name, marks=() if (turn % 2 and name != "staged") or turn == 10 else pytest.mark.slow)
     for turn, (name, strategy) in enumerate(STRATEGIES.items())
 ])  # fmt: skip
 def test_a_guide_on_the_device_leads_to_the_same_texts(model, monkeypatch, strategy):
@@ -479,11 +479,12 @@ RECORDED = {
     "autoregressive": "autoregressive", "grammar": "grammar", "prompt_lookup": PromptLookup(branches=2),
     "chain": Speculative(length=3), "static tree": Speculative(tree="static"),
     "dynamic tree": Speculative(tree="dynamic", nodes=8), "staged": Staged(), "merged": "grammar+prompt_lookup",
+    "short staged": Staged(stage="prompt_lookup", passes=2),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("strategy", [
-    pytest.param(strategy, id=name, marks=pytest.mark.slow if name in ("chain", "dynamic tree") else ())
+    pytest.param(strategy, id=name, marks=pytest.mark.slow if name in ("chain", "dynamic tree", "staged") else ())
     for name, strategy in RECORDED.items()
 ])  # fmt: skip
 def test_steps_with_a_guide_on_the_device_are_recorded_and_replayed(model, tokenizer, monkeypatch, strategy):

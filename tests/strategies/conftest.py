@@ -28,8 +28,8 @@ WIDE = tuple((i,) for i in range(40)) + tuple((i, j) for i in range(4) for j in 
 
 #: What settings change in every strategy: what is drafted, and the tokens that come of it.
 OF_SETTINGS = (
-    "check_class", "check_settings", "check_drafts", "check_on_device", "check_greedy_equals_transformers",
-    "check_sampling_equals_autoregressive", "check_draft_scores",
+    "check_class", "check_settings", "check_drafts", "check_on_device", "check_sampling_equals_autoregressive",
+    "check_draft_scores",
 )  # fmt: skip
 
 

@@ -15,9 +15,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import decoders
+from decoders.engine.drafter import MIN_PENDING
+from decoders.engine.tiers import ForwardPass
 from decoders.strategies import Speculative, Staged, Threshold
+from decoders.strategies.merged import Merged
 from decoders.strategy import Strategy
-from decoders.testing import assert_same_tokens, decode, prompts, reference, tiny_draft, tiny_model
+from decoders.testing import Replay, assert_same_tokens, decode, prompts, reference, tiny_draft, tiny_model
 from decoders.testing.models import ARCHITECTURES, VOCAB, Architecture
 
 EAGER = {"compile": False, "prefill_chunk": 8}
@@ -297,3 +300,35 @@ def test_a_block_that_outgrows_the_cache(target, near):
     wide = Speculative(tree="dynamic", length=8, nodes=256, beam=8, children=32)
     report = assert_exact(target, near, wide, prompts(2), new=40)
     assert report.nodes > 200
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside another drafter"])
+def test_a_round_begins_with_the_tokens_that_its_model_has_not_read(monkeypatch, target, beside):
+    """Fewer would leave holes in the draft's cache, which cost acceptance and change no token; more would be run for nothing."""
+    run, passes = ForwardPass.__call__, []
+    plain = decode(target, prompts(2), max_new_tokens=40).sequences
+    forward = vars(target)["generate"].engine().forward
+
+    def noted(self, nodes, *arguments):
+        passes.append((self is forward, nodes.shape[1]))
+        return run(self, nodes, *arguments)
+
+    monkeypatch.setattr(ForwardPass, "__call__", noted)
+    start = prompts(2)["attention_mask"].argmax(1).tolist()
+    known = Replay(
+        texts=tuple(tuple(row[s:].tolist()) for row, s in zip(plain, start, strict=True)), length=7, wrong_every=0
+    )
+    strategy = Merged([Speculative(length=3), known]) if beside else Speculative(length=3)
+    draft = tiny_model("llama")  # the target's own weights in a model of its own
+    out = decode(target, prompts(2), strategy, assistant_model=draft, max_new_tokens=40, decoders_config=EAGER)
+    assert torch.equal(out.sequences, plain)
+    assert out.report.accepted_lengths == [0] * (7 if beside else 3) + [2 * 40 // (8 if beside else 4)]
+    rounds: list[list[int]] = [[]]  # widths of a round's passes, the target's last
+    for of_target, width in passes:
+        rounds[-1].append(width)
+        if of_target:
+            rounds.append([])
+    # All nodes of the last block may have been accepted if another drafter was right; and one more token was.
+    least = MIN_PENDING + 1
+    assert rounds[1:-1] == [[12, least, least, 11] if beside else [least, least, least, 4]] * (len(rounds) - 2)
+    assert len(rounds) > 4

@@ -32,8 +32,14 @@ def assert_exact(
 MERGED = ["speculative+prompt_lookup", "prompt_lookup+speculative", "threshold+prompt_lookup", "speculative+threshold"]
 
 
-@pytest.mark.parametrize("strategy", MERGED)
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize(
+    "rows, strategy",
+    [
+        pytest.param(rows, strategy, marks=() if turn % 2 == rows // 4 else pytest.mark.slow)
+        for rows in (1, 4)
+        for turn, strategy in enumerate(MERGED)
+    ],
+)
 def test_merged_with_other_drafters(target, near, strategy, rows):
     assert_exact(target, near, strategy, prompts(rows), new=48)
 
