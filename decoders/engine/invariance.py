@@ -140,7 +140,7 @@ def _comparisons(target: Target, length: int) -> Iterator[tuple[str, Tensor, Ten
         return target.forward(nodes.expand(rows, -1), base, tree.tensors(rows, device), buffers, view).logits[0, path]
 
     def cached(buffers: CacheBuffers, until: int = length) -> Tensor:
-        return torch.cat([t[0, :, :until].reshape(-1) for t in buffers.keys + buffers.values])
+        return torch.cat([t[0, :, :until].reshape(-1) for t in buffers.tensors])
 
     plain = read(length)
     chain, depths = Topology.chain(3), [0, 1, 2, 3]
