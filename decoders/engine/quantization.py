@@ -16,10 +16,11 @@ from . import torch_compat
 from .packing import SMALLEST, packable, state_of
 from .quantized import (
     GROUP,
-    DynamicInt8Conv1D,
-    DynamicInt8Linear,
+    Int8Conv1D,
+    Int8Linear,
     WeightInt4Conv1D,
     WeightInt4Linear,
+    WeightInt8Conv1D,
     WeightInt8Linear,
     rounded_to_int4,
     rounded_to_int8,
@@ -48,11 +49,6 @@ class Precision:
                     f"{setting}={value!r} works on the CPU so far, and this model is on {device}. Leave the setting out, or "
                     "quantize the model itself before you load it there."
                 )
-        if self.weights is not None and not torch_compat.multiplies_int8():
-            raise UnsupportedError(
-                f"weights={self.weights!r} needs a CPU with AVX512-VNNI, and a torch with oneDNN; "
-                "this machine would decode more slowly with it than without."
-            )
 
 
 @dataclass(frozen=True)
@@ -154,10 +150,7 @@ def _asked_for(module: nn.Module, scheme: Scheme, smallest: int) -> QuantizedWei
     rows, columns = matrix(source).shape
 
     def int8() -> Made:
-        levels, scale = rounded_to_int8(matrix(source.detach()))
-        tensors = dict(packed=torch_compat.reorder_int8(levels.contiguous()), scale=scale)
-        zero = torch.zeros(rows, dtype=torch.int32)
-        return Made(DynamicInt8Conv1D if transposed else DynamicInt8Linear, dict(tensors, zero=zero))
+        return _int8(*rounded_to_int8(matrix(source.detach())), source.dtype, transposed)
 
     def int4() -> Made:
         levels, scales = rounded_to_int4(matrix(source.detach()))
@@ -166,6 +159,22 @@ def _asked_for(module: nn.Module, scheme: Scheme, smallest: int) -> QuantizedWei
 
     four_bits = scheme == "int4" and rows % 16 == 0 and columns % GROUP == 0
     return _shared([source], ("int4" if four_bits else "int8", transposed), int4 if four_bits else int8)
+
+
+def _int8(levels: Tensor, scale: Tensor, dtype: torch.dtype, transposed: bool, given: bool = False) -> Made:
+    """The fastest layer for int8 weights ``[out, in]`` with one scale per output, float32.
+
+    Args:
+        given: a library's, whose roundings count. In float32 activations in two bytes would be too coarse for them.
+    """
+    if torch_compat.multiplies_int8() and not (given and dtype == torch.float32):
+        packed, zero = torch_compat.reorder_int8(levels.contiguous()), torch.zeros(len(scale), dtype=torch.int32)
+        after = scale.to(dtype).contiguous() if given else None
+        inside = torch.ones_like(scale) if given else scale
+        attributes = dict(packed=packed, scale=inside.contiguous(), zero=zero, after=after)
+        return Made(Int8Conv1D if transposed else Int8Linear, attributes)
+    attributes = dict(packed=levels.contiguous(), scale=scale.to(dtype).contiguous())
+    return Made(WeightInt8Conv1D if transposed else WeightInt8Linear, attributes)
 
 
 def _given(module: nn.Module) -> QuantizedWeight | None:
@@ -190,7 +199,7 @@ def _given(module: nn.Module) -> QuantizedWeight | None:
     dtype, target = weight.dtype, getattr(weight, "target_dtype", torch.int8)
 
     def int8() -> Made:
-        return Made(WeightInt8Linear, dict(packed=levels.contiguous(), scale=scale.reshape(-1).to(dtype).expand(rows).contiguous()))
+        return _int8(levels, scale.float().reshape(-1).expand(rows), dtype, False, given=True)
 
     def int4() -> Made:
         step = scale.float().reshape(rows, -1)

@@ -5,10 +5,14 @@ Three kernels, each with the same bits for a row whatever the number of rows:
 =================  =========================================  ==============================================
 kernel             weights                                    activations
 =================  =========================================  ==============================================
-``dynamic_int8``   int8, one scale per output                 int8, one scale per row, made as they come
+``int8``           int8, one scale per output                 two bytes each, one scale per row
 ``weight_int8``    int8, one scale per output                 as they are
 ``weight_int4``    4 bits, step and offset per group          as they are
 =================  =========================================  ==============================================
+
+``int8`` is oneDNN's product of bytes, whose sums are whole numbers. With one byte per activation, outliers leave little of the
+rest (SmolLM2-135M: a KL divergence of 0.045 per token, 4 bits per weight cost 0.013); with two, 0.002 is left. A row then counts
+as two rows of bytes, which is still the fastest of the products with int8 weights where there is VNNI.
 """
 
 from __future__ import annotations
@@ -66,9 +70,15 @@ def kernel(name: str) -> Any:
 
 
 def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of `x` ``[rows, in]`` as bytes, 128 being zero, and what one stands for, ``[rows, 1]`` float32."""
-    step = x.abs().amax(-1, keepdim=True).float().clamp_min(1e-20) / 127
-    return (x / step + 128.5).to(torch.uint8), step
+    """Rows of `x` ``[rows, in]`` as 16-bit numbers, and what 1 stands for, ``[rows, 1]`` float32.
+
+    Returns:
+        ``[2·rows, in]`` uint8, first all upper bytes, then all lower ones; 128 is the zero of either.
+    """
+    step = x.abs().amax(-1, keepdim=True).float().clamp_min(1e-20) / 32512  # the upper byte then is at most 127
+    numbers = (x / step).round()
+    upper = ((numbers + 128) / 256).floor()
+    return (torch.cat([upper, numbers - 256 * upper]) + 128).to(torch.uint8), step
 
 
 class _Latest(threading.local):
@@ -106,14 +116,17 @@ class _Quantized:
         return out if self.bias is None else out + self.bias  # type: ignore[attr-defined]
 
 
-class _DynamicInt8(_Quantized):
+class _Int8(_Quantized):
     zero: Tensor
+    #: ``[out]`` of the type of the activations: multiplies what has been rounded to that type, as torchao's product does.
+    after: Tensor | None
 
     def product(self, x: Tensor) -> Tensor:
         rows, step = _quantized(x)
         out = self.scale.shape[0]
-        product = kernel("multiply_int8")(rows, self.packed, self.scale, self.zero, out)
-        return (product * step).to(x.dtype).reshape(*x.shape[:-1], out)
+        upper, lower = kernel("multiply_int8")(rows, self.packed, self.scale, self.zero, out).view(2, -1, out)
+        product = ((upper * 256 + lower) * step).to(x.dtype)
+        return (product if self.after is None else product * self.after).reshape(*x.shape[:-1], out)
 
 
 class _WeightInt8(_Quantized):
@@ -131,19 +144,23 @@ class _WeightInt4(_Quantized):
         return product.reshape(*x.shape[:-1], self.scale.shape[1])
 
 
-class DynamicInt8Linear(_DynamicInt8, nn.Linear):
-    """An ``nn.Linear`` whose weights and activations are int8."""
+class Int8Linear(_Int8, nn.Linear):
+    """An ``nn.Linear`` with int8 weights, multiplied by bytes."""
 
 
 class WeightInt8Linear(_WeightInt8, nn.Linear):
-    """An ``nn.Linear`` whose weights are int8."""
+    """An ``nn.Linear`` with int8 weights."""
 
 
 class WeightInt4Linear(_WeightInt4, nn.Linear):
-    """An ``nn.Linear`` whose weights have 4 bits."""
+    """An ``nn.Linear`` with weights of 4 bits."""
 
 
-class DynamicInt8Conv1D(_DynamicInt8, Conv1D):
+class Int8Conv1D(_Int8, Conv1D):
+    """GPT-2's linear layer, likewise."""
+
+
+class WeightInt8Conv1D(_WeightInt8, Conv1D):
     """GPT-2's linear layer, likewise."""
 
 
