@@ -83,7 +83,7 @@ class QuantizedWeight:
     def repack(self) -> None:
         """Makes it anew in the same tensors: graphs that hold them see the new values."""
         for own, new in zip(self.tensors, QuantizedWeight(self.sources, self._make).tensors, strict=True):
-            if own.data_ptr() != new.data_ptr() or own.is_mkldnn:
+            if own.is_mkldnn or own.data_ptr() != new.data_ptr():
                 own.copy_(new)
         self._made_from = [state_of(source) for source in self.sources]
 
@@ -129,6 +129,18 @@ def quantize(model: nn.Module, scheme: Scheme | None, head: nn.Module | None, sm
         module.__class__ = weight.made.layer
         vars(module).update(weight.made.attributes)
     return quantized
+
+
+def rounds_activations(model: nn.Module) -> bool:
+    """Whether a library's layers of `model` round what they read: to int8, say."""
+    quantized = ("act_quant_kwargs", "activation_quantization")
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if weight is not None and type(weight) is not nn.Parameter:
+            asked = any(getattr(weight, name, None) is not None for name in quantized)
+            if asked or (weight.dtype == torch.int8 and not hasattr(weight, "qdata")):
+                return True
+    return False
 
 
 def _shared(sources: list[Tensor], key: tuple, make: Callable[[], Made]) -> QuantizedWeight:

@@ -19,7 +19,7 @@ from . import attention, buckets, flex, invariance
 from .cache import CacheBuffers, LayerSpec, LayoutProbe, SlotCache
 from .fingerprints import Fingerprints
 from .packing import pack
-from .quantization import Precision, quantize
+from .quantization import Precision, quantize, rounds_activations
 from .transformers_compat import keeps_recurrent_state
 from .twin import WeightState, share_weights, tensors_of
 
@@ -44,6 +44,7 @@ class Target:
         precision: of the matrices and of the cache, where it is not the model's own.
         packing, quantized: the packed matrices, and those that are quantized.
         weights, samples: what they were packed from.
+        rounds: whether activations, keys or values are rounded on the way, so that a last bit may decide about a step of theirs.
         multiple: blocks and stretches of text have a multiple of so many nodes.
         invariance: in low precision, whether a node has the same bits in every block.
 
@@ -83,17 +84,13 @@ class Target:
         self._head_inputs.clear()
         self.dtype = self.layout[0].dtype
         self.device = self.layout[0].device
+        self.rounds = precision != Precision() or rounds_activations(model)
         self.multiple = buckets.row_multiple(self.dtype, self.device, self.rounds)
         if self.multiple > 1:
             invariance.align_activations(self.model)
         self._self_check(model, plain_layout)
         # Where bits matter, a brief look; `decoders doctor MODEL` makes every comparison.
         self.invariance = invariance.check(self, length=16, comparisons=3) if self.multiple > 1 else None
-
-    @property
-    def rounds(self) -> bool:
-        """Whether activations, keys or values are rounded on the way: a last bit may then decide about a whole step of theirs."""
-        return self.precision != Precision()
 
     @property
     def matrices(self) -> list[Tensor]:
