@@ -131,7 +131,10 @@ def _times(
         for count in nodes:
             for name, forward in _rotated(list(forwards.items()), turn):
                 tokens = torch.arange(count)[None] + 5
-                tree, view = Topology.chain(count - 1).tensors(1, tokens.device), torch.arange(view_bucket(length + count))
+                tree, view = (
+                    Topology.chain(count - 1).tensors(1, tokens.device),
+                    torch.arange(view_bucket(length + count)),
+                )
                 with forward.during("auto" if compile else False, report):
                     started = time.perf_counter()
                     forward(tokens, torch.tensor([length]), tree, buffers[name], view)

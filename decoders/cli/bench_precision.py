@@ -62,7 +62,13 @@ def precision(
     facts = machine.facts(torch.device("cpu"))
     console.print(footnote(facts), style="dim")
     if json_file is not None:
-        run = {"model": model, "dtype": dtype, "tokens": [len(part) for part in ids], "repeats": repeats, "compile": compile}
+        run = {
+            "model": model,
+            "dtype": dtype,
+            "tokens": [len(part) for part in ids],
+            "repeats": repeats,
+            "compile": compile,
+        }
         write_json({"machine": facts, "run": run, "precisions": [asdict(cost) for cost in costs]}, json_file)
 
 
@@ -70,4 +76,6 @@ def _default_text() -> str:
     """Text that is always there."""
     from .. import generate, hookspecs, strategy, tree
 
-    return "\n\n".join(Path(str(module.__file__)).read_text(encoding="utf-8") for module in (strategy, tree, hookspecs, generate))
+    return "\n\n".join(
+        Path(str(module.__file__)).read_text(encoding="utf-8") for module in (strategy, tree, hookspecs, generate)
+    )

@@ -161,7 +161,9 @@ class SlotCache(Cache):
 def quantize_slots(states: Tensor) -> tuple[Tensor, Tensor]:
     """``[B, h, N, d]`` as int8 and one scale per head and token, ``[B, h, N, 1]`` of the type of `states`."""
     # Rounded to the type that it is kept in before it divides.
-    scale = (states.abs().amax(-1, keepdim=True).float() / 127).clamp_min(torch.finfo(states.dtype).tiny).to(states.dtype)
+    scale = (
+        (states.abs().amax(-1, keepdim=True).float() / 127).clamp_min(torch.finfo(states.dtype).tiny).to(states.dtype)
+    )
     return (states.float() / scale.float()).round().clamp(-127, 127).to(torch.int8), scale
 
 

@@ -222,6 +222,12 @@ def _given(module: nn.Module) -> QuantizedWeight | None:
 
     if target == torch.int8 and zeros and block in ((1, columns), (rows, columns)):
         return _shared(sources, ("given int8", dtype), int8)
-    if str(target) == "torch.int4" and len(block) == 2 and block[0] == 1 and block[1] in (32, 64, 128, 256) and rows % 16 == 0:
+    if (
+        str(target) == "torch.int4"
+        and len(block) == 2
+        and block[0] == 1
+        and block[1] in (32, 64, 128, 256)
+        and rows % 16 == 0
+    ):
         return _shared(sources, ("given int4", dtype), int4)
     return None

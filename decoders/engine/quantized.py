@@ -190,7 +190,9 @@ def rounded_to_int4(matrix: Tensor, group: int = GROUP) -> tuple[Tensor, Tensor]
             best = error, levels, step, middle
         else:
             better = error < best[0]
-            best = tuple(torch.where(better, new, old) for new, old in zip((error, levels, step, middle), best, strict=True))  # type: ignore[assignment]
+            best = tuple(
+                torch.where(better, new, old) for new, old in zip((error, levels, step, middle), best, strict=True)
+            )  # type: ignore[assignment]
     assert best is not None
     _, levels, step, middle = best
     scales = torch.cat([step, middle], dim=-1).transpose(0, 1).contiguous().to(matrix.dtype)
