@@ -46,7 +46,7 @@ def precision(
 
     import torch
 
-    from ..bench import machine
+    from ..bench import bandwidth, machine
     from ..bench.precision import measure
     from ..bench.precision_tables import precision_table
     from .models import load
@@ -59,7 +59,8 @@ def precision(
     with progress_bar(progress_console, 2) as advance:
         costs = measure(loaded, names, ids, counts, repeats, compile, advance=advance)
     console.print(precision_table(costs, f"{model}, {dtype}, {sum(map(len, ids)):,} tokens"))
-    facts = machine.facts(torch.device("cpu"))
+    cpu = torch.device("cpu")
+    facts = machine.facts(cpu) | {"copy_bandwidth": bandwidth.copy_bandwidth(cpu)}
     console.print(footnote(facts), style="dim")
     if json_file is not None:
         run = {
