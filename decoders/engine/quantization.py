@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -158,7 +158,7 @@ def _asked_for(module: nn.Module, scheme: Scheme, smallest: int) -> QuantizedWei
     if kind is None:
         return None
     _, matrix = kind
-    source, transposed = module.weight, isinstance(module, Conv1D)
+    source, transposed = cast(Tensor, module.weight), isinstance(module, Conv1D)
     rows, columns = matrix(source).shape
 
     def int8() -> Made:

@@ -79,7 +79,7 @@ def lower_to_packed_kernel(operator: Any) -> bool:
 def multiplies_int8() -> bool:
     """Whether oneDNN has its fast product of unsigned and signed bytes here; without VNNI it is slower than bfloat16's."""
     onednn = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
-    return onednn and bool(torch.cpu._is_vnni_supported()) and hasattr(torch.ops.onednn, "qlinear_prepack")
+    return bool(onednn and torch.cpu._is_vnni_supported() and hasattr(torch.ops.onednn, "qlinear_prepack"))
 
 
 def reorder_int8(matrix: Tensor) -> Tensor:
