@@ -119,6 +119,8 @@ class Report:
         reused: per row, prompt tokens that were not read, since an earlier call had left their keys and values.
         same_bits: in low precision on a CPU, whether a token has the same bits in every block, so that drafts change nothing
             at near-ties either: a brief check when the model was made ready. None where it is not checked.
+        weights, kv_cache: "int8" or "int4" where the engine was told to compute with quantized copies of the model's weights, or
+            to keep keys and values in lower precision; "keep": in the model's own.
         rows: batch size.
         prompt_tokens, new_tokens: per row.
         steps: target forwards that commit tokens.
@@ -142,6 +144,8 @@ class Report:
     exact: bool = True
     verifier: str = "coupled"
     same_bits: bool | None = None
+    weights: str = "keep"
+    kv_cache: str = "keep"
     rows: int = 1
     prompt_tokens: list[int] = field(default_factory=list)
     new_tokens: list[int] = field(default_factory=list)

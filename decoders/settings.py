@@ -91,10 +91,15 @@ class RuntimeSettings(Settings):
         True,
         description="Keep the last rows' keys and values: a prompt that begins as an earlier text is not read again.",
     )
-    weights: Literal["keep", "packed"] = Field(
+    weights: Literal["keep", "packed", "int8", "int4"] = Field(
         "keep",
         description="keep leaves the model as it is; packed frees the dense weights of which the engine has a packed copy: until "
-        "decoders.release or decoders.disable the model can only be used with strategy=.",
+        "decoders.release or decoders.disable the model can only be used with strategy=. int8 and int4 decode with quantized "
+        "copies, which changes the text (on CPUs); the model itself is left as it is.",
+    )
+    kv_cache: Literal["keep", "int8"] = Field(
+        "keep",
+        description="int8 stores keys and values as int8 with a scale per head and token, which changes the text (on CPUs).",
     )
     prefill_chunk: int = Field(512, ge=1, description="Prompt tokens per forward pass of the prefill.")
     attention: Literal["auto", "sdpa", "flex"] = Field(

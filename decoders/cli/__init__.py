@@ -67,6 +67,7 @@ def _register() -> None:
         bench,
         bench_fresh,
         bench_grammar,
+        bench_precision,
         bench_sampling,
         calibrate,
         demo,
@@ -92,6 +93,7 @@ def _register() -> None:
     train.app.command()(train_medusa.medusa)
     bench.app.command()(bench_fresh.fresh)
     bench.app.command()(bench_grammar.grammar)
+    bench.app.command()(bench_precision.precision)
     bench.app.command()(bench_sampling.sampling)
     app.add_typer(bench.app, name="bench")
     app.add_typer(train.app, name="train")

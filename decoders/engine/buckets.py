@@ -64,9 +64,13 @@ def view_bucket(length: int) -> int:
     return full * 512 + next(size for size in VIEWS if size >= rest)
 
 
-def row_multiple(dtype: torch.dtype, device: torch.device) -> int:
-    """Blocks and stretches of text come in multiples of this. In float32 differences are far below any near-tie."""
-    return ROWS if device.type == "cpu" and dtype in (torch.bfloat16, torch.float16) else 1
+def row_multiple(dtype: torch.dtype, device: torch.device, rounds: bool = False) -> int:
+    """Blocks and stretches of text come in multiples of this. In float32 differences are far below any near-tie.
+
+    Args:
+        rounds: whether something is rounded to a lower precision on the way.
+    """
+    return ROWS if device.type == "cpu" and (rounds or dtype in (torch.bfloat16, torch.float16)) else 1
 
 
 def round_up(count: int, multiple: int) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -14,7 +15,13 @@ from ..devices import host_reads
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What one attention layer stores per token: head counts and widths of keys and values, dtype and device."""
+    """What one attention layer stores per token.
+
+    Attributes:
+        key_heads, key_dim, value_heads, value_dim: head counts and widths of keys and values.
+        dtype, device: of what the layer computes.
+        quantized: whether keys and values are kept as int8, with a scale of `dtype` per head and slot.
+    """
 
     key_heads: int
     key_dim: int
@@ -22,6 +29,7 @@ class LayerSpec:
     value_dim: int
     dtype: torch.dtype
     device: torch.device
+    quantized: bool = False
 
 
 class LayoutProbe(Cache):
@@ -46,17 +54,39 @@ class LayoutProbe(Cache):
 
 @dataclass
 class CacheBuffers:
-    """Keys and values of every layer: ``[B, heads, L, dim]`` each, ``L`` slots."""
+    """Keys and values of every layer: ``[B, heads, L, dim]`` each, ``L`` slots.
+
+    Attributes:
+        keys, values: one per layer; int8 if they are quantized.
+        key_scales, value_scales: ``[B, heads, L, 1]``, what 1 stands for in a slot of a head. Empty if nothing is quantized.
+    """
 
     keys: list[Tensor]
     values: list[Tensor]
+    key_scales: list[Tensor] = field(default_factory=list)
+    value_scales: list[Tensor] = field(default_factory=list)
 
     @staticmethod
     def allocate(layout: list[LayerSpec], rows: int, slots: int) -> CacheBuffers:
-        return CacheBuffers(
-            [torch.zeros(rows, s.key_heads, slots, s.key_dim, dtype=s.dtype, device=s.device) for s in layout],
-            [torch.zeros(rows, s.value_heads, slots, s.value_dim, dtype=s.dtype, device=s.device) for s in layout],
-        )
+        def buffers(sizes: list[tuple[int, int]], scales: bool = False) -> list[Tensor]:
+            made = []
+            for (heads, dim), spec in zip(sizes, layout, strict=True):
+                dtype = torch.int8 if spec.quantized and not scales else spec.dtype
+                shape = rows, heads, slots, 1 if scales else dim
+                if spec.quantized or not scales:
+                    made.append(torch.zeros(shape, dtype=dtype, device=spec.device))
+            return made
+
+        keys, values = [(s.key_heads, s.key_dim) for s in layout], [(s.value_heads, s.value_dim) for s in layout]
+        return CacheBuffers(buffers(keys), buffers(values), buffers(keys, True), buffers(values, True))
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of them; slots are the third axis of each."""
+        return (*self.keys, *self.values, *self.key_scales, *self.value_scales)
+
+    def _each(self, function: Callable[[Tensor], Tensor]) -> CacheBuffers:
+        return CacheBuffers(*[[function(tensor) for tensor in getattr(self, part.name)] for part in fields(self)])
 
     def enlarged(self, slots: int) -> CacheBuffers:
         """The same keys and values with room for `slots` tokens."""
@@ -66,18 +96,15 @@ class CacheBuffers:
             wide[:, :, : buffer.shape[2]] = buffer
             return wide
 
-        return CacheBuffers([wider(t) for t in self.keys], [wider(t) for t in self.values])
+        return self._each(wider)
 
     def of_row(self, row: int, count: int) -> CacheBuffers:
         """A copy of the first `count` slots of a row."""
-        return CacheBuffers(
-            [t[row : row + 1, :, :count].clone() for t in self.keys],
-            [t[row : row + 1, :, :count].clone() for t in self.values],
-        )
+        return self._each(lambda tensor: tensor[row : row + 1, :, :count].clone())
 
     def copy_row(self, row: int, source: CacheBuffers, source_row: int, count: int) -> None:
         """The first `count` slots of a row of `source` become those of `row`."""
-        for own, other in zip(self.keys + self.values, source.keys + source.values, strict=True):
+        for own, other in zip(self.tensors, source.tensors, strict=True):
             own[row, :, :count] = other[source_row, :, :count]
 
     @property
@@ -86,7 +113,7 @@ class CacheBuffers:
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in self.keys + self.values)
+        return sum(t.nbytes for t in self.tensors)
 
 
 class SlotCache(Cache):
@@ -106,9 +133,19 @@ class SlotCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         keys, values = self.buffers.keys[layer_idx], self.buffers.values[layer_idx]
+        if self.buffers.key_scales:
+            key_scales, value_scales = self.buffers.key_scales[layer_idx], self.buffers.value_scales[layer_idx]
+            return self._quantized(keys, key_scales, key_states), self._quantized(values, value_scales, value_states)
         write_slots(keys, self.slots, key_states)
         write_slots(values, self.slots, value_states)
         return keys[:, :, : self.view], values[:, :, : self.view]
+
+    def _quantized(self, buffer: Tensor, scales: Tensor, states: Tensor) -> Tensor:
+        """Writes `states` as int8 and gives all that attention sees, as later passes will see it: this pass's own included."""
+        levels, scale = quantize_slots(states)
+        write_slots(buffer, self.slots, levels)
+        write_slots(scales, self.slots, scale)
+        return buffer[:, :, : self.view].to(states.dtype) * scales[:, :, : self.view]
 
     # Models ask these to number positions themselves; the loop always passes explicit positions and a ready mask.
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -119,6 +156,15 @@ class SlotCache(Cache):
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return 0
+
+
+def quantize_slots(states: Tensor) -> tuple[Tensor, Tensor]:
+    """``[B, h, N, d]`` as int8 and one scale per head and token, ``[B, h, N, 1]`` of the type of `states`."""
+    # Rounded to the type that it is kept in before it divides.
+    scale = (
+        (states.abs().amax(-1, keepdim=True).float() / 127).clamp_min(torch.finfo(states.dtype).tiny).to(states.dtype)
+    )
+    return (states.float() / scale.float()).round().clamp(-127, 127).to(torch.int8), scale
 
 
 def write_slots(buffer: Tensor, slots: Tensor, states: Tensor) -> None:
@@ -144,5 +190,5 @@ def move_slots(buffers: CacheBuffers, base: Tensor, path: Tensor) -> None:
         path, index = path[:, first:last], index[first:last]
     rows = torch.arange(path.shape[0], device=path.device)[:, None]
     source, target = base[:, None] + path, base[:, None] + index
-    for buffer in (*buffers.keys, *buffers.values):
+    for buffer in buffers.tensors:
         buffer[rows, :, target] = buffer[rows, :, source]

@@ -20,6 +20,7 @@ from .core import Core, Passes
 from .draft_core import DraftCore
 from .locks import CallLock
 from .packing import FreedParameter, FreedWeights, free_originals, freed_error, restore_originals
+from .quantization import Precision
 from .session import Sessions
 from .static import WholeStep
 from .target import Target
@@ -50,14 +51,15 @@ class Engine:
         model: PreTrainedModel,
         attention: Literal["auto", "sdpa", "flex"] = "auto",
         lock: CallLock | None = None,
+        precision: Precision = Precision(),
     ) -> None:
         if any(isinstance(parameter, FreedParameter) for parameter in model.parameters()):
             raise freed_error()
         self.lock = lock or CallLock()  # a streamer or processor may call generate again
-        self.attention = attention
+        self.attention, self.precision = attention, precision
         started = time.perf_counter()
         with current(model.device), torch.autocast(model.device.type, enabled=False):
-            self.target = make_target(model, attention)
+            self.target = make_target(model, attention, precision)
         self.preparing = time.perf_counter() - started
         self.sessions = Sessions(self.target, recorder_of(self.target.device))
         self.forward = ForwardPass(self.target)
@@ -66,9 +68,9 @@ class Engine:
         self._functions: dict[Callable, TieredFunction] = {}
         self._freed: FreedWeights | None = None
 
-    def refresh(self, model: PreTrainedModel, attention: str) -> bool:
+    def refresh(self, model: PreTrainedModel, attention: str, precision: Precision = Precision()) -> bool:
         """Whether this engine still serves `model`; weights that were written to since are packed again first."""
-        if attention != self.attention:
+        if (attention, precision) != (self.attention, self.precision):
             return False
         with self.lock:
             weights = WeightState.of(model)
@@ -170,11 +172,13 @@ def _booked(compiled: Compiled, report: Report) -> Compiled:
     return compiled
 
 
-def make_target(model: PreTrainedModel, attention: Literal["auto", "sdpa", "flex"]) -> Target:
+def make_target(
+    model: PreTrainedModel, attention: Literal["auto", "sdpa", "flex"], precision: Precision = Precision()
+) -> Target:
     """The target with the attention that suits its device; ``auto`` is flex on CUDA where the model can carry it."""
     if attention == "auto" and model.device.type == "cuda":
         try:
-            return Target(model, "flex")
+            return Target(model, "flex", precision)
         except UnsupportedError:
-            return Target(model, "sdpa")
-    return Target(model, "flex" if attention == "flex" else "sdpa")
+            return Target(model, "sdpa", precision)
+    return Target(model, "flex" if attention == "flex" else "sdpa", precision)

@@ -3,6 +3,7 @@
 Measured with torch 2.13 on AVX512 (oneDNN, MKL, ATen), one to three threads; :func:`check` measures the model at hand:
 
 - oneDNN's packed products give a row the same bits for any number of rows from two up. A single row takes another kernel.
+- The products with quantized weights (:mod:`.quantized`) give a row the same bits for any number of rows, one included.
 - Fused attention works on 32 query rows of a head at a time; one to three left over are summed in another order. Blocks
   and stretches of text therefore come in multiples of four (:func:`~decoders.engine.buckets.row_multiple`).
 - Its last 512 slots are summed in another order if their number lies strictly between 192 and 384:
@@ -140,7 +141,7 @@ def _comparisons(target: Target, length: int) -> Iterator[tuple[str, Tensor, Ten
         return target.forward(nodes.expand(rows, -1), base, tree.tensors(rows, device), buffers, view).logits[0, path]
 
     def cached(buffers: CacheBuffers, until: int = length) -> Tensor:
-        return torch.cat([t[0, :, :until].reshape(-1) for t in buffers.keys + buffers.values])
+        return torch.cat([t[0, :, :until].reshape(-1) for t in buffers.tensors])
 
     plain = read(length)
     chain, depths = Topology.chain(3), [0, 1, 2, 3]

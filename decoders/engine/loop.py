@@ -70,6 +70,7 @@ class Call:
             verifier=chosen.name if chosen is not None else "coupled",
             rows=self.batch, prompt_tokens=list(self.lengths),
             same_bits=self.target.invariance.holds if self.target.invariance is not None else None,
+            weights=self.target.precision.weights or "keep", kv_cache=self.target.precision.cache or "keep",
         )  # fmt: skip
         self.prefixes = Prefixes(request.padded_prompt, self.generated, request.pad_token)
         self.may_err = self.verifier is not None  # whether a hook can do wrong what only the device sees

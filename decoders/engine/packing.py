@@ -90,13 +90,13 @@ class PackedWeight:
 
     def settle(self) -> None:
         """Notes that the packed copy has the parameter's present values, or all that there is if the parameter was freed."""
-        self._packed_from = _state(self.source)
+        self._packed_from = state_of(self.source)
         self._sample = Fingerprint(self.source) if self.source.numel() else None
 
     @property
     def stale(self) -> bool:
         """Whether the parameter has changed since it was packed."""
-        if _state(self.source) != self._packed_from:
+        if state_of(self.source) != self._packed_from:
             return True
         return self._sample is not None and self._sample.changed
 
@@ -159,12 +159,12 @@ def pack(model: nn.Module, smallest: int | None = None) -> Packing:
     packing = Packing()
     distinct: dict[int, PackedWeight] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        packable = _packable(module, smallest)
-        if packable is None:
+        plain = packable(module, smallest)
+        if plain is None:
             if isinstance(module, PackedLinear | PackedConv1D) and id(module) in distinct:  # one module under two names
                 packing.layers[path] = (module, distinct[id(module)])
             continue
-        stand_in, matrix = packable
+        stand_in, matrix = plain
         weight = _shared(module.weight, matrix)
         if weight not in packing.weights:
             packing.weights.append(weight)
@@ -175,7 +175,8 @@ def pack(model: nn.Module, smallest: int | None = None) -> Packing:
     return packing
 
 
-def _packable(module: nn.Module, smallest: int) -> tuple[type[nn.Module], Callable[[Tensor], Tensor]] | None:
+def packable(module: nn.Module, smallest: int) -> tuple[type[nn.Module], Callable[[Tensor], Tensor]] | None:
+    """The class that stands in for a plain layer, and how to get its matrix; None for whatever is no plain layer."""
     kind = _KINDS.get(type(module))
     weight = module._parameters.get("weight")  # a parametrized or pruned weight is no parameter
     if kind is None or weight is None or "forward" in vars(module):
@@ -200,7 +201,7 @@ def _shared(source: Tensor, matrix: Callable[[Tensor], Tensor]) -> PackedWeight:
     return weight
 
 
-def _state(source: Tensor) -> tuple:
+def state_of(source: Tensor) -> tuple:
     """Differs after an in-place change that PyTorch counts."""
     return source.data_ptr(), torch_compat.writes_counted(source)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from . import torch_compat
 from .compiler import private
-from .packing import Packing
+from .quantized import use_quantized_kernels
 
 #: Modules that transformers numbers by decoder layer: attention modules are.
 LAYER_INDEX = "layer_idx"
@@ -71,9 +71,8 @@ class RegionalForward:
         regional: whether layers are regions, None before the first compilation.
     """
 
-    def __init__(self, function: Callable, model: nn.Module, packing: Packing | None = None) -> None:
-        self.function, self.model = function, model
-        self.packed = [weight.packed for weight in packing.weights] if packing is not None else []
+    def __init__(self, function: Callable, model: nn.Module, packed: Sequence[Tensor] = ()) -> None:
+        self.function, self.model, self.packed = function, model, packed
         self.regional: bool | None = None
         self._compiled = self._wrap()
 
@@ -83,7 +82,7 @@ class RegionalForward:
     def compile(self, *args: Any) -> None:
         """Makes the graph for arguments like these; raises what the compiler raises if no way of compiling works."""
         use_packed_kernels()
-        fixed(*((packed, (0, 1)) for packed in self.packed))
+        fixed(*((packed, tuple(range(packed.dim()))) for packed in self.packed))
         with torch_compat.floats_as_constants():
             if self.regional is not False:
                 try:
@@ -111,5 +110,6 @@ def fixed(*sizes: tuple[Tensor, tuple[int, ...]]) -> None:
 
 @functools.cache
 def use_packed_kernels() -> None:
-    """Lets inductor call oneDNN's kernel for packed linears itself."""
+    """Lets inductor call the kernels of packed and of quantized linears itself."""
+    use_quantized_kernels()
     torch_compat.lower_to_packed_kernel(torch.ops.decoders.packed_linear.default)

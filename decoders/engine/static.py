@@ -115,7 +115,7 @@ def shape_key(value: Any) -> Hashable:
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype
     if isinstance(value, CacheBuffers):  # all layers are as long as the first
-        return len(value.keys), value.keys[0].shape
+        return len(value.keys), value.keys[0].shape, value.keys[0].dtype
     if isinstance(value, bool | int | float | str | None):
         return value
     if isinstance(value, list | tuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 import torch
@@ -19,6 +19,7 @@ from . import attention, buckets, flex, invariance
 from .cache import CacheBuffers, LayerSpec, LayoutProbe, SlotCache
 from .fingerprints import Fingerprints
 from .packing import pack
+from .quantization import Precision, quantize, rounds_activations
 from .transformers_compat import keeps_recurrent_state
 from .twin import WeightState, share_weights, tensors_of
 
@@ -40,8 +41,10 @@ class Target:
 
     Attributes:
         static: whether code is compiled for one size each, so that sizes are rounded to buckets.
-        packing: the packed matrices.
+        precision: of the matrices and of the cache, where it is not the model's own.
+        packing, quantized: the packed matrices, and those that are quantized.
         weights, samples: what they were packed from.
+        rounds: whether activations, keys or values are rounded on the way, so that a last bit may decide about a step of theirs.
         multiple: blocks and stretches of text have a multiple of so many nodes.
         invariance: in low precision, whether a node has the same bits in every block.
 
@@ -50,8 +53,12 @@ class Target:
             differ from those of a plain forward.
     """
 
-    def __init__(self, model: PreTrainedModel, backend: Literal["sdpa", "flex"] = "sdpa") -> None:
+    def __init__(
+        self, model: PreTrainedModel, backend: Literal["sdpa", "flex"] = "sdpa", precision: Precision = Precision()
+    ) -> None:
         refuse_unfit(model)
+        precision.check(model.device)
+        self.precision = precision
         attention.register()
         self.flex = backend == "flex"
         self.static = devices.static_shapes(model.device)
@@ -65,20 +72,33 @@ class Target:
         self.backbone = backbone_of(self.model)
         # The hidden states are taken where the head reads them: no model has to be asked how it names or norms them.
         self._watch_head()
+        self.quantized = quantize(self.model, precision.weights, self.model.get_output_embeddings())
         self.packing = pack(self.model)
         self.remember(model)
         self.layout, groups = probe_layout(self.model, len(self.kinds), self.flex)
+        plain_layout = self.layout
+        if precision.cache is not None:
+            self.layout = [replace(spec, quantized=True) for spec in self.layout]
         self.group = groups.pop() if len(groups) == 1 else 1
         self.reads_ahead = "logits_to_keep" in inspect.signature(self.model.forward).parameters
         self._head_inputs.clear()
         self.dtype = self.layout[0].dtype
         self.device = self.layout[0].device
-        self.multiple = buckets.row_multiple(self.dtype, self.device)
+        self.rounds = precision != Precision() or rounds_activations(model)
+        self.multiple = buckets.row_multiple(self.dtype, self.device, self.rounds)
         if self.multiple > 1:
             invariance.align_activations(self.model)
-        self._self_check(model)
+        self._self_check(model, plain_layout)
         # Where bits matter, a brief look; `decoders doctor MODEL` makes every comparison.
         self.invariance = invariance.check(self, length=16, comparisons=3) if self.multiple > 1 else None
+
+    @property
+    def matrices(self) -> list[Tensor]:
+        """The tensors of all packed and quantized matrices."""
+        return [
+            *(weight.packed for weight in self.packing.weights),
+            *(tensor for weight in self.quantized.weights for tensor in weight.tensors),
+        ]
 
     @property
     def static_slots(self) -> bool:
@@ -93,7 +113,7 @@ class Target:
     def sibling(self) -> Target:
         """The same model on a module tree of its own, with the same weights, packed ones included."""
         twin = copy.copy(self)
-        twin.model = share_weights(self.model, [weight.packed for weight in self.packing.weights])
+        twin.model = share_weights(self.model, self.matrices)
         twin.backbone = backbone_of(twin.model)
         twin.model.get_output_embeddings()._forward_pre_hooks.pop(self._head_hook.id)
         twin._watch_head()
@@ -102,6 +122,10 @@ class Target:
     def repack(self, model: PreTrainedModel) -> None:
         """Packs again what has been written since; compiled code and recorded steps see the new values."""
         self.packing.repack()
+        with torch.no_grad(), torch.inference_mode(False):
+            for weight in self.quantized.weights:
+                if weight.stale:
+                    weight.repack()
         self.remember(model)
 
     def remember(self, model: PreTrainedModel) -> None:
@@ -173,25 +197,26 @@ class Target:
         )
 
     @torch.no_grad()
-    def _self_check(self, model: PreTrainedModel) -> None:
+    def _self_check(self, model: PreTrainedModel, layout: list[LayerSpec]) -> None:
         """Verifies a small tree and compares with plain forwards: catches whatever no flag of the config tells."""
         vocab = embeddings_of(model)
         prompt, branch = [3 % vocab, 5 % vocab, 7 % vocab], [11 % vocab, 13 % vocab]
         device = self.device
         tree = Topology.branches(2, 2)
         nodes = torch.tensor([[prompt[-1], 1, 2 % vocab, *branch]], device=device)
-        buffers = CacheBuffers.allocate(self.layout, 1, 16)
+        buffers = CacheBuffers.allocate(layout, 1, 16)
         start = torch.zeros(1, dtype=torch.int64, device=device)
         view = torch.arange(8, device=device)
         self.prefill(torch.tensor([prompt[:-1]], device=device), start, buffers, view, 0)
         ours = self.forward(nodes, start + 2, tree.tensors(1, device), buffers, view).logits[0, -1]
         reference = share_weights(model)  # as in evaluation, whatever mode the user's model is in
+        quantize(reference, self.precision.weights, reference.get_output_embeddings())
         plain = (
             reference(input_ids=torch.tensor([prompt + branch], device=device), use_cache=False).logits[0, -1].float()
         )
         gap = (ours - plain).abs().max().item()
         scale = max(plain.abs().max().item(), 1.0)
-        tolerance = 1e-4 if self.dtype == torch.float32 else 0.1
+        tolerance = 1e-4 if self.dtype == torch.float32 and not self.rounds else 0.1
         if not gap <= tolerance * scale:
             raise UnsupportedError(
                 f"{type(model).__name__}: logits verified through a token tree differ from a plain forward by {gap:.2g} "

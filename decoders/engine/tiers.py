@@ -59,7 +59,7 @@ class ForwardPass:
         self._mode: Compile = False
         self._report = Report("")
         self._allowed: set[bool] | None = None
-        self._steady = target.dtype in (torch.float32, torch.float64)
+        self._steady = target.dtype in (torch.float32, torch.float64) and not target.rounds
 
     def forget(self) -> None:
         """Drops compiled code; a compilation under way is left to end by itself."""
@@ -160,7 +160,7 @@ def regional(target: Target) -> RegionalForward:
         result = twin.forward(nodes, base, tree, buffers, view)
         return result.logits, result.hidden
 
-    return RegionalForward(forward, twin.model, target.packing)
+    return RegionalForward(forward, twin.model, target.matrices)
 
 
 def examples(target: Target, rows: int) -> tuple[Tensor, Tensor, TreeTensors, CacheBuffers, Tensor]:
@@ -170,7 +170,7 @@ def examples(target: Target, rows: int) -> tuple[Tensor, Tensor, TreeTensors, Ca
     """
     nodes = torch.randint(0, min(target.vocab_size, target.embeddings), (rows, 11))
     buffers = CacheBuffers.allocate(target.layout, rows, 176)
-    fixed(*((buffer, (1, 3)) for buffer in (*buffers.keys, *buffers.values)))
+    fixed(*((buffer, (1, 3)) for buffer in buffers.tensors))
     return (
         nodes,
         torch.full((rows,), 19),

@@ -47,8 +47,8 @@ def multiplies_packed(dtype: torch.dtype) -> bool:
     return dtype == torch.float32
 
 
-def lower_to_packed_kernel(operator: Any) -> bool:
-    """Lets inductor call oneDNN's kernel for `operator`, whose arguments are those of ``decoders::packed_linear``.
+def lower_to_kernel(operator: Any, kernel: Any, arranged: Callable[..., tuple]) -> bool:
+    """Lets inductor call `kernel` for an operator of ours; `arranged` makes its arguments of the operator's.
 
     Without that it goes through Python, to the same kernel. False where inductor has no such lowering. Replaced by a public way
     to register one.
@@ -56,15 +56,70 @@ def lower_to_packed_kernel(operator: Any) -> bool:
     try:
         from torch._inductor.lowering import fallback_handler, register_lowering
 
-        kernel = fallback_handler(torch.ops.mkldnn._linear_pointwise.default, add_to_fallback_set=False)
+        call = fallback_handler(kernel, add_to_fallback_set=False)
     except (ImportError, AttributeError, TypeError):
         return False
 
     @register_lowering(operator, type_promotion_kind=None)
-    def _(x: Any, packed: Any, bias: Any, out_features: int) -> Any:
-        return kernel(x, packed, bias, "none", [], "")
+    def _(*arguments: Any) -> Any:
+        return call(*arranged(*arguments))
 
     return True
+
+
+def lower_to_packed_kernel(operator: Any) -> bool:
+    """:func:`lower_to_kernel` for an operator with the arguments of ``decoders::packed_linear``: oneDNN's product."""
+    kernel = torch.ops.mkldnn._linear_pointwise.default
+    return lower_to_kernel(operator, kernel, lambda x, packed, bias, _: (x, packed, bias, "none", [], ""))
+
+
+# Products with quantized weights. Replaced by torchao's, once these run uncompiled without dequantizing on the CPU.
+
+
+def multiplies_int8() -> bool:
+    """Whether oneDNN has its fast product of unsigned and signed bytes here; without VNNI it is slower than bfloat16's."""
+    onednn = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    return bool(onednn and torch.cpu._is_vnni_supported() and hasattr(torch.ops.onednn, "qlinear_prepack"))
+
+
+def reorder_int8(matrix: Tensor) -> Tensor:
+    """`matrix` ``[out, in]`` int8 in the layout of :func:`multiply_int8`."""
+    return torch.ops.onednn.qlinear_prepack(matrix, None)
+
+
+def int8_arguments(x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor, out_features: int) -> tuple:
+    """The arguments of oneDNN's product of bytes. Activations are unsigned, 128 is zero: it has no fast kernel for signed ones."""
+    return x, 1.0, 128, packed, scale, zero, None, 1.0, 0, torch.float32, "none", [], ""
+
+
+def multiply_int8(x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor, out_features: int) -> Tensor:
+    """``(x - 128) @ weight.T * scale`` in float32. x: ``[rows, in]`` uint8, scale: ``[out]`` float32, zero: ``[out]`` int32, zeros."""
+    return torch.ops.onednn.qlinear_pointwise.default(*int8_arguments(x, packed, scale, zero, out_features))
+
+
+def multiply_weight_int8(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """``x @ weight.T * scale``. x: ``[rows, in]``, weight: ``[out, in]`` int8, scale: ``[out]`` of the type of `x`."""
+    return torch.ops.aten._weight_int8pack_mm.default(x, weight, scale)
+
+
+def reorder_int4(matrix: Tensor) -> Tensor:
+    """`matrix` ``[out, in]`` int32 of 0 … 15 in the layout of :func:`multiply_int4`; `out` is a multiple of 16."""
+    return torch.ops.aten._convert_weight_to_int4pack_for_cpu(matrix, 1)
+
+
+def multiply_int4(x: Tensor, packed: Tensor, group: int, scales: Tensor) -> Tensor:
+    """``x @ weight.T``. x: ``[rows, in]``, scales: ``[in / group, out, 2]``, a group's step and the value that its 8 stands for."""
+    return torch.ops.aten._weight_int4pack_mm_for_cpu.default(x, packed, group, scales)
+
+
+def lower_to_quantized_kernels(int8: Any, weight_int8: Any, int4: Any) -> bool:
+    """:func:`lower_to_kernel` for operators with the arguments of :func:`multiply_int8` and the others."""
+    aten = torch.ops.aten
+    return (
+        lower_to_kernel(weight_int8, aten._weight_int8pack_mm.default, lambda *arguments: arguments)
+        and lower_to_kernel(int4, aten._weight_int4pack_mm_for_cpu.default, lambda *arguments: arguments)
+        and (not multiplies_int8() or lower_to_kernel(int8, torch.ops.onednn.qlinear_pointwise.default, int8_arguments))
+    )
 
 
 # Tensors.

@@ -10,6 +10,7 @@ from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBa
 
 from ..engine.engine import Engine
 from ..engine.locks import CallLock
+from ..engine.quantization import Precision
 from ..engine.target import refuse_unfit
 from .arguments import refuse_arguments
 from .assistants import Assistants
@@ -58,17 +59,23 @@ class Generate:
         return type(model).generate(model, *args, **kwargs)
 
     def engine(
-        self, attention: Literal["auto", "sdpa", "flex"] = "auto", weights: Literal["keep", "packed"] = "keep"
+        self,
+        attention: Literal["auto", "sdpa", "flex"] = "auto",
+        weights: Literal["keep", "packed", "int8", "int4"] = "keep",
+        kv_cache: Literal["keep", "int8"] = "keep",
     ) -> Engine:
         """The engine for the model's present weights; built on first use and again after weights change."""
         # Two first calls from two threads share one. Calls hold the same lock: with two, a call made within a call (by a
         # streamer) and one in another thread would wait for each other.
+        precision = Precision(
+            weights if weights in ("int8", "int4") else None, kv_cache if kv_cache != "keep" else None
+        )
         with self._lock:
-            if self._engine is not None and not self._engine.refresh(self.model, attention):
+            if self._engine is not None and not self._engine.refresh(self.model, attention, precision):
                 self._drop()
             if self._engine is None:
-                self._engine = Engine(self.model, attention, self._lock)
-            self._engine.settle_originals(self.model, weights)
+                self._engine = Engine(self.model, attention, self._lock, precision)
+            self._engine.settle_originals(self.model, "packed" if weights == "packed" else "keep")
             return self._engine
 
     def release(self) -> None:
@@ -105,7 +112,8 @@ class Generate:
             self.model, arguments.get("inputs") if input_ids is None else input_ids, arguments.get("attention_mask")
         )
         options.check()
-        engine = partial(self.engine, options.runtime.attention, options.runtime.weights)
+        runtime = options.runtime
+        engine = partial(self.engine, runtime.attention, runtime.weights, runtime.kv_cache)
         return GenerateCall(
             self.model, engine, self._assistants, options, arguments.get("tokenizer") or self.tokenizer
         ).generate()

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, pipeline
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, pipeline
 
 import decoders
+from decoders.engine.target import Target
 from decoders.errors import UnsupportedError
 from decoders.hf import wrapper
 from decoders.testing import decode, prompts
+from decoders.testing.models import VOCAB
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -89,6 +91,36 @@ def test_int8_weights_of_torchao(plain: PreTrainedModel, enabled: PreTrainedMode
         quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
     expected = decode(plain, prompts(2), max_new_tokens=NEW)
     assert decode(enabled, prompts(2), max_new_tokens=NEW).sequences.tolist() == expected.sequences.tolist()
+
+
+@needs("torchao")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [("int8", True), ("int4", True), ("int8 activations", False)],
+)
+def test_every_strategy_writes_the_same_with_a_torchao_model(
+    dtype: torch.dtype, name: str, kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torchao = pytest.importorskip("torchao.quantization")
+    config = {
+        "int8": lambda: torchao.Int8WeightOnlyConfig(),
+        "int4": lambda: torchao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=torchao.PerGroup(32)),
+        "int8 activations": lambda: torchao.Int8DynamicActivationInt8WeightConfig(),
+    }[name]()
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)).to(dtype).eval()
+    torchao.quantize_(model, config)
+    assert bool(Target(model).quantized.layers) is kernel
+    decoders.enable(model)
+    # Rounded to bfloat16 or int8 on the way, near-ties may turn out otherwise than with transformers' attention.
+    same_as_plain = dtype == torch.float32 and kernel
+    plain = {} if same_as_plain else {"strategy": "autoregressive"}
+    expected = decode(model, prompts(2), max_new_tokens=NEW, do_sample=False, **plain).sequences.tolist()
+    for strategy in ("autoregressive", "prompt_lookup", "lookahead"):
+        out = decode(model, prompts(2), max_new_tokens=NEW, do_sample=False, strategy=strategy)
+        assert out.sequences.tolist() == expected, strategy
 
 
 @pytest.fixture

@@ -1,0 +1,180 @@
+"""Quantized weights and a quantized cache: every strategy writes what `autoregressive` writes with the same setting."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+import decoders
+from decoders.engine import cache, invariance, quantized, target
+from decoders.engine.cache import CacheBuffers, LayerSpec, SlotCache
+from decoders.engine.quantization import Precision, QuantizedWeight, quantize
+from decoders.engine.target import Target
+from decoders.errors import SettingsError, UnsupportedError
+from decoders.testing.exactness import decode, prompts
+from decoders.testing.models import tiny_draft, tiny_model
+
+STRATEGIES = ["prompt_lookup", "lookahead", "speculative"]
+AS_IT_IS = {"compile": False, "reuse": False}
+
+
+@pytest.fixture(autouse=True)
+def tiny_matrices_are_quantized(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target, "quantize", lambda *arguments: quantize(*arguments, smallest=0))
+
+
+def write(model: PreTrainedModel, settings: dict[str, Any], strategy: str = "autoregressive", **options: Any) -> Any:
+    options = dict(do_sample=False, max_new_tokens=16, decoders_config=AS_IT_IS | settings) | options
+    return decode(model, prompts(2, length=30), strategy=strategy, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"weights": "int8"}, {"weights": "int4", "kv_cache": "int8"}], ids=["int8", "int4 and cache"]
+)
+def test_strategies_write_the_tokens_of_plain_decoding(dtype: torch.dtype, settings: dict[str, str]) -> None:
+    model, draft = decoders.enable(tiny_model("llama").to(dtype)), tiny_draft("llama").to(dtype)
+    expected = write(model, settings)
+    assert expected.report.same_bits is True
+    for strategy in STRATEGIES:
+        extra = {"assistant_model": draft} if strategy == "speculative" else {}
+        assert torch.equal(write(model, settings, strategy, **extra).sequences, expected.sequences), strategy
+
+
+def test_a_quantized_cache_in_float32_and_a_kept_text() -> None:
+    model, settings = decoders.enable(tiny_model("gemma2")), {"kv_cache": "int8", "reuse": True}
+    expected = write(model, settings)
+    again = write(model, settings, "prompt_lookup")
+    assert max(again.report.reused) > 0
+    assert torch.equal(again.sequences, expected.sequences)
+
+
+def test_sampling_writes_the_same_tokens_too() -> None:
+    model, settings = decoders.enable(tiny_model("llama")), {"weights": "int8", "kv_cache": "int8"}
+    drawn = [write(model, settings, strategy, do_sample=True, seed=3) for strategy in ("autoregressive", "lookahead")]
+    assert torch.equal(drawn[0].sequences, drawn[1].sequences)
+
+
+def test_the_model_itself_stays_and_the_report_tells() -> None:
+    model = decoders.enable(tiny_model("llama"))
+    before = copy.deepcopy(model.state_dict())
+    own = write(model, {})
+    quantized_report = write(model, {"weights": "int4", "kv_cache": "int8"}).report
+    assert (own.report.weights, own.report.kv_cache) == ("keep", "keep")
+    assert (quantized_report.weights, quantized_report.kv_cache) == ("int4", "int8")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(type(module) is not quantized.Int8Linear for module in model.modules())
+    assert torch.equal(write(model, {}).sequences, own.sequences)
+
+
+def test_changed_weights_are_quantized_again() -> None:
+    model = decoders.enable(tiny_model("llama"))
+    for settings in ({"weights": "int8"}, {"weights": "int4"}):
+        write(model, settings)
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight.mul_(-1.5)
+        fresh = decoders.enable(copy.deepcopy(model))
+        assert torch.equal(write(model, settings).sequences, write(fresh, settings).sequences)
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv1d"])
+@pytest.mark.parametrize(("scheme", "error"), [("int8", 0.01), ("int4", 0.09)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_quantized_layers_compute_nearly_the_same_with_the_same_bits_for_any_number_of_rows(
+    kind: str, scheme: Any, error: float, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    layer = (nn.Linear(256, 96) if kind == "linear" else Conv1D(96, 256)).to(dtype)
+    nn.init.normal_(layer.weight), nn.init.normal_(layer.bias)
+    x = torch.randn(40, 256).to(dtype)
+    x[:, 3] *= 30  # an outlier
+    with torch.no_grad():
+        expected = layer(x)
+        assert len(quantize(nn.ModuleList([layer]), scheme, None, smallest=0).layers) == 1
+        actual = layer(x)
+        assert 0 < (actual - expected).norm() / expected.norm() < error
+        for rows in (1, 2, 3, 4, 9, 17, 33):
+            assert torch.equal(layer(x[:rows]), actual[:rows])
+
+
+def test_activations_that_layers_share_are_quantized_once_and_writes_are_seen() -> None:
+    layers = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
+    quantize(layers, "int8", None, smallest=0)
+    x = torch.randn(3, 32)
+    with torch.no_grad():
+        first = layers[0](x)
+        x.mul_(2)
+        torch.testing.assert_close(layers[0](x) - layers[0].bias, 2 * (first - layers[0].bias), rtol=1e-3, atol=1e-3)
+
+
+def test_what_does_not_fit_int4_and_the_head_are_int8() -> None:
+    layers = nn.ModuleDict({"odd": nn.Linear(48, 32), "even": nn.Linear(64, 32), "head": nn.Linear(64, 32)})
+    quantize(layers, "int4", layers["head"], smallest=0)
+    assert [type(layer) for layer in layers.values()] == [
+        quantized.Int8Linear,
+        quantized.WeightInt4Linear,
+        quantized.Int8Linear,
+    ]
+
+
+def test_two_engines_share_a_quantized_copy() -> None:
+    model = tiny_model("llama")
+    first, second = (Target(model, precision=Precision("int8")) for _ in range(2))
+    weights: list[QuantizedWeight] = first.quantized.weights
+    assert weights and [id(w) for w in weights] == [id(w) for w in second.quantized.weights]
+
+
+def test_attention_sees_a_blocks_own_keys_as_later_passes_see_them() -> None:
+    spec = LayerSpec(2, 16, 2, 16, torch.float32, torch.device("cpu"), quantized=True)
+    buffers = CacheBuffers.allocate([spec], 1, 8)
+    states = torch.randn(1, 2, 3, 16)
+    now, _ = SlotCache(buffers, torch.tensor([[0, 1, 2]]), 8).update(states, states, 0)
+    later, _ = SlotCache(buffers, torch.tensor([[3]]), 8).update(states[:, :, :1], states[:, :, :1], 0)
+    assert torch.equal(now[:, :, :3], later[:, :, :3])
+    assert 0 < (now[:, :, :3] - states).abs().max() <= states.abs().amax() / 254 * 1.001
+
+
+def test_a_quantized_cache_is_a_quarter_or_half_as_large() -> None:
+    for dtype, share in ((torch.float32, 68 / 256), (torch.bfloat16, 66 / 128)):
+        spec = LayerSpec(2, 64, 2, 64, dtype, torch.device("cpu"))
+        plain = CacheBuffers.allocate([spec], 2, 32).nbytes
+        small = CacheBuffers.allocate([cache.LayerSpec(**vars(spec) | {"quantized": True})], 2, 32).nbytes
+        assert small == plain * share
+
+
+def test_zero_keys_stay_zero() -> None:
+    levels, scale = cache.quantize_slots(torch.zeros(1, 1, 2, 4, dtype=torch.float16))
+    assert scale.gt(0).all() and not levels.any()
+
+
+def test_a_quantized_model_has_the_same_bits_in_every_block() -> None:
+    found = invariance.check(Target(tiny_model("qwen2"), precision=Precision("int4", "int8")))
+    assert found.holds, str(found)
+
+
+def test_unknown_precisions_are_refused_and_other_devices_told() -> None:
+    model = decoders.enable(tiny_model("llama"))
+    for settings in ({"weights": "int2"}, {"kv_cache": "fp8"}):
+        with pytest.raises(SettingsError, match="int8"):
+            write(model, settings)
+    with pytest.raises(UnsupportedError, match="on the CPU so far"):
+        Precision("int8").check(torch.device("cuda"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings", [{"weights": "int8"}, {"weights": "int4", "kv_cache": "int8"}], ids=["int8", "int4 and cache"]
+)
+def test_compiled_steps_write_the_same_tokens(settings: dict[str, str]) -> None:
+    model = decoders.enable(tiny_model("llama"))
+    expected = write(model, settings)
+    for strategy in ("autoregressive", "prompt_lookup"):
+        compiled = write(model, settings | {"compile": True}, strategy)
+        assert compiled.report.compiled
+        assert torch.equal(compiled.sequences, expected.sequences)
