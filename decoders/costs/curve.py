@@ -22,7 +22,7 @@ class Subject(_Stored):
     Attributes:
         model: class and sizes of the model; weights do not matter.
         dtype: of its weights.
-        quantization: method of a quantised checkpoint, "" for none.
+        quantization: method of a quantised checkpoint, precision of the packed weights and of the cache; "" for the model's own.
         device: name of the processor or GPU.
         threads: of torch, within an operation; 0 on a GPU.
         attention: kernel of the loop, "sdpa" or "flex".

@@ -50,9 +50,11 @@ def subject_of(engine: Engine) -> Subject:
         if quantization
         else ""
     )
+    own = target.precision
+    parts = [str(getattr(method, "value", method)), own.weights and f"weights={own.weights}", own.cache and f"kv={own.cache}"]
     return Subject(
         model="-".join([type(config).__name__, *sizes, str(target.vocab_size)]),
-        dtype=str(target.dtype).removeprefix("torch."), quantization=str(getattr(method, "value", method)),
+        dtype=str(target.dtype).removeprefix("torch."), quantization=" ".join(filter(None, parts)),
         device=processor_name(target.device), threads=0 if target.device.type != "cpu" else torch.get_num_threads(),
         attention="flex" if target.flex else "sdpa", torch=torch.__version__,
     )  # fmt: skip

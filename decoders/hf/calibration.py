@@ -72,7 +72,7 @@ def calibrate_model(
     given = dict(options.get("decoders_config") or {})
     runtime = load_settings(RuntimeSettings, None, given, {}, sections=registry().strategies())
     folder = runtime.cost_cache or default_folder()
-    engine = generate.engine(runtime.attention, runtime.weights)
+    engine = generate.engine(runtime.attention, runtime.weights, runtime.kv_cache)
     with engine.lock, engine.active():
         curve = engine.calibration.measured(folder, rows, contexts, runtime.compile, seconds, anew=True)
     assistant = None
