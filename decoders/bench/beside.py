@@ -1,6 +1,7 @@
 """Other engines beside ours: the same weights, prompts and machine, in turns with the methods that are measured here.
 
-An engine is named as on the command line: ``llama.cpp`` is everything that it can do, ``llama.cpp[q8_0]`` plain decoding with matrices in that
+An engine is named as on the command line: ``llama.cpp`` is everything that it can do, ``llama.cpp[q8_0]`` plain decoding with
+matrices in that
 number format, ``llama.cpp[q8_0,lookup]`` and ``llama.cpp[q8_0,draft]`` its own prompt lookup and its speculation with the draft model.
 """
 
@@ -19,7 +20,7 @@ from .methods import Method, Workload
 from .variants import bracketed
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 #: What an engine may do beside decoding plainly, as written in the brackets.
 PLAIN, LOOKUP, DRAFT = "", "lookup", "draft"
@@ -85,7 +86,8 @@ class Request:
 
 
 def requests(text: str, draft: bool) -> list[Request]:
-    """What ``llama.cpp``, ``llama.cpp[q8_0,lookup]`` or ``llama.cpp[file=model.gguf]`` asks for; `draft`: whether there is a draft model.
+    """What ``llama.cpp``, ``llama.cpp[q8_0,lookup]`` or ``llama.cpp[file=model.gguf]`` asks for; `draft`: whether there is a
+    draft model.
 
     Raises:
         UnknownNameError: no such engine, number format or mode.
@@ -106,7 +108,9 @@ def requests(text: str, draft: bool) -> list[Request]:
         if word not in formats:
             raise UnknownNameError("number format or mode", word, (*formats, LOOKUP, DRAFT))
     if len(files) + len(rest) != 1 or len(modes) > 1:
-        raise SettingsError(f"{text!r}: the brackets hold one number format and at most one mode, as in {name}[bf16,lookup]")
+        raise SettingsError(
+            f"{text!r}: the brackets hold one number format and at most one mode, as in {name}[bf16,lookup]"
+        )
     return [Request(name, rest[0] if rest else "", modes[0] if modes else PLAIN, Path(files[0]) if files else None)]
 
 
@@ -154,6 +158,7 @@ def beside_methods(
     model: PreTrainedModel,
     folder: Path,
     draft: PreTrainedModel | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     dtypes: Sequence[str] = (),
     progress: Callable[[str], None] = lambda what: None,
 ) -> list[Method]:
@@ -161,6 +166,7 @@ def beside_methods(
 
     Args:
         model: in float32, so that every engine rounds the same numbers.
+        tokenizer: OpenVINO's speculation compares those of target and draft.
         dtypes: of the tables; an engine's figures stand in the one nearest to its number format.
 
     Raises:
@@ -179,7 +185,7 @@ def beside_methods(
         )  # fmt: skip
         if not method.impossible:
             progress(f"writing {request.name}")
-            engine, bits = _opened(request, model, draft, folder)
+            engine, bits = _opened(request, model, draft, tokenizer, folder)
             method = replace(method, engine=engine, weights=request.number_format or "file", bits=bits)
         methods.append(method)
     return methods
@@ -192,7 +198,11 @@ def table_dtype(number_format: str, dtypes: Sequence[str]) -> str:
 
 
 def _opened(
-    request: Request, model: PreTrainedModel, draft: PreTrainedModel | None, folder: Path
+    request: Request,
+    model: PreTrainedModel,
+    draft: PreTrainedModel | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: Path,
 ) -> tuple[Engine, float | None]:
     """The engine, and bits of one weight."""
     models = {"target": model} | ({"draft": draft} if request.mode == DRAFT and draft is not None else {})
@@ -220,13 +230,15 @@ def _opened(
         for role, each in models.items():
             paths[role] = folder / f"{role}-{request.number_format}"
             if not paths[role].exists():
-                openvino_files.write(each, paths[role], request.number_format)
+                openvino_files.write(each, paths[role], request.number_format, tokenizer)
         engine = openvino.OpenVino(paths["target"], request.number_format, request.mode, paths.get("draft"))
         bits = openvino_files.BITS[request.number_format]
     return engine, bits
 
 
-def decode(method: Method, workload: Workload, new_tokens: int, streamer: Any = None) -> tuple[torch.Tensor, float, int | None]:
+def decode(
+    method: Method, workload: Workload, new_tokens: int, streamer: Any = None
+) -> tuple[torch.Tensor, float, int | None]:
     """Sequences ``[B, P + new]`` padded as ours are, wall seconds, and steps, of one call of `method`'s engine.
 
     What the streamer raises ends the call and is raised again.

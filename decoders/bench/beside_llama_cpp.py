@@ -20,7 +20,8 @@ ROOM = 256
 class LlamaCpp:
     """One model file.
 
-    One row goes through ``Llama.generate``, as most people would call it. Several rows go through ``llama_decode`` with one sequence each; the
+    One row goes through ``Llama.generate``, as most people would call it. Several rows go through ``llama_decode`` with one
+    sequence each; the
     likeliest token is chosen here, because the class has no call for that.
     """
 
@@ -84,7 +85,13 @@ def _llama(path: Path, room: int, drafting: Any = None) -> Any:
     slots = -(-(room + max(DRAFT_TOKENS.values()) + 1) // ROOM) * ROOM
     threads = torch.get_num_threads()
     return llama_cpp.Llama(
-        str(path), n_ctx=slots, n_batch=512, n_threads=threads, n_threads_batch=threads, draft_model=drafting, verbose=False
+        str(path),
+        n_ctx=slots,
+        n_batch=512,
+        n_threads=threads,
+        n_threads_batch=threads,
+        draft_model=drafting,
+        verbose=False,
     )
 
 
@@ -92,7 +99,7 @@ def _drafting(small: Any) -> Any:
     """A draft model for llama-cpp-python, which has the interface and brings prompt lookup alone: a second model's greedy tokens."""
     from llama_cpp.llama_speculative import LlamaDraftModel
 
-    class SecondModel(LlamaDraftModel):  # type: ignore[misc]  # the library has no types
+    class SecondModel(LlamaDraftModel):
         def __call__(self, input_ids: Any, /, **_: Any) -> Any:
             tokens = []
             # Its cache keeps what both texts begin with.

@@ -67,14 +67,11 @@ class OpenVino:
 
     def _steps(self, result: Any) -> int | None:
         """Passes of the target, as GenAI's figures have them."""
-        metrics = result.perf_metrics
-        if self.mode == DRAFT:
-            metrics = getattr(getattr(result, "extended_perf_metrics", None), "main_model_metrics", metrics)
-        return len(metrics.raw_metrics.m_durations) or None
+        return len(result.perf_metrics.raw_metrics.token_infer_durations) or None
 
 
 def _streamer(genai: Any, on_tokens: OnTokens) -> Any:
-    class Streamer(genai.StreamerBase):  # type: ignore[misc, name-defined]  # the class comes from a module without types
+    class Streamer(genai.StreamerBase):
         def write(self, token: Any) -> Any:
             tokens = [token] if isinstance(token, int) else list(token)
             go_on = all(on_tokens([each]) for each in tokens)

@@ -1,6 +1,7 @@
 """A model of the Llama design as an OpenVINO model, as GenAI's pipelines take it: stateful, with fused attention.
 
-optimum-intel, which usually writes these files, pins a transformers that is older than the one this package needs, and GenAI's own reader of
+optimum-intel, which usually writes these files, pins a transformers that is older than the one this package needs, and GenAI's
+own reader of
 GGUF knows no float32. So the graph is built here, operation by operation, from the weights in memory.
 """
 
@@ -17,7 +18,7 @@ from ..errors import UnknownNameError
 from .gguf_files import check_exportable
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 #: Number formats of matrices, as in ``--beside openvino[int8]``. ``bf16`` holds and computes in bfloat16, the integers compute in it.
 FORMATS = ("f32", "bf16", "int8", "int4")
@@ -27,8 +28,10 @@ BITS = {"f32": 32.0, "bf16": 16.0, "int8": 8.0, "int4": 4.25}
 GROUPS = (128, 64, 32)
 
 
-def write(model: PreTrainedModel, folder: Path, number_format: str) -> None:
-    """Writes ``openvino_model.xml`` and what belongs to it into `folder`.
+def write(
+    model: PreTrainedModel, folder: Path, number_format: str, tokenizer: PreTrainedTokenizerBase | None = None
+) -> None:
+    """Writes ``openvino_model.xml`` and what belongs to it into `folder`, with `tokenizer` if it is given.
 
     Raises:
         UnknownNameError: no such number format.
@@ -43,6 +46,12 @@ def write(model: PreTrainedModel, folder: Path, number_format: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     ov.save_model(graph, folder / "openvino_model.xml", compress_to_fp16=False)
     config: Any = model.config
+    if tokenizer is not None:
+        from openvino_tokenizers import convert_tokenizer
+
+        parts = convert_tokenizer(tokenizer, with_detokenizer=True)
+        for part, name in zip(parts, ("tokenizer", "detokenizer"), strict=True):
+            ov.save_model(part, folder / f"openvino_{name}.xml")
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": config.vocab_size}))
 
 
@@ -134,7 +143,9 @@ class _Graph:
         # As exported models have it: the pass that makes attention paged looks for the position ids behind this.
         row = ops.convert(ops.unsqueeze(positions, self._const(1)), "f32")
         column = ops.constant(inverse.astype(np.float32).reshape(1, -1, 1))
-        angles = ops.unsqueeze(ops.transpose(ops.matmul(column, row, False, False), self._const([0, 2, 1])), self._const(1))
+        angles = ops.unsqueeze(
+            ops.transpose(ops.matmul(column, row, False, False), self._const([0, 2, 1])), self._const(1)
+        )
         both = ops.concat([angles, angles], -1)
         return ops.cos(both), ops.sin(both)
 

@@ -1,14 +1,18 @@
 """A small model inside one of a large model's size: the same logits, the large model's bytes.
 
-How often drafts are accepted depends on what a model writes, and what a step costs on how many bytes it reads. A small trained model has
+How often drafts are accepted depends on what a model writes, and what a step costs on how many bytes it reads. A small trained
+model has
 the first, a shape with random weights the second. Padding brings both together. The wide model computes the small one exactly:
 
 - Extra dimensions of the residual stream hold zeros. What reads them may be anything; what would write them is zero.
-- RMSNorm divides by the mean over more dimensions. With ``eps · h/H`` and scales times ``sqrt(h/H)`` the original dimensions come out alike.
+- RMSNorm divides by the mean over more dimensions. With ``eps · h/H`` and scales times ``sqrt(h/H)`` the original dimensions
+  come out alike.
 - Extra heads, layers and neurons read the extra dimensions only, where they would matter: a value, or a gate, of zero. Their other
   matrices are random.
-- Heads of m times the width hold the original frequencies of the rotary embedding at every m-th place; queries are multiplied by ``sqrt(m)``.
-- The last layer, an extra one, turns the normalised stream into one positive constant in the last dimension (a sum of squares). Rows of the
+- Heads of m times the width hold the original frequencies of the rotary embedding at every m-th place; queries are multiplied by
+  ``sqrt(m)``.
+- The last layer, an extra one, turns the normalised stream into one positive constant in the last dimension (a sum of squares).
+  Rows of the
   vocabulary that were added read it with a negative weight, the others do not: an added token is never the likeliest one and has
   probability 0.
 
@@ -75,7 +79,8 @@ class ScaledShape:
         return self.layers * layer + self.vocabulary * self.hidden + self.hidden
 
 
-#: Shapes of targets: a Llama of 110M, Qwen2.5-0.5B, Llama-3.2-1B and Llama-3.2-3B, all but the first with 152k tokens. Keys and values take the
+#: Shapes of targets: a Llama of 110M, Qwen2.5-0.5B, Llama-3.2-1B and Llama-3.2-3B, all but the first with 152k tokens. Keys and
+#: values take the
 #: bytes of the original's (0.5b has four heads of 32 in the place of two of 64).
 SHAPES: dict[str, ScaledShape] = {
     "110m": ScaledShape(768, 12, 2048, 12, 12, 64, 32_000),
@@ -88,7 +93,8 @@ SHAPES: dict[str, ScaledShape] = {
 def draft_shape(shape: ScaledShape, target: PreTrainedModel, draft: PreTrainedModel) -> ScaledShape:
     """The shape of a draft in proportion: width, layers and neurons grow by the factors by which the target's do.
 
-    Widths are rounded up to multiples of 64 and of the number of heads. Heads are as wide as the target's, of keys as many as the draft has. The
+    Widths are rounded up to multiples of 64 and of the number of heads. Heads are as wide as the target's, of keys as many as
+    the draft has. The
     vocabulary is the target's.
     """
     small, other = _sizes(target), _sizes(draft)
@@ -130,8 +136,10 @@ def scaled(
 ) -> PreTrainedModel:
     """A model of `shape` that computes the logits of `model`, padded with tokens that are never chosen.
 
-    ``scaled(model, "0.5b")`` has 0.49 billion parameters. Everything is computed in float32 and stored as `dtype` (default: the model's own).
-    In float32 logits are the same up to rounding; in other dtypes a scaled weight may round differently. `seed` is that of the added weights.
+    ``scaled(model, "0.5b")`` has 0.49 billion parameters. Everything is computed in float32 and stored as `dtype` (default: the
+    model's own).
+    In float32 logits are the same up to rounding; in other dtypes a scaled weight may round differently. `seed` is that of the
+    added weights.
 
     Raises:
         UnknownNameError: no such shape.
@@ -153,13 +161,14 @@ def scaled(
         tie_word_embeddings=True,
     )  # fmt: skip
     wide_config.cost_scaled_from = config.name_or_path or "a model"
+    wide_config.cost_scaled_vocabulary = small.vocabulary
     with no_init_weights():
         wide = LlamaForCausalLM._from_config(wide_config, dtype=dtype or model.dtype).eval()
     wide.tie_weights()
     wide.generation_config = model.generation_config
     wide.config.name_or_path = config.name_or_path
     _Padding(model, wide, small, target, seed).fill()
-    return wide.to(model.device)  # type: ignore[arg-type]  # transformers wraps `to` and loses its `self`
+    return wide.to(model.device)
 
 
 class _Padding:
