@@ -230,7 +230,9 @@ def _opened(
         for role, each in models.items():
             paths[role] = folder / f"{role}-{request.number_format}"
             if not paths[role].exists():
-                openvino_files.write(each, paths[role], request.number_format, tokenizer)
+                openvino_files.write(each, paths[role], request.number_format)
+            if request.mode == DRAFT and tokenizer is not None:
+                openvino_files.write_tokenizer(tokenizer, paths[role])
         engine = openvino.OpenVino(paths["target"], request.number_format, request.mode, paths.get("draft"))
         bits = openvino_files.BITS[request.number_format]
     return engine, bits

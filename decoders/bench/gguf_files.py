@@ -59,11 +59,11 @@ def write(model: PreTrainedModel, path: Path, number_format: str) -> None:
         UnknownNameError: no such number format.
         ExportError: see :func:`check_exportable`.
     """
-    import gguf
-
     if number_format not in FORMATS:
         raise UnknownNameError("number format", number_format, FORMATS)
     check_exportable(model)
+    import gguf
+
     config: Any = model.config
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kind = gguf.GGMLQuantizationType[FORMATS[number_format]]

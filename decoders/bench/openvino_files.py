@@ -28,10 +28,8 @@ BITS = {"f32": 32.0, "bf16": 16.0, "int8": 8.0, "int4": 4.25}
 GROUPS = (128, 64, 32)
 
 
-def write(
-    model: PreTrainedModel, folder: Path, number_format: str, tokenizer: PreTrainedTokenizerBase | None = None
-) -> None:
-    """Writes ``openvino_model.xml`` and what belongs to it into `folder`, with `tokenizer` if it is given.
+def write(model: PreTrainedModel, folder: Path, number_format: str) -> None:
+    """Writes ``openvino_model.xml`` and what belongs to it into `folder`.
 
     Raises:
         UnknownNameError: no such number format.
@@ -46,13 +44,17 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)
     ov.save_model(graph, folder / "openvino_model.xml", compress_to_fp16=False)
     config: Any = model.config
-    if tokenizer is not None:
-        from openvino_tokenizers import convert_tokenizer
-
-        parts = convert_tokenizer(tokenizer, with_detokenizer=True)
-        for part, name in zip(parts, ("tokenizer", "detokenizer"), strict=True):
-            ov.save_model(part, folder / f"openvino_{name}.xml")
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": config.vocab_size}))
+
+
+def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Writes `tokenizer` beside the model in `folder`. Prompts are token ids; GenAI's speculation asks whether both models have the same."""
+    import openvino as ov
+    from openvino_tokenizers import convert_tokenizer
+
+    parts = convert_tokenizer(tokenizer, with_detokenizer=True)
+    for part, name in zip(parts, ("tokenizer", "detokenizer"), strict=True):
+        ov.save_model(part, folder / f"openvino_{name}.xml")
 
 
 class _Graph:
