@@ -48,7 +48,7 @@ def write(model: PreTrainedModel, folder: Path, number_format: str) -> None:
 
 
 def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Writes `tokenizer` beside the model in `folder`. Prompts are token ids; GenAI's speculation asks whether both models have the same."""
+    """Writes `tokenizer` beside the model in `folder`; GenAI's speculation asks whether both models have the same."""
     import openvino as ov
     from openvino_tokenizers import convert_tokenizer
 
