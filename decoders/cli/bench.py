@@ -83,8 +83,8 @@ def bench(
     prompts: Annotated[
         str | None,
         typer.Option(
-            help="copy, code, docstring (all: these three), instruct (edit, summary, extract, chat, code, list; one of "
-            "them: instruct:edit), predictable, random, comma-separated; or a file: text, or JSON lines with a field "
+            help="copy, code, docstring (all: these three), instruct (edit, summary, extract, chat, code, list, story; "
+            "one of them: instruct:edit), predictable, random, comma-separated; or a file: text, or JSON lines with a field "
             "text or messages, and kind. Default: instruct where the tokenizer has a chat template, else all."
         ),
     ] = None,
