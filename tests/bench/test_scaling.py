@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from decoders import bench, enable
+from decoders import bench, demo, enable
 from decoders.bench.call import vocabulary_size
 from decoders.bench.scaling import SHAPES, ScaledShape, ScalingError, draft_shape, label, scaled, shape_named
 from decoders.bench.tables import subject
 from decoders.errors import UnknownNameError
+
+from .test_commands import run
 
 #: Wider heads, more key heads, more layers, more tokens: everything that is padded.
 WIDE = ScaledShape(hidden=96, layers=5, intermediate=160, heads=8, kv_heads=4, head=16, vocabulary=200)
@@ -152,6 +156,41 @@ def test_figures_say_what_was_scaled(pair: tuple[Any, Any]) -> None:
 def test_a_model_that_does_not_fit_is_told_why(sizes: dict[str, Any], shape: ScaledShape, said: str) -> None:
     with pytest.raises(ScalingError, match=said):
         scaled(small(**sizes), shape)
+
+
+def test_the_command_pads_target_and_draft_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: Any, tmp_path: Path
+) -> None:
+    def load(name: str = "target", dtype: Any = None, directory: Any = None) -> Any:
+        return small(seed=name == "draft", vocab_size=128).to(dtype), tokenizer
+
+    monkeypatch.setattr(demo, "load", load)
+    monkeypatch.setattr(demo, "prompts", lambda kind=None: [demo.Prompt("code-01", "code", "a b a b", "nowhere.py")])
+    monkeypatch.setitem(SHAPES, "1b", ScaledShape(128, 4, 160, 8, 4, 16, 300))
+    done = run(
+        "bench", "--scale", "1b", "--no-compile", "-n", "4", "--repeats", "1", "--baseline", "transformers",
+        "-s", "speculative", "--prompts", "code", "--json", str(tmp_path / "out.json"),
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert "demo target, cost-scaled to 0.00B" in done.output
+    records = json.loads((tmp_path / "out.json").read_text())["records"]
+    assert [(r["method"], r["scaled"]) for r in records] == [
+        (name, "cost-scaled to 0.00B") for name in ("transformers", "speculative")
+    ]
+    assert records[1]["identical"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--scale", "2b"), "0.5b"),
+        (("--scale", "1b", "--shape", "llama-110m"), "take a model"),
+        (("--beside", "vllm"), "llama.cpp"),
+    ],
+)
+def test_mistakes_end_in_one_line(arguments: tuple[str, ...], said: str) -> None:
+    done = run("bench", *arguments)
+    assert done.exit_code == 2 and said in done.output
 
 
 def test_an_unknown_size_names_the_known_ones() -> None:
