@@ -33,6 +33,7 @@ class TimedCall:
         compile_seconds: spent on compiling.
         compilations: graphs that were compiled.
         report: the loop's own, None of transformers.
+        steps: passes of the target that another engine tells.
     """
 
     sequences: Tensor
@@ -40,6 +41,7 @@ class TimedCall:
     compile_seconds: float
     compilations: int
     report: Report | None
+    steps: int | None = None
 
     @property
     def decoding(self) -> float:
@@ -49,6 +51,11 @@ class TimedCall:
 
 def decode(method: Method, workload: Workload, new_tokens: int, streamer: Any = None) -> TimedCall:
     """One call, timed as a whole with the device waited for at both ends. Greedy, unless the method samples."""
+    if method.engine is not None:
+        from .beside import decode as decode_beside
+
+        sequences, seconds, steps = decode_beside(method, workload, new_tokens, streamer)
+        return TimedCall(sequences, seconds, 0.0, 0, None, steps)
     model, sampling = method.model, method.sampling
     arguments: dict[str, Any] = {
         "input_ids": workload.input_ids.to(model.device),
@@ -127,7 +134,9 @@ def stop_tokens(model: PreTrainedModel) -> list[int]:
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
-    """Rows of the model's input embedding."""
+    """Rows of the model's input embedding; of a padded model those of the small one."""
+    if own := getattr(model.config, "cost_scaled_vocabulary", None):
+        return int(own)
     embedding: Any = model.get_input_embeddings()
     return int(embedding.weight.shape[0])
 

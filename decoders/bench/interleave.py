@@ -279,7 +279,7 @@ def _check(entry: Competitor, workload: Workload, new_tokens: int, decode: Decod
     if (report := call.report) is not None:
         entry.checks[workload.name] = Check(tokens, report.steps, report.mean_accepted_length, draft_passes(report))
     else:
-        steps = counter.puts if counter is not None and counter.puts else max(map(len, tokens))
+        steps = call.steps or (counter.puts if counter is not None and counter.puts else max(map(len, tokens)))
         length = sum(map(len, tokens)) / steps if workload.rows == 1 and steps else 1.0
         entry.checks[workload.name] = Check(tokens, steps, length, drafted[0] or None)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from ..settings import RuntimeSettings, load_settings
 from .grammar_subjects import subjects
 from .prompts import Content, encode
 from .variants import Variant, assistant_tokens, parse
+
+if TYPE_CHECKING:
+    from .beside import Engine
 
 #: transformers' generate with its dynamic cache: what every ratio refers to, and greedy "identical" too.
 BASELINE = "transformers"
@@ -95,6 +98,9 @@ class Method:
         grammar: that the text must follow, as written, "" without.
         assistant: transformers' assistant model.
         assistant_config: what its generation config holds during a call.
+        engine: another engine that decodes in the place of `model`, which then lends its stop tokens and its sizes.
+        weights: number format of that engine's matrices.
+        bits: of one weight there.
     """
 
     name: str
@@ -112,6 +118,9 @@ class Method:
     grammar: str = ""
     assistant: PreTrainedModel | None = None
     assistant_config: Mapping[str, Any] = field(default_factory=dict)
+    engine: Engine | None = None
+    weights: str = ""
+    bits: float | None = None
 
     def skip_reason(self, rows: int) -> str:
         """Why it cannot decode `rows` rows and is skipped; empty if it can."""
@@ -310,7 +319,8 @@ def _method(
     elif resolved is not None and resolved.needs_grammar:
         impossible = impossible or f"needs a grammar: {name}[grammar=json], say"
     needs = resolved.needs_assistant if resolved else any(cls.needs_assistant for cls in classes)
-    if needs:
+    takes = resolved.takes_assistant if resolved else any(cls.takes_assistant for cls in classes)
+    if needs or (takes and draft is not None):
         arguments["assistant_model"] = draft
         if draft is None:
             impossible = impossible or "needs a draft model: --draft, or its setting draft_model"

@@ -10,6 +10,7 @@ from typing import Any
 from ..errors import DecodersError
 from .methods import BASELINE
 from .records import Record
+from .tables import subject
 
 
 class PlotError(DecodersError, RuntimeError):
@@ -38,8 +39,8 @@ def plot(records: Sequence[Record], path: Path) -> None:
     figure_of = figure_class()
     usable = [r for r in records if r.tokens_per_second is not None]
     panels = [
-        (f"{model + ', ' if model else ''}{kind}, {batch} row{'s' if batch > 1 else ''}, {dtype}", list(group))
-        for (model, dtype, batch, kind), group in groupby(usable, key=lambda r: (r.model, r.dtype, r.batch, r.kind))
+        (f"{name + ', ' if name else ''}{kind}, {batch} row{'s' if batch > 1 else ''}, {dtype}", list(group))
+        for (name, dtype, batch, kind), group in groupby(usable, key=lambda r: (subject(r), r.dtype, r.batch, r.kind))
     ]
     if not panels:
         raise PlotError("nothing to plot: no method finished")

@@ -47,8 +47,8 @@ def noise() -> list[str]:
 #: Kind of prompt to what makes its texts.
 MADE_UP: dict[str, Callable[[], list[str]]] = {"predictable": predictable, "random": noise}
 
-#: Kinds of instructions.
-INSTRUCTIONS = ("edit", "summary", "extract", "chat", "code", "list")
+#: Kinds of instructions. The answer to a story repeats neither the prompt nor itself: lookups have little to find.
+INSTRUCTIONS = ("edit", "summary", "extract", "chat", "code", "list", "story")
 
 
 def instructions(kind: str) -> list[tuple[str, str, Content]]:

@@ -4,73 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import groupby
 from statistics import median
-from typing import Any, Self
+from typing import Any
 
-from ..report import Stage
 from .bandwidth import weight_bytes
-from .interleave import Check, Competitor, Measurement
+from .figures import (
+    PARTS,
+    Spread,
+    StageFigures,
+    StepTimes,
+    agreement,
+    count_tokens,
+    difference,
+    first_tokens,
+    per_repeat,
+    stage_figures,
+    step_times,
+)
+from .interleave import Competitor, Measurement
 from .methods import BASELINE, PLAIN
+from .scaling import label
 from .variants import GRAMMAR
 
-#: What a step of ours is made of, in order.
-PARTS = ("propose", "mask", "core", "observe", "host")
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Median and range of repeats.
-
-    Attributes:
-        median: of all repeats.
-        low: the smallest.
-        high: the largest.
-        count: repeats.
-    """
-
-    median: float
-    low: float
-    high: float
-    count: int
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Self | None:
-        """None of no values."""
-        return cls(median(values), min(values), max(values), len(values)) if values else None
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """Median milliseconds per step, prefill excluded. transformers tells only the `total`."""
-
-    total: float
-    propose: float | None = None
-    mask: float | None = None
-    core: float | None = None
-    observe: float | None = None
-    host: float | None = None
-
-
-@dataclass(frozen=True)
-class StageFigures:
-    """What a draft model did per target step; medians over the calls.
-
-    Attributes:
-        model: name or path.
-        depth: 0 drafts for the target, 1 for its draft model.
-        drafter: what drafts for this model.
-        passes: forward passes per target step.
-        tokens_per_pass: written per row and pass with the drafter's help, None without one.
-        forward_share: seconds of its passes, as a share of those of the target's steps.
-    """
-
-    model: str
-    depth: int
-    drafter: str | None
-    passes: float
-    tokens_per_pass: float | None
-    forward_share: float | None
+__all__ = ["PARTS", "Record", "Spread", "StageFigures", "StepTimes", "summarise"]
 
 
 @dataclass
@@ -91,6 +47,8 @@ class Record:
         baseline: what they were compared with: transformers; our plain decoding when sampling, or under the same grammar,
             if that is measured too.
         difference: where they first differ.
+        leading: of each row, new tokens before the first one that is not the baseline's, all rows of all prompts together.
+        compared: new tokens of the baseline, to which `leading` compares.
         incomparable: what to expect instead where they need not be equal ("same distribution").
         verifier: the rule that accepts our drafts.
         tokens_per_second: new tokens of all rows per second of wall time, compilation excluded; one value per repeat, over
@@ -116,6 +74,9 @@ class Record:
         samples: the timed calls.
         model: what was measured, as it was named.
         random_weights: whether it is a shape; how often drafts are accepted means nothing there.
+        scaled: ``cost-scaled to 0.49B`` where a small model was padded to that size, else "".
+        engine: of another engine, its name; "" of transformers and of ours.
+        weights: number format of the matrices there.
         prompt_tokens: the median prompt's.
         prefill: seconds of reading it.
         compiled_share: of the steps, in the compiled tier.
@@ -141,6 +102,8 @@ class Record:
     identical: bool | None = None
     baseline: str = ""
     difference: str = ""
+    leading: int | None = None
+    compared: int | None = None
     incomparable: str = ""
     tokens_per_second: Spread | None = None
     ratio: Spread | None = None
@@ -164,6 +127,9 @@ class Record:
     samples: list[Measurement] = field(default_factory=list)
     model: str = ""
     random_weights: bool = False
+    scaled: str = ""
+    engine: str = ""
+    weights: str = ""
     prompt_tokens: float | None = None
     prefill: Spread | None = None
     compiled_share: float | None = None
@@ -190,7 +156,11 @@ def summarise(
             token_baseline = _entry_of(entry, entries, PLAIN, method.grammar) or token_baseline
         for kind in dict.fromkeys(entry.kind_of.values()):
             record = _record(entry, kind, speed_baseline, token_baseline, bandwidth)
-            record.model, record.random_weights = model, random_weights
+            record.model, record.random_weights, record.scaled = model, random_weights, label(method.model)
+            record.engine, record.weights = (
+                str(method.settings.get("engine", "")) if method.weights else "",
+                method.weights,
+            )
             records.append(record)
     return records
 
@@ -221,26 +191,27 @@ def _record(
     record.incomparable = method.incomparable
     if token_baseline is not None and not record.incomparable:
         record.baseline = token_baseline.method.name
-        record.difference = next(filter(None, (_difference(entry, token_baseline, name) for name in names)), "")
+        record.difference = next(filter(None, (difference(entry, token_baseline, name) for name in names)), "")
         record.identical = not record.difference
-    speeds = _per_repeat(record.samples)
+        record.leading, record.compared = agreement(entry, token_baseline, names)
+    speeds = per_repeat(record.samples)
     record.tokens_per_second = Spread.of(list(speeds.values()))
     if speed_baseline is not None:
-        baseline_speeds = _per_repeat([s for s in speed_baseline.samples if s.workload in names])
+        baseline_speeds = per_repeat([s for s in speed_baseline.samples if s.workload in names])
         record.ratio = Spread.of([speeds[r] / baseline_speeds[r] for r in speeds if r in baseline_speeds])
-    record.first_token = _first_tokens(record.samples)
+    record.first_token = first_tokens(record.samples)
     lengths = [s.prompt_tokens for s in record.samples if s.prompt_tokens is not None]
     record.prompt_tokens = median(lengths) if lengths else None
     record.prefill = Spread.of([s.prefill for s in record.samples if s.prefill is not None])
     steps = [(s.compiled_share, s.steps) for s in record.samples if s.compiled_share is not None and s.steps]
     record.compiled_share = sum(share * n for share, n in steps) / sum(n for _, n in steps) if steps else None
-    _count(record, [entry.checks[name] for name in names])
-    record.step_ms = _step_times(record.samples, {name: entry.checks[name].steps for name in names})
+    count_tokens(record, [entry.checks[name] for name in names])
+    record.step_ms = step_times(record.samples, {name: entry.checks[name].steps for name in names})
     if record.step_ms is not None and record.step_ms.core is not None and record.step_ms.total:
         record.outside_core = 1 - record.step_ms.core / record.step_ms.total
     overheads = [s.overhead for s in record.samples if s.overhead is not None]
     record.overhead = median(overheads) if overheads else None
-    record.stages = _stages([(s.stages, s) for s in record.samples if s.stages])
+    record.stages = stage_figures([(s.stages, s) for s in record.samples if s.stages])
     if entry.warmup is not None:
         warmup = entry.warmup
         record.first_call, record.second_call = warmup.first_call, warmup.second_call
@@ -254,103 +225,9 @@ def _record(
         record.cold_first_token, record.memory_added = warmup.first_token, warmup.memory_added
         record.pack_seconds, record.background_seconds = warmup.pack_seconds, warmup.background_seconds
     record.weight_bytes = weight_bytes(method.model)
+    if method.bits is not None:
+        record.weight_bytes = int(record.weight_bytes * method.bits / 8 / method.model.dtype.itemsize)
     if bandwidth and record.step_ms is not None:
         seconds = (record.step_ms.core or record.step_ms.total) / 1e3
         record.bandwidth_fraction = record.weight_bytes / seconds / bandwidth if seconds > 0 else None
     return record
-
-
-def _count(record: Record, checks: Sequence[Check]) -> None:
-    """Tokens and draft passes per step: of the timed calls, which differ when sampling, or else of the untimed ones."""
-    lengths = [s.accepted_lengths for s in record.samples if s.accepted_lengths]
-    steps = sum(check.steps for check in checks)
-    if lengths:
-        tokens = sum((n + 1) * count for histogram in lengths for n, count in enumerate(histogram))
-        record.accepted_length = tokens / sum(map(sum, lengths))
-    elif steps:
-        record.accepted_length = sum(check.accepted_length * check.steps for check in checks) / steps
-    passes = [s.draft_passes / s.steps for s in record.samples if s.draft_passes is not None and s.steps]
-    if not passes:
-        passes = [c.draft_passes / c.steps for c in checks if c.draft_passes is not None and c.steps]
-    record.draft_passes = median(passes) if passes else None
-
-
-def _stages(calls: Sequence[tuple[list[Stage], Measurement]], depth: int = 0) -> list[StageFigures]:
-    """Figures of the draft models, each followed by those of its drafter. `calls`: a call's stages, and the call."""
-    figures: list[StageFigures] = []
-    for stages in zip(*(stages for stages, _ in calls), strict=False):  # the same model in every call
-        passes, tokens_and_passes, shares = [], [0, 0], []
-        for stage, (_, sample) in zip(stages, calls, strict=True):
-            passes.append(stage.passes / sample.steps if sample.steps else 0.0)
-            tokens_and_passes[0] += sum((n + 1) * count for n, count in enumerate(stage.accepted_lengths))
-            tokens_and_passes[1] += sum(stage.accepted_lengths)
-            if sample.steps and sample.steps > sample.prefill_steps:
-                step = sum(_parts_of_a_step(sample).values()) / 1e3
-                shares.append(stage.forward_seconds / (step * sample.steps))
-        figures.append(
-            StageFigures(
-                stages[0].model,
-                depth,
-                stages[0].drafter,
-                median(passes),
-                tokens_and_passes[0] / tokens_and_passes[1] if tokens_and_passes[1] else None,
-                median(shares) if shares else None,
-            )  # fmt: skip
-        )
-        inner_calls = [(stage.stages, sample) for stage, (_, sample) in zip(stages, calls, strict=True)]
-        figures += _stages(inner_calls, depth + 1)
-    return figures
-
-
-def _per_repeat(samples: Sequence[Measurement]) -> dict[int, float]:
-    """Tokens per second of every repeat, all its prompts together."""
-    ordered = sorted(samples, key=lambda s: s.repeat)
-    speeds = {}
-    for repeat, group in groupby(ordered, key=lambda s: s.repeat):
-        members = list(group)
-        seconds = sum(s.seconds for s in members)
-        if seconds > 0:
-            speeds[repeat] = sum(s.new_tokens for s in members) / seconds
-    return speeds
-
-
-def _first_tokens(samples: Sequence[Measurement]) -> Spread | None:
-    by_repeat: dict[int, list[float]] = {}
-    for s in samples:
-        if s.first_token is not None:
-            by_repeat.setdefault(s.repeat, []).append(s.first_token)
-    return Spread.of([sum(values) / len(values) for values in by_repeat.values()])
-
-
-def _parts_of_a_step(sample: Measurement) -> dict[str, float]:
-    """Milliseconds; a step whose core was timed as prefill has none that is known."""
-    assert sample.steps is not None
-    counts = dict.fromkeys(PARTS, sample.steps) | {"core": sample.steps - sample.prefill_steps}
-    return {part: getattr(sample, part) / counts[part] * 1e3 for part in PARTS}
-
-
-def _step_times(samples: Sequence[Measurement], steps: dict[str, int]) -> StepTimes | None:
-    """Medians over the calls. For transformers: what follows the first token, over the steps after the first."""
-    parts_of_calls = [_parts_of_a_step(s) for s in samples if s.steps and s.steps > s.prefill_steps]
-    if parts_of_calls:
-        medians = {part: median([parts[part] for parts in parts_of_calls]) for part in PARTS}
-        return StepTimes(median([sum(parts.values()) for parts in parts_of_calls]), **medians)
-    totals = [
-        (s.seconds - s.first_token) / (steps[s.workload] - 1) * 1e3
-        for s in samples
-        if s.first_token is not None and steps[s.workload] > 1
-    ]
-    return StepTimes(median(totals)) if totals else None
-
-
-def _difference(entry: Competitor, baseline: Competitor, workload: str) -> str:
-    """Where the new tokens first differ from the baseline's; empty if they are the same."""
-    tokens, expected = entry.checks[workload].tokens, baseline.checks[workload].tokens
-    for row, (row_tokens, row_expected) in enumerate(zip(tokens, expected, strict=True)):
-        if row_tokens != row_expected:
-            position = next(
-                (i for i, (x, y) in enumerate(zip(row_tokens, row_expected, strict=False)) if x != y),
-                min(len(row_tokens), len(row_expected)),
-            )
-            return f"{workload}, row {row}, new token {position}"
-    return ""

@@ -25,7 +25,8 @@ def tables(records: Sequence[Record]) -> list[Table]:
     for model, dtype, batch, kind in cells:
         members = [r for r in records if (r.model, r.dtype, r.batch, r.kind) == (model, dtype, batch, kind)]
         tokens = next((f" · {r.prompt_tokens:.0f} tokens of prompt" for r in members if r.prompt_tokens), "")
-        title = f"{model + ' · ' if model else ''}{kind} · {batch} row{'s' if batch > 1 else ''} · {dtype}{tokens}"
+        name = subject(members[0])
+        title = f"{name + ' · ' if name else ''}{kind} · {batch} row{'s' if batch > 1 else ''} · {dtype}{tokens}"
         result.append(speed_table(members, title))
         if any(r.status == "ok" for r in members):
             result.append(step_table(members, f"{title} · ms per step"))
@@ -33,6 +34,13 @@ def tables(records: Sequence[Record]) -> list[Table]:
                 result.append(stage_table(members, f"{title} · draft models"))
             result.append(start_table(members, f"{title} · start and memory"))
     return result
+
+
+def subject(record: Record) -> str:
+    """The model, and what was made of it."""
+    if not record.scaled:
+        return record.model
+    return f"{record.model or 'demo target'}, {record.scaled}"
 
 
 def speed_table(records: Sequence[Record], title: str = "") -> Table:
@@ -143,7 +151,9 @@ def identical(record: Record) -> Text:
         return Text(record.incomparable or "?", style="dim")
     if record.identical:
         return Text("yes", style="green")
-    return Text("no", style="red" if record.exact else "yellow")
+    # Of other engines, which round in another order: how far they agree.
+    far = f", {record.leading} of {record.compared}" if record.engine else ""
+    return Text(f"no{far}", style="red" if record.exact else "yellow")
 
 
 def ratio_style(ratio: Spread | None) -> str:

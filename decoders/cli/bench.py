@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import sys
-from collections.abc import Iterator, Sequence
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import SettingsError, UnknownNameError
+from .bench_models import load, other_engines
+from .bench_options import by_strategy, in_both_tiers, numbers, pieces
+from .bench_output import dtypes_order, footnote, progress_bar, write_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from rich.console import Console
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
     from ..bench import Method, Record
 
@@ -42,6 +39,21 @@ def bench(
         ),
     ] = None,
     draft: Annotated[str | None, typer.Option(help="Draft model, or shape; the demo model has its own.")] = None,
+    scale: Annotated[
+        str | None,
+        typer.Option(
+            help="Pad the model and its draft to the size of a larger one, 110m, 0.5b, 1b or 3b, without changing what they "
+            "write: a Llama with tied embeddings, such as the demo."
+        ),
+    ] = None,
+    beside: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--beside",
+            help="Other engines with the same weights, comma-separated or repeated: llama.cpp, openvino; everything "
+            "that they do, or one number format and mode, as in llama.cpp[q8_0], openvino[int4,lookup].",
+        ),
+    ] = None,
     strategies: Annotated[
         list[str] | None,
         typer.Option(
@@ -71,8 +83,8 @@ def bench(
     prompts: Annotated[
         str | None,
         typer.Option(
-            help="copy, code, docstring (all: these three), instruct (edit, summary, extract, chat, code, list; one of "
-            "them: instruct:edit), predictable, random, comma-separated; or a file: text, or JSON lines with a field "
+            help="copy, code, docstring (all: these three), instruct (edit, summary, extract, chat, code, list, story; "
+            "one of them: instruct:edit), predictable, random, comma-separated; or a file: text, or JSON lines with a field "
             "text or messages, and kind. Default: instruct where the tokenizer has a chat template, else all."
         ),
     ] = None,
@@ -127,13 +139,17 @@ def bench(
         raise SettingsError("give --model or --shape, not both")
     if prompts is not None and (prompt_length is not None or shapes is not None):
         raise SettingsError("--prompts are texts: with --shape or --prompt-length prompts are random tokens")
+    if shapes is not None and (scale is not None or beside is not None):
+        raise SettingsError("--scale and --beside take a model, not --shape")
 
     import torch
 
     from .. import bench as b
     from ..bench import bandwidth, machine
     from ..bench import capacity as c
+    from ..bench.beside import check_installed, requests
     from ..bench.call import vocabulary_size
+    from ..bench.scaling import shape_named
     from ..bench.shapes import SHAPES
     from ..bench.tables import capacity_table, noise, tables
     from ..settings import parse_assignments
@@ -150,9 +166,17 @@ def bench(
     sampling = b.Sampling(**sampling_options, seed=seed) if generate_options["do_sample"] else None
     config: dict[str, Any] = {"compile": compile} | ({"slots": capacity} if capacity else {}) | loop_settings
     subjects = pieces(shapes) or [model or "demo"]
-    for subject in subjects if shapes is not None else ():
-        if subject not in SHAPES:
-            raise UnknownNameError("shape", subject, SHAPES)
+    for name in subjects if shapes is not None else ():
+        if name not in SHAPES:
+            raise UnknownNameError("shape", name, SHAPES)
+    if scale is not None:
+        shape_named(scale)  # a misspelt name shows before the minutes of loading
+    has_draft = draft is not None or subjects == ["demo"]
+    engines = [request for text in pieces(beside) or () for request in requests(text, has_draft)]
+    for request in engines:
+        check_installed(request.engine)
+    if engines and sampling is not None:
+        raise SettingsError("--beside compares greedy decoding: other engines draw other tokens")
     names, baseline_names = pieces(strategies), pieces(baselines)
     if shapes is not None:
         names, baseline_names = names or ["autoregressive", "prompt_lookup"], baseline_names or []
@@ -163,18 +187,24 @@ def bench(
     records: list[Record] = []
     capacity_costs: list[Any] = []
     facts: dict[str, Any] = {}
-    for subject in subjects:
+    folder = Path(context.with_resource(tempfile.TemporaryDirectory(prefix="decoders-"))) if engines else None
+    for name in subjects:
         methods: list[Method] = []
         tokenizer: PreTrainedTokenizerBase | None = None
-        for name in dtypes:
-            with progress_console.status(f"loading {subject} in {name}"):
-                target, tokenizer, assistant = load(subject, draft, name, device)
+        for dtype_name in dtypes:
+            with progress_console.status(f"loading {name} in {dtype_name}"):
+                target, tokenizer, assistant = load(name, draft, dtype_name, device, scale)
             label = str(target.dtype).removeprefix("torch.")
             if not check_capacity:
                 methods += b.transformers_methods(target, assistant, baseline_names, label, sampling)
             methods += b.strategy_methods(
                 target, names, assistant, strategy_settings, config, tokenizer, label, sampling
             )
+        if folder is not None and not check_capacity:
+            with progress_console.status("writing models for other engines") as status:
+                exact = load(name, draft, "float32", "cpu", scale)  # every engine rounds the same numbers itself
+                methods += other_engines(engines, methods[0].model, folder, exact, dtypes_order(methods), status.update)
+                del exact
         device_used = methods[0].model.device
         if not facts:
             with progress_console.status("measuring the memory's bandwidth"):
@@ -200,15 +230,19 @@ def bench(
         with progress_bar(progress_console, total) as advance:
             for group in groups:
                 entries = b.measure(methods, group, new_tokens=new_tokens, repeats=repeats, progress=advance)
-                subject_records += b.summarise(entries, speed, "" if subject == "demo" else subject, subject in SHAPES)
+                subject_records += b.summarise(entries, speed, "" if name == "demo" else name, name in SHAPES)
         order = dtypes_order(methods)
         records += sorted(subject_records, key=lambda r: (order.index(r.dtype), r.batch))
+        for method in methods:
+            if method.engine is not None:
+                method.engine.close()
         del methods, target, assistant, groups, entries  # the next one wants the memory
     result: dict[str, Any] = {
         "machine": facts,
         "run": {
             "model": None if shapes is not None else subjects[0], "shapes": subjects if shapes is not None else [],
-            "draft": draft, "new_tokens": new_tokens, "repeats": repeats, "compile": config["compile"],
+            "draft": draft, "scale": scale, "beside": [request.name for request in engines],
+            "new_tokens": new_tokens, "repeats": repeats, "compile": config["compile"],
             "slots": capacity, "prompts": prompts, "prompt_lengths": lengths, "loop": loop_settings,
             "sampling": sampling and asdict(sampling),
         },
@@ -230,129 +264,3 @@ def bench(
         from ..bench.plot import plot
 
         plot(records, plot_file)
-
-
-def load(
-    model: str, draft: str | None, dtype: str, device: str | None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None, PreTrainedModel | None]:
-    """Target, tokenizer and draft (the demo's own beside the demo model, else only if named) in `dtype` on `device`.
-
-    Shapes are models too, without a tokenizer.
-    """
-    import torch
-
-    from ..bench.shapes import SHAPES
-    from . import models
-
-    tokenizer: PreTrainedTokenizerBase | None = None
-    if model in SHAPES:
-        target = models.load_shape(model, dtype)
-    else:
-        target, tokenizer = models.load(model, dtype)
-    if draft in SHAPES:
-        assistant: PreTrainedModel | None = models.load_shape(draft, dtype)
-    else:
-        assistant = models.load_assistant(draft, model, dtype, needed=True)
-    if device is not None:
-        try:
-            target = target.to(device)  # type: ignore[arg-type]  # transformers wraps `to` and loses its `self`
-            if assistant is not None:
-                assistant = assistant.to(device)  # type: ignore[arg-type]  # as above
-        except (RuntimeError, AssertionError) as error:
-            raise SettingsError(f"--device {device}: {str(error).splitlines()[0]}") from error
-    torch.manual_seed(0)
-    return target, tokenizer, assistant
-
-
-def pieces(texts: Sequence[str] | None) -> list[str] | None:
-    """Comma-separated and repeated options as one list; None if the option was not given."""
-    from ..bench.variants import split
-
-    return None if texts is None else [piece for text in texts for piece in split(text)]
-
-
-def by_strategy(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Settings of the loop, and the others by strategy.
-
-    Raises:
-        SettingsError: one is neither the loop's nor keyed by strategy, or the loop does not take its value.
-    """
-    from ..settings import RuntimeSettings
-
-    loop_settings = {name: value for name, value in settings.items() if name in RuntimeSettings.model_fields}
-    RuntimeSettings.parse(loop_settings)
-    for name, value in settings.items():
-        if name not in loop_settings and not isinstance(value, dict):
-            raise SettingsError(f"--set {name}=…: name the strategy too, as in --set prompt_lookup.{name}=…")
-    return loop_settings, {name: value for name, value in settings.items() if name not in loop_settings}
-
-
-def in_both_tiers(names: Sequence[str] | None) -> list[str]:
-    """Every strategy, and every one uncompiled."""
-    from ..bench.variants import COMPILE
-    from ..plugins import registry
-
-    uncompiled = f"{COMPILE}=false"
-    variants = []
-    for name in registry().strategies() if names is None else names:
-        first, plus, rest = name.partition("+")
-        variant = f"{first[:-1]},{uncompiled}]" if first.endswith("]") else f"{first}[{uncompiled}]"
-        variants += [name, variant + plus + rest]
-    return variants
-
-
-def numbers(text: str, expected: str = "--batch takes batch sizes such as 1,4") -> list[int]:
-    """``"1,4"`` as numbers; `said` begins the message if they are none.
-
-    Raises:
-        SettingsError: anything but positive whole numbers.
-    """
-    try:
-        values = [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        values = []
-    if not values or min(values) < 1:
-        raise SettingsError(f"{expected}, not {text!r}")
-    return list(dict.fromkeys(values))
-
-
-@contextlib.contextmanager
-def progress_bar(console: Console, total: int) -> Iterator[Callable[[str], None]]:
-    """A progress bar of `total` calls; yields what to call after each, with what was done."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("compiling", total=total)
-        yield lambda what: bar.update(task, advance=1, description=what)
-
-
-def dtypes_order(methods: Sequence[Method]) -> list[str]:
-    """The dtypes in the order they were asked for."""
-    return list(dict.fromkeys(method.dtype for method in methods))
-
-
-def footnote(machine: dict[str, Any]) -> str:
-    """The machine in a line."""
-    missing = "" if machine["memory"] else "; memory not measured, it takes pip install 'hf-decoders[bench]'"
-    return (
-        f"{machine['cpu']}, {machine['threads']} threads, device {machine['device']}, "
-        f"copy bandwidth {machine['copy_bandwidth'] / 1e9:.1f} GB/s; "
-        f"torch {machine['torch']}, transformers {machine['transformers']}, decoders {machine['decoders']}{missing}"
-    )
-
-
-def write_json(result: dict[str, Any], path: Path) -> None:
-    """Writes `result` to `path`, or to standard output for ``-``.
-
-    Raises:
-        SettingsError: it cannot be written.
-    """
-    text = json.dumps(result, indent=2, default=str) + "\n"
-    if str(path) == "-":
-        sys.stdout.write(text)
-        return
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise SettingsError(f"--json {path}: {error.strerror}") from error

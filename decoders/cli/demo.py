@@ -41,7 +41,7 @@ def demo(
         str | None,
         typer.Option(
             help="copy, code or docstring of the demo model, by default a copy, then a code prompt; edit, summary, extract, "
-            "chat, code or list of others, by default an edit, then a summary."
+            "chat, code, list or story of others, by default an edit, then a summary."
         ),
     ] = None,
     strategies: Annotated[

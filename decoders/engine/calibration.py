@@ -51,7 +51,11 @@ def subject_of(engine: Engine) -> Subject:
         else ""
     )
     own = target.precision
-    parts = [str(getattr(method, "value", method)), own.weights and f"weights={own.weights}", own.cache and f"kv={own.cache}"]
+    parts = [
+        str(getattr(method, "value", method)),
+        own.weights and f"weights={own.weights}",
+        own.cache and f"kv={own.cache}",
+    ]
     return Subject(
         model="-".join([type(config).__name__, *sizes, str(target.vocab_size)]),
         dtype=str(target.dtype).removeprefix("torch."), quantization=" ".join(filter(None, parts)),

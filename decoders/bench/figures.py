@@ -1,0 +1,180 @@
+"""Figures of one method on one kind of prompt, made from its samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from statistics import median
+from typing import TYPE_CHECKING, Self
+
+from ..report import Stage
+from .interleave import Check, Competitor, Measurement
+
+if TYPE_CHECKING:
+    from .records import Record
+
+#: What a step of ours is made of, in order.
+PARTS = ("propose", "mask", "core", "observe", "host")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and range of repeats.
+
+    Attributes:
+        median: of all repeats.
+        low: the smallest.
+        high: the largest.
+        count: repeats.
+    """
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Self | None:
+        """None of no values."""
+        return cls(median(values), min(values), max(values), len(values)) if values else None
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Median milliseconds per step, prefill excluded. transformers tells only the `total`."""
+
+    total: float
+    propose: float | None = None
+    mask: float | None = None
+    core: float | None = None
+    observe: float | None = None
+    host: float | None = None
+
+
+@dataclass(frozen=True)
+class StageFigures:
+    """What a draft model did per target step; medians over the calls.
+
+    Attributes:
+        model: name or path.
+        depth: 0 drafts for the target, 1 for its draft model.
+        drafter: what drafts for this model.
+        passes: forward passes per target step.
+        tokens_per_pass: written per row and pass with the drafter's help, None without one.
+        forward_share: seconds of its passes, as a share of those of the target's steps.
+    """
+
+    model: str
+    depth: int
+    drafter: str | None
+    passes: float
+    tokens_per_pass: float | None
+    forward_share: float | None
+
+
+def count_tokens(record: Record, checks: Sequence[Check]) -> None:
+    """Tokens and draft passes per step: of the timed calls, which differ when sampling, or else of the untimed ones."""
+    lengths = [s.accepted_lengths for s in record.samples if s.accepted_lengths]
+    steps = sum(check.steps for check in checks)
+    if lengths:
+        tokens = sum((n + 1) * count for histogram in lengths for n, count in enumerate(histogram))
+        record.accepted_length = tokens / sum(map(sum, lengths))
+    elif steps:
+        record.accepted_length = sum(check.accepted_length * check.steps for check in checks) / steps
+    passes = [s.draft_passes / s.steps for s in record.samples if s.draft_passes is not None and s.steps]
+    if not passes:
+        passes = [c.draft_passes / c.steps for c in checks if c.draft_passes is not None and c.steps]
+    record.draft_passes = median(passes) if passes else None
+
+
+def stage_figures(calls: Sequence[tuple[list[Stage], Measurement]], depth: int = 0) -> list[StageFigures]:
+    """Figures of the draft models, each followed by those of its drafter. `calls`: a call's stages, and the call."""
+    figures: list[StageFigures] = []
+    for stages in zip(*(stages for stages, _ in calls), strict=False):  # the same model in every call
+        passes, tokens_and_passes, shares = [], [0, 0], []
+        for stage, (_, sample) in zip(stages, calls, strict=True):
+            passes.append(stage.passes / sample.steps if sample.steps else 0.0)
+            tokens_and_passes[0] += sum((n + 1) * count for n, count in enumerate(stage.accepted_lengths))
+            tokens_and_passes[1] += sum(stage.accepted_lengths)
+            if sample.steps and sample.steps > sample.prefill_steps:
+                step = sum(parts_of_a_step(sample).values()) / 1e3
+                shares.append(stage.forward_seconds / (step * sample.steps))
+        figures.append(
+            StageFigures(
+                stages[0].model,
+                depth,
+                stages[0].drafter,
+                median(passes),
+                tokens_and_passes[0] / tokens_and_passes[1] if tokens_and_passes[1] else None,
+                median(shares) if shares else None,
+            )  # fmt: skip
+        )
+        inner_calls = [(stage.stages, sample) for stage, (_, sample) in zip(stages, calls, strict=True)]
+        figures += stage_figures(inner_calls, depth + 1)
+    return figures
+
+
+def per_repeat(samples: Sequence[Measurement]) -> dict[int, float]:
+    """Tokens per second of every repeat, all its prompts together."""
+    ordered = sorted(samples, key=lambda s: s.repeat)
+    speeds = {}
+    for repeat, group in groupby(ordered, key=lambda s: s.repeat):
+        members = list(group)
+        seconds = sum(s.seconds for s in members)
+        if seconds > 0:
+            speeds[repeat] = sum(s.new_tokens for s in members) / seconds
+    return speeds
+
+
+def first_tokens(samples: Sequence[Measurement]) -> Spread | None:
+    by_repeat: dict[int, list[float]] = {}
+    for s in samples:
+        if s.first_token is not None:
+            by_repeat.setdefault(s.repeat, []).append(s.first_token)
+    return Spread.of([sum(values) / len(values) for values in by_repeat.values()])
+
+
+def parts_of_a_step(sample: Measurement) -> dict[str, float]:
+    """Milliseconds; a step whose core was timed as prefill has none that is known."""
+    assert sample.steps is not None
+    counts = dict.fromkeys(PARTS, sample.steps) | {"core": sample.steps - sample.prefill_steps}
+    return {part: getattr(sample, part) / counts[part] * 1e3 for part in PARTS}
+
+
+def step_times(samples: Sequence[Measurement], steps: dict[str, int]) -> StepTimes | None:
+    """Medians over the calls. For transformers: what follows the first token, over the steps after the first."""
+    parts_of_calls = [parts_of_a_step(s) for s in samples if s.steps and s.steps > s.prefill_steps]
+    if parts_of_calls:
+        medians = {part: median([parts[part] for parts in parts_of_calls]) for part in PARTS}
+        return StepTimes(median([sum(parts.values()) for parts in parts_of_calls]), **medians)
+    totals = [
+        (s.seconds - s.first_token) / (steps[s.workload] - 1) * 1e3
+        for s in samples
+        if s.first_token is not None and steps[s.workload] > 1
+    ]
+    return StepTimes(median(totals)) if totals else None
+
+
+def difference(entry: Competitor, baseline: Competitor, workload: str) -> str:
+    """Where the new tokens first differ from the baseline's; empty if they are the same."""
+    tokens, expected = entry.checks[workload].tokens, baseline.checks[workload].tokens
+    for row, (row_tokens, row_expected) in enumerate(zip(tokens, expected, strict=True)):
+        if row_tokens != row_expected:
+            position = next(
+                (i for i, (x, y) in enumerate(zip(row_tokens, row_expected, strict=False)) if x != y),
+                min(len(row_tokens), len(row_expected)),
+            )
+            return f"{workload}, row {row}, new token {position}"
+    return ""
+
+
+def agreement(entry: Competitor, baseline: Competitor, workloads: Sequence[str]) -> tuple[int, int]:
+    """New tokens of each row before the first that differs, and new tokens of the baseline; sums over `workloads`."""
+    leading = compared = 0
+    for name in workloads:
+        for row, expected in zip(entry.checks[name].tokens, baseline.checks[name].tokens, strict=True):
+            equal = [x == y for x, y in zip(row, expected, strict=False)]
+            leading += equal.index(False) if False in equal else len(equal)
+            compared += len(expected)
+    return leading, compared

@@ -1,0 +1,61 @@
+"""Progress and results of ``decoders bench``: a bar, a line about the machine, a file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rich.console import Console
+
+    from ..bench import Method
+
+
+@contextlib.contextmanager
+def progress_bar(console: Console, total: int) -> Iterator[Callable[[str], None]]:
+    """A progress bar of `total` calls; yields what to call after each, with what was done."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("compiling", total=total)
+        yield lambda what: bar.update(task, advance=1, description=what)
+
+
+def dtypes_order(methods: Sequence[Method]) -> list[str]:
+    """The dtypes in the order they were asked for."""
+    return list(dict.fromkeys(method.dtype for method in methods))
+
+
+def footnote(machine: dict[str, Any]) -> str:
+    """The machine in a line."""
+    missing = "" if machine["memory"] else "; memory not measured, it takes pip install 'hf-decoders[bench]'"
+    return (
+        f"{machine['cpu']}, {machine['threads']} threads, device {machine['device']}, "
+        f"copy bandwidth {machine['copy_bandwidth'] / 1e9:.1f} GB/s; "
+        f"torch {machine['torch']}, transformers {machine['transformers']}, decoders {machine['decoders']}{missing}"
+    )
+
+
+def write_json(result: dict[str, Any], path: Path) -> None:
+    """Writes `result` to `path`, or to standard output for ``-``.
+
+    Raises:
+        SettingsError: it cannot be written.
+    """
+    text = json.dumps(result, indent=2, default=str) + "\n"
+    if str(path) == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise SettingsError(f"--json {path}: {error.strerror}") from error
