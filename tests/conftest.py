@@ -64,4 +64,12 @@ def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", trace)
 
 
+@pytest.fixture(params=["traced", pytest.param("compiled", marks=pytest.mark.slow)])
+def traced_or_compiled(request: pytest.FixtureRequest) -> str:
+    """The test runs with `traced_only`, and, slow, as it is."""
+    if request.param == "traced":
+        request.getfixturevalue("traced_only")
+    return request.param
+
+
 _last_module: list[object] = [None]

@@ -90,7 +90,7 @@ def test_whole_trees_and_their_ends_take_the_same_graph(compiled: PreTrainedMode
     """A dynamic tree is drafted level by level, each level the end of its tree; rows may share one tree's memory."""
     forward = vars(compiled)["generate"].engine().forward
     target, tree = forward.target, Topology.branches(2, 3).tensors(4, torch.device("cpu"))
-    buffers, base, view = CacheBuffers.allocate(target.layout, 4, 64), torch.full((4,), 9), torch.arange(32)
+    buffers, base, view = CacheBuffers.allocate(target.layout, 4, 64), torch.full((4,), 9), torch.arange(64)[:32]
     shared = causal_block(4, 6, torch.device("cpu"))
     assert shared.offsets.stride(0) == 0
     with forward.during(True, Report("")), torch.compiler.set_stance("fail_on_recompile"), torch.no_grad():

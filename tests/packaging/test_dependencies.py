@@ -15,7 +15,11 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "decoders"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 #: What each part of the package may import beyond the default dependencies, by the extra that brings it.
-EXTRAS = {"bench": {"psutil", "matplotlib"}, "testing": {"pytest"}, "hf": {"gguf", "accelerate"}}
+EXTRAS = {
+    "bench": {"psutil", "matplotlib", "gguf", "llama_cpp", "openvino", "openvino_genai", "openvino_tokenizers"},
+    "testing": {"pytest"},
+    "hf": {"gguf", "accelerate"},
+}
 
 
 def normal(name: str) -> str:
@@ -53,8 +57,12 @@ def third_party() -> Iterator[tuple[Path, str, bool]]:
 INSTALLED = packages_distributions()
 
 
+#: Distributions whose name cannot be told from the package's, for where they are not installed.
+NAMES = {"llama_cpp": ["llama-cpp-python"]}
+
+
 def distributions(package: str) -> set[str]:
-    return {normal(name) for name in INSTALLED.get(package, [package])}
+    return {normal(name) for name in INSTALLED.get(package, NAMES.get(package, [package]))}
 
 
 def test_every_import_is_declared() -> None:

@@ -20,6 +20,7 @@ def nodes_found(rows: int, found: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.randint(0, 50, (rows, found), generator=generator), weights, parents.clamp(min=-1)
 
 
+@pytest.mark.usefixtures("traced_or_compiled")
 def test_trees_of_every_depth_and_budget_share_graphs():
     compiled, before = CompiledFunction(best_nodes), compilations()
     for depth, found, nodes in ((2, 9, 4), (3, 20, 9), (4, 30, 12), (5, 33, 13), (6, 40, 14), (7, 50, 20), (9, 60, 25),
@@ -30,6 +31,7 @@ def test_trees_of_every_depth_and_budget_share_graphs():
     assert compilations() - before <= 2
 
 
+@pytest.mark.usefixtures("traced_or_compiled")
 def test_paths_of_every_length_share_graphs():
     compiled, before = CompiledFunction(path_with_leaves), compilations()
     generator = torch.Generator().manual_seed(0)

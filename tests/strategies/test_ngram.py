@@ -306,6 +306,7 @@ def test_demo_model_writes_the_same_text_in_fewer_steps():
     assert out.report.mean_accepted_length > 1.5
 
 
+@pytest.mark.usefixtures("traced_or_compiled")
 def test_compiled_draft_tokens_are_those_of_plain_tensor_code():
     compiled = CompiledFunction(mini_tree)
     table = tuple(t for order in table_of([1, 2, 3, 4, 1, 2, 4, 4, 2]).orders for t in order.tensors())
