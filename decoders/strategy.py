@@ -34,6 +34,11 @@ def no_costs(measure: bool = False) -> None:
     """Of a context made by hand, and of a draft model."""
 
 
+def no_memory(factory: Callable[[], Any]) -> Any:
+    """Of a context made by hand, and of a draft model: nothing is kept."""
+    return factory()
+
+
 @dataclass(frozen=True)
 class Context:
     """What a strategy may prepare itself from, once per ``generate`` call.
@@ -62,6 +67,9 @@ class Context:
         costs: what a verification step costs on this machine, by nodes: ``costs()`` gives a
             :class:`decoders.costs.StepCosts`, which the loop keeps true while the call runs, or None where nothing was ever
             measured; ``costs(measure=True)`` measures it first, some steps of several sizes.
+        memory: what this strategy keeps between calls on the model: ``memory(factory)`` gives what `factory` made in the first
+            call with a strategy of this class and these settings. What is in it must not change the tokens. Freed by
+            :func:`decoders.release`; a draft model's strategies get a new one in every call.
     """
 
     model: PreTrainedModel
@@ -81,6 +89,7 @@ class Context:
     sampling: SamplingInputs | None = None
     guide: Forced | None = None
     costs: Callable[..., StepCosts | None] = no_costs
+    memory: Callable[[Callable[[], Any]], Any] = no_memory
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from ..devices import host_reads
 from ..drafting import Advance, Drafter, Expansion
 from ..report import Report, Stage, Stopwatch
 from ..sampling.processors import Masks, SamplingInputs, SamplingPlan
-from ..strategy import Context, Sequences, Step, Strategy, no_costs
+from ..strategy import Context, Sequences, Step, Strategy, no_costs, no_memory
 from ..tree import TreeTensors
 from .blocks import NodeBlock
 from .buckets import node_bucket
@@ -329,7 +329,7 @@ class ModelDrafter(Drafter):
         context = replace(
             outer, slots=self.rows.slots, vocab_size=self.vocab_size, level=self.level,
             compile=self.call.compiler(self.engine), sequences=self.session.view(self._reach)[1], guide=self.guide,
-            costs=no_costs,
+            costs=no_costs, memory=no_memory,
         )  # fmt: skip
         call = replace(self.call, longest=self.call.longest + self.ahead, block_size=self.blocks.size)
         return replace(context, draft=opener(call, context, self.guide, self.inner))

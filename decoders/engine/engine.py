@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from ..errors import UnsupportedError
 from ..report import Report
 from ..sampling.processors import SamplingPlan
+from ..strategy import Strategy
 from . import compiler
 from .calibration import Calibration
 from .capture import recorder_of
@@ -29,6 +30,8 @@ from .twin import WeightState
 
 #: Compiled functions of strategies that an engine keeps.
 KEPT_FUNCTIONS = 64
+#: Strategies, with their settings, whose memory it keeps.
+KEPT_MEMORIES = 16
 
 Compiled = TypeVar("Compiled", compiler.CompiledFunction, WholeStep)
 
@@ -65,6 +68,7 @@ class Engine:
         self.forward = ForwardPass(self.target)
         self.calibration = Calibration(self)
         self._whole: dict[tuple, WholeStep] = {}
+        self._memories: dict[tuple, Any] = {}
         self._functions: dict[Callable, TieredFunction] = {}
         self._freed: FreedWeights | None = None
 
@@ -115,6 +119,7 @@ class Engine:
             self.sessions.release()
             self._forget_compiled()
             self._functions.clear()
+            self._memories.clear()
 
     def _forget_compiled(self) -> None:
         self.forward.forget()
@@ -142,6 +147,15 @@ class Engine:
         if key not in self._whole:
             self._whole[key] = WholeStep(plain)
         return _booked(self._whole[key], report)
+
+    def memory(self, strategy: Strategy, factory: Callable[[], Any]) -> Any:
+        """What `strategy` keeps between calls; see :attr:`decoders.strategy.Context.memory`."""
+        key = type(strategy), repr(strategy)
+        kept = self._memories.pop(key, None) or factory()
+        self._memories[key] = kept
+        if len(self._memories) > KEPT_MEMORIES:  # the least recently used goes
+            del self._memories[next(iter(self._memories))]
+        return kept
 
     def function(self, function: Callable, compile: Compile, report: Report) -> Callable:
         """A strategy's tensor function, compiled once for all calls on this engine."""

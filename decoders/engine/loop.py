@@ -219,6 +219,7 @@ class Call:
             vocab_size=self.target.vocab_size, sequences=self.session.view(max(self.lengths))[1], coupled=coupled,
             plan=request.plan, sampling=rows.sampling, guide=self.guide, model=request.model, tokenizer=request.tokenizer,
             assistant_model=request.assistant_model, costs=self._costs,
+            memory=lambda factory: self.engine.memory(request.strategy, factory),
         )  # fmt: skip
         if request.resolve is not None:
             context = replace(context, strategy=request.resolve)

@@ -22,7 +22,7 @@ from ..settings import Settings, Table
 from ..strategy import Context, Draft, Sequences, Step, Strategy
 from ..tree import TreeTensors
 from .acceptance import AcceptanceRates, Follower, Proposals
-from .candidates import Candidate, refuse_unfit
+from .candidates import Candidate, Experience, refuse_unfit
 from .draft_model import require_coupled
 
 #: What candidates are set to unless the user sets them: long drafts, of which auto takes as much as pays.
@@ -75,6 +75,14 @@ class Choice:
 
 
 @dataclass
+class _Memory:
+    """What is kept between calls: how often the drafters were right, what they cost, and the rate, all of the last calls."""
+
+    rates: AcceptanceRates = field(default_factory=AcceptanceRates)
+    experience: dict[str, Experience] = field(default_factory=dict)
+
+
+@dataclass
 class _State:
     """`tokens`, `seconds`: of the present rate. `width`: draft tokens per row that are verified. `chain`: bits of the drafters of
     whose chains these are the first.
@@ -117,6 +125,7 @@ class Auto(Strategy):
 
     def start(self, context: Context) -> _State:
         require_coupled(context, self.name)
+        memory: _Memory = context.memory(_Memory)
         candidates: list[Candidate] = []
         left_out: dict[str, str] = {}
         unknown = sorted(set(self.settings.config) - set(self.settings.candidates))
@@ -136,10 +145,13 @@ class Auto(Strategy):
                         raise
                     reason = str(error)
                 else:
-                    candidates.append(Candidate(1 << len(candidates), strategy, state, self.settings.nodes))
+                    # A bit means the same drafter in every call.
+                    bit = 1 << self.settings.candidates.index(name)
+                    known = memory.experience.setdefault(name, Experience())
+                    candidates.append(Candidate(bit, strategy, state, self.settings.nodes, known))
             if reason is not None:
                 left_out[name] = reason
-        common = AcceptanceRates()
+        common = memory.rates
         rates = [AcceptanceRates(common) for _ in range(context.rows)] if context.rows > 1 else [common]
         costs = context.costs(measure=True) or _Flat()
         return _State(candidates, left_out, costs, common, [Follower(r) for r in rates])
@@ -163,7 +175,7 @@ class Auto(Strategy):
                 state.proposals[row].add(candidate.bit, *drafts[row])
             plan.weigh()
             depth = max(limit or 0, 1) if candidate.limited else 1
-            candidate.judge(plan.worth - before, state.rate * candidate.cost * depth)
+            candidate.judge(plan.worth - before, state.rate * candidate.experience.cost * depth)
         draft = plan.draft(sequences.length.device)
         plan.note()
         state.proposed = time.perf_counter()
@@ -189,8 +201,9 @@ class Auto(Strategy):
         state.history[-1].tokens += total
         # A step that was interrupted, or that compiled something, says nothing of the rate.
         seconds = min(seconds, 4 * state.costs.step(step.nodes.shape[1]) + state.proposed - state.begun)
-        state.tokens += NEWEST * (total - state.tokens)
-        state.seconds += NEWEST * (seconds - state.seconds)
+        newest = max(NEWEST, 1 / (state.steps + 1))
+        state.tokens += newest * (total - state.tokens)
+        state.seconds += newest * (seconds - state.seconds)
 
     def details(self, state: _State) -> Mapping[str, Any]:
         return {
@@ -245,14 +258,14 @@ class _Plan:
         """How many tokens a drafter is to draft to which each costs time; 0 if none is worth it beside what there is."""
         best, depth, worth = self.worth, 0, 0.0
         likely = [1.0] * len(self.active)
-        if not candidate.runs:
+        if not candidate.experience.runs:
             return 2
         gain = 0.0
         for count in range(1, candidate.depth + 1):
             for index, row in enumerate(self.active):
                 likely[index] *= self.state.rows[row].rates.rate_of(candidate.bit, count)
             gain += sum(likely)
-            seconds = self.costs.step(count + 1) - self._plain + count * candidate.cost
+            seconds = self.costs.step(count + 1) - self._plain + count * candidate.experience.cost
             worth = gain - self.rate * seconds
             if worth > best:
                 best, depth = worth, count

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,23 @@ PATIENCE = 4
 NEWEST = 1 / 4
 
 
+@dataclass
+class Experience:
+    """What is known of a drafter, in this call and the ones before.
+
+    Attributes:
+        runs: how often it was asked.
+        cost: mean seconds of a run; of a token of its draft, where it is limited.
+        net: mean of what a run has brought beyond its price, in tokens; None before the first.
+        wait: steps between two looks at it; 0 while it pays.
+    """
+
+    runs: int = 0
+    cost: float = 0.0
+    net: float | None = None
+    wait: int = 0
+
+
 class Candidate:
     """A drafter and what is known of it in a call.
 
@@ -29,6 +47,7 @@ class Candidate:
         bit: stands for it in masks.
         strategy, state: of the drafter.
         depth: most tokens that it drafts on a path.
+        experience: of it, kept between calls.
 
     Attributes:
         limited: whether it drafts as deep as it is told to, so that a token more costs time.
@@ -38,25 +57,24 @@ class Candidate:
         seconds: of all its runs.
     """
 
-    def __init__(self, bit: int, strategy: Strategy, state: Any, depth: int) -> None:
+    def __init__(self, bit: int, strategy: Strategy, state: Any, depth: int, experience: Experience) -> None:
         self.bit, self.strategy, self.state, self.depth = bit, strategy, state, depth
         self.name = strategy.name
         self.limited = type(strategy).limit is not Strategy.limit
         self.observes = type(strategy).observe is not Strategy.observe
         self.runs = self.proposed = self.right = 0
         self.seconds = 0.0
-        self.cost = 0.0  # mean seconds of a run; of a token of its draft, where it is limited
-        self._net: float | None = None
-        self._wait = self._waited = 0
-        self._patience = PATIENCE
+        self.experience = experience
+        self._waited = 0
+        self._patience = 0 if experience.runs else PATIENCE
 
     def due(self, rate: float) -> bool:
         """Whether it is looked at in this step. rate: present tokens per second."""
-        affordable = min(math.ceil(rate * self.cost / LOOKING), LONGEST_WAIT)
+        affordable = min(math.ceil(rate * self.experience.cost / LOOKING), LONGEST_WAIT)
         if self.limited:  # what it is worth is known before it is asked: this is a look
             return self._waited >= affordable
         patient = self._patience > 0 and affordable <= WAIT
-        return patient or self._waited >= min(self._wait, affordable)
+        return patient or self._waited >= min(self.experience.wait, affordable)
 
     def skip(self) -> None:
         """The step goes without it."""
@@ -78,7 +96,9 @@ class Candidate:
         seconds = time.perf_counter() - begun
         cost = seconds / max(draft.levels, 1) if self.limited else seconds
         # The first run prepares things, and any may be interrupted.
-        self.cost = cost if self.runs < 2 else self.cost + NEWEST * (min(cost, 4 * self.cost) - self.cost)
+        known = self.experience
+        known.cost = cost if known.runs < 2 else known.cost + NEWEST * (min(cost, 4 * known.cost) - known.cost)
+        known.runs += 1
         self.runs += 1
         self.seconds += seconds
         self.proposed += sum(token >= 0 for row in tokens for token in row)
@@ -92,10 +112,10 @@ class Candidate:
             benefit: expected tokens that the step gains by it.
             price: its time, in tokens.
         """
-        net = benefit - price
-        self._net = net if self._net is None else self._net + NEWEST * (net - self._net)
-        pays = net > 0 or self._net > 0
-        self._wait = 0 if pays else min(max(2 * self._wait, 1), LONGEST_WAIT)
+        known, net = self.experience, benefit - price
+        known.net = net if known.net is None else known.net + NEWEST * (net - known.net)
+        pays = net > 0 or known.net > 0
+        known.wait = 0 if pays else min(max(2 * known.wait, 1), LONGEST_WAIT)
 
     def was_right(self) -> None:
         """A token that it had proposed was written: a closer look, where that costs little."""

@@ -83,7 +83,8 @@ def test_the_report_says_what_was_chosen_when_and_what_was_left_out_why() -> Non
     assert details["left_out"]["grammar"] == "the call has no grammar"
     assert "medusa" in details["left_out"]
     for candidate in details["candidates"].values():
-        assert candidate["runs"] > 0 and candidate["right"] <= out.report.steps
+        assert candidate["right"] <= out.report.steps
+    assert sum(candidate["runs"] for candidate in details["candidates"].values()) > 0
 
 
 def test_costs_are_measured_once_and_kept(tmp_path: Path) -> None:
