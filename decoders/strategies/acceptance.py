@@ -135,6 +135,17 @@ class Proposals:
                 self.grades[known] = max(self.grades[known], grade)
             place[node] = known
 
+    def path(self, tokens: Sequence[int]) -> list[int]:
+        """The sources of the nodes that spell `tokens`, as far as there are some."""
+        node, sources = 0, []
+        for token in tokens:
+            child = self.children[node].get(token)
+            if child is None:
+                break
+            sources.append(self.sources[child])
+            node = child
+        return sources
+
     def ranked(self, rates: AcceptanceRates, least: float = 0.01) -> list[tuple[float, int]]:
         """``(probability, node)`` of the nodes whose whole path is right with at least the probability `least`, likeliest first,
         so that each comes after its parent. Siblings exclude each other: together they come to 1 at most.

@@ -165,17 +165,18 @@ class Auto(Strategy):
         state.proposals = [Proposals() for _ in state.rows]
         plan = _Plan(state, active, self.settings.nodes)
         for candidate in state.candidates:
-            limit = plan.depth_of(candidate) if candidate.limited else None
+            limit = None
+            if candidate.limited:
+                plan.weigh()
+                limit = plan.depth_of(candidate)
+            candidate.asked = 0
             if not (limit or candidate.due(state.rate)):
                 candidate.skip()
                 continue
-            before = plan.worth
             drafts = candidate.run(sequences, max(limit or 0, 1) if candidate.limited else None)
             for row in active:
                 state.proposals[row].add(candidate.bit, *drafts[row])
-            plan.weigh()
-            depth = max(limit or 0, 1) if candidate.limited else 1
-            candidate.judge(plan.worth - before, state.rate * candidate.experience.cost * depth)
+        plan.weigh()
         draft = plan.draft(sequences.length.device)
         plan.note()
         state.proposed = time.perf_counter()
@@ -185,13 +186,20 @@ class Auto(Strategy):
         seconds = time.perf_counter() - state.begun
         emitted = step.emitted.tolist()
         written = step.chosen.gather(1, step.path).tolist()
-        right = 0
-        for follower, proposals, tokens, count in zip(state.rows, state.proposals, written, emitted, strict=True):
+        right, credit = 0, dict.fromkeys((c.bit for c in state.candidates), 0)
+        accepted = step.accepted.tolist()
+        rows = zip(state.rows, state.proposals, written, emitted, accepted, strict=True)
+        for follower, proposals, tokens, count, drafted in rows:
             if count:
                 follower.follow(proposals)
+                # What several proposed, the first of them would have brought by itself.
+                for sources in proposals.path(tokens[: min(drafted, count)]):
+                    credit[sources & -sources] += 1
             for token in tokens[:count]:
                 right |= follower.write(token)
         for candidate in state.candidates:
+            if candidate.asked:
+                candidate.judge(credit[candidate.bit], state.rate * candidate.experience.cost * candidate.asked)
             if candidate.bit & right:
                 candidate.was_right()
             if candidate.observes:

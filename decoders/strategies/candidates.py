@@ -55,6 +55,7 @@ class Candidate:
         proposed: how many draft tokens it made.
         right: how often the token that was written next stood where it had proposed it.
         seconds: of all its runs.
+        asked: how deep it was asked to draft in this step; 1 if it knows no limit, 0 if it was left out.
     """
 
     def __init__(self, bit: int, strategy: Strategy, state: Any, depth: int, experience: Experience) -> None:
@@ -63,7 +64,7 @@ class Candidate:
         self.limited = type(strategy).limit is not Strategy.limit
         self.observes = type(strategy).observe is not Strategy.observe
         self.runs = self.proposed = self.right = 0
-        self.seconds = 0.0
+        self.seconds, self.asked = 0.0, 0
         self.experience = experience
         self._waited = 0
         self._patience = 0 if experience.runs else PATIENCE
@@ -99,7 +100,7 @@ class Candidate:
         known = self.experience
         known.cost = cost if known.runs < 2 else known.cost + NEWEST * (min(cost, 4 * known.cost) - known.cost)
         known.runs += 1
-        self.runs += 1
+        self.runs, self.asked = self.runs + 1, limit or 1
         self.seconds += seconds
         self.proposed += sum(token >= 0 for row in tokens for token in row)
         self._waited, self._patience = 0, self._patience - 1
@@ -109,11 +110,11 @@ class Candidate:
         """Learns what the run was worth.
 
         Args:
-            benefit: expected tokens that the step gains by it.
+            benefit: accepted tokens that no drafter before it has proposed.
             price: its time, in tokens.
         """
         known, net = self.experience, benefit - price
-        known.net = net if known.net is None else known.net + NEWEST * (net - known.net)
+        known.net = net if known.net is None else known.net + NEWEST / 2 * (net - known.net)
         pays = net > 0 or known.net > 0
         known.wait = 0 if pays else min(max(2 * known.wait, 1), LONGEST_WAIT)
 
