@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import gc
 import sys
 import threading
@@ -54,6 +55,7 @@ class BackgroundCompile:
         self._warned = False
         self._thread = threading.Thread(target=self._run, name=f"compile {name}", daemon=True)
         _running.add(self)
+        begin_autograd()
         self._thread.start()
 
     def poll(self) -> bool:
@@ -85,6 +87,18 @@ class BackgroundCompile:
             self.seconds = time.perf_counter() - started
             _running.discard(self)
             self._over.set()
+
+
+@functools.cache
+def begin_autograd() -> None:
+    """Lets autograd start before any thread compiles, where torch is built for CUDA and there is no GPU.
+
+    With torch 2.11 the first ``backward`` of such a process ends it (a segmentation fault) if another thread has traced before:
+    tracing puts a device guard in CUDA's place for the whole process, and autograd starts its threads by that. Fixed by 2.13.
+    """
+    if torch.backends.cuda.is_built() and not torch.cuda.is_available():
+        with torch.inference_mode(False), torch.enable_grad():
+            torch.zeros(1, requires_grad=True).sum().backward()
 
 
 @contextmanager

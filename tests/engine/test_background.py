@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import textwrap
 import threading
 import warnings
 
 import pytest
 import torch
 
-from decoders.engine.background import SWITCH_INTERVAL, BackgroundCompile, worth_compiling
+from decoders.engine.background import SWITCH_INTERVAL, BackgroundCompile, begin_autograd, worth_compiling
 
 WAIT = 240.0
 
@@ -112,3 +113,27 @@ def test_modules_that_other_threads_call_are_not_traced() -> None:
     finally:
         go_on.set()
     assert job.wait(20)
+
+
+@pytest.mark.slow
+def test_a_model_can_be_trained_after_another_thread_has_compiled() -> None:
+    """The first backward of the process comes after the compilation; torch 2.11 built for CUDA crashes there without a GPU."""
+    script = """
+    import torch
+    from decoders.engine.background import BackgroundCompile
+    job = BackgroundCompile("a function", lambda: torch.compile(lambda x: (x * x).sum(), dynamic=True)(torch.ones(9)))
+    assert job.wait()
+    layer = torch.nn.Linear(4, 4)
+    layer(torch.ones(2, 4)).sum().backward()
+    assert layer.weight.grad is not None
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+
+
+def test_autograd_is_begun_in_any_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
+        begin_autograd.cache_clear()
+        with mode():
+            begin_autograd()
