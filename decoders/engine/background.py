@@ -36,7 +36,7 @@ class BackgroundCompile:
     """Runs `work`, which compiles something, in a daemon thread: ``ready`` when it has succeeded.
 
     A failure is one warning, given by :meth:`poll` in the thread that asks. Nothing waits for the thread: a process that ends
-    while compiling ends at once.
+    while compiling ends at once. Where :func:`threads_may_compile` says no, the caller compiles and waits.
 
     Attributes:
         name: what is compiled, for the warning.
@@ -55,8 +55,10 @@ class BackgroundCompile:
         self._warned = False
         self._thread = threading.Thread(target=self._run, name=f"compile {name}", daemon=True)
         _running.add(self)
-        begin_autograd()
-        self._thread.start()
+        if threads_may_compile():
+            self._thread.start()
+        else:
+            self._run()
 
     def poll(self) -> bool:
         """Whether the graph can be used from now on; to be asked between two steps."""
@@ -90,15 +92,13 @@ class BackgroundCompile:
 
 
 @functools.cache
-def begin_autograd() -> None:
-    """Lets autograd start before any thread compiles, where torch is built for CUDA and there is no GPU.
+def threads_may_compile() -> bool:
+    """Whether a thread beside the caller's may compile: not with torch built for CUDA where there is no GPU.
 
-    With torch 2.11 the first ``backward`` of such a process ends it (a segmentation fault) if another thread has traced before:
-    tracing puts a device guard in CUDA's place for the whole process, and autograd starts its threads by that. Fixed by 2.13.
+    Tracing there puts a device guard in CUDA's place. With torch 2.11 (2.13 for the CPU is sound) the process then crashes when
+    another thread traces, or calls its first ``backward``: lines of torch alone show it.
     """
-    if torch.backends.cuda.is_built() and not torch.cuda.is_available():
-        with torch.inference_mode(False), torch.enable_grad():
-            torch.zeros(1, requires_grad=True).sum().backward()
+    return not torch.backends.cuda.is_built() or torch.cuda.is_available()
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import warnings
 import pytest
 import torch
 
-from decoders.engine.background import SWITCH_INTERVAL, BackgroundCompile, begin_autograd, worth_compiling
+from decoders.engine.background import SWITCH_INTERVAL, BackgroundCompile, worth_compiling
 
 WAIT = 240.0
 
@@ -131,9 +131,8 @@ def test_a_model_can_be_trained_after_another_thread_has_compiled() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_autograd_is_begun_in_any_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
-    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
-        begin_autograd.cache_clear()
-        with mode():
-            begin_autograd()
+def test_without_a_gpu_torch_built_for_cuda_compiles_in_the_callers_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decoders.engine.background.threads_may_compile", lambda: False)
+    threads: list[threading.Thread] = []
+    job = BackgroundCompile("a function", lambda: threads.append(threading.current_thread()))
+    assert job.ready and threads == [threading.current_thread()]
