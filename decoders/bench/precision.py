@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,11 +18,10 @@ from ..engine.target import Target, causal_block
 from ..engine.tiers import ForwardPass
 from ..report import Report
 from ..tree import Topology
+from .interleave import rotation
 
 #: Tokens of a text that are read at once: as many as the nodes of a block, with the decoding kernels.
 STRETCH = 32
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -129,7 +127,7 @@ def _times(
     seconds: dict[tuple[str, int], list[float]] = {(name, count): [] for name in forwards for count in nodes}
     for turn in range(repeats + 1):
         for count in nodes:
-            for name, forward in _rotated(list(forwards.items()), turn):
+            for name, forward in rotation(list(forwards.items()), turn):
                 tokens = torch.arange(count)[None] + 5
                 tree, view = (
                     Topology.chain(count - 1).tensors(1, tokens.device),
@@ -140,8 +138,3 @@ def _times(
                     forward(tokens, torch.tensor([length]), tree, buffers[name], view)
                     seconds[name, count].append(time.perf_counter() - started)
     return {key: median(values[1:]) for key, values in seconds.items()}
-
-
-def _rotated(items: list[T], turn: int) -> Iterator[T]:
-    start = turn % len(items)
-    yield from (*items[start:], *items[:start])

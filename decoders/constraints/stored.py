@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 import warnings
 from pathlib import Path
 
 from ..errors import GrammarError
+from ..files import write_whole
 from .base import Backend, CompiledGrammar, Language, Policy
 from .vocabulary import Vocabulary
 
@@ -38,17 +37,10 @@ def write(grammar: CompiledGrammar, path: Path) -> bool:
     if content is None:
         return False
     head = {"kind": _KIND, "version": VERSION, "key": path.stem, "sha256": hashlib.sha256(content).hexdigest()}
-    temporary: str | None = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", suffix=SUFFIX, delete=False) as file:
-            temporary = file.name
-            file.write(json.dumps(head).encode() + b"\n" + content)
-        os.replace(temporary, path)
+        write_whole(path, json.dumps(head).encode() + b"\n" + content)
     except OSError as error:
         warnings.warn(f"compiled grammar not kept as {path}: {error}", stacklevel=2)
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
         return False
     return True
 

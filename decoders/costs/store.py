@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import warnings
 from pathlib import Path
 
 from pydantic import ValidationError
 
+from ..files import write_whole
 from .curve import VERSION, CostCurve, Subject
 
 SUFFIX = ".costs.json"
@@ -52,20 +52,11 @@ def read(folder: Path, subject: Subject) -> CostCurve | None:
 def write(folder: Path, curve: CostCurve) -> Path | None:
     """Keeps `curve`, with the points that another process has kept meanwhile; None, and a warning, if that is impossible."""
     path = path_of(folder, curve.subject)
-    temporary: str | None = None
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        kept = read(folder, curve.subject)
+        kept = read(folder, curve.subject) if path.exists() else None
         whole = kept.with_points(curve.points) if kept is not None else curve
-        with tempfile.NamedTemporaryFile(
-            "w", dir=folder, prefix=".", suffix=SUFFIX, delete=False, encoding="utf-8"
-        ) as file:
-            temporary = file.name
-            file.write(whole.model_dump_json(indent=1) + "\n")
-        os.replace(temporary, path)
+        write_whole(path, (whole.model_dump_json(indent=1) + "\n").encode())
     except OSError as error:
         warnings.warn(f"cost curve not kept as {path}: {error}", stacklevel=2)
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
         return None
     return path

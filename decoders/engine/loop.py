@@ -78,7 +78,6 @@ class Call:
         if request.criteria is not None:
             self.criteria = CriteriaRun(request.criteria, self.prefixes, self.scores if request.keep_scores else None)
         self.drafters: list[ModelDrafter] = []
-        self.state: Any = None
         self.guide: Guide | None = None
         self.costs: StepCosts | None = None  # once a strategy has asked for them
 
@@ -108,8 +107,6 @@ class Call:
         report = self.report
         report.new_tokens = [len(tokens) for tokens in self.generated]
         report.stages = [drafter.report() for drafter in self.drafters]
-        if self.state is not None:
-            report.details = dict(self.request.strategy.details(self.state))
         return Decoded(self.generated, report, self.logits, self.scores)
 
     def _run(self) -> None:
@@ -131,7 +128,7 @@ class Call:
         self.pending = self.prompt_left = left  # tokens of the prompts that the first step reads
         self.report.reused = reused[: self.batch]
         self.where = "start"
-        state = self.state = request.strategy.start(self._context())
+        state = request.strategy.start(self._context())
         timings.prefill = stopwatch.next()
 
         self.finished = [request.new_tokens == 0] * self.batch
@@ -150,6 +147,7 @@ class Call:
         self._raise_faults(wait=True)
         self.session.keep([max(length - 1 - self.pending, 0) for length in self.lengths])
         self.report.peak_memory = self._memory()
+        self.report.details = dict(request.strategy.details(state))
 
     def _step(self, state: Any, step: StepFunction) -> None:
         """Propose, mask, forward + verify + commit, observe."""

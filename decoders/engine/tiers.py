@@ -73,9 +73,7 @@ class ForwardPass:
         before = self._mode, self._report, self._allowed
         self._mode, self._report, self._allowed = mode, report, None
         if mode == "auto" and not self._steady:
-            self._allowed = {
-                several for several, tier in self._tiers.items() if tier.job is not None and tier.job.poll()
-            }
+            self._allowed = {several for several in self._tiers if self.ready(several)}
         try:
             yield
         finally:

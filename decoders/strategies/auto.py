@@ -91,7 +91,6 @@ class _State:
     candidates: list[Candidate]
     left_out: dict[str, str]
     costs: StepCosts
-    common: AcceptanceRates
     rows: list[Follower]
     proposals: list[Proposals] = field(default_factory=list)
     tokens: float = 0.0
@@ -154,11 +153,10 @@ class Auto(Strategy):
         common = memory.rates
         rates = [AcceptanceRates(common) for _ in range(context.rows)] if context.rows > 1 else [common]
         costs = context.costs(measure=True) or _Flat()
-        return _State(candidates, left_out, costs, common, [Follower(r) for r in rates])
+        return _State(candidates, left_out, costs, [Follower(r) for r in rates])
 
     def propose(self, state: _State, sequences: Sequences) -> Draft:
-        now = time.perf_counter()
-        state.begun = now
+        state.begun = time.perf_counter()
         active = [row for row, ended in enumerate(sequences.finished.tolist()) if not ended]
         if not state.seconds:
             state.tokens, state.seconds = float(len(active)), state.costs.step(1)
