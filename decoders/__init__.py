@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from . import demo, strategies, testing, verifiers
     from .constraints.specs import choice, grammar, json_schema, regex
     from .errors import DecodersError
-    from .generate import Calibration, DecodersOutput, Warmup, calibrate, disable, enable, release, warmup
+    from .generate import Calibration, DecodersOutput, Warmup, calibrate, disable, enable, forget, release, warmup
     from .hookspecs import hookimpl
     from .report import Report
     from .settings import Settings
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _HOME = {
     "enable": "generate",
     "disable": "generate",
+    "forget": "generate",
     "release": "generate",
     "warmup": "generate",
     "calibrate": "generate",
@@ -60,7 +61,7 @@ _MODULES = ("demo", "strategies", "testing", "verifiers")
 __all__ = [
     "Block", "Calibration", "Context", "DecodersError", "DecodersOutput", "Draft", "Outcomes", "Report", "Sequences", "Settings",
     "Step", "Strategy", "Topology", "TreeTensors", "Verifier", "Warmup", "calibrate", "choice", "demo", "disable", "enable",
-    "grammar", "hookimpl", "json_schema", "regex", "release", "strategies", "testing", "verifiers", "warmup",
+    "forget", "grammar", "hookimpl", "json_schema", "regex", "release", "strategies", "testing", "verifiers", "warmup",
 ]  # fmt: skip
 
 

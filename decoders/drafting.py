@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -105,6 +105,29 @@ class Drafter(ABC):
                 strategies), any of them may have been accepted.
             displaced: most accepted nodes whose keys and values are not in the slots of their positions: 0 for a chain, the
                 depth of a tree.
+        """
+
+
+class ModulePasses(ABC):
+    """A drafter that is no language model, for the length of a call: a module with a slot cache of its own.
+
+    Committed position ``p`` of a row lives in slot ``p``, node ``i`` of a block in slot ``base + i``. What a pass writes behind a
+    row's end is written anew before anything sees it. Everything stays on the device.
+
+    Attributes:
+        passes: passes of the module so far.
+    """
+
+    passes: int
+
+    @abstractmethod
+    def __call__(self, base: Tensor, *inputs: Tensor, tree: TreeTensors | None = None) -> Any:
+        """One pass of the module over ``Q`` nodes of every row; what it gives.
+
+        Args:
+            base: ``[B]`` int64, slot and position of the block's node 0; all slots in front of it are seen.
+            inputs: ``[B, Q, …]`` each, what the module reads.
+            tree: the block, whose last ``Q`` nodes these are; those before have been run since. None: a chain, as text is.
         """
 
 

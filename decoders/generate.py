@@ -16,7 +16,8 @@ from .hf.wrapper import Generate
 from .strategy import Strategy
 
 __all__ = [
-    "Calibration", "DecodersOutput", "StrategyCost", "calibrate", "disable", "enable", "release", "warmup", "Warmup", "WarmupPart",
+    "Calibration", "DecodersOutput", "StrategyCost", "calibrate", "disable", "enable", "forget", "release", "warmup",
+    "Warmup", "WarmupPart",
 ]  # fmt: skip
 
 
@@ -88,6 +89,29 @@ def release(model: PreTrainedModel) -> PreTrainedModel:
     present = vars(model).get("generate")
     if isinstance(present, Generate):
         present.release()
+    return model
+
+
+def forget(model: PreTrainedModel) -> PreTrainedModel:
+    """Makes an enabled model forget its earlier calls: what strategies keep between them, and the texts whose keys and values do.
+
+    Packed weights and compiled code stay, so the next call is as fast as the first after :func:`warmup`. The tokens are the same
+    either way. The same for the draft models that were used with it. A call that runs in another thread is waited for.
+
+    Args:
+        model: a model of transformers. Nothing happens to one that is not enabled, or was not used.
+
+    Returns:
+        the same object.
+
+    Raises:
+        UnsupportedError: not a model of transformers.
+    """
+    if not isinstance(base_of(model), PreTrainedModel):
+        raise UnsupportedError(f"forget() takes a transformers model, not {type(model).__name__}")
+    present = vars(model).get("generate")
+    if isinstance(present, Generate):
+        present.forget()
     return model
 
 

@@ -91,6 +91,11 @@ class RuntimeSettings(Settings):
         True,
         description="Keep the last rows' keys and values: a prompt that begins as an earlier text is not read again.",
     )
+    memory: bool = Field(
+        True,
+        description="Let strategies keep what they learn between calls (rates, statistics, texts); false starts every call cold. "
+        "The tokens are the same.",
+    )
     weights: Literal["keep", "packed", "int8", "int4"] = Field(
         "keep",
         description="keep leaves the model as it is; packed frees the dense weights of which the engine has a packed copy: until "

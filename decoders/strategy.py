@@ -7,8 +7,10 @@ token is found, not *which*: what it proposes is verified against the target's o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from .costs.steps import StepCosts
-    from .drafting import Drafter, Forced
+    from .drafting import Drafter, Forced, ModulePasses
     from .sampling.processors import SamplingInputs, SamplingPlan
 
 
@@ -34,8 +36,8 @@ def no_costs(measure: bool = False) -> None:
     """Of a context made by hand, and of a draft model."""
 
 
-def no_memory(factory: Callable[[], Any]) -> Any:
-    """Of a context made by hand, and of a draft model: nothing is kept."""
+def no_memory(key: str, factory: Callable[[], Any], of: Strategy | None = None) -> Any:
+    """Of a context made by hand, of a draft model, and with the setting ``memory=False``: nothing is kept."""
     return factory()
 
 
@@ -67,9 +69,20 @@ class Context:
         costs: what a verification step costs on this machine, by nodes: ``costs()`` gives a
             :class:`decoders.costs.StepCosts`, which the loop keeps true while the call runs, or None where nothing was ever
             measured; ``costs(measure=True)`` measures it first, some steps of several sizes.
-        memory: what this strategy keeps between calls on the model: ``memory(factory)`` gives what `factory` made in the first
-            call with a strategy of this class and these settings. What is in it must not change the tokens. Freed by
-            :func:`decoders.release`; a draft model's strategies get a new one in every call.
+        memory: what this strategy keeps between calls on the model: ``memory(key, factory)`` gives what `factory` made in the
+            first call with a strategy of this class and these settings that asked for `key`. What is in it must not change the
+            tokens. The least recently used go when there are many; :func:`decoders.forget` and :func:`decoders.release` free
+            all. With the setting ``memory=False``, and for a draft model's strategies, every call gets a new one.
+        embed: the target's own input embedding: ``embed(tokens)``, ``[…]`` int64 to ``[…, H]``, exactly its embedding module.
+            What a model does to embeddings behind that module (Gemma-2's factor) is not in it.
+        head: the target's own output head on packed weights: ``head(hidden)``, ``[B, N, H]`` to logits ``[B, N, V]`` float32.
+            `hidden` is what the head reads, as in :attr:`Step.hidden`; all that the model does after its head is in it: a
+            soft-cap, a scale.
+        module: makes a drafter that is no language model ready for this call: ``module(module, ahead=K, example=(…))`` gives
+            :class:`~decoders.drafting.ModulePasses`, with a slot cache, tree masks and packed weights like a draft model's, compiled
+            where the call compiles. `module` is called with its inputs and ``attention_mask``, ``position_ids`` and
+            ``past_key_values``, all ready, which it hands to attention layers of transformers (``LlamaDecoderLayer``, say).
+            `example`: what it reads of one node, ``[1, 1, …]`` each. `ahead`: most nodes that a step writes behind a row.
     """
 
     model: PreTrainedModel
@@ -89,7 +102,14 @@ class Context:
     sampling: SamplingInputs | None = None
     guide: Forced | None = None
     costs: Callable[..., StepCosts | None] = no_costs
-    memory: Callable[[Callable[[], Any]], Any] = no_memory
+    memory: Callable[..., Any] = no_memory
+    embed: Callable[[Tensor], Tensor] = _outside_a_call
+    head: Callable[[Tensor], Tensor] = _outside_a_call
+    module: Callable[..., ModulePasses] = _outside_a_call
+
+    def part(self, strategy: Strategy) -> Context:
+        """The same for a strategy that another one is built of: what it keeps is its own, whoever contains it."""
+        return replace(self, memory=partial(self.memory, of=strategy))
 
 
 @dataclass(frozen=True)
@@ -247,6 +267,8 @@ class Step:
         own_nodes: how many of the block's first nodes, root included, are the first of the strategy's own draft, in its order,
             where the block holds no others that could be accepted; 0 where it does. None: it is the draft as proposed, or
             (merged) begins with it.
+        layers: ``[B, N, T, H]``, what the ``T`` decoder layers of :attr:`Strategy.hidden_layers` gave, in that order; None
+            where none was asked for.
     """
 
     nodes: Tensor
@@ -258,6 +280,31 @@ class Step:
     hidden: Tensor
     sequences: Sequences
     own_nodes: int | None = None
+    layers: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class PromptChunk:
+    """A stretch of the rows' prompts that the target has just read, all rows at the same positions.
+
+    Together the chunks of a call hold every prompt token but each row's last, which is node 0 of the first step; a call whose
+    prompts have one token each has none.
+
+    Attributes:
+        tokens: ``[B, N]`` int64.
+        positions: ``[B, N]`` int64, where in its row each of them is.
+        valid: ``[B, N]`` bool, which of them are such tokens; the others lie behind their row's prompt and mean nothing.
+        hidden: ``[B, N, H]``, the hidden states that the output head reads, as in :class:`Step`.
+        layers: ``[B, N, T, H]``, as in :class:`Step`.
+        logits: ``[B, N, V]`` float32, the raw logits; None unless :attr:`Strategy.prompt_logits` asks for them.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    valid: Tensor
+    hidden: Tensor
+    layers: Tensor | None = None
+    logits: Tensor | None = None
 
 
 class Strategy(ABC):
@@ -281,6 +328,9 @@ class Strategy(ABC):
         on_device: promises that `propose` and `observe` never wait for the device, take no data from the host, keep all shapes,
             and change nothing but the contents of tensors, so that a whole step can be recorded and replayed. The kit checks it.
             What a guide does counts for the guide: the loop asks it too.
+        hidden_layers: decoder layers of the target whose outputs :attr:`Step.layers` and :attr:`PromptChunk.layers` hold; 0 is
+            the first, -1 the last. Read when a call begins. Taking them is another forward pass to compile.
+        prompt_logits: whether :meth:`prefill` is handed the prompts' logits: a pass of the output head over every token.
     """
 
     name: str
@@ -294,6 +344,8 @@ class Strategy(ABC):
     timed: bool = False
     needs_grammar: bool = False
     on_device: bool = False
+    hidden_layers: tuple[int, ...] = ()
+    prompt_logits: bool = False
 
     def __init__(self, settings: Settings | None = None, /, **values: Any) -> None:
         if settings is not None and values:
@@ -315,6 +367,24 @@ class Strategy(ABC):
     def observe(self, state: Any, step: Step) -> None:
         """Learns from a verified step; updates `state` in place."""
 
+    def prefill(self, state: Any, chunk: PromptChunk) -> None:
+        """Learns from a stretch of the prompts, in order, before the first :meth:`propose`; updates `state` in place.
+
+        A strategy that overrides this is shown whole prompts: nothing is taken from earlier calls, and nothing is left to the
+        first step.
+        """
+
+    def finish(self, state: Any) -> None:
+        """The call is over, done or failed; comes once for every state that :meth:`start` has made.
+
+        Of a strategy `on_device` it is the state that the steps have worked on, which may be that of an equal call before.
+        """
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether :meth:`prefill` is to be called: where it is overridden."""
+        return type(self).prefill is not Strategy.prefill
+
     def limit(self, state: Any, tokens: int) -> None:
         """Says how many tokens deep the next draft is wanted at most; strategies to which a token costs something obey."""
 
@@ -325,3 +395,37 @@ class Strategy(ABC):
     def __repr__(self) -> str:
         shown = ", ".join(f"{k}={v!r}" for k, v in self.settings.model_dump().items())
         return f"{type(self).__name__}({shown})"
+
+
+@contextmanager
+def finishing(strategy: Strategy, state: Callable[[], Any]) -> Iterator[None]:
+    """Within it a call runs; behind it `strategy` is told that it is over. What ended the call is what is raised.
+
+    Args:
+        state: gives the state as it then is.
+    """
+    try:
+        yield
+    except BaseException as error:
+        finish_all([(strategy, state())], error)
+        raise
+    finish_all([(strategy, state())])
+
+
+def finish_all(states: Iterable[tuple[Strategy, Any]], cause: BaseException | None = None) -> None:
+    """Calls :meth:`Strategy.finish` of all `states`, whatever happens, and raises the first error; later ones become its notes.
+
+    Args:
+        cause: what has ended the call, if it has failed: then nothing is raised.
+    """
+    first = cause
+    for strategy, state in states:
+        try:
+            strategy.finish(state)
+        except Exception as error:
+            if first is None:
+                first = error
+            else:
+                first.add_note(f"decoders: finish of {strategy.name!r} failed as well: {error!r}")
+    if first is not None and cause is None:
+        raise first

@@ -306,9 +306,12 @@ def _method(
         variant.verifier or load_settings(RuntimeSettings, None, {}, {}, sections=registry().strategies()).verifier
     )
     verifier = resolve_verifier(verifier_name)
-    # Every repeat has the same prompt. Keys and values kept from the call before would make it free.
+    # Every repeat has the same prompt. Keys and values kept from the call before would make it free, and what a strategy has
+    # learnt there would be the answer.
     loop_settings = (
-        {"reuse": False} | dict(decoders_config) | ({} if variant.compile is None else {"compile": variant.compile})
+        {"reuse": False, "memory": False}
+        | dict(decoders_config)
+        | ({} if variant.compile is None else {"compile": variant.compile})
     )
     arguments: dict[str, Any] = {"strategy": name, "verifier": verifier_name, "decoders_config": loop_settings}
     if config:

@@ -32,6 +32,7 @@ class StepOutput:
         logits: ``[B, N, V]``.
         scores: the processed ones if the plan keeps them.
         hidden: ``[B, N, H]``.
+        layers: ``[B, N, T, H]``, if any were asked for.
     """
 
     nodes: Tensor
@@ -42,11 +43,14 @@ class StepOutput:
     logits: Tensor
     scores: Tensor | None
     hidden: Tensor
+    layers: Tensor | None = None
 
     def observed(self, sequences: Sequences) -> Step:
         """This step as its strategy sees it; `sequences` hold what it committed."""
         emitted, accepted, _, _ = self.summary.unbind(0)
-        return Step(self.nodes, self.chosen, self.path, accepted, emitted, self.logits, self.hidden, sequences)
+        return Step(
+            self.nodes, self.chosen, self.path, accepted, emitted, self.logits, self.hidden, sequences, layers=self.layers
+        )  # fmt: skip
 
 
 class Passes(Protocol):
@@ -75,7 +79,7 @@ class Core:
 
     def key(self, method: str) -> tuple:
         """What the graph of `method` depends on, besides the model."""
-        return () if method == "forward" else (self.plan,)
+        return (self.target.layers,) if method == "forward" else (self.plan, self.target.layers)
 
     def step(self, block: NodeBlock, rows: Rows) -> StepOutput:
         """Runs one block of at least three nodes."""
@@ -136,7 +140,7 @@ class Core:
         tree = after_text(count, block.tree)
         if block.again:
             result = self.run(tokens, begin, tree, rows.buffers, block.view)
-            return nodes, ForwardResult(result.logits[:, count:], result.hidden[:, count:])
+            return nodes, result.ending(nodes.shape[1])
         return nodes, self.target.read(tokens, begin, tree, rows.buffers, block.view, latest, keep=nodes.shape[1])
 
     def commit(
@@ -161,7 +165,7 @@ class Core:
             acceptance = acceptance or follow_matches(nodes, chosen, tree)
             path, (new, summary) = acceptance.path, append(nodes, chosen, tree, acceptance, *rewritten, most)
         move_slots(rows.buffers, rows.length - summary[0] - 1, path)
-        return StepOutput(nodes, chosen, path, new, summary, result.logits, scores, result.hidden)
+        return StepOutput(nodes, chosen, path, new, summary, result.logits, scores, result.hidden, result.layers)
 
 
 def settle(

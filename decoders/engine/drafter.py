@@ -13,9 +13,10 @@ from torch import Tensor
 from ..deprecated import warn
 from ..devices import host_reads
 from ..drafting import Advance, Drafter, Expansion
+from ..errors import UnsupportedError
 from ..report import Report, Stage, Stopwatch
 from ..sampling.processors import Masks, SamplingInputs, SamplingPlan
-from ..strategy import Context, Sequences, Step, Strategy, no_costs, no_memory
+from ..strategy import Context, Sequences, Step, Strategy, finishing, no_costs, no_memory
 from ..tree import TreeTensors
 from .blocks import NodeBlock
 from .buckets import node_bucket
@@ -115,7 +116,12 @@ class ModelDrafter(Drafter):
         call.stack.callback(self.session.keep, [len(prompt) - 1 for prompt in call.request.prompts])
         self._stage_state: Any = None
         if stage is not None:
+            if stage.hidden_layers or (stage.reads_prompt and not stage.rests):
+                raise UnsupportedError(
+                    f"{stage.name} drafts from the target's hidden states or prompt, which are not handed out for a draft model"
+                )
             self._stage_state = stage.start(self._context(context))
+            call.stack.enter_context(finishing(stage, lambda: self._stage_state))
 
     @property
     def rows(self) -> Rows:

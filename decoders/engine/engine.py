@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, TypeVar
 
 import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedError
@@ -19,7 +21,9 @@ from .calibration import Calibration
 from .capture import recorder_of
 from .core import Core, Passes
 from .draft_core import DraftCore
+from .features import OutputHead, layer_indices
 from .locks import CallLock
+from .modules import ModuleTwin
 from .packing import FreedParameter, FreedWeights, free_originals, freed_error, restore_originals
 from .quantization import Precision
 from .session import Sessions
@@ -30,7 +34,7 @@ from .twin import WeightState
 
 #: Compiled functions of strategies that an engine keeps.
 KEPT_FUNCTIONS = 64
-#: Strategies, with their settings, whose memory it keeps.
+#: What strategies, with their settings, keep between calls: so many entries.
 KEPT_MEMORIES = 16
 
 Compiled = TypeVar("Compiled", compiler.CompiledFunction, WholeStep)
@@ -66,6 +70,9 @@ class Engine:
         self.preparing = time.perf_counter() - started
         self.sessions = Sessions(self.target, recorder_of(self.target.device))
         self.forward = ForwardPass(self.target)
+        self._watching: dict[tuple[int, ...], ForwardPass] = {}
+        self._modules: weakref.WeakKeyDictionary[nn.Module, ModuleTwin] = weakref.WeakKeyDictionary()
+        self._head: OutputHead | None = None
         self.calibration = Calibration(self)
         self._whole: dict[tuple, WholeStep] = {}
         self._memories: dict[tuple, Any] = {}
@@ -98,7 +105,8 @@ class Engine:
     @property
     def compiled_passes(self) -> int:
         """Passes that ran compiled so far."""
-        return self.forward.compiled_passes + sum(whole.runs for whole in self._whole.values())
+        forwards = (self.forward, *self._watching.values())
+        return sum(f.compiled_passes for f in forwards) + sum(whole.runs for whole in self._whole.values())
 
     def settle_originals(self, model: PreTrainedModel, weights: Literal["keep", "packed"]) -> None:
         """Frees the dense weights of `model`, or gives them back."""
@@ -121,19 +129,44 @@ class Engine:
             self._functions.clear()
             self._memories.clear()
 
+    def forget(self) -> None:
+        """Drops what strategies and rows keep of earlier calls; weights and compiled code stay."""
+        with self.lock:
+            self._memories.clear()
+            self.sessions.forget()
+            self.sessions.forget_recordings()  # they write to the memories that are gone
+
     def _forget_compiled(self) -> None:
         self.forward.forget()
+        self._watching.clear()
+        self._modules.clear()
+        self._head = None
         self._whole.clear()
 
-    def core(self, plan: SamplingPlan) -> Core:
-        return Core(self.target, plan, self._run())
+    def passes(self, strategy: Strategy) -> ForwardPass:
+        """The forward pass that a call with `strategy` runs: that of all, or one that takes the hidden layers it asks for.
+
+        Raises:
+            SettingsError: the model has no such layers. UnsupportedError: its layers cannot be told.
+        """
+        if not strategy.hidden_layers:
+            return self.forward
+        with self.lock:
+            layers = layer_indices(self.target.model, strategy)
+            if layers not in self._watching:
+                self._watching[layers] = ForwardPass(self.target.watching(layers))
+            return self._watching[layers]
+
+    def core(self, plan: SamplingPlan, passes: ForwardPass | None = None) -> Core:
+        passes = passes or self.forward
+        return Core(passes.target, plan, self._run(passes))
 
     def draft_core(self, plan: SamplingPlan, vocabulary: int, children: int) -> DraftCore:
-        return DraftCore(self.target, plan, vocabulary, children, self._run())
+        return DraftCore(self.target, plan, vocabulary, children, self._run(self.forward))
 
-    def _run(self) -> Passes | None:
+    def _run(self, passes: ForwardPass) -> Passes | None:
         """On the CPU the forward pass is compiled by itself; on other devices it is a part of whole steps."""
-        return None if self.target.static else self.forward
+        return None if self.target.static else passes
 
     def whole(self, core: Core, method: str, compile: Compile, report: Report) -> Callable:
         """A method of `core` as one compiled graph for every shape, where the device wants that.
@@ -148,14 +181,28 @@ class Engine:
             self._whole[key] = WholeStep(plain)
         return _booked(self._whole[key], report)
 
-    def memory(self, strategy: Strategy, factory: Callable[[], Any]) -> Any:
-        """What `strategy` keeps between calls; see :attr:`decoders.strategy.Context.memory`."""
-        key = type(strategy), repr(strategy)
-        kept = self._memories.pop(key, None) or factory()
+    def memory(self, strategy: Strategy, name: str, factory: Callable[[], Any]) -> Any:
+        """What `strategy` keeps between calls under `name`; see :attr:`decoders.strategy.Context.memory`."""
+        key = type(strategy), repr(strategy), name
+        kept = self._memories.pop(key) if key in self._memories else factory()
         self._memories[key] = kept
         if len(self._memories) > KEPT_MEMORIES:  # the least recently used goes
             del self._memories[next(iter(self._memories))]
         return kept
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """See :attr:`decoders.strategy.Context.head`."""
+        if self._head is None:
+            self._head = self.target.output_head()
+        return self._head(hidden)
+
+    def module(self, module: nn.Module, example: tuple[Tensor, ...]) -> ModuleTwin:
+        """A drafter's module made ready, once; see :attr:`decoders.strategy.Context.module`."""
+        if module not in self._modules:
+            self._modules[module] = ModuleTwin(module, example, self.target.device)
+        twin = self._modules[module]
+        twin.packing.repack()
+        return twin
 
     def function(self, function: Callable, compile: Compile, report: Report) -> Callable:
         """A strategy's tensor function, compiled once for all calls on this engine."""

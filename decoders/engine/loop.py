@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..costs.steps import StepCosts
 from ..report import Report, Stopwatch
-from ..strategy import Context, Draft, Strategy
+from ..strategy import Context, Draft, PromptChunk, Strategy, finishing, no_memory
 from ..tree import TreeTensors
 from .blocks import NodeBlock
 from .buckets import round_up, row_bucket
@@ -25,9 +27,11 @@ from .grammar.guide import Guide
 from .guard import check_tree, raise_faults, untouched
 from .host_processors import Prefixes
 from .invariance import branch_length
+from .modules import SlotPasses
 from .recording import CallRecording, recordable
 from .request import Decoded, Request
 from .rows import Rows, sampling_inputs
+from .session import OpenSession
 from .steps import StepFunction, make_step
 from .verify import step_keys
 
@@ -51,7 +55,9 @@ class Call:
     """The state of one call. stack: closes what it opens."""
 
     def __init__(self, engine: Engine, request: Request, stack: ExitStack) -> None:
-        self.engine, self.request, self.stack, self.target = engine, request, stack, engine.target
+        self.engine, self.request, self.stack = engine, request, stack
+        self.passes = engine.passes(request.strategy)
+        self.target = self.passes.target
         self.batch = len(request.prompts)
         self.width = row_bucket(self.batch, self.target.static)  # rows that a call has not asked for have ended
         self.lengths = [len(p) for p in request.prompts]
@@ -78,6 +84,8 @@ class Call:
         if request.criteria is not None:
             self.criteria = CriteriaRun(request.criteria, self.prefixes, self.scores if request.keep_scores else None)
         self.drafters: list[ModelDrafter] = []
+        self.modules: list[SlotPasses] = []
+        self.state: Any = None  # the strategy's
         self.guide: Guide | None = None
         self.costs: StepCosts | None = None  # once a strategy has asked for them
 
@@ -112,42 +120,70 @@ class Call:
     def _run(self) -> None:
         request, target, timings = self.request, self.target, self.report.timings
         timings.pack, self.engine.preparing = self.engine.preparing, 0.0
-        self.stack.enter_context(self.engine.forward.during(request.compile, self.report))
-        step = make_step(self.engine, request, self.verifier, self.prefixes, self.report)
+        self.stack.enter_context(self.passes.during(request.compile, self.report))
+        step = make_step(self.engine, self.passes, request, self.verifier, self.prefixes, self.report)
         stopwatch = Stopwatch(timings)
         sampling = sampling_inputs(request.values, request.seed, self.width, request.stop_tokens, target.device)
         self.longest = max(self.lengths) + request.new_tokens
         slots = max(self.longest, request.slots or 0)
+        # A strategy that reads prompts reads all of them: equal calls draft alike, and its own cache has no holes.
+        reads = request.strategy.reads_prompt
         opened = self.stack.enter_context(
-            self.engine.sessions.open(request.prompts, request.new_tokens, sampling, slots, request.reuse)
+            self.engine.sessions.open(request.prompts, request.new_tokens, sampling, slots, request.reuse and not reads)
         )
         self.session, self.blocks = opened.session, opened.session.blocks
         self.noise_keys = sampling.keys.clone()
-        leave = target.reads_ahead and not target.static and request.new_tokens > 0  # a recorded step has one size
-        reused, left = self.session.prefill(opened.lengths, opened.reusable, request.prefill_chunk, leave)
+        if not reads:
+            self._read_prompts(opened, leave=target.reads_ahead and not target.static and request.new_tokens > 0)
+        self.where = "start"
+        self.state = request.strategy.start(self._context())
+        with finishing(request.strategy, lambda: self.state):
+            if reads:
+                self.where = "prefill"
+                self._read_prompts(opened, leave=False)
+            timings.prefill = stopwatch.next()
+            self._decode(step)
+
+    def _read_prompts(self, opened: OpenSession, leave: bool) -> None:
+        """Prefills the rows. leave: whether the end of the prompts is left to the first step; a recorded one has one size."""
+        run = self._show if self.request.strategy.reads_prompt else None
+        reused, left = self.session.prefill(opened.lengths, opened.reusable, self.request.prefill_chunk, leave, run)
         self.pending = self.prompt_left = left  # tokens of the prompts that the first step reads
         self.report.reused = reused[: self.batch]
-        self.where = "start"
-        state = request.strategy.start(self._context())
-        timings.prefill = stopwatch.next()
 
+    def _show(self, tokens: Tensor, begin: Tensor, view: Tensor, latest: int) -> None:
+        """Runs a stretch of the prompts and hands it to the strategy. tokens: ``[B, N]`` from slots `begin` ``[B]`` on."""
+        strategy, rows = self.request.strategy, self.rows
+        for module in self.modules:  # what is read behind the prompts' ends needs room as well
+            module.reserve(latest + tokens.shape[1])
+        result = self.target.features(tokens, begin, rows.buffers, view, latest, strategy.prompt_logits)
+        positions = begin[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        valid = positions < rows.prompt_length[:, None] - 1
+        logits = result.logits if strategy.prompt_logits else None
+        chunk = PromptChunk(tokens, positions, valid, result.hidden, result.layers, logits)
+        strategy.prefill(self.state, chunk)
+
+    def _decode(self, step: StepFunction) -> None:
+        """Steps until every row has ended."""
+        request = self.request
         self.finished = [request.new_tokens == 0] * self.batch
         recording = None
         if not all(self.finished) and recordable(self):
-            recording = CallRecording(self, state, step)
+            recording = CallRecording(self, self.state, step)
             recording.replay_earlier()
+            self.state = recording.state
         while not all(self.finished):
             if recording is not None and self.report.steps == WARM_UP_STEPS:
                 recording.record_and_replay()
-                recording = None
+                self.state, recording = recording.state, None
                 continue
-            self._step(state, step)
+            self._step(self.state, step)
         if self.guide is not None:
             self.guide.check()
         self._raise_faults(wait=True)
         self.session.keep([max(length - 1 - self.pending, 0) for length in self.lengths])
         self.report.peak_memory = self._memory()
-        self.report.details = dict(request.strategy.details(state))
+        self.report.details = dict(request.strategy.details(self.state))
 
     def _step(self, state: Any, step: StepFunction) -> None:
         """Propose, mask, forward + verify + commit, observe."""
@@ -217,11 +253,23 @@ class Call:
             vocab_size=self.target.vocab_size, sequences=self.session.view(max(self.lengths))[1], coupled=coupled,
             plan=request.plan, sampling=rows.sampling, guide=self.guide, model=request.model, tokenizer=request.tokenizer,
             assistant_model=request.assistant_model, costs=self._costs,
-            memory=lambda factory: self.engine.memory(request.strategy, factory),
+            embed=self.target.embed, head=self.engine.head, module=self._module,
+            memory=self._memory_of if request.memory else no_memory,
         )  # fmt: skip
         if request.resolve is not None:
             context = replace(context, strategy=request.resolve)
         return replace(context, draft=opener(call, context, self.guide, self.drafters))
+
+    def _module(self, module: nn.Module, *, ahead: int, example: tuple[Tensor, ...]) -> SlotPasses:
+        """See :attr:`Context.module`."""
+        compile = partial(self.engine.function, compile=self.request.compile, report=self.report)
+        slots = max(self.longest, self.rows.slots) + ahead
+        self.modules.append(SlotPasses(self.engine.module(module, example), self.width, slots, compile))
+        return self.modules[-1]
+
+    def _memory_of(self, key: str, factory: Callable[[], Any], of: Strategy | None = None) -> Any:
+        """See :attr:`Context.memory`."""
+        return self.engine.memory(of or self.request.strategy, key, factory)
 
     def _costs(self, measure: bool = False) -> StepCosts | None:
         """See :attr:`Context.costs`."""
@@ -307,4 +355,4 @@ class Call:
     def _memory(self) -> int:
         if self.target.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.target.device)
-        return self.rows.buffers.nbytes + sum(drafter.nbytes for drafter in self.drafters)
+        return self.rows.buffers.nbytes + sum(part.nbytes for part in (*self.drafters, *self.modules))

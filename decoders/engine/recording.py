@@ -31,7 +31,7 @@ class CallRecording:
 
     Args:
         call: recordable.
-        state: of its strategy.
+        state: of its strategy; after a replay, that which the recording works on.
         step: forward, verification and commit.
     """
 
@@ -68,7 +68,7 @@ class CallRecording:
         verifier = None if call.verifier is None else (type(call.verifier), str(getattr(call.verifier, "settings", "")))
         return (
             type(request.strategy), request.strategy.name, repr(request.strategy), request.plan, verifier,
-            len(call.rows.sampling.values), len(call.rows.sampling.stop_tokens), type(call.guide),
+            request.strategy.hidden_layers, len(call.rows.sampling.values), len(call.rows.sampling.stop_tokens), type(call.guide),
             tuple(id(drafter.session) for drafter in call.drafters),
         )  # fmt: skip
 
@@ -100,4 +100,5 @@ class CallRecording:
         for drafter, like in zip(call.drafters, recorded.inputs.root["drafters"], strict=True):
             drafter.replayed(like, steps)
         call.guide = recorded.inputs.root["guide"]  # the one that has been led
+        self.state = recorded.inputs.root["state"]
         report.timings.core += time.perf_counter() - begun

@@ -46,6 +46,7 @@ class Request:
         keep_scores: the same, processed.
         compile: see :data:`~decoders.engine.tiers.Compile`.
         reuse: whether keys and values of earlier calls may serve.
+        memory: whether strategies may keep what they learn between calls.
         prefill_chunk: most prompt tokens per pass.
         slots: least capacity of the rows.
         verifier: decides what is accepted, None is the coupled rule; it cannot be had with host processors.
@@ -75,6 +76,7 @@ class Request:
     keep_scores: bool = False
     compile: Compile = True
     reuse: bool = True
+    memory: bool = True
     prefill_chunk: int = 512
     slots: int | None = None
     verifier: Verifier | None = None

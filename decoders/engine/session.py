@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -86,7 +86,9 @@ class Session:
         if self.recordings is not None:
             self.recordings.clear()
 
-    def prefill(self, lengths: list[int], reused: list[int], chunk: int, leave: bool) -> tuple[list[int], int]:
+    def prefill(
+        self, lengths: list[int], reused: list[int], chunk: int, leave: bool, run: Callable[..., None] | None = None
+    ) -> tuple[list[int], int]:
         """Stores keys and values of all prompt tokens but each row's last, which is node 0 of the first block.
 
         Args:
@@ -94,6 +96,7 @@ class Session:
             reused: how many of each row's first slots hold its keys and values already.
             chunk: most tokens per row and pass.
             leave: whether the last chunk is left to the first step, which then reads the weights once for both.
+            run: runs each pass in the place of :meth:`Target.prefill`: tokens, first slots, view and the largest of these slots.
 
         Returns:
             how many tokens of each row are not read again, and how many in front of the last one are left pending. Rows
@@ -115,7 +118,11 @@ class Session:
             slots = begin[:, None] + torch.arange(done, done + count, device=begin.device)
             latest = max(starts) + done
             view = self.view(latest + count)[0]
-            self.target.prefill(rows.tokens.gather(1, slots), begin + done, rows.buffers, view, latest)
+            tokens = rows.tokens.gather(1, slots)
+            if run is not None:
+                run(tokens, begin + done, view, latest)
+            else:
+                self.target.prefill(tokens, begin + done, rows.buffers, view, latest)
         return starts, left
 
     def keep(self, lengths: list[int]) -> None:

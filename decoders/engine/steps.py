@@ -17,6 +17,7 @@ from .core import StepOutput
 from .engine import Engine
 from .host_processors import Prefixes, choose_along_path
 from .rows import Rows
+from .tiers import ForwardPass
 
 if TYPE_CHECKING:
     from .request import Request
@@ -26,10 +27,10 @@ StepFunction = Callable[[Draft, NodeBlock, Rows], StepOutput]
 
 
 def make_step(
-    engine: Engine, request: Request, verifier: Verifier | None, prefixes: Prefixes, report: Report
+    engine: Engine, passes: ForwardPass, request: Request, verifier: Verifier | None, prefixes: Prefixes, report: Report
 ) -> StepFunction:
-    """The step of one call. verifier: None where the built-in rule decides."""
-    core = engine.core(request.plan)
+    """The step of one call. passes: of the target. verifier: None where the built-in rule decides."""
+    core = engine.core(request.plan, passes)
     if request.processors is None and verifier is None:
         step = engine.whole(core, "step", request.compile, report)
         return lambda draft, block, rows: step(block, rows)

@@ -17,6 +17,7 @@ from ..errors import UnsupportedError
 from ..tree import Topology, TreeTensors
 from . import attention, buckets, flex, invariance
 from .cache import CacheBuffers, LayerSpec, LayoutProbe, SlotCache
+from .features import LayerStates, OutputHead
 from .fingerprints import Fingerprints
 from .packing import pack
 from .quantization import Precision, quantize, rounds_activations
@@ -26,10 +27,20 @@ from .twin import WeightState, share_weights, tensors_of
 
 @dataclass(frozen=True)
 class ForwardResult:
-    """Logits ``[B, N, V]`` float32 and the hidden states that the output head read, ``[B, N, H]``."""
+    """Logits ``[B, N, V]`` float32, the hidden states that the output head read, ``[B, N, H]``, and what watched layers gave.
+
+    Attributes:
+        layers: ``[B, N, T, H]``, None where no layer is watched.
+    """
 
     logits: Tensor
     hidden: Tensor
+    layers: Tensor | None = None
+
+    def ending(self, count: int) -> ForwardResult:
+        """The results of the last `count` nodes."""
+        layers = self.layers[:, -count:] if self.layers is not None else None
+        return ForwardResult(self.logits[:, -count:], self.hidden[:, -count:], layers)
 
 
 class Target:
@@ -45,6 +56,7 @@ class Target:
         packing, quantized: the packed matrices, and those that are quantized.
         weights, samples: what they were packed from.
         rounds: whether activations, keys or values are rounded on the way, so that a last bit may decide about a step of theirs.
+        layers: decoder layers whose outputs its results hold, see :meth:`watching`.
         multiple: blocks and stretches of text have a multiple of so many nodes.
         invariance: in low precision, whether a node has the same bits in every block.
 
@@ -70,6 +82,8 @@ class Target:
         self.vocab_size = model.get_output_embeddings().weight.shape[0]
         self.max_positions = context_length(model)
         self.backbone = backbone_of(self.model)
+        self.layers: tuple[int, ...] = ()
+        self._layer_states: LayerStates | None = None
         # The hidden states are taken where the head reads them: no model has to be asked how it names or norms them.
         self._watch_head()
         self.quantized = quantize(self.model, precision.weights, self.model.get_output_embeddings())
@@ -113,10 +127,45 @@ class Target:
     def sibling(self) -> Target:
         """The same model on a module tree of its own, with the same weights, packed ones included."""
         twin = copy.copy(self)
-        twin.model = share_weights(self.model, self.matrices)
+        twin.model = self._copied()
         twin.backbone = backbone_of(twin.model)
-        twin.model.get_output_embeddings()._forward_pre_hooks.pop(self._head_hook.id)
         twin._watch_head()
+        if self._layer_states is not None:
+            twin._layer_states = LayerStates(twin.model, self.layers)
+        return twin
+
+    def _copied(self) -> PreTrainedModel:
+        """Another module tree, which nothing watches."""
+        model = share_weights(self.model, self.matrices)
+        model.get_output_embeddings()._forward_pre_hooks.pop(self._head_hook.id)
+        if self._layer_states is not None:
+            self._layer_states.unwatch(model)
+        return model
+
+    @torch.no_grad()
+    def output_head(self) -> OutputHead:
+        """The head by itself.
+
+        Raises:
+            UnsupportedError: what it gives is not what the model gives.
+        """
+        head = OutputHead(self._copied())
+        rows = CacheBuffers.allocate(self.layout, 1, 16)
+        start = torch.zeros(1, dtype=torch.int64, device=self.device)
+        tokens = torch.tensor([[3, 5, 7, 11]], device=self.device) % self.embeddings
+        tree = causal_block(1, 4, self.device)
+        result = self.forward(tokens, start, tree, rows, torch.arange(16, device=self.device)[:8])
+        head.check(result.hidden, result.logits)
+        return head
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """What the input embedding gives for `tokens`, ids outside of it taken for some token."""
+        return cast(Tensor, self.model.get_input_embeddings()(tokens.clamp(0, self.embeddings - 1)))
+
+    def watching(self, layers: tuple[int, ...]) -> Target:
+        """A :meth:`sibling` whose results hold what these decoder layers gave; it costs keeping them, and a graph of its own."""
+        twin = self.sibling()
+        twin.layers, twin._layer_states = layers, LayerStates(twin.model, layers)
         return twin
 
     def repack(self, model: PreTrainedModel) -> None:
@@ -145,7 +194,7 @@ class Target:
             view: ``[view]``, any values: its length is the number of slots that attention looks at, at least ``base + N``.
         """
         output = self.model(**self._inputs(nodes, base, tree, buffers, view))
-        return ForwardResult(output.logits.float(), self._head_inputs.pop())
+        return ForwardResult(output.logits.float(), self._head_inputs.pop(), self._taken())
 
     def read(
         self,
@@ -164,12 +213,34 @@ class Target:
         """
         inputs = self._inputs(tokens, base, tree, buffers, view, (latest, tokens.shape[1] - keep))
         output = self.model(**inputs, logits_to_keep=keep)
-        return ForwardResult(output.logits.float(), self._head_inputs.pop())
+        layers = self._taken()
+        layers = layers[:, -keep:] if layers is not None else None
+        return ForwardResult(output.logits.float(), self._head_inputs.pop(), layers)
 
     def prefill(self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int) -> None:
         """Writes the keys and values of ``tokens`` ``[B, N]`` to slots ``start …`` without computing logits."""
         tree = causal_block(tokens.shape[0], tokens.shape[1], tokens.device)
         self.backbone(**self._inputs(tokens, start, tree, buffers, view, (latest, tokens.shape[1])))
+
+    def features(
+        self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int, logits: bool
+    ) -> ForwardResult:
+        """As :meth:`prefill`, with results of all tokens; without `logits` these are those of the first token alone."""
+        tree = causal_block(tokens.shape[0], tokens.shape[1], tokens.device)
+        inputs = self._inputs(tokens, start, tree, buffers, view, (latest, tokens.shape[1]))
+        head = self.model.get_output_embeddings()
+        # Comes after the hook that notes what the head reads.
+        cut = None if logits else head.register_forward_pre_hook(lambda _, args: (args[0][:, :1], *args[1:]))
+        try:
+            output = self.model(**inputs)
+        finally:
+            if cut is not None:
+                cut.remove()
+        return ForwardResult(output.logits.float(), self._head_inputs.pop(), self._taken())
+
+    def _taken(self) -> Tensor | None:
+        """What the watched layers gave in this pass."""
+        return self._layer_states.taken() if self._layer_states is not None else None
 
     def _inputs(
         self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor,

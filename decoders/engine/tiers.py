@@ -156,7 +156,9 @@ def regional(target: Target) -> RegionalForward:
 
     def forward(nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor) -> tuple:
         result = twin.forward(nodes, base, tree, buffers, view)
-        return result.logits, result.hidden
+        return (
+            (result.logits, result.hidden) if result.layers is None else (result.logits, result.hidden, result.layers)
+        )
 
     return RegionalForward(forward, twin.model, target.matrices)
 

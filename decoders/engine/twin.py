@@ -7,11 +7,11 @@ import functools
 import types
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from .torch_compat import writes_counted
 
@@ -32,12 +32,15 @@ _OF_GENERATION = {
 }
 
 
+Tree = TypeVar("Tree", bound=nn.Module)
+
+
 def _foreign(name: str) -> bool:
     """Whether an attribute of a model is what generating, or a tool of ours, hung on it."""
     return name in _OF_GENERATION or name.startswith("decoders_")
 
 
-def share_weights(model: PreTrainedModel, packed: Sequence[Tensor] = ()) -> PreTrainedModel:
+def share_weights(model: Tree, packed: Sequence[Tensor] = ()) -> Tree:
     """A copy of the module tree with its own config, in evaluation mode. Everything else is shared.
 
     Parameters, buffers, `packed` weights, and whatever modules keep in attributes (tensors, dicts, helper objects) are the

@@ -36,6 +36,11 @@ class Assistants:
         self._engines.clear()
         self._loaded.clear()
 
+    def forget(self) -> None:
+        """Drops what the engines of all draft models keep of earlier calls."""
+        for engine in list(self._engines.values()):
+            engine.forget()
+
     def opener(
         self,
         target: PreTrainedModel,

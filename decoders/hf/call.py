@@ -123,7 +123,8 @@ class GenerateCall:
             on_step=aligner.step if aligner is not None else None,
             keep_logits=bool(generation_config.return_dict_in_generate and generation_config.output_logits),
             keep_scores=plan.keep_scores,
-            compile=runtime.compile, reuse=runtime.reuse, prefill_chunk=runtime.prefill_chunk, slots=runtime.slots,
+            compile=runtime.compile, reuse=runtime.reuse, memory=runtime.memory,
+            prefill_chunk=runtime.prefill_chunk, slots=runtime.slots,
             origin=registry().origin(type(options.strategy)),
             engine_of=self.assistants.opener(
                 self.model, engine, self.tokenizer, options.arguments.get("assistant_tokenizer")

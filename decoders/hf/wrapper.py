@@ -84,6 +84,13 @@ class Generate:
             self._drop()
             self._assistants.release()
 
+    def forget(self) -> None:
+        """See :func:`decoders.forget`."""
+        with self._lock:
+            if self._engine is not None:
+                self._engine.forget()
+            self._assistants.forget()
+
     def _drop(self) -> None:
         if self._engine is not None:
             self._engine.release(self.model)

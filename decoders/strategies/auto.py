@@ -19,7 +19,7 @@ from pydantic import Field, field_validator
 from ..costs.steps import StepCosts
 from ..errors import DecodersError, SettingsError
 from ..settings import Settings, Table
-from ..strategy import Context, Draft, Sequences, Step, Strategy
+from ..strategy import Context, Draft, Sequences, Step, Strategy, finish_all
 from ..tree import TreeTensors
 from .acceptance import AcceptanceRates, Follower, Proposals
 from .candidates import Candidate, Experience, refuse_unfit
@@ -124,7 +124,7 @@ class Auto(Strategy):
 
     def start(self, context: Context) -> _State:
         require_coupled(context, self.name)
-        memory: _Memory = context.memory(_Memory)
+        memory: _Memory = context.memory("rates", _Memory)
         candidates: list[Candidate] = []
         left_out: dict[str, str] = {}
         unknown = sorted(set(self.settings.config) - set(self.settings.candidates))
@@ -138,9 +138,10 @@ class Auto(Strategy):
             reason = _missing(strategy, context)
             if reason is None:
                 try:
-                    state = strategy.start(context)
+                    state = strategy.start(context.part(strategy))
                 except DecodersError as error:
                     if name in self.settings.config:
+                        finish_all(((c.strategy, c.state) for c in candidates), error)
                         raise
                     reason = str(error)
                 else:
@@ -154,6 +155,9 @@ class Auto(Strategy):
         rates = [AcceptanceRates(common) for _ in range(context.rows)] if context.rows > 1 else [common]
         costs = context.costs(measure=True) or _Flat()
         return _State(candidates, left_out, costs, [Follower(r) for r in rates])
+
+    def finish(self, state: _State) -> None:
+        finish_all((candidate.strategy, candidate.state) for candidate in state.candidates)
 
     def propose(self, state: _State, sequences: Sequences) -> Draft:
         state.begun = time.perf_counter()
@@ -341,4 +345,6 @@ def _missing(strategy: Strategy, context: Context) -> str | None:
         return "the call has no grammar"
     if strategy.needs_assistant and context.assistant_model is None:
         return "the call has no assistant_model"
+    if strategy.hidden_layers:
+        return "it reads hidden layers of the target, which auto does not hand out"
     return None

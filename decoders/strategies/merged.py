@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import SettingsError, UnsupportedError
 from ..settings import Settings
-from ..strategy import Context, Draft, Sequences, Step, Strategy, check_draft
+from ..strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy, check_draft, finish_all
 from ..tree import NO_PARENT, Topology, TreeTensors
 
 
@@ -54,9 +54,39 @@ class Merged(Strategy):
         self.needs_assistant = any(part.needs_assistant for part in parts)
         self.needs_grammar = any(part.needs_grammar for part in parts)
         self.on_device = all(part.on_device for part in parts)
+        self.hidden_layers = tuple(dict.fromkeys(layer for part in parts for layer in part.hidden_layers))
+        self.prompt_logits = any(part.prompt_logits for part in parts)
+
+    @property
+    def reads_prompt(self) -> bool:
+        return any(part.reads_prompt for part in self.parts)
 
     def start(self, context: Context) -> MergedState:
-        return MergedState([part.start(context) for part in self.parts], [])
+        state = MergedState([], [])
+        try:
+            for part in self.parts:
+                state.parts.append(part.start(context.part(part)))
+        except BaseException as error:
+            finish_all(zip(self.parts, state.parts, strict=False), error)
+            raise
+        return state
+
+    def prefill(self, state: MergedState, chunk: PromptChunk) -> None:
+        for part, own in zip(self.parts, state.parts, strict=True):
+            if part.reads_prompt:
+                logits = chunk.logits if part.prompt_logits else None
+                part.prefill(own, replace(chunk, layers=self._layers(part, chunk.layers), logits=logits))
+
+    def finish(self, state: MergedState) -> None:
+        finish_all(zip(self.parts, state.parts, strict=True))
+
+    def _layers(self, part: Strategy, layers: Tensor | None) -> Tensor | None:
+        """Those that `part` has asked for."""
+        if part.hidden_layers == self.hidden_layers or layers is None:
+            return layers
+        if not part.hidden_layers:
+            return None
+        return torch.stack([layers[:, :, self.hidden_layers.index(layer)] for layer in part.hidden_layers], dim=2)
 
     def propose(self, state: MergedState, sequences: Sequences) -> Draft:
         drafts, owned, size = [], [], 1
@@ -106,7 +136,7 @@ class Merged(Strategy):
     def observe(self, state: MergedState, step: Step) -> None:
         for part, own, mine in zip(self.parts, state.parts, state.owned, strict=True):
             if type(part).observe is not Strategy.observe:
-                part.observe(own, _first(step, mine))
+                part.observe(own, _first(replace(step, layers=self._layers(part, step.layers)), mine))
 
 
 def joined(trees: Sequence[Topology | TreeTensors], like: Tensor) -> Topology | TreeTensors:
@@ -138,4 +168,5 @@ def _first(step: Step, mine: range) -> Step:
         path=torch.where(inside, path - begin + 1, torch.where(before, path + len(mine), path)),
         logits=moved(step.logits),
         hidden=moved(step.hidden),
+        layers=moved(step.layers) if step.layers is not None else None,
     )

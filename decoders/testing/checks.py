@@ -110,6 +110,8 @@ def run(
         stops = options.get("eos_token_id", [])
         options["grammar"] = _anything(*(stops if isinstance(stops, list) else [stops]))
     options = dict(max_new_tokens=conditions.new_tokens, decoders_config={"compile": conditions.compile}) | options
+    # Strategies start cold unless a check is about what they keep.
+    options["decoders_config"] = {"memory": False} | options["decoders_config"]
     return decode(model, inputs, strategy, **options)
 
 

@@ -1,0 +1,121 @@
+"""What a strategy may take from inside the target: outputs of its decoder layers, its embedding, its head."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from ..errors import SettingsError, UnsupportedError
+from .regions import decoder_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..strategy import Strategy
+
+
+def layer_indices(model: nn.Module, strategy: Strategy) -> tuple[int, ...]:
+    """The decoder layers that `strategy` asks for, counted from the first.
+
+    Raises:
+        SettingsError: they are no layers of `model`. UnsupportedError: its layers cannot be told.
+    """
+    asked, count = strategy.hidden_layers, len(decoder_layers(model))
+    if not isinstance(asked, tuple) or not all(isinstance(i, int) and not isinstance(i, bool) for i in asked):
+        raise SettingsError(f"{strategy.name}: hidden_layers is a tuple of integers, not {asked!r}")
+    if not count:
+        raise UnsupportedError(
+            f"{strategy.name} reads hidden layers, and {type(model).__name__} has no list of decoder layers"
+        )
+    wrong = [i for i in asked if not -count <= i < count]
+    if wrong:
+        raise SettingsError(
+            f"{strategy.name}: hidden_layers asks for layer {wrong[0]}; {type(model).__name__} has layers 0 … {count - 1}, or "
+            f"-{count} … -1 from the end"
+        )
+    return tuple(i % count for i in asked)
+
+
+class LayerStates:
+    """Notes what some decoder layers of a private tree give in a pass.
+
+    Args:
+        layers: their indices, from 0 on, in any order.
+    """
+
+    def __init__(self, model: nn.Module, layers: tuple[int, ...]) -> None:
+        self._order = sorted(set(layers))
+        self._places = [self._order.index(layer) for layer in layers]
+        self._seen: list[Tensor] = []
+        found = decoder_layers(model)
+        self._ids = [found[i].register_forward_hook(self._note()).id for i in self._order]
+
+    def unwatch(self, model: nn.Module) -> None:
+        """Removes these hooks from a copy of the tree."""
+        for module in model.modules():
+            for name in self._ids:
+                module._forward_hooks.pop(name, None)
+
+    def taken(self) -> Tensor:
+        """``[B, N, T, H]``, what the layers gave in the pass before, in the order asked for."""
+        states = [self._seen.pop() for _ in self._order][::-1]
+        return torch.stack([states[place] for place in self._places], dim=2)
+
+    def _note(self):  # type: ignore[no-untyped-def]
+        seen = self._seen
+
+        def note(module: nn.Module, args: tuple, output: Tensor | tuple) -> None:
+            states = output if isinstance(output, Tensor) else output[0]
+            if states.dim() != 3:
+                raise UnsupportedError(
+                    f"{type(module).__name__} gives {list(states.shape)}, which is no hidden state per token"
+                )
+            seen.append(states)
+
+        return note
+
+
+class OutputHead:
+    """The head of a model, a private tree of its own, and all that the model does to logits behind it.
+
+    The model's own forward runs, with a stand-in for everything in front of the head: no model has to be asked what it does.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        embeddings, given = model.get_input_embeddings(), _Given()
+        for name, child in list(model.named_children()):
+            if any(module is embeddings for module in child.modules()):
+                setattr(model, name, given)
+        model.get_output_embeddings().register_forward_pre_hook(lambda _, args: (given.hidden, *args[1:]))
+        self._model, self._given = model, given
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Logits ``[B, N, V]`` float32 of what the head reads, ``[B, N, H]``."""
+        self._given.hidden = hidden
+        ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
+        try:
+            return self._model(input_ids=ids, use_cache=False).logits.float()
+        finally:
+            self._given.hidden = None
+
+    def check(self, hidden: Tensor, logits: Tensor) -> None:
+        """Raises UnsupportedError unless the head gives `logits` for `hidden`, up to rounding."""
+        gap, largest = (self(hidden) - logits).abs().max().item(), max(logits.abs().max().item(), 1.0)
+        tolerance = 1e-4 if hidden.dtype in (torch.float32, torch.float64) else 0.1
+        if not gap <= tolerance * largest:
+            raise UnsupportedError(
+                f"{type(self._model).__name__}: its output head by itself differs from the model by {gap:.2g} (largest logit "
+                f"{largest:.2g}), so nothing can be drafted with it"
+            )
+
+
+class _Given(nn.Module):
+    """Stands where a model computes hidden states, and gives those that it has been given."""
+
+    hidden: Tensor | None = None
+
+    def forward(self, *args: object, **kwargs: object) -> BaseModelOutputWithPast:
+        return BaseModelOutputWithPast(last_hidden_state=self.hidden)  # type: ignore[arg-type]
