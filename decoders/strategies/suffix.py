@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,12 +89,9 @@ class Suffix(Strategy):
 
     def start(self, context: Context) -> _State:
         s: SuffixSettings = self.settings
-        rows = [RowText() for _ in range(context.rows)]
-        memory = remembered(context, s.remember)
+        memory: TextMemory = context.memory("texts", partial(TextMemory, s.remember))
         # What a draft model writes is taken back where the target disagrees.
-        append_only = context.level == 0
-        memory.begin(rows if append_only and s.remember else [])
-        state = _State(rows, memory, append_only)
+        state = _State([RowText() for _ in range(context.rows)], memory, append_only=context.level == 0)
         if context.sequences is not None:
             _read(state, context.sequences)
         return state
@@ -111,7 +109,9 @@ class Suffix(Strategy):
 
     def finish(self, state: _State) -> None:
         """Remembers what the rows wrote."""
-        state.memory.begin([])
+        if state.append_only:
+            for row in state.rows:
+                state.memory.add(row.output())
 
     def details(self, state: _State) -> Mapping[str, Any]:
         return {
@@ -182,11 +182,6 @@ def _grade(length: int, node: DraftedNode) -> int:
     return 3 * min(length.bit_length(), 5) + agreed
 
 
-def remembered(context: Context, capacity: int) -> TextMemory:
-    """What earlier calls with the same settings wrote."""
-    return context.memory(lambda: TextMemory(capacity))
-
-
 def _read(state: _State, sequences: Sequences) -> list[bool]:
     """Brings the rows' texts up to date; returns which rows have finished."""
     lengths, finished = sequences.length.tolist(), sequences.finished.tolist()
@@ -198,8 +193,8 @@ def _read(state: _State, sequences: Sequences) -> list[bool]:
         begin, length = begins[number], lengths[number]
         tokens = texts[number][begin - first : length - first]
         if state.append_only and not row.goes_on(tokens, begin):  # the row has another text now
+            state.memory.add(row.output())
             row, begin, tokens = RowText(), 0, sequences.tokens[number, :length].tolist()
-            state.memory.exchange(state.rows[number], row)
             state.rows[number] = row
         row.prompt = prompts[number]
         row.follow(tokens, begin)

@@ -61,13 +61,11 @@ class TextMemory:
     Attributes:
         index: the texts, one after the other, some of them dropped already.
         tokens: how many are remembered.
-        open: rows of calls whose outputs are still to be remembered.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.lock = threading.RLock()
-        self.open: list[RowText] = []
         self.index = ChainedText()
         self._begins: list[int] = []  # of every text, in order
         self._ends: list[int] = []
@@ -81,24 +79,10 @@ class TextMemory:
         return len(self._used)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("lock", "open")}
+        return {name: value for name, value in vars(self).items() if name != "lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, lock=threading.RLock(), open=[])
-
-    def begin(self, rows: Sequence[RowText]) -> None:
-        """A call begins: what the one before wrote is remembered, however it ended; `rows` are remembered by the next one."""
-        with self.lock:
-            for row in self.open:
-                self.add(row.output())
-            self.open = list(rows)
-
-    def exchange(self, old: RowText, new: RowText) -> None:
-        """A row of the call has another text now: the old one is remembered."""
-        with self.lock:
-            if old in self.open:
-                self.open[self.open.index(old)] = new
-                self.add(old.output())
+        vars(self).update(state, lock=threading.RLock())
 
     def add(self, text: array[int]) -> None:
         """Remembers a text, of a long one the end; one that is known already counts as used."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..engine.capture import WARM_UP_STEPS
 from ..errors import DraftError
 from ..strategies.merged import Merged
-from ..strategy import Context, Draft, Sequences, Step, Strategy, no_memory
+from ..strategy import Context, Draft, Sequences, Step, Strategy
 from ..tree import Topology, TreeTensors
 from . import memory
 from .surroundings import undisturbed
@@ -91,7 +91,6 @@ class Spy(Strategy):
 
     def start(self, context: Context) -> Any:
         self.vocab, self.seen = context.vocab_size, []
-        context = replace(context, memory=no_memory)  # equal calls are to draft equally
         if self.reads is not None and context.guide is not None:
             context = replace(context, guide=cast("Forced", _Exempt(context.guide, self.reads)))
         return self._untouched("start", lambda: self.inner.start(context), context.sequences)

@@ -117,6 +117,7 @@ def test_what_an_earlier_call_wrote_is_drafted():
     strategy, memory = Suffix(alpha=2), TextMemory(1000)
     first = strategy.start(context(memory=memory))
     strategy.propose(first, sequences([1, 2, 3, 4, 5, 6], prompt=2))
+    strategy.finish(first)
     second = strategy.start(context(memory=memory))
     draft = strategy.propose(second, sequences([20, 2, 3], prompt=2))
     assert draft.tokens.tolist() == [[4, 5, 6]], "to the end of that text, and not beyond"
@@ -125,7 +126,9 @@ def test_what_an_earlier_call_wrote_is_drafted():
 
 def test_texts_of_the_row_come_before_remembered_ones_that_match_as_well():
     strategy, memory = Suffix(), TextMemory(1000)
-    strategy.propose(strategy.start(context(memory=memory)), sequences([1, 2, 50, 51]))
+    first = strategy.start(context(memory=memory))
+    strategy.propose(first, sequences([1, 2, 50, 51]))
+    strategy.finish(first)
     draft = strategy.propose(strategy.start(context(memory=memory)), sequences([1, 2, 60, 61, 9, 1, 2]))
     assert draft.tokens[0, 0] == 60
 
@@ -142,7 +145,9 @@ def test_grades_tell_long_matches_and_agreement():
 def test_remembering_nothing_is_a_setting():
     strategy, memory = Suffix(remember=0), TextMemory(0)
     for _ in range(2):
-        draft = strategy.propose(strategy.start(context(memory=memory)), sequences([1, 2, 3, 4]))
+        state = strategy.start(context(memory=memory))
+        draft = strategy.propose(state, sequences([1, 2, 3, 4]))
+        strategy.finish(state)
     assert draft.tokens.shape == (1, 0)
 
 
