@@ -29,12 +29,12 @@ class SuffixSettings(Settings):
     """How far a match goes, and what is remembered."""
 
     alpha: float = Field(
-        1.0,
+        4.0,
         gt=0,
         le=64,
         description="The paper's α: at most so many draft tokens for every token of the match's length.",
     )
-    nodes: int = Field(24, ge=1, le=256, description="Most draft tokens of a row, however long the match is.")
+    nodes: int = Field(32, ge=1, le=256, description="Most draft tokens of a row, however long the match is.")
     min_probability: float = Field(
         0.1, ge=0, le=1, description="Least probability of a draft token by the frequencies on its path."
     )

@@ -14,8 +14,8 @@ from typing import NamedTuple
 ORDERS = (4, 2, 1)
 #: Bits of a token in a key.
 BITS = 22
-#: Most bytes that a token takes, the chains' dictionaries included: measured, where no n-gram repeats itself.
-BYTES_PER_TOKEN = 400
+#: Most bytes that a token takes, the chains' dictionaries included: measured, where no n-gram repeats itself; 100 in English text.
+BYTES_PER_TOKEN = 256
 
 _MASKS = tuple((1 << BITS * order) - 1 for order in ORDERS)
 
@@ -97,7 +97,8 @@ class ChainedText:
             suffix: the text looked up, its last tokens; no match is longer.
             before: only occurrences that end before this index count.
         """
-        text, found = self.tokens, []
+        text = self.tokens
+        found: list[Occurrence] = []
         for order, heads, chain in zip(ORDERS, self._heads, self._chains, strict=True):
             if len(suffix) < order:
                 continue

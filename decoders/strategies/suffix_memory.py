@@ -13,6 +13,8 @@ from .suffix_index import ChainedText
 #: Tokens of the prompt that are remembered with an output: its beginning is found by them.
 LEAD = 16
 SEPARATOR = -1
+#: The index may hold so many times the remembered tokens before the dropped ones are cleared out.
+SLACK = 1.25
 
 
 class RowText:
@@ -95,12 +97,12 @@ class TextMemory:
             if known is not None and known in self._used and self._text(known) == text:
                 self.use(known)
                 return
+            while self.tokens + len(text) > self.capacity:
+                self._drop(next(iter(self._used)))
+            if len(self.index) + len(text) > SLACK * self.capacity:
+                self._rebuild()
             self._numbers[digest] = len(self._begins)
             self._append(text)
-            while self.tokens > self.capacity:
-                self._drop(next(iter(self._used)))
-            if len(self.index) > 2 * self.capacity:
-                self._rebuild()
 
     def text_at(self, place: int) -> int | None:
         """The number of the text that this place of the index belongs to, None if it was dropped."""
