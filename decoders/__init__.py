@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .hookspecs import hookimpl
     from .report import Report
     from .settings import Settings
-    from .strategy import Context, Draft, Sequences, Step, Strategy
+    from .strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy
     from .tree import Topology, TreeTensors
     from .verifiers import Block, Outcomes, Verifier
 
@@ -43,6 +43,7 @@ _HOME = {
     "Strategy": "strategy",
     "Draft": "strategy",
     "Step": "strategy",
+    "PromptChunk": "strategy",
     "Sequences": "strategy",
     "Context": "strategy",
     "Topology": "tree",
@@ -59,9 +60,10 @@ _HOME = {
 _MODULES = ("demo", "strategies", "testing", "verifiers")
 
 __all__ = [
-    "Block", "Calibration", "Context", "DecodersError", "DecodersOutput", "Draft", "Outcomes", "Report", "Sequences", "Settings",
-    "Step", "Strategy", "Topology", "TreeTensors", "Verifier", "Warmup", "calibrate", "choice", "demo", "disable", "enable",
-    "forget", "grammar", "hookimpl", "json_schema", "regex", "release", "strategies", "testing", "verifiers", "warmup",
+    "Block", "Calibration", "Context", "DecodersError", "DecodersOutput", "Draft", "Outcomes", "PromptChunk", "Report",
+    "Sequences", "Settings", "Step", "Strategy", "Topology", "TreeTensors", "Verifier", "Warmup", "calibrate", "choice", "demo",
+    "disable", "enable", "forget", "grammar", "hookimpl", "json_schema", "regex", "release", "strategies", "testing",
+    "verifiers", "warmup",
 ]  # fmt: skip
 
 

@@ -9,8 +9,12 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor
 
+from .errors import UnsupportedError
+from .sampling.choice import Candidates, candidates
+from .sampling.processors import SamplingInputs, SamplingPlan
 from .tree import TreeTensors
 
 if TYPE_CHECKING:
@@ -129,6 +133,72 @@ class ModulePasses(ABC):
             inputs: ``[B, Q, …]`` each, what the module reads.
             tree: the block, whose last ``Q`` nodes these are; those before have been run since. None: a chain, as text is.
         """
+
+
+@dataclass(frozen=True)
+class DraftVocabulary:
+    """The tokens of the target that a drafter with scores of its own can propose.
+
+    Attributes:
+        size: ``V``, tokens of the target.
+        ids: ``[D]`` int64, the target's id of each draft id, each once; None: they are the same.
+    """
+
+    size: int
+    ids: Tensor | None = None
+
+    @staticmethod
+    def of(size: int, d2t: Tensor | None = None, t2d: Tensor | None = None) -> DraftVocabulary:
+        """Of the tables that EAGLE-3 checkpoints hold.
+
+        Args:
+            d2t: ``[D]`` integers, what is added to a draft id.
+            t2d: ``[V]`` bool, which of the target's tokens there are, in order. One of the two is enough.
+
+        Raises:
+            UnsupportedError: they disagree, or name tokens that the target does not have.
+        """
+        ids: Tensor | None = None
+        if d2t is not None:
+            ids = torch.arange(len(d2t), device=d2t.device) + d2t.long()
+        if t2d is not None:
+            named = t2d.bool().nonzero()[:, 0]
+            if ids is not None and not torch.equal(ids.sort().values, named):
+                raise UnsupportedError("d2t and t2d name different tokens of the target")
+            ids = named if ids is None else ids
+        if ids is not None and (int(ids.min()) < 0 or int(ids.max()) >= size or len(ids.unique()) < len(ids)):
+            raise UnsupportedError(f"a draft vocabulary names tokens outside of 0 … {size - 1}, or one twice")
+        return DraftVocabulary(size, ids)
+
+    def __len__(self) -> int:
+        return self.size if self.ids is None else len(self.ids)
+
+    def best(
+        self, logits: Tensor, count: int, plan: SamplingPlan | None, sampling: SamplingInputs | None, positions: Tensor,
+        keep_scores: bool = False,
+    ) -> Expansion:  # fmt: skip
+        """The `count` best continuations of every node, in the target's ids, drawn with the target's noise for these ids.
+
+        Args:
+            logits: ``[B, Q, D]``, the drafter's own.
+            plan, sampling: of the :class:`~decoders.strategy.Context`.
+            positions: ``[B, Q]`` int64, tokens that the row has generated before each node's continuation.
+            keep_scores: whether the expansion has scores, ``-inf`` for tokens that the drafter does not have.
+        """
+        plan = plan or SamplingPlan()
+        scores = logits.float()
+        if self.ids is not None:
+            scores = scores.new_full((*logits.shape[:2], self.size), float("-inf")).index_copy(-1, self.ids, scores)
+        if sampling is None:  # a context made by hand: greedy
+            top = scores.log_softmax(-1).topk(count)
+            return Expansion(top.indices, top.values, scores if keep_scores else None)
+        left = candidates(scores, plan, sampling, positions, at_least=count).settled()
+        dense = left.dense() if keep_scores or self.ids is not None else None
+        if self.ids is not None and dense is not None:  # noise is needed for these alone
+            own = self.ids.expand(*logits.shape[:2], -1)
+            left = Candidates(dense.index_select(-1, self.ids), own, self.size)
+        tokens, weights = left.best(count, plan, sampling, positions)
+        return Expansion(tokens, weights, dense if keep_scores else None)
 
 
 class Forced(Protocol):

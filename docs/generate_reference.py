@@ -107,9 +107,8 @@ def api() -> Iterator[str]:
     yield from section("decoders.strategies.ngram_table", {"NgramTable": ngram_table.NgramTable})
     yield from section("decoders.strategies.ngram_training", {"train_table": ngram_training.train_table})
     yield from section("decoders.sampling", {n: getattr(sampling, n) for n in sampling.__all__ if n != "Masks"})
-    yield from section(
-        "decoders.drafting", {n: getattr(drafting, n) for n in ("Drafter", "Expansion", "Advance", "Forced")}
-    )
+    names = ("Drafter", "Expansion", "Advance", "DraftVocabulary", "ModulePasses", "Forced")
+    yield from section("decoders.drafting", {n: getattr(drafting, n) for n in names})
     yield from section("decoders.demo", {n: getattr(demo, n) for n in demo.__all__})
     for module, names in HEADS.items():
         members = {name: getattr(importlib.import_module(module), name) for name in names}

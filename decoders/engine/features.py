@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -85,11 +86,11 @@ class OutputHead:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        embeddings, given = model.get_input_embeddings(), _Given()
+        embeddings, head, given = model.get_input_embeddings(), model.get_output_embeddings(), _Given()
         for name, child in list(model.named_children()):
             if any(module is embeddings for module in child.modules()):
                 setattr(model, name, given)
-        model.get_output_embeddings().register_forward_pre_hook(lambda _, args: (given.hidden, *args[1:]))
+        head.register_forward_pre_hook(lambda _, args: (given.hidden, *args[1:]))
         self._model, self._given = model, given
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -112,10 +113,22 @@ class OutputHead:
             )
 
 
+@dataclass
+class _Output(BaseModelOutputWithPast):
+    """Hidden states and, of whatever else a model looks for beside them, None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+
 class _Given(nn.Module):
     """Stands where a model computes hidden states, and gives those that it has been given."""
 
     hidden: Tensor | None = None
 
-    def forward(self, *args: object, **kwargs: object) -> BaseModelOutputWithPast:
-        return BaseModelOutputWithPast(last_hidden_state=self.hidden)  # type: ignore[arg-type]
+    def __getattr__(self, name: str) -> Any:  # OPT calls a part of what stood here
+        return super().__getattr__(name) if name.startswith("_") else self
+
+    def forward(self, *args: object, **kwargs: object) -> _Output:
+        return _Output(last_hidden_state=self.hidden)

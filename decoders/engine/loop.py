@@ -355,4 +355,5 @@ class Call:
     def _memory(self) -> int:
         if self.target.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.target.device)
-        return self.rows.buffers.nbytes + sum(part.nbytes for part in (*self.drafters, *self.modules))
+        own = self.rows.buffers.nbytes + sum(module.nbytes for module in self.modules)
+        return own + sum(drafter.nbytes for drafter in self.drafters)

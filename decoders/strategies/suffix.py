@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from ..settings import Settings
 from ..strategy import Context, Draft, Sequences, Step, Strategy
@@ -106,6 +107,15 @@ class Suffix(Strategy):
 
     def observe(self, state: _State, step: Step) -> None:
         _read(state, step.sequences)
+
+    def rebatch(self, state: _State, rows: Tensor, context: Context) -> _State:
+        """Rows have come or gone: those that stay keep their texts, what the others wrote is remembered."""
+        before, places = state.rows, rows.tolist()
+        state.rows = [before[place] if place >= 0 else RowText() for place in places]
+        if state.append_only:
+            for place in set(range(len(before))) - set(places):
+                state.memory.add(before[place].output())
+        return state
 
     def finish(self, state: _State) -> None:
         """Remembers what the rows wrote."""

@@ -109,9 +109,9 @@ def run(
     if strategy.needs_grammar and "grammar" not in options:
         stops = options.get("eos_token_id", [])
         options["grammar"] = _anything(*(stops if isinstance(stops, list) else [stops]))
-    options = dict(max_new_tokens=conditions.new_tokens, decoders_config={"compile": conditions.compile}) | options
     # Strategies start cold unless a check is about what they keep.
-    options["decoders_config"] = {"memory": False} | options["decoders_config"]
+    loop = {"memory": False} | options.pop("decoders_config", {"compile": conditions.compile})
+    options = dict(max_new_tokens=conditions.new_tokens, decoders_config=loop) | options
     return decode(model, inputs, strategy, **options)
 
 
@@ -127,8 +127,12 @@ def check_class(strategy: Strategy, conditions: Conditions = Conditions()) -> No
     assert isinstance(cls.settings_class, type) and issubclass(cls.settings_class, Settings), (
         f"{cls.__name__}.settings_class must be a subclass of decoders.Settings"
     )
-    for flag in ("exact", "needs_assistant", "needs_grammar", "on_device"):
+    for flag in ("exact", "needs_assistant", "needs_grammar", "on_device", "prompt_logits"):
         assert isinstance(getattr(strategy, flag), bool), f"{cls.__name__}.{flag} must be True or False"
+    layers = strategy.hidden_layers
+    assert isinstance(layers, tuple) and all(type(layer) is int for layer in layers), (
+        f"{cls.__name__}.hidden_layers must be a tuple of integers, not {layers!r}"
+    )
     for part in parts_of(strategy):
         check_class(part)
 

@@ -23,6 +23,7 @@ from . import checks
 from .acceptance import check_draft_tokens_are_accepted
 from .checks import Conditions
 from .distribution import check_draft_scores
+from .features import check_finish, check_memory, check_prompt_chunks
 from .isolation import check_calls_share_no_state
 from .memory import parts_of
 from .merging import check_merged
@@ -46,6 +47,9 @@ CHECKS: tuple[Check, ...] = (
     checks.check_end_token_inside_a_draft,
     checks.check_prefix_processors,
     checks.check_grammars,
+    check_prompt_chunks,
+    check_finish,
+    check_memory,
     check_calls_share_no_state,
     check_merged,
     check_rests,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..engine.capture import WARM_UP_STEPS
 from ..engine.static_inputs import find_tensors
-from ..strategy import Context, Draft, Sequences, Step, Strategy
+from ..strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy
 from ..tree import Topology
 from .tape import NoHostData, Tape
 
@@ -31,8 +31,19 @@ class Replayed(Strategy):
         self.inner, self.settings, self.record = inner, inner.settings, record
         self.name, self.exact, self.on_device = inner.name, inner.exact, inner.on_device
         self.needs_assistant, self.needs_grammar = inner.needs_assistant, inner.needs_grammar
+        self.hidden_layers, self.prompt_logits = inner.hidden_layers, inner.prompt_logits
         self.drafts: list[list[list[int]]] = []
         self.rebound: str | None = None
+
+    @property
+    def reads_prompt(self) -> bool:
+        return self.inner.reads_prompt
+
+    def prefill(self, state: Any, chunk: PromptChunk) -> None:
+        self.inner.prefill(state, chunk)
+
+    def finish(self, state: Any) -> None:
+        self.inner.finish(state)
 
     def start(self, context: Context) -> Any:
         # What a guide on the host does in a step is not the strategy's fault, and no recording is made with one.
@@ -60,7 +71,7 @@ class Replayed(Strategy):
         if type(self.inner).observe is Strategy.observe:
             return
         given = {f.name: getattr(step, f.name) for f in fields(step) if f.name not in ("sequences", "own_nodes")}
-        tensors = {n: self._copy(f"step.{n}", t) for n, t in given.items()}
+        tensors = {n: self._copy(f"step.{n}", t) for n, t in given.items() if t is not None}
         static = Step(**tensors, sequences=self._sequences(step.sequences), own_nodes=step.own_nodes)
         self._run("observe", lambda: self.inner.observe(state, static))
 

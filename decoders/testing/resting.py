@@ -23,6 +23,9 @@ class Resting(Strategy):
         self.inner = inner
         self.needs_assistant, self.needs_grammar = inner.needs_assistant, inner.needs_grammar
 
+    def finish(self, state: dict[str, Any]) -> None:
+        self.inner.finish(state["inner"])
+
     def start(self, context: Context) -> dict[str, Any]:
         return {"inner": self.inner.start(context), "step": 0, "own": None}
 
@@ -54,6 +57,8 @@ def check_rests(strategy: Strategy, conditions: Conditions = Conditions()) -> No
     hooks do not mind, and the tokens are the same.
     """
     if not (strategy.rests or type(strategy).observe is Strategy.observe) or not strategy.exact:
+        return
+    if strategy.hidden_layers:  # auto leaves such out
         return
     name, inputs = conditions.models[0], prompts(3)
     eager = replace(conditions, compile=False)

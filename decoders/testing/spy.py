@@ -13,7 +13,7 @@ from torch import Tensor
 from ..engine.capture import WARM_UP_STEPS
 from ..errors import DraftError
 from ..strategies.merged import Merged
-from ..strategy import Context, Draft, Sequences, Step, Strategy
+from ..strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy
 from ..tree import Topology, TreeTensors
 from . import memory
 from .surroundings import undisturbed
@@ -86,14 +86,27 @@ class Spy(Strategy):
         self.name, self.exact = inner.name, inner.exact
         self.needs_assistant, self.needs_grammar = inner.needs_assistant, inner.needs_grammar
         self.on_device = inner.on_device
+        self.hidden_layers, self.prompt_logits = inner.hidden_layers, inner.prompt_logits
+        self.finished = 0  # calls that it was told are over
         self.vocab = 0
         self._of = f" of {inner.name!r}" if part else ""
+
+    @property
+    def reads_prompt(self) -> bool:
+        return self.inner.reads_prompt
 
     def start(self, context: Context) -> Any:
         self.vocab, self.seen = context.vocab_size, []
         if self.reads is not None and context.guide is not None:
             context = replace(context, guide=cast("Forced", _Exempt(context.guide, self.reads)))
         return self._untouched("start", lambda: self.inner.start(context), context.sequences)
+
+    def prefill(self, state: Any, chunk: PromptChunk) -> None:
+        self._untouched("prefill", lambda: self.inner.prefill(state, chunk), None, chunk)
+
+    def finish(self, state: Any) -> None:
+        self.finished += 1
+        self._untouched("finish", lambda: self.inner.finish(state), None)
 
     def propose(self, state: Any, sequences: Sequences) -> Draft:
         draft = self._untouched("propose", lambda: self.inner.propose(state, sequences), sequences)
@@ -112,14 +125,14 @@ class Spy(Strategy):
         self._untouched("observe", lambda: self.inner.observe(state, step), step.sequences, step)
 
     def _untouched(
-        self, hook: str, call: Callable[[], Any], sequences: Sequences | None, step: Step | None = None
+        self, hook: str, call: Callable[[], Any], sequences: Sequences | None, step: Step | PromptChunk | None = None
     ) -> Any:
         given = _tensors(step) | _tensors(sequences)
         before, own = {name: tensor.clone() for name, tensor in given.items()}, memory.of_instance(self.watched)
         name = f"{hook}{self._of}"
         with ExitStack() as stack:
             stack.enter_context(undisturbed(name))
-            if self.reads is not None and hook != "start":
+            if self.reads is not None and hook in ("propose", "observe"):
                 stack.enter_context(self.reads.refused(recorded=len(self.seen) - (hook == "observe") >= WARM_UP_STEPS))
             try:
                 result = call()
@@ -131,7 +144,7 @@ class Spy(Strategy):
             assert after.get(what) is new, (
                 f"{name} put another tensor in the place of `{what}`, which belongs to the loop"
             )
-            if what == "tokens":
+            if what == "tokens" and "length" in before:
                 inside = torch.arange(new.shape[1], device=new.device) < before["length"][:, None]
                 assert torch.equal(torch.where(inside, old, 0), torch.where(inside, new, 0)), (
                     f"{name} changed `tokens`, which belongs to the loop"
@@ -158,7 +171,7 @@ def spied(strategy: Strategy, forbid_host_reads: bool = False) -> Spy:
     return Spy(strategy, forbid_host_reads)
 
 
-def _tensors(shown: Sequences | Step | None) -> dict[str, Tensor]:
+def _tensors(shown: Sequences | Step | PromptChunk | None) -> dict[str, Tensor]:
     """The tensors that a hook is shown, by name."""
     named = {f.name: getattr(shown, f.name) for f in fields(shown)} if shown is not None else {}
     return {name: value for name, value in named.items() if isinstance(value, Tensor)}

@@ -21,6 +21,7 @@ from decoders.engine import capture, engine
 from decoders.engine.buckets import block_shapes, prefill_shapes
 from decoders.engine.target import Target
 from decoders.strategies import Lookahead, PromptLookup, Speculative, Staged
+from decoders.strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy
 from decoders.testing import decode, prompts, tiny_model
 from decoders.testing.models import ARCHITECTURES, Architecture
 from decoders.testing.tape import TapeRecorder
@@ -65,6 +66,27 @@ def device(monkeypatch: pytest.MonkeyPatch) -> TapeRecorder:
     monkeypatch.setattr(engine, "recorder_of", lambda device: recorder)
     monkeypatch.setattr(torch, "compile", CountingCompiler())
     return recorder
+
+
+class FromLayers(Strategy):
+    """Drafts what a hidden layer's first numbers spell."""
+
+    name = "from_layers"
+    summary = "Tokens made of a hidden layer."
+    hidden_layers = (0, -1)
+    on_device = True
+
+    def start(self, context: Context) -> torch.Tensor:
+        return torch.zeros(context.rows, 3, dtype=torch.int64)
+
+    def prefill(self, state: torch.Tensor, chunk: PromptChunk) -> None:
+        state.copy_(chunk.layers[:, 0, 1, :3].abs() * 9)
+
+    def propose(self, state: torch.Tensor, sequences: Sequences) -> Draft:
+        return Draft.chain(state.clone())
+
+    def observe(self, state: torch.Tensor, step: Step) -> None:
+        state.copy_(step.layers[:, 0, 0, :3].abs() * 9)
 
 
 def model(seed: int = 0) -> PreTrainedModel:
@@ -146,6 +168,7 @@ def test_a_day_of_random_calls(device: TapeRecorder, monkeypatch: pytest.MonkeyP
         Speculative(length=3),
         Speculative(tree="static"),
         Staged(),
+        FromLayers(),
     ],
     ids=lambda strategy: strategy if isinstance(strategy, str) else type(strategy).__name__,
 )

@@ -124,6 +124,15 @@ def test_what_an_earlier_call_wrote_is_drafted():
     assert strategy.details(second)["texts_used"] == 1
 
 
+def test_rows_that_come_and_go_take_their_texts_with_them():
+    strategy, memory = Suffix(alpha=1), TextMemory(1000)
+    state = strategy.start(context(2, memory))
+    strategy.propose(state, sequences([1, 2, 3, 4, 5, 6], [7, 8, 9, 7]))
+    state = strategy.rebatch(state, torch.tensor([1, -1]), context(2, memory))
+    draft = strategy.propose(state, sequences([7, 8, 9, 7], [20, 2, 3]))
+    assert memory.texts == 1 and draft.tokens.tolist() == [[8, -1], [4, 5]]
+
+
 def test_texts_of_the_row_come_before_remembered_ones_that_match_as_well():
     strategy, memory = Suffix(), TextMemory(1000)
     first = strategy.start(context(memory=memory))
