@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from .generate import Calibration, DecodersOutput, Warmup, calibrate, disable, enable, release, warmup
     from .hookspecs import hookimpl
     from .report import Report
+    from .serving.generation import Generation
+    from .serving.scheduler import Scheduler
     from .settings import Settings
     from .strategy import Context, Draft, Sequences, Step, Strategy
     from .tree import Topology, TreeTensors
@@ -38,6 +40,8 @@ _HOME = {
     "DecodersOutput": "generate",
     "DecodersError": "errors",
     "Report": "report",
+    "Scheduler": "serving.scheduler",
+    "Generation": "serving.generation",
     "Settings": "settings",
     "Strategy": "strategy",
     "Draft": "strategy",
@@ -58,7 +62,8 @@ _HOME = {
 _MODULES = ("demo", "strategies", "testing", "verifiers")
 
 __all__ = [
-    "Block", "Calibration", "Context", "DecodersError", "DecodersOutput", "Draft", "Outcomes", "Report", "Sequences", "Settings",
+    "Block", "Calibration", "Context", "DecodersError", "DecodersOutput", "Draft", "Generation", "Outcomes", "Report", "Scheduler",
+    "Sequences", "Settings",
     "Step", "Strategy", "Topology", "TreeTensors", "Verifier", "Warmup", "calibrate", "choice", "demo", "disable", "enable",
     "grammar", "hookimpl", "json_schema", "regex", "release", "strategies", "testing", "verifiers", "warmup",
 ]  # fmt: skip
