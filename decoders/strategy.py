@@ -315,6 +315,11 @@ class Strategy(ABC):
     def observe(self, state: Any, step: Step) -> None:
         """Learns from a verified step; updates `state` in place."""
 
+    @property
+    def observes(self) -> bool:
+        """Whether :meth:`observe` does anything. If not, nodes at a draft's end without a draft token in any row are left out."""
+        return type(self).observe is not Strategy.observe
+
     def rebatch(self, state: Any, rows: Tensor, context: Context) -> Any:
         """Requests have come or gone between two steps; makes the state of the rows as they are now, from that of those before.
 

@@ -8,11 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..costs.steps import StepCosts
 from ..report import Report, Stopwatch
-from ..strategy import Context, Draft, Strategy
-from ..tree import TreeTensors
+from ..strategy import Context, Draft
+from ..tree import Topology, TreeTensors
 from .blocks import NodeBlock
 from .buckets import round_up, row_bucket
 from .capture import WARM_UP_STEPS
@@ -192,6 +193,9 @@ class Call:
         self.renew_keys()
         self.where = "propose"
         draft = self.propose(state, max(self.lengths))
+        if not self.target.static:
+            self.blocks.exact = self.batch > 1 and not self.engine.forward.compiles(several=True)
+            draft = self.cut(draft)
         block = self.block_of(draft)
         self.where = "forward pass and verification"
         timings.propose += stopwatch.next()
@@ -309,6 +313,23 @@ class Call:
             return
         raise_faults(self.rows, self.culprit, f"verifier {self.report.verifier!r}")
 
+    def cut(self, draft: Draft) -> Draft:
+        """`draft` without the nodes at its end that hold no draft token in any row that goes on."""
+        tokens, strategy = draft.tokens, self.request.strategy
+        if self.verifier is not None or strategy.observes or not isinstance(draft.topology, Topology):
+            return draft
+        if not isinstance(tokens, Tensor) or tokens.dim() != 2 or not tokens.shape[1] or len(tokens) != self.width:
+            return draft  # nothing to cut, or no draft at all: whoever checks it says so
+        drafted = (tokens >= 0) & ~self.rows.finished[:, None]
+        count = int((drafted.any(0) * torch.arange(1, tokens.shape[1] + 1)).amax())
+        if count == tokens.shape[1] or len(draft.topology) != tokens.shape[1] + 1:
+            return draft
+        return replace(
+            draft, tokens=tokens[:, :count], topology=draft.topology.head(count + 1),
+            grades=draft.grades[:, :count] if draft.grades is not None else None,
+            scores=draft.scores[:, :count] if draft.scores is not None else None,
+        )  # fmt: skip
+
     def block_of(self, draft: Draft) -> NodeBlock:
         """A checked draft as the core wants it."""
         draft_tokens, tree = self.blocks.of(draft, self.request.strategy.name)
@@ -336,7 +357,7 @@ class Call:
     def observe(self, state: Any, out: StepOutput) -> None:
         """Shows the strategy what became of its draft."""
         strategy = self.request.strategy
-        if type(strategy).observe is Strategy.observe:
+        if not strategy.observes:
             return
         sequences = self.session.view(max(self.lengths) + out.nodes.shape[1])[1]
         with untouched(f"observe of {strategy.name!r}", **vars(sequences), path=out.path, logits=out.logits):

@@ -82,6 +82,10 @@ class ForwardPass:
         finally:
             self._mode, self._report, self._allowed = before
 
+    def compiles(self, several: bool) -> bool:
+        """Whether the next pass over one row, or over `several`, may run compiled."""
+        return bool(self._mode) and (self._mode is True or self.ready(several))
+
     def steady_tiers(self, mode: Compile) -> set[bool] | None:
         """In which tiers a call that begins now may run compiled; None: whenever that is ready."""
         if mode != "auto" or self._steady:

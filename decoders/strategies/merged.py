@@ -55,6 +55,10 @@ class Merged(Strategy):
         self.needs_grammar = any(part.needs_grammar for part in parts)
         self.on_device = all(part.on_device for part in parts)
 
+    @property
+    def observes(self) -> bool:
+        return any(part.observes for part in self.parts)
+
     def start(self, context: Context) -> MergedState:
         return MergedState([part.start(context) for part in self.parts], [])
 
@@ -105,7 +109,7 @@ class Merged(Strategy):
 
     def observe(self, state: MergedState, step: Step) -> None:
         for part, own, mine in zip(self.parts, state.parts, state.owned, strict=True):
-            if type(part).observe is not Strategy.observe:
+            if part.observes:
                 part.observe(own, _first(step, mine))
 
 
