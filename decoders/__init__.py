@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .hookspecs import hookimpl
     from .report import Report
     from .serving.generation import Generation
+    from .serving.many import Completion, generate_many
     from .serving.scheduler import Scheduler
     from .settings import Settings
     from .strategy import Context, Draft, Sequences, Step, Strategy
@@ -42,6 +43,8 @@ _HOME = {
     "Report": "report",
     "Scheduler": "serving.scheduler",
     "Generation": "serving.generation",
+    "Completion": "serving.many",
+    "generate_many": "serving.many",
     "Settings": "settings",
     "Strategy": "strategy",
     "Draft": "strategy",
@@ -62,10 +65,10 @@ _HOME = {
 _MODULES = ("demo", "strategies", "testing", "verifiers")
 
 __all__ = [
-    "Block", "Calibration", "Context", "DecodersError", "DecodersOutput", "Draft", "Generation", "Outcomes", "Report", "Scheduler",
-    "Sequences", "Settings",
-    "Step", "Strategy", "Topology", "TreeTensors", "Verifier", "Warmup", "calibrate", "choice", "demo", "disable", "enable",
-    "grammar", "hookimpl", "json_schema", "regex", "release", "strategies", "testing", "verifiers", "warmup",
+    "Block", "Calibration", "Completion", "Context", "DecodersError", "DecodersOutput", "Draft", "Generation", "Outcomes", "Report",
+    "Scheduler", "Sequences", "Settings", "Step", "Strategy", "Topology", "TreeTensors", "Verifier", "Warmup", "calibrate", "choice",
+    "demo", "disable", "enable", "generate_many", "grammar", "hookimpl", "json_schema", "regex", "release", "strategies", "testing",
+    "verifiers", "warmup",
 ]  # fmt: skip
 
 

@@ -50,8 +50,8 @@ class Blocks:
 
     def __init__(self, rows: int, device: torch.device, static: bool = False, multiple: int = 1) -> None:
         self.rows, self.device, self.static, self.multiple = rows, device, static, multiple
-        self.no_draft_token = torch.full((rows, self.size(1) - 1), -1, dtype=torch.int64, device=device)
         self.exact = False
+        self.no_draft_token = torch.full((rows, self.size(1) - 1), -1, dtype=torch.int64, device=device)
         self._trees: dict[tuple[Topology, int], TreeTensors] = {}
 
     def of(self, draft: Draft, proposer: str) -> tuple[Tensor, TreeTensors]:

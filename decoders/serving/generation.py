@@ -80,6 +80,20 @@ class Generation:
         """Whether it has come to its end, in whatever way."""
         return self._done
 
+    def add_done_callback(self, function: Callable[[Generation], None]) -> None:
+        """Calls `function` with this generation once it is done, in the thread that decodes: it must be quick and not raise."""
+
+        def listener() -> None:
+            with self._changed:
+                due = self._done and not called
+                called.extend([True] * due)
+            if due:
+                function(self)
+
+        called: list[bool] = []
+        self._listen(listener)
+        listener()
+
     def cancel(self) -> bool:
         """Ends it: its row is free after the step that is running. False if it has come to its end before."""
         with self._changed:
