@@ -98,8 +98,8 @@ class RowPool(Session):
         if aside is not None:
             buffers.copy_row(one, aside[0], 0, other_count)
             tokens[one, :other_count] = aside[1]
-        for kept in (self.texts, self.used):
-            kept[one], kept[other] = kept[other], kept[one]  # type: ignore[index]
+        self.texts[one], self.texts[other] = self.texts[other], self.texts[one]
+        self.used[one], self.used[other] = self.used[other], self.used[one]
 
     def reorder(
         self, sources: Sequence[int], counts: Sequence[int], beside: Mapping[int, int] = MappingProxyType({})

@@ -141,7 +141,9 @@ class _Request:
             raise error
         if generation is None:
             return Completion(self.index, self.prompt, [], None, None, self.error)
-        text = generation.text if generation.tokenizer is not None else None
+        tokenizer, text = generation.tokenizer or generation.call.request.tokenizer, None
+        if tokenizer is not None:
+            text = str(tokenizer.decode(generation.tokens, skip_special_tokens=True))
         return Completion(
             self.index,
             self.prompt,
