@@ -70,6 +70,10 @@ class Merged(Strategy):
     def reads_prompt(self) -> bool:
         return any(part.reads_prompt for part in self.parts)
 
+    @property
+    def observes(self) -> bool:
+        return any(part.observes for part in self.parts)
+
     def start(self, context: Context) -> MergedState:
         state = MergedState([], [], node_budget(context, self.settings.nodes, NODES))
         try:
@@ -151,7 +155,7 @@ class Merged(Strategy):
 
     def observe(self, state: MergedState, step: Step) -> None:
         for part, own, mine in zip(self.parts, state.parts, state.owned, strict=True):
-            if type(part).observe is not Strategy.observe:
+            if part.observes:
                 part.observe(own, _first(replace(step, layers=self._layers(part, step.layers)), mine))
 
 
