@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -76,7 +77,6 @@ class Lane:
         self.stack = ExitStack()
         self.call = call = Call(engine, request, self.stack)
         call.isolates, call.capacity = True, capacity
-        self.stack.callback(self._finish)
         static = engine.target.static
         # Where rows are padded to a bucket, the padding must not touch what is read or kept behind them.
         self._reserved = row_bucket(capacity) if static else 0
@@ -137,10 +137,17 @@ class Lane:
         with self._running():
             self._part([seat for seat in self.seats if seat.member is member])
 
-    def close(self) -> None:
-        """Frees everything."""
-        with self._running():
-            self.stack.close()
+    def close(self, cause: Exception | None = None) -> None:
+        """Frees everything. cause: what has ended the lane; what the strategy's `finish` raises is told with it, or is a warning."""
+        with self._running(), self.stack:
+            try:
+                self._finish()
+            except Exception as error:
+                message = f"finish of {self.template.strategy.name!r} failed: {error!r}"
+                if cause is None:
+                    warnings.warn(f"decoders: {message}", stacklevel=2)
+                else:
+                    cause.add_note(f"decoders: {message} as well")
 
     @contextmanager
     def _running(self) -> Iterator[None]:

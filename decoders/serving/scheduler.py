@@ -276,7 +276,7 @@ class Scheduler:
             )
             self._lanes.remove(lane)
             del self._active[lane]
-            lane.close()
+            lane.close(error)
             for generation in generations:
                 generation._end(error)
             return

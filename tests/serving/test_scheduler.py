@@ -18,11 +18,13 @@ from transformers.generation.streamers import BaseStreamer
 import decoders
 from decoders.errors import CancelledError, ContextLengthError, DeadlineError, InputError, QueueFull, SettingsError
 from decoders.strategies import Lookahead, PromptLookup, Speculative, Staged, Threshold
+from decoders.strategy import Draft, PromptChunk, Sequences, Step, Strategy
 
 STRATEGIES: dict[str, Any] = {
     "autoregressive": "autoregressive",
     "prompt_lookup": PromptLookup(branches=2),
     "ngram": "ngram",
+    "suffix": "suffix",
     "lookahead": Lookahead(window=2, ngram=3),
     "merged": "prompt_lookup+ngram",
     "auto": "auto",
@@ -427,3 +429,75 @@ def test_a_storm_of_requests_loses_and_mixes_up_none(
             assert number % 5 == 0
             assert isinstance(error, CancelledError)
     assert scheduler.waiting == scheduler.running == 0
+
+
+class Reads(Strategy):
+    """Reads prompts and a hidden layer; drafts the last token again."""
+
+    name = "reads"
+    summary = "Reads what it is shown."
+    hidden_layers = (0,)
+
+    def start(self, context: Any) -> Any:
+        STATES.append({"read": [], "steps": 0, "finished": 0})
+        return STATES[-1]
+
+    def prefill(self, state: Any, chunk: PromptChunk) -> None:
+        assert chunk.layers is not None and chunk.layers.shape[:2] == chunk.tokens.shape
+        state["read"] += chunk.tokens[chunk.valid].tolist()
+
+    def propose(self, state: Any, sequences: Sequences) -> Draft:
+        return Draft.chain(sequences.last.expand(-1, 2))
+
+    def observe(self, state: Any, step: Step) -> None:
+        assert step.layers is not None
+        state["steps"] += 1
+
+    def finish(self, state: Any) -> None:
+        state["finished"] += 1
+
+
+STATES: list[dict[str, Any]] = []
+
+
+def test_a_strategy_that_reads_prompts_is_shown_each_and_told_when_it_is_over(
+    llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any
+) -> None:
+    STATES.clear()
+    asked = requests(text_of)[:4]
+    with scheduler_of(llama, strategy=Reads()) as scheduler:
+        generations = [scheduler.submit(prompt, **arguments) for prompt, arguments in asked]
+        texts = [written(generation, prompt) for generation, (prompt, _) in zip(generations, asked, strict=True)]
+    assert texts == [write_alone(llama, prompt, **arguments) for prompt, arguments in asked]
+    assert [state["read"] for state in STATES] == [prompt[:-1] for prompt, _ in asked]
+    assert all(state["steps"] > 0 and state["finished"] == 1 for state in STATES)
+
+
+class Leaves(Reads):
+    """Fails when it is told that it is over."""
+
+    fails_in_propose = False
+
+    def propose(self, state: Any, sequences: Sequences) -> Draft:
+        if self.fails_in_propose:
+            raise RuntimeError("no draft")
+        return super().propose(state, sequences)
+
+    def finish(self, state: Any) -> None:
+        raise RuntimeError("no end")
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_finish_raises_is_a_note_on_what_ended_the_lane_and_a_warning_elsewhere(
+    llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any
+) -> None:
+    failing = Leaves()
+    failing.fails_in_propose = True
+    with scheduler_of(llama) as scheduler:
+        broken = scheduler.submit(text_of(1, 5), strategy=failing, max_new_tokens=3)
+        with pytest.raises(RuntimeError, match="no draft") as caught:
+            broken.result(60)
+        assert any("finish of 'reads' failed" in note for note in caught.value.__notes__)
+        prompt = text_of(2, 5)
+        other = scheduler.submit(prompt, max_new_tokens=4)
+        assert written(other, prompt) == write_alone(llama, prompt, max_new_tokens=4)
