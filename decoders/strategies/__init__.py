@@ -8,6 +8,7 @@ from .autoregressive import Autoregressive
 from .grammar import Grammar, GrammarSettings
 from .lookahead import Lookahead, LookaheadSettings
 from .medusa import Medusa, MedusaSettings
+from .mtp import Mtp, MtpSettings
 from .ngram import Ngram, NgramSettings
 from .prompt_lookup import PromptLookup, PromptLookupSettings
 from .speculative import Speculative, SpeculativeSettings
@@ -16,11 +17,11 @@ from .threshold import Threshold, ThresholdSettings
 
 __all__ = [
     "Auto", "AutoSettings", "Autoregressive", "Grammar", "GrammarSettings", "Lookahead", "LookaheadSettings", "Medusa",
-    "MedusaSettings", "Ngram", "NgramSettings", "PromptLookup", "PromptLookupSettings", "Speculative", "SpeculativeSettings",
-    "Staged", "StagedSettings", "Threshold", "ThresholdSettings",
+    "MedusaSettings", "Mtp", "MtpSettings", "Ngram", "NgramSettings", "PromptLookup", "PromptLookupSettings", "Speculative",
+    "SpeculativeSettings", "Staged", "StagedSettings", "Threshold", "ThresholdSettings",
 ]  # fmt: skip
 
 #: In the order in which they are listed.
 BUILT_IN: tuple[type[Strategy], ...] = (
-    Auto, Autoregressive, Speculative, Threshold, Staged, Lookahead, PromptLookup, Ngram, Medusa, Grammar,
+    Auto, Autoregressive, Speculative, Threshold, Staged, Lookahead, PromptLookup, Ngram, Medusa, Mtp, Grammar,
 )  # fmt: skip
