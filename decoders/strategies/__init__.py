@@ -13,15 +13,16 @@ from .ngram import Ngram, NgramSettings
 from .prompt_lookup import PromptLookup, PromptLookupSettings
 from .speculative import Speculative, SpeculativeSettings
 from .staged import Staged, StagedSettings
+from .suffix import Suffix, SuffixSettings
 from .threshold import Threshold, ThresholdSettings
 
 __all__ = [
     "Auto", "AutoSettings", "Autoregressive", "Grammar", "GrammarSettings", "Lookahead", "LookaheadSettings", "Medusa",
     "MedusaSettings", "Mtp", "MtpSettings", "Ngram", "NgramSettings", "PromptLookup", "PromptLookupSettings", "Speculative",
-    "SpeculativeSettings", "Staged", "StagedSettings", "Threshold", "ThresholdSettings",
+    "SpeculativeSettings", "Staged", "StagedSettings", "Suffix", "SuffixSettings", "Threshold", "ThresholdSettings",
 ]  # fmt: skip
 
 #: In the order in which they are listed.
 BUILT_IN: tuple[type[Strategy], ...] = (
-    Auto, Autoregressive, Speculative, Threshold, Staged, Lookahead, PromptLookup, Ngram, Medusa, Mtp, Grammar,
+    Auto, Autoregressive, Speculative, Threshold, Staged, Lookahead, PromptLookup, Ngram, Suffix, Medusa, Mtp, Grammar,
 )  # fmt: skip

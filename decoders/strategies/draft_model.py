@@ -10,6 +10,10 @@ from transformers import PreTrainedModel
 from ..errors import UnsupportedError
 from ..settings import Settings
 from ..strategy import Context, Strategy
+from .budget import node_budget
+
+#: Nodes of a tree where nothing says otherwise, root excluded.
+TREE_NODES = 24
 
 #: A path or hub name, or a loaded model (which shows up as its name in JSON).
 DraftModel = Annotated[
@@ -31,7 +35,12 @@ class DraftModelSettings(Settings):
 class DraftTreeSettings(DraftModelSettings):
     """Settings of those whose drafts may be trees expanded level by level."""
 
-    nodes: int = Field(24, ge=2, le=256, description="Node budget of a tree, root excluded.")
+    nodes: int | None = Field(
+        None,
+        ge=2,
+        le=256,
+        description="Node budget of a tree, root excluded. None: what the measured costs of a step allow, 24 where none are known.",
+    )
     children: int = Field(4, ge=2, le=32, description="Most continuations of a node of a tree.")
     beam: int = Field(4, ge=1, le=32, description="Nodes of a dynamic tree that are continued per level.")
 
@@ -58,6 +67,11 @@ class DraftModelStrategy(Strategy):
         if context.level > 0 or context.assistant_model is None:
             raise UnsupportedError(f"{self.name!r} as a stage needs a model of its own: set its draft_model")
         return context.assistant_model
+
+    def tree_nodes(self, context: Context) -> int:
+        """Node budget of a tree, root excluded."""
+        chosen = self.settings.nodes
+        return node_budget(context, None if chosen is None else chosen + 1, TREE_NODES + 1) - 1
 
 
 def require_coupled(context: Context, what: str) -> None:

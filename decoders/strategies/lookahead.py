@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from pydantic import Field
@@ -21,30 +22,55 @@ from ..sampling import mix64
 from ..settings import Settings
 from ..strategy import Context, Draft, Sequences, Step, Strategy
 from ..tree import NO_PARENT, Topology
+from .budget import node_budget
 from .ngram_pool import make_pool, recall, remember
 
 
 class LookaheadSettings(Settings):
     """Shape of the block, ``(W + G) · (N - 1)`` nodes, and what the pool holds.
 
-    The defaults are for small models on a CPU, where every node costs time: of the shapes whose window finds n-grams by
-    itself (W above 1) they are among the fastest in tokens per second on the demo target. Large models want wider blocks.
+    What is not set follows from the measured costs of a step: the wider the block that a step affords, the wider the window. Where
+    no costs are known, W = 2, N = 8 and G = 2: small models on a CPU want narrow blocks, and of the shapes whose window finds
+    n-grams by itself (W above 1) this is among the fastest on the demo target.
     """
 
     renamed = {"guesses": "candidates"}
 
-    window: int = Field(
-        2, ge=1, le=64, description="W: columns of the window, positions ahead that are iterated on. Paper, 7B: 15."
+    window: int | None = Field(
+        None,
+        ge=1,
+        le=64,
+        description="W: columns of the window, positions ahead that are iterated on. Paper, 7B: 15. None: by costs.",
     )
-    ngram: int = Field(
-        8, ge=2, le=16, description="N: tokens of an n-gram, of which N - 1 can be accepted in a step. Paper, 7B: 5."
+    ngram: int | None = Field(
+        None,
+        ge=2,
+        le=16,
+        description="N: tokens of an n-gram, of which N - 1 can be accepted in a step. Paper, 7B: 5. None: by costs, 8 at most.",
     )
-    candidates: int = Field(
-        2, ge=1, le=64, description="G: n-grams verified per step, and kept per first token. Paper, 7B: 15."
+    candidates: int | None = Field(
+        None,
+        ge=1,
+        le=64,
+        description="G: n-grams verified per step, and kept per first token. Paper, 7B: 15. None: by costs.",
     )
     capacity: int = Field(512, ge=16, le=4096, description="N-grams per row that the pool holds, all keys together.")
     seed_from_prompt: bool = Field(True, description="Put the n-grams of the prompt into the pool.")
     keep_output: bool = Field(True, description="Put the n-grams of the text that is generated into the pool.")
+
+
+class BlockShape(NamedTuple):
+    """Columns W of the window, tokens N of an n-gram, n-grams G verified per step."""
+
+    window: int
+    ngram: int
+    candidates: int
+
+
+#: The block where nothing says otherwise.
+SHAPE = BlockShape(2, 8, 2)
+#: Widest window, and most candidates, that costs alone make: the paper's for a 7B model.
+WIDEST = 15
 
 
 @dataclass
@@ -55,11 +81,13 @@ class LookaheadState:
         block: ``[B, (W + G)(N - 1) - 1]`` int64, the next draft: window without the root, then candidates.
         pool: ``[B, N + 1, C]`` int64, see :mod:`.ngram_pool`.
         advance: the compiled update.
+        shape: of the block.
     """
 
     block: Tensor
     pool: Tensor
     advance: Callable[..., None]
+    shape: BlockShape
 
 
 class Lookahead(Strategy):
@@ -79,24 +107,39 @@ class Lookahead(Strategy):
         text = context.sequences
         if text is None:
             raise UnsupportedError("lookahead begins with the prompt: give the Context its sequences")
-        window = first_window(text.tokens, text.length, s.window, s.ngram)
+        shape = block_shape(context, s)
+        window = first_window(text.tokens, text.length, shape.window, shape.ngram)
         # No more than the pool can hold: each is compared with each, and long prompts would take long.
-        new, valid = last_ngrams(text.tokens, text.length, s.ngram, min(text.tokens.shape[1], s.capacity))
-        pool = make_pool(new, valid & s.seed_from_prompt, s.candidates, s.capacity).contiguous()
-        candidates = recall(pool, text.last, s.candidates)
+        new, valid = last_ngrams(text.tokens, text.length, shape.ngram, min(text.tokens.shape[1], s.capacity))
+        pool = make_pool(new, valid & s.seed_from_prompt, shape.candidates, s.capacity).contiguous()
+        candidates = recall(pool, text.last, shape.candidates)
         block = torch.cat([window.flatten(1)[:, 1:], candidates.flatten(1)], 1)
-        return LookaheadState(block, pool, context.compile(advance_for(s.window, s.ngram, s.keep_output)))
+        advance = context.compile(advance_for(shape.window, shape.ngram, s.keep_output))
+        return LookaheadState(block, pool, advance, shape)
 
     def propose(self, state: LookaheadState, sequences: Sequences) -> Draft:
-        s: LookaheadSettings = self.settings
         # A copy, since `observe` writes the next block in place.
-        return Draft(state.block.clone(), lookahead_block(s.window, s.ngram, s.candidates))
+        return Draft(state.block.clone(), lookahead_block(*state.shape))
 
     def observe(self, state: LookaheadState, step: Step) -> None:
         text = step.sequences
         state.advance(
             state.block, state.pool, step.nodes, step.chosen, step.logits, text.tokens, text.length, step.emitted
         )
+
+
+def block_shape(context: Context, settings: LookaheadSettings) -> BlockShape:
+    """What the settings say; the rest by what a step's costs afford: long n-grams first, then a wide window."""
+    set_by_hand = settings.window, settings.ngram, settings.candidates
+    window, ngram, candidates = (own or plain for own, plain in zip(set_by_hand, SHAPE, strict=True))
+    if None in set_by_hand and context.costs() is not None:
+        nodes = node_budget(context, None, len(lookahead_block(*SHAPE)))
+        if settings.ngram is None:
+            ngram = min(SHAPE.ngram, max(nodes // (SHAPE.window + SHAPE.candidates), 1) + 1)
+        columns = nodes // (ngram - 1)
+        window = settings.window or min(max((columns - (settings.candidates or columns // 2)), SHAPE.window), WIDEST)
+        candidates = settings.candidates or min(max(columns - window, 1), WIDEST)
+    return BlockShape(window, ngram, candidates)
 
 
 @lru_cache

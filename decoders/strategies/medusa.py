@@ -17,6 +17,7 @@ from ..sampling import SamplingInputs, SamplingPlan, candidates
 from ..settings import Settings
 from ..strategy import Context, Draft, Sequences, Step, Strategy
 from ..tree import Topology
+from .budget import node_budget
 
 
 class MedusaSettings(Settings):
@@ -32,7 +33,11 @@ class MedusaSettings(Settings):
         description="Paths of ranks, level by level, best first. None: the tree saved with the heads, else the paper's of 63.",
     )
     nodes: int | None = Field(
-        None, ge=1, le=1024, description="Node budget, root excluded: the tree's first paths. None: all of them."
+        None,
+        ge=1,
+        le=1024,
+        description="Node budget, root excluded: the tree's first paths. None: what the measured costs of a step allow, all of them "
+        "where none are known.",
     )
 
 
@@ -88,7 +93,8 @@ class Medusa(Strategy):
         # The authors' tree is four levels deep; heads may be fewer, or the tree of a user's shallower than the heads.
         if s.tree is None:
             paths = tuple(path for path in paths if len(path) <= heads.config.heads)
-        topology, picks = Topology.from_paths(budgeted(paths, s.nodes))
+        nodes = node_budget(context, None if s.nodes is None else s.nodes + 1, len(paths) + 1) - 1
+        topology, picks = Topology.from_paths(budgeted(paths, nodes))
         plan, drawn = context.plan or SamplingPlan(), context.plan is not None and context.plan.sample
         _check_tree(topology, picks, heads)
         says_what_it_drew_from = drawn and not context.coupled
@@ -156,10 +162,8 @@ class Medusa(Strategy):
         return heads
 
 
-def budgeted(paths: Sequence[Sequence[int]], nodes: int | None) -> tuple[tuple[int, ...], ...]:
+def budgeted(paths: Sequence[Sequence[int]], nodes: int) -> tuple[tuple[int, ...], ...]:
     """The first `nodes` paths; one that comes before its parent is passed over, so that what is taken is a tree."""
-    if nodes is None:
-        return tuple(map(tuple, paths))
     chosen: list[tuple[int, ...]] = []
     for path in map(tuple, paths):
         if len(chosen) < nodes and (len(path) == 1 or path[:-1] in chosen):

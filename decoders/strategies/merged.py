@@ -15,22 +15,31 @@ from ..errors import SettingsError, UnsupportedError
 from ..settings import Settings
 from ..strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy, check_draft, finish_all
 from ..tree import NO_PARENT, Topology, TreeTensors
+from .budget import node_budget
+
+#: Nodes of the joint tree where nothing says otherwise, root included.
+NODES = 64
 
 
 class MergedSettings(Settings):
     """How large the joint tree may grow."""
 
-    nodes: int = Field(
-        64, ge=2, le=1024, description="Node budget of the joint tree, root included; earlier drafters first."
+    nodes: int | None = Field(
+        None,
+        ge=2,
+        le=1024,
+        description="Node budget of the joint tree, root included; earlier drafters first. None: what the measured costs of a step "
+        "allow, 64 where none are known.",
     )
 
 
 @dataclass
 class MergedState:
-    """State of every part, and its nodes in the joint block."""
+    """State of every part, its nodes in the joint block, and how many nodes this may have."""
 
     parts: list[Any]
     owned: list[range]
+    nodes: int
 
 
 class Merged(Strategy):
@@ -62,7 +71,7 @@ class Merged(Strategy):
         return any(part.reads_prompt for part in self.parts)
 
     def start(self, context: Context) -> MergedState:
-        state = MergedState([], [])
+        state = MergedState([], [], node_budget(context, self.settings.nodes, NODES))
         try:
             for part in self.parts:
                 state.parts.append(part.start(context.part(part)))
@@ -93,8 +102,7 @@ class Merged(Strategy):
         for part, own in zip(self.parts, state.parts, strict=True):
             draft = part.propose(own, sequences)
             check_draft(draft, part.name, len(sequences.length))
-            shape = draft.topology.head(self.settings.nodes - size + 1)
-            self._check_cut(part, draft, len(shape))
+            shape = draft.topology.head(self._room(part, draft, state.nodes - size + 1))
             owned.append(range(size, size + len(shape) - 1))
             size += len(shape) - 1
             scores = draft.scores[:, : len(shape) - 1] if draft.scores is not None else None
@@ -104,14 +112,22 @@ class Merged(Strategy):
         depth = max(draft.levels for draft in drafts)
         return Draft(tokens, joined([draft.topology for draft in drafts], tokens), self._scores(drafts), depth)
 
-    def _check_cut(self, part: Strategy, draft: Draft, kept: int) -> None:
-        """Refuses a budget that would cut nodes which are no draft tokens: the part needs them for itself."""
+    def _room(self, part: Strategy, draft: Draft, left: int) -> int:
+        """How many nodes of a draft are taken, its root included, where the budget leaves so many.
+
+        Nodes that are no draft tokens cannot be cut, the part needs them for itself: a budget that costs allow gives way, one set
+        by hand is refused.
+        """
         shape = draft.topology
-        if isinstance(shape, Topology) and shape.parents[:kept].count(NO_PARENT) < shape.parents.count(NO_PARENT):
+        needed = 1
+        if isinstance(shape, Topology):
+            needed = max(node + 1 for node, parent in enumerate(shape.parents) if parent == NO_PARENT)
+        if needed > left and self.settings.nodes is not None:
             raise SettingsError(
                 f"{part.name} needs {len(shape)} nodes, of which draft tokens alone can be left out; a budget of "
-                f"{self.settings.nodes} nodes leaves it {kept}"
+                f"{self.settings.nodes} nodes leaves it {left}"
             )
+        return max(left, needed)
 
     def _scores(self, drafts: list[Draft]) -> Tensor | None:
         """What the draft tokens were drawn from; those of drafters that draw nothing are certain."""

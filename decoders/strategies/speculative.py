@@ -85,12 +85,12 @@ class Speculative(DraftModelStrategy):
         tree: StaticTree | DynamicTree | None = None
         ahead, children = s.length if s.schedule == "constant" else max(s.length, s.max_length), 1
         if s.tree == "static":
-            paths = s.template or likely_paths(s.length, s.children, s.nodes)
+            paths = s.template or likely_paths(s.length, s.children, self.tree_nodes(context))
             tree = StaticTree(paths, context.rows, context.device)
             ahead, children = len(tree.topology), tree.children
         elif s.tree == "dynamic":
             require_coupled(context, self.name)
-            tree = DynamicTree(s.length, s.beam, s.nodes, context.compile)
+            tree = DynamicTree(s.length, s.beam, self.tree_nodes(context), context.compile)
             ahead, children = s.beam * s.length + 1, s.children
         drafter = context.draft(self.draft_model(context), ahead=ahead, children=children)
         if isinstance(tree, StaticTree) and tree.children > drafter.children:

@@ -13,8 +13,12 @@ from ..drafting import Drafter
 from ..settings import Table
 from ..strategy import Context, Draft, Sequences, Step
 from ..tree import Topology, TreeTensors
+from .budget import node_budget
 from .draft_model import DraftModelSettings, DraftModelStrategy
 from .draft_tree import best_nodes, depth_bound
+
+#: Nodes of the tree where nothing says otherwise, root excluded: the paper's size.
+NODES = 36
 
 
 class StagedSettings(DraftModelSettings):
@@ -27,17 +31,25 @@ class StagedSettings(DraftModelSettings):
     passes: int = Field(4, ge=1, le=32, description="Passes of the draft model per step.")
     length: int = Field(16, ge=1, le=32, description="Most tokens of the draft's likeliest path; the paper's depth.")
     children: int = Field(4, ge=1, le=32, description="Continuations proposed per node of that path; 1 is a chain.")
-    nodes: int = Field(36, ge=2, le=256, description="Node budget of the tree, root excluded; the paper's size.")
+    nodes: int | None = Field(
+        None,
+        ge=2,
+        le=256,
+        description="Node budget of the tree, root excluded. None: what the measured costs of a step allow, the paper's 36 where "
+        "none are known.",
+    )
 
 
 @dataclass
 class _State:
-    """`collect` and `leaves` are the functions of this file, compiled. `fixed`: the tree's shape if it does not vary."""
+    """`collect` and `leaves` are the functions of this file, compiled. `fixed`: the tree's shape if it does not vary.
+    `nodes`: budget of one that does."""
 
     drafter: Drafter
     collect: Callable[..., tuple[Tensor, Tensor, Tensor | None]]
     leaves: Callable[..., tuple[Tensor, ...]]
     fixed: Topology | None
+    nodes: int
     own_nodes: int = 1
 
 
@@ -57,13 +69,14 @@ class Staged(DraftModelStrategy):
     def start(self, context: Context) -> _State:
         s: StagedSettings = self.settings
         stage = context.strategy(s.stage, s.stage_config)
+        nodes = node_budget(context, None if s.nodes is None else s.nodes + 1, NODES + 1) - 1
         # Unless coupled, which leaves there are must not depend on what was drawn: the same number everywhere.
-        children = s.children if context.coupled else max(1, min(s.children, s.nodes // s.length))
+        children = s.children if context.coupled else max(1, min(s.children, nodes // s.length))
         drafter = context.draft(self.draft_model(context), ahead=s.length, children=children, stage=stage)
         children, fixed = drafter.children, None  # a small vocabulary has fewer
         if children == 1 or not context.coupled:
             fixed = Topology.from_paths([(0,) * j + (r,) for j in range(s.length) for r in range(children)])[0]
-        return _State(drafter, context.compile(collect), context.compile(path_with_leaves), fixed)
+        return _State(drafter, context.compile(collect), context.compile(path_with_leaves), fixed, nodes)
 
     def propose(self, state: _State, sequences: Sequences) -> Draft:
         s: StagedSettings = self.settings
@@ -93,7 +106,7 @@ class Staged(DraftModelStrategy):
             )
         path = drafter.drafted(s.length)
         if state.fixed is None:
-            chosen, _, *tree = state.leaves(path, tokens, weights, s.nodes, depth_bound(s.length))
+            chosen, _, *tree = state.leaves(path, tokens, weights, state.nodes, depth_bound(s.length))
             draft = Draft(chosen, TreeTensors(*tree), depth=s.length)
         else:
             tokens[:, :-1, 0] = path

@@ -12,10 +12,13 @@ from torch import Tensor
 from ..drafting import Drafter
 from ..strategy import Context, Draft, Sequences, Step
 from ..tree import Topology
+from .budget import node_budget
 from .calibration import Calibration
 from .draft_model import DraftModelStrategy, DraftTreeSettings, require_coupled
 from .draft_tree import DynamicTree
 
+#: Most tokens of a draft where nothing says otherwise, and where a step's cost allows more.
+LENGTH, MOST_LENGTH = 16, 32
 #: Where the host must wait for the device to look at it, it looks once: after a number of passes out of these.
 BUCKETS = (2, 4, 8, 16, 32)
 
@@ -34,7 +37,13 @@ class ThresholdSettings(DraftTreeSettings):
     decrease: float = Field(0.1, ge=0, le=1, description="What the threshold loses when a draft is accepted whole.")
     lowest: float = Field(0.05, gt=0, lt=1, description="Lower bound of the threshold.")
     highest: float = Field(0.95, gt=0, lt=1, description="Upper bound of the threshold.")
-    max_length: int = Field(16, ge=1, le=32, description="Most tokens drafted per step; the depth of a tree.")
+    max_length: int | None = Field(
+        None,
+        ge=1,
+        le=32,
+        description="Most tokens drafted per step; the depth of a tree. None: 16, of a chain what the measured costs of a step "
+        "allow where they are known.",
+    )
     tree: Literal["none", "dynamic"] = Field(
         "none", description="dynamic: a tree whose nodes are continued while their probability is above the threshold."
     )
@@ -48,12 +57,14 @@ class ThresholdSettings(DraftTreeSettings):
 
 @dataclass
 class _State:
-    """`threshold`: ``[B]`` float32. `weights`: ``[B, n]``, log-probability reached at each node of the last draft."""
+    """`threshold`: ``[B]`` float32. `length`: most tokens of a draft. `weights`: ``[B, n]``, log-probability reached at each
+    node of the last draft."""
 
     drafter: Drafter
     tree: DynamicTree | None
     calibration: Calibration | None
     threshold: Tensor
+    length: int
     waits: bool
     bucket: int = BUCKETS[0]
     weights: Tensor | None = None
@@ -75,15 +86,19 @@ class Threshold(DraftModelStrategy):
 
     def start(self, context: Context) -> _State:
         s: ThresholdSettings = self.settings
-        tree, ahead, children = None, s.max_length, 1
+        tree, length, children = None, s.max_length or LENGTH, 1
         if s.tree == "dynamic":
             require_coupled(context, self.name)
-            tree = DynamicTree(s.max_length, s.beam, s.nodes, context.compile)
-            ahead, children = s.max_length * s.beam + 1, s.children
+            tree = DynamicTree(length, s.beam, self.tree_nodes(context), context.compile)
+            ahead, children = length * s.beam + 1, s.children
+        elif s.max_length is None:
+            ahead = length = node_budget(context, None, LENGTH + 1, most=MOST_LENGTH + 1) - 1
+        else:
+            ahead = length
         drafter = context.draft(self.draft_model(context), ahead=ahead, children=children)
         calibration = Calibration(context.rows) if s.rule == "calibrated" else None
         threshold = torch.full((context.rows,), s.threshold, device=context.device)
-        return _State(drafter, tree, calibration, threshold, waits=context.device.type != "cpu")
+        return _State(drafter, tree, calibration, threshold, length, waits=context.device.type != "cpu")
 
     def propose(self, state: _State, sequences: Sequences) -> Draft:
         if state.calibration is not None:
@@ -115,11 +130,10 @@ class Threshold(DraftModelStrategy):
         state.threshold = torch.where(rejected >= 0, mean, lower).clamp(s.lowest, s.highest)
 
     def _chain(self, state: _State, sequences: Sequences, floor: Tensor) -> Draft:
-        s: ThresholdSettings = self.settings
         reached = torch.where(sequences.finished, float("-inf"), 0.0)
         products: list[Tensor] = []
         scores: list[Tensor] = []
-        last, look = s.max_length, state.bucket
+        last, look = state.length, state.bucket
         while len(products) < last:
             expansion = state.drafter.extend()
             reached = reached + expansion.weights[:, 0, 0]
@@ -133,8 +147,8 @@ class Threshold(DraftModelStrategy):
                 # One look per step: where some row goes on, all go on to the next bucket and no further.
                 needed = int(self._kept(torch.stack(products, 1), floor).sum(1).max())
                 going = bool((reached >= floor).any())
-                last = min(2 * len(products), s.max_length) if going else len(products)
-                state.bucket = min(next(b for b in BUCKETS if b >= (last if going else needed)), s.max_length)
+                last = min(2 * len(products), state.length) if going else len(products)
+                state.bucket = min(next(b for b in BUCKETS if b >= (last if going else needed)), state.length)
         state.weights = torch.stack(products, dim=1)
         tokens = state.drafter.drafted(len(products))
         tokens = torch.where(self._kept(state.weights, floor), tokens, -1)

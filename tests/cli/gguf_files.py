@@ -32,11 +32,11 @@ def write_gguf(model: PreTrainedModel, path: Path, quantized: bool = False) -> N
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_vocab_size(config.vocab_size)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[: config.vocab_size - 1]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[: config.vocab_size - 2]
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([*alphabet, "ab"])
+    writer.add_token_list([*alphabet, "ab", "cd"])
     writer.add_token_types([1] * config.vocab_size)
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b", "c d"])  # transformers 5.17 misreads lists of one
     for name, tensor in model.state_dict().items():
         module = name.removesuffix(".weight")
         values = tensor.float().numpy()

@@ -15,6 +15,14 @@ from decoders.engine.background import SWITCH_INTERVAL, BackgroundCompile, worth
 
 WAIT = 240.0
 
+pytestmark = pytest.mark.usefixtures("in_a_thread")
+
+
+@pytest.fixture
+def in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work is done in a thread on every build of torch: none of these tests traces beside another thread."""
+    monkeypatch.setattr("decoders.engine.background.threads_may_compile", lambda: True)
+
 
 def test_result_is_ready_after_the_work_and_not_before():
     gate = threading.Event()
@@ -77,7 +85,9 @@ def test_interpreter_switches_threads_often_while_compiling_and_as_before_afterw
 def test_process_ends_while_compiling(work):
     script = f"""
 import time, sys, torch
+from decoders.engine import background
 from decoders.engine.background import BackgroundCompile
+background.threads_may_compile = lambda: True
 def spin():
     while True:
         torch.ones(8) + 1

@@ -44,7 +44,7 @@ def test_tokens_are_those_of_plain_decoding(rows: int, sampling: dict[str, Any],
     expected = reference(model, inputs, "autoregressive" if sampling else None, max_new_tokens=40, **sampling)
     out = auto_call(rows, **sampling, **extra)
     assert_same_tokens(model, inputs, expected.sequences, out.sequences, "auto")
-    assert out.report.exact and set(out.report.details["candidates"]) >= {"prompt_lookup", "ngram"}
+    assert out.report.exact and "suffix" in out.report.details["candidates"]
     assert ("speculative" in out.report.details["candidates"]) == assistant
 
 
@@ -112,7 +112,7 @@ def test_candidates_and_their_settings_are_the_users() -> None:
         ({"candidates": ["auto"]}, SettingsError, "not auto itself"),
         ({"candidates": []}, SettingsError, "candidates"),
         ({"config": {"lookahead": {}}}, SettingsError, "'lookahead', which is no candidate"),
-        ({"config": {"ngram": {"width": 3}}}, SettingsError, "widths"),
+        ({"config": {"suffix": {"node": 3}}}, SettingsError, "nodes"),
     ],
 )
 def test_candidates_that_cannot_be_are_refused(config: dict[str, Any], error: type[Exception], message: str) -> None:

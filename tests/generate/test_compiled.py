@@ -10,6 +10,7 @@ from transformers import LogitsProcessor, PreTrainedModel
 
 import decoders
 from decoders.engine import packing, tiers
+from decoders.engine.background import threads_may_compile
 from decoders.engine.cache import CacheBuffers
 from decoders.engine.target import causal_block
 from decoders.report import Report
@@ -146,8 +147,8 @@ def test_a_call_changes_over_between_two_steps_when_the_compiler_is_ready(monkey
             return super().propose(state, sequences)
 
     out = decode(model, inputs, Waits(), max_new_tokens=12, decoders_config={"compile": "auto"})
-    # The first step reads the prompt's end, the others begin uncompiled.
-    assert (out.report.steps, out.report.compiled_steps) == (12, 9)
+    # The first step reads the prompt's end. The others begin uncompiled, unless the caller itself has to compile.
+    assert (out.report.steps, out.report.compiled_steps) == (12, 9 if threads_may_compile() else 11)
     assert out.report.timings.background > 0 and out.report.timings.compile == 0
     assert torch.equal(out.sequences, decode(model, inputs, max_new_tokens=12).sequences)
 

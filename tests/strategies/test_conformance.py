@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field
 
 from decoders.plugins import registry
 from decoders.settings import Settings
-from decoders.strategies import Lookahead, Ngram, PromptLookup, Speculative, Staged, Threshold
+from decoders.strategies import Lookahead, Ngram, PromptLookup, Speculative, Staged, Suffix, Threshold
 from decoders.strategies.merged import Merged
 from decoders.strategy import Draft, Sequences, Step, Strategy
 from decoders.testing import CHECKS, Replay, check_strategy, checks_for, parametrize_with_checks, tiny_model
@@ -39,6 +39,7 @@ VARIANTS = [
     Threshold(tree="dynamic"),
     Staged(stage="prompt_lookup"),
     Staged(stage="prompt_lookup", children=1),
+    Suffix(alpha=16, nodes=6, occurrences=2, remember=0),
     Replay(),
 ]
 

@@ -108,7 +108,7 @@ def test_every_part_sees_its_own_nodes_right_behind_the_root():
         emitted=one - 1, logits=nodes[..., None] + 0.5, hidden=nodes[..., None] + 0.25,
         sequences=Sequences(torch.zeros(2, 8, dtype=torch.int64), one, one, one > 9, one),
     )  # fmt: skip
-    strategy.observe(MergedState([None, None], [range(1, 3), range(3, 5)]), step)
+    strategy.observe(MergedState([None, None], [range(1, 3), range(3, 5)], 64), step)
     (mine,) = seen
     assert mine.nodes.tolist() == [[10, 13, 14, 11, 12, 15]] * 2
     assert mine.path.tolist() == [[0, 1, 2, 0], [0, 3, 4, 0]]

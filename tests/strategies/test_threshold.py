@@ -47,10 +47,10 @@ class Scripted:
         pass
 
 
-def scripted(*rows: list[float], threshold: float = 0.4, waits: bool = False) -> _State:
+def scripted(*rows: list[float], threshold: float = 0.4, waits: bool = False, length: int = 16) -> _State:
     probabilities = torch.tensor(rows)
     drafter: Any = Scripted(probabilities)
-    return _State(drafter, None, None, torch.full((len(rows),), threshold), waits)
+    return _State(drafter, None, None, torch.full((len(rows),), threshold), length, waits)
 
 
 def sequences(rows: int, finished: list[bool] | None = None) -> Sequences:
@@ -84,7 +84,7 @@ def test_an_unsure_draft_proposes_one_token():
 
 
 def test_a_sure_draft_proposes_as_many_as_allowed():
-    assert Threshold(max_length=4).propose(scripted([1.0] * 9), sequences(1)).tokens.tolist() == [[1, 2, 3, 4]]
+    assert Threshold().propose(scripted([1.0] * 9, length=4), sequences(1)).tokens.tolist() == [[1, 2, 3, 4]]
 
 
 def test_every_row_stops_by_itself():
@@ -122,7 +122,7 @@ def test_the_threshold_of_every_row_moves_by_itself():
 
 @pytest.mark.parametrize("start, accepted, limit", [(0.1, 1, 0.05), (0.94, 0, 0.95)])
 def test_the_threshold_stays_within_its_bounds(start, accepted, limit):
-    strategy, state = Threshold(max_length=1), scripted([1.0], threshold=start)
+    strategy, state = Threshold(), scripted([1.0], threshold=start, length=1)
     for _ in range(3):
         strategy.observe(state, outcome(strategy.propose(state, sequences(1)), [accepted]))
     assert state.threshold.tolist() == pytest.approx([limit])
@@ -251,7 +251,7 @@ def test_a_draft_that_turns_unsure_is_looked_at_early_again():
 
 @pytest.mark.parametrize("most", [1, 2, 3, 5, 32])
 def test_looking_once_never_exceeds_the_longest_draft(most):
-    strategy, state = Threshold(max_length=most), scripted([1.0] * 40, waits=True)
+    strategy, state = Threshold(), scripted([1.0] * 40, waits=True, length=most)
     for _ in range(6):
         assert strategy.propose(state, sequences(1)).tokens.shape[1] <= most
     assert state.drafter.made == most

@@ -1,0 +1,230 @@
+"""Suffix decoding (Oliaro et al. 2024, arXiv 2411.04975): what followed the same words before, in this call or earlier ones.
+
+Section 4.1: a tree of the texts is matched with the end of the row, the continuations are expanded greedily by their
+frequencies, and a longer match is worth a longer draft.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from ..settings import Settings
+from ..strategy import Context, Draft, Sequences, Step, Strategy
+from ..tree import NO_PARENT, TreeTensors
+from .suffix_index import ChainedText, DraftedNode, expand
+from .suffix_memory import RowText, TextMemory
+
+#: Where the text is only ever added to, so many tokens are read again to see that it is the same.
+OVERLAP = 16
+
+
+class SuffixSettings(Settings):
+    """How far a match goes, and what is remembered."""
+
+    alpha: float = Field(
+        4.0,
+        gt=0,
+        le=64,
+        description="The paper's α: at most so many draft tokens for every token of the match's length.",
+    )
+    nodes: int = Field(32, ge=1, le=256, description="Most draft tokens of a row, however long the match is.")
+    min_probability: float = Field(
+        0.1, ge=0, le=1, description="Least probability of a draft token by the frequencies on its path."
+    )
+    depth: int = Field(
+        64,
+        ge=1,
+        le=1024,
+        description="Longest match that is told from longer ones, in tokens; the paper's depth of the tree.",
+    )
+    occurrences: int = Field(
+        16,
+        ge=1,
+        le=1024,
+        description="Most occurrences that are counted, in the row and in earlier outputs each: the latest.",
+    )
+    remember: int = Field(
+        65536,
+        ge=0,
+        description="Most tokens of earlier calls' outputs that are kept, for which the least recently used are dropped; 0 keeps none.",
+    )
+
+
+@dataclass
+class _State:
+    """memory: of earlier calls; empty where nothing is remembered. append_only: whether a row's text is never taken back."""
+
+    rows: list[RowText]
+    memory: TextMemory
+    append_only: bool
+    matches: int = 0
+    matched: int = 0
+    drafted: int = 0
+    used: set[int] = field(default_factory=set)
+
+
+class Suffix(Strategy):
+    """Drafts the tree of what followed the longest suffix that was met before, in the row itself or in what earlier calls wrote.
+
+    Of all lengths ``p`` of the match that have different occurrences, the one whose tree has the best score is taken: the sum of its
+    nodes' probabilities, at most ``α p`` nodes (the paper's MAX_SPEC). A match that runs into the end of the row is
+    continued periodically, so that loops of any period are drafted whole.
+
+    Everything happens on the host, in some ten microseconds.
+    """
+
+    name = "suffix"
+    summary = "Proposes the tree of what followed the same suffix earlier, in the text or in what earlier calls wrote."
+    settings_class = SuffixSettings
+    hints = {"prompt_lookup_num_tokens": "nodes", "max_matching_ngram_size": "depth"}
+    rests = True
+    on_device = False
+
+    def start(self, context: Context) -> _State:
+        s: SuffixSettings = self.settings
+        memory: TextMemory = context.memory("texts", partial(TextMemory, s.remember))
+        # What a draft model writes is taken back where the target disagrees.
+        state = _State([RowText() for _ in range(context.rows)], memory, append_only=context.level == 0)
+        if context.sequences is not None:
+            _read(state, context.sequences)
+        return state
+
+    def propose(self, state: _State, sequences: Sequences) -> Draft:
+        finished = _read(state, sequences)
+        with state.memory.lock:
+            trees = [
+                ([], []) if ended else self._tree(state, row) for row, ended in zip(state.rows, finished, strict=True)
+            ]
+        return _draft(trees, sequences.length.device)
+
+    def observe(self, state: _State, step: Step) -> None:
+        _read(state, step.sequences)
+
+    def rebatch(self, state: _State, rows: Tensor, context: Context) -> _State:
+        """Rows have come or gone: those that stay keep their texts, what the others wrote is remembered."""
+        before, places = state.rows, rows.tolist()
+        state.rows = [before[place] if place >= 0 else RowText() for place in places]
+        if state.append_only:
+            for place in set(range(len(before))) - set(places):
+                state.memory.add(before[place].output())
+        return state
+
+    def finish(self, state: _State) -> None:
+        """Remembers what the rows wrote."""
+        if state.append_only:
+            for row in state.rows:
+                state.memory.add(row.output())
+
+    def details(self, state: _State) -> Mapping[str, Any]:
+        return {
+            "mean_match": round(state.matched / max(state.matches, 1), 2), "drafted": state.drafted,
+            "texts_used": len(state.used), "texts": state.memory.texts, "remembered": state.memory.tokens,
+        }  # fmt: skip
+
+    def _tree(self, state: _State, row: RowText) -> tuple[list[DraftedNode], list[int]]:
+        """The speculation tree of a row, and its nodes' grades."""
+        s: SuffixSettings = self.settings
+        matches = self._matches(state, row)
+        best: list[DraftedNode] = []
+        best_score, best_length = 0.0, 0
+        for count, match in enumerate(matches, 1):
+            if count < len(matches) and matches[count].length == match.length:
+                continue  # a shorter length that the same occurrences match
+            most = min(int(s.alpha * match.length) or 1, s.nodes)
+            if most <= best_score:
+                break  # no node is worth more than 1
+            nodes, score = expand([m.continuation for m in matches[:count]], most, s.min_probability)
+            if score > best_score:
+                best, best_score, best_length = nodes, score, match.length
+        if best:
+            state.matches, state.matched = state.matches + 1, state.matched + best_length
+            state.drafted += len(best)
+        return best, [_grade(best_length, node) for node in best]
+
+    def _matches(self, state: _State, row: RowText) -> list[_Match]:
+        """What followed the occurrences of the row's end, the longest match first, then the row's own, then the latest."""
+        s: SuffixSettings = self.settings
+        own, memory = row.index, state.memory
+        suffix = own.tokens[-s.depth :]
+        matches = [
+            _Match(length, _continued(own, end, s.nodes))
+            for length, end in own.occurrences(suffix, s.occurrences, len(own) - 1)
+        ]
+        if memory.tokens:
+            for length, end in memory.index.occurrences(suffix, s.occurrences, len(memory.index)):
+                number = memory.text_at(end)
+                if number is None or end + 1 == (stop := memory.end_of(number)):
+                    continue
+                matches.append(_Match(length, memory.index.tokens[end + 1 : min(end + 1 + s.nodes, stop)]))
+                memory.use(number)
+                state.used.add(number)
+        matches.sort(key=lambda match: -match.length)
+        return matches
+
+
+@dataclass(frozen=True, slots=True)
+class _Match:
+    """length: of the match, in tokens. continuation: what followed."""
+
+    length: int
+    continuation: array[int]
+
+
+def _continued(text: ChainedText, end: int, most: int) -> array[int]:
+    """What follows the place `end` of a row's own text; where that is too short, the same stretch again and again."""
+    following = text.tokens[end + 1 : end + 1 + most]
+    if len(following) < most:
+        following = (following * (most // len(following) + 1))[:most]
+    return following
+
+
+def _grade(length: int, node: DraftedNode) -> int:
+    """How sure a draft token is: by the match's length (1, 2-3, 4-7, 8-15, more), and whether its siblings were rarer or none."""
+    agreed = 2 if node.share == 1 and node.support > 1 else 1 if node.share >= 0.5 else 0
+    return 3 * min(length.bit_length(), 5) + agreed
+
+
+def _read(state: _State, sequences: Sequences) -> list[bool]:
+    """Brings the rows' texts up to date; returns which rows have finished."""
+    lengths, finished = sequences.length.tolist(), sequences.finished.tolist()
+    prompts = sequences.prompt_length.tolist()
+    begins = [max(len(row.index) - OVERLAP, 0) if state.append_only else 0 for row in state.rows]
+    first = min(begins)
+    texts = sequences.tokens[:, first : max(lengths)].tolist()
+    for number, row in enumerate(state.rows):
+        begin, length = begins[number], lengths[number]
+        tokens = texts[number][begin - first : length - first]
+        if state.append_only and not row.goes_on(tokens, begin):  # the row has another text now
+            state.memory.add(row.output())
+            row, begin, tokens = RowText(), 0, sequences.tokens[number, :length].tolist()
+            state.rows[number] = row
+        row.prompt = prompts[number]
+        row.follow(tokens, begin)
+    return finished
+
+
+def _draft(trees: Sequence[tuple[list[DraftedNode], list[int]]], device: torch.device) -> Draft:
+    """The rows' trees as one draft; shorter ones are filled up."""
+    rows, width = len(trees), max(len(nodes) for nodes, _ in trees)
+    if not width:
+        return Draft.nothing(rows, device)
+    tokens, grades, parents, chains = [], [], [], True
+    for nodes, own in trees:
+        missing = width - len(nodes)
+        tokens.append([node.token for node in nodes] + [-1] * missing)
+        grades.append(own + [0] * missing)
+        chains = chains and all(node.parent == at for at, node in enumerate(nodes))
+        parents.append([NO_PARENT, *(node.parent for node in nodes)] + [NO_PARENT] * missing)
+    drafted, graded = torch.tensor(tokens, device=device), torch.tensor(grades, device=device)
+    if chains:
+        draft = Draft.chain(drafted)
+        return Draft(draft.tokens, draft.topology, grades=graded)
+    return Draft(drafted, TreeTensors.from_parents(torch.tensor(parents, device=device)), depth=width, grades=graded)

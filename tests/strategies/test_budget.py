@@ -1,0 +1,118 @@
+"""Drafts are as large as a step's measured costs allow, where nothing else is set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import decoders
+from decoders.costs import CostCurve, CostPoint, Subject
+from decoders.costs.steps import StepCosts
+from decoders.engine.calibration import Calibration
+from decoders.strategies import Lookahead, Medusa, PromptLookup, Speculative, Staged, Threshold
+from decoders.strategies.budget import node_budget
+from decoders.strategies.lookahead import BlockShape, block_shape
+from decoders.strategies.merged import Merged, MergedSettings
+from decoders.strategy import Strategy
+from decoders.testing import decode, prompts, tiny_model
+
+from .conftest import random_heads
+
+EAGER = {"compile": False}
+
+FLAT = {1: 10.0, 65: 10.5}
+"""Milliseconds by nodes: a step in which nodes are all but free."""
+STEEP = {1: 10.0, 65: 202.0}
+"""Each node costs nearly a third of a step."""
+
+
+def curve(milliseconds: dict[int, float]) -> CostCurve:
+    subject = Subject(
+        model="made up", dtype="float32", quantization="", device="none", threads=1, attention="sdpa", torch="2"
+    )
+    points = [
+        CostPoint(rows=1, context=64, nodes=n, compiled=False, seconds=ms / 1e3) for n, ms in milliseconds.items()
+    ]
+    return CostCurve(subject=subject).with_points(points)
+
+
+class Costs:
+    """The part of a context that budgets read."""
+
+    def __init__(self, milliseconds: dict[int, float] | None) -> None:
+        self.known = None if milliseconds is None else StepCosts(curve(milliseconds), rows=1, context=64)
+
+    def costs(self) -> StepCosts | None:
+        return self.known
+
+
+def budget(milliseconds: dict[int, float] | None, *arguments: Any, **more: Any) -> int:
+    return node_budget(Costs(milliseconds), *arguments, **more)  # type: ignore[arg-type]
+
+
+def test_what_is_set_by_hand_comes_before_costs_and_costs_before_constants():
+    assert budget(STEEP, 50, 20) == 50
+    assert budget(STEEP, None, 20) == 4  # the least
+    assert budget({1: 10.0, 65: 42.0}, None, 20) == 8  # eleven nodes take half as long again
+    assert budget(FLAT, None, 20) == 256
+    assert budget(FLAT, None, 20, most=33) == 32
+    assert budget(None, None, 20) == 20
+
+
+@pytest.mark.parametrize(
+    "milliseconds, settings, shape",
+    [
+        (None, {}, (2, 8, 2)),
+        (STEEP, {}, (2, 2, 2)),  # narrow n-grams keep the window that finds them
+        (FLAT, {}, (15, 8, 15)),
+        ({1: 10.0, 65: 15.0}, {}, (5, 8, 4)),
+        ({1: 10.0, 65: 15.0}, {"ngram": 3}, (15, 3, 15)),
+        ({1: 10.0, 65: 15.0}, {"window": 2}, (2, 8, 7)),
+        ({1: 10.0, 65: 15.0}, {"candidates": 3}, (6, 8, 3)),
+        (FLAT, {"window": 3, "ngram": 4, "candidates": 5}, (3, 4, 5)),
+        (None, {"window": 3}, (3, 8, 2)),
+    ],
+)
+def test_the_lookahead_block_fills_what_a_step_affords(milliseconds, settings, shape):
+    assert block_shape(Costs(milliseconds), Lookahead(**settings).settings) == BlockShape(*shape)  # type: ignore[arg-type]
+
+
+def nodes(monkeypatch: pytest.MonkeyPatch, strategy: Strategy, milliseconds: dict[int, float] | None) -> int:
+    """Nodes of the largest block of a call whose model has such a cost curve."""
+    known = None if milliseconds is None else curve(milliseconds)
+    monkeypatch.setattr(Calibration, "known", lambda *_: known)
+    model = decoders.enable(tiny_model("llama"))
+    draft = {"assistant_model": tiny_model("llama")} if strategy.needs_assistant else {}
+    expected = decode(model, prompts(1), max_new_tokens=20).sequences
+    out = decode(model, prompts(1), strategy, max_new_tokens=20, decoders_config=EAGER, **draft)
+    assert out.sequences.equal(expected)
+    return out.report.nodes
+
+
+@pytest.mark.parametrize(
+    "strategy, plain, steep",
+    [
+        (Speculative(tree="dynamic", length=4), 25, 4),
+        (Speculative(tree="static", length=4), 25, 4),
+        (Threshold(threshold=1e-30, lowest=1e-30), 17, 4),
+        (Threshold(tree="dynamic", max_length=4), 25, 4),
+        (Staged(), 37, 4),
+        (Merged([PromptLookup(length=40, branches=2), Speculative(length=3)]), 64, 4),
+    ],
+    ids=lambda value: value.name if isinstance(value, Strategy) else str(value),
+)
+def test_blocks_are_as_large_as_a_step_affords(monkeypatch, strategy, plain, steep):
+    assert nodes(monkeypatch, strategy, None) == plain
+    assert nodes(monkeypatch, strategy, STEEP) == steep
+
+
+def test_a_window_is_not_cut_by_what_a_step_affords(monkeypatch):
+    parts = [PromptLookup(length=8), Lookahead(window=4, ngram=3, candidates=3)]
+    assert nodes(monkeypatch, Merged(parts), STEEP) == 4 + 7  # three draft tokens, then the window less its root
+    assert nodes(monkeypatch, Merged(parts, MergedSettings(nodes=16)), STEEP) == 16
+
+
+def test_a_medusa_tree_is_cut_to_what_a_step_affords(monkeypatch):
+    strategy = Medusa(heads=random_heads())
+    assert nodes(monkeypatch, strategy, STEEP) == 4 < nodes(monkeypatch, strategy, None)
