@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..strategy import Strategy
 from .auto import Auto, AutoSettings
 from .autoregressive import Autoregressive
+from .eagle3 import Eagle3, Eagle3Settings
 from .grammar import Grammar, GrammarSettings
 from .lookahead import Lookahead, LookaheadSettings
 from .medusa import Medusa, MedusaSettings
@@ -17,12 +18,14 @@ from .suffix import Suffix, SuffixSettings
 from .threshold import Threshold, ThresholdSettings
 
 __all__ = [
-    "Auto", "AutoSettings", "Autoregressive", "Grammar", "GrammarSettings", "Lookahead", "LookaheadSettings", "Medusa",
-    "MedusaSettings", "Mtp", "MtpSettings", "Ngram", "NgramSettings", "PromptLookup", "PromptLookupSettings", "Speculative",
-    "SpeculativeSettings", "Staged", "StagedSettings", "Suffix", "SuffixSettings", "Threshold", "ThresholdSettings",
+    "Auto", "AutoSettings", "Autoregressive", "Eagle3", "Eagle3Settings", "Grammar", "GrammarSettings", "Lookahead",
+    "LookaheadSettings", "Medusa", "MedusaSettings", "Mtp", "MtpSettings", "Ngram", "NgramSettings", "PromptLookup",
+    "PromptLookupSettings", "Speculative", "SpeculativeSettings", "Staged", "StagedSettings", "Suffix", "SuffixSettings",
+    "Threshold", "ThresholdSettings",
 ]  # fmt: skip
 
 #: In the order in which they are listed.
 BUILT_IN: tuple[type[Strategy], ...] = (
-    Auto, Autoregressive, Speculative, Threshold, Staged, Lookahead, PromptLookup, Ngram, Suffix, Medusa, Mtp, Grammar,
+    Auto, Autoregressive, Speculative, Threshold, Staged, Lookahead, PromptLookup, Ngram, Suffix, Medusa, Mtp, Eagle3,
+    Grammar,
 )  # fmt: skip

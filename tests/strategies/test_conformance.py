@@ -23,7 +23,9 @@ from .conftest import of_variants
 
 #: Medusa and MTP need heads and layers, and are tested with some in files of their own.
 BUILT_IN = [
-    e.cls for e in registry().strategies().values() if e.provider == "hf-decoders" and e.name not in ("medusa", "mtp")
+    e.cls
+    for e in registry().strategies().values()
+    if e.provider == "hf-decoders" and e.name not in ("medusa", "mtp", "eagle3")
 ]
 
 
