@@ -125,13 +125,14 @@ class ModulePasses(ABC):
     passes: int
 
     @abstractmethod
-    def __call__(self, base: Tensor, *inputs: Tensor, tree: TreeTensors | None = None) -> Any:
+    def __call__(self, base: Tensor, *inputs: Tensor, tree: TreeTensors | None = None, **options: Any) -> Any:
         """One pass of the module over ``Q`` nodes of every row; what it gives.
 
         Args:
             base: ``[B]`` int64, slot and position of the block's node 0; all slots in front of it are seen.
             inputs: ``[B, Q, …]`` each, what the module reads.
             tree: the block, whose last ``Q`` nodes these are; those before have been run since. None: a chain, as text is.
+            options: keywords that `module` is called with as well, few different ones; compiled passes are made for each.
         """
 
 

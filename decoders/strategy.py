@@ -66,6 +66,7 @@ class Context:
             (:func:`decoders.sampling.process`), for strategies that have scores of their own. None: greedy, as they are.
         guide: where the rows stand in their grammars, and what these force them to write; None without ``grammar=``. Illegal
             draft tokens need not be looked for: the loop takes them out.
+        decoder_layers: how many the target has, of which :attr:`Strategy.hidden_layers` may name some.
         costs: what a verification step costs on this machine, by nodes: ``costs()`` gives a
             :class:`decoders.costs.StepCosts`, which the loop keeps true while the call runs, or None where nothing was ever
             measured; ``costs(measure=True)`` measures it first, some steps of several sizes.
@@ -101,6 +102,7 @@ class Context:
     plan: SamplingPlan | None = None
     sampling: SamplingInputs | None = None
     guide: Forced | None = None
+    decoder_layers: int = 0
     costs: Callable[..., StepCosts | None] = no_costs
     memory: Callable[..., Any] = no_memory
     embed: Callable[[Tensor], Tensor] = _outside_a_call
@@ -366,6 +368,18 @@ class Strategy(ABC):
 
     def observe(self, state: Any, step: Step) -> None:
         """Learns from a verified step; updates `state` in place."""
+
+    def layers_of(self, count: int) -> tuple[int, ...]:
+        """The hidden layers that a call reads of a target with `count` decoder layers: :attr:`hidden_layers`.
+
+        Overridden where they depend on how many there are.
+        """
+        return self.hidden_layers
+
+    @property
+    def reads_layers(self) -> bool:
+        """Whether it asks for hidden layers of the target."""
+        return bool(self.hidden_layers) or type(self).layers_of is not Strategy.layers_of
 
     def prefill(self, state: Any, chunk: PromptChunk) -> None:
         """Learns from a stretch of the prompts, in order, before the first :meth:`propose`; updates `state` in place.

@@ -36,7 +36,7 @@ from decoders.constraints import base as constraints
 from decoders.constraints import library, vocabulary
 from decoders.hf import arguments, options
 from decoders.sampling.processors import OPERATIONS
-from decoders.strategies import merged, ngram_table, ngram_training
+from decoders.strategies import merged, mtp, ngram_table, ngram_training
 from decoders.verifiers import verifier
 
 HERE = Path(__file__).parent
@@ -103,6 +103,7 @@ def api() -> Iterator[str]:
     names = ("registry", "reset_registry", "Registry", "PluginInfo", "Entry")
     yield from section("decoders.plugins", {n: getattr(plugins, n) for n in names})
     yield from section("decoders.strategies.merged", {"Merged": merged.Merged})
+    yield from section("decoders.strategies.mtp", {"use_mtp_layers": mtp.use_mtp_layers})
     yield from section("decoders.verifiers", {"normalised": verifier.normalised})
     yield from section("decoders.strategies.ngram_table", {"NgramTable": ngram_table.NgramTable})
     yield from section("decoders.strategies.ngram_training", {"train_table": ngram_training.train_table})

@@ -122,7 +122,7 @@ class ModelDrafter(Drafter):
             call.stack.callback(self.session.keep, [len(prompt) - 1 for prompt in call.request.prompts])
         self._stage_state: Any = None
         if stage is not None:
-            if stage.hidden_layers or (stage.reads_prompt and not stage.rests):
+            if stage.reads_layers or (stage.reads_prompt and not stage.rests):
                 raise UnsupportedError(
                     f"{stage.name} drafts from the target's hidden states or prompt, which are not handed out for a draft model"
                 )
@@ -388,7 +388,7 @@ class ModelDrafter(Drafter):
         context = replace(
             outer, slots=self.rows.slots, vocab_size=self.vocab_size, level=self.level,
             compile=self.call.compiler(self.engine), sequences=self.session.view(self._reach)[1], guide=self.guide,
-            costs=no_costs, memory=no_memory,
+            costs=no_costs, memory=no_memory, decoder_layers=0,
         )  # fmt: skip
         call = replace(self.call, longest=self.call.longest + self.ahead, block_size=self.blocks.size)
         return replace(context, draft=opener(call, context, self.guide, self.inner))

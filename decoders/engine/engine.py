@@ -149,10 +149,12 @@ class Engine:
         Raises:
             SettingsError: the model has no such layers. UnsupportedError: its layers cannot be told.
         """
-        if not strategy.hidden_layers:
+        if not strategy.reads_layers:
             return self.forward
         with self.lock:
-            layers = layer_indices(self.target.model, strategy)
+            layers = layer_indices(self.target, strategy)
+            if not layers:
+                return self.forward
             if layers not in self._watching:
                 self._watching[layers] = ForwardPass(self.target.watching(layers))
             return self._watching[layers]

@@ -16,26 +16,26 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..strategy import Strategy
+    from .target import Target
 
 
-def layer_indices(model: nn.Module, strategy: Strategy) -> tuple[int, ...]:
+def layer_indices(target: Target, strategy: Strategy) -> tuple[int, ...]:
     """The decoder layers that `strategy` asks for, counted from the first.
 
     Raises:
-        SettingsError: they are no layers of `model`. UnsupportedError: its layers cannot be told.
+        SettingsError: they are no layers of the target. UnsupportedError: its layers cannot be told.
     """
-    asked, count = strategy.hidden_layers, len(decoder_layers(model))
+    name, count = type(target.model).__name__, target.decoder_layers
+    if not count:
+        raise UnsupportedError(f"{strategy.name} reads hidden layers, and {name} has no list of decoder layers")
+    asked = strategy.layers_of(count)
     if not isinstance(asked, tuple) or not all(isinstance(i, int) and not isinstance(i, bool) for i in asked):
         raise SettingsError(f"{strategy.name}: hidden_layers is a tuple of integers, not {asked!r}")
-    if not count:
-        raise UnsupportedError(
-            f"{strategy.name} reads hidden layers, and {type(model).__name__} has no list of decoder layers"
-        )
     wrong = [i for i in asked if not -count <= i < count]
     if wrong:
         raise SettingsError(
-            f"{strategy.name}: hidden_layers asks for layer {wrong[0]}; {type(model).__name__} has layers 0 … {count - 1}, or "
-            f"-{count} … -1 from the end"
+            f"{strategy.name}: hidden_layers asks for layer {wrong[0]}; {name} has layers 0 … {count - 1}, or -{count} … -1 from the "
+            "end"
         )
     return tuple(i % count for i in asked)
 

@@ -323,7 +323,7 @@ class Call:
             vocab_size=self.target.vocab_size, sequences=self.session.view(max(self.lengths))[1], coupled=self.verifier is None,
             plan=request.plan, sampling=rows.sampling, guide=self.guide, model=request.model, tokenizer=request.tokenizer,
             assistant_model=request.assistant_model, costs=self._costs,
-            embed=self.target.embed, head=self.engine.head, module=self._module,
+            decoder_layers=self.target.decoder_layers, embed=self.target.embed, head=self.engine.head, module=self._module,
             memory=self._memory_of if request.memory else no_memory,
         )  # fmt: skip
         if request.resolve is not None:

@@ -68,7 +68,7 @@ class CallRecording:
         verifier = None if call.verifier is None else (type(call.verifier), str(getattr(call.verifier, "settings", "")))
         return (
             type(request.strategy), request.strategy.name, repr(request.strategy), request.plan, verifier,
-            request.strategy.hidden_layers, len(call.rows.sampling.values), len(call.rows.sampling.stop_tokens), type(call.guide),
+            call.target.layers, len(call.rows.sampling.values), len(call.rows.sampling.stop_tokens), type(call.guide),
             tuple(id(drafter.session) for drafter in call.drafters),
         )  # fmt: skip
 

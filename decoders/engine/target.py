@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import types
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from .features import LayerStates, OutputHead
 from .fingerprints import Fingerprints
 from .packing import pack
 from .quantization import Precision, quantize, rounds_activations
+from .regions import decoder_layers
 from .transformers_compat import keeps_recurrent_state
 from .twin import WeightState, share_weights, tensors_of
 
@@ -105,6 +107,11 @@ class Target:
         self._self_check(model, plain_layout)
         # Where bits matter, a brief look; `decoders doctor MODEL` makes every comparison.
         self.invariance = invariance.check(self, length=16, comparisons=3) if self.multiple > 1 else None
+
+    @functools.cached_property
+    def decoder_layers(self) -> int:
+        """How many decoder layers it has; 0 if they cannot be told."""
+        return len(decoder_layers(self.model))
 
     @property
     def matrices(self) -> list[Tensor]:

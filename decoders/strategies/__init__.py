@@ -5,9 +5,11 @@ from __future__ import annotations
 from ..strategy import Strategy
 from .auto import Auto, AutoSettings
 from .autoregressive import Autoregressive
+from .eagle3 import Eagle3, Eagle3Settings
 from .grammar import Grammar, GrammarSettings
 from .lookahead import Lookahead, LookaheadSettings
 from .medusa import Medusa, MedusaSettings
+from .mtp import Mtp, MtpSettings
 from .ngram import Ngram, NgramSettings
 from .prompt_lookup import PromptLookup, PromptLookupSettings
 from .speculative import Speculative, SpeculativeSettings
@@ -17,13 +19,14 @@ from .threshold import Threshold, ThresholdSettings
 from .token_recycling import TokenRecycling, TokenRecyclingSettings
 
 __all__ = [
-    "Auto", "AutoSettings", "Autoregressive", "Grammar", "GrammarSettings", "Lookahead", "LookaheadSettings", "Medusa",
-    "MedusaSettings", "Ngram", "NgramSettings", "PromptLookup", "PromptLookupSettings", "Speculative", "SpeculativeSettings",
-    "Staged", "StagedSettings", "Suffix", "SuffixSettings", "Threshold", "ThresholdSettings",
-    "TokenRecycling", "TokenRecyclingSettings",
+    "Auto", "AutoSettings", "Autoregressive", "Eagle3", "Eagle3Settings", "Grammar", "GrammarSettings", "Lookahead",
+    "LookaheadSettings", "Medusa", "MedusaSettings", "Mtp", "MtpSettings", "Ngram", "NgramSettings", "PromptLookup",
+    "PromptLookupSettings", "Speculative", "SpeculativeSettings", "Staged", "StagedSettings", "Suffix", "SuffixSettings",
+    "Threshold", "ThresholdSettings", "TokenRecycling", "TokenRecyclingSettings",
 ]  # fmt: skip
 
 #: In the order in which they are listed.
 BUILT_IN: tuple[type[Strategy], ...] = (
-    Auto, Autoregressive, Speculative, Threshold, Staged, Lookahead, PromptLookup, Ngram, Suffix, TokenRecycling, Medusa, Grammar,
+    Auto, Autoregressive, Speculative, Threshold, Staged, Lookahead, PromptLookup, Ngram, Suffix, TokenRecycling, Medusa, Mtp,
+    Eagle3, Grammar,
 )  # fmt: skip

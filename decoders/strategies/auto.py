@@ -345,6 +345,6 @@ def _missing(strategy: Strategy, context: Context) -> str | None:
         return "the call has no grammar"
     if strategy.needs_assistant and context.assistant_model is None:
         return "the call has no assistant_model"
-    if strategy.hidden_layers:
+    if strategy.reads_layers:
         return "it reads hidden layers of the target, which auto does not hand out"
     return None

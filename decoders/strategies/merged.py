@@ -35,11 +35,12 @@ class MergedSettings(Settings):
 
 @dataclass
 class MergedState:
-    """State of every part, its nodes in the joint block, and how many nodes this may have."""
+    """State of every part, its nodes in the joint block, how many nodes this may have, and the target decoder layers."""
 
     parts: list[Any]
     owned: list[range]
     nodes: int
+    layers: int = 0
 
 
 class Merged(Strategy):
@@ -63,7 +64,6 @@ class Merged(Strategy):
         self.needs_assistant = any(part.needs_assistant for part in parts)
         self.needs_grammar = any(part.needs_grammar for part in parts)
         self.on_device = all(part.on_device for part in parts)
-        self.hidden_layers = tuple(dict.fromkeys(layer for part in parts for layer in part.hidden_layers))
         self.prompt_logits = any(part.prompt_logits for part in parts)
 
     @property
@@ -74,8 +74,15 @@ class Merged(Strategy):
     def observes(self) -> bool:
         return any(part.observes for part in self.parts)
 
+    @property
+    def reads_layers(self) -> bool:
+        return any(part.reads_layers for part in self.parts)
+
+    def layers_of(self, count: int) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(layer for part in self.parts for layer in part.layers_of(count)))
+
     def start(self, context: Context) -> MergedState:
-        state = MergedState([], [], node_budget(context, self.settings.nodes, NODES))
+        state = MergedState([], [], node_budget(context, self.settings.nodes, NODES), context.decoder_layers)
         try:
             for part in self.parts:
                 state.parts.append(part.start(context.part(part)))
@@ -88,18 +95,17 @@ class Merged(Strategy):
         for part, own in zip(self.parts, state.parts, strict=True):
             if part.reads_prompt:
                 logits = chunk.logits if part.prompt_logits else None
-                part.prefill(own, replace(chunk, layers=self._layers(part, chunk.layers), logits=logits))
+                part.prefill(own, replace(chunk, layers=self._layers(state, part, chunk.layers), logits=logits))
 
     def finish(self, state: MergedState) -> None:
         finish_all(zip(self.parts, state.parts, strict=True))
 
-    def _layers(self, part: Strategy, layers: Tensor | None) -> Tensor | None:
+    def _layers(self, state: MergedState, part: Strategy, layers: Tensor | None) -> Tensor | None:
         """Those that `part` has asked for."""
-        if part.hidden_layers == self.hidden_layers or layers is None:
+        every, own = self.layers_of(state.layers), part.layers_of(state.layers)
+        if every == own or layers is None:
             return layers
-        if not part.hidden_layers:
-            return None
-        return torch.stack([layers[:, :, self.hidden_layers.index(layer)] for layer in part.hidden_layers], dim=2)
+        return torch.stack([layers[:, :, every.index(layer)] for layer in own], dim=2) if own else None
 
     def propose(self, state: MergedState, sequences: Sequences) -> Draft:
         drafts, owned, size = [], [], 1
@@ -156,7 +162,7 @@ class Merged(Strategy):
     def observe(self, state: MergedState, step: Step) -> None:
         for part, own, mine in zip(self.parts, state.parts, state.owned, strict=True):
             if part.observes:
-                part.observe(own, _first(replace(step, layers=self._layers(part, step.layers)), mine))
+                part.observe(own, _first(replace(step, layers=self._layers(state, part, step.layers)), mine))
 
 
 def joined(trees: Sequence[Topology | TreeTensors], like: Tensor) -> Topology | TreeTensors:

@@ -42,7 +42,7 @@ def check_prompt_chunks(strategy: Strategy, conditions: Conditions = Conditions(
     eager = replace(conditions, compile=False)
     with conditions.enabled(name) as model:
         for rows, length in ((1, 24), (3, 24), (1, 1)):
-            inputs = prompts(rows, length)
+            inputs = prompts(rows, max(length, 3))
             if length == 1:
                 inputs = {key: value[:, -1:] for key, value in inputs.items()}
             expected = reference(model, inputs, max_new_tokens=12)

@@ -39,6 +39,13 @@ class Replayed(Strategy):
     def reads_prompt(self) -> bool:
         return self.inner.reads_prompt
 
+    @property
+    def reads_layers(self) -> bool:
+        return self.inner.reads_layers
+
+    def layers_of(self, count: int) -> tuple[int, ...]:
+        return self.inner.layers_of(count)
+
     def prefill(self, state: Any, chunk: PromptChunk) -> None:
         self.inner.prefill(state, chunk)
 

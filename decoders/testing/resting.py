@@ -58,7 +58,7 @@ def check_rests(strategy: Strategy, conditions: Conditions = Conditions()) -> No
     """
     if not (strategy.rests or type(strategy).observe is Strategy.observe) or not strategy.exact:
         return
-    if strategy.hidden_layers:  # auto leaves such out
+    if strategy.reads_layers:  # auto leaves such out
         return
     name, inputs = conditions.models[0], prompts(3)
     eager = replace(conditions, compile=False)

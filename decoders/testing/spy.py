@@ -95,6 +95,13 @@ class Spy(Strategy):
     def reads_prompt(self) -> bool:
         return self.inner.reads_prompt
 
+    @property
+    def reads_layers(self) -> bool:
+        return self.inner.reads_layers
+
+    def layers_of(self, count: int) -> tuple[int, ...]:
+        return self.inner.layers_of(count)
+
     def start(self, context: Context) -> Any:
         self.vocab, self.seen = context.vocab_size, []
         if self.reads is not None and context.guide is not None:

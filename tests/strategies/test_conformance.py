@@ -21,8 +21,12 @@ from decoders.tree import Topology, TreeTensors
 
 from .conftest import of_variants
 
-#: Medusa needs heads and is tested with some in test_medusa.py.
-BUILT_IN = [e.cls for e in registry().strategies().values() if e.provider == "hf-decoders" and e.name != "medusa"]
+#: Medusa and MTP need heads and layers, and are tested with some in files of their own.
+BUILT_IN = [
+    e.cls
+    for e in registry().strategies().values()
+    if e.provider == "hf-decoders" and e.name not in ("medusa", "mtp", "eagle3")
+]
 
 
 VARIANTS = [

@@ -1,0 +1,1 @@
+"""EAGLE-3 heads: the network beside the target, and the files it comes in."""

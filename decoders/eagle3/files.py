@@ -1,0 +1,144 @@
+"""EAGLE-3 heads on disk: the authors' format and that of vLLM's `speculators`, read only."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from ..drafting import DraftVocabulary
+from ..errors import SettingsError, UnsupportedError
+from .head import Eagle3Config, Eagle3Head
+
+CONFIG = "config.json"
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+#: Of a decoder layer's config; all else is of no use to it.
+_LAYER_FIELDS = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "vocab_size",
+    "hidden_act", "attention_bias", "mlp_bias", "max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Eagle3Files:
+    """A head and what it can propose."""
+
+    head: Eagle3Head
+    vocabulary: DraftVocabulary
+
+
+def read_config(folder: str | Path) -> Eagle3Config:
+    """What the ``config.json`` of a head says, in either format.
+
+    Raises:
+        SettingsError: there is none, or it is none of an EAGLE-3 head. UnsupportedError: a design that is not had here.
+    """
+    path = Path(folder).expanduser() / CONFIG
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"eagle3: there is no head at {str(folder)!r}: {error.strerror}") from error
+    except ValueError as error:
+        raise SettingsError(f"eagle3: {path} is no JSON: {error}") from error
+    nested = raw.get("transformer_layer_config")
+    layer = nested if isinstance(nested, dict) else raw
+    missing = [name for name in ("hidden_size", "num_attention_heads", "vocab_size") if name not in layer]
+    if missing or not isinstance(raw, dict):
+        raise SettingsError(f"eagle3: {path} is no config of an EAGLE-3 head: it has no {', '.join(missing)}")
+    if layer.get("model_type", "llama") != "llama" or layer.get("num_hidden_layers", 1) != 1:
+        raise UnsupportedError(
+            f"eagle3: {path}: {layer.get('num_hidden_layers', 1)} layers of {layer.get('model_type')!r}; only one Llama layer fits"
+        )
+    for name in ("norm_before_fc", "fc_norm"):
+        if raw.get(name):
+            raise UnsupportedError(f"eagle3: {path} asks for {name}, which is not supported")
+    config = LlamaConfig(
+        **{name: layer[name] for name in _LAYER_FIELDS if layer.get(name) is not None}, num_hidden_layers=1
+    )
+    return Eagle3Config(
+        layer=config,
+        draft_vocab_size=int(raw.get("draft_vocab_size") or config.vocab_size),
+        target_hidden_size=int(raw.get("target_hidden_size") or config.hidden_size),
+        layers=_layers(raw),
+        norm_before_residual=bool(raw.get("norm_before_residual", False)),
+        norm_output=bool(raw.get("norm_output", False)),
+    )
+
+
+def _layers(raw: dict[str, Any]) -> tuple[int, ...] | None:
+    """The decoder layers whose outputs a head reads.
+
+    `speculators` numbers what goes *into* a layer, as vLLM does: its 2 is what comes out of layer 1. Heads trained with SpecForge
+    keep them in ``eagle_config`` and number what comes out, as SGLang does.
+    """
+    into = raw.get("eagle_aux_hidden_state_layer_ids")
+    if into:
+        if min(into) < 1:
+            raise UnsupportedError(
+                "eagle3: the head reads the target's embeddings as a feature, which is not supported"
+            )
+        return tuple(int(layer) - 1 for layer in into)
+    out_of = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    return tuple(map(int, out_of)) if out_of else None
+
+
+def load_head(folder: str | Path, device: torch.device, dtype: torch.dtype) -> Eagle3Files:
+    """A head from a folder; read once while unchanged. No code in the files is run.
+
+    Raises:
+        SettingsError: the files are not there, not readable, or no such head. UnsupportedError: see :func:`read_config`.
+    """
+    path = Path(folder).expanduser()
+    files = [path / name for name in (CONFIG, *WEIGHTS)]
+    stamp = tuple((f.name, f.stat().st_mtime_ns, f.stat().st_size) for f in files if f.is_file())
+    return _load(path.absolute(), stamp, device, dtype)
+
+
+@lru_cache(maxsize=4)
+def _load(path: Path, stamp: tuple, device: torch.device, dtype: torch.dtype) -> Eagle3Files:
+    """`stamp`: times and sizes of the files, so that changed ones are read again."""
+    config, names = read_config(path), {name for name, *_ in stamp}
+    weights = next((path / name for name in WEIGHTS if name in names), None)
+    if weights is None:
+        raise SettingsError(f"eagle3: {path} holds no weights: {' or '.join(WEIGHTS)} is looked for")
+    # The same layer is called `midlayer` by the authors and `layers.0` by speculators.
+    state = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in _read(weights).items()}
+    d2t, t2d = state.pop("d2t", None), state.pop("t2d", None)
+    if d2t is None and t2d is None and config.draft_vocab_size != config.layer.vocab_size:
+        raise SettingsError(f"eagle3: {weights} has a reduced vocabulary, and neither d2t nor t2d to tell which")
+    with torch.random.fork_rng(devices=[]):  # modules draw their first weights, which are not kept
+        head = Eagle3Head(config, embeds="embed_tokens.weight" in state)
+    expected = head.state_dict()
+    wrong = sorted(
+        [f"{name} is missing" for name in expected.keys() - state.keys()]
+        + [f"{name} has no place" for name in state.keys() - expected.keys()]
+        + [
+            f"{name} is {list(state[name].shape)}, not {list(tensor.shape)}"
+            for name, tensor in expected.items()
+            if name in state and state[name].shape != tensor.shape
+        ]
+    )
+    if wrong:
+        raise SettingsError(f"eagle3: the weights in {weights} are not those of its config: {'; '.join(wrong[:4])}")
+    head.load_state_dict(state)
+    head.requires_grad_(False)
+    vocabulary = DraftVocabulary.of(config.layer.vocab_size, d2t, t2d)
+    ids = vocabulary.ids.to(device) if vocabulary.ids is not None else None
+    return Eagle3Files(head.to(device=device, dtype=dtype).eval(), DraftVocabulary(vocabulary.size, ids))
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return load_file(path)
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # what a damaged file raises is up to the reader
+        raise SettingsError(f"eagle3: {path} cannot be read: {error}") from error

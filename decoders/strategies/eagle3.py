@@ -1,0 +1,161 @@
+"""EAGLE-3 (Li et al. 2025): a small network drafts from hidden states of three layers of the target."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from ..drafting import ModulePasses
+from ..eagle3.files import Eagle3Files, load_head, read_config
+from ..errors import SettingsError, UnsupportedError
+from ..settings import Settings
+from ..strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy
+from ..tree import TreeTensors
+from .draft_model import require_coupled
+from .draft_tree import DynamicTree, StaticTree
+from .feature_drafter import FeatureDrafter, shape_of, tokens_from
+
+
+class Eagle3Settings(Settings):
+    """Which head drafts, and in which shape."""
+
+    head: str | None = Field(
+        None, description="Folder of the head, in the authors' format or that of vLLM's speculators."
+    )
+    layers: tuple[int, ...] | None = Field(
+        None,
+        description="Decoder layers whose outputs the head reads, where its config does not say so; -1 is the last. None: what the "
+        "config says, else the authors' choice for the target's depth.",
+    )
+    length: int = Field(5, ge=1, le=32, description="Tokens drafted per path; the depth of a tree.")
+    tree: Literal["none", "static", "dynamic"] = Field(
+        "dynamic",
+        description="none: a chain. static: a tree of one shape. dynamic: the likeliest nodes, chosen in every step.",
+    )
+    nodes: int = Field(24, ge=1, le=256, description="Node budget of a tree, root excluded.")
+    children: int = Field(8, ge=1, le=32, description="Most continuations of a node of a tree.")
+    beam: int = Field(8, ge=1, le=32, description="Nodes of a dynamic tree that are continued per level.")
+
+
+@dataclass
+class _State:
+    drafter: Eagle3Drafter
+    tree: StaticTree | DynamicTree
+
+
+class Eagle3(Strategy):
+    """One decoder layer reads the embedding of every token and, fused, what three layers of the target made of the token before.
+    From the second drafted token on its own output stands in for what the target has not computed. Its vocabulary may be a part
+    of the target's.
+
+    When sampling, drafts are drawn with the noise that the target will draw with.
+    """
+
+    name = "eagle3"
+    summary = "A trained layer drafts from the target's hidden states: a chain or a tree."
+    settings_class = Eagle3Settings
+    hints = {"num_assistant_tokens": "length"}
+    on_device = True
+
+    def layers_of(self, count: int) -> tuple[int, ...]:
+        s: Eagle3Settings = self.settings
+        layers = s.layers or read_config(self._folder).layers_of(count)
+        if s.layers is None and not all(0 <= layer < count for layer in layers):
+            raise SettingsError(
+                f"eagle3: the head reads layers {', '.join(map(str, layers))} of a target that has {count}: name others as layers="
+            )
+        return layers
+
+    @property
+    def _folder(self) -> str:
+        if self.settings.head is None:
+            raise SettingsError("eagle3 needs a head that was trained for the model: name its folder as head=")
+        return self.settings.head
+
+    def start(self, context: Context) -> _State:
+        s: Eagle3Settings = self.settings
+        if s.tree == "dynamic":
+            require_coupled(context, self.name)
+        files = load_head(self._folder, context.device, _dtype_of(context))
+        _check_fit(files, context, len(self.layers_of(context.decoder_layers)), self._folder)
+        children = min(s.children, len(files.vocabulary))
+        tree = shape_of(s.tree, s.length, children, s.nodes, s.beam, context)
+        most = tree.children if isinstance(tree, StaticTree) else children
+        ahead = len(tree.topology) if isinstance(tree, StaticTree) else s.beam * s.length + 1
+        return _State(Eagle3Drafter(context, files, s.length, most, ahead), tree)
+
+    def prefill(self, state: _State, chunk: PromptChunk) -> None:
+        assert chunk.layers is not None
+        state.drafter.prefill(chunk, chunk.layers.flatten(2))
+
+    def propose(self, state: _State, sequences: Sequences) -> Draft:
+        return state.drafter.draft(state.tree, sequences)
+
+    def observe(self, state: _State, step: Step) -> None:
+        assert step.layers is not None
+        state.drafter.observe(step, step.layers.flatten(2))
+
+
+class Eagle3Drafter(FeatureDrafter):
+    """The head with keys and values of its own. Slot ``j`` reads token ``j + 1``: a node at depth ``d`` sits at ``length - 2 + d``."""
+
+    def __init__(self, context: Context, files: Eagle3Files, depth: int, children: int, ahead: int) -> None:
+        width = files.head.fc.in_features
+        super().__init__(context, width, depth + 1, 0, files.vocabulary, children)
+        table = files.head.embed_tokens
+        self.embed = table if table is not None else context.embed
+        self.most_id = min(self.most_id, files.head.head_config.layer.vocab_size - 1)
+        one = torch.zeros(1, 1, files.head.fc.out_features, dtype=self.window.dtype, device=context.device)
+        self.passes: ModulePasses = context.module(
+            files.head, ahead=ahead + self.width, example=(one, self.window[:1, :1])
+        )
+
+    def own_parts(self) -> Any:
+        return self.passes
+
+    def read(self, base: Tensor, features: Tensor, sequences: Sequences) -> None:
+        tokens = tokens_from(sequences, base + 1, features.shape[1]).clamp(max=self.most_id)
+        states, self.logits = self.passes(base, self.embed(tokens), features)
+        self.states = states[:, -1:]
+
+    def first(self) -> Tensor:
+        return self.logits
+
+    def further(self, nodes: Tensor, tree: TreeTensors, parents: Tensor) -> Tensor:
+        count = nodes.shape[1]
+        above = self.states.gather(1, parents[:, -count:, None].expand(-1, -1, self.states.shape[-1]))
+        states, logits = self.passes(
+            self.sequences.length - 2, self.embed(nodes), above, tree=tree, logits=count, fuse=False
+        )
+        self.states = torch.cat([self.states, states], dim=1)
+        return logits
+
+
+def _dtype_of(context: Context) -> torch.dtype:
+    return next(p.dtype for p in context.model.parameters() if p.is_floating_point())
+
+
+def _check_fit(files: Eagle3Files, context: Context, layers: int, folder: str) -> None:
+    """Raises SettingsError if the head is for another target, UnsupportedError for a draft model's drafter."""
+    if context.level > 0:
+        raise UnsupportedError("eagle3 cannot draft for a draft model: its head reads the target's hidden states")
+    config = files.head.head_config
+    width = context.model.config.get_text_config(decoder=True).hidden_size
+    if layers * width != files.head.fc.in_features:
+        raise SettingsError(
+            f"eagle3: the head in {folder} reads {files.head.fc.in_features} numbers of a token, {layers} layers of this "
+            f"{type(context.model).__name__} are {layers * width}"
+        )
+    if config.layer.vocab_size != context.vocab_size:
+        raise SettingsError(
+            f"eagle3: the head in {folder} is for a vocabulary of {config.layer.vocab_size}, this {type(context.model).__name__} has "
+            f"{context.vocab_size}"
+        )
+    if files.head.embed_tokens is None and config.layer.hidden_size != width:
+        raise SettingsError(
+            f"eagle3: the head in {folder} has no embedding of its own, and another hidden size than the target"
+        )

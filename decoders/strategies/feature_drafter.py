@@ -1,0 +1,132 @@
+"""Drafters that read the target's hidden states: what they have in common, whatever network reads them.
+
+Such a network reads, at slot ``j`` of a row, what the target computed for token ``j`` and which tokens follow. The last committed token
+has no hidden state yet, so with ``length`` tokens committed the last slot is ``length - 2``. A window of the last slots is read
+again in every round: that costs next to nothing, and whatever was rejected, or is known by now, is put right by it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ..drafting import Drafter, DraftVocabulary, Expansion
+from ..strategy import Context, Draft, PromptChunk, Sequences, Step
+from ..tree import TreeTensors
+from .draft_tree import DynamicTree, StaticTree, likely_paths
+
+
+class FeatureDrafter(ABC):
+    """What :class:`StaticTree` and :class:`DynamicTree` draft with, in the place of a draft model.
+
+    Args:
+        features: width ``F`` of what is read of a node.
+        new: most tokens that a step of its own commits.
+        known: how many slots before them depend on tokens that were only drafted.
+        vocabulary: tokens that it can propose.
+        children: continuations given per node.
+    """
+
+    def __init__(
+        self, context: Context, features: int, new: int, known: int, vocabulary: DraftVocabulary, children: int
+    ) -> None:
+        self.plan, self.sampling, self.vocabulary = context.plan, context.sampling, vocabulary
+        self.children = min(children, len(vocabulary))
+        self.keep_scores = context.plan is not None and context.plan.sample and not context.coupled
+        self.most_id = cast(Any, context.model.get_input_embeddings()).num_embeddings - 1
+        self.new, self.width, self.own_nodes = new, new + known, 1
+        assert context.sequences is not None
+        self.prompts = context.sequences
+        dtype = next(p.dtype for p in context.model.parameters() if p.is_floating_point())
+        # The features of the last slots of every row, [B, W, F].
+        self.window = torch.zeros(context.rows, self.width, features, dtype=dtype, device=context.device)
+        self.index = torch.arange(self.width, device=context.device)
+
+    def static_parts(self) -> dict[str, Any]:
+        """What a recorded step reads and writes; the rest is made anew in every round."""
+        return dict(
+            window=self.window, index=self.index, ids=self.vocabulary.ids, sampling=self.sampling, plan=self.plan,
+            sizes=(self.new, self.width, self.children, self.keep_scores), own=self.own_parts(),
+        )  # fmt: skip
+
+    @abstractmethod
+    def own_parts(self) -> Any:
+        """The same of the network."""
+
+    @abstractmethod
+    def read(self, base: Tensor, features: Tensor, sequences: Sequences) -> Any:
+        """Runs the network over slots ``base …`` of every row; features ``[B, N, F]``. The tokens are those of the rows."""
+
+    @abstractmethod
+    def first(self) -> Tensor:
+        """Logits ``[B, 1, D]`` after every row's last token; the window has been read by :meth:`read`."""
+
+    @abstractmethod
+    def further(self, nodes: Tensor, tree: TreeTensors, parents: Tensor) -> Tensor:
+        """Logits ``[B, Q, D]`` after `nodes` ``[B, Q]``, the last of `tree`; parents ``[B, N-1]`` of all its nodes but the root."""
+
+    def prefill(self, chunk: PromptChunk, features: Tensor) -> None:
+        """Reads a stretch of the prompts; features ``[B, N, F]``."""
+        start = chunk.positions[:, 0]
+        self.read(start, features, self.prompts)
+        index = self.prompts.prompt_length[:, None] - 1 - self.width + self.index - start[:, None]
+        inside = (index >= 0) & (index < features.shape[1])
+        taken = _at(features, index.clamp(0, features.shape[1] - 1))
+        self.window.copy_(torch.where(inside[..., None], taken, self.window))
+
+    def observe(self, step: Step, features: Tensor) -> None:
+        """Takes over what a step has committed; features ``[B, N, F]`` of its nodes."""
+        every = torch.cat([self.window, _at(features, step.path)], dim=1)
+        # Of other drafters' nodes more may have been accepted than the window has room for. Blocks may be filled up, to twice the size.
+        if step.path.shape[1] > max(2 * self.own_nodes, self.own_nodes + 3):
+            self.read(step.sequences.length - step.emitted - 1 - self.width, every, step.sequences)
+        self.window.copy_(_at(every, step.emitted[:, None] + self.index))
+
+    def draft(self, tree: StaticTree | DynamicTree, sequences: Sequences) -> Draft:
+        """A round: the window is read, and `tree` filled."""
+        self.sequences = sequences
+        draft = tree.draft(cast(Drafter, self))
+        self.own_nodes = len(draft.topology)
+        return draft
+
+    def root(self) -> Expansion:
+        """See :meth:`decoders.drafting.Drafter.root`."""
+        self.read(self.sequences.length - 1 - self.width, self.window, self.sequences)
+        return self._expansion(self.first(), self._written)
+
+    def expand(self, nodes: Tensor, tree: TreeTensors) -> Expansion:
+        """See :meth:`decoders.drafting.Drafter.expand`."""
+        # The last other node that a node sees is its parent.
+        seen = tree.visible[:, 1:].tril(0)
+        parents = torch.where(seen, torch.arange(len(tree), device=seen.device), 0).amax(-1)
+        logits = self.further(nodes.clamp(0, self.most_id), tree, parents)
+        return self._expansion(logits, self._written + tree.offsets[:, -nodes.shape[1] :])
+
+    @property
+    def _written(self) -> Tensor:
+        return (self.sequences.length - self.sequences.prompt_length)[:, None]
+
+    def _expansion(self, logits: Tensor, positions: Tensor) -> Expansion:
+        return self.vocabulary.best(logits, self.children, self.plan, self.sampling, positions, self.keep_scores)
+
+
+def tokens_from(sequences: Sequences, start: Tensor, count: int) -> Tensor:
+    """``[B, count]``: the rows' tokens from places `start` ``[B]`` on; at either end of a row some token stands in."""
+    places = start[:, None] + torch.arange(count, device=start.device)
+    return sequences.tokens.gather(1, torch.minimum(places, sequences.length[:, None] - 1).clamp(min=0))
+
+
+def shape_of(tree: str, depth: int, children: int, nodes: int, beam: int, context: Context) -> StaticTree | DynamicTree:
+    """What is drafted: a chain (``"none"``), a tree of one shape, or one chosen in every step."""
+    if tree == "dynamic":
+        return DynamicTree(depth, beam, nodes, context.compile)
+    paths = [(0,) * (level + 1) for level in range(depth)] if tree == "none" else likely_paths(depth, children, nodes)
+    return StaticTree(paths, context.rows, context.device)
+
+
+def _at(states: Tensor, index: Tensor) -> Tensor:
+    """``[B, n, F]``: ``states[b, index[b, n]]``."""
+    return states.gather(1, index[..., None].expand(-1, -1, states.shape[-1]))

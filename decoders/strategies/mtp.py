@@ -1,0 +1,217 @@
+"""Multi-token prediction (Gloeckle et al. 2024; DeepSeek-V3): a model's own extra layers predict the tokens after the next one."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from ..drafting import DraftVocabulary, ModulePasses
+from ..errors import SettingsError, UnsupportedError
+from ..settings import Settings
+from ..strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy
+from ..tree import TreeTensors
+from .draft_model import require_coupled
+from .draft_tree import DynamicTree, StaticTree
+from .feature_drafter import FeatureDrafter, shape_of, tokens_from
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.modeling_layers import MtpModel
+
+#: Where a model's layers are kept: what begins with ``decoders_`` is no part of the network.
+ATTRIBUTE = "decoders_mtp_layers"
+
+
+class MtpSettings(Settings):
+    """How far to draft, and in which shape."""
+
+    length: int | None = Field(
+        None,
+        ge=1,
+        le=32,
+        description="Tokens drafted per path; None: as many as the model has layers for, which is the most.",
+    )
+    tree: Literal["none", "static", "dynamic"] = Field(
+        "none",
+        description="none: a chain. static: a tree of one shape. dynamic: the likeliest nodes, chosen in every step.",
+    )
+    nodes: int = Field(16, ge=1, le=256, description="Node budget of a tree, root excluded.")
+    children: int = Field(4, ge=1, le=32, description="Most continuations of a node of a tree.")
+    beam: int = Field(4, ge=1, le=32, description="Nodes of a dynamic tree that are continued per level.")
+
+
+@dataclass
+class _State:
+    drafter: MtpDrafter
+    tree: StaticTree | DynamicTree
+
+
+class Mtp(Strategy):
+    """Layer k of the model's multi-token prediction reads the hidden state of layer k-1 and the embedding of one token more, and
+    predicts the token behind that one. The layers are those of the model's checkpoint, through transformers' ``MtpModel``, or
+    what :func:`use_mtp_layers` was given.
+
+    When sampling, drafts are drawn with the noise that the target will draw with.
+    """
+
+    name = "mtp"
+    summary = "The model's own multi-token-prediction layers draft a chain or a tree."
+    settings_class = MtpSettings
+    hints = {"num_assistant_tokens": "length"}
+    on_device = True
+
+    def start(self, context: Context) -> _State:
+        s: MtpSettings = self.settings
+        if context.level > 0:
+            raise UnsupportedError("mtp cannot draft for a draft model: its layers read the target's hidden states")
+        layers = mtp_layers(context.model)
+        depth = s.length or layers.num_mtp_layers
+        if depth > layers.num_mtp_layers:
+            raise SettingsError(f"mtp: length is {depth}, and the model predicts {layers.num_mtp_layers} tokens ahead")
+        if s.tree == "dynamic":
+            require_coupled(context, self.name)
+        tree = shape_of(s.tree, depth, s.children, s.nodes, s.beam, context)
+        children = tree.children if isinstance(tree, StaticTree) else s.children
+        ahead = len(tree.topology) if isinstance(tree, StaticTree) else s.beam * depth + 1
+        drafter = MtpDrafter(context, layers, depth, children, ahead)
+        if isinstance(tree, StaticTree) and tree.children > drafter.children:
+            raise SettingsError(
+                f"mtp: a node has {tree.children} continuations; the vocabulary has {context.vocab_size}"
+            )
+        return _State(drafter, tree)
+
+    def prefill(self, state: _State, chunk: PromptChunk) -> None:
+        state.drafter.prefill(chunk, chunk.hidden)
+
+    def propose(self, state: _State, sequences: Sequences) -> Draft:
+        return state.drafter.draft(state.tree, sequences)
+
+    def observe(self, state: _State, step: Step) -> None:
+        state.drafter.observe(step, step.hidden)
+
+
+class MtpDrafter(FeatureDrafter):
+    """The layers, each with keys and values of its own.
+
+    Slot ``j`` of layer ``k`` reads the embedding of token ``j + 1 + k`` and predicts the token behind it. Its last ``k`` slots
+    hold drafted tokens, so a node at depth ``d`` of the draft sits, in layer ``k``, at slot ``length - 2 - k + d``: the layer runs
+    all nodes up to depth ``k``, each on the hidden state that the layer before has of its parent.
+    """
+
+    def __init__(self, context: Context, layers: MtpModel, depth: int, children: int, ahead: int) -> None:
+        width = context.model.config.get_text_config(decoder=True).hidden_size
+        super().__init__(context, width, depth + 1, depth - 1, DraftVocabulary(context.vocab_size), children)
+        self.depth, self.head = depth, context.head
+        example = torch.zeros(1, 1, dtype=torch.int64, device=context.device), self.window[:1, :1]
+        self.passes: ModulePasses = context.module(passes_of(layers), ahead=ahead + self.width, example=example)
+
+    def own_parts(self) -> Any:
+        return self.depth, self.passes
+
+    def read(self, base: Tensor, features: Tensor, sequences: Sequences) -> None:
+        states, count = features, features.shape[1]
+        self.ends = []
+        for layer in range(self.depth):
+            tokens = tokens_from(sequences, base + 1 + layer, count)
+            states = self.passes(base, tokens, states, layer=layer)
+            # What comes behind this slot was read with tokens that are not known yet.
+            self.ends.append(states[:, max(count - 1 - layer, 0)][:, None])
+
+    def first(self) -> Tensor:
+        self.level, self.nodes, self.states = 0, self.sequences.tokens[:, :0], self.ends[0]
+        return self.head(self.states)
+
+    def further(self, nodes: Tensor, tree: TreeTensors, parents: Tensor) -> Tensor:
+        self.level, self.nodes = self.level + 1, torch.cat([self.nodes, nodes], dim=1)
+        layer = self.level
+        above = self.states.gather(1, parents[..., None].expand(-1, -1, self.states.shape[-1]))
+        base = self.sequences.length - 2 - layer
+        states = self.passes(base, self.nodes, above, tree=tree, layer=layer)
+        self.states = torch.cat([self.ends[layer], states], dim=1)
+        return self.head(states[:, -nodes.shape[1] :])
+
+
+class _Passes(nn.Module):
+    """Passes of single layers of an ``MtpModel``; called without one, all of them in turn."""
+
+    def __init__(self, layers: MtpModel) -> None:
+        super().__init__()
+        masked = copy.copy(layers)  # another object with the same modules
+        masked.__class__ = _with_ready_masks(type(layers))  # type: ignore[arg-type]  # classes are hashable
+        self.layers = masked
+
+    def forward(
+        self, tokens: Tensor, states: Tensor, *, attention_mask: Tensor, position_ids: Tensor, past_key_values: Any,
+        layer: int | None = None,
+    ) -> Tensor:  # fmt: skip
+        past_key_values.ready_mask = attention_mask
+        for number in range(self.layers.num_mtp_layers) if layer is None else (layer,):
+            # A layer's tokens are one further on than those of the layer before, and so are their positions.
+            places = position_ids + (1 + number)
+            states = self.layers.forward_layer(number, states, places, past_key_values, input_ids=tokens)
+        return states
+
+
+@functools.cache
+def _with_ready_masks(kind: type) -> type:
+    """`kind`, an ``MtpModel``, with the mask of the pass in the place of masks of its own making."""
+
+    def ready(
+        self: Any, layer_idx: int, inputs_embeds: Tensor, mtp_cache: Any, position_ids: Tensor
+    ) -> dict[str, Tensor]:
+        return {"attention_mask": mtp_cache.ready_mask}
+
+    return type(kind.__name__, (kind,), {"create_masks_for_mtp_layer": ready})
+
+
+_passes: weakref.WeakKeyDictionary[nn.Module, nn.Module] = weakref.WeakKeyDictionary()
+
+
+def passes_of(layers: MtpModel) -> nn.Module:
+    """The module that :attr:`Context.module` is given, the same for the same layers."""
+    if layers not in _passes:
+        _passes[layers] = _Passes(layers)
+    return _passes[layers]
+
+
+def use_mtp_layers(model: PreTrainedModel, layers: MtpModel | None) -> None:
+    """Lets ``strategy="mtp"`` draft for `model` with `layers`, built or trained by the caller; None takes them away again.
+
+    Without this the layers are read from the model's checkpoint, once.
+    """
+    vars(model).pop(ATTRIBUTE, None)
+    if layers is not None:
+        vars(model)[ATTRIBUTE] = layers
+
+
+def mtp_layers(model: PreTrainedModel) -> MtpModel:
+    """The multi-token-prediction layers of `model`.
+
+    Raises:
+        UnsupportedError: it has none, its checkpoint does not hold them, or transformers is too old to build them.
+    """
+    if ATTRIBUTE in vars(model):
+        return vars(model)[ATTRIBUTE]
+    name = type(model).__name__
+    try:
+        from transformers.modeling_layers import MtpModel
+    except ImportError as error:
+        raise UnsupportedError("mtp needs a newer transformers, one that has MtpModel (5.23 has)") from error
+    if not getattr(model.config.get_text_config(decoder=True), "num_mtp_layers", None):
+        raise UnsupportedError(f"{name} has no multi-token-prediction layers (num_mtp_layers in its config)")
+    try:
+        layers = MtpModel.from_pretrained(model, device_map={"": model.device})
+    except Exception as error:  # files, keys and shapes fail in many ways
+        raise UnsupportedError(
+            f"mtp: the layers of {name} cannot be loaded from {model.config.name_or_path!r}: {error}. Layers that you have built "
+            "are taken by decoders.strategies.mtp.use_mtp_layers"
+        ) from error
+    vars(model)[ATTRIBUTE] = layers.eval()
+    return layers

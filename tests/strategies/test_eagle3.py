@@ -1,0 +1,246 @@
+"""EAGLE-3: heads in both public formats draft what the paper's equations say, in batches, trees and recorded steps."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import decoders
+from decoders.eagle3.files import load_head, read_config
+from decoders.errors import SettingsError, UnsupportedError
+from decoders.strategies import Eagle3, PromptLookup
+from decoders.strategies.merged import Merged
+from decoders.testing import check_strategy, checks_for, decode, prompts, tiny_model
+from decoders.testing.checks import Conditions
+from decoders.testing.kit import check_alone
+from decoders.testing.models import VOCAB, Architecture
+from decoders.testing.spy import Spy
+
+H, HEADS, KV, WIDE = 32, 4, 2, 48
+LAYER = dict(
+    hidden_size=H, intermediate_size=WIDE, num_attention_heads=HEADS, num_key_value_heads=KV, rms_norm_eps=1e-5,
+    vocab_size=VOCAB, rope_theta=5000.0, max_position_embeddings=2048, hidden_act="silu", model_type="llama",
+)  # fmt: skip
+#: Three of four draft ids are the target's first ones, and the rest its last.
+IDS = torch.cat([torch.arange(72), torch.arange(VOCAB - 24, VOCAB)])
+
+
+def weights(seed: int = 0) -> dict[str, Tensor]:
+    """A head that mostly says what the embedding of the last token says: random numbers would never be right."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int, scale: float = 0.15) -> Tensor:
+        return torch.randn(shape, generator=generator) * scale
+
+    return {
+        "fc.weight": random(H, 3 * H), "norm.weight": 1 + random(H), "lm_head.weight": random(len(IDS), H, scale=0.5),
+        "midlayer.hidden_norm.weight": 1 + random(H), "midlayer.input_layernorm.weight": 1 + random(H),
+        "midlayer.post_attention_layernorm.weight": 1 + random(H),
+        "midlayer.self_attn.q_proj.weight": random(H, 2 * H), "midlayer.self_attn.k_proj.weight": random(H // 2, 2 * H),
+        "midlayer.self_attn.v_proj.weight": random(H // 2, 2 * H), "midlayer.self_attn.o_proj.weight": random(H, H),
+        "midlayer.mlp.gate_proj.weight": random(WIDE, H), "midlayer.mlp.up_proj.weight": random(WIDE, H),
+        "midlayer.mlp.down_proj.weight": random(H, WIDE),
+        "d2t": IDS - torch.arange(len(IDS)), "t2d": torch.isin(torch.arange(VOCAB), IDS),
+    }  # fmt: skip
+
+
+_folders: list[tempfile.TemporaryDirectory] = []
+
+
+@cache
+def written(kind: str, **changes: Any) -> str:
+    """A folder with a head in the format `kind`, the same in every run."""
+    _folders.append(tempfile.TemporaryDirectory(prefix="eagle3-"))
+    folder, state = Path(_folders[-1].name), weights()
+    if kind == "authors":
+        config = LAYER | dict(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=len(IDS), num_hidden_layers=1)
+        torch.save(state, folder / "pytorch_model.bin")
+    else:
+        config = dict(
+            architectures=["Eagle3Speculator"], speculators_model_type="eagle3", draft_vocab_size=len(IDS),
+            norm_before_residual=True, target_hidden_size=None, eagle_aux_hidden_state_layer_ids=[1, 2, 4],
+            transformer_layer_config=LAYER | dict(num_hidden_layers=1), speculators_config=dict(algorithm="eagle3"),
+        )  # fmt: skip
+        state = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in state.items()}
+        state["embed_tokens.weight"] = torch.randn(VOCAB, H, generator=torch.Generator().manual_seed(9))
+        save_file(state, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return str(folder)
+
+
+@cache
+def target() -> PreTrainedModel:
+    options = dict(
+        hidden_size=H, intermediate_size=WIDE, num_hidden_layers=5, num_attention_heads=HEADS, num_key_value_heads=KV,
+        max_position_embeddings=512,
+    )  # fmt: skip
+    return decoders.enable(Architecture("llama", MappingProxyType(options))(0))
+
+
+def norm(states: Tensor, weight: Tensor) -> Tensor:
+    return weight * states * (states.pow(2).mean(-1, keepdim=True) + LAYER["rms_norm_eps"]).rsqrt()
+
+
+def turned(states: Tensor) -> Tensor:
+    """Rotary positions 0, 1, …; states: ``[heads, N, d]``."""
+    half = states.shape[-1] // 2
+    angles = torch.arange(states.shape[1])[:, None] * LAYER["rope_theta"] ** (-torch.arange(half) / half)
+    first, second = states[..., :half], states[..., half:]
+    return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], -1)
+
+
+@torch.no_grad()
+def by_the_paper(model: Any, text: Tensor, kind: str, length: int) -> list[int]:
+    """The chain that a head drafts after `text` ``[n]``, from nothing, in plain equations."""
+    w, speculators = weights(), kind == "speculators"
+    layers = (0, 1, 3) if speculators else (1, 5 // 2 - 1, 5 - 4)
+    table = model.get_input_embeddings().weight
+    if speculators:
+        table = torch.randn(VOCAB, H, generator=torch.Generator().manual_seed(9))
+    seen: dict[int, Tensor] = {}
+    hooks = [
+        model.model.layers[i].register_forward_hook(lambda _, __, out, i=i: seen.update({i: out[0]}))
+        for i in set(layers)
+    ]
+    model(text[None])
+    for hook in hooks:
+        hook.remove()
+    features = torch.cat([seen[i] for i in layers], -1)[:-1] @ w["fc.weight"].T
+    tokens, drafted = text[1:].tolist(), []
+    for _ in range(length):
+        normed = norm(features, w["midlayer.hidden_norm.weight"])
+        read = torch.cat([norm(table[tokens], w["midlayer.input_layernorm.weight"]), normed], -1)
+        q, k, v = (
+            (read @ w[f"midlayer.self_attn.{name}_proj.weight"].T).view(len(read), -1, H // HEADS).transpose(0, 1)
+            for name in "qkv"
+        )
+        k, v = k.repeat_interleave(HEADS // KV, 0), v.repeat_interleave(HEADS // KV, 0)
+        scores = turned(q) @ turned(k).transpose(1, 2) / (H // HEADS) ** 0.5
+        scores = scores.masked_fill(torch.ones(len(read), len(read)).triu(1).bool(), float("-inf"))
+        attended = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1) @ w["midlayer.self_attn.o_proj.weight"].T
+        states = (normed if speculators else features) + attended
+        inner = norm(states, w["midlayer.post_attention_layernorm.weight"])
+        gate = F.silu(inner @ w["midlayer.mlp.gate_proj.weight"].T) * (inner @ w["midlayer.mlp.up_proj.weight"].T)
+        states = states + gate @ w["midlayer.mlp.down_proj.weight"].T
+        best = int((norm(states[-1], w["norm.weight"]) @ w["lm_head.weight"].T).argmax())
+        drafted.append(int(IDS[best]))
+        tokens.append(drafted[-1])
+        features = torch.cat([features, states[-1:]])
+    return drafted
+
+
+@pytest.mark.parametrize(
+    "kind, compile",
+    [("authors", False), ("speculators", False), pytest.param("authors", True, marks=pytest.mark.slow)],
+)
+def test_chains_are_those_of_the_papers_equations(kind: str, compile: bool) -> None:
+    model, inputs, spy = target(), prompts(3), Spy(Eagle3(head=written(kind), tree="none", length=3))
+    loop = {"compile": compile, "prefill_chunk": 7}
+    out = decode(model, inputs, spy, max_new_tokens=16, decoders_config=loop)
+    assert torch.equal(out.sequences, decode(model, inputs, "autoregressive", max_new_tokens=16).sequences)
+    for row, padding in enumerate((inputs["attention_mask"] == 0).sum(1).tolist()):
+        text = out.sequences[row, padding:]
+        for step in spy.seen:
+            if not step.finished[row]:
+                expected = by_the_paper(model, text[: step.lengths[row]], kind, 3)
+                assert step.draft.tokens[row].tolist() == expected
+
+
+def test_tokens_that_others_have_drafted_leave_no_hole() -> None:
+    model, own = target(), Spy(Eagle3(head=written("authors"), tree="none", length=2))
+    inputs = {"input_ids": torch.tensor([[5, 6, 7, 8] * 6]), "attention_mask": torch.ones(1, 24, dtype=torch.int64)}
+    out = decode(model, inputs, Merged([PromptLookup(length=12), own]), max_new_tokens=24)
+    for step in own.seen:
+        text = out.sequences[0, : step.lengths[0]]
+        assert step.draft.tokens[0].tolist() == by_the_paper(model, text, "authors", 2)
+
+
+@pytest.mark.parametrize("tree", ["static", "dynamic"])
+def test_a_tree_holds_the_chain(tree: str) -> None:
+    model, inputs = target(), prompts(2)
+    spy = Spy(Eagle3(head=written("authors"), tree=tree, length=3, nodes=20))
+    out = decode(model, inputs, spy, max_new_tokens=8)
+    drafted = spy.seen[0].draft
+    shape = drafted.topology if tree == "dynamic" else drafted.topology.tensors(2, torch.device("cpu"))
+    for row in range(2):
+        length = spy.seen[0].lengths[row]
+        text = out.sequences[row, inputs["input_ids"].shape[1] - length :][:length]
+        paths = {
+            tuple(
+                drafted.tokens[row, node - 1].item()
+                for node in range(1, len(shape))
+                if shape.ancestors[row, leaf, node]
+            )
+            for leaf in range(1, len(shape))
+        }
+        assert tuple(by_the_paper(model, text, "authors", 3)) in paths
+
+
+VARIANTS = [
+    Eagle3(head=written("authors"), length=3, nodes=40, children=32, beam=4),
+    Eagle3(head=written("speculators"), tree="static", length=2, nodes=24, children=24),
+    Eagle3(head=written("speculators"), tree="none", length=3),
+]
+
+
+@pytest.mark.parametrize("strategy", VARIANTS, ids=lambda s: s.settings.tree)
+@pytest.mark.parametrize("place", range(len(checks_for(Eagle3))))
+def test_strategy_conforms(strategy: Eagle3, place: int) -> None:
+    check = checks_for(Eagle3)[place]
+    quick = ("check_drafts", "check_on_device", "check_draft_scores", "check_sampling_equals_autoregressive")
+    if strategy.settings.tree == "dynamic" or check.__name__ in quick:
+        check_alone(check, Conditions(models=(target(),)), strategy)
+
+
+@pytest.mark.slow
+def test_strategy_conforms_compiled() -> None:
+    check_strategy(VARIANTS[0], models=[target()], compile=True)
+
+
+def test_what_a_config_says_of_layers() -> None:
+    assert read_config(written("authors")).layers_of(32) == (1, 15, 28)
+    assert read_config(written("speculators")).layers == (0, 1, 3)
+    spec_forge = written("authors", eagle_config=MappingProxy(eagle_aux_hidden_state_layer_ids=(0, 2, 4)))
+    assert read_config(spec_forge).layers == (0, 2, 4)
+
+
+class MappingProxy(dict):
+    """A dict that can be an argument of a cached function."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(sorted(self.items())))
+
+
+def test_what_cannot_be_had_says_why(tmp_path: Path) -> None:
+    def call(strategy: Any, model: Any = None) -> None:
+        decode(model or target(), prompts(1), strategy, max_new_tokens=2)
+
+    with pytest.raises(SettingsError, match="name its folder as head="):
+        call("eagle3")
+    with pytest.raises(SettingsError, match="there is no head at"):
+        call(Eagle3(head=str(tmp_path / "nowhere")))
+    with pytest.raises(SettingsError, match="reads layers 1, 0, -2 of a target that has 2"):
+        call(Eagle3(head=written("authors")), decoders.enable(tiny_model("llama")))
+    with pytest.raises(SettingsError, match="reads 96 numbers of a token, 2 layers"):
+        call(Eagle3(head=written("authors"), layers=(0, 1)))
+    with pytest.raises(SettingsError, match="vocabulary of 130"):
+        call(Eagle3(head=written("authors", vocab_size=130)))
+    with pytest.raises(UnsupportedError, match="norm_before_fc"):
+        call(Eagle3(head=written("speculators", norm_before_fc=True)))
+    with pytest.raises(SettingsError, match="fc.weight is .* not"):
+        load_head(written("authors", target_hidden_size=16), torch.device("cpu"), torch.float32)
+    broken = Path(written("speculators", draft_vocab_size=len(IDS) + 0.0))
+    (broken / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(SettingsError, match="cannot be read"):
+        call(Eagle3(head=str(broken)))
