@@ -207,7 +207,8 @@ class Call:
         passes = self.engine.compiled_passes
         out = self.step(draft, block, self.rows)
         self._raise_faults(wait=False)
-        self.report.compiled_steps += self.engine.compiled_passes > passes
+        compiled = self.engine.compiled_passes > passes
+        self.report.compiled_steps += compiled
         # The one place where the host waits for the device.
         outcome = Outcome.of(out.summary.tolist(), out.new.tolist(), self.batch)
         if self.prompt_left and not self.report.steps:
@@ -244,7 +245,7 @@ class Call:
         timings.host += stopwatch.next()
         for member, _ in self.members:
             if member.report is not self.report:
-                member.report.share(before, self.report)
+                member.report.share(before, self.report, compiled)
 
     def renew_keys(self) -> None:
         """Other verifiers than the coupled one want noise that no step has seen before."""
@@ -374,6 +375,8 @@ class Call:
 
     def book(self, outcome: Outcome, out: StepOutput | None) -> None:
         """Books a step; `out` is needed for logits and scores only."""
+        if self.capacity:
+            self.report.steps += 1  # elsewhere its only request counts them
         for member, first in self.members:
             new = member.book(outcome.part(first, member.rows), out, first)
             with self.callback_of(member):
