@@ -165,12 +165,13 @@ class Report:
     details: dict[str, Any] = field(default_factory=dict)
     grammars: list[GrammarUse | None] = field(default_factory=list)
 
-    def share(self, before: Timings, step: Report) -> None:
+    def share(self, before: Timings, step: Report, compiled: bool) -> None:
         """Books a step that was shared with others: all of its time since `before`, and how it was run."""
         for each in fields(Timings):
             own, spent = getattr(self.timings, each.name), getattr(step.timings, each.name) - getattr(before, each.name)
             setattr(self.timings, each.name, own + spent)
         self.nodes = max(self.nodes, step.nodes)
+        self.compiled_steps += compiled
 
     @property
     def compiled(self) -> bool:

@@ -25,6 +25,7 @@ from .prefixes import NOTHING, KeptText
 from .request import Request
 from .rows import stop_tensor
 from .session import Reading
+from .worth import DraftWorth
 from .written import Written
 
 #: Slots of a new pool; it grows with its texts.
@@ -76,7 +77,7 @@ class Lane:
         self.engine, self.template, self.capacity = engine, request, capacity
         self.stack = ExitStack()
         self.call = call = Call(engine, request, self.stack)
-        call.isolates, call.capacity = True, capacity
+        call.isolates, call.capacity, call.worth = True, capacity, DraftWorth()
         static = engine.target.static
         # Where rows are padded to a bucket, the padding must not touch what is read or kept behind them.
         self._reserved = row_bucket(capacity) if static else 0

@@ -32,6 +32,7 @@ from .request import Decoded, Request
 from .rows import Rows, sampling_inputs
 from .steps import StepFunction, make_step
 from .verify import step_keys
+from .worth import DraftWorth
 from .written import Written
 
 
@@ -60,6 +61,7 @@ class Call:
         members: the requests and the first row of each, in the order of rows.
         held: length of every row that no member has: its step writes behind that, where nothing is kept.
         capacity: most rows there can be, where requests come and go.
+        worth: how deep drafts are verified, where it is counted.
         isolates: whether what a callback of one request raises ends that request alone.
 
     Args:
@@ -80,6 +82,7 @@ class Call:
         self.members: list[tuple[Written, int]] = []
         self.held = [1] * len(request.prompts)
         self.isolates, self.capacity = False, 0
+        self.worth: DraftWorth | None = None
         self.may_err = self.verifier is not None  # whether a hook can do wrong what only the device sees
         self.drafting = stack.enter_context(ExitStack())  # closes what the strategy has opened
         self.drafters: list[ModelDrafter] = []
@@ -244,7 +247,8 @@ class Call:
         passes = self.engine.compiled_passes
         out = self.step(draft, block, self.rows)
         self._raise_faults(wait=False)
-        self.report.compiled_steps += self.engine.compiled_passes > passes
+        compiled = self.engine.compiled_passes > passes
+        self.report.compiled_steps += compiled
         # The one place where the host waits for the device.
         outcome = Outcome.of(out.summary.tolist(), out.new.tolist(), self.batch)
         if self.prompt_left and not self.report.steps:
@@ -253,6 +257,8 @@ class Call:
         else:
             core = stopwatch.next()
             timings.core += core
+            if self.worth is not None:
+                self.worth.observe(self.batch, block.draft_tokens.shape[1] + 1, core, outcome.drafted, outcome.accepted)
             if self.costs is not None:
                 self.costs.observe(
                     block.draft_tokens.shape[1] + 1, core, max(self.lengths), self.engine.compiled_passes > passes
@@ -279,7 +285,7 @@ class Call:
         timings.host += stopwatch.next()
         for member, _ in self.members:
             if member.report is not self.report:
-                member.report.share(before, self.report)
+                member.report.share(before, self.report, compiled)
 
     def renew_keys(self) -> None:
         """Other verifiers than the coupled one want noise that no step has seen before."""
@@ -367,13 +373,17 @@ class Call:
 
     def cut(self, draft: Draft) -> Draft:
         """`draft` without the nodes at its end that hold no draft token in any row that goes on."""
-        tokens, strategy = draft.tokens, self.request.strategy
-        if self.verifier is not None or strategy.observes or not isinstance(draft.topology, Topology):
+        if self.verifier is not None or self.request.strategy.observes:
             return draft
+        if not isinstance(draft, Draft) or not isinstance(draft.topology, Topology):
+            return draft  # what is no draft is refused where drafts are checked
+        tokens = draft.tokens
         if not isinstance(tokens, Tensor) or tokens.dim() != 2 or not tokens.shape[1] or len(tokens) != self.width:
-            return draft  # nothing to cut, or no draft at all: whoever checks it says so
+            return draft
         drafted = (tokens >= 0) & ~self.rows.finished[:, None]
         count = int((drafted.any(0) * torch.arange(1, tokens.shape[1] + 1)).amax())
+        if self.worth is not None and count and draft.topology == Topology.chain(tokens.shape[1]):
+            count = self.worth.depth(self.batch, drafted[:, :count].sum(0).tolist())
         if count == tokens.shape[1] or len(draft.topology) != tokens.shape[1] + 1:
             return draft
         return replace(
@@ -417,6 +427,8 @@ class Call:
 
     def book(self, outcome: Outcome, out: StepOutput | None) -> None:
         """Books a step; `out` is needed for logits and scores only."""
+        if self.capacity:
+            self.report.steps += 1  # elsewhere its only request counts them
         for member, first in self.members:
             new = member.book(outcome.part(first, member.rows), out, first)
             with self.callback_of(member):

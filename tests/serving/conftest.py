@@ -42,6 +42,11 @@ def llama(letters: PreTrainedTokenizerFast) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="session")
+def bf16() -> PreTrainedModel:
+    return decoders.enable(DESIGN(0).bfloat16())
+
+
+@pytest.fixture(scope="session")
 def draft() -> PreTrainedModel:
     """The same weights, a little off."""
     model = DESIGN(0)

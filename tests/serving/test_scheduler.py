@@ -66,7 +66,7 @@ def requests(text_of: Any, sample: bool = False, **more: Any) -> list[tuple[list
 
 
 def written(generation: decoders.Generation, prompt: list[int]) -> list[int]:
-    return generation.result(60)[0, len(prompt) :].tolist()
+    return generation.result(280)[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
@@ -136,6 +136,34 @@ def test_rows_with_a_grammar_and_rows_without_share_steps(
         generations = [scheduler.submit(prompt, **arguments) for prompt, arguments in asked]
         got = [written(g, prompt) for g, (prompt, _) in zip(generations, asked, strict=True)]
     assert got == [write_alone(llama, prompt, **arguments) for prompt, arguments in asked]
+
+
+@pytest.mark.parametrize("strategy", ["autoregressive", "prompt_lookup", PromptLookup(branches=2)], ids=str)
+def test_in_low_precision_requests_write_what_calls_of_their_own_write(
+    letters: PreTrainedTokenizerFast,
+    scheduler_of: Any,
+    write_alone: Any,
+    text_of: Any,
+    bf16: PreTrainedModel,
+    strategy: Any,
+) -> None:
+    asked = requests(text_of, True)
+    with scheduler_of(bf16, strategy=strategy) as scheduler:
+        generations = [scheduler.submit(prompt, **arguments) for prompt, arguments in asked]
+        got = [written(g, prompt) for g, (prompt, _) in zip(generations, asked, strict=True)]
+    assert got == [write_alone(bf16, prompt, **arguments) for prompt, arguments in asked]
+
+
+@pytest.mark.slow
+def test_compiled_steps_write_the_same(
+    llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any
+) -> None:
+    asked = requests(text_of, True)
+    with scheduler_of(llama, strategy="prompt_lookup", decoders_config={"compile": True}) as scheduler:
+        generations = [scheduler.submit(prompt, **arguments) for prompt, arguments in asked]
+        got = [written(g, prompt) for g, (prompt, _) in zip(generations, asked, strict=True)]
+    assert got == [write_alone(llama, prompt, **arguments) for prompt, arguments in asked]
+    assert all(g.report is not None and g.report.compiled_steps == g.report.steps for g in generations)
 
 
 def test_stop_strings_end_only_their_own_row(
