@@ -93,7 +93,8 @@ class Assistants:
         """
         if tokenizer is None or other is None:
             raise difference
-        state = [(w.data_ptr(), w._version) for w in (model.get_input_embeddings().weight, _head(model))]
+        ends = (_weight(model.get_input_embeddings()), _weight(model.get_output_embeddings()))
+        state = [(weight.data_ptr(), weight._version) for weight in ends]
         kept = self._translations.get(model)
         if kept is not None and kept[0] is tokenizer and kept[1] is other and kept[2] == state:
             return kept[3]
@@ -118,8 +119,8 @@ class Assistants:
         return self._loaded[path]
 
 
-def _head(model: PreTrainedModel) -> Tensor:
-    weight: Tensor = model.get_output_embeddings().weight
+def _weight(module: Any) -> Tensor:
+    weight: Tensor = module.weight
     return weight
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -99,7 +100,8 @@ def translated(
     vars(twin).pop("generate", None)
     written, read = tokens.written.to(head.weight.device), tokens.read.to(head.weight.device)
     present = written >= 0
-    own_head, own_embedding = twin.get_output_embeddings(), twin.get_input_embeddings()
+    own_head: Any = twin.get_output_embeddings()
+    own_embedding: Any = twin.get_input_embeddings()
     weight = torch.where(present[:, None], head.weight.detach()[written.clamp(min=0)], 0)
     bias = weight.new_zeros(size) if head.bias is None else head.bias.detach()[written.clamp(min=0)]
     own_head.weight = nn.Parameter(weight, requires_grad=False)
