@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
+from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..engine.engine import Engine
 from ..engine.target import refuse_unfit
 from ..errors import UnsupportedError
 from .checkpoints import load_model
+from .translation import translated
 
 #: Heads are padded to multiples of up to this many ids; a larger difference means another vocabulary.
 PADDING = 256
@@ -24,6 +26,9 @@ class Assistants:
 
     def __init__(self) -> None:
         self._loaded: dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase | None]] = {}
+        self._translations: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, Any, Any, PreTrainedModel]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._engines: weakref.WeakKeyDictionary[PreTrainedModel, Engine] = weakref.WeakKeyDictionary()
 
     def __reduce__(self) -> tuple:
@@ -34,6 +39,7 @@ class Assistants:
         for model, engine in list(self._engines.items()):
             engine.release(model)
         self._engines.clear()
+        self._translations.clear()
         self._loaded.clear()
 
     def forget(self) -> None:
@@ -58,7 +64,10 @@ class Assistants:
             other = assistant_tokenizer
             if isinstance(model, str):
                 model, other = self._load(model, target)
-            check_vocabulary(target, model, tokenizer, other)
+            try:
+                check_vocabulary(target, model, tokenizer, other)
+            except UnsupportedError as difference:
+                model = self._translated(model, target, tokenizer, other, difference)
             if model is target:
                 return engine
             if model.device != target.device:
@@ -73,6 +82,29 @@ class Assistants:
 
         return engine_of
 
+    def _translated(
+        self, model: PreTrainedModel, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None,
+        other: PreTrainedTokenizerBase | None, difference: UnsupportedError,
+    ) -> PreTrainedModel:  # fmt: skip
+        """The draft model with the target's vocabulary; made once, and again when its embedding or head was written to.
+
+        Raises:
+            UnsupportedError: the difference, where no tokenizer tells the tokens, or the vocabularies have too little in common.
+        """
+        if tokenizer is None or other is None:
+            raise difference
+        ends = (_weight(model.get_input_embeddings()), _weight(model.get_output_embeddings()))
+        state = [(weight.data_ptr(), weight._version) for weight in ends]
+        kept = self._translations.get(model)
+        if kept is not None and kept[0] is tokenizer and kept[1] is other and kept[2] == state:
+            return kept[3]
+        try:
+            twin = translated(model, target, tokenizer, other)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{difference}: {error}") from difference
+        self._translations[model] = tokenizer, other, state, twin
+        return twin
+
     def _load(self, path: str, target: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
         if path not in self._loaded:
             try:
@@ -85,6 +117,11 @@ class Assistants:
                 tokenizer = None  # weights alone will do; sizes are compared then
             self._loaded[path] = model, tokenizer
         return self._loaded[path]
+
+
+def _weight(module: Any) -> Tensor:
+    weight: Tensor = module.weight
+    return weight
 
 
 def check_vocabulary(
@@ -112,8 +149,8 @@ def check_vocabulary(
     if abs(sizes[0] - sizes[1]) >= PADDING and not enough:
         raise UnsupportedError(
             f"the draft model has another vocabulary: {sizes[1]} ids against the target's {sizes[0]}, more than padding "
-            "explains. Use a draft of the same family; if the tokenizers are the same, pass tokenizer= and "
-            "assistant_tokenizer= to show it"
+            "explains. Use a draft of the same family, or pass tokenizer= and assistant_tokenizer=: they show that the tokens are the "
+            "same, or which of them both models have"
         )
 
 

@@ -1,0 +1,114 @@
+"""A draft model with another vocabulary than the target's drafts through the tokens that both have: the token-level intersection
+of Timor et al. 2025 (arXiv 2502.05202).
+
+The draft model gets an embedding and a head with a row for every token of the *target*. Everything around it (rows, cache, noise,
+grammars, verification) works in the target's ids and knows nothing of it.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..constraints.vocabulary import Vocabulary
+from ..errors import UnsupportedError
+
+#: Least share of the target's tokens that the draft has to have.
+LEAST_SHARED = 0.1
+#: Logit of a token that the draft does not have. Its probability is 0 in every precision; an infinity would be compared with itself
+#: where models are probed.
+ABSENT = -1e4
+
+
+@dataclass(frozen=True)
+class TokenMap:
+    """Ids of the draft for those of the target.
+
+    Attributes:
+        written: ``[V]`` int64, the draft's token with the same bytes, -1 where there is none.
+        read: ``[V]`` int64, what the draft reads in its place: the same, or the last token of the draft's own way to write it, so that
+            every token of the text has one slot in either cache.
+        shared: share of the target's text tokens that the draft has.
+    """
+
+    written: Tensor
+    read: Tensor
+    shared: float
+
+
+def token_map(
+    tokenizer: PreTrainedTokenizerBase, size: int, draft_tokenizer: PreTrainedTokenizerBase, draft_size: int
+) -> TokenMap:
+    """How tokens of two vocabularies correspond. size, draft_size: of the heads.
+
+    Raises:
+        UnsupportedError: one of them cannot be told in bytes.
+    """
+    own = Vocabulary.of(tokenizer, size, [])
+    other = Vocabulary.of(draft_tokenizer, draft_size, [])
+    written = [other.ids.get(text, -1) if text is not None else -1 for text in own.tokens]
+    texts = sum(text is not None for text in own.tokens)
+    shared = sum(token >= 0 for token in written)
+    for name in ("bos_token_id", "eos_token_id"):
+        mine, theirs = getattr(tokenizer, name), getattr(draft_tokenizer, name)
+        if mine is not None and theirs is not None and mine < size and theirs < draft_size:
+            written[mine] = theirs
+    read = list(written)
+    missing = [token for token, known in enumerate(written) if known < 0]
+    names = [_text(own.tokens[token], tokenizer, token) for token in missing]
+    encoded = draft_tokenizer(names, add_special_tokens=False, verbose=False)["input_ids"] if names else []
+    fallback = next((t for t in (draft_tokenizer.unk_token_id, draft_tokenizer.eos_token_id) if t is not None), 0)
+    for token, ids in zip(missing, encoded, strict=True):
+        read[token] = ids[-1] if ids and ids[-1] < draft_size else fallback
+    return TokenMap(torch.tensor(written), torch.tensor(read), shared / max(texts, 1))
+
+
+def _text(text: bytes | None, tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+    """A token's text as far as it is one; the name of a special token."""
+    if text is None:
+        name = tokenizer.convert_ids_to_tokens(token)
+        return name if isinstance(name, str) else ""
+    return text.decode("utf-8", errors="ignore")
+
+
+def translated(
+    draft: PreTrainedModel, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase
+) -> PreTrainedModel:  # fmt: skip
+    """`draft` with the target's vocabulary: it shares all parameters with `draft` but those of embedding and head.
+
+    Raises:
+        UnsupportedError: too few tokens are common to both, or the draft's embedding or head is of a kind whose rows cannot be taken.
+    """
+    head, embedding = draft.get_output_embeddings(), draft.get_input_embeddings()
+    if not isinstance(head, nn.Linear) or not isinstance(embedding, nn.Embedding):
+        raise UnsupportedError("a draft model with another vocabulary needs an ordinary embedding and a linear head")
+    size = target.get_output_embeddings().weight.shape[0]
+    try:
+        tokens = token_map(tokenizer, size, draft_tokenizer, head.weight.shape[0])
+    except UnsupportedError as error:
+        raise UnsupportedError(f"the tokens of the two vocabularies cannot be compared: {error}") from error
+    if tokens.shared < LEAST_SHARED:
+        raise UnsupportedError(
+            f"the draft has {tokens.shared:.0%} of the target's tokens, which is too few to draft through ({LEAST_SHARED:.0%} at least)"
+        )
+    twin = copy.deepcopy(draft, {id(parameter): parameter for parameter in draft.parameters()})
+    vars(twin).pop("generate", None)
+    written, read = tokens.written.to(head.weight.device), tokens.read.to(head.weight.device)
+    present = written >= 0
+    own_head: Any = twin.get_output_embeddings()
+    own_embedding: Any = twin.get_input_embeddings()
+    weight = torch.where(present[:, None], head.weight.detach()[written.clamp(min=0)], 0)
+    bias = weight.new_zeros(size) if head.bias is None else head.bias.detach()[written.clamp(min=0)]
+    own_head.weight = nn.Parameter(weight, requires_grad=False)
+    own_head.bias = nn.Parameter(torch.where(present, bias, ABSENT).to(weight.dtype), requires_grad=False)
+    own_embedding.weight = nn.Parameter(embedding.weight.detach()[read], requires_grad=False)
+    own_head.out_features = own_embedding.num_embeddings = size
+    own_embedding.padding_idx = None
+    for config in {id(c): c for c in (twin.config, twin.config.get_text_config())}.values():
+        config.vocab_size, config.tie_word_embeddings = size, False
+    return twin

@@ -1,0 +1,137 @@
+"""A draft model whose tokenizer is not the target's."""
+
+from __future__ import annotations
+
+import functools
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import decoders as token_decoders
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+import decoders
+from decoders.errors import UnsupportedError
+from decoders.hf.translation import ABSENT, token_map, translated
+from decoders.testing.models import ARCHITECTURES, Architecture
+
+TEXT = "def load(path): return path.read() # load the path of the data and return all data of the file "
+EAGER = {"compile": False}
+
+
+@functools.cache
+def tokenizer(size: int, seed: str) -> PreTrainedTokenizerFast:
+    """Byte-level BPE with `size` tokens, trained on some text."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = token_decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=["<end>", *(["<pad>"] if seed else [])], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    bpe.train_from_iterator([TEXT + seed], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<end>", bos_token="<end>")
+
+
+def model(vocab: int, seed: int) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    options = dict(ARCHITECTURES["llama"].options) | {"vocab_size": vocab}
+    return Architecture("llama", MappingProxyType(options))()
+
+
+@functools.cache
+def pair() -> tuple[PreTrainedModel, PreTrainedModel, Any, Any]:
+    own, other = tokenizer(300, ""), tokenizer(290, "a file is a file, and a path a path")
+    return decoders.enable(model(len(own), 0), own), model(len(other), 1), own, other
+
+
+def test_tokens_with_the_same_bytes_are_mapped_and_the_others_are_read_by_their_end():
+    _, _, own, other = pair()
+    tokens = token_map(own, len(own), other, len(other))
+    assert 0.5 < tokens.shared < 1
+    for token, draft_token in enumerate(tokens.written.tolist()):
+        if draft_token >= 0:
+            assert other.convert_ids_to_tokens(draft_token) == own.convert_ids_to_tokens(token)
+            assert tokens.read[token] == draft_token
+        else:
+            assert own.decode([token]).endswith(other.decode([int(tokens.read[token])]))
+
+
+def test_the_draft_says_in_the_targets_ids_what_it_says_in_its_own():
+    target, draft, own, other = pair()
+    tokens = token_map(own, len(own), other, len(other))
+    twin = translated(draft, target, own, other)
+    ids = torch.tensor([own(TEXT)["input_ids"][:20]])
+    with torch.no_grad():
+        logits, expected = twin(ids).logits, draft(tokens.read[ids]).logits
+    present = tokens.written >= 0
+    assert torch.allclose(logits[..., present], expected[..., tokens.written[present]], atol=1e-5)
+    assert (logits[..., ~present] == ABSENT).all()
+    shared = {id(p) for p in draft.parameters()}
+    assert sum(id(p) not in shared for p in twin.parameters()) == 3  # embedding, head and its bias
+    assert draft.config.vocab_size == len(other)
+
+
+@pytest.mark.parametrize("strategy", ["speculative", "threshold", "staged", "suffix+speculative", "auto"])
+@pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "seed": 3}], ids=["greedy", "sampled"])
+def test_the_text_is_that_of_plain_decoding(strategy: str, sampling: dict[str, Any]) -> None:
+    target, draft, own, other = pair()
+    ids = torch.tensor([own(TEXT)["input_ids"][:16], own(TEXT)["input_ids"][4:20]])
+    options = dict(max_new_tokens=24, decoders_config=EAGER, **sampling)
+    plain = target.generate(ids, strategy="autoregressive", **options)
+    drafted = target.generate(ids, strategy=strategy, assistant_model=draft, assistant_tokenizer=other, **options)
+    assert drafted.tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "tree_rejection"])
+def test_other_verifiers_see_the_restricted_distribution(verifier: str) -> None:
+    target, draft, own, other = pair()
+    ids = torch.tensor([own(TEXT)["input_ids"][:16]])
+    out = target.generate(
+        ids, strategy="speculative", assistant_model=draft, assistant_tokenizer=other, verifier=verifier, max_new_tokens=16,
+        do_sample=True, seed=1, decoders_config=EAGER,
+    )  # fmt: skip
+    assert out.shape[1] == 32
+
+
+def test_a_draft_with_the_targets_own_weights_is_accepted() -> None:
+    """The same model with its tokens in another order: what it drafts is right."""
+    own = tokenizer(300, "")
+    target = decoders.enable(model(len(own), 0), own)
+    order = list(range(1, len(own))) + [0]
+    vocab = {token: order.index(id) for token, id in own.get_vocab().items()}
+    bpe = Tokenizer(models.BPE(vocab, []))
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), token_decoders.ByteLevel()
+    shuffled = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<end>", bos_token="<end>")
+    draft = model(len(own), 0)
+    with torch.no_grad():
+        for layer in (draft.get_input_embeddings(), draft.get_output_embeddings()):
+            layer.weight.copy_(layer.weight[torch.tensor(order)].clone())
+    ids = torch.tensor([own(TEXT)["input_ids"][:16]])
+    out = target.generate(
+        ids, strategy="speculative", assistant_model=draft, assistant_tokenizer=shuffled, max_new_tokens=24, do_sample=False,
+        eos_token_id=None, return_dict_in_generate=True, decoders_config=EAGER,
+    )  # fmt: skip
+    assert out.report.mean_accepted_length > 4
+
+
+def test_without_a_tokenizer_the_sizes_are_refused_and_the_way_out_is_named() -> None:
+    target, draft = decoders.enable(model(300, 0)), model(900, 1)
+    options = dict(strategy="speculative", assistant_model=draft, max_new_tokens=8, decoders_config=EAGER)
+    with pytest.raises(
+        UnsupportedError, match=r"900 ids against the target's 300.*pass tokenizer= and assistant_tokenizer="
+    ):
+        target.generate(torch.arange(9)[None], **options)
+
+
+def test_vocabularies_with_too_little_in_common_are_refused() -> None:
+    target, draft, _, _ = pair()
+    vocab = {token: id for id, token in enumerate(["<end>", "a", "b", "c"])}
+    letters = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocab, [])), eos_token="<end>")
+    letters.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    letters.backend_tokenizer.decoder = token_decoders.ByteLevel()
+    options = dict(strategy="speculative", assistant_model=draft, assistant_tokenizer=letters, max_new_tokens=8)
+    with pytest.raises(UnsupportedError, match="has 1% of the target's tokens, which is too few"):
+        target.generate(torch.arange(9)[None], decoders_config=EAGER, **options)
