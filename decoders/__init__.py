@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from .generate import Calibration, DecodersOutput, Warmup, calibrate, disable, enable, forget, release, warmup
     from .hookspecs import hookimpl
     from .report import Report
+    from .serving.generation import Generation
+    from .serving.many import Completion, generate_many
+    from .serving.scheduler import Scheduler
     from .settings import Settings
     from .strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy
     from .tree import Topology, TreeTensors
@@ -39,6 +42,10 @@ _HOME = {
     "DecodersOutput": "generate",
     "DecodersError": "errors",
     "Report": "report",
+    "Scheduler": "serving.scheduler",
+    "Generation": "serving.generation",
+    "Completion": "serving.many",
+    "generate_many": "serving.many",
     "Settings": "settings",
     "Strategy": "strategy",
     "Draft": "strategy",
@@ -60,9 +67,10 @@ _HOME = {
 _MODULES = ("demo", "strategies", "testing", "verifiers")
 
 __all__ = [
-    "Block", "Calibration", "Context", "DecodersError", "DecodersOutput", "Draft", "Outcomes", "PromptChunk", "Report",
-    "Sequences", "Settings", "Step", "Strategy", "Topology", "TreeTensors", "Verifier", "Warmup", "calibrate", "choice", "demo",
-    "disable", "enable", "forget", "grammar", "hookimpl", "json_schema", "regex", "release", "strategies", "testing",
+    "Block", "Calibration", "Completion", "Context", "DecodersError", "DecodersOutput", "Draft", "Generation", "Outcomes",
+    "PromptChunk", "Report", "Scheduler", "Sequences", "Settings", "Step", "Strategy", "Topology", "TreeTensors", "Verifier",
+    "Warmup", "calibrate", "choice", "demo", "disable", "enable", "forget", "generate_many", "grammar", "hookimpl", "json_schema",
+    "regex", "release", "strategies", "testing",
     "verifiers", "warmup",
 ]  # fmt: skip
 

@@ -39,6 +39,18 @@ class CacheMemoryError(DecodersError, MemoryError):
     """There is no memory for the key-value cache that a call wants."""
 
 
+class QueueFull(DecodersError, RuntimeError):
+    """A scheduler has as many requests waiting as it takes."""
+
+
+class DeadlineError(DecodersError, TimeoutError):
+    """A request has not come to its end in the time that it was given. ``partial`` is what was written."""
+
+
+class CancelledError(DecodersError, RuntimeError):
+    """A request was cancelled, or its scheduler was closed. ``partial`` is what was written."""
+
+
 class DraftError(DecodersError, ValueError):
     """A strategy broke the contract of :class:`decoders.strategy.Draft` (wrong shape, dtype or topology)."""
 

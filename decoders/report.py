@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from .deprecated import renamed
@@ -164,6 +164,14 @@ class Report:
     stages: list[Stage] = field(default_factory=list)
     details: dict[str, Any] = field(default_factory=dict)
     grammars: list[GrammarUse | None] = field(default_factory=list)
+
+    def share(self, before: Timings, step: Report, compiled: bool) -> None:
+        """Books a step that was shared with others: all of its time since `before`, and how it was run."""
+        for each in fields(Timings):
+            own, spent = getattr(self.timings, each.name), getattr(step.timings, each.name) - getattr(before, each.name)
+            setattr(self.timings, each.name, own + spent)
+        self.nodes = max(self.nodes, step.nodes)
+        self.compiled_steps += compiled
 
     @property
     def compiled(self) -> bool:

@@ -399,6 +399,25 @@ class Strategy(ABC):
         """Whether :meth:`prefill` is to be called: where it is overridden."""
         return type(self).prefill is not Strategy.prefill
 
+    @property
+    def observes(self) -> bool:
+        """Whether :meth:`observe` does anything. If not, nodes at a draft's end without a draft token in any row are left out."""
+        return type(self).observe is not Strategy.observe
+
+    def rebatch(self, state: Any, rows: Tensor, context: Context) -> Any:
+        """Requests have come or gone between two steps; makes the state of the rows as they are now, from that of those before.
+
+        By default :meth:`start` is called again, on rows that hold all that was committed so far. That is always exact, and
+        forgets what was learnt. A strategy that overrides this keeps the state of rows that stay. Its draft models stay open,
+        and have been told.
+
+        Args:
+            state: given up; it may be changed and returned.
+            rows: ``[B]`` int64: which row of the batch before each row is, -1 for one that is new.
+            context: of the rows as they are now, as :meth:`start` gets it.
+        """
+        return self.start(context)
+
     def limit(self, state: Any, tokens: int) -> None:
         """Says how many tokens deep the next draft is wanted at most; strategies to which a token costs something obey."""
 

@@ -230,6 +230,11 @@ class TreeTensors:
         """``[B, N]`` bool: nodes that may be accepted, the root among them."""
         return self.ancestors.any(-1)
 
+    def of_rows(self, begin: int, end: int) -> TreeTensors:
+        """Views of those of some rows."""
+        rows = slice(begin, end)
+        return TreeTensors(self.parents[rows], self.offsets[rows], self.visible[rows], self.ancestors[rows])
+
     def check(self, rows: int) -> None:
         """Raises DraftError if shapes or dtypes are not those of trees for `rows` rows."""
         n = self.offsets.shape[-1] if isinstance(self.offsets, Tensor) and self.offsets.dim() else 0

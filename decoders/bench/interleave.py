@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+from .. import generate
 from ..errors import DecodersError
 from ..report import Report, Stage
 from .call import decode as _decode
@@ -219,6 +220,7 @@ def take_turns(
     workloads, in each of which the methods run in another order. Returns the rounds taken: after `deadline`, of
     ``time.monotonic``, no other one than the first begins.
     """
+    forget(entries)
     for workload in workloads:
         for entry in entries:
             progress(f"{entry.method.name} · check")
@@ -227,12 +229,20 @@ def take_turns(
     for repeat in range(repeats):
         if repeat and deadline is not None and time.monotonic() > deadline:
             return repeat
+        forget(entries)
         for workload in workloads:
             for position, entry in enumerate(rotation(entries, turn)):
                 progress(f"{entry.method.name} · round {repeat + 1} of {repeats}")
                 _attempt(entry, partial(_sample, entry, workload, repeat, position, new_tokens, decode, first_tokens))
             turn += 1
     return repeats
+
+
+def forget(entries: Sequence[Competitor]) -> None:
+    """Models whose strategies keep what they learn forget it: a round has its prompts in order, and begins cold."""
+    for entry in entries:
+        if entry.method.arguments.get("decoders_config", {}).get("memory"):
+            generate.forget(entry.method.model)
 
 
 def _attempt(entry: Competitor, action: Callable[[], None]) -> None:

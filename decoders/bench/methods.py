@@ -237,7 +237,8 @@ def strategy_methods(
     """Registered strategies, all or those of `names`. Enables `model`.
 
     A name may carry settings, ``speculative[length=2]``, and be there several times with other ones; ``verifier=…`` among
-    them names the verifier, ``grammar=…`` a grammar of the library or a file with one, ``compile=false`` the uncompiled tier.
+    them names the verifier, ``grammar=…`` a grammar of the library or a file with one, ``compile=false`` the uncompiled tier;
+    with ``memory=true`` strategies keep what they learn from one prompt of a round to the next.
     Every call reads its prompt anew, unless `decoders_config` says otherwise. ``a+b`` merges, each part with
     brackets of its own. When sampling, plain decoding comes first: it is what the others are compared with.
 
@@ -312,6 +313,7 @@ def _method(
         {"reuse": False, "memory": False}
         | dict(decoders_config)
         | ({} if variant.compile is None else {"compile": variant.compile})
+        | ({} if variant.memory is None else {"memory": variant.memory})
     )
     arguments: dict[str, Any] = {"strategy": name, "verifier": verifier_name, "decoders_config": loop_settings}
     if config:

@@ -44,8 +44,38 @@ def noise() -> list[str]:
     return ["".join(generator.choices(string.printable[:95], k=LENGTH)) for _ in range(4)]
 
 
+def agent() -> list[str]:
+    """The same edit asked for ten times, each time of the file as it is then: what an agent does that works on one file."""
+    lines = [
+        "def load(path, limit=0):",
+        '    """Read the entries of a file."""',
+        "    entry = None",
+        "    with open(path) as file:",
+        "        for line in file:",
+        "            entry = parse(line)",
+        "            if entry is None:",
+        "                continue",
+        "            check(entry, limit)",
+        "            store(entry.name, entry.value)",
+        "    if entry is None:",
+        "        raise ValueError(path)",
+        "    return entry",
+    ]
+    changes = [
+        (0, "def load(path, limit=10):"), (1, '    """Read all entries of a file."""'), (8, "            check(entry, limit, path)"),
+        (7, "                break"), (4, "        for line in file.readlines():"), (11, '        raise ValueError("no entry")'),
+        (9, "            store(entry.name, entry.value, path)"), (3, '    with open(path, "r") as file:'),
+        (12, "    return entry, path"), (2, "    entry = default"),
+    ]  # fmt: skip
+    texts = []
+    for place, line in changes:
+        lines[place] = line
+        texts.append("# original\n" + "\n".join(lines) + "\n\n# rename entry to record\n")
+    return texts
+
+
 #: Kind of prompt to what makes its texts.
-MADE_UP: dict[str, Callable[[], list[str]]] = {"predictable": predictable, "random": noise}
+MADE_UP: dict[str, Callable[[], list[str]]] = {"predictable": predictable, "random": noise, "agent": agent}
 
 #: Kinds of instructions. The answer to a story repeats neither the prompt nor itself: lookups have little to find.
 INSTRUCTIONS = ("edit", "summary", "extract", "chat", "code", "list", "story")

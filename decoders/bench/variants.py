@@ -16,6 +16,8 @@ VERIFIER = "verifier"
 GRAMMAR = "grammar"
 #: And whether the core is compiled: one of true, false and auto.
 COMPILE = "compile"
+#: And whether strategies keep what they learn from call to call: true or false.
+MEMORY = "memory"
 _OPENING = {"[": "]", "{": "}", "(": ")"}
 
 
@@ -30,6 +32,7 @@ class Variant:
         verifier: named in the brackets, if any.
         grammar: named in the brackets, if any.
         compile: given in the brackets, if at all.
+        memory: given in the brackets, if at all.
     """
 
     parts: tuple[str, ...]
@@ -38,6 +41,7 @@ class Variant:
     verifier: str | None = None
     grammar: str | None = None
     compile: bool | str | None = None
+    memory: bool | None = None
 
     def shown(self, names: Sequence[str]) -> str:
         """What stands in tables and records; `names` are the registry names of the parts."""
@@ -92,17 +96,17 @@ def parse(text: str) -> Variant:
     Values are parsed as in ``--set``: JSON, or else the text itself.
 
     Raises:
-        SettingsError: malformed, or two verifiers, grammars or values of compile.
+        SettingsError: malformed, or two verifiers, grammars or values of compile or memory.
     """
     parts, brackets = [], []
-    whole_tree: dict[str, set[Any]] = {VERIFIER: set(), GRAMMAR: set(), COMPILE: set()}
+    whole_tree: dict[str, set[Any]] = {VERIFIER: set(), GRAMMAR: set(), COMPILE: set(), MEMORY: set()}
     settings: dict[str, Mapping[str, Any]] = {}
     for piece in split(text, "+"):
         name, inside = bracketed(piece)
         assignments = parse_assignments(split(inside or ""), f"{name}[…]")
         for key in assignments.keys() & whole_tree:
             value = assignments.pop(key)
-            whole_tree[key].add(value if key == COMPILE and isinstance(value, bool) else str(value))
+            whole_tree[key].add(value if key in (COMPILE, MEMORY) and isinstance(value, bool) else str(value))
         if assignments:
             settings[name] = assignments
         parts.append(name)
@@ -112,10 +116,12 @@ def parse(text: str) -> Variant:
     for key, values in whole_tree.items():
         if len(values) > 1:
             raise SettingsError(f"{text!r}: one {key} holds for the whole tree, {len(values)} are named")
-    verifier, grammar, compiled = (next(iter(values), None) for values in whole_tree.values())
+    verifier, grammar, compiled, memory = (next(iter(values), None) for values in whole_tree.values())
     if isinstance(compiled, str) and compiled != "auto":
         raise SettingsError(f"{text!r}: {COMPILE} is true, false or auto, not {compiled!r}")
-    return Variant(tuple(parts), tuple(brackets), settings, verifier, grammar, compiled)
+    if isinstance(memory, str):
+        raise SettingsError(f"{text!r}: {MEMORY} is true or false, not {memory!r}")
+    return Variant(tuple(parts), tuple(brackets), settings, verifier, grammar, compiled, memory)
 
 
 def assistant_tokens(text: str) -> tuple[str, int | None]:

@@ -84,8 +84,8 @@ def bench(
         str | None,
         typer.Option(
             help="copy, code, docstring (all: these three), instruct (edit, summary, extract, chat, code, list, story; "
-            "one of them: instruct:edit), predictable, random, comma-separated; or a file: text, or JSON lines with a field "
-            "text or messages, and kind. Default: instruct where the tokenizer has a chat template, else all."
+            "one of them: instruct:edit), predictable, random, agent (--limit 10), comma-separated; or a file: text, or JSON "
+            "lines with a field text or messages, and kind. Default: instruct where the tokenizer has a chat template, else all."
         ),
     ] = None,
     prompt_length: Annotated[

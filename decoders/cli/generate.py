@@ -51,17 +51,39 @@ def generate(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")] = "float32",
     compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the core of the loop.")] = True,
     stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print the text as it is written.")] = True,
+    input: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            readable=True,
+            help="Complete a file of prompts: JSON lines with prompt, text or messages and arguments beside it, or plain lines.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            dir_okay=False, help="Where completions go, a JSON line each; a run that was killed goes on with it."
+        ),
+    ] = None,
+    rows: Annotated[int, typer.Option(min=1, help="With --input: most prompts that are decoded at a time.")] = 8,
+    slots: Annotated[int, typer.Option(min=1, help="With --input: most tokens of a row, prompt and new ones.")] = 4096,
+    ordered: Annotated[
+        bool, typer.Option("--ordered/--as-they-end", help="With --input: in the order of the prompts, or as they end.")
+    ] = True,
     report: Annotated[bool, typer.Option("--report", help="Print the call's figures to standard error.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print text and report as JSON, nothing else.")] = False,
 ) -> None:
-    """Continue a prompt. The text goes to standard output, everything else to standard error."""
+    """Continue a prompt, or with --input a file of them. The text goes to standard output, everything else to standard error."""
     from rich.console import Console
 
     from ..settings import parse_assignments
     from . import models
+    from .many import check_files, complete_file
 
     # Mistakes are reported before minutes go into loading a model.
-    prompt_text = read_prompt(prompt, prompt_file)
+    many = check_files(input, output, prompt, prompt_file)
+    prompt_text = "" if many else read_prompt(prompt, prompt_file)
     arguments: dict[str, Any] = sampling(temperature, top_k, top_p, min_p, seed)
     arguments["strategy_config"] = parse_assignments(settings or [])
     if grammar is not None:
@@ -80,6 +102,10 @@ def generate(
         arguments["assistant_model"] = draft
     if not compile:  # left out otherwise, so that environment and file still count
         arguments["decoders_config"] = {"compile": False}
+    if input is not None and output is not None:
+        arguments |= {"strategy": strategy, "max_new_tokens": max_new_tokens}
+        complete_file(loaded, tokenizer, input, output, rows, slots, ordered, chat, arguments, console, as_json)
+        return
     if stream and not as_json:
         from transformers import TextStreamer
 
@@ -87,7 +113,7 @@ def generate(
     if chat and not tokenizer.chat_template:
         raise SettingsError(f"--chat: the tokenizer of {model} has no chat template")
     inputs = encoded(tokenizer, prompt_text, chat).to(loaded.device)
-    output: Any = loaded.generate(  # type: ignore[operator]
+    result: Any = loaded.generate(  # type: ignore[operator]
         input_ids=inputs["input_ids"],
         attention_mask=inputs["attention_mask"],
         strategy=strategy,
@@ -95,16 +121,16 @@ def generate(
         return_dict_in_generate=True,
         **arguments,
     )
-    completion = tokenizer.decode(output.sequences[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    completion = tokenizer.decode(result.sequences[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     if as_json:
         import json
 
-        typer.echo(json.dumps({"text": completion, "report": output.report.as_dict()}, indent=2, default=str))
+        typer.echo(json.dumps({"text": completion, "report": result.report.as_dict()}, indent=2, default=str))
         return
     if not stream:
         typer.echo(completion)
     if report:
-        show_report(output.report, console)
+        show_report(result.report, console)
 
 
 def encoded(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool) -> BatchEncoding:

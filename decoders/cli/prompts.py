@@ -20,7 +20,7 @@ def read_prompts(chosen: str, limit: int | None) -> list[tuple[str, str, Content
 
     Args:
         chosen: kinds, comma-separated: the demo's (``all`` is all of these), ``instruct`` and ``instruct:edit``,
-            ``predictable``, ``random``; or a file.
+            ``predictable``, ``random``, ``agent``; or a file.
 
     Raises:
         SettingsError: no such kind or file, or no prompt in it.

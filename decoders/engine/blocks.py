@@ -42,12 +42,17 @@ class Blocks:
 
     Args:
         static, multiple: of the :class:`Target`, see there.
+
+    Attributes:
+        exact: whether blocks have the nodes that are proposed and no others. Several rows are many enough for kernels that give
+            every row the same bits; compiled code is made for blocks of some nodes.
     """
 
     def __init__(self, rows: int, device: torch.device, static: bool = False, multiple: int = 1) -> None:
         self.rows, self.device, self.static, self.multiple = rows, device, static, multiple
+        self.exact = False
         self.no_draft_token = torch.full((rows, self.size(1) - 1), -1, dtype=torch.int64, device=device)
-        self._trees: dict[Topology, TreeTensors] = {}
+        self._trees: dict[tuple[Topology, int], TreeTensors] = {}
 
     def of(self, draft: Draft, proposer: str) -> tuple[Tensor, TreeTensors]:
         """Draft tokens ``[B, N-1]`` and the tree of ``N`` nodes, a :func:`~decoders.engine.buckets.node_bucket`.
@@ -68,10 +73,11 @@ class Blocks:
 
     def size(self, nodes: int) -> int:
         """Nodes of the block that holds so many of a draft, the root included."""
-        return node_bucket(nodes, self.static, self.multiple)
+        return nodes if self.exact else node_bucket(nodes, self.static, self.multiple)
 
     def tensors(self, tree: Topology) -> TreeTensors:
         """`tree`, padded, on the device; made once."""
-        if tree not in self._trees:
-            self._trees[tree] = tree.padded(self.size(len(tree))).tensors(self.rows, self.device)
-        return self._trees[tree]
+        size = self.size(len(tree))
+        if (tree, size) not in self._trees:
+            self._trees[tree, size] = tree.padded(size).tensors(self.rows, self.device)
+        return self._trees[tree, size]

@@ -102,6 +102,10 @@ class CacheBuffers:
         """A copy of the first `count` slots of a row."""
         return self._each(lambda tensor: tensor[row : row + 1, :, :count].clone())
 
+    def of_rows(self, begin: int, end: int) -> CacheBuffers:
+        """Views of some rows."""
+        return self._each(lambda tensor: tensor[begin:end])
+
     def copy_row(self, row: int, source: CacheBuffers, source_row: int, count: int) -> None:
         """The first `count` slots of a row of `source` become those of `row`."""
         for own, other in zip(self.tensors, source.tensors, strict=True):

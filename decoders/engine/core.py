@@ -45,6 +45,14 @@ class StepOutput:
     hidden: Tensor
     layers: Tensor | None = None
 
+    def of_rows(self, begin: int, end: int) -> StepOutput:
+        """Views of those of some rows."""
+        rows, scores = slice(begin, end), self.scores
+        return StepOutput(
+            self.nodes[rows], self.chosen[rows], self.path[rows], self.new[rows], self.summary[:, rows], self.logits[rows],
+            scores[rows] if scores is not None else None, self.hidden[rows],
+        )  # fmt: skip
+
     def observed(self, sequences: Sequences) -> Step:
         """This step as its strategy sees it; `sequences` hold what it committed."""
         emitted, accepted, _, _ = self.summary.unbind(0)
@@ -158,7 +166,9 @@ class Core:
 
         Unless a verifier has decided already, the path is that which matches the choices.
         """
-        rewritten = (rows.tokens, rows.length, rows.limit, rows.finished, rows.sampling.stop_tokens)
+        # One shape, whether rows share their stop tokens or not: compiled code serves both.
+        stop_tokens = rows.sampling.stop_tokens.expand(len(nodes), -1).contiguous()
+        rewritten = (rows.tokens, rows.length, rows.limit, rows.finished, stop_tokens)
         if acceptance is None and most is None:
             path, new, summary = self.settle(nodes, chosen, tree, *rewritten)
         else:
@@ -181,7 +191,7 @@ def append(
     nodes: Tensor, chosen: Tensor, tree: TreeTensors, acceptance: Acceptance, tokens: Tensor, length: Tensor,
     limit: Tensor, finished: Tensor, stop_tokens: Tensor, most: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Appends an accepted path's tokens to the rows, in place; see :class:`Rows` for the tensors.
+    """Appends an accepted path's tokens to the rows, in place; see :class:`Rows` for the tensors, stop_tokens: ``[E]`` or ``[B, E]``.
 
     Returns:
         the new tokens ``[B, N]`` and the summary ``[4, B]`` of the step, as in :class:`StepOutput`.
@@ -195,7 +205,7 @@ def append(
     candidate = tree.ancestors[:, 1:, 0]  # a lookahead window is not drafted: it can never be accepted
     drafted = torch.where(finished, 0, ((nodes[:, 1:] >= 0) & candidate).sum(-1))
     emitted = torch.minimum(acceptance.depth + 1, room)
-    is_stop = (new[:, :, None] == stop_tokens).any(-1) & (index < emitted[:, None])
+    is_stop = (new[:, :, None] == stop_tokens[..., None, :]).any(-1) & (index < emitted[:, None])
     first_stop = torch.where(is_stop, index, n).amin(-1)
     emitted = torch.minimum(emitted, first_stop + 1)
     # Rejected tokens land behind the new length, where the next step overwrites them.

@@ -29,6 +29,15 @@ class Outcome:
         emitted, accepted, drafted, ended = (figures[:rows] for figures in summary)
         return Outcome(emitted, accepted, drafted, ended, new[:rows])
 
+    def part(self, first: int, count: int) -> Outcome:
+        """A copy of that of `count` rows from `first` on."""
+        return Outcome(*(figures[first : first + count] for figures in vars(self).values()))
+
+    def put(self, first: int, part: Outcome) -> None:
+        """Takes over what is known of the rows from `first` on."""
+        for name, figures in vars(part).items():
+            getattr(self, name)[first : first + len(figures)] = figures
+
 
 @dataclass(frozen=True)
 class Criteria:

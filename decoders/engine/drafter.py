@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -19,11 +19,13 @@ from ..sampling.processors import Masks, SamplingInputs, SamplingPlan
 from ..strategy import Context, Sequences, Step, Strategy, finishing, no_costs, no_memory
 from ..tree import TreeTensors
 from .blocks import NodeBlock
-from .buckets import node_bucket
+from .buckets import node_bucket, slots_for
 from .engine import Engine
 from .grammar.guide import Guide
+from .pool import RowPool
 from .request import Request
 from .rows import Rows
+from .session import OpenSession, Reading, Session
 from .static_inputs import SameObject
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ class CallSettings:
         block_size: nodes of the block in which the model drafted for verifies so many nodes of a draft, the root included.
         report: where compilation is booked.
         stack: closes at the call's end what is opened for it.
+        capacity: most rows there can be, where rows come and go; 0 where they do not.
     """
 
     request: Request
@@ -56,6 +59,7 @@ class CallSettings:
     block_size: Callable[[int], int]
     report: Report
     stack: ExitStack
+    capacity: int = 0
 
     def compiler(self, engine: Engine) -> Callable[[Callable], Callable]:
         """``Context.compile`` for strategies on `engine`."""
@@ -91,12 +95,13 @@ class ModelDrafter(Drafter):
         call.stack.enter_context(self.engine.forward.during(call.request.compile, call.report))
         # How far a row may be drafted is set anew in every round, as its length is.
         slots = (call.longest if target.static else context.slots) + 2 * ahead
-        opened = call.stack.enter_context(
-            self.engine.sessions.open(
-                call.request.prompts, ahead, call.sampling, slots, call.request.reuse, shared=True
-            )
-        )
-        self.session, self.blocks = opened.session, opened.session.blocks
+        opened = self._open(slots) if call.capacity == 0 else None
+        if opened is not None:
+            self.session: Session = opened.session
+        else:
+            self.session = RowPool(target, call.capacity, slots_for(slots, target.static_slots))
+            self._arrange(context, [-1] * len(call.request.prompts))
+        self.blocks = self.session.blocks
         self.guide = guide.ahead() if guide is not None else None
         self._ranges = {MIN_PENDING: torch.arange(MIN_PENDING, device=target.device)}
         self._functions: dict[str, Callable] = {}
@@ -111,9 +116,10 @@ class ModelDrafter(Drafter):
         self._tally = torch.zeros(3 + LONGEST, dtype=torch.int64, device=target.device)
         self._name = model if isinstance(model, str) else model.config.name_or_path or type(model).__name__
         self.inner: list[ModelDrafter] = []
-        self.session.prefill(opened.lengths, opened.reusable, call.request.prefill_chunk, leave=False)
-        # Behind the prompts a draft's slots may hold other nodes than those accepted: they serve no other call.
-        call.stack.callback(self.session.keep, [len(prompt) - 1 for prompt in call.request.prompts])
+        if opened is not None:
+            self.session.prefill(opened.lengths, opened.reusable, call.request.prefill_chunk, leave=False)
+            # Behind the prompts a draft's slots may hold other nodes than those accepted: they serve no other call.
+            call.stack.callback(self.session.keep, [len(prompt) - 1 for prompt in call.request.prompts])
         self._stage_state: Any = None
         if stage is not None:
             if stage.reads_layers or (stage.reads_prompt and not stage.rests):
@@ -122,6 +128,53 @@ class ModelDrafter(Drafter):
                 )
             self._stage_state = stage.start(self._context(context))
             call.stack.enter_context(finishing(stage, lambda: self._stage_state))
+
+    def _open(self, slots: int) -> OpenSession:
+        """A session of the engine's for the length of the call."""
+        request = self.call.request
+        sessions = self.engine.sessions
+        return self.call.stack.enter_context(
+            sessions.open(request.prompts, self.ahead, self.call.sampling, slots, request.reuse, shared=True)
+        )
+
+    def rebatch(self, rows: Sequence[int], call: CallSettings, context: Context, guide: Guide | None) -> None:
+        """Rows have come or gone; only those that are new are read.
+
+        Args:
+            rows: which row of the batch before each row is, -1 for one that is new.
+            call, context, guide: of the rows as they are now; the prompts are all that was committed.
+        """
+        self.call = call
+        self._arrange(context, rows)
+        self.blocks = self.session.blocks
+        self.guide = guide.ahead() if guide is not None else None
+        self._begun = self.rows.length.clone()
+        self._reach = max(map(len, call.request.prompts))
+        self._drafting = False
+
+    def _arrange(self, context: Context, rows: Sequence[int]) -> None:
+        """Brings the rows of the pool in order and reads those that are new."""
+        pool, texts = self.session, self.call.request.prompts
+        assert isinstance(pool, RowPool) and context.sequences is not None
+        chunk, target = self.call.request.prefill_chunk, self.engine.target
+        pool.reorder(rows, [len(text) for text in texts])
+        finished = context.sequences.finished.tolist()
+        for place, (row, text) in enumerate(zip(rows, texts, strict=True)):
+            if row >= 0 or finished[place]:
+                continue
+            if self.core.padding:  # ids that only the target has
+                text = text.clamp(max=self.vocab_size - 1)
+            pool.put(place, text)
+            prompt = text.cpu()
+            kept = pool.take_over(place, prompt, pool.texts) if self.call.request.reuse else 0
+            reading = Reading.of([len(text)], [kept], chunk, target, leave=False)
+            for done, count in reading.passes:
+                pool.read_row(place, reading, done, count)
+            # Behind it a draft's slots may hold other nodes than those accepted.
+            pool.note(place, prompt[:-1])
+        lengths = [len(text) for text in texts]
+        limits = [length + self.ahead for length in lengths]
+        pool.arrange(lengths, context.sequences.prompt_length.tolist(), limits, finished, self.call.sampling)
 
     @property
     def rows(self) -> Rows:

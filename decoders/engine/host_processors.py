@@ -7,7 +7,7 @@ make, in the same order, however large the tree is. Stateful processors therefor
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -89,12 +89,12 @@ def choose_along_path(
         tokens each row may commit, ``[B]`` int64.
     """
     n, batch = nodes.shape[1], len(prefixes.generated)
-    sampling = replace(rows.sampling, keys=rows.sampling.keys[:batch])
+    sampling = rows.sampling.of_rows(0, batch)
     chosen = torch.full(nodes.shape, NOT_REACHED, dtype=torch.int64, device=nodes.device)
     scores = torch.zeros_like(logits)
     tokens, parents = nodes.tolist(), tree.parents.tolist()
     candidate = tree.ancestors[:, :, 0].tolist()
-    stops = set(rows.sampling.stop_tokens.tolist())
+    stops = set(rows.sampling.stop_tokens.flatten().tolist())  # rows that are asked together share them
     room, finished = (rows.limit - rows.length).tolist(), rows.finished.tolist()
     active = [row for row in range(batch) if not finished[row]]
     generated = len(prefixes.generated[active[0]])

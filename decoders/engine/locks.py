@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from contextlib import suppress
 from types import TracebackType
@@ -14,11 +15,27 @@ class CallLock:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
+        self._waiting: set[int] = set()
         _all.add(self)
 
     def __enter__(self) -> CallLock:
-        self._lock.acquire()
+        if not self._lock.acquire(blocking=False):
+            me = threading.get_ident()
+            self._waiting.add(me)
+            try:
+                self._lock.acquire()
+            finally:
+                self._waiting.discard(me)
         return self
+
+    def give_way(self, seconds: float = 0.05) -> None:
+        """Lets others have it first who wait for it; whoever takes it again and again calls this in between.
+
+        The lock itself would be taken by the thread that is running, every time.
+        """
+        until = time.monotonic() + seconds
+        while self._waiting and time.monotonic() < until:
+            time.sleep(0.0002)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         with suppress(RuntimeError):  # a child that was forked within a call has not acquired its new lock
@@ -27,6 +44,7 @@ class CallLock:
     def renew(self) -> None:
         """Forgets who holds it."""
         self._lock = threading.RLock()
+        self._waiting = set()
 
 
 _all: weakref.WeakSet[CallLock] = weakref.WeakSet()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,26 +14,26 @@ from torch import Tensor, nn
 from ..costs.steps import StepCosts
 from ..report import Report, Stopwatch
 from ..strategy import Context, Draft, PromptChunk, Strategy, finishing, no_memory
-from ..tree import TreeTensors
+from ..tree import Topology, TreeTensors
 from .blocks import NodeBlock
 from .buckets import round_up, row_bucket
 from .capture import WARM_UP_STEPS
 from .core import StepOutput
-from .criteria import CriteriaRun, Outcome
+from .criteria import Outcome
 from .drafter import CallSettings, ModelDrafter, opener
 from .engine import Engine
 from .grammar.device_guide import guide_of
 from .grammar.guide import Guide
 from .guard import check_tree, raise_faults, untouched
-from .host_processors import Prefixes
 from .invariance import branch_length
 from .modules import SlotPasses
 from .recording import CallRecording, recordable
 from .request import Decoded, Request
 from .rows import Rows, sampling_inputs
-from .session import OpenSession
 from .steps import StepFunction, make_step
 from .verify import step_keys
+from .worth import DraftWorth
+from .written import Written
 
 
 def decode(engine: Engine, request: Request) -> Decoded:
@@ -52,76 +52,110 @@ def decode(engine: Engine, request: Request) -> Decoded:
 
 
 class Call:
-    """The state of one call. stack: closes what it opens."""
+    """Rows that are decoded together, and what belongs to their steps; what belongs to a request is its :class:`Written`.
+
+    A fixed batch is one request whose rows come and go together. In :class:`~decoders.engine.lane.Lane` requests of one row
+    come and go between two steps.
+
+    Attributes:
+        members: the requests and the first row of each, in the order of rows.
+        held: length of every row that no member has: its step writes behind that, where nothing is kept.
+        capacity: most rows there can be, where requests come and go.
+        worth: how deep drafts are verified, where it is counted.
+        isolates: whether what a callback of one request raises ends that request alone.
+
+    Args:
+        stack: closes what is opened here.
+    """
 
     def __init__(self, engine: Engine, request: Request, stack: ExitStack) -> None:
         self.engine, self.request, self.stack = engine, request, stack
         self.passes = engine.passes(request.strategy)
         self.target = self.passes.target
-        self.batch = len(request.prompts)
-        self.width = row_bucket(self.batch, self.target.static)  # rows that a call has not asked for have ended
-        self.lengths = [len(p) for p in request.prompts]
-        self.generated: list[list[int]] = [[] for _ in range(self.batch)]
-        self.logits: list[list[Tensor]] = [[] for _ in range(self.batch)]
-        self.scores: list[list[Tensor]] = [[] for _ in range(self.batch)]
-        strategy, chosen = request.strategy, request.verifier
+        self.width = row_bucket(len(request.prompts), self.target.static)  # rows nobody has asked for have ended
+        chosen = request.verifier
         # Where nothing is drawn, all exact rules are one: keep what matches.
         built_in = chosen is None or chosen.coupled or (chosen.exact and not request.plan.sample)
         self.verifier = None if built_in else chosen
-        self.finished = [False] * self.batch
         self.where = "while the prompt was read"  # for notes on errors
-        self.report = Report(
-            strategy=strategy.name, settings=strategy.settings.model_dump(mode="json"),
-            exact=strategy.exact and (chosen is None or chosen.exact),
-            verifier=chosen.name if chosen is not None else "coupled",
-            rows=self.batch, prompt_tokens=list(self.lengths),
-            same_bits=self.target.invariance.holds if self.target.invariance is not None else None,
-            weights=self.target.precision.weights or "keep", kv_cache=self.target.precision.cache or "keep",
-        )  # fmt: skip
-        self.prefixes = Prefixes(request.padded_prompt, self.generated, request.pad_token)
+        self.report = self.new_report(request)
+        self.members: list[tuple[Written, int]] = []
+        self.held = [1] * len(request.prompts)
+        self.isolates, self.capacity = False, 0
+        self.worth: DraftWorth | None = None
         self.may_err = self.verifier is not None  # whether a hook can do wrong what only the device sees
-        self.criteria: CriteriaRun | None = None
-        if request.criteria is not None:
-            self.criteria = CriteriaRun(request.criteria, self.prefixes, self.scores if request.keep_scores else None)
+        self.drafting = stack.enter_context(ExitStack())  # closes what the strategy has opened
         self.drafters: list[ModelDrafter] = []
         self.modules: list[SlotPasses] = []
         self.state: Any = None  # the strategy's
         self.guide: Guide | None = None
         self.costs: StepCosts | None = None  # once a strategy has asked for them
+        self.pending = self.prompt_left = 0
+
+    def new_report(self, request: Request) -> Report:
+        """An empty report on a request that is decoded here."""
+        strategy, chosen, target = request.strategy, request.verifier, self.target
+        return Report(
+            strategy=strategy.name, settings=strategy.settings.model_dump(mode="json"),
+            exact=strategy.exact and (chosen is None or chosen.exact),
+            verifier=chosen.name if chosen is not None else "coupled",
+            rows=len(request.prompts), prompt_tokens=[len(prompt) for prompt in request.prompts],
+            same_bits=target.invariance.holds if target.invariance is not None else None,
+            weights=target.precision.weights or "keep", kv_cache=target.precision.cache or "keep",
+        )  # fmt: skip
 
     @property
     def rows(self) -> Rows:
         return self.session.rows
 
+    @property
+    def batch(self) -> int:
+        """Rows that the host looks at."""
+        return len(self.held)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of every row."""
+        lengths = list(self.held)
+        for member, first in self.members:
+            lengths[first : first + member.rows] = member.lengths
+        return lengths
+
+    @property
+    def finished(self) -> list[bool]:
+        finished = [True] * self.batch
+        for member, first in self.members:
+            finished[first : first + member.rows] = member.finished
+        return finished
+
     def run(self) -> Decoded:
         """Decodes to the end. An exception on the way gets a note, and ``partial``: what was committed before."""
+        self.members.append((Written(self.request, self.report), 0))
         try:
             self._run()
         except BaseException as error:
             error.add_note(
-                f"decoders: {self._culprit}, {self.where}, after {self.report.steps} steps; error.partial is what was written."
+                f"decoders: {self.culprit}, {self.where}, after {self.report.steps} steps; error.partial is what was written."
             )
             error.partial = self._decoded()  # type: ignore[attr-defined]
             raise
         return self._decoded()
 
     @property
-    def _culprit(self) -> str:
+    def culprit(self) -> str:
         """The strategy as messages name it."""
         strategy = self.request.strategy
         return f"strategy {strategy.name!r} ({self.request.origin or type(strategy).__module__})"
 
     def _decoded(self) -> Decoded:
-        report = self.report
-        report.new_tokens = [len(tokens) for tokens in self.generated]
-        report.stages = [drafter.report() for drafter in self.drafters]
-        return Decoded(self.generated, report, self.logits, self.scores)
+        self.report.stages = [drafter.report() for drafter in self.drafters]
+        return self.members[0][0].decoded()
 
     def _run(self) -> None:
         request, target, timings = self.request, self.target, self.report.timings
         timings.pack, self.engine.preparing = self.engine.preparing, 0.0
         self.stack.enter_context(self.passes.during(request.compile, self.report))
-        step = make_step(self.engine, self.passes, request, self.verifier, self.prefixes, self.report)
+        self.step = self.make_step()
         stopwatch = Stopwatch(timings)
         sampling = sampling_inputs(request.values, request.seed, self.width, request.stop_tokens, target.device)
         self.longest = max(self.lengths) + request.new_tokens
@@ -134,20 +168,28 @@ class Call:
         self.session, self.blocks = opened.session, opened.session.blocks
         self.noise_keys = sampling.keys.clone()
         if not reads:
-            self._read_prompts(opened, leave=target.reads_ahead and not target.static and request.new_tokens > 0)
+            leave = target.reads_ahead and not target.static and request.new_tokens > 0
+            self.read_prompts(opened.lengths, opened.reusable, leave)
         self.where = "start"
-        self.state = request.strategy.start(self._context())
+        self.guide = self.new_guide()
+        self.state = request.strategy.start(self.context())
         with finishing(request.strategy, lambda: self.state):
             if reads:
                 self.where = "prefill"
-                self._read_prompts(opened, leave=False)
+                self.read_prompts(opened.lengths, opened.reusable, leave=False)
             timings.prefill = stopwatch.next()
-            self._decode(step)
+            self._decode()
 
-    def _read_prompts(self, opened: OpenSession, leave: bool) -> None:
-        """Prefills the rows. leave: whether the end of the prompts is left to the first step; a recorded one has one size."""
+    def read_prompts(self, lengths: list[int], reusable: list[int], leave: bool) -> None:
+        """Prefills the rows.
+
+        Args:
+            lengths: tokens per row.
+            reusable: how many of them have their keys and values in place.
+            leave: whether the end of the prompts is left to the first step; a recorded one has one size.
+        """
         run = self._show if self.request.strategy.reads_prompt else None
-        reused, left = self.session.prefill(opened.lengths, opened.reusable, self.request.prefill_chunk, leave, run)
+        reused, left = self.session.prefill(lengths, reusable, self.request.prefill_chunk, leave, run)
         self.pending = self.prompt_left = left  # tokens of the prompts that the first step reads
         self.report.reused = reused[: self.batch]
 
@@ -163,13 +205,11 @@ class Call:
         chunk = PromptChunk(tokens, positions, valid, result.hidden, result.layers, logits)
         strategy.prefill(self.state, chunk)
 
-    def _decode(self, step: StepFunction) -> None:
+    def _decode(self) -> None:
         """Steps until every row has ended."""
-        request = self.request
-        self.finished = [request.new_tokens == 0] * self.batch
         recording = None
         if not all(self.finished) and recordable(self):
-            recording = CallRecording(self, self.state, step)
+            recording = CallRecording(self, self.state, self.step)
             recording.replay_earlier()
             self.state = recording.state
         while not all(self.finished):
@@ -177,30 +217,38 @@ class Call:
                 recording.record_and_replay()
                 self.state, recording = recording.state, None
                 continue
-            self._step(self.state, step)
+            self.advance()
         if self.guide is not None:
             self.guide.check()
         self._raise_faults(wait=True)
         self.session.keep([max(length - 1 - self.pending, 0) for length in self.lengths])
         self.report.peak_memory = self._memory()
-        self.report.details = dict(request.strategy.details(self.state))
+        self.report.details = dict(self.request.strategy.details(self.state))
 
-    def _step(self, state: Any, step: StepFunction) -> None:
-        """Propose, mask, forward + verify + commit, observe."""
-        timings = self.report.timings
+    def make_step(self) -> StepFunction:
+        return make_step(self.engine, self.passes, self.request, self.verifier, self.members, self.report)
+
+    def advance(self) -> None:
+        """One step of all rows: propose, mask, forward + verify + commit, observe."""
+        state, timings = self.state, self.report.timings
+        before = replace(timings)
         stopwatch = Stopwatch(timings)
         self.renew_keys()
         self.where = "propose"
         draft = self.propose(state, max(self.lengths))
+        if not self.target.static:
+            self.blocks.exact = self.batch > 1 and not self.passes.compiles(several=True)
+            draft = self.cut(draft)
         block = self.block_of(draft)
         self.where = "forward pass and verification"
         timings.propose += stopwatch.next()
         block = self.masked(draft, block)
         timings.mask += stopwatch.next()
         passes = self.engine.compiled_passes
-        out = step(draft, block, self.rows)
+        out = self.step(draft, block, self.rows)
         self._raise_faults(wait=False)
-        self.report.compiled_steps += self.engine.compiled_passes > passes
+        compiled = self.engine.compiled_passes > passes
+        self.report.compiled_steps += compiled
         # The one place where the host waits for the device.
         outcome = Outcome.of(out.summary.tolist(), out.new.tolist(), self.batch)
         if self.prompt_left and not self.report.steps:
@@ -209,15 +257,21 @@ class Call:
         else:
             core = stopwatch.next()
             timings.core += core
+            if self.worth is not None:
+                self.worth.observe(self.batch, block.draft_tokens.shape[1] + 1, core, outcome.drafted, outcome.accepted)
             if self.costs is not None:
                 self.costs.observe(
                     block.draft_tokens.shape[1] + 1, core, max(self.lengths), self.engine.compiled_passes > passes
                 )
         if not self.report.steps:
             self.report.time_to_first_token = timings.prefill + timings.steps
-        if self.criteria is not None:
-            self.where = "stopping criteria"
-            self.criteria.apply(outcome, out, self.rows, self.finished)
+        for member, first in self.members:
+            if member.criteria is not None:
+                self.where = "stopping criteria"
+                with self.callback_of(member):
+                    part, end = outcome.part(first, member.rows), first + member.rows
+                    member.criteria.apply(part, out.of_rows(first, end), self.rows.of_rows(first, end), member.finished)
+                    outcome.put(first, part)
         if self.guide is not None:
             self.guide.commit(out, self.rows.finished)
         timings.mask += stopwatch.next()
@@ -229,28 +283,50 @@ class Call:
         if self.target.multiple > 1:
             self.pending = round_up(branch_length(out.path, outcome.emitted), self.target.multiple)
         timings.host += stopwatch.next()
+        for member, _ in self.members:
+            if member.report is not self.report:
+                member.report.share(before, self.report, compiled)
 
     def renew_keys(self) -> None:
         """Other verifiers than the coupled one want noise that no step has seen before."""
         if self.verifier is not None:
             self.rows.sampling.keys.copy_(step_keys(self.noise_keys, self.rows.length))
 
-    def _context(self) -> Context:
-        """What the strategy may prepare itself from."""
+    @contextmanager
+    def callback_of(self, member: Written) -> Iterator[None]:
+        """Where requests share steps, what a callback raises ends the request that it belongs to."""
+        try:
+            yield
+        except Exception as error:
+            if not self.isolates:
+                raise
+            error.add_note(f"decoders: {self.where} of one request, after {member.report.steps} steps")
+            member.error = member.error or error
+
+    @property
+    def settings(self) -> CallSettings:
+        """What holds for all models that take part."""
         request, rows = self.request, self.rows
-        coupled = self.verifier is None
-        call = CallSettings(
+        return CallSettings(
             request=request, longest=self.longest,
-            plan=replace(request.plan, keep_scores=not coupled and request.plan.sample), sampling=rows.sampling,
-            block_size=self.blocks.size, report=self.report, stack=self.stack,
+            plan=replace(request.plan, keep_scores=self.verifier is not None and request.plan.sample), sampling=rows.sampling,
+            block_size=self.blocks.size, report=self.report, stack=self.drafting, capacity=self.capacity,
         )  # fmt: skip
-        if request.plan.masked:
-            vocabulary, device = self.target.vocab_size, self.target.device
-            grammars = [*request.grammars, *[None] * (self.width - self.batch)]
-            self.guide = guide_of(grammars, vocabulary, device, call.compiler(self.engine), self.target.static)
+
+    def new_guide(self) -> Guide | None:
+        """A guide at the beginning of every row's text."""
+        if not self.request.plan.masked:
+            return None
+        grammars = [*self.request.grammars, *[None] * (self.width - len(self.request.grammars))]
+        compile = self.settings.compiler(self.engine)
+        return guide_of(grammars, self.target.vocab_size, self.target.device, compile, self.target.static)
+
+    def context(self) -> Context:
+        """What the strategy may prepare itself from."""
+        request, rows, call = self.request, self.rows, self.settings
         context = Context(
             rows=self.width, slots=rows.slots, device=self.target.device, compile=call.compiler(self.engine),
-            vocab_size=self.target.vocab_size, sequences=self.session.view(max(self.lengths))[1], coupled=coupled,
+            vocab_size=self.target.vocab_size, sequences=self.session.view(max(self.lengths))[1], coupled=self.verifier is None,
             plan=request.plan, sampling=rows.sampling, guide=self.guide, model=request.model, tokenizer=request.tokenizer,
             assistant_model=request.assistant_model, costs=self._costs,
             decoder_layers=self.target.decoder_layers, embed=self.target.embed, head=self.engine.head, module=self._module,
@@ -293,14 +369,35 @@ class Call:
         """Raises what hooks did wrong as far as the device saw it; without `wait` only where looking is no waiting."""
         if not self.may_err or (self.target.static and not wait):
             return
-        raise_faults(self.rows, self._culprit, f"verifier {self.report.verifier!r}")
+        raise_faults(self.rows, self.culprit, f"verifier {self.report.verifier!r}")
+
+    def cut(self, draft: Draft) -> Draft:
+        """`draft` without the nodes at its end that hold no draft token in any row that goes on."""
+        if self.verifier is not None or self.request.strategy.observes:
+            return draft
+        if not isinstance(draft, Draft) or not isinstance(draft.topology, Topology):
+            return draft  # what is no draft is refused where drafts are checked
+        tokens = draft.tokens
+        if not isinstance(tokens, Tensor) or tokens.dim() != 2 or not tokens.shape[1] or len(tokens) != self.width:
+            return draft
+        drafted = (tokens >= 0) & ~self.rows.finished[:, None]
+        count = int((drafted.any(0) * torch.arange(1, tokens.shape[1] + 1)).amax())
+        if self.worth is not None and count and draft.topology == Topology.chain(tokens.shape[1]):
+            count = self.worth.depth(self.batch, drafted[:, :count].sum(0).tolist())
+        if count == tokens.shape[1] or len(draft.topology) != tokens.shape[1] + 1:
+            return draft
+        return replace(
+            draft, tokens=tokens[:, :count], topology=draft.topology.head(count + 1),
+            grades=draft.grades[:, :count] if draft.grades is not None else None,
+            scores=draft.scores[:, :count] if draft.scores is not None else None,
+        )  # fmt: skip
 
     def block_of(self, draft: Draft) -> NodeBlock:
         """A checked draft as the core wants it."""
         draft_tokens, tree = self.blocks.of(draft, self.request.strategy.name)
         if isinstance(draft.topology, TreeTensors):
             self.may_err = self.target.static or self.may_err
-            check_tree(draft.topology, self.rows, self._culprit, wait=not self.target.static)
+            check_tree(draft.topology, self.rows, self.culprit, wait=not self.target.static)
         for drafter in self.drafters:
             drafter.proposed = len(draft.topology)
         # Where steps may be recorded there is room from the beginning: nobody looks later.
@@ -322,7 +419,7 @@ class Call:
     def observe(self, state: Any, out: StepOutput) -> None:
         """Shows the strategy what became of its draft."""
         strategy = self.request.strategy
-        if type(strategy).observe is Strategy.observe:
+        if not strategy.observes:
             return
         sequences = self.session.view(max(self.lengths) + out.nodes.shape[1])[1]
         with untouched(f"observe of {strategy.name!r}", **vars(sequences), path=out.path, logits=out.logits):
@@ -330,27 +427,12 @@ class Call:
 
     def book(self, outcome: Outcome, out: StepOutput | None) -> None:
         """Books a step; `out` is needed for logits and scores only."""
-        request, report = self.request, self.report
-        report.steps += 1
-        report.accepted += sum(map(min, outcome.accepted, outcome.emitted))  # criteria may have cut the row
-        report.drafted += sum(outcome.drafted)
-        new = [tokens[:count] for tokens, count in zip(outcome.new, outcome.emitted, strict=True)]
-        for row, tokens in enumerate(new):
-            if self.finished[row]:
-                continue
-            count = len(tokens)
-            histogram = report.accepted_lengths
-            histogram.extend([0] * (count - len(histogram)))
-            histogram[count - 1] += 1
-            if out is not None and request.keep_logits:
-                self.logits[row] += out.logits[row, out.path[row, :count]].unbind(0)
-            if out is not None and out.scores is not None:
-                self.scores[row] += out.scores[row, out.path[row, :count]].unbind(0)
-            self.generated[row] += tokens
-            self.lengths[row] += count
-        self.finished = [bool(ended) for ended in outcome.ended]
-        if request.on_step is not None:
-            request.on_step(new, self.finished)
+        if self.capacity:
+            self.report.steps += 1  # elsewhere its only request counts them
+        for member, first in self.members:
+            new = member.book(outcome.part(first, member.rows), out, first)
+            with self.callback_of(member):
+                member.tell(new)
 
     def _memory(self) -> int:
         if self.target.device.type == "cuda":

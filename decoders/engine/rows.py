@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntFlag
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ..sampling.processors import SamplingInputs, row_keys
 from ..strategy import Sequences
+from .buckets import round_up
 from .cache import CacheBuffers
 from .target import Target
 
@@ -81,6 +83,14 @@ class Rows:
         torch.add(self.length, new_tokens, out=self.limit)
         return replace(self, sampling=sampling)
 
+    def of_rows(self, begin: int, end: int) -> Rows:
+        """Views of some of the rows."""
+        rows = slice(begin, end)
+        return Rows(
+            self.tokens[rows], self.length[rows], self.prompt_length[rows], self.finished[rows], self.limit[rows],
+            self.faults[rows], self.buffers.of_rows(begin, end), self.sampling.of_rows(begin, end), self.range,
+        )  # fmt: skip
+
     def enlarged(self, slots: int) -> Rows:
         """The same rows with room for `slots` tokens each."""
         tokens = self.tokens.new_zeros(len(self.tokens), slots)
@@ -96,10 +106,15 @@ class Rows:
 def sampling_inputs(
     values: tuple[float, ...], seed: int, rows: int, stop_tokens: tuple[int, ...], device: torch.device
 ) -> SamplingInputs:
-    """The tensors of a plan. Stop tokens are padded to a multiple of 8 with -1, so that their number seldom matters."""
-    padded = list(stop_tokens) + [-1] * (max(8, -len(stop_tokens) % 8 + len(stop_tokens)) - len(stop_tokens))
+    """The tensors of a plan."""
     return SamplingInputs(
         torch.tensor(values or (0.0,), dtype=torch.float32, device=device),
         row_keys(seed, rows, device),
-        torch.tensor(padded, device=device),
+        stop_tensor([stop_tokens], device)[0],
     )
+
+
+def stop_tensor(stop_tokens: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """``[B, E]`` int64: the stop tokens of rows, padded to a multiple of 8 with -1, so that their number seldom matters."""
+    width = max(round_up(max(map(len, stop_tokens)), 8), 8)
+    return torch.tensor([[*stops, *[-1] * (width - len(stops))] for stops in stop_tokens], device=device)

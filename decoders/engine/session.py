@@ -102,28 +102,25 @@ class Session:
             how many tokens of each row are not read again, and how many in front of the last one are left pending. Rows
             advance together, so one with little left to read reads some of its tokens a second time.
         """
-        ends = [length - 1 for length in lengths]
-        multiple = self.target.multiple
-        chunk = max(chunk - chunk % multiple, multiple)
-        # What a short row reads behind its end is written anew before anything sees it.
-        pending = round_up(max((end - kept for end, kept in zip(ends, reused, strict=True)), default=0), multiple)
-        starts = [max(end - pending, 0) for end in ends]
-        left = (pending - 1) % chunk + 1 if leave and pending else 0
-        rows = self.rows
-        begin = torch.tensor(starts, device=rows.tokens.device)
-        for done, count in prefill_chunks(pending - left, chunk, self.target.static):
-            if self.target.static:  # what is read behind the end needs room as well
-                self.reserve(max(starts) + done + count)
-                rows = self.rows
-            slots = begin[:, None] + torch.arange(done, done + count, device=begin.device)
-            latest = max(starts) + done
-            view = self.view(latest + count)[0]
-            tokens = rows.tokens.gather(1, slots)
-            if run is not None:
-                run(tokens, begin + done, view, latest)
-            else:
-                self.target.prefill(tokens, begin + done, rows.buffers, view, latest)
-        return starts, left
+        reading = Reading.of(lengths, reused, chunk, self.target, leave)
+        begin = torch.tensor(reading.starts, device=self.rows.tokens.device)
+        for done, count in reading.passes:
+            self.read(self.rows, begin, max(reading.starts), done, count, run)
+        return reading.starts, reading.left
+
+    def read(
+        self, rows: Rows, begin: Tensor, latest: int, done: int, count: int, run: Callable[..., None] | None = None
+    ) -> None:
+        """One pass over `count` prompt tokens of `rows`, from `done` tokens behind `begin` on, at most `latest` ``[B]``."""
+        if self.target.static:  # what is read behind the end needs room as well
+            self.reserve(latest + done + count)
+            rows = rows if rows.slots == self.rows.slots else self.rows
+        slots = begin[:, None] + torch.arange(done, done + count, device=begin.device)
+        tokens, view = rows.tokens.gather(1, slots), self.view(latest + done + count)[0]
+        if run is not None:
+            run(tokens, begin + done, view, latest + done)
+        else:
+            self.target.prefill(tokens, begin + done, rows.buffers, view, latest + done)
 
     def keep(self, lengths: list[int]) -> None:
         """Notes that the first so many tokens of each row, from the first row on, have their keys and values in their slots."""
@@ -134,6 +131,33 @@ class Session:
     def forget(self) -> None:
         """Notes that the slots hold nothing of use."""
         self.texts = [NOTHING] * self.batch
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the tokens of prompts are read: in which passes, each row from where on.
+
+    Attributes:
+        starts: tokens of each row that are not read (again). Rows advance together, so one with little left to read reads some
+            of its tokens a second time.
+        passes: where each begins behind the starts, and how many tokens it reads.
+        left: how many tokens in front of the last one are left pending.
+    """
+
+    starts: list[int]
+    passes: list[tuple[int, int]]
+    left: int
+
+    @staticmethod
+    def of(lengths: list[int], reused: list[int], chunk: int, target: Target, leave: bool) -> Reading:
+        """As :meth:`Session.prefill` has it."""
+        ends, multiple = [length - 1 for length in lengths], target.multiple
+        chunk = max(chunk - chunk % multiple, multiple)
+        # What a short row reads behind its end is written anew before anything sees it.
+        pending = round_up(max((end - kept for end, kept in zip(ends, reused, strict=True)), default=0), multiple)
+        starts = [max(end - pending, 0) for end in ends]
+        left = (pending - 1) % chunk + 1 if leave and pending else 0
+        return Reading(starts, prefill_chunks(pending - left, chunk, target.static), left)
 
 
 @contextmanager

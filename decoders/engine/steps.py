@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from ..errors import DraftError, UnsupportedError
 from ..report import Report
 from ..strategy import Draft
-from ..tree import Topology
+from ..tree import Topology, TreeTensors
 from ..verifiers.verifier import Verifier
 from .blocks import NodeBlock
 from .core import StepOutput
 from .engine import Engine
-from .host_processors import Prefixes, choose_along_path
+from .host_processors import NOT_REACHED, choose_along_path
 from .rows import Rows
 from .tiers import ForwardPass
 
 if TYPE_CHECKING:
     from .request import Request
+    from .written import Written
 
 #: (draft, block, rows) → what became of them; the block holds the draft's tokens and tree as the target runs them.
 StepFunction = Callable[[Draft, NodeBlock, Rows], StepOutput]
 
 
 def make_step(
-    engine: Engine, passes: ForwardPass, request: Request, verifier: Verifier | None, prefixes: Prefixes, report: Report
-) -> StepFunction:
-    """The step of one call. passes: of the target. verifier: None where the built-in rule decides."""
+    engine: Engine, passes: ForwardPass, request: Request, verifier: Verifier | None, members: Sequence[tuple[Written, int]],
+    report: Report,
+) -> StepFunction:  # fmt: skip
+    """The step of one call.
+
+    Args:
+        passes: of the target.
+        verifier: None where the built-in rule decides.
+        members: the requests whose rows are decoded, and the first row of each; read in every step.
+    """
     core = engine.core(request.plan, passes)
     if request.processors is None and verifier is None:
         step = engine.whole(core, "step", request.compile, report)
@@ -41,13 +50,44 @@ def make_step(
 
     def on_host(draft: Draft, block: NodeBlock, rows: Rows) -> StepOutput:
         nodes, forwarded = forward(block, rows)
-        assert request.processors is not None
         logits = forwarded.logits if block.masks is None else block.masks.allow(forwarded.logits)
         tree = block.tree
-        chosen, scores, most = choose_along_path(nodes, tree, logits, rows, prefixes, request.processors, request.plan)
+        chosen, scores, most = choose_of_all(nodes, tree, logits, rows, members, request)
         return core.commit(nodes, chosen, tree, rows, forwarded, scores if request.keep_scores else None, most)
 
     return on_host
+
+
+def choose_of_all(
+    nodes: Tensor,
+    tree: TreeTensors,
+    logits: Tensor,
+    rows: Rows,
+    members: Sequence[tuple[Written, int]],
+    request: Request,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`choose_along_path` of every request by itself, in the form of the whole batch.
+
+    A request whose processors raise writes nothing, and the error is its own where several share the step.
+    """
+    if len(members) == 1 and members[0][0].request is request:
+        member = members[0][0]
+        assert request.processors is not None
+        return choose_along_path(nodes, tree, logits, rows, member.prefixes, request.processors, request.plan)
+    chosen = torch.full(nodes.shape, NOT_REACHED, dtype=torch.int64, device=nodes.device)
+    scores, most = torch.zeros_like(logits), torch.zeros_like(rows.length)
+    for member, first in members:
+        own, processors = slice(first, first + member.rows), member.request.processors
+        if all(member.finished) or processors is None:
+            continue
+        try:
+            chosen[own], scores[own], most[own] = choose_along_path(
+                nodes[own], tree.of_rows(own.start, own.stop), logits[own], rows.of_rows(own.start, own.stop), member.prefixes,
+                processors, request.plan,
+            )  # fmt: skip
+        except Exception as error:
+            member.error = error
+    return chosen, scores, most
 
 
 def judged(forward: Callable, judge: Callable, verifier: Verifier, strategy: str) -> StepFunction:

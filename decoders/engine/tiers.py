@@ -68,16 +68,29 @@ class ForwardPass:
         self._settle = CompiledFunction(settle)
 
     @contextmanager
-    def during(self, mode: Compile, report: Report) -> Iterator[None]:
-        """A call that compiles as `mode` says and books what that costs in `report`."""
+    def during(self, mode: Compile, report: Report, allowed: set[bool] | None = None) -> Iterator[None]:
+        """A call, or a step of one, that compiles as `mode` says and books what that costs in `report`.
+
+        Args:
+            allowed: as of :meth:`steady_tiers` where the call began; by default as of now.
+        """
         before = self._mode, self._report, self._allowed
-        self._mode, self._report, self._allowed = mode, report, None
-        if mode == "auto" and not self._steady:
-            self._allowed = {several for several in self._tiers if self.ready(several)}
+        self._mode, self._report = mode, report
+        self._allowed = self.steady_tiers(mode) if allowed is None else allowed
         try:
             yield
         finally:
             self._mode, self._report, self._allowed = before
+
+    def compiles(self, several: bool) -> bool:
+        """Whether the next pass over one row, or over `several`, may run compiled."""
+        return bool(self._mode) and (self._mode is True or self.ready(several))
+
+    def steady_tiers(self, mode: Compile) -> set[bool] | None:
+        """In which tiers a call that begins now may run compiled; None: whenever that is ready."""
+        if mode != "auto" or self._steady:
+            return None
+        return {several for several in self._tiers if self.ready(several)}
 
     def __call__(
         self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor
@@ -142,7 +155,7 @@ class ForwardPass:
                     torch.zeros(len(nodes), buffers.slots, dtype=torch.int64),
                     torch.zeros(len(nodes)).bool(),
                 )
-                stops = torch.full((8,), -1)
+                stops = torch.full((len(nodes), 8), -1)
                 block = torch.zeros(len(nodes), len(tree), dtype=torch.int64)
                 settled(block, block.clone(), tree, tokens, base + 1, base + 40, flags, stops)
 

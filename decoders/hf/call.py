@@ -36,6 +36,38 @@ from .streaming import StreamAligner
 
 
 @dataclass(frozen=True)
+class PreparedCall:
+    """A call as the loop takes it, and what makes its result transformers' again.
+
+    Attributes:
+        engine: decodes it.
+        request: what is to be decoded.
+        input_ids: ``[B, P]`` as transformers prepared them.
+        grammars: of the rows.
+        aligner: tells the call's streamer, if there is one.
+        config: the generation config in force.
+    """
+
+    engine: Engine
+    request: Request
+    input_ids: Tensor
+    grammars: Grammars
+    aligner: StreamAligner | None
+    config: GenerationConfig
+
+    def result(self, decoded: Decoded) -> Tensor | DecodersOutput:
+        """What ``generate`` returns; the streamer is told that the end has come."""
+        decoded.report.grammars = self.grammars.judge(decoded.tokens)
+        if self.aligner is not None:
+            self.aligner.end()
+        return assemble(self.input_ids, decoded, self.config)
+
+    def partial(self, decoded: Decoded) -> Tensor | DecodersOutput:
+        """The same of a call that has not come to its end."""
+        return assemble(self.input_ids, decoded, self.config)
+
+
+@dataclass(frozen=True)
 class GenerateCall:
     """A call that is going to be decoded.
 
@@ -55,6 +87,14 @@ class GenerateCall:
 
     def generate(self) -> Tensor | DecodersOutput:
         """Lets transformers prepare the inputs, processors and criteria, and decodes with them."""
+        return self._through_transformers(self._decode)
+
+    def prepared(self) -> PreparedCall:
+        """The same up to where it would be decoded, for whoever does that."""
+        return self._through_transformers(self._prepare)
+
+    def _through_transformers(self, custom_generate: Callable[..., Any]) -> Any:
+        """What `custom_generate` gives, called by transformers' ``generate`` with all that it has prepared."""
         handled = (
             "custom_generate",
             "assistant_model",
@@ -70,7 +110,7 @@ class GenerateCall:
         # transformers fills gaps from the model's config, which must stay as it is: a shallow copy has a cleaned one.
         stand_in = copy.copy(self.model)
         stand_in.generation_config = _without_own_work(self.model.generation_config)
-        return type(stand_in).generate(stand_in, **arguments, custom_generate=self._decode)  # type: ignore[attr-defined]
+        return type(stand_in).generate(stand_in, **arguments, custom_generate=custom_generate)  # type: ignore[attr-defined]
 
     def _criteria(self) -> StoppingCriteriaList:
         """The user's criteria plus stop strings (transformers loses the tokenizer on the way to a custom loop)."""
@@ -83,7 +123,18 @@ class GenerateCall:
             criteria.append(StopStringCriteria(stop_strings=strings, tokenizer=self.tokenizer))
         return criteria
 
-    def _decode(
+    def _decode(self, *args: Any, **kwargs: Any) -> Tensor | DecodersOutput:
+        """The loop behind transformers' ``custom_generate``."""
+        call = self._prepare(*args, **kwargs)
+        try:
+            decoded = decode(call.engine, call.request)
+        except BaseException as error:
+            if isinstance(getattr(error, "partial", None), Decoded):
+                error.partial = call.partial(error.partial)  # type: ignore[attr-defined]
+            raise
+        return call.result(decoded)
+
+    def _prepare(
         self,
         model: PreTrainedModel,
         input_ids: Tensor,
@@ -91,8 +142,8 @@ class GenerateCall:
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         **model_kwargs: Any,
-    ) -> Tensor | DecodersOutput:
-        """The loop behind transformers' ``custom_generate``."""
+    ) -> PreparedCall:
+        """What transformers has prepared, in the loop's terms."""
         options, device = self.options, input_ids.device
         padded = input_ids.to(self.model.device)
         mask = model_kwargs.get("attention_mask")
@@ -132,16 +183,7 @@ class GenerateCall:
             model=self.model, tokenizer=self.tokenizer, assistant_model=options.arguments.get("assistant_model"),
             resolve=resolve_strategy, cost_folder=runtime.cost_cache or default_folder(),
         )  # fmt: skip
-        try:
-            decoded = decode(engine, request)
-        except BaseException as error:
-            if isinstance(getattr(error, "partial", None), Decoded):
-                error.partial = assemble(padded.to(device), error.partial, generation_config)  # type: ignore[attr-defined]
-            raise
-        decoded.report.grammars = grammars.judge(decoded.tokens)
-        if aligner is not None:
-            aligner.end()
-        return assemble(padded.to(device), decoded, generation_config)
+        return PreparedCall(engine, request, padded.to(device), grammars, aligner, generation_config)
 
 
 def _without_own_work(config: GenerationConfig) -> GenerationConfig:

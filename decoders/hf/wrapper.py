@@ -14,7 +14,7 @@ from ..engine.quantization import Precision
 from ..engine.target import refuse_unfit
 from .arguments import refuse_arguments
 from .assistants import Assistants
-from .call import GenerateCall
+from .call import GenerateCall, PreparedCall
 from .inputs import check_inputs
 from .options import OWN, Options
 from .peft import refuse_prompt_learning
@@ -106,10 +106,20 @@ class Generate:
         options = Options.read(positional | kwargs, self.model.generation_config)
         if options is None:
             return self.plain(*args, **{name: value for name, value in kwargs.items() if name not in OWN})
-        return self._decode(options)
+        return self._call(options).generate()
 
-    def _decode(self, options: Options) -> Any:
-        """Refuses what cannot be honoured, before anything is touched, and decodes."""
+    def prepared(self, **kwargs: Any) -> PreparedCall:
+        """A call of ``generate`` with a strategy, checked and prepared, for whoever decodes it.
+
+        Raises:
+            what ``generate`` raises.
+        """
+        options = Options.read(kwargs, self.model.generation_config)
+        assert options is not None, "only calls with a strategy are decoded in the loop"
+        return self._call(options).prepared()
+
+    def _call(self, options: Options) -> GenerateCall:
+        """Refuses what cannot be honoured, before anything is touched."""
         refuse_unfit(self.model)
         refuse_prompt_learning(self.model, self.wrapper)
         arguments = options.arguments
@@ -121,6 +131,4 @@ class Generate:
         options.check()
         runtime = options.runtime
         engine = partial(self.engine, runtime.attention, runtime.weights, runtime.kv_cache)
-        return GenerateCall(
-            self.model, engine, self._assistants, options, arguments.get("tokenizer") or self.tokenizer
-        ).generate()
+        return GenerateCall(self.model, engine, self._assistants, options, arguments.get("tokenizer") or self.tokenizer)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..devices import host_reads
@@ -149,8 +150,10 @@ def candidates(
         at_least: fewest tokens to give per node, those that are ruled out included.
     """
     names, values = plan.operations, inputs.values
+    if values.dim() > 1 and host_reads(logits) and any(name != "temperature" for name in names):
+        return _by_row(logits, plan, inputs, positions, masks, at_least)
     ends = sum(name == "min_new_tokens" for name in names)
-    operations: Operations = [(name, values[i]) for i, name in enumerate(names)][ends:]
+    operations: Operations = [(name, inputs.value(i)) for i, name in enumerate(names)][ends:]
     if not host_reads(logits) or "min_new_tokens" in names[ends:]:
         return Candidates.whole(process(logits, plan, inputs, positions, masks))
     legal = logits if masks is None else _allowed(logits, masks)
@@ -168,6 +171,34 @@ def candidates(
         return by_reference(rows[index], operations, at_least)
 
     return _selected(select(rows, operations, at_least), logits.shape[:2], logits.shape[-1], reference)
+
+
+def _by_row(
+    logits: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor, masks: Masks | None, at_least: int
+) -> Candidates:
+    """:func:`candidates` where every row has parameters of its own: rows with the same ones are looked at together."""
+    own = torch.cat([inputs.values.double(), inputs.stop_tokens.expand(len(logits), -1).double()], dim=1)
+    kinds, kind_of = own.unique(dim=0, return_inverse=True)
+    parts, places = [], []
+    for kind in range(len(kinds)):
+        rows = (kind_of == kind).nonzero()[:, 0]
+        one, stops = int(rows[0]), inputs.stop_tokens
+        alike = SamplingInputs(inputs.values[one], inputs.keys[rows], stops[one] if stops.dim() > 1 else stops)
+        own_masks = Masks(masks.allowed[rows]) if masks is not None else None
+        if len(kinds) == 1:
+            return candidates(logits, plan, alike, positions, masks, at_least)
+        parts.append(candidates(logits[rows], plan, alike, positions[rows], own_masks, at_least).settled())
+        places.append(rows)
+    place, vocab = torch.cat(places).argsort(), logits.shape[-1]
+    if any(part.tokens is None for part in parts):
+        return Candidates.whole(torch.cat([part.dense() for part in parts])[place])
+    width = max(part.scores.shape[-1] for part in parts)
+
+    def joined(name: str, fill: float) -> Tensor:
+        tensors = (getattr(part, name) for part in parts)
+        return torch.cat([F.pad(t, (0, width - t.shape[-1]), value=fill) for t in tensors])[place]
+
+    return Candidates(joined("scores", NEVER), joined("tokens", -1), vocab)
 
 
 def _log_total(scores: Tensor, best: Tensor) -> Tensor:

@@ -36,15 +36,30 @@ class SamplingInputs:
     """The tensors a plan reads.
 
     Attributes:
-        values: ``[max(1, len(operations))]`` float32, one parameter per operation; for top_p it is ``1 - top_p``,
-            subtracted in double precision as transformers does.
+        values: ``[max(1, len(operations))]`` float32, one parameter per operation, or ``[B, …]``, those of each row; for top_p
+            it is ``1 - top_p``, subtracted in double precision as transformers does.
         keys: ``[B]`` int64, noise key of each row.
-        stop_tokens: ``[E]`` int64, end-of-sequence ids.
+        stop_tokens: ``[E]`` int64, end-of-sequence ids, or ``[B, E]``, those of each row; -1 stands for none.
     """
 
     values: Tensor
     keys: Tensor
     stop_tokens: Tensor
+
+    def of_rows(self, begin: int, end: int) -> SamplingInputs:
+        """Those of some of the rows."""
+        return self.of(slice(begin, end))
+
+    def of(self, rows: slice | Tensor) -> SamplingInputs:
+        """Those of `rows`."""
+        values, stops = self.values, self.stop_tokens
+        return SamplingInputs(
+            values[rows] if values.dim() > 1 else values, self.keys[rows], stops[rows] if stops.dim() > 1 else stops
+        )
+
+    def value(self, operation: int) -> Tensor:
+        """The parameter of an operation, to go with scores ``[B, N, V]``: ``[]``, or ``[B, 1, 1]``."""
+        return self.values[operation] if self.values.dim() == 1 else self.values[:, operation, None, None]
 
 
 @dataclass(frozen=True)
@@ -112,7 +127,11 @@ def _temperature(scores: Tensor, value: Tensor, **_: Tensor) -> Tensor:
 
 def _top_k(scores: Tensor, value: Tensor, **_: Tensor) -> Tensor:
     k = value.long().clamp(1, scores.shape[-1])
-    kth = scores.sort(-1, descending=True).values.index_select(-1, (k - 1)[None])
+    ordered = scores.sort(-1, descending=True).values
+    if k.dim():  # one per row
+        kth = ordered.gather(-1, (k - 1).expand(*scores.shape[:-1], 1))
+    else:
+        kth = ordered.index_select(-1, (k - 1)[None])
     return scores.masked_fill(scores < kth, float("-inf"))
 
 
@@ -146,11 +165,13 @@ def _typical_p(scores: Tensor, value: Tensor, **_: Tensor) -> Tensor:
 
 def _min_new_tokens(scores: Tensor, value: Tensor, positions: Tensor, stop_tokens: Tensor) -> Tensor:
     tokens = torch.arange(scores.shape[-1], device=scores.device)
-    is_stop = (tokens[:, None] == stop_tokens[None]).any(-1)
-    return scores.masked_fill(is_stop & (positions < value)[..., None], float("-inf"))
+    is_stop = (tokens[:, None] == stop_tokens[..., None, :]).any(-1)
+    if is_stop.dim() > 1:
+        is_stop = is_stop[:, None]
+    return scores.masked_fill(is_stop & (positions[..., None] < value), float("-inf"))
 
 
-#: What can run inside the step: name → function of (scores ``[B, N, V]``, value ``[]``), equal to transformers' own.
+#: What can run inside the step: name → function of (scores ``[B, N, V]``, value ``[]`` or ``[B, 1, 1]``), equal to transformers' own.
 OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "min_new_tokens": _min_new_tokens,
     "temperature": _temperature,
@@ -168,7 +189,7 @@ def process(
     legal = logits if masks is None else masks.allow(logits)
     scores = legal
     for i, name in enumerate(plan.operations):
-        scores = OPERATIONS[name](scores, inputs.values[i], positions=positions, stop_tokens=inputs.stop_tokens)
+        scores = OPERATIONS[name](scores, inputs.value(i), positions=positions, stop_tokens=inputs.stop_tokens)
     if masks is not None and "min_new_tokens" in plan.operations:
         scores = grammar_first(scores, legal)
     return scores

@@ -16,16 +16,17 @@ from .speculative import Speculative, SpeculativeSettings
 from .staged import Staged, StagedSettings
 from .suffix import Suffix, SuffixSettings
 from .threshold import Threshold, ThresholdSettings
+from .token_recycling import TokenRecycling, TokenRecyclingSettings
 
 __all__ = [
     "Auto", "AutoSettings", "Autoregressive", "Eagle3", "Eagle3Settings", "Grammar", "GrammarSettings", "Lookahead",
     "LookaheadSettings", "Medusa", "MedusaSettings", "Mtp", "MtpSettings", "Ngram", "NgramSettings", "PromptLookup",
     "PromptLookupSettings", "Speculative", "SpeculativeSettings", "Staged", "StagedSettings", "Suffix", "SuffixSettings",
-    "Threshold", "ThresholdSettings",
+    "Threshold", "ThresholdSettings", "TokenRecycling", "TokenRecyclingSettings",
 ]  # fmt: skip
 
 #: In the order in which they are listed.
 BUILT_IN: tuple[type[Strategy], ...] = (
-    Auto, Autoregressive, Speculative, Threshold, Staged, Lookahead, PromptLookup, Ngram, Suffix, Medusa, Mtp, Eagle3,
-    Grammar,
+    Auto, Autoregressive, Speculative, Threshold, Staged, Lookahead, PromptLookup, Ngram, Suffix, TokenRecycling, Medusa, Mtp,
+    Eagle3, Grammar,
 )  # fmt: skip

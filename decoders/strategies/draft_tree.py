@@ -42,6 +42,7 @@ class StaticTree:
     """
 
     def __init__(self, paths: Sequence[Sequence[int]], rows: int, device: torch.device) -> None:
+        self.paths = paths
         self.topology, picks = Topology.from_paths(paths)
         self.children = max(rank for _, rank in picks) + 1
         self.depth = self.topology.max_depth

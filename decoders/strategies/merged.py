@@ -71,6 +71,10 @@ class Merged(Strategy):
         return any(part.reads_prompt for part in self.parts)
 
     @property
+    def observes(self) -> bool:
+        return any(part.observes for part in self.parts)
+
+    @property
     def reads_layers(self) -> bool:
         return any(part.reads_layers for part in self.parts)
 
@@ -157,7 +161,7 @@ class Merged(Strategy):
 
     def observe(self, state: MergedState, step: Step) -> None:
         for part, own, mine in zip(self.parts, state.parts, state.owned, strict=True):
-            if type(part).observe is not Strategy.observe:
+            if part.observes:
                 part.observe(own, _first(replace(step, layers=self._layers(state, part, step.layers)), mine))
 
 

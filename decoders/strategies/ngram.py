@@ -7,7 +7,7 @@ likeliest spine is that of "Accelerating LLM Inference with Staged Speculative D
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -88,6 +88,9 @@ class Ngram(Strategy):
         table = tuple(tensor for order in orders for tensor in order.tensors())
         scratch = torch.zeros(context.rows, context.vocab_size, dtype=torch.int32, device=context.device)
         return NgramState(context.compile(mini_tree), scratch, table)
+
+    def rebatch(self, state: NgramState, rows: Tensor, context: Context) -> NgramState:
+        return replace(state, scratch=state.scratch.new_zeros(context.rows, context.vocab_size))
 
     def propose(self, state: NgramState, sequences: Sequences) -> Draft:
         s: NgramSettings = self.settings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from pydantic import Field, model_validator
@@ -44,6 +45,9 @@ class PromptLookup(Strategy):
 
     def start(self, context: Context) -> Callable[..., tuple[Tensor, Tensor]]:
         return context.compile(continuations)
+
+    def rebatch(self, state: Callable[..., tuple[Tensor, Tensor]], rows: Tensor, context: Context) -> Any:
+        return state  # all is looked up in the rows themselves
 
     def propose(self, state: Callable[..., tuple[Tensor, Tensor]], sequences: Sequences) -> Draft:
         s: PromptLookupSettings = self.settings

@@ -99,6 +99,14 @@ class Speculative(DraftModelStrategy):
             )
         return _State(drafter, tree, torch.full((context.rows,), s.length, device=context.device))
 
+    def rebatch(self, state: _State, rows: Tensor, context: Context) -> _State:
+        s: SpeculativeSettings = self.settings
+        if isinstance(state.tree, StaticTree):
+            state.tree = StaticTree(state.tree.paths, context.rows, context.device)
+        lengths = state.lengths[rows.clamp(min=0)] if len(state.lengths) else rows
+        state.lengths = torch.where(rows >= 0, lengths, s.length)
+        return state
+
     def propose(self, state: _State, sequences: Sequences) -> Draft:
         drafter = state.drafter
         drafter.begin(sequences)

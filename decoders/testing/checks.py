@@ -99,16 +99,24 @@ def _draft(name: str) -> PreTrainedModel:
     return tiny_draft(name)
 
 
+def needs(
+    model: PreTrainedModel, name: str | PreTrainedModel, strategy: Strategy, stops: int | Sequence[int] = ()
+) -> dict[str, Any]:
+    """What a strategy cannot do without: a draft model, a grammar of all texts."""
+    options: dict[str, Any] = {}
+    if strategy.needs_assistant:
+        options["assistant_model"] = _draft(name) if isinstance(name, str) else disable(copy.deepcopy(model))
+    if strategy.needs_grammar:
+        options["grammar"] = _anything(*([stops] if isinstance(stops, int) else stops))
+    return options
+
+
 def run(
     model: PreTrainedModel, name: str | PreTrainedModel, strategy: Strategy, inputs: dict[str, Tensor],
     conditions: Conditions, **options: Any,
 ) -> Any:  # fmt: skip
     """One call with `strategy`; a strategy that needs a draft model gets one, and one that needs a grammar one of all texts."""
-    if strategy.needs_assistant:
-        options["assistant_model"] = _draft(name) if isinstance(name, str) else disable(copy.deepcopy(model))
-    if strategy.needs_grammar and "grammar" not in options:
-        stops = options.get("eos_token_id", [])
-        options["grammar"] = _anything(*(stops if isinstance(stops, list) else [stops]))
+    options = needs(model, name, strategy, options.get("eos_token_id", [])) | options
     # Strategies start cold unless a check is about what they keep.
     loop = {"memory": False} | options.pop("decoders_config", {"compile": conditions.compile})
     options = dict(max_new_tokens=conditions.new_tokens, decoders_config=loop) | options

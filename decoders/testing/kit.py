@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from ..strategy import Strategy
 from . import checks
 from .acceptance import check_draft_tokens_are_accepted
+from .arrivals import check_rows_come_and_go
 from .checks import Conditions
 from .distribution import check_draft_scores
 from .features import check_finish, check_memory, check_prompt_chunks
@@ -53,6 +54,7 @@ CHECKS: tuple[Check, ...] = (
     check_calls_share_no_state,
     check_merged,
     check_rests,
+    check_rows_come_and_go,
     check_draft_scores,
     check_draft_tokens_are_accepted,
 )
@@ -66,6 +68,7 @@ EXACT_ONLY: frozenset[Check] = frozenset(
         checks.check_end_token_inside_a_draft,
         checks.check_prefix_processors,
         checks.check_grammars,
+        check_rows_come_and_go,
     }
 )
 

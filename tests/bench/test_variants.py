@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from decoders import bench
+from decoders.bench.call import decode as bench_decode
 from decoders.bench.streams import PutCounter, first_token, forwards
 from decoders.bench.variants import assistant_tokens, parse, split
 from decoders.errors import SettingsError, UnknownNameError
@@ -179,3 +180,29 @@ def test_accepted_lengths_compare_with_transformers_up_to_a_stop_token(tokenizer
         _, theirs, ours = records
         assert ours.accepted_length == pytest.approx(theirs.accepted_length), f"stop token {stop}"
         assert ours.accepted_length > 1
+
+
+def test_memory_is_a_word_of_the_brackets() -> None:
+    assert parse("suffix[memory=true,nodes=8]").memory is True and parse("suffix").memory is None
+    with pytest.raises(SettingsError, match="memory is true or false, not 'warm'"):
+        parse("suffix[memory=warm]")
+
+
+def test_every_round_of_what_is_remembered_begins_cold(tokenizer: Any) -> None:
+    model = tiny_model("llama")
+    methods = bench.strategy_methods(
+        model, ["suffix", "suffix[memory=true]"], decoders_config=EAGER, tokenizer=tokenizer
+    )
+    assert [m.arguments["decoders_config"]["memory"] for m in methods] == [False, True]
+    workloads = bench.workloads(tokenizer, [("a", "kind", TEXTS[0][2]), ("b", "kind", TEXTS[0][2])], 1)
+    remembered = []
+
+    def decode(method: Any, workload: Any, new_tokens: int, streamer: Any = None) -> bench.TimedCall:
+        call = bench_decode(method, workload, new_tokens, streamer)
+        if method.arguments["decoders_config"]["memory"]:
+            remembered.append(call.report.details["texts"])
+        return call
+
+    bench.measure(methods, workloads, new_tokens=8, repeats=2, decode=decode, first_tokens=False)
+    checks, *rounds = [remembered[at : at + 2] for at in range(len(remembered) - 6, len(remembered), 2)]
+    assert checks == [0, 1] and rounds == [[0, 1], [0, 1]]

@@ -16,7 +16,15 @@ from transformers.generation.streamers import BaseStreamer
 import decoders
 from decoders.testing import tiny_model
 
-STRATEGIES = ["autoregressive", "prompt_lookup", "ngram", "lookahead", "ngram+prompt_lookup"]
+STRATEGIES = [
+    "autoregressive",
+    "prompt_lookup",
+    "ngram",
+    "lookahead",
+    "suffix",
+    "token_recycling",
+    "ngram+prompt_lookup",
+]
 DRAFTED = ["speculative", "threshold", "staged"]
 TEXT = [(7 * i * i + 3 * i) % 97 + 5 for i in range(60)]
 

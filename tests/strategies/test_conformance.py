@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field
 
 from decoders.plugins import registry
 from decoders.settings import Settings
-from decoders.strategies import Lookahead, Ngram, PromptLookup, Speculative, Staged, Suffix, Threshold
+from decoders.strategies import Lookahead, Ngram, PromptLookup, Speculative, Staged, Suffix, Threshold, TokenRecycling
 from decoders.strategies.merged import Merged
 from decoders.strategy import Draft, Sequences, Step, Strategy
 from decoders.testing import CHECKS, Replay, check_strategy, checks_for, parametrize_with_checks, tiny_model
@@ -42,6 +42,7 @@ VARIANTS = [
     Staged(stage="prompt_lookup"),
     Staged(stage="prompt_lookup", children=1),
     Suffix(alpha=16, nodes=6, occurrences=2, remember=0),
+    TokenRecycling(k=2, tree=((0,), (1,), (0, 0)), prompt_logits=True),
     Replay(),
 ]
 

@@ -33,6 +33,9 @@ class HostGuide(Guide):
 
     def __init__(self, texts: Sequence[Text], table: MaskTable, outer: HostGuide | None = None) -> None:
         self.texts, self.table, self.outer = texts, table, outer
+        self._shifts: dict[
+            int, tuple[Tabulated, int]
+        ] = {}  # grammars whose masks are in the table, and their first rows
         self.positions: list[Any] = [text.begin for text in texts]
         self._nodes: list[list[Any]] = []
         self._history = [HostHistory() for _ in texts]
@@ -40,20 +43,32 @@ class HostGuide(Guide):
     @staticmethod
     def of(grammars: Sequence[CompiledGrammar | None], vocabulary: int, device: torch.device) -> HostGuide:
         """A guide at the beginning of every row's text; None is a row that may write anything."""
-        table = MaskTable(vocabulary, device)
-        shifts: dict[int, int] = {}
-        for grammar in grammars:
-            if isinstance(grammar, Tabulated) and id(grammar) not in shifts:
-                shifts[id(grammar)] = table.add(grammar.tables().masks)
-        texts: list[Text] = []
-        for grammar in grammars:
-            if grammar is None:
-                texts.append(FreeText())
-            elif isinstance(grammar, Tabulated):
-                texts.append(TabulatedText(grammar, shifts[id(grammar)]))
-            else:
-                texts.append(MatchedText(grammar, table))
-        return HostGuide(texts, table)
+        return HostGuide([], MaskTable(vocabulary, device)).rebatch([-1] * len(grammars), grammars)
+
+    def rebatch(self, rows: Sequence[int], grammars: Sequence[CompiledGrammar | None]) -> HostGuide:
+        """A guide of other rows: each is the row of this one with that number, or for -1 a new one, at its text's beginning.
+
+        The masks of tabulated grammars stay in the table; a new guide drops those that nobody follows any more.
+        """
+        guide = HostGuide([], self.table)
+        guide._shifts = self._shifts
+        guide.texts = [
+            self.texts[row] if row >= 0 else guide._text(grammar) for row, grammar in zip(rows, grammars, strict=True)
+        ]
+        guide.positions = [
+            self.positions[row] if row >= 0 else text.begin for row, text in zip(rows, guide.texts, strict=True)
+        ]
+        guide._history = [self._history[row] if row >= 0 else HostHistory() for row in rows]
+        return guide
+
+    def _text(self, grammar: CompiledGrammar | None) -> Text:
+        if grammar is None:
+            return FreeText()
+        if not isinstance(grammar, Tabulated):
+            return MatchedText(grammar, self.table)
+        if id(grammar) not in self._shifts:
+            self._shifts[id(grammar)] = grammar, self.table.add(grammar.tables().masks)
+        return TabulatedText(*self._shifts[id(grammar)])
 
     def ahead(self) -> HostGuide:
         return HostGuide(self.texts, self.table, self)

@@ -30,10 +30,10 @@ class MaskTable:
         self._open = LazyMasks(vocabulary, np.bool_, max(OPEN // vocabulary, 1), self._unpack)
 
     def add(self, masks: Tensor) -> int:
-        """Adds rows for the whole call; returns the first one's index. Not after :meth:`new`."""
+        """Adds rows for the whole call; returns the first one's index. Not between :meth:`new` and :meth:`clear`."""
+        first = len(self.words)
         self.words = torch.cat([self.words, masks])
-        first, self.fixed = self.fixed, len(self.words)
-        self.used = self.fixed
+        self.used = self.fixed = len(self.words)
         return first
 
     def new(self) -> int:

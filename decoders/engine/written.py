@@ -1,0 +1,95 @@
+"""What belongs to one request while it is decoded, however many share its steps: texts, report, stopping criteria."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..report import Report
+from .core import StepOutput
+from .criteria import CriteriaRun, Outcome
+from .host_processors import Prefixes
+from .request import Decoded, Request
+
+
+class Written:
+    """What a request has come to.
+
+    Attributes:
+        request: what was asked for.
+        report: its figures; those of the whole step where nobody shares it.
+        generated: token ids per row, stop token included.
+        lengths: tokens per row, prompt included.
+        finished: per row.
+        logits, scores: per row and token, if asked for.
+        prefixes: the rows as transformers would show them.
+        criteria: asked on the host, None if there are none.
+        error: what a callback of this request has raised, where that ends this request alone.
+    """
+
+    def __init__(self, request: Request, report: Report) -> None:
+        self.request, self.report = request, report
+        rows = len(request.prompts)
+        self.lengths = [len(prompt) for prompt in request.prompts]
+        self.generated: list[list[int]] = [[] for _ in range(rows)]
+        self.logits: list[list[Tensor]] = [[] for _ in range(rows)]
+        self.scores: list[list[Tensor]] = [[] for _ in range(rows)]
+        self.finished = [request.new_tokens == 0] * rows
+        self.prefixes = Prefixes(request.padded_prompt, self.generated, request.pad_token)
+        self.criteria: CriteriaRun | None = None
+        if request.criteria is not None:
+            kept = self.scores if request.keep_scores else None
+            self.criteria = CriteriaRun(request.criteria, self.prefixes, kept)
+        self.error: Exception | None = None
+
+    @property
+    def rows(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def ended(self) -> bool:
+        return all(self.finished)
+
+    def text(self, row: int) -> Tensor:
+        """Prompt and generated tokens of a row, 1-D int64."""
+        prompt = self.request.prompts[row]
+        return torch.cat([prompt, torch.tensor(self.generated[row], dtype=torch.int64, device=prompt.device)])
+
+    def book(self, outcome: Outcome, out: StepOutput | None, first: int) -> list[list[int]]:
+        """Books a step and gives the new tokens of every row.
+
+        Args:
+            outcome: of this request's rows.
+            out: of all rows; needed for logits and scores only.
+            first: the first of this request's rows among them.
+        """
+        request, report = self.request, self.report
+        report.steps += 1
+        report.accepted += sum(map(min, outcome.accepted, outcome.emitted))  # criteria may have cut the row
+        report.drafted += sum(outcome.drafted)
+        new = [tokens[:count] for tokens, count in zip(outcome.new, outcome.emitted, strict=True)]
+        for row, tokens in enumerate(new):
+            if self.finished[row]:
+                continue
+            count = len(tokens)
+            if count:
+                histogram = report.accepted_lengths
+                histogram.extend([0] * (count - len(histogram)))
+                histogram[count - 1] += 1
+            if out is not None and request.keep_logits:
+                self.logits[row] += out.logits[first + row, out.path[first + row, :count]].unbind(0)
+            if out is not None and out.scores is not None:
+                self.scores[row] += out.scores[first + row, out.path[first + row, :count]].unbind(0)
+            self.generated[row] += tokens
+            self.lengths[row] += count
+        self.finished = [bool(ended) for ended in outcome.ended]
+        return new
+
+    def tell(self, new: list[list[int]]) -> None:
+        """Tells whoever listens what a step has written."""
+        if self.request.on_step is not None:
+            self.request.on_step(new, self.finished)
+
+    def decoded(self) -> Decoded:
+        self.report.new_tokens = [len(tokens) for tokens in self.generated]
+        return Decoded(self.generated, self.report, self.logits, self.scores)

@@ -1,0 +1,254 @@
+"""What a caller holds of a request: its result to come, its tokens as they come, and the means to end it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from ..errors import CancelledError
+from ..report import Report
+from .pieces import TextPieces
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ..engine.written import Written
+    from ..hf.call import PreparedCall
+
+
+class Generation:
+    """A request of a :class:`~decoders.Scheduler`; safe to use from any thread, and in any event loop.
+
+    Iterating gives what is written as soon as it is: pieces of text for a prompt that was text, else token ids. ``await``
+    gives the result, and ``async for`` iterates.
+
+    Attributes:
+        submitted: when it was, in seconds of ``time.monotonic()``.
+        waited: seconds that it stood in the queue; None while it does.
+    """
+
+    def __init__(
+        self, call: PreparedCall, tokenizer: PreTrainedTokenizerBase | None, priority: int, deadline: float | None,
+        on_cancel: Callable[[Generation], None],
+    ) -> None:  # fmt: skip
+        self.call, self.tokenizer, self.priority = call, tokenizer, priority
+        self.submitted = time.monotonic()
+        self.expires = self.submitted + deadline if deadline is not None else None
+        self.waited: float | None = None
+        self.member: Written | None = None
+        self.cancelled = False
+        self._on_cancel = on_cancel
+        self._changed = threading.Condition()
+        self._tokens: list[int] = []
+        self._done = False
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._report: Report | None = None
+        self._listeners: list[Callable[[], None]] = []
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Waits for the end: the new text for a prompt that was text, else what ``generate`` returns for that prompt.
+
+        Raises:
+            TimeoutError: it has not come to its end within `timeout` seconds; it goes on.
+            CancelledError, DeadlineError: it was ended before. Whatever ``generate`` raises. ``partial`` of the error is what was
+                written.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._done, timeout):
+                raise TimeoutError(f"not done after {timeout} seconds")
+            if self._error is not None:
+                raise self._error
+            return self._value
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Waits for the end and gives what :meth:`result` would raise, None if nothing.
+
+        Raises:
+            TimeoutError: as :meth:`result`.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._done, timeout):
+                raise TimeoutError(f"not done after {timeout} seconds")
+            return self._error
+
+    def done(self) -> bool:
+        """Whether it has come to its end, in whatever way."""
+        return self._done
+
+    def add_done_callback(self, function: Callable[[Generation], None]) -> None:
+        """Calls `function` with this generation once it is done, in the thread that decodes: it must be quick and not raise."""
+
+        def listener() -> None:
+            with self._changed:
+                due = self._done and not called
+                called.extend([True] * due)
+            if due:
+                function(self)
+
+        called: list[bool] = []
+        self._listen(listener)
+        listener()
+
+    def cancel(self) -> bool:
+        """Ends it: its row is free after the step that is running. False if it has come to its end before."""
+        with self._changed:
+            if self._done:
+                return False
+            self.cancelled = True
+        self._on_cancel(self)
+        return True
+
+    @property
+    def tokens(self) -> list[int]:
+        """The new tokens so far."""
+        with self._changed:
+            return list(self._tokens)
+
+    @property
+    def text(self) -> str:
+        """The new text so far; needs a tokenizer."""
+        assert self.tokenizer is not None, "without a tokenizer there are tokens only"
+        text: str = self.tokenizer.decode(self.tokens, skip_special_tokens=True)  # type: ignore[assignment]
+        return text
+
+    @property
+    def report(self) -> Report | None:
+        """Figures of this request, once it is done. Times are those of steps that it shared."""
+        return self._report
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._pieces_of(self._wait)
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._result_async().__await__()
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        loop, news = asyncio.get_running_loop(), asyncio.Event()
+
+        def listener() -> None:
+            with suppress(RuntimeError):  # the loop has been closed
+                loop.call_soon_threadsafe(news.set)
+
+        self._listen(listener)
+        seen, pieces = 0, self._new_pieces()
+        try:
+            while True:
+                news.clear()
+                tokens, done = self._state()
+                for piece in _cut(tokens, seen, done, pieces):
+                    yield piece
+                seen = len(tokens)
+                if done:
+                    break
+                await news.wait()
+        except (asyncio.CancelledError, GeneratorExit):  # nobody listens any more
+            self.cancel()
+            raise
+        finally:
+            with self._changed:
+                self._listeners.remove(listener)
+        if self._error is not None:
+            raise self._error
+
+    async def _result_async(self) -> Any:
+        loop, over = asyncio.get_running_loop(), asyncio.Event()
+
+        def listener() -> None:
+            if self._done:
+                with suppress(RuntimeError):
+                    loop.call_soon_threadsafe(over.set)
+
+        self._listen(listener)
+        try:
+            if not self._done:
+                await over.wait()
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        finally:
+            with self._changed:
+                self._listeners.remove(listener)
+        return self.result(0)
+
+    def _listen(self, listener: Callable[[], None]) -> None:
+        with self._changed:
+            self._listeners.append(listener)
+
+    def _new_pieces(self) -> TextPieces | None:
+        return TextPieces(self.tokenizer) if self.tokenizer is not None else None
+
+    def _state(self) -> tuple[list[int], bool]:
+        with self._changed:
+            return list(self._tokens), self._done
+
+    def _wait(self, seen: int) -> tuple[list[int], bool]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._done or len(self._tokens) > seen)
+            return list(self._tokens), self._done
+
+    def _pieces_of(self, wait: Callable[[int], tuple[list[int], bool]]) -> Iterator[Any]:
+        seen, done, pieces = 0, False, self._new_pieces()
+        while not done:
+            tokens, done = wait(seen)
+            yield from _cut(tokens, seen, done, pieces)
+            seen = len(tokens)
+        if self._error is not None:
+            raise self._error
+
+    # What the scheduler says:
+
+    def _show(self) -> None:
+        """Its member may have written more."""
+        assert self.member is not None
+        written = self.member.generated[0]
+        if len(written) == len(self._tokens):
+            return
+        if not self._tokens:
+            self.member.report.time_to_first_token = time.monotonic() - self.submitted
+        with self._changed:
+            self._tokens += written[len(self._tokens) :]
+            self._changed.notify_all()
+        self._tell()
+
+    def _end(self, error: BaseException | None = None) -> None:
+        """It has come to its end, by itself or by `error`."""
+        value: Any = None
+        if self.member is not None:
+            self._show()
+            decoded = self.member.decoded()
+            self._report = decoded.report
+            try:
+                value = self.call.result(decoded) if error is None else self.call.partial(decoded)
+                if self.tokenizer is not None:
+                    value = self.text
+            except Exception as own:  # a streamer, say
+                error = error or own
+        elif error is None:
+            error = CancelledError("the request was never decoded")
+        if error is not None:
+            error.partial = value  # type: ignore[attr-defined]
+        with self._changed:
+            if self._done:
+                return
+            self._value, self._error, self._done = value, error, True
+            self._changed.notify_all()
+        self._tell()
+
+    def _tell(self) -> None:
+        with self._changed:
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener()
+
+
+def _cut(tokens: list[int], seen: int, done: bool, pieces: TextPieces | None) -> Iterator[Any]:
+    """What is new in `tokens`: ids, or a piece of text."""
+    if pieces is None:
+        yield from tokens[seen:]
+    elif piece := pieces.next(tokens, done):
+        yield piece

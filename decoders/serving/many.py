@@ -1,0 +1,154 @@
+"""Any number of prompts, decoded together as they fit, with memory for a few of them at a time."""
+
+from __future__ import annotations
+
+import queue
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Literal
+
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..errors import SettingsError
+from ..report import Report
+from ..strategy import Strategy
+from .generation import Generation
+from .scheduler import Scheduler
+
+#: A prompt: text, token ids, or a mapping with a ``prompt`` and arguments of ``generate`` for it alone.
+Prompt = str | list[int] | Tensor | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What became of one prompt.
+
+    Attributes:
+        index: its place among the prompts.
+        prompt: as it was given.
+        tokens: new token ids.
+        text: new text, None without a tokenizer.
+        report: figures of the request; None if it was refused.
+        error: what went wrong, None if nothing.
+    """
+
+    index: int
+    prompt: Any
+    tokens: list[int]
+    text: str | None
+    report: Report | None
+    error: Exception | None = None
+
+
+def generate_many(
+    model: PreTrainedModel,
+    prompts: Iterable[Prompt],
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    strategy: str | Strategy = "autoregressive",
+    strategy_config: Mapping[str, Any] | None = None,
+    rows: int = 8,
+    slots: int = 4096,
+    ordered: bool = True,
+    errors: Literal["raise", "keep"] = "raise",
+    **arguments: Any,
+) -> Iterator[Completion]:
+    """Decodes `prompts` with in-flight batching: a row that ends makes room for the next prompt at once.
+
+    Prompts are taken from the iterable as there is room for them, and completions are given as they come, so that a million
+    of them need the memory of a few. Each has the tokens of a call of its own (float32).
+
+    Args:
+        model, tokenizer, strategy, strategy_config, rows, slots: as of :class:`decoders.Scheduler`.
+        prompts: text, token ids, or mappings with a ``prompt`` and arguments of ``generate`` for it alone.
+        ordered: give completions in the order of the prompts; otherwise as they end. In order, one that takes very long
+            holds the next ones up once 16 times `rows` wait behind it.
+        errors: raise the first error, or keep it in its completion and go on.
+        arguments: of ``generate``, for all prompts.
+
+    Raises:
+        SettingsError: `errors` is something else. Whatever a request raises, unless it is kept.
+    """
+    if errors not in ("raise", "keep"):
+        raise SettingsError(f"errors must be 'raise' or 'keep', not {errors!r}")
+    return _completions(
+        model, iter(prompts), tokenizer, dict(strategy=strategy, strategy_config=strategy_config, rows=rows, slots=slots),
+        ordered, errors == "raise", arguments,
+    )  # fmt: skip
+
+
+def _completions(
+    model: PreTrainedModel, prompts: Iterator[Prompt], tokenizer: PreTrainedTokenizerBase | None, options: dict[str, Any],
+    ordered: bool, raises: bool, arguments: dict[str, Any],
+) -> Iterator[Completion]:  # fmt: skip
+    rows = options["rows"]
+    ended: queue.SimpleQueue[_Request] = queue.SimpleQueue()
+    with Scheduler(model, tokenizer=tokenizer, queue=18 * rows, **options, **arguments) as scheduler:
+        line: deque[_Request] = deque()  # in order
+        running, numbers, more = 0, count(), True
+        while more or running or line:
+            # Two prompts per row stand ready; in order, what has ended waits for its turn as well.
+            while more and running < 3 * rows and len(line) < 16 * rows:
+                try:
+                    prompt = next(prompts)
+                except StopIteration:
+                    more = False
+                    break
+                request = _Request(next(numbers), prompt)
+                request.submit(scheduler, ended)
+                running += 1
+                if ordered:
+                    line.append(request)
+            if running:
+                request = ended.get()
+                running -= 1
+                if not ordered:
+                    yield request.completion(raises)
+            while line and line[0].done:
+                yield line.popleft().completion(raises)
+
+
+class _Request:
+    """A prompt that has been submitted, or refused."""
+
+    def __init__(self, index: int, prompt: Prompt) -> None:
+        self.index, self.prompt = index, prompt
+        self.generation: Generation | None = None
+        self.error: Exception | None = None
+        self.done = False
+
+    def submit(self, scheduler: Scheduler, ended: queue.SimpleQueue[_Request]) -> None:
+        try:
+            own = dict(self.prompt) if isinstance(self.prompt, Mapping) else {"prompt": self.prompt}
+            self.generation = scheduler.submit(own.pop("prompt"), **own)
+        except Exception as error:
+            self.error = error
+            self._end(ended)
+            return
+        self.generation.add_done_callback(lambda _: self._end(ended))
+
+    def _end(self, ended: queue.SimpleQueue[_Request]) -> None:
+        self.done = True
+        ended.put(self)
+
+    def completion(self, raises: bool) -> Completion:
+        generation = self.generation
+        error = self.error if generation is None else generation.exception()
+        if error is not None and (raises or not isinstance(error, Exception)):
+            raise error
+        if generation is None:
+            return Completion(self.index, self.prompt, [], None, None, self.error)
+        tokenizer, text = generation.tokenizer or generation.call.request.tokenizer, None
+        if tokenizer is not None:
+            text = str(tokenizer.decode(generation.tokens, skip_special_tokens=True))
+        return Completion(
+            self.index,
+            self.prompt,
+            generation.tokens,
+            text,
+            generation.report,
+            error if isinstance(error, Exception) else None,
+        )

@@ -1,0 +1,348 @@
+"""Requests from any thread, decoded together by one: rows come and go between two steps."""
+
+from __future__ import annotations
+
+import atexit
+import heapq
+import itertools
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..engine.lane import Lane
+from ..errors import (
+    CancelledError,
+    ContextLengthError,
+    DeadlineError,
+    InputError,
+    QueueFull,
+    SettingsError,
+    UnsupportedError,
+)
+from ..generate import enable
+from ..hf.call import PreparedCall
+from ..hf.wrapper import Generate
+from ..strategy import Strategy
+from .generation import Generation
+
+#: Lanes that stay open, with the texts in them, while nobody uses them.
+IDLE_LANES = 2
+
+
+class Scheduler:
+    """Decodes many requests at a time on one model. Each has the tokens of a call of its own with the same seed.
+
+    One thread decodes. Requests that can share a step do, whatever their lengths, seeds, sampling values, stop tokens, grammars and
+    budgets; those with another strategy, other kinds of processors or another verifier take turns with them, step by step. Calls of
+    ``generate`` on the same model take turns with it, too.
+
+    Use it as a context manager, or :meth:`close` it.
+
+    Args:
+        model: enabled, or it will be.
+        tokenizer: as in :func:`decoders.enable`; prompts that are text need it.
+        strategy, strategy_config: of requests that name none, as in ``generate``.
+        rows: most requests that are decoded at a time.
+        slots: most tokens that a request may come to, prompt and new ones.
+        queue: most requests that wait.
+        longest_pause: seconds that reading a prompt may hold up those that are being decoded, per step.
+        defaults: arguments of ``generate`` for requests that do not say otherwise.
+
+    Raises:
+        SettingsError: a size below one. UnsupportedError: a model that cannot be decoded.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        strategy: str | Strategy = "autoregressive",
+        strategy_config: Mapping[str, Any] | None = None,
+        rows: int = 8,
+        slots: int = 4096,
+        queue: int = 1024,
+        longest_pause: float = 0.25,
+        **defaults: Any,
+    ) -> None:
+        for name, value in (("rows", rows), ("slots", slots), ("queue", queue)):
+            if not isinstance(value, int) or value < 1:
+                raise SettingsError(f"{name} must be a whole number from 1 up, not {value!r}")
+        if longest_pause <= 0:
+            raise SettingsError(f"longest_pause must be more than 0 seconds, not {longest_pause!r}")
+        enable(model, tokenizer)
+        self._generate: Generate = vars(model)["generate"]
+        self.rows, self.slots, self.queue, self.longest_pause = rows, slots, queue, longest_pause
+        self._defaults = dict(defaults)
+        self._strategy: dict[str, Any] = {"strategy": strategy, "strategy_config": strategy_config}
+        self._changed = threading.Condition()
+        self._waiting: list[tuple[int, int, Generation]] = []  # a heap: the least is next
+        self._serial = itertools.count()
+        self._lanes: list[Lane] = []
+        self._active: dict[Lane, list[Generation]] = {}
+        self._closing = False
+        self.steps = 0
+        self._thread = threading.Thread(target=_work, args=(weakref.ref(self),), name="decoders-scheduler", daemon=True)
+        self._thread.start()
+        _open.add(self)
+
+    def submit(
+        self, prompt: str | list[int] | Tensor, *, priority: int = 0, deadline: float | None = None, wait: bool = False,
+        **arguments: Any,
+    ) -> Generation:  # fmt: skip
+        """Puts a request in the queue.
+
+        Args:
+            prompt: text, or token ids ``[P]`` or ``[1, P]``.
+            priority: requests with a higher one go first; among equals, who came first.
+            deadline: seconds from now after which it is given up.
+            wait: whether to wait for room in a full queue.
+            arguments: as of ``generate``.
+
+        Raises:
+            QueueFull: as many requests wait as may. CancelledError: it is closed. ContextLengthError: more tokens than `slots`.
+            Whatever ``generate`` raises for the arguments.
+        """
+        if not wait:
+            self._check_room()
+        text = isinstance(prompt, str)
+        call = self._prepared(self._ids(prompt), arguments)
+        tokenizer = (arguments.get("tokenizer") or self._generate.tokenizer) if text else None
+        generation = Generation(call, tokenizer, priority, deadline, self._cancel)
+        with self._changed:
+            while wait and len(self._waiting) >= self.queue and not self._closing:
+                self._changed.wait()
+            self._check_room()
+            heapq.heappush(self._waiting, (-priority, next(self._serial), generation))
+            self._changed.notify_all()
+        return generation
+
+    def close(self, cancel: bool = False) -> None:
+        """Takes no more requests, waits until those that it has are done, or cancels them, and frees everything."""
+        with self._changed:
+            self._closing = True
+            if cancel:
+                for generation in self._all():
+                    generation.cancelled = True
+            self._changed.notify_all()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        _open.discard(self)
+
+    def __enter__(self) -> Scheduler:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close(cancel=error is not None)
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Requests that have a row."""
+        return sum(len(generations) for generations in list(self._active.values()))
+
+    def _check_room(self) -> None:
+        if self._closing:
+            raise CancelledError("the scheduler is closed")
+        if len(self._waiting) >= self.queue:
+            raise QueueFull(
+                f"{len(self._waiting)} requests are waiting, which is all that the queue takes (queue={self.queue}): try again later, "
+                "or submit(…, wait=True)"
+            )
+
+    def _ids(self, prompt: str | list[int] | Tensor) -> Tensor:
+        """``[1, P]`` int64."""
+        if isinstance(prompt, str):
+            tokenizer = self._generate.tokenizer
+            if tokenizer is None:
+                raise UnsupportedError("a prompt that is text needs a tokenizer: pass tokenizer= to the Scheduler")
+            ids = tokenizer(prompt, return_tensors="pt").input_ids
+        else:
+            ids = torch.as_tensor(prompt)
+        ids = ids if ids.dim() == 2 else ids[None]
+        if ids.dim() != 2 or len(ids) != 1:
+            raise InputError(
+                f"a prompt is text, or token ids [P] or [1, P], not {list(ids.shape)}: submit several one by one"
+            )
+        return ids.to(self._generate.model.device)
+
+    def _prepared(self, ids: Tensor, arguments: Mapping[str, Any]) -> PreparedCall:
+        strategy = {} if arguments.get("strategy") is not None else self._strategy
+        everything = self._defaults | strategy | dict(arguments)
+        call = self._generate.prepared(input_ids=ids, attention_mask=torch.ones_like(ids), **everything)
+        if len(call.request.prompts) != 1:
+            raise UnsupportedError("num_return_sequences: submit the prompt several times, with a seed each")
+        tokens = len(call.request.prompts[0]) + call.request.new_tokens
+        if tokens > self.slots:
+            raise ContextLengthError(
+                f"{len(call.request.prompts[0])} prompt tokens plus {call.request.new_tokens} new ones exceed the {self.slots} "
+                "slots of a row: ask for fewer tokens, or give the Scheduler more slots="
+            )
+        return call
+
+    def _cancel(self, generation: Generation) -> None:
+        """A request in the queue ends at once, one that has a row when its step is over."""
+        with self._changed:
+            place = next((i for i, entry in enumerate(self._waiting) if entry[2] is generation), None)
+            if place is not None:
+                del self._waiting[place]
+                heapq.heapify(self._waiting)
+            self._changed.notify_all()
+        if place is not None:
+            generation._end(CancelledError("the request was cancelled"))
+
+    def _all(self) -> list[Generation]:
+        return [entry[2] for entry in self._waiting] + [g for several in self._active.values() for g in several]
+
+    # What the thread does:
+
+    def _idle(self, seconds: float) -> bool:
+        """Waits for something to do; false once there is nothing to do any more."""
+        with self._changed:
+            if not (self._waiting or self.running or self._closing):
+                self._changed.wait(seconds)
+            return bool(self._waiting or self.running or not self._closing)
+
+    def _round(self) -> None:
+        """Ends what is to end, admits what waits, and gives every lane a step."""
+        self._sweep()
+        self._admit()
+        for lane in list(self._lanes):
+            if generations := self._active[lane]:
+                self._advance(lane, generations)
+        self._generate._lock.give_way()
+
+    def _sweep(self) -> None:
+        """Ends requests that were cancelled or whose time is over."""
+        now = time.monotonic()
+        with self._changed:
+            over = [entry for entry in self._waiting if _over(entry[2], now)]
+            if over:
+                self._waiting = [entry for entry in self._waiting if not _over(entry[2], now)]
+                heapq.heapify(self._waiting)
+                self._changed.notify_all()
+        for _, _, generation in over:
+            generation._end(_reason(generation))
+        for lane, generations in self._active.items():
+            for generation in [g for g in generations if _over(g, now)]:
+                assert generation.member is not None
+                generations.remove(generation)
+                lane.remove(generation.member)
+                generation._end(_reason(generation))
+
+    def _admit(self) -> None:
+        """Gives free rows to those that wait."""
+        while self.running < self.rows:
+            with self._changed:
+                if not self._waiting:
+                    return
+                generation = heapq.heappop(self._waiting)[2]
+                self._changed.notify_all()
+                if generation.cancelled:  # its cancel() did not find it any more
+                    generation._end(_reason(generation))
+                    continue
+                call = generation.call
+                lane = next((lane for lane in self._lanes if lane.free and lane.fits(call.engine, call.request)), None)
+            try:
+                if lane is None:
+                    lane = Lane(call.engine, call.request, self.rows)
+                    self._lanes.append(lane)
+                    self._active[lane] = []
+                generation.waited = time.monotonic() - generation.submitted
+                generation.member = lane.offer(call.request)
+                self._active[lane].append(generation)
+            except Exception as error:
+                generation._end(error)
+        self._close_idle()
+
+    def _advance(self, lane: Lane, generations: list[Generation]) -> None:
+        """One step of a lane; what it raises ends all requests in it."""
+        try:
+            ended = lane.advance(self.longest_pause)
+        except Exception as error:
+            error.add_note(
+                f"decoders: {lane.call.culprit}, {lane.call.where}; {len(generations)} requests shared the step"
+            )
+            self._lanes.remove(lane)
+            del self._active[lane]
+            lane.close(error)
+            for generation in generations:
+                generation._end(error)
+            return
+        self.steps += 1
+        for generation in list(generations):
+            member = generation.member
+            assert member is not None
+            if member in ended:
+                generations.remove(generation)
+                generation._end(member.error)
+            else:
+                generation._show()
+
+    def _close_idle(self) -> None:
+        idle = [lane for lane in self._lanes if not self._active[lane]]
+        for lane in idle[: max(len(idle) - IDLE_LANES, 0)]:
+            self._lanes.remove(lane)
+            del self._active[lane]
+            lane.close()
+
+    def _shut(self, error: BaseException | None = None) -> None:
+        """Frees everything; whoever still waits is told."""
+        with self._changed:
+            self._closing = True
+            left = self._all()
+            self._waiting.clear()
+            self._changed.notify_all()
+        for lane in self._lanes:
+            lane.close()
+        self._lanes.clear()
+        self._active.clear()
+        for generation in left:
+            generation._end(error or CancelledError("the scheduler was closed"))
+
+
+def _over(generation: Generation, now: float) -> bool:
+    return generation.cancelled or (generation.expires is not None and now >= generation.expires)
+
+
+def _reason(generation: Generation) -> Exception:
+    if generation.cancelled:
+        return CancelledError("the request was cancelled")
+    assert generation.expires is not None
+    seconds = generation.expires - generation.submitted
+    return DeadlineError(f"the request was not done within the {seconds:.3g} seconds that it was given")
+
+
+def _work(reference: weakref.ref[Scheduler]) -> None:
+    """The thread. It holds the scheduler while there is something to do, so that a forgotten one can go."""
+    try:
+        while (scheduler := reference()) is not None and scheduler._idle(0.5):
+            if scheduler._waiting or scheduler._active:
+                scheduler._round()
+            del scheduler
+        error = None
+    except BaseException as caught:
+        error = caught
+    if (scheduler := reference()) is not None:
+        scheduler._shut(error)
+
+
+_open: weakref.WeakSet[Scheduler] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A thread that decodes while the interpreter ends would crash it."""
+    for scheduler in list(_open):
+        scheduler.close(cancel=True)

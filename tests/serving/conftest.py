@@ -1,0 +1,87 @@
+"""A tiny model with a tokenizer, and the texts that calls of their own write."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import decoders as token_decoders
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+import decoders
+from decoders.testing.models import ARCHITECTURES, Architecture
+
+EAGER = {"compile": False}
+
+
+#: Rows of the logits; the tokenizer has fewer tokens.
+SIZE = 288
+DESIGN = Architecture("llama", MappingProxyType(dict(ARCHITECTURES["llama"].options) | {"vocab_size": SIZE}))
+
+
+@pytest.fixture(scope="session")
+def letters() -> PreTrainedTokenizerFast:
+    """A token for each byte."""
+    names = ["<pad>", "</s>", "<unk>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    backend = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[], unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = token_decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", pad_token="<pad>", clean_up_tokenization_spaces=False
+    )
+
+
+@pytest.fixture(scope="session")
+def llama(letters: PreTrainedTokenizerFast) -> PreTrainedModel:
+    model = DESIGN(0)
+    model.config.max_position_embeddings = 8192
+    return decoders.enable(model, tokenizer=letters)
+
+
+@pytest.fixture(scope="session")
+def bf16() -> PreTrainedModel:
+    return decoders.enable(DESIGN(0).bfloat16())
+
+
+@pytest.fixture(scope="session")
+def draft() -> PreTrainedModel:
+    """The same weights, a little off."""
+    model = DESIGN(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(
+                0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * parameter.std()
+            )
+    return model
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, 90, (length,), generator=generator).tolist()
+
+
+def alone(model: PreTrainedModel, ids: list[int], **arguments: Any) -> list[int]:
+    """What a call of its own writes."""
+    arguments = {"strategy": "autoregressive", "pad_token_id": 0, "decoders_config": EAGER} | arguments
+    return model.generate(torch.tensor([ids]), **arguments)[0, len(ids) :].tolist()
+
+
+@pytest.fixture
+def scheduler_of() -> Any:
+    def make(model: PreTrainedModel, **options: Any) -> decoders.Scheduler:
+        return decoders.Scheduler(model, **{"rows": 3, "pad_token_id": 0, "decoders_config": EAGER} | options)
+
+    return make
+
+
+@pytest.fixture
+def write_alone() -> Any:
+    return alone
+
+
+@pytest.fixture
+def text_of() -> Any:
+    return prompt

@@ -1,0 +1,531 @@
+"""Requests that share steps write what each would write in a call of its own, whatever else is decoded, ends or fails."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.generation.streamers import BaseStreamer
+
+import decoders
+from decoders.errors import CancelledError, ContextLengthError, DeadlineError, InputError, QueueFull, SettingsError
+from decoders.strategies import Lookahead, PromptLookup, Speculative, Staged, Threshold
+from decoders.strategy import Draft, PromptChunk, Sequences, Step, Strategy
+
+STRATEGIES: dict[str, Any] = {
+    "autoregressive": "autoregressive",
+    "prompt_lookup": PromptLookup(branches=2),
+    "ngram": "ngram",
+    "suffix": "suffix",
+    "lookahead": Lookahead(window=2, ngram=3),
+    "merged": "prompt_lookup+ngram",
+    "auto": "auto",
+    "speculative": Speculative(length=3),
+    "varying": Speculative(length=3, schedule="heuristic"),
+    "tree": Speculative(length=3, tree="static", nodes=6, children=2),
+    "dynamic": Speculative(length=3, tree="dynamic", nodes=6, children=2, beam=2),
+    "threshold": Threshold(),
+    "staged": Staged(),
+}
+
+
+@pytest.fixture
+def options_of(draft: PreTrainedModel) -> Callable[[str], dict[str, Any]]:
+    """What a scheduler is given to draft with a strategy."""
+
+    def options(name: str) -> dict[str, Any]:
+        strategy = STRATEGIES.get(name, name)
+        return {"strategy": strategy} | (
+            {"assistant_model": draft} if getattr(strategy, "needs_assistant", False) else {}
+        )
+
+    return options
+
+
+#: Lengths of prompts and new tokens, so that requests come and go at different times.
+RAGGED = [(5, 9), (17, 3), (40, 14), (2, 25), (9, 1), (23, 11), (3, 18), (12, 6)]
+
+
+def requests(text_of: Any, sample: bool = False, **more: Any) -> list[tuple[list[int], dict[str, Any]]]:
+    """Prompts and arguments; every third draws, with values of its own, and stops at tokens of its own."""
+    asked = []
+    for number, (length, new) in enumerate(RAGGED):
+        arguments: dict[str, Any] = {"max_new_tokens": new, "eos_token_id": [7 + number, 11], **more}
+        if sample:
+            arguments |= {"do_sample": True, "seed": number, "temperature": 0.6 + 0.2 * number, "top_k": 5 + 3 * number}
+        asked.append((text_of(number, length), arguments))
+    return asked
+
+
+def written(generation: decoders.Generation, prompt: list[int]) -> list[int]:
+    return generation.result(280)[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_requests_write_what_calls_of_their_own_write(
+    llama: PreTrainedModel,
+    scheduler_of: Any,
+    write_alone: Any,
+    text_of: Any,
+    options_of: Any,
+    strategy: str,
+    sample: bool,
+) -> None:
+    asked = requests(text_of, sample)
+    with scheduler_of(llama, **options_of(strategy)) as scheduler:
+        generations = [scheduler.submit(prompt, **arguments) for prompt, arguments in asked]
+        got = [written(g, prompt) for g, (prompt, _) in zip(generations, asked, strict=True)]
+    assert got == [write_alone(llama, prompt, **arguments) for prompt, arguments in asked]
+    assert all(g.report is not None and g.report.new_tokens == [len(t)] for g, t in zip(generations, got, strict=True))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [{"temperature": 0.7}, {"temperature": 1.3}],
+        [{"top_p": 0.6}, {"top_p": 0.95}],
+        [{"min_p": 0.02}, {"min_p": 0.3}],
+        [{"typical_p": 0.5}, {"typical_p": 0.9}],
+        [{"top_k": 3, "top_p": 0.9}, {"top_k": 60, "top_p": 0.5}],
+        [{"min_new_tokens": 6, "top_k": 8}, {"min_new_tokens": 2, "top_k": 40}],
+        [{"top_k": 4}, {"top_p": 0.7}],  # other plans: they take turns
+        [{"repetition_penalty": 1.5}, {"repetition_penalty": 1.1}],  # on the host
+    ],
+    ids=str,
+)
+def test_every_row_has_its_own_sampling_values(
+    llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any, values: list[dict[str, Any]]
+) -> None:
+    asked = [
+        (prompt, arguments | {"do_sample": True, "seed": number, "max_new_tokens": 7 + number} | values[number % 2])
+        for number, (prompt, arguments) in enumerate(requests(text_of))
+    ]
+    with scheduler_of(llama, strategy="prompt_lookup") as scheduler:
+        generations = [scheduler.submit(prompt, **arguments) for prompt, arguments in asked]
+        got = [written(g, prompt) for g, (prompt, _) in zip(generations, asked, strict=True)]
+    assert got == [write_alone(llama, prompt, **arguments) for prompt, arguments in asked]
+
+
+@pytest.mark.parametrize("backend", ["table", "llguidance"])
+@pytest.mark.parametrize("strategy", ["grammar", "prompt_lookup", "speculative"])
+def test_rows_with_a_grammar_and_rows_without_share_steps(
+    llama: PreTrainedModel,
+    scheduler_of: Any,
+    write_alone: Any,
+    text_of: Any,
+    options_of: Any,
+    strategy: str,
+    backend: str,
+) -> None:
+    patterns = [decoders.regex(p) for p in ("[0-9]{3}-[a-f]{4}", "(ab|cd){2,9}", "x[yz]*!")]
+    more = {"decoders_config": {"compile": False, "constraint_backend": backend}}
+    asked = [
+        (p, a | more | {"eos_token_id": 1} | ({"grammar": patterns[n % 3]} if n % 2 or strategy == "grammar" else {}))
+        for n, (p, a) in enumerate(requests(text_of, True))
+    ]
+    with scheduler_of(llama, **options_of(strategy)) as scheduler:
+        generations = [scheduler.submit(prompt, **arguments) for prompt, arguments in asked]
+        got = [written(g, prompt) for g, (prompt, _) in zip(generations, asked, strict=True)]
+    assert got == [write_alone(llama, prompt, **arguments) for prompt, arguments in asked]
+
+
+@pytest.mark.parametrize("strategy", ["autoregressive", "prompt_lookup", PromptLookup(branches=2)], ids=str)
+def test_in_low_precision_requests_write_what_calls_of_their_own_write(
+    letters: PreTrainedTokenizerFast,
+    scheduler_of: Any,
+    write_alone: Any,
+    text_of: Any,
+    bf16: PreTrainedModel,
+    strategy: Any,
+) -> None:
+    asked = requests(text_of, True)
+    with scheduler_of(bf16, strategy=strategy) as scheduler:
+        generations = [scheduler.submit(prompt, **arguments) for prompt, arguments in asked]
+        got = [written(g, prompt) for g, (prompt, _) in zip(generations, asked, strict=True)]
+    assert got == [write_alone(bf16, prompt, **arguments) for prompt, arguments in asked]
+
+
+@pytest.mark.slow
+def test_compiled_steps_write_the_same(
+    llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any
+) -> None:
+    asked = requests(text_of, True)
+    with scheduler_of(llama, strategy="prompt_lookup", decoders_config={"compile": True}) as scheduler:
+        generations = [scheduler.submit(prompt, **arguments) for prompt, arguments in asked]
+        got = [written(g, prompt) for g, (prompt, _) in zip(generations, asked, strict=True)]
+    assert got == [write_alone(llama, prompt, **arguments) for prompt, arguments in asked]
+    assert all(g.report is not None and g.report.compiled_steps == g.report.steps for g in generations)
+
+
+def test_stop_strings_end_only_their_own_row(
+    llama: PreTrainedModel, letters: PreTrainedTokenizerFast, scheduler_of: Any, write_alone: Any, text_of: Any
+) -> None:
+    free = [write_alone(llama, text_of(n, 5 + n), max_new_tokens=30) for n in range(6)]
+    readable = [[text for t in tokens[4:] if (text := letters.decode([t])).isascii() and text] for tokens in free]
+    stops = [texts[0] for texts in readable]
+    arguments = [
+        {"max_new_tokens": 30, "stop_strings": [stop]} if n % 2 else {"max_new_tokens": 30}
+        for n, stop in enumerate(stops)
+    ]
+    with scheduler_of(llama, strategy="prompt_lookup") as scheduler:
+        generations = [scheduler.submit(text_of(n, 5 + n), **arguments[n]) for n in range(6)]
+        got = [written(g, text_of(n, 5 + n)) for n, g in enumerate(generations)]
+    assert got == [write_alone(llama, text_of(n, 5 + n), **arguments[n]) for n in range(6)]
+    assert len(got[1]) < 30 == len(got[0])
+
+
+def test_long_prompts_are_read_in_chunks_while_others_go_on(
+    llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any
+) -> None:
+    config = {"compile": False, "prefill_chunk": 8}
+    with scheduler_of(llama, longest_pause=1e-6, decoders_config=config) as scheduler:
+        first = scheduler.submit(text_of(0, 4), max_new_tokens=100)
+        next(iter(first))
+        late = scheduler.submit(text_of(1, 150), max_new_tokens=5)
+        assert written(late, text_of(1, 150)) == write_alone(llama, text_of(1, 150), max_new_tokens=5)
+        assert written(first, text_of(0, 4)) == write_alone(llama, text_of(0, 4), max_new_tokens=100)
+
+
+def test_what_a_running_or_finished_request_has_read_is_not_read_again(
+    llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any
+) -> None:
+    shared = text_of(0, 60)
+    asked = [shared + text_of(n, 4) for n in range(1, 7)]
+    with scheduler_of(llama, rows=2) as scheduler:
+        generations = [scheduler.submit(p, max_new_tokens=6) for p in asked]
+        got = [written(g, p) for g, p in zip(generations, asked, strict=True)]
+    assert got == [write_alone(llama, p, max_new_tokens=6) for p in asked]
+    assert [g.report.reused[0] >= 60 for g in generations if g.report] == [False] + [True] * 5
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 30), st.integers(1, 12), st.sampled_from([None, 0.5, 1.2]), st.floats(0, 0.004)),
+        min_size=1, max_size=8,
+    ),
+    st.integers(1, 4), st.sampled_from(["autoregressive", "prompt_lookup", "speculative"]), st.integers(0, 2**40),
+)  # fmt: skip
+def test_requests_at_any_time_write_their_own_tokens(
+    llama: PreTrainedModel,
+    scheduler_of: Any,
+    write_alone: Any,
+    text_of: Any,
+    options_of: Any,
+    asked: list,
+    rows: int,
+    strategy: str,
+    seed: int,
+) -> None:
+    def arguments(number: int, new: int, temperature: float | None) -> dict[str, Any]:
+        drawn = {} if temperature is None else {"do_sample": True, "temperature": temperature, "seed": seed + number}
+        return {"max_new_tokens": new, **drawn}
+
+    with scheduler_of(llama, rows=rows, **options_of(strategy)) as scheduler:
+        generations = []
+        for number, (length, new, temperature, after) in enumerate(asked):
+            time.sleep(after)
+            generations.append(scheduler.submit(text_of(number, length), **arguments(number, new, temperature)))
+        got = [written(g, text_of(n, asked[n][0])) for n, g in enumerate(generations)]
+    assert got == [
+        write_alone(llama, text_of(n, length), **arguments(n, new, t)) for n, (length, new, t, _) in enumerate(asked)
+    ]
+
+
+class Breaks(LogitsProcessor):
+    """Raises once the text has so many tokens."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] >= self.length:
+            raise ZeroDivisionError("of a processor")
+        return scores
+
+
+class Rude(BaseStreamer):
+    def put(self, value: torch.Tensor) -> None:
+        if value.dim() == 1 and len(value) == 1:
+            raise OSError("nobody listens")
+
+    def end(self) -> None: ...
+
+
+def test_a_callback_that_raises_ends_its_own_request_alone(
+    llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any
+) -> None:
+    def criterion(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        raise KeyError("of a criterion")
+
+    with scheduler_of(llama) as scheduler:
+        good = [scheduler.submit(text_of(n, 6), max_new_tokens=20) for n in range(2)]
+        penalised = scheduler.submit(text_of(3, 6), max_new_tokens=20, repetition_penalty=1.2)
+        broken = scheduler.submit(text_of(4, 6), max_new_tokens=20, logits_processor=LogitsProcessorList([Breaks(9)]))
+        stopped = scheduler.submit(text_of(5, 6), max_new_tokens=20, stopping_criteria=[criterion])
+        unheard = scheduler.submit(text_of(6, 6), max_new_tokens=20, streamer=Rude())
+        assert isinstance(broken.exception(60), ZeroDivisionError)
+        assert isinstance(stopped.exception(60), KeyError)
+        assert isinstance(unheard.exception(60), OSError)
+        assert [written(g, text_of(n, 6)) for n, g in enumerate(good)] == [
+            write_alone(llama, text_of(n, 6), max_new_tokens=20) for n in range(2)
+        ]
+        assert written(penalised, text_of(3, 6)) == write_alone(
+            llama, text_of(3, 6), max_new_tokens=20, repetition_penalty=1.2
+        )
+    assert len(broken.exception().partial[0]) == 9  # type: ignore[union-attr]
+
+
+def test_a_strategy_that_raises_ends_its_requests_and_no_others(
+    llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any
+) -> None:
+    class Raises(PromptLookup):
+        def propose(self, state: Any, sequences: Any) -> Any:
+            raise ArithmeticError("of a strategy")
+
+    with scheduler_of(llama) as scheduler:
+        good = scheduler.submit(text_of(0, 6), max_new_tokens=20)
+        bad = scheduler.submit(text_of(1, 6), max_new_tokens=20, strategy=Raises())
+        assert isinstance(bad.exception(60), ArithmeticError)
+        assert written(good, text_of(0, 6)) == write_alone(llama, text_of(0, 6), max_new_tokens=20)
+
+
+def test_cancelled_requests_free_their_rows(
+    llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any
+) -> None:
+    with scheduler_of(llama, rows=1) as scheduler:
+        long = scheduler.submit(text_of(0, 6), max_new_tokens=3000)
+        waiting = scheduler.submit(text_of(1, 6), max_new_tokens=10)
+        last = scheduler.submit(text_of(2, 6), max_new_tokens=10)
+        next(iter(long))
+        assert waiting.cancel()
+        assert waiting.done()
+        assert long.cancel()
+        assert written(last, text_of(2, 6)) == write_alone(llama, text_of(2, 6), max_new_tokens=10)
+        error = long.exception(60)
+        assert isinstance(error, CancelledError)
+        assert len(error.partial[0]) > 6  # type: ignore[attr-defined]
+        assert not last.cancel()
+
+
+def test_deadlines_end_requests_that_run_and_requests_that_wait(
+    llama: PreTrainedModel, scheduler_of: Any, text_of: Any
+) -> None:
+    with scheduler_of(llama, rows=1) as scheduler:
+        running = scheduler.submit(text_of(0, 6), max_new_tokens=4000, deadline=0.3)
+        waiting = scheduler.submit(text_of(1, 6), max_new_tokens=10, deadline=0.1)
+        with pytest.raises(DeadlineError, match="within the 0.3 seconds"):
+            running.result(60)
+        with pytest.raises(DeadlineError):
+            waiting.result(60)
+
+
+def test_a_full_queue_refuses_and_says_its_size(llama: PreTrainedModel, scheduler_of: Any, text_of: Any) -> None:
+    with scheduler_of(llama, rows=1, queue=2) as scheduler:
+        first = scheduler.submit(text_of(0, 6), max_new_tokens=3000)
+        next(iter(first))
+        others = [scheduler.submit(text_of(1, 6), max_new_tokens=2) for _ in range(2)]
+        with pytest.raises(QueueFull, match=r"queue=2"):
+            scheduler.submit(text_of(2, 6), max_new_tokens=2)
+        first.cancel()
+        late = scheduler.submit(text_of(2, 6), max_new_tokens=2, wait=True)
+        assert all(g.result(60) is not None for g in (*others, late))
+
+
+def test_higher_priorities_go_first(llama: PreTrainedModel, scheduler_of: Any, text_of: Any) -> None:
+    with scheduler_of(llama, rows=1) as scheduler:
+        first = scheduler.submit(text_of(0, 6), max_new_tokens=60)
+        next(iter(first))
+        low = scheduler.submit(text_of(1, 6), max_new_tokens=2)
+        high = scheduler.submit(text_of(2, 6), max_new_tokens=2, priority=1)
+        low.result(60), high.result(60)
+    assert high.submitted + (high.waited or 0) < low.submitted + (low.waited or 0)
+
+
+def test_arguments_are_checked_where_they_are_submitted(
+    llama: PreTrainedModel, scheduler_of: Any, text_of: Any
+) -> None:
+    with scheduler_of(llama, slots=32) as scheduler:
+        with pytest.raises(decoders.DecodersError, match="num_beams"):
+            scheduler.submit(text_of(0, 6), num_beams=2)
+        with pytest.raises(ContextLengthError, match="32 slots"):
+            scheduler.submit(text_of(0, 6), max_new_tokens=30)
+        with pytest.raises(decoders.DecodersError, match="num_return_sequences"):
+            scheduler.submit(text_of(0, 6), max_new_tokens=3, do_sample=True, num_return_sequences=2)
+        with pytest.raises(InputError, match="one by one"):
+            scheduler.submit(torch.ones(2, 3, dtype=torch.int64), max_new_tokens=3)
+        with pytest.raises(InputError, match="vocabulary"):
+            scheduler.submit([10**6], max_new_tokens=3)
+    with pytest.raises(CancelledError, match="closed"):
+        scheduler.submit(text_of(0, 6), max_new_tokens=3)
+    with pytest.raises(SettingsError, match="rows"):
+        decoders.Scheduler(llama, rows=0)
+
+
+def test_text_comes_in_pieces_that_make_the_whole(
+    llama: PreTrainedModel, letters: PreTrainedTokenizerFast, scheduler_of: Any, write_alone: Any
+) -> None:
+    with scheduler_of(llama) as scheduler:
+        generation = scheduler.submit("in the beginning", max_new_tokens=40)
+        pieces = list(generation)
+        ids = letters("in the beginning").input_ids
+        assert "".join(pieces) == generation.result() == letters.decode(write_alone(llama, ids, max_new_tokens=40))
+        assert len(pieces) > 5
+        assert list(scheduler.submit(ids, max_new_tokens=9)) == write_alone(llama, ids, max_new_tokens=9)
+
+
+def test_generations_are_awaited_and_iterated_in_an_event_loop(
+    llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any
+) -> None:
+    async def run(scheduler: decoders.Scheduler) -> tuple[list[int], list[int]]:
+        streamed = scheduler.submit(text_of(0, 6), max_new_tokens=12)
+        awaited = scheduler.submit(text_of(1, 6), max_new_tokens=12)
+        given_up = asyncio.ensure_future(_await(scheduler.submit(text_of(2, 6), max_new_tokens=3000)))
+        tokens = [token async for token in streamed]
+        given_up.cancel()
+        return tokens, (await awaited)[0, 6:].tolist()
+
+    async def _await(generation: decoders.Generation) -> Any:
+        return await generation
+
+    with scheduler_of(llama) as scheduler:
+        tokens, result = asyncio.run(run(scheduler))
+        assert tokens == write_alone(llama, text_of(0, 6), max_new_tokens=12)
+        assert result == write_alone(llama, text_of(1, 6), max_new_tokens=12)
+
+
+def test_calls_of_generate_take_turns_with_the_scheduler(
+    llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any
+) -> None:
+    want = write_alone(llama, text_of(1, 9), max_new_tokens=15)
+    long = write_alone(llama, text_of(0, 6), max_new_tokens=150)
+    with scheduler_of(llama) as scheduler:
+        running = scheduler.submit(text_of(0, 6), max_new_tokens=150)
+        next(iter(running))
+        assert write_alone(llama, text_of(1, 9), max_new_tokens=15) == want
+        assert not running.done()
+        assert written(running, text_of(0, 6)) == long
+
+
+def test_a_closed_scheduler_finishes_or_cancels(llama: PreTrainedModel, scheduler_of: Any, text_of: Any) -> None:
+    scheduler = scheduler_of(llama, rows=1)
+    done = [scheduler.submit(text_of(n, 6), max_new_tokens=4) for n in range(3)]
+    scheduler.close()
+    assert all(g.done() and g.exception() is None for g in done)
+    scheduler = scheduler_of(llama, rows=1)
+    lost = [scheduler.submit(text_of(n, 6), max_new_tokens=4000) for n in range(3)]
+    scheduler.close(cancel=True)
+    assert all(isinstance(g.exception(), CancelledError) for g in lost)
+
+
+def test_a_storm_of_requests_loses_and_mixes_up_none(
+    llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any
+) -> None:
+    kinds = [(text_of(n, 2 + 3 * n), 1 + n) for n in range(8)]
+    want = [write_alone(llama, p, max_new_tokens=new) for p, new in kinds]
+    results: dict[int, Any] = {}
+
+    def client(first: int, scheduler: decoders.Scheduler) -> None:
+        for number in range(first, 400, 4):
+            p, new = kinds[number % 8]
+            generation = scheduler.submit(p, max_new_tokens=new, wait=True)
+            if number % 5 == 0:
+                generation.cancel()
+            results[number] = generation
+
+    with scheduler_of(llama, rows=6, queue=40) as scheduler:
+        threads = [threading.Thread(target=client, args=(first, scheduler)) for first in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(results) == 400
+    for number, generation in results.items():
+        error = generation.exception(0)
+        if error is None:
+            assert written(generation, kinds[number % 8][0]) == want[number % 8]
+        else:
+            assert number % 5 == 0
+            assert isinstance(error, CancelledError)
+    assert scheduler.waiting == scheduler.running == 0
+
+
+class Reads(Strategy):
+    """Reads prompts and a hidden layer; drafts the last token again."""
+
+    name = "reads"
+    summary = "Reads what it is shown."
+    hidden_layers = (0,)
+
+    def start(self, context: Any) -> Any:
+        STATES.append({"read": [], "steps": 0, "finished": 0})
+        return STATES[-1]
+
+    def prefill(self, state: Any, chunk: PromptChunk) -> None:
+        assert chunk.layers is not None and chunk.layers.shape[:2] == chunk.tokens.shape
+        state["read"] += chunk.tokens[chunk.valid].tolist()
+
+    def propose(self, state: Any, sequences: Sequences) -> Draft:
+        return Draft.chain(sequences.last.expand(-1, 2))
+
+    def observe(self, state: Any, step: Step) -> None:
+        assert step.layers is not None
+        state["steps"] += 1
+
+    def finish(self, state: Any) -> None:
+        state["finished"] += 1
+
+
+STATES: list[dict[str, Any]] = []
+
+
+def test_a_strategy_that_reads_prompts_is_shown_each_and_told_when_it_is_over(
+    llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any
+) -> None:
+    STATES.clear()
+    asked = requests(text_of)[:4]
+    with scheduler_of(llama, strategy=Reads()) as scheduler:
+        generations = [scheduler.submit(prompt, **arguments) for prompt, arguments in asked]
+        texts = [written(generation, prompt) for generation, (prompt, _) in zip(generations, asked, strict=True)]
+    assert texts == [write_alone(llama, prompt, **arguments) for prompt, arguments in asked]
+    assert [state["read"] for state in STATES] == [prompt[:-1] for prompt, _ in asked]
+    assert all(state["steps"] > 0 and state["finished"] == 1 for state in STATES)
+
+
+class Leaves(Reads):
+    """Fails when it is told that it is over."""
+
+    fails_in_propose = False
+
+    def propose(self, state: Any, sequences: Sequences) -> Draft:
+        if self.fails_in_propose:
+            raise RuntimeError("no draft")
+        return super().propose(state, sequences)
+
+    def finish(self, state: Any) -> None:
+        raise RuntimeError("no end")
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_finish_raises_is_a_note_on_what_ended_the_lane_and_a_warning_elsewhere(
+    llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any
+) -> None:
+    failing = Leaves()
+    failing.fails_in_propose = True
+    with scheduler_of(llama) as scheduler:
+        broken = scheduler.submit(text_of(1, 5), strategy=failing, max_new_tokens=3)
+        with pytest.raises(RuntimeError, match="no draft") as caught:
+            broken.result(60)
+        assert any("finish of 'reads' failed" in note for note in caught.value.__notes__)
+        prompt = text_of(2, 5)
+        other = scheduler.submit(prompt, max_new_tokens=4)
+        assert written(other, prompt) == write_alone(llama, prompt, max_new_tokens=4)
