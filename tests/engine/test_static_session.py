@@ -20,7 +20,8 @@ from decoders import devices
 from decoders.engine import capture, engine
 from decoders.engine.buckets import block_shapes, prefill_shapes
 from decoders.engine.target import Target
-from decoders.strategies import Lookahead, PromptLookup, Speculative, Staged
+from decoders.strategies import Lookahead, Mtp, PromptLookup, Speculative, Staged
+from decoders.strategies.mtp import use_mtp_layers
 from decoders.strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy
 from decoders.testing import decode, prompts, tiny_model
 from decoders.testing.models import ARCHITECTURES, Architecture
@@ -188,6 +189,26 @@ def test_a_later_call_replays_what_an_earlier_one_has_recorded(device: TapeRecor
     assert [vars(s) | {"forward_seconds": 0, "drafter_seconds": 0} for s in first.stages] == [
         vars(s) | {"forward_seconds": 0, "drafter_seconds": 0} for s in second.stages
     ]
+
+
+def test_a_drafter_with_a_cache_of_its_own_is_replayed(device: TapeRecorder) -> None:
+    modeling = pytest.importorskip("transformers.modeling_layers")
+    if not hasattr(modeling, "MtpModel"):
+        pytest.skip("this transformers builds no MTP layers")
+    target = model()
+    plain = decode(target, prompts(3), "autoregressive", max_new_tokens=10)
+    decoders.release(target)
+    target.config.num_mtp_layers = 2
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        use_mtp_layers(target, modeling.MtpModel(target, 2).eval())
+    reports = []
+    for _ in range(2):
+        out = decode(target, prompts(3), Mtp(tree="static", children=32, nodes=40), max_new_tokens=10)
+        assert torch.equal(out.sequences, plain.sequences)
+        reports.append((out.report.accepted, out.report.steps))
+    (kept,) = recordings(target)
+    assert (kept.recorded, kept.reused) == (1, 1) and reports[0] == reports[1]
 
 
 def test_rows_that_fill_a_batch_up_are_nobodys_business(device: TapeRecorder) -> None:
