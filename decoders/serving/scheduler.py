@@ -252,9 +252,9 @@ class Scheduler:
                 if generation.cancelled:  # its cancel() did not find it any more
                     generation._end(_reason(generation))
                     continue
-                call = generation.call
-                lane = next((lane for lane in self._lanes if lane.free and lane.fits(call.engine, call.request)), None)
+            call = generation.call
             try:
+                lane = next((lane for lane in self._lanes if lane.free and lane.fits(call.engine, call.request)), None)
                 if lane is None:
                     lane = Lane(call.engine, call.request, self.rows)
                     self._lanes.append(lane)
