@@ -33,7 +33,7 @@ class SuffixSettings(Settings):
         4.0,
         gt=0,
         le=64,
-        description="The paper's α: at most so many draft tokens for every token of the match's length.",
+        description="The paper's α (MAX_SPEC = α p): at most so many draft tokens for every token of the match's length.",
     )
     nodes: int = Field(32, ge=1, le=256, description="Most draft tokens of a row, however long the match is.")
     min_probability: float = Field(
@@ -78,7 +78,7 @@ class Suffix(Strategy):
     nodes' probabilities, at most ``α p`` nodes (the paper's MAX_SPEC). A match that runs into the end of the row is
     continued periodically, so that loops of any period are drafted whole.
 
-    Everything happens on the host, in some ten microseconds.
+    Everything happens on the host; the search for a row takes 10 to 30 microseconds.
     """
 
     name = "suffix"
