@@ -10,7 +10,7 @@ import torch
 from ..serving.scheduler import Scheduler
 from ..strategy import Strategy
 from .checks import Conditions, needs
-from .exactness import prompts, reference
+from .exactness import assert_same_tokens, prompts, reference
 
 #: New tokens of each row: they end at different times, and a row that was waiting takes the place of one that has ended.
 NEW_TOKENS = (6, 17, 3, 12, 9)
@@ -38,7 +38,7 @@ def check_rows_come_and_go(strategy: Strategy, conditions: Conditions = Conditio
                 for number, (text, new) in enumerate(zip(texts, NEW_TOKENS, strict=True))
             ]
             together = [request.result(120) for request in requests]
-    for number, (own, shared) in enumerate(zip(alone, together, strict=True)):
-        assert torch.equal(own, shared), (
-            f"request {number} writes {shared[0].tolist()} beside others that come and go, and {own[0].tolist()} alone: see rebatch"
-        )
+        for number, (text, own, shared) in enumerate(zip(texts, alone, together, strict=True)):
+            inputs = dict(input_ids=text, attention_mask=torch.ones_like(text))
+            what = f"request {number} beside others that come and go, not alone (see rebatch)"
+            assert_same_tokens(model, inputs, own, shared, what)
