@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.modeling_layers import MtpModel
 
+_TOO_OLD = "mtp needs a newer transformers, one that has MtpModel.forward_layer (5.23 has)"
 #: Where a model's layers are kept: what begins with ``decoders_`` is no part of the network.
 ATTRIBUTE = "decoders_mtp_layers"
 
@@ -203,7 +204,9 @@ def mtp_layers(model: PreTrainedModel) -> MtpModel:
     try:
         from transformers.modeling_layers import MtpModel
     except ImportError as error:
-        raise UnsupportedError("mtp needs a newer transformers, one that has MtpModel (5.23 has)") from error
+        raise UnsupportedError(_TOO_OLD) from error
+    if not hasattr(MtpModel, "forward_layer"):
+        raise UnsupportedError(_TOO_OLD)
     if not getattr(model.config.get_text_config(decoder=True), "num_mtp_layers", None):
         raise UnsupportedError(f"{name} has no multi-token-prediction layers (num_mtp_layers in its config)")
     try:

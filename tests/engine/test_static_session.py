@@ -193,7 +193,7 @@ def test_a_later_call_replays_what_an_earlier_one_has_recorded(device: TapeRecor
 
 def test_a_drafter_with_a_cache_of_its_own_is_replayed(device: TapeRecorder) -> None:
     modeling = pytest.importorskip("transformers.modeling_layers")
-    if not hasattr(modeling, "MtpModel"):
+    if not hasattr(getattr(modeling, "MtpModel", None), "forward_layer"):
         pytest.skip("this transformers builds no MTP layers")
     target = model()
     plain = decode(target, prompts(3), "autoregressive", max_new_tokens=10)

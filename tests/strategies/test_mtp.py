@@ -23,7 +23,7 @@ from decoders.testing.models import WINDOW, Architecture
 from decoders.testing.spy import Spy
 
 modeling = pytest.importorskip("transformers.modeling_layers")
-if not hasattr(modeling, "MtpModel"):
+if not hasattr(getattr(modeling, "MtpModel", None), "forward_layer"):
     pytest.skip("this transformers builds no MTP layers", allow_module_level=True)
 
 SMALL = dict(
