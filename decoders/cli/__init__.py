@@ -67,6 +67,7 @@ def _register() -> None:
         bench,
         bench_fresh,
         bench_grammar,
+        bench_load,
         bench_precision,
         bench_sampling,
         calibrate,
@@ -93,6 +94,7 @@ def _register() -> None:
     train.app.command()(train_medusa.medusa)
     bench.app.command()(bench_fresh.fresh)
     bench.app.command()(bench_grammar.grammar)
+    bench.app.command()(bench_load.load)
     bench.app.command()(bench_precision.precision)
     bench.app.command()(bench_sampling.sampling)
     app.add_typer(bench.app, name="bench")

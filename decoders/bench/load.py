@@ -1,0 +1,186 @@
+"""Many requests of different lengths, at once or as they arrive: a scheduler beside batches of one size and transformers' own."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from ..serving.scheduler import Scheduler
+from .stamps import Stamps
+
+#: Spread of the lengths: standard deviation of their logarithm.
+SPREAD = 0.9
+#: Seconds after which a run of transformers' continuous batching that gives nothing is over.
+PATIENCE = 120.0
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request to come.
+
+    Attributes:
+        seconds: after the beginning.
+        prompt: token ids.
+        new_tokens: to generate; there are no stop tokens.
+    """
+
+    seconds: float
+    prompt: list[int]
+    new_tokens: int
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """What one method made of the load.
+
+    Attributes:
+        method: its name.
+        seconds: from the first arrival to the last end.
+        tokens: that were asked for, of all requests.
+        first_token: per request, seconds from its arrival, where the method tells.
+        latency: per request, seconds from its arrival to its end.
+        per_token: the same less the first token, per further token.
+    """
+
+    method: str
+    seconds: float
+    tokens: int
+    first_token: list[float] = field(default_factory=list)
+    latency: list[float] = field(default_factory=list)
+    per_token: list[float] = field(default_factory=list)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    def goodput(self, within: float) -> float:
+        """Requests per second that were done within so many seconds of their arrival."""
+        return sum(latency <= within for latency in self.latency) / self.seconds
+
+
+def arrivals(
+    prompts: Sequence[list[int]], count: int, median: float, longest: int, rate: float | None = None, seed: int = 0
+) -> list[Arrival]:
+    """`count` requests with lengths from a log-normal distribution.
+
+    Args:
+        prompts: taken in turns.
+        median, longest: of the new tokens.
+        rate: arrivals per second, a Poisson process; None: all come at once.
+    """
+    drawn, now, requests = random.Random(seed), 0.0, []
+    for number in range(count):
+        new_tokens = min(max(round(median * drawn.lognormvariate(0, SPREAD)), 1), longest)
+        requests.append(Arrival(now, prompts[number % len(prompts)], new_tokens))
+        now += drawn.expovariate(rate) if rate is not None else 0.0
+    return requests
+
+
+def scheduled(
+    model: PreTrainedModel, strategy: str, load: Sequence[Arrival], rows: int, options: Mapping[str, Any]
+) -> LoadResult:
+    """A :class:`decoders.Scheduler` with so many rows."""
+    stamps, ends = [Stamps() for _ in load], [0.0] * len(load)
+
+    def note(number: int) -> Callable[[Any], None]:
+        def ended(_: Any) -> None:
+            ends[number] = time.perf_counter()
+
+        return ended
+
+    slots = max(len(request.prompt) + request.new_tokens for request in load)
+    with Scheduler(model, strategy=strategy, rows=rows, queue=len(load), slots=slots, **options) as scheduler:
+        began, generations = time.perf_counter(), []
+        for number, request in enumerate(load):
+            _sleep_until(began + request.seconds)
+            generation = scheduler.submit(
+                request.prompt, max_new_tokens=request.new_tokens, streamer=stamps[number], do_sample=False
+            )
+            generation.add_done_callback(note(number))
+            generations.append(generation)
+        for generation in generations:
+            generation.result()
+    return _result(f"scheduler, {strategy}", load, began, [stamp.times[0] for stamp in stamps], ends)
+
+
+def in_batches(
+    model: PreTrainedModel, strategy: str | None, load: Sequence[Arrival], rows: int, options: Mapping[str, Any]
+) -> LoadResult:
+    """``generate`` over batches of up to `rows` of those that have arrived, each until its longest row ends; None: transformers'."""
+    ours = {} if strategy is None else {"strategy": strategy, **options}
+    waiting, ends, began = list(range(len(load))), [0.0] * len(load), time.perf_counter()
+    while waiting:
+        _sleep_until(began + load[waiting[0]].seconds)
+        now = max(time.perf_counter() - began, load[waiting[0]].seconds)
+        batch = [number for number in waiting[:rows] if load[number].seconds <= now]
+        waiting = waiting[len(batch) :]
+        longest = max(len(load[number].prompt) for number in batch)
+        ids = torch.zeros(len(batch), longest, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, number in enumerate(batch):
+            prompt = load[number].prompt
+            ids[row, longest - len(prompt) :], mask[row, longest - len(prompt) :] = torch.tensor(prompt), 1
+        new_tokens = max(load[number].new_tokens for number in batch)
+        model.generate(  # type: ignore[operator]
+            ids.to(model.device), attention_mask=mask.to(model.device), max_new_tokens=new_tokens, do_sample=False,
+            **{"pad_token_id": 0, **ours},
+        )  # fmt: skip
+        for number in batch:
+            ends[number] = time.perf_counter()
+    name = "transformers, batches" if strategy is None else f"batches, {strategy}"
+    return _result(name, load, began, [], ends)
+
+
+def continuous(model: PreTrainedModel, load: Sequence[Arrival]) -> LoadResult:
+    """transformers' own continuous batching.
+
+    Raises:
+        RuntimeError: it gives no result.
+    """
+    config = GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=-1)
+    ends, numbers = [0.0] * len(load), {f"load-{number}": number for number in range(len(load))}
+    with model.continuous_batching_context_manager(generation_config=config) as manager:  # type: ignore[operator]
+        began = time.perf_counter()
+
+        def submit() -> None:
+            for name, number in numbers.items():
+                request = load[number]
+                _sleep_until(began + request.seconds)
+                manager.add_request(request.prompt, request_id=name, max_new_tokens=request.new_tokens)
+
+        sender = threading.Thread(target=submit, daemon=True)
+        sender.start()
+        for _ in load:
+            result = manager.get_result(timeout=PATIENCE)
+            if result is None:
+                raise RuntimeError(f"transformers' continuous batching gave nothing for {PATIENCE:.0f} seconds")
+            ends[numbers[result.request_id]] = time.perf_counter()
+        sender.join()
+    return _result("transformers, continuous", load, began, [], ends)
+
+
+def _sleep_until(moment: float) -> None:
+    time.sleep(max(moment - time.perf_counter(), 0.0))
+
+
+def _result(
+    method: str, load: Sequence[Arrival], began: float, firsts: Sequence[float], ends: Sequence[float]
+) -> LoadResult:
+    arrived = [began + request.seconds for request in load]
+    further = [
+        (end - first) / (request.new_tokens - 1)
+        for request, first, end in zip(load, firsts, ends, strict=False)
+        if request.new_tokens > 1
+    ]
+    return LoadResult(
+        method, max(ends) - began, sum(request.new_tokens for request in load),
+        [first - at for first, at in zip(firsts, arrived, strict=False)],
+        [end - at for end, at in zip(ends, arrived, strict=True)], further,
+    )  # fmt: skip

@@ -1,0 +1,105 @@
+"""``decoders bench load``: many requests of different lengths."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import UnknownNameError
+from .bench import footnote, pieces, progress_bar, write_json
+
+METHODS = ("scheduler", "batches", "transformers", "transformers-continuous")
+
+
+def load(
+    model: Annotated[str, typer.Argument(help="Model: a folder, a name on the hub, or demo.")] = "demo",
+    strategies: Annotated[
+        list[str] | None, typer.Option("--strategy", "-s", help="Strategies; repeatable. Default: autoregressive.")
+    ] = None,
+    methods: Annotated[
+        list[str] | None, typer.Option("--method", help=f"{', '.join(METHODS)}; repeatable. Default: the first three.")
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="How many there are.")] = 40,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of the scheduler, and of a batch.")] = 8,
+    rate: Annotated[
+        float | None, typer.Option(min=1e-3, help="Arrivals per second, at random times. Default: all come at once.")
+    ] = None,
+    new_tokens: Annotated[int, typer.Option("--new-tokens", "-n", min=1, help="Median of the new tokens.")] = 28,
+    longest: Annotated[int, typer.Option(min=1, help="Most new tokens.")] = 128,
+    prompt_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of a prompt.")] = 64,
+    within: Annotated[float, typer.Option(min=0, help="Seconds in which a request counts as served in time.")] = 10.0,
+    dtype: Annotated[str, typer.Option(help="Precision of the model.")] = "auto",
+    compile: Annotated[bool, typer.Option(help="Run compiled steps.")] = False,
+    seed: Annotated[int, typer.Option(help="Of lengths and arrivals.")] = 0,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the CPU.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write everything as JSON; - is standard output.")
+    ] = None,
+) -> None:
+    """Measure throughput and waiting times under a load of requests: a scheduler, fixed batches, transformers' own.
+
+    Only tokens that were asked for are counted. The instructions of the bench serve as prompts; nothing stops before its length.
+    """
+    from rich.console import Console
+
+    quiet = json_file is not None and str(json_file) == "-"
+    progress_console, console = Console(stderr=True), Console(stderr=quiet)
+    chosen, named = pieces(methods) or list(METHODS[:3]), pieces(strategies) or ["autoregressive"]
+    for method in chosen:
+        if method not in METHODS:
+            raise UnknownNameError("method", method, METHODS)
+
+    import torch
+
+    import decoders
+
+    from ..bench import bandwidth, machine
+    from ..bench.load import arrivals, continuous, in_batches, scheduled
+    from ..bench.load_tables import load_table
+    from ..bench.prompts import INSTRUCTIONS, encode, instructions
+    from . import models
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    loaded, tokenizer = models.load(model, dtype)
+    decoders.enable(loaded, tokenizer=tokenizer)
+    # A load has the lengths that it has.
+    loaded.generation_config.eos_token_id = None
+    every = [content for kind in INSTRUCTIONS for _, _, content in instructions(kind)]
+    prompts = [encode(tokenizer, content)[:prompt_tokens] for content in every]
+    waves = arrivals(prompts, requests, new_tokens, longest, rate, seed)
+    # Every prompt is read, whatever was read before.
+    options = {"decoders_config": {"compile": compile, "memory": False, "reuse": False}, "pad_token_id": 0}
+    first = [replace(request, seconds=0.0, new_tokens=4) for request in waves[:rows]]  # packs, compiles
+    runs = [
+        (method, strategy)
+        for method in chosen
+        for strategy in (named if not method.startswith("transformers") else [None])
+    ]
+    results = []
+    with progress_bar(progress_console, len(runs)) as advance:
+        for method, strategy in runs:
+            if method == "scheduler":
+                assert strategy is not None
+                scheduled(loaded, strategy, first, rows, options)
+                results.append(scheduled(loaded, strategy, waves, rows, options))
+            elif method == "transformers-continuous":
+                results.append(continuous(loaded, waves))
+            else:
+                in_batches(loaded, strategy, first, rows, options)
+                results.append(in_batches(loaded, strategy, waves, rows, options))
+            advance(results[-1].method)
+    come = "at once" if rate is None else f"{rate:g} per second"
+    console.print(load_table(results, within, f"{model}, {requests} requests, {come}, {rows} rows"))
+    cpu = torch.device("cpu")
+    facts = machine.facts(cpu) | {"copy_bandwidth": bandwidth.copy_bandwidth(cpu)}
+    console.print(footnote(facts), style="dim")
+    if json_file is not None:
+        run = {
+            "model": model, "dtype": dtype, "requests": requests, "rows": rows, "rate": rate, "new_tokens": new_tokens,
+            "longest": longest, "seed": seed, "compile": compile,
+        }  # fmt: skip
+        write_json({"machine": facts, "run": run, "results": [asdict(result) for result in results]}, json_file)
