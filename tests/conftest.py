@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import tempfile
 from collections.abc import Callable
@@ -16,7 +17,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of compil
 import pytest
 import torch
 
-_costs = tempfile.TemporaryDirectory()  # not the user's own
+_costs, _numbers = tempfile.TemporaryDirectory(), itertools.count()  # not the user's own
 os.environ.setdefault("DECODERS_COST_CACHE", _costs.name)
 
 torch.set_num_threads(1)
@@ -45,6 +46,12 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         if len(gc.get_objects()) > MANY_OBJECTS:
             gc.collect()
             gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def no_costs_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one test measures must not decide how large the drafts of the next one are."""
+    monkeypatch.setenv("DECODERS_COST_CACHE", os.path.join(_costs.name, str(next(_numbers))))
 
 
 @pytest.fixture

@@ -77,8 +77,8 @@ MUTATIONS = (
     ),
     Mutation(
         "stop-token-behind-the-first-new-one-is-ignored", "decoders/engine/core.py",
-        "is_stop = (new[:, :, None] == stop_tokens).any(-1) & (index < emitted[:, None])",
-        "is_stop = (new[:, :, None] == stop_tokens).any(-1) & (index < 1)",
+        "is_stop = (new[:, :, None] == stop_tokens[..., None, :]).any(-1) & (index < emitted[:, None])",
+        "is_stop = (new[:, :, None] == stop_tokens[..., None, :]).any(-1) & (index < 1)",
         ("generate/test_stopping.py",),
     ),
     Mutation(
@@ -143,8 +143,8 @@ MUTATIONS = (
     ),
     Mutation(
         "min-new-tokens-counts-one-too-many", "decoders/sampling/processors.py",
-        "is_stop & (positions < value)",
-        "is_stop & (positions <= value)",
+        "is_stop & (positions[..., None] < value)",
+        "is_stop & (positions[..., None] <= value)",
         ("sampling/test_processors.py",),
     ),
     Mutation(

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 import decoders
 from decoders.engine.target import Target
 from decoders.errors import UnsupportedError
-from decoders.hf import wrapper
+from decoders.hf.call import GenerateCall
 from decoders.testing import decode, prompts
 from decoders.testing.models import VOCAB
 
@@ -39,13 +39,13 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 def calls(enabled: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Names of the strategies that decoded; there must be some at the end."""
     seen: list[str] = []
-    whole = wrapper.Generate._decode
+    whole = GenerateCall.generate
 
-    def noted(self: Any, options: Any) -> Any:
-        seen.append(options.strategy.name)
-        return whole(self, options)
+    def noted(self: GenerateCall) -> Any:
+        seen.append(self.options.strategy.name)
+        return whole(self)
 
-    monkeypatch.setattr(wrapper.Generate, "_decode", noted)
+    monkeypatch.setattr(GenerateCall, "generate", noted)
     yield seen
     assert seen, "the strategy was not used"
 

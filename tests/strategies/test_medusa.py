@@ -201,7 +201,7 @@ def test_trees_that_the_heads_cannot_fill_are_refused(tree, reason):
 def test_budget_takes_the_first_paths_and_keeps_a_tree():
     assert budgeted(DEFAULT_TREE, 5) == DEFAULT_TREE[:5]
     assert budgeted(((0, 0), (1,), (0,), (0, 1)), 3) == ((1,), (0,), (0, 1))
-    assert budgeted(WIDE, None) == WIDE
+    assert budgeted(WIDE, len(WIDE)) == WIDE
     model = decoders.enable(tiny_model("llama"))
     assert decode(model, prompts(1), medusa(nodes=7), max_new_tokens=8, **EAGER).report.nodes == 8
 
