@@ -87,6 +87,7 @@ class Scheduler:
         self._serial = itertools.count()
         self._lanes: list[Lane] = []
         self._active: dict[Lane, list[Generation]] = {}
+        self._admitting: Generation | None = None  # neither waiting nor active
         self._closing = False
         self.steps = 0
         self._thread = threading.Thread(target=_work, args=(weakref.ref(self),), name="decoders-scheduler", daemon=True)
@@ -203,7 +204,9 @@ class Scheduler:
             generation._end(CancelledError("the request was cancelled"))
 
     def _all(self) -> list[Generation]:
-        return [entry[2] for entry in self._waiting] + [g for several in self._active.values() for g in several]
+        admitting = [self._admitting] if self._admitting is not None else []
+        active = [generation for several in list(self._active.values()) for generation in several]
+        return [entry[2] for entry in self._waiting] + admitting + [g for g in active if g is not self._admitting]
 
     # What the thread does:
 
@@ -252,6 +255,7 @@ class Scheduler:
                 if generation.cancelled:  # its cancel() did not find it any more
                     generation._end(_reason(generation))
                     continue
+                self._admitting = generation
             call = generation.call
             try:
                 lane = next((lane for lane in self._lanes if lane.free and lane.fits(call.engine, call.request)), None)
@@ -264,6 +268,8 @@ class Scheduler:
                 self._active[lane].append(generation)
             except Exception as error:
                 generation._end(error)
+            with self._changed:
+                self._admitting = None
         self._close_idle()
 
     def _advance(self, lane: Lane, generations: list[Generation]) -> None:

@@ -16,6 +16,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, 
 from transformers.generation.streamers import BaseStreamer
 
 import decoders
+from decoders.engine.lane import Lane
 from decoders.errors import CancelledError, ContextLengthError, DeadlineError, InputError, QueueFull, SettingsError
 from decoders.strategies import Lookahead, PromptLookup, Speculative, Staged, Threshold
 from decoders.strategy import Draft, PromptChunk, Sequences, Step, Strategy
@@ -425,6 +426,25 @@ def test_a_closed_scheduler_finishes_or_cancels(llama: PreTrainedModel, schedule
     lost = [scheduler.submit(text_of(n, 6), max_new_tokens=4000) for n in range(3)]
     scheduler.close(cancel=True)
     assert all(isinstance(g.exception(), CancelledError) for g in lost)
+
+
+def test_a_request_that_is_being_admitted_is_cancelled_with_the_others(
+    llama: PreTrainedModel, scheduler_of: Any, text_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer, closers = Lane.offer, []
+
+    def closing_meanwhile(lane: Lane, request: Any) -> Any:
+        closers.append(threading.Thread(target=scheduler.close, kwargs={"cancel": True}))
+        closers[0].start()
+        time.sleep(0.2)
+        return offer(lane, request)
+
+    monkeypatch.setattr(Lane, "offer", closing_meanwhile)
+    scheduler = scheduler_of(llama)
+    request = scheduler.submit(text_of(0, 6), max_new_tokens=4000)
+    assert isinstance(request.exception(60), CancelledError)
+    closers[0].join(60)
+    assert len(request.tokens) <= 2
 
 
 def test_a_storm_of_requests_loses_and_mixes_up_none(
