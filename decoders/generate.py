@@ -56,10 +56,8 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     Raises:
         UnsupportedError: not a model of transformers.
     """
-    if not isinstance(base_of(model), PreTrainedModel):
-        raise UnsupportedError(f"disable() takes a transformers model, not {type(model).__name__}")
-    present = vars(model).get("generate")
-    if isinstance(present, Generate):
+    present = _present(model, "disable")
+    if present is not None:
         present.release()
         if present.previous is None:
             del vars(model)["generate"]
@@ -84,10 +82,8 @@ def release(model: PreTrainedModel) -> PreTrainedModel:
     Raises:
         UnsupportedError: not a model of transformers.
     """
-    if not isinstance(base_of(model), PreTrainedModel):
-        raise UnsupportedError(f"release() takes a transformers model, not {type(model).__name__}")
-    present = vars(model).get("generate")
-    if isinstance(present, Generate):
+    present = _present(model, "release")
+    if present is not None:
         present.release()
     return model
 
@@ -107,12 +103,18 @@ def forget(model: PreTrainedModel) -> PreTrainedModel:
     Raises:
         UnsupportedError: not a model of transformers.
     """
-    if not isinstance(base_of(model), PreTrainedModel):
-        raise UnsupportedError(f"forget() takes a transformers model, not {type(model).__name__}")
-    present = vars(model).get("generate")
-    if isinstance(present, Generate):
+    present = _present(model, "forget")
+    if present is not None:
         present.forget()
     return model
+
+
+def _present(model: PreTrainedModel, function: str) -> Generate | None:
+    """What :func:`enable` has put on `model`, None if nothing; refuses what is no model of transformers, for `function`."""
+    if not isinstance(base_of(model), PreTrainedModel):
+        raise UnsupportedError(f"{function}() takes a transformers model, not {type(model).__name__}")
+    present = vars(model).get("generate")
+    return present if isinstance(present, Generate) else None
 
 
 def warmup(

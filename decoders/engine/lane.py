@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..constraints.base import CompiledGrammar
 from ..sampling.processors import SamplingInputs, row_keys
-from ..strategy import Strategy
+from ..strategy import Strategy, finish_all
 from .buckets import row_bucket, slots_for
 from .engine import Engine
 from .grammar.guide import Guide
@@ -142,13 +142,10 @@ class Lane:
         """Frees everything. cause: what has ended the lane; what the strategy's `finish` raises is told with it, or is a warning."""
         with self._running(), self.stack:
             try:
-                self._finish()
+                self._finish(cause)
             except Exception as error:
                 message = f"finish of {self.template.strategy.name!r} failed: {error!r}"
-                if cause is None:
-                    warnings.warn(f"decoders: {message}", stacklevel=2)
-                else:
-                    cause.add_note(f"decoders: {message} as well")
+                warnings.warn(f"decoders: {message}", stacklevel=2)
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -338,11 +335,11 @@ class Lane:
             return guide.rebatch(sources, grammars)
         return HostGuide.of(grammars, target.vocab_size, target.device)
 
-    def _finish(self) -> None:
-        """Tells the strategy that its state is given up."""
+    def _finish(self, cause: Exception | None = None) -> None:
+        """Tells the strategy that its state is given up. cause: see :func:`~decoders.strategy.finish_all`."""
         if self._started:
             self._started = False
-            self.template.strategy.finish(self.call.state)
+            finish_all([(self.template.strategy, self.call.state)], cause)
 
     def _inform(self, sources: list[int], restart: bool) -> None:
         """Tells the strategy and its draft models which rows there are now."""

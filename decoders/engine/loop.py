@@ -237,8 +237,8 @@ class Call:
         self.where = "propose"
         draft = self.propose(state, max(self.lengths))
         if not self.target.static:
-            exact = self.batch > 1 and not self.target.rounds and not self.passes.compiles(several=True)
-            self.blocks.exact = exact
+            several = self.batch > 1 and not self.passes.compiles(several=True)
+            self.blocks.exact = several and not self.target.rounds
             draft = self.cut(draft)
         block = self.block_of(draft)
         self.where = "forward pass and verification"

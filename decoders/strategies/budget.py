@@ -27,3 +27,8 @@ def node_budget(context: Context, chosen: int | None, otherwise: int, most: int 
         return otherwise
     affordable = max(min(costs.affordable(SHARE), most), 4)
     return 1 << (affordable.bit_length() - 1)
+
+
+def draft_budget(context: Context, chosen: int | None, otherwise: int, most: int = 255) -> int:
+    """The same in draft tokens: of all numbers the root is left out."""
+    return node_budget(context, None if chosen is None else chosen + 1, otherwise + 1, most + 1) - 1

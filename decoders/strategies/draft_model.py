@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from ..errors import UnsupportedError
 from ..settings import Settings
 from ..strategy import Context, Strategy
-from .budget import node_budget
+from .budget import draft_budget
 
 #: Nodes of a tree where nothing says otherwise, root excluded.
 TREE_NODES = 24
@@ -70,8 +70,7 @@ class DraftModelStrategy(Strategy):
 
     def tree_nodes(self, context: Context) -> int:
         """Node budget of a tree, root excluded."""
-        chosen = self.settings.nodes
-        return node_budget(context, None if chosen is None else chosen + 1, TREE_NODES + 1) - 1
+        return draft_budget(context, self.settings.nodes, TREE_NODES)
 
 
 def require_coupled(context: Context, what: str) -> None:

@@ -17,7 +17,7 @@ from ..sampling import SamplingInputs, SamplingPlan, candidates
 from ..settings import Settings
 from ..strategy import Context, Draft, Sequences, Step, Strategy
 from ..tree import Topology
-from .budget import node_budget
+from .budget import draft_budget
 
 
 class MedusaSettings(Settings):
@@ -93,7 +93,7 @@ class Medusa(Strategy):
         # The authors' tree is four levels deep; heads may be fewer, or the tree of a user's shallower than the heads.
         if s.tree is None:
             paths = tuple(path for path in paths if len(path) <= heads.config.heads)
-        nodes = node_budget(context, None if s.nodes is None else s.nodes + 1, len(paths) + 1) - 1
+        nodes = draft_budget(context, s.nodes, len(paths))
         topology, picks = Topology.from_paths(budgeted(paths, nodes))
         plan, drawn = context.plan or SamplingPlan(), context.plan is not None and context.plan.sample
         _check_tree(topology, picks, heads)

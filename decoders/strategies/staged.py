@@ -13,7 +13,7 @@ from ..drafting import Drafter
 from ..settings import Table
 from ..strategy import Context, Draft, Sequences, Step
 from ..tree import Topology, TreeTensors
-from .budget import node_budget
+from .budget import draft_budget
 from .draft_model import DraftModelSettings, DraftModelStrategy
 from .draft_tree import best_nodes, depth_bound
 
@@ -69,7 +69,7 @@ class Staged(DraftModelStrategy):
     def start(self, context: Context) -> _State:
         s: StagedSettings = self.settings
         stage = context.strategy(s.stage, s.stage_config)
-        nodes = node_budget(context, None if s.nodes is None else s.nodes + 1, NODES + 1) - 1
+        nodes = draft_budget(context, s.nodes, NODES)
         # Unless coupled, which leaves there are must not depend on what was drawn: the same number everywhere.
         children = s.children if context.coupled else max(1, min(s.children, nodes // s.length))
         drafter = context.draft(self.draft_model(context), ahead=s.length, children=children, stage=stage)

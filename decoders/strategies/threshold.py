@@ -12,7 +12,7 @@ from torch import Tensor
 from ..drafting import Drafter
 from ..strategy import Context, Draft, Sequences, Step
 from ..tree import Topology
-from .budget import node_budget
+from .budget import draft_budget
 from .calibration import Calibration
 from .draft_model import DraftModelStrategy, DraftTreeSettings, require_coupled
 from .draft_tree import DynamicTree
@@ -91,10 +91,8 @@ class Threshold(DraftModelStrategy):
             require_coupled(context, self.name)
             tree = DynamicTree(length, s.beam, self.tree_nodes(context), context.compile)
             ahead, children = length * s.beam + 1, s.children
-        elif s.max_length is None:
-            ahead = length = node_budget(context, None, LENGTH + 1, most=MOST_LENGTH + 1) - 1
         else:
-            ahead = length
+            ahead = length = draft_budget(context, s.max_length, LENGTH, MOST_LENGTH)
         drafter = context.draft(self.draft_model(context), ahead=ahead, children=children)
         calibration = Calibration(context.rows) if s.rule == "calibrated" else None
         threshold = torch.full((context.rows,), s.threshold, device=context.device)
