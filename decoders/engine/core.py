@@ -17,7 +17,8 @@ from ..verifiers.verifier import Block, Verifier
 from .blocks import NodeBlock
 from .cache import CacheBuffers, move_slots
 from .rows import Fault, Rows
-from .target import ForwardResult, Target, after_text
+from .target import ForwardResult, Target
+from .text_blocks import after_text
 from .verify import Acceptance, draw, follow_matches
 
 
