@@ -19,8 +19,7 @@ from .grammar.host_guide import HostGuide
 from .loop import Call
 from .pool import RowPool
 from .request import Request
-from .rows import sampling_of
-from .sharing import share_steps
+from .sharing import sampling_of, share_steps
 from .worth import DraftWorth
 from .written import Written, empty_report
 

@@ -13,7 +13,6 @@ from ..sampling.processors import SamplingInputs, row_keys
 from ..strategy import Sequences
 from .buckets import round_up
 from .cache import CacheBuffers
-from .request import Request
 from .target import Target
 
 
@@ -119,28 +118,3 @@ def stop_tensor(stop_tokens: Sequence[Sequence[int]], device: torch.device) -> T
     """``[B, E]`` int64: the stop tokens of rows, padded to a multiple of 8 with -1, so that their number seldom matters."""
     width = max(round_up(max(map(len, stop_tokens)), 8), 8)
     return torch.tensor([[*stops, *[-1] * (width - len(stops))] for stops in stop_tokens], device=device)
-
-
-def sampling_of(requests: list[Request], added: int, device: torch.device) -> SamplingInputs:
-    """The tensors that the plan reads for requests of one row each: one row for all where all ask for the same.
-
-    Args:
-        added: rows behind them that nobody has asked for.
-    """
-    values = [request.values or (0.0,) for request in requests]
-    stops = [request.stop_tokens for request in requests]
-    if len(set(values)) == 1:
-        values = values[:1]
-    if len(set(stops)) == 1:
-        stops = stops[:1]
-    keys = [row_keys(request.seed, 1, device) for request in requests]
-    several = len(values) > 1 or len(stops) > 1
-    return SamplingInputs(
-        torch.tensor(
-            values + [values[0]] * added if len(values) > 1 else values[0], dtype=torch.float32, device=device
-        ),
-        torch.cat([*keys, *keys[:1] * added]),
-        stop_tensor(stops + [stops[0]] * added, device)
-        if several and len(stops) > 1
-        else stop_tensor(stops, device)[0],
-    )

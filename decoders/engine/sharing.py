@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
+
+from ..sampling.processors import SamplingInputs, row_keys
 from ..strategy import Strategy
 from .request import Request
+from .rows import stop_tensor
 
 
 def share_steps(one: Request, other: Request) -> bool:
@@ -19,6 +23,31 @@ def share_steps(one: Request, other: Request) -> bool:
         and one.compile == other.compile and type(one.verifier) is type(other.verifier)
         and getattr(one.verifier, "settings", None) == getattr(other.verifier, "settings", None)
     )  # fmt: skip
+
+
+def sampling_of(requests: list[Request], added: int, device: torch.device) -> SamplingInputs:
+    """The tensors that the plan reads for requests of one row each: one row for all where all ask for the same.
+
+    Args:
+        added: rows behind them that nobody has asked for.
+    """
+    values = [request.values or (0.0,) for request in requests]
+    stops = [request.stop_tokens for request in requests]
+    if len(set(values)) == 1:
+        values = values[:1]
+    if len(set(stops)) == 1:
+        stops = stops[:1]
+    keys = [row_keys(request.seed, 1, device) for request in requests]
+    several = len(values) > 1 or len(stops) > 1
+    return SamplingInputs(
+        torch.tensor(
+            values + [values[0]] * added if len(values) > 1 else values[0], dtype=torch.float32, device=device
+        ),
+        torch.cat([*keys, *keys[:1] * added]),
+        stop_tensor(stops + [stops[0]] * added, device)
+        if several and len(stops) > 1
+        else stop_tensor(stops, device)[0],
+    )
 
 
 def same_strategy(one: Strategy, other: Strategy) -> bool:
