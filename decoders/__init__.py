@@ -86,8 +86,8 @@ _MODULES = ("demo", "strategies", "testing", "verifiers")
 __all__ = [
     "Block", "Calibration", "Completion", "Context", "DecodersError", "DecodersOutput", "Draft", "Generation", "ObservedCall",
     "Observer", "Outcomes", "PromptChunk", "Report", "Scheduler", "Sequences", "Settings", "Step", "Strategy", "Topology",
-    "TreeTensors", "Verifier", "Warmup", "calibrate", "choice", "demo", "disable", "enable", "forget", "generate_many", "grammar", "hookimpl", "json_schema",
-    "memories", "regex", "release", "remember", "strategies", "testing", "verifiers", "warmup",
+    "TreeTensors", "Verifier", "Warmup", "calibrate", "choice", "demo", "disable", "enable", "forget", "generate_many",
+    "grammar", "hookimpl", "json_schema", "memories", "regex", "release", "remember", "strategies", "testing", "verifiers", "warmup",
 ]  # fmt: skip
 
 

@@ -1,20 +1,25 @@
-"""A tokenizer of the tiny models' vocabulary."""
+"""A tiny model with a token for each byte."""
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 import pytest
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers import decoders as token_decoders
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from decoders.testing.models import VOCAB
+import decoders
+from decoders.testing.models import ARCHITECTURES, Architecture
 
 
-@pytest.fixture(scope="session")
-def letters() -> PreTrainedTokenizerFast:
-    """A token for each printable character; the first one ends texts."""
-    vocab = {token: i for i, token in enumerate(["</s>", "<unk>", *map(chr, range(32, 127))])}
-    assert len(vocab) <= VOCAB
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
-    backend.decoder = token_decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>", pad_token="</s>")
+@pytest.fixture
+def speller() -> PreTrainedModel:
+    """An enabled model; token 0 pads, token 1 ends texts."""
+    names = ["<pad>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    backend = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = token_decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="</s>")
+    options = MappingProxyType(dict(ARCHITECTURES["llama"].options) | {"vocab_size": len(names)})
+    return decoders.enable(Architecture("llama", options)(0), tokenizer=tokenizer)

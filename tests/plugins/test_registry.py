@@ -150,7 +150,7 @@ class WithSettings(Backend):
 
 
 @pytest.mark.parametrize(
-    ("cls", "why"), [(WithSettings, "a grammar backend has no settings"), (PromptLookup, "not a subclass")]
+    ("cls", "why"), [(WithSettings, "must be made without arguments"), (PromptLookup, "not a subclass")]
 )
 def test_what_is_no_grammar_backend_is_refused(cls: type, why: str) -> None:
     with pytest.raises(PluginError, match=why):
