@@ -198,6 +198,31 @@ def test_long_prompts_are_read_in_chunks_while_others_go_on(
         assert written(first, text_of(0, 4)) == write_alone(llama, text_of(0, 4), max_new_tokens=100)
 
 
+def test_a_short_prompt_waits_for_one_piece_of_a_long_one(llama: PreTrainedModel, text_of: Any) -> None:
+    config = {"compile": False, "prefill_chunk": 8, "reuse": False}
+
+    def call(length: int, new: int) -> Any:
+        return vars(decoders.enable(llama))["generate"].prepared(
+            input_ids=torch.tensor([text_of(length, length)]), strategy="autoregressive", max_new_tokens=new, pad_token_id=0,
+            decoders_config=config,
+        )  # fmt: skip
+
+    running, long, short = call(4, 100), call(200, 3), call(5, 3)
+    lane = Lane(running.engine, running.request, 3)
+    lane.offer(running.request)
+    lane.advance(1e-9)
+    late = lane.offer(long.request)
+    lane.advance(1e-9)
+    quick = lane.offer(short.request)
+    for _ in range(3):
+        lane.advance(1e-9)
+    assert len(quick.generated[0]) >= 1 and not late.generated[0]
+    while not late.ended:
+        lane.advance(1e-9)
+    assert late.generated[0] and quick.ended
+    lane.close()
+
+
 def test_what_a_running_or_finished_request_has_read_is_not_read_again(
     llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any
 ) -> None:
