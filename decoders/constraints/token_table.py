@@ -107,7 +107,7 @@ def _walked(tables: Tables, vocabulary: Vocabulary, device: torch.device) -> Ite
         length = np.array([len(text) for text in texts])
         spelling = np.full((len(texts), length[-1]), 256, np.int16)
         spelling[np.arange(length[-1]) < length[:, None]] = np.frombuffer(b"".join(texts), np.uint8)
-        reached = here[:, None].expand(-1, len(tokens))
+        reached = every[:, None].expand(-1, len(tokens))
         for byte in torch.from_numpy(spelling).to(device).long().T:
             reached = after[reached, byte]
         yield tokens, legal(tokens, reached)
