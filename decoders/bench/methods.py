@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from transformers import CompileConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..constraints.coerce import named
+from ..constraints.base import CompiledGrammar
 from ..constraints.constructors import regex
 from ..constraints.specs import Spec
 from ..deprecated import warn
 from ..errors import SettingsError, UnknownNameError
 from ..generate import enable
-from ..plugins import registry, resolve_strategy, resolve_verifier
+from ..plugins import grammar_or_file, registry, resolve_strategy, resolve_verifier
 from ..registry.names import canonical
 from ..settings import RuntimeSettings, load_settings
 from .grammar_subjects import subjects
@@ -289,14 +289,14 @@ def _twin(model: PreTrainedModel) -> PreTrainedModel:
     return twin
 
 
-def named_grammar(name: str) -> Spec:
+def named_grammar(name: str) -> Spec | CompiledGrammar:
     """The grammar that stands in the brackets: of the library, of a file, one that ``decoders bench grammar`` measures, or all
     texts under the name of ``anything``.
     """
     if name == ANYTHING:
         return regex(r"(?:.|\n)*")
     measured = next((subject for subject in subjects() if subject.name == name), None)
-    return measured.spec() if measured is not None else named(name)
+    return measured.spec() if measured is not None else grammar_or_file(name)
 
 
 def _method(
