@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import CompileConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..constraints.base import CompiledGrammar
-from ..constraints.specs import Spec, regex
+from ..constraints.constructors import regex
+from ..constraints.specs import Spec
 from ..deprecated import warn
 from ..errors import SettingsError, UnknownNameError
 from ..generate import enable

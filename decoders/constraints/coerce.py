@@ -16,8 +16,9 @@ from uuid import UUID
 from ..errors import GrammarError, UnknownNameError, shortened
 from . import files, library
 from .base import CompiledGrammar
+from .constructors import grammar, json_schema, regex
 from .python_types import is_json, listed
-from .specs import Choice, Lark, Regex, Spec, grammar, json_schema, regex
+from .specs import Choice, Lark, Regex, Spec
 
 if TYPE_CHECKING:
     from outlines.types.dsl import Term
