@@ -48,6 +48,7 @@ def decode(engine: Engine, request: Request) -> Decoded:
         torch.no_grad(),
         ExitStack() as stack,
     ):
+        request = engine.target.ranks.agreed(request)
         return Call(engine, request, stack).run()  # the stack gives sessions back, whatever happens
 
 
@@ -130,7 +131,7 @@ class Call:
 
     def run(self) -> Decoded:
         """Decodes to the end. An exception on the way gets a note, and ``partial``: what was committed before."""
-        self.members.append((Written(self.request, self.report), 0))
+        self.members.append((Written(self.request, self.report, self.target.ranks), 0))
         try:
             self._run()
         except BaseException as error:
@@ -241,6 +242,7 @@ class Call:
             self.blocks.exact = several and not self.target.rounds
             draft = self.cut(draft)
         block = self.block_of(draft)
+        self.target.ranks.check_draft(draft, self.lengths)
         self.where = "forward pass and verification"
         timings.propose += stopwatch.next()
         block = self.masked(draft, block)
@@ -261,8 +263,9 @@ class Call:
             if self.worth is not None:
                 self.worth.observe(self.batch, block.draft_tokens.shape[1] + 1, core, outcome.drafted, outcome.accepted)
             if self.costs is not None:
+                seconds = self.target.ranks.first_number(core)
                 self.costs.observe(
-                    block.draft_tokens.shape[1] + 1, core, max(self.lengths), self.engine.compiled_passes > passes
+                    block.draft_tokens.shape[1] + 1, seconds, max(self.lengths), self.engine.compiled_passes > passes
                 )
         if not self.report.steps:
             self.report.time_to_first_token = timings.prefill + timings.steps
@@ -329,7 +332,7 @@ class Call:
             rows=self.width, slots=rows.slots, device=self.target.device, compile=call.compiler(self.engine),
             vocab_size=self.target.vocab_size, sequences=self.session.view(max(self.lengths))[1], coupled=self.verifier is None,
             plan=request.plan, sampling=rows.sampling, guide=self.guide, model=request.model, tokenizer=request.tokenizer,
-            assistant_model=request.assistant_model, costs=self._costs,
+            clock=self.target.ranks.clock, assistant_model=request.assistant_model, costs=self._costs,
             decoder_layers=self.target.decoder_layers, embed=self.target.embed, head=self.engine.head, module=self._module,
             memory=self._memory_of if request.memory else no_memory,
         )  # fmt: skip

@@ -22,6 +22,7 @@ from .features import LayerStates, OutputHead
 from .fingerprints import Fingerprints
 from .packing import pack
 from .quantization import Precision, quantize, rounds_activations
+from .ranks import Ranks
 from .regions import decoder_layers
 from .transformers_compat import keeps_recurrent_state
 from .twin import WeightState, share_weights, tensors_of
@@ -61,6 +62,7 @@ class Target:
         layers: decoder layers whose outputs its results hold, see :meth:`watching`.
         multiple: blocks and stretches of text have a multiple of so many nodes.
         invariance: in low precision, whether a node has the same bits in every block.
+        ranks: the processes that share its weights.
 
     Raises:
         UnsupportedError: the model's design does not fit the loop, or a self-check shows that its tree-verified logits
@@ -72,7 +74,12 @@ class Target:
     ) -> None:
         refuse_unfit(model)
         precision.check(model.device)
-        self.precision = precision
+        self.precision, self.ranks = precision, Ranks.of(model)
+        if self.ranks.several and precision.weights is not None:
+            raise UnsupportedError(
+                f"weights={precision.weights!r}: the weights of {type(model).__name__} are shared by {self.ranks.size} processes, and "
+                "parts of matrices are not quantized here. Leave weights='keep'; kv_cache='int8' works"
+            )
         attention.register()
         self.flex = backend == "flex"
         self.static = devices.static_shapes(model.device)
@@ -360,8 +367,11 @@ def refuse_unfit(model: PreTrainedModel) -> None:
     devices = {p.device for p in model.parameters()}
     if len(devices) > 1:
         raise UnsupportedError(
-            f"{name} is spread over {', '.join(sorted(map(str, devices)))}; the shared loop needs one device. {advice}"
+            f"{name} is spread over {', '.join(sorted(map(str, devices)))}; the shared loop needs one device. Start as many "
+            'processes as there are devices with torchrun and load it with tp_plan="auto": each then holds a part of every layer. '
+            f"{advice}"
         )
+    Ranks.of(model)
 
 
 def backbone_of(model: PreTrainedModel) -> nn.Module:
