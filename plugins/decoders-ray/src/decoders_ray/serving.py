@@ -8,8 +8,6 @@ import random
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import decoders
-from decoders.serving.pieces import TextPieces
 from ray import serve
 from ray.exceptions import RayActorError, WorkerCrashedError
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
@@ -17,6 +15,9 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+import decoders
+from decoders.serving.pieces import TextPieces
 
 from .resume import Delivered, resumed
 
