@@ -54,7 +54,7 @@ def subject_of(engine: Engine) -> Subject:
         str(getattr(method, "value", method)),
         own.weights and f"weights={own.weights}",
         own.cache and f"kv={own.cache}",
-        target.ranks.several and f"ranks={target.ranks.size}",
+        f"ranks={target.ranks.size}" if target.ranks.several else "",
     ]
     return Subject(
         model="-".join([type(config).__name__, *sizes, str(target.vocab_size)]),

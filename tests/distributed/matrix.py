@@ -52,6 +52,19 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
 FORMS = ("greedy", "sampled", "ragged", "grammar", "host grammar")
 
 
+class Wilful(decoders.Strategy):
+    """Drafts something else in each process."""
+
+    name = "wilful"
+    summary = "Breaks the rule that processes draft alike."
+
+    def start(self, context: decoders.Context) -> int:
+        return dist.get_rank()
+
+    def propose(self, state: int, sequences: decoders.Sequences) -> decoders.Draft:
+        return decoders.Draft.chain(torch.full((len(sequences.length), 2), 5 + state))
+
+
 class EndsByClock(StoppingCriteria):
     """Ends rows where this process's clock says so: after some tokens, which are not the same in each."""
 
@@ -137,6 +150,9 @@ def of_several(models: Models, rank: int) -> dict[str, Any]:
     both["shared draft"] = models.tokens(
         "speculative", "sampled", assistant_model=models.load(f"{models.name}-draft", True)
     )
+    torch.manual_seed(0)
+    drawn = int(torch.randint(0, 2**63 - 1, ()))
+    both["seeds"] = {str(drawn): models.tokens("autoregressive", "sampled", seed=drawn)}
     torch.manual_seed(rank)
     both["no seed"] = models.tokens("prompt_lookup", "sampled", seed=None)
     both["clock"] = models.tokens("autoregressive", "greedy", stopping_criteria=[EndsByClock(4 + 3 * rank)])
@@ -147,6 +163,7 @@ def of_several(models: Models, rank: int) -> dict[str, Any]:
         refusal(lambda: models.tokens("autoregressive", "greedy", decoders_config={"compile": True})),
         refusal(lambda: models.tokens("autoregressive", "greedy", decoders_config={"weights": "int8"})),
         refusal(lambda: decoders.Scheduler(models.target)),
+        refusal(lambda: models.target.generate(**inputs_of("greedy"), strategy=Wilful(), max_new_tokens=4)),
     ]
     before = models.tokens("autoregressive", "greedy")
     with torch.no_grad():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -48,9 +49,16 @@ class Replica:
     def __init__(self, model: str | Loader, options: dict[str, Any]) -> None:
         loaded, self.tokenizer = load(model) if isinstance(model, str) else model()
         self.scheduler = decoders.Scheduler(loaded, tokenizer=self.tokenizer, **options)
+        self.requests = 0
 
     async def tokens(self, prompt: list[int], arguments: dict[str, Any]) -> AsyncIterator[list[int]]:
-        """The new tokens of a request, as many at a time as have come."""
+        """The new tokens of a request, as many at a time as have come.
+
+        Args:
+            prompt: token ids; the first argument, by which requests are routed.
+            arguments: of :meth:`decoders.Scheduler.submit`.
+        """
+        self.requests += 1
         # Its arguments are prepared outside of the loop that serves the others.
         generation = await asyncio.to_thread(self.scheduler.submit, prompt, **arguments)
         held: list[int] = []
@@ -64,8 +72,12 @@ class Replica:
             yield held
 
     def figures(self) -> dict[str, int]:
-        """What it has to do."""
-        return {"waiting": self.scheduler.waiting, "running": self.scheduler.running, "steps": self.scheduler.steps}
+        """What it has to do and has done."""
+        scheduler = self.scheduler
+        return {
+            "process": os.getpid(), "requests": self.requests, "waiting": scheduler.waiting, "running": scheduler.running,
+            "steps": scheduler.steps,
+        }  # fmt: skip
 
     def check_health(self) -> None:
         """Serve starts another replica in the place of one whose thread has died."""
