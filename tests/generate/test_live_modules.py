@@ -151,3 +151,24 @@ def test_a_twin_has_modules_and_config_of_its_own_and_shares_the_rest() -> None:
     assert {id(p) for p in twin.parameters()} == {id(p) for p in model.parameters()}
     ours = {id(module) for module in model.modules()}
     assert not ours & {id(module) for module in twin.modules()}
+
+
+def test_a_forward_that_holds_its_module_holds_the_twins_own() -> None:
+    """As tensor parallelism exchanges it."""
+    model = tiny_model("llama")
+    mlp, calls = model.model.layers[0].mlp, []
+
+    def exchange(module: nn.Module) -> None:
+        original = module.forward
+
+        def forward(x: Tensor) -> Tensor:
+            calls.append(module)
+            return original(x)
+
+        module.forward = forward  # type: ignore[method-assign]
+
+    exchange(mlp)
+    twin = share_weights(model)
+    ids = torch.arange(5)[None]
+    assert torch.equal(twin(input_ids=ids).logits, model(input_ids=ids).logits)
+    assert [call is own for call, own in zip(calls, (twin.model.layers[0].mlp, mlp), strict=True)] == [True, True]
