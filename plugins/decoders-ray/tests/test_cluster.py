@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,7 +54,9 @@ def alone(folder: Path) -> Any:
 
     def write(prompt: str, **arguments: Any) -> list[int]:
         ids = torch.tensor([tokenizer(prompt).input_ids])
-        out = model.generate(ids, strategy="autoregressive", pad_token_id=0, **arguments)
+        out = model.generate(
+            ids, strategy="autoregressive", pad_token_id=0, decoders_config={"compile": False}, **arguments
+        )
         return out[0, ids.shape[1] :].tolist()
 
     return write
@@ -82,16 +85,15 @@ def front(cluster: None, folder: Path) -> Iterator[Any]:
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     app = application(
         str(folder), rows=4, min_replicas=2, max_replicas=2, strategy="prompt_lookup", pad_token_id=0,
-        decoders_config={"compile": False},
+        decoders_config={"compile": False}, actor_options={"num_cpus": 0.5},
     )  # fmt: skip
     handle = serve.run(app, name="app", route_prefix="/")
-    handle.address = f"http://127.0.0.1:{port}/"
-    yield handle
+    yield SimpleNamespace(handle=handle, address=f"http://127.0.0.1:{port}/")
     serve.shutdown()
 
 
 def stream(front: Any, prompt: str, **arguments: Any) -> list[dict[str, Any]]:
-    return list(front.options(method_name="stream", stream=True).remote(prompt, **arguments))
+    return list(front.handle.options(method_name="stream", stream=True).remote(prompt, **arguments))
 
 
 def tokens_of(parts: list[dict[str, Any]]) -> list[int]:
@@ -104,7 +106,7 @@ def figures() -> dict[int, dict[str, int]]:
 
     replicas, found, asked = serve.get_deployment_handle("replicas", "app"), {}, 0
     while len(found) < 2 and asked < 200:
-        # The prompt decides who is asked.
+        # Without a prompt anybody may be asked.
         one = replicas.options(method_name="figures").remote().result(timeout_s=60)
         found[one["process"]], asked = one, asked + 1
     return found

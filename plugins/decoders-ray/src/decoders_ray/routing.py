@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -53,7 +54,7 @@ class PrefixTable:
             order.remove(holder)
             order.insert(0, holder)
         elif not first:  # too short to be worth anything
-            order = sorted(prefers, key=lambda replica: queues[replica])
+            order = sorted(prefers, key=lambda replica: (queues[replica], random.random()))
         return order + sorted(set(queues) - set(prefers), key=lambda replica: (queues[replica], replica))
 
     def forget(self, replicas: Iterable[str]) -> None:

@@ -30,6 +30,11 @@ ARGUMENTS = (
     "stop_strings", "strategy", "strategy_config", "grammar", "priority", "deadline",
 )  # fmt: skip
 
+
+class RequestError(ValueError):
+    """A request that a replica refused, or that failed there by its own fault; the message begins with the error's name."""
+
+
 Loader = Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase]]
 
 
@@ -60,14 +65,17 @@ class Replica:
         """
         self.requests += 1
         # Its arguments are prepared outside of the loop that serves the others.
-        generation = await asyncio.to_thread(self.scheduler.submit, prompt, **arguments)
-        held: list[int] = []
-        sent = 0
-        async for token in generation:  # cancels it where nobody listens any more
-            held.append(token)
-            if sent + len(held) == len(generation.tokens):
-                yield held
-                sent, held = sent + len(held), []
+        try:
+            generation = await asyncio.to_thread(self.scheduler.submit, prompt, **arguments)
+            held: list[int] = []
+            sent = 0
+            async for token in generation:  # cancels it where nobody listens any more
+                held.append(token)
+                if sent + len(held) == len(generation.tokens):
+                    yield held
+                    sent, held = sent + len(held), []
+        except (decoders.DecodersError, TypeError, ValueError) as error:
+            raise RequestError(f"{type(error).__name__}: {error}") from None
         if held:
             yield held
 
@@ -132,7 +140,7 @@ class Front:
         try:
             parts = [part async for part in self.stream(prompt, **body)]
         except Exception as error:
-            return JSONResponse({"error": _said(error)}, status_code=400 if _of_request(error) else 503)
+            return JSONResponse({"error": _said(error)}, status_code=400 if isinstance(error, RequestError) else 503)
         tokens = [token for part in parts for token in part["tokens"]]
         return JSONResponse(parts[-1] | {"tokens": tokens, "text": "".join(part["text"] for part in parts)})
 
@@ -181,13 +189,7 @@ def application(
     return front.bind(replicas.bind(model, {"rows": rows} | scheduler), model, attempts)
 
 
-def _of_request(error: Exception) -> bool:
-    cause = getattr(error, "cause", error)
-    return isinstance(cause, decoders.DecodersError) or isinstance(
-        error, (decoders.DecodersError, TypeError, ValueError)
-    )
-
-
 def _said(error: Exception) -> str:
+    """What a client is told; Ray's own message holds a traceback."""
     cause = getattr(error, "cause", None) or error
-    return f"{type(cause).__name__}: {cause}"
+    return str(cause) if isinstance(cause, RequestError) else f"{type(cause).__name__}: {cause}"
