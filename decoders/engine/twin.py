@@ -19,6 +19,8 @@ _INTERNAL = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 #: How deep, and how many entries of one container, are looked at.
 _DEPTH, _ENTRIES = 6, 1000
+#: How deep the helper objects of a closure may lie in each other.
+_HELPERS = 3
 
 
 #: Attributes that generating sets: no part of the network.
@@ -99,8 +101,24 @@ class _Twin:
         self.memo[id(function)] = twin  # a function may hold itself
         for cell, value in zip(cells, map(_held, function.__closure__ or ()), strict=True):
             if value is not _EMPTY:
-                cell.cell_contents = self.of(value)
+                cell.cell_contents = self._captured(value)
         return twin
+
+    def _captured(self, value: Any, depth: int = _HELPERS) -> Any:
+        """The counterpart of what a closure holds. Its helper objects are its own, unlike those in attributes of modules."""
+        if not self._captures(value, depth):
+            return self.of(value)
+        twin = copy.copy(value)
+        vars(twin).update({name: self._captured(held, depth - 1) for name, held in vars(value).items()})
+        return twin
+
+    def _captures(self, value: Any, depth: int) -> bool:
+        """Whether a helper object holds something of the tree."""
+        plain = isinstance(value, (*_PLAIN, Tensor, type, types.FunctionType, types.MethodType, types.ModuleType))
+        if depth == 0 or plain or isinstance(value, (nn.Module, PreTrainedConfig, functools.partial)):
+            return False
+        held = getattr(value, "__dict__", {}).values()
+        return any(self._touches(entry) or self._captures(entry, depth - 1) for entry in held)
 
     def _container(self, value: Any) -> Any:
         if isinstance(value, dict):

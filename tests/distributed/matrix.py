@@ -95,8 +95,9 @@ class Models:
         self.heads = str(folder / "heads")
         self.name = name
 
-    def load(self, name: str, shared: bool) -> PreTrainedModel:
-        options = {"tp_plan": "auto"} if shared else {}
+    def load(self, name: str, shared: bool, **options: Any) -> PreTrainedModel:
+        if shared and not options:
+            options = {"tp_plan": "auto"}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # tp_plan= is to be said otherwise one day
             return AutoModelForCausalLM.from_pretrained(self.folder / name, dtype=torch.float32, **options).eval()
@@ -176,6 +177,15 @@ def of_several(models: Models, rank: int) -> dict[str, Any]:
     return both
 
 
+def whole_experts() -> Any:
+    """Expert parallelism: each process has some experts, whole."""
+    from transformers.distributed import DistributedConfig
+
+    if "ep_size" in DistributedConfig.__dataclass_fields__:
+        return DistributedConfig(tp_plan="auto", ep_size=dist.get_world_size())
+    return DistributedConfig(tp_plan="auto", enable_expert_parallel=True)  # transformers 5.17
+
+
 def refusal(call: Any) -> str:
     try:
         call()
@@ -190,6 +200,9 @@ def main(folder: Path, rank: int, size: int, every: bool, names: list[str]) -> N
     for name in names:
         models = Models(folder, name, shared=True)
         result: dict[str, Any] = {"written": written(models, every)}
+        if name == "mixtral":
+            models.target = decoders.enable(models.load("mixtral-target", True, distributed_config=whole_experts()))
+            result["experts"] = models.tokens("suffix", "ragged"), models.tokens("speculative", "sampled")
         if name == "llama":
             result["several"] = of_several(models, rank)
         (folder / f"{name}-{rank}.json").write_text(json.dumps(result))

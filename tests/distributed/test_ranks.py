@@ -86,6 +86,8 @@ def test_every_strategy_in_every_form_on_several_designs(tmp_path: Path) -> None
     run = Run(tmp_path, names, every=True)
     for name in names:
         compare(run, name)
+    expected = [run.alone["mixtral"]["suffix, ragged"], run.alone["mixtral"]["speculative, sampled"]]
+    assert all(shared["experts"] == expected for shared in run.shared["mixtral"])
 
 
 @pytest.fixture
