@@ -83,14 +83,15 @@ class Ranks:
         meshes = {shard.device_mesh for shard in shards}
         all_groups = [group for mesh in meshes for group in mesh.get_all_groups()]
         groups = {tuple(dist.get_process_group_ranks(group)): group for group in all_groups}
+        groups = {members: group for members, group in groups.items() if len(members) > 1}
+        if not groups:
+            return ALONE
         if len(groups) > 1:
             raise UnsupportedError(
                 f"{name} is shared by several groups of processes ({', '.join(map(str, groups))}): take ep_size equal to tp_size. "
                 f"{advice}"
             )
         ((members, group),) = groups.items()
-        if len(members) == 1:
-            return ALONE
         device = torch_compat.local_part(shards[0]).device
         return cls(group, len(members), device)
 
