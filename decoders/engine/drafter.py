@@ -147,10 +147,6 @@ class ModelDrafter(Drafter):
         return self.rows.buffers.nbytes + sum(drafter.nbytes for drafter in self.inner)
 
     @property
-    def passes(self) -> int:  # type: ignore[override]  # nobody sets it from outside
-        return self.counts.passes
-
-    @property
     def length(self) -> Tensor:
         return self.rows.length
 
