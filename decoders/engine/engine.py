@@ -88,14 +88,14 @@ class Engine:
         if (attention, precision) != (self.attention, self.precision):
             return False
         with self.lock:
-            weights = WeightState.of(model)
-            if not weights.replaces(self.target.weights):
+            weights, ranks = WeightState.of(model), self.target.ranks
+            if ranks.any(not weights.replaces(self.target.weights)):
                 return False
-            if weights.contents != self.target.weights.contents:
+            if ranks.any(weights.contents != self.target.weights.contents):
                 self._forget_compiled()
                 self.sessions.forget_recordings()
             # Pointers are compared first: samples are taken where they point.
-            if weights != self.target.weights or self.target.samples.changed:
+            if ranks.any(weights != self.target.weights or self.target.samples.changed):
                 if [place for place, _ in weights.values] != [place for place, _ in self.target.weights.values]:
                     self.sessions.forget_recordings()
                 self.target.repack(model)

@@ -8,6 +8,7 @@ import types
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedError
+from .ranks import Ranks
 from .transformers_compat import keeps_recurrent_state
 
 
@@ -48,5 +49,8 @@ def refuse_unfit(model: PreTrainedModel) -> None:
     devices = {p.device for p in model.parameters()}
     if len(devices) > 1:
         raise UnsupportedError(
-            f"{name} is spread over {', '.join(sorted(map(str, devices)))}; the shared loop needs one device. {advice}"
+            f"{name} is spread over {', '.join(sorted(map(str, devices)))}; the shared loop needs one device. Start as many "
+            'processes as there are devices with torchrun and load it with tp_plan="auto": each then holds a part of every layer. '
+            f"{advice}"
         )
+    Ranks.of(model)

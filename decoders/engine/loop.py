@@ -162,6 +162,7 @@ class Call:
             if self.verifier is None and not self.request.strategy.observes:
                 draft = cut(draft, self.width, self.rows.finished, self.batch, self.worth)
         block = self.block_of(draft)
+        self.target.ranks.check_draft(draft, self.lengths)
         self.where = "forward pass and verification"
         timings.propose += stopwatch.next()
         block = self.masked(draft, block)
@@ -182,8 +183,9 @@ class Call:
             if self.worth is not None:
                 self.worth.observe(self.batch, block.draft_tokens.shape[1] + 1, core, outcome.drafted, outcome.accepted)
             if self.resources.costs is not None:
+                seconds = self.target.ranks.first_number(core)
                 self.resources.costs.observe(
-                    block.draft_tokens.shape[1] + 1, core, max(self.lengths), self.engine.compiled_passes > passes
+                    block.draft_tokens.shape[1] + 1, seconds, max(self.lengths), self.engine.compiled_passes > passes
                 )
         if not self.report.steps:
             self.report.time_to_first_token = timings.prefill + timings.steps

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import devices
+from ..errors import UnsupportedError
 from ..tree import TreeTensors
 from . import attention, buckets, flex, invariance
 from .cache import CacheBuffers, SlotCache
@@ -22,6 +23,7 @@ from .fitness import refuse_unfit
 from .layout import backbone_of, context_length, embeddings_of, probe_layout
 from .packing import pack
 from .quantization import Precision, quantize, rounds_activations
+from .ranks import Ranks
 from .regions import decoder_layers
 from .self_check import check_tree_logits
 from .text_blocks import causal_block
@@ -62,6 +64,7 @@ class Target:
         layers: decoder layers whose outputs its results hold, see :meth:`watching`.
         multiple: blocks and stretches of text have a multiple of so many nodes.
         invariance: in low precision, whether a node has the same bits in every block.
+        ranks: the processes that share its weights.
 
     Raises:
         UnsupportedError: the model's design does not fit the loop, or a self-check shows that its tree-verified logits
@@ -73,7 +76,12 @@ class Target:
     ) -> None:
         refuse_unfit(model)
         precision.check(model.device)
-        self.precision = precision
+        self.precision, self.ranks = precision, Ranks.of(model)
+        if self.ranks.several and precision.weights is not None:
+            raise UnsupportedError(
+                f"weights={precision.weights!r}: the weights of {type(model).__name__} are shared by {self.ranks.size} processes, and "
+                "parts of matrices are not quantized here. Leave weights='keep'; kv_cache='int8' works"
+            )
         attention.register()
         self.flex = backend == "flex"
         self.static = devices.static_shapes(model.device)

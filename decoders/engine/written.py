@@ -10,6 +10,7 @@ from .core import StepOutput
 from .criteria import CriteriaRun, Outcome
 from .host_processors import Prefixes
 from .observation import Observation
+from .ranks import ALONE, Ranks
 from .request import Decoded, Request
 from .target import Target
 
@@ -43,7 +44,7 @@ class Written:
         error: what a callback of this request has raised, where that ends this request alone.
     """
 
-    def __init__(self, request: Request, report: Report) -> None:
+    def __init__(self, request: Request, report: Report, ranks: Ranks = ALONE) -> None:
         self.request, self.report = request, report
         rows = len(request.prompts)
         self.lengths = [len(prompt) for prompt in request.prompts]
@@ -55,7 +56,7 @@ class Written:
         self.criteria: CriteriaRun | None = None
         if request.criteria is not None:
             kept = self.scores if request.keep_scores else None
-            self.criteria = CriteriaRun(request.criteria, self.prefixes, kept)
+            self.criteria = CriteriaRun(request.criteria, self.prefixes, kept, ranks)
         self.error: Exception | None = None
         self._observation = Observation(request) if request.observers else None
 
