@@ -16,6 +16,8 @@ from ..drafting import DraftVocabulary
 from ..errors import SettingsError, UnsupportedError
 from .head import Eagle3Config, Eagle3Head
 
+#: Where a head lies beside a model's own files, and the name of the one that comes with the demo model.
+FOLDER, DEMO = "eagle3", "demo"
 CONFIG = "config.json"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 #: Of a decoder layer's config; all else is of no use to it.
@@ -31,6 +33,25 @@ class Eagle3Files:
 
     head: Eagle3Head
     vocabulary: DraftVocabulary
+
+
+def find_head(named: str | None, config: Any) -> Path:
+    """The folder of the head for a model with this `config`: the one that is named, or ``eagle3`` beside the model's own files.
+
+    Raises:
+        UnsupportedError: none is named, and none lies beside the model.
+    """
+    if named == DEMO:
+        return Path(__file__).parent.parent / "demo" / "models" / "target" / FOLDER
+    if named is not None:
+        return Path(named).expanduser()
+    own = getattr(config, "name_or_path", "")
+    if own and (Path(own) / FOLDER / CONFIG).is_file():
+        return Path(own) / FOLDER
+    raise UnsupportedError(
+        "eagle3 needs a head that was trained for the model: name its folder as head=, or keep it as 'eagle3' in the model's own "
+        "folder; `decoders train eagle3` makes one"
+    )
 
 
 def read_config(folder: str | Path) -> Eagle3Config:

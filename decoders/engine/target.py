@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from .. import devices
 from ..errors import UnsupportedError
+from ..layers import decoder_layers
 from ..tree import Topology, TreeTensors
 from . import attention, buckets, flex, invariance
 from .cache import CacheBuffers, LayerSpec, LayoutProbe, SlotCache
@@ -22,7 +23,6 @@ from .features import LayerStates, OutputHead
 from .fingerprints import Fingerprints
 from .packing import pack
 from .quantization import Precision, quantize, rounds_activations
-from .regions import decoder_layers
 from .transformers_compat import keeps_recurrent_state
 from .twin import WeightState, share_weights, tensors_of
 

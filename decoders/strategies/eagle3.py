@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -10,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ..drafting import ModulePasses
-from ..eagle3.files import Eagle3Files, load_head, read_config
+from ..eagle3.files import Eagle3Files, find_head, load_head, read_config
 from ..errors import SettingsError, UnsupportedError
 from ..settings import Settings
 from ..strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy
@@ -24,7 +25,9 @@ class Eagle3Settings(Settings):
     """Which head drafts, and in which shape."""
 
     head: str | None = Field(
-        None, description="Folder of the head, in the authors' format or that of vLLM's speculators."
+        None,
+        description="Folder of the head, in the authors' format or that of vLLM's speculators; `demo`: that of the demo model. None: "
+        "the folder `eagle3` beside the model.",
     )
     layers: tuple[int, ...] | None = Field(
         None,
@@ -61,27 +64,23 @@ class Eagle3(Strategy):
     hints = {"num_assistant_tokens": "length"}
     on_device = True
 
-    def layers_of(self, count: int) -> tuple[int, ...]:
+    def layers_for(self, config: Any, count: int) -> tuple[int, ...]:
         s: Eagle3Settings = self.settings
-        layers = s.layers or read_config(self._folder).layers_of(count)
+        layers = s.layers or read_config(find_head(s.head, config)).layers_of(count)
         if s.layers is None and not all(0 <= layer < count for layer in layers):
             raise SettingsError(
                 f"eagle3: the head reads layers {', '.join(map(str, layers))} of a target that has {count}: name others as layers="
             )
         return layers
 
-    @property
-    def _folder(self) -> str:
-        if self.settings.head is None:
-            raise SettingsError("eagle3 needs a head that was trained for the model: name its folder as head=")
-        return self.settings.head
-
     def start(self, context: Context) -> _State:
         s: Eagle3Settings = self.settings
         if s.tree == "dynamic":
             require_coupled(context, self.name)
-        files = load_head(self._folder, context.device, _dtype_of(context))
-        _check_fit(files, context, len(self.layers_of(context.decoder_layers)), self._folder)
+        config = context.model.config
+        folder = find_head(s.head, config)
+        files = load_head(folder, context.device, _dtype_of(context))
+        _check_fit(files, context, len(self.layers_for(config, context.decoder_layers)), folder)
         children = min(s.children, len(files.vocabulary))
         tree = shape_of(s.tree, s.length, children, s.nodes, s.beam, context)
         most = tree.children if isinstance(tree, StaticTree) else children
@@ -139,7 +138,7 @@ def _dtype_of(context: Context) -> torch.dtype:
     return next(p.dtype for p in context.model.parameters() if p.is_floating_point())
 
 
-def _check_fit(files: Eagle3Files, context: Context, layers: int, folder: str) -> None:
+def _check_fit(files: Eagle3Files, context: Context, layers: int, folder: Path) -> None:
     """Raises SettingsError if the head is for another target, UnsupportedError for a draft model's drafter."""
     if context.level > 0:
         raise UnsupportedError("eagle3 cannot draft for a draft model: its head reads the target's hidden states")

@@ -46,6 +46,9 @@ class Replayed(Strategy):
     def layers_of(self, count: int) -> tuple[int, ...]:
         return self.inner.layers_of(count)
 
+    def layers_for(self, config: Any, count: int) -> tuple[int, ...]:
+        return self.inner.layers_for(config, count)
+
     def prefill(self, state: Any, chunk: PromptChunk) -> None:
         self.inner.prefill(state, chunk)
 

@@ -102,6 +102,9 @@ class Spy(Strategy):
     def layers_of(self, count: int) -> tuple[int, ...]:
         return self.inner.layers_of(count)
 
+    def layers_for(self, config: Any, count: int) -> tuple[int, ...]:
+        return self.inner.layers_for(config, count)
+
     def start(self, context: Context) -> Any:
         self.vocab, self.seen = context.vocab_size, []
         if self.reads is not None and context.guide is not None:

@@ -226,7 +226,7 @@ def test_what_cannot_be_had_says_why(tmp_path: Path) -> None:
     def call(strategy: Any, model: Any = None) -> None:
         decode(model or target(), prompts(1), strategy, max_new_tokens=2)
 
-    with pytest.raises(SettingsError, match="name its folder as head="):
+    with pytest.raises(UnsupportedError, match="name its folder as head="):
         call("eagle3")
     with pytest.raises(SettingsError, match="there is no head at"):
         call(Eagle3(head=str(tmp_path / "nowhere")))
