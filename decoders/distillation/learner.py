@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ class DraftLearner(Learner):
         self._watched = held_out.part(0, WATCHED)
         self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
         outer = (draft.get_input_embeddings(), draft.get_output_embeddings())
-        self.optimizers = muon_and_adamw(draft, training.rate, [m.weight for m in outer if m is not None])
+        self.optimizers = muon_and_adamw(draft, training.rate, [cast(Tensor, m.weight) for m in outer if m is not None])
 
     @property
     def steps_per_epoch(self) -> int:

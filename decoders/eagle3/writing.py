@@ -64,7 +64,7 @@ def _speculators(head: Eagle3Head, model: PreTrainedModel, depth: int) -> dict[s
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": depth}],
-            "verifier": {"name_or_path": None, "architectures": [type(model).__name__]},
+            "verifier": {"name_or_path": _public_name(model), "architectures": [type(model).__name__]},
         },
         "draft_vocab_size": config.draft_vocab_size,
         # Layers are numbered by what goes into them.
@@ -74,6 +74,12 @@ def _speculators(head: Eagle3Head, model: PreTrainedModel, depth: int) -> dict[s
         "tie_word_embeddings": False,
         "transformer_layer_config": _layer(head),
     }
+
+
+def _public_name(model: PreTrainedModel) -> str | None:
+    """Of the target, for those who load the head; a folder of this machine is none."""
+    name = getattr(model.config, "name_or_path", None)
+    return name if name and not Path(name).exists() else None
 
 
 def _authors(head: Eagle3Head, model: PreTrainedModel, depth: int) -> dict[str, Any]:

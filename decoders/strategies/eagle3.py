@@ -11,6 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ..drafting import ModulePasses
+from ..eagle3.eagle1 import EagleHead
 from ..eagle3.files import Eagle3Files, find_head, load_head, read_config
 from ..errors import SettingsError, UnsupportedError
 from ..settings import Settings
@@ -88,26 +89,27 @@ class Eagle3(Strategy):
         return _State(Eagle3Drafter(context, files, s.length, most, ahead), tree)
 
     def prefill(self, state: _State, chunk: PromptChunk) -> None:
-        assert chunk.layers is not None
-        state.drafter.prefill(chunk, chunk.layers.flatten(2))
+        state.drafter.prefill(chunk, features(chunk))
 
     def propose(self, state: _State, sequences: Sequences) -> Draft:
         return state.drafter.draft(state.tree, sequences)
 
     def observe(self, state: _State, step: Step) -> None:
-        assert step.layers is not None
-        state.drafter.observe(step, step.layers.flatten(2))
+        state.drafter.observe(step, features(step))
 
 
 class Eagle3Drafter(FeatureDrafter):
     """The head with keys and values of its own. Slot ``j`` reads token ``j + 1``: a node at depth ``d`` sits at ``length - 2 + d``."""
 
     def __init__(self, context: Context, files: Eagle3Files, depth: int, children: int, ahead: int) -> None:
-        width = files.head.fc.in_features
+        eagle = isinstance(files.head, EagleHead)
+        width = files.head.head_config.layer.hidden_size if eagle else files.head.fc.in_features
         super().__init__(context, width, depth + 1, 0, files.vocabulary, children)
         table = files.head.embed_tokens
         self.embed = table if table is not None else context.embed
         self.most_id = min(self.most_id, files.head.head_config.layer.vocab_size - 1)
+        # EAGLE's features become logits in the target's own head; an EAGLE-3 head has one of its own.
+        self.head = context.head if eagle else lambda logits: logits
         one = torch.zeros(1, 1, files.head.fc.out_features, dtype=self.window.dtype, device=context.device)
         self.passes: ModulePasses = context.module(
             files.head, ahead=ahead + self.width, example=(one, self.window[:1, :1])
@@ -118,20 +120,25 @@ class Eagle3Drafter(FeatureDrafter):
 
     def read(self, base: Tensor, features: Tensor, sequences: Sequences) -> None:
         tokens = tokens_from(sequences, base + 1, features.shape[1]).clamp(max=self.most_id)
-        states, self.logits = self.passes(base, self.embed(tokens), features)
+        states, self.last = self.passes(base, self.embed(tokens), features)
         self.states = states[:, -1:]
 
     def first(self) -> Tensor:
-        return self.logits
+        return self.head(self.last)
 
     def further(self, nodes: Tensor, tree: TreeTensors, parents: Tensor) -> Tensor:
         count = nodes.shape[1]
         above = self.states.gather(1, parents[:, -count:, None].expand(-1, -1, self.states.shape[-1]))
-        states, logits = self.passes(
+        states, last = self.passes(
             self.sequences.length - 2, self.embed(nodes), above, tree=tree, logits=count, fuse=False
         )
         self.states = torch.cat([self.states, states], dim=1)
-        return logits
+        return self.head(last)
+
+
+def features(given: Step | PromptChunk) -> Tensor:
+    """``[B, N, F]``: the layers side by side; where none are asked for, what the target's output head reads."""
+    return given.hidden if given.layers is None else given.layers.flatten(2)
 
 
 def _dtype_of(context: Context) -> torch.dtype:
@@ -144,7 +151,13 @@ def _check_fit(files: Eagle3Files, context: Context, layers: int, folder: Path) 
         raise UnsupportedError("eagle3 cannot draft for a draft model: its head reads the target's hidden states")
     config = files.head.head_config
     width = context.model.config.get_text_config(decoder=True).hidden_size
-    if layers * width != files.head.fc.in_features:
+    if isinstance(files.head, EagleHead):
+        if config.layer.hidden_size != width:
+            raise SettingsError(
+                f"eagle3: the head in {folder} is for hidden size {config.layer.hidden_size}, this {type(context.model).__name__} "
+                f"has {width}"
+            )
+    elif layers * width != files.head.fc.in_features:
         raise SettingsError(
             f"eagle3: the head in {folder} reads {files.head.fc.in_features} numbers of a token, {layers} layers of this "
             f"{type(context.model).__name__} are {layers * width}"

@@ -138,13 +138,14 @@ def test_gradients_are_those_of_the_sum_of_all_losses(model) -> None:
 def test_features_are_what_the_strategy_is_given(model) -> None:
     """The last layer too, whose output transformers hands out normed."""
     ids = torch.arange(5, 13)[None]
-    lesson = Teacher(model, (0, 1, -1), bf16=False).lesson(Texts(ids, torch.tensor([8])), ())
     out = model(ids, output_hidden_states=True)
+    hooks = len(model.model.layers[0]._forward_hooks)
+    lesson = Teacher(model, (0, 1, -1), bf16=False).lesson(Texts(ids, torch.tensor([8])), ())
     torch.testing.assert_close(lesson.features[..., :32], out.hidden_states[1])
     normed = model.model.norm(lesson.features[..., 64:])
     torch.testing.assert_close(normed, out.hidden_states[-1])
     torch.testing.assert_close(lesson.embedded, out.hidden_states[0])
-    assert not model.model.layers[0]._forward_hooks
+    assert len(model.model.layers[0]._forward_hooks) == hooks
 
 
 def test_only_the_models_own_part_of_its_texts_counts() -> None:
