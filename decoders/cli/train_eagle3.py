@@ -31,6 +31,10 @@ def eagle3(
     test: Annotated[
         list[Path] | None, typer.Option(help="Text to measure on at the end, for the card; may be repeated.")
     ] = None,
+    start: Annotated[
+        Path | None,
+        typer.Option("--from", help="Folder of a head to begin with, such as a published one. Default: a new one."),
+    ] = None,
     depth: Annotated[
         int, typer.Option(min=1, max=16, help="Drafted tokens that training simulates, each on the one before.")
     ] = DEFAULTS.depth,
@@ -91,7 +95,7 @@ def eagle3(
     loaded, tokenizer = load(model, dtype)
     figures = train_eagle3(
         loaded, tokenizer, texts["texts"], out, run=training, held=texts.get("held", ()), test=texts.get("test", ()),
-        form=cast(Any, form), command=command_line(), resume=resume, checkpoint_minutes=checkpoint_minutes,
+        start=start, form=cast(Any, form), command=command_line(), resume=resume, checkpoint_minutes=checkpoint_minutes,
         console=None if as_json else Console(),
     )  # fmt: skip
     if as_json:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -51,7 +51,7 @@ def measure(
             ("greedy", {"do_sample": False}),
             ("sampled", {"do_sample": True, "temperature": 1.0, "top_k": 0}),
         ):
-            out: Any = model.generate(
+            out = cast(Any, model).generate(
                 prompts, attention_mask=prompts.new_ones(prompts.shape), strategy="speculative", assistant_model=draft,
                 strategy_config={"length": measurement.length}, max_new_tokens=measurement.new_tokens, seed=measurement.seed,
                 return_dict_in_generate=True, decoders_config={"compile": False}, **options,

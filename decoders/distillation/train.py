@@ -87,9 +87,8 @@ def train_draft(
         "draft", work / "checkpoint.pt", resume=resume, checkpoint_minutes=checkpoint_minutes, console=console,
         on_step=partial(_log_scores, console),
     )  # fmt: skip
-    draft = draft.to(dtype)
-    _write(draft, tokenizer, out, dtype)
-    draft = draft.float()  # figures are of the weights as written
+    _write(draft.to(dtype), tokenizer, out, dtype)  # type: ignore[arg-type]
+    draft.float()  # figures are of the weights as written
     prompted = store.texts(test, held_out_rows(rows)) if test else judged.ids
     figures: dict[str, Any] = {
         "run": asdict(run), "steps": trainer.step, "tokens": train.ids.numel(), "seconds": round(trainer.seconds, 1),

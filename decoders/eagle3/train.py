@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from ..training.texts import (
     stop_tokens,
 )
 from . import card
+from .files import Eagle3Files, load_head
 from .head import Eagle3Config, Eagle3Head
 from .learner import HeadLearner, acceptance
 from .lessons import Teacher
@@ -45,6 +47,7 @@ def train_eagle3(
     run: HeadTraining = HeadTraining(),
     held: Sequence[str] = (),
     test: Sequence[str] = (),
+    start: Path | None = None,
     form: Format = "speculators",
     dtype: torch.dtype = torch.bfloat16,
     command: str | None = None,
@@ -63,6 +66,7 @@ def train_eagle3(
         held: judged by, for early stop; best is text that the model itself never learnt from. Without it a twentieth of `texts`
             is held out.
         test: measured on at the end, for the card.
+        start: folder of a head to begin with, in either format; its draft vocabulary is kept. None: a new one.
         form: in which format it is written.
         dtype: of the weights that are written.
         command: that started this, for the card.
@@ -75,12 +79,14 @@ def train_eagle3(
 
     Raises:
         TrainingError: too little text, a checkpoint of another run, or a model whose layers cannot be told.
-        SettingsError: layers that the model does not have, or a draft vocabulary larger than the model's.
+        SettingsError: layers that the model does not have, a draft vocabulary larger than the model's, or a head to begin with that
+            is of another shape.
     """
     count = len(decoder_layers(model))
     if not count:
         raise TrainingError(f"eagle3 reads hidden layers, and {type(model).__name__} has no list of decoder layers")
     config = head_config(model, run, run.layers_of(count))  # wrong settings are reported before hours of work
+    given = load_head(start, model.device, torch.float32) if start is not None else None
     work = out / "training"
     if not resume:
         shutil.rmtree(work, ignore_errors=True)
@@ -96,16 +102,21 @@ def train_eagle3(
         )
     train = store.rows("train", train_texts, rows)
     ids = draft_vocabulary(train.ids, config.draft_vocab_size, config.layer.vocab_size, stop_tokens(model))
-    head = new_head(config, model, ids, run.seed)
+    if given is not None:
+        head, ids = begin_with(given, config, ids)
+    else:
+        head = new_head(config, model, ids, run.seed)
     learner = HeadLearner(
         run, head, Teacher(model, config.layers or (), run.bf16), ids.to(model.device), train, sets["held"]
     )
-    trainer = Trainer(learner, learner.run({"text": train.digest(), "model": digest(model)}))
+    identity = {"text": train.digest(), "model": digest(model)} | ({"start": digest(head)} if given is not None else {})
+    trainer = Trainer(learner, learner.run(identity))
     trainer.train(
         "head", work / "checkpoint.pt", resume=resume, checkpoint_minutes=checkpoint_minutes, console=console,
         on_step=partial(_log_scores, console),
     )  # fmt: skip
     head.load_state_dict({name: tensor.to(dtype) for name, tensor in head.state_dict().items()})  # as written
+    config = head.head_config
     figures: dict[str, Any] = {
         "run": asdict(run), "steps": trainer.step, "tokens": train.ids.numel(), "seconds": round(trainer.seconds, 1),
         "parameters": sum(p.numel() for p in head.parameters()),
@@ -165,6 +176,27 @@ def new_head(config: Eagle3Config, model: PreTrainedModel, ids: Tensor, seed: in
         head.midlayer.mlp.down_proj.weight.zero_()
         head.lm_head.weight.copy_(model.get_output_embeddings().weight.detach()[ids.to(model.device)])
     return head.to(model.device)
+
+
+def begin_with(given: Eagle3Files, config: Eagle3Config, ids: Tensor) -> tuple[Eagle3Head, Tensor]:
+    """A head to go on with, and the tokens that it can propose, ``[D]``; `ids` where it has all of the model's.
+
+    Raises:
+        SettingsError: it is of another shape than `config`.
+    """
+    if not isinstance(given.head, Eagle3Head) or given.head.embed_tokens is not None:
+        raise SettingsError("eagle3: training goes on with EAGLE-3 heads that use the target's embedding")
+    other = given.head.head_config
+    shapes = {name: list(tensor.shape) for name, tensor in Eagle3Head(config).state_dict().items()}
+    if shapes != {name: list(tensor.shape) for name, tensor in given.head.state_dict().items()} or (
+        other.layers not in (None, config.layers)
+    ):
+        raise SettingsError(
+            "eagle3: the head to begin with is of another shape, or reads other layers, than the one to train"
+        )
+    head = copy.deepcopy(given.head).requires_grad_(True)
+    head.head_config = replace(other, layers=config.layers)
+    return head, given.vocabulary.ids.cpu() if given.vocabulary.ids is not None else ids
 
 
 def draft_vocabulary(ids: Tensor, size: int, vocab: int, always: Sequence[int] = ()) -> Tensor:

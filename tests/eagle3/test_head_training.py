@@ -254,6 +254,19 @@ def test_interrupted_run_ends_where_a_whole_one_does(tmp_path, model, tokenizer,
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
 
 
+@pytest.mark.parametrize("form", ["authors", "speculators"])
+def test_training_goes_on_with_a_head_that_exists(tmp_path, model, tokenizer, texts, form) -> None:
+    train_eagle3(model, tokenizer, texts, tmp_path / "first", run=run(draft_vocab=90), form=form, dtype=FULL)
+    still = run(draft_vocab=90, rate=0.0, tokens=400)
+    train_eagle3(model, tokenizer, texts[::-1], tmp_path / "on", run=still, start=tmp_path / "first", dtype=FULL)
+    first, on = load_head(tmp_path / "first", CPU, FULL), load_head(tmp_path / "on", CPU, FULL)
+    assert torch.equal(first.vocabulary.ids, on.vocabulary.ids)
+    assert all(torch.equal(tensor, on.head.state_dict()[name]) for name, tensor in first.head.state_dict().items())
+    for wrong in (dict(draft_vocab=80), dict(draft_vocab=90, intermediate=20), dict(draft_vocab=90, layers=(1, 1, 0))):
+        with pytest.raises(SettingsError, match="is of another shape, or reads other layers"):
+            train_eagle3(model, tokenizer, texts, tmp_path / "no", run=run(**wrong), start=tmp_path / "first")
+
+
 def test_training_stops_when_acceptance_no_longer_grows(tmp_path, model, tokenizer, texts) -> None:
     figures = train_eagle3(
         model, tokenizer, texts, tmp_path, run=run(rate=0.0, epochs=9, patience=2, checks=1), dtype=FULL
