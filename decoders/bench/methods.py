@@ -327,7 +327,11 @@ def _method(
     verifier = resolve_verifier(verifier_name)
     # Every repeat has the same prompt. Keys and values kept from the call before would make it free, and what a strategy has
     # learnt there would be the answer.
-    loop_settings = {"reuse": False, "memory": False} | dict(decoders_config) | dict(variant.loop)
+    loop_settings = (
+        {"reuse": False, "memory": False}
+        | dict(decoders_config)
+        | dict(variant.loop)
+    )
     arguments: dict[str, Any] = {"strategy": name, "verifier": verifier_name, "decoders_config": loop_settings}
     if config:
         arguments["strategy_config"] = config
