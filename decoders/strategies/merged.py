@@ -112,8 +112,10 @@ class Merged(Strategy):
 
     def _layers(self, state: MergedState, part: Strategy, layers: Tensor | None) -> Tensor | None:
         """Those that `part` has asked for."""
+        if layers is None:
+            return None
         every, own = union(state.layers), state.layers[self.parts.index(part)]
-        if every == own or layers is None:
+        if every == own:
             return layers
         return torch.stack([layers[:, :, every.index(layer)] for layer in own], dim=2) if own else None
 

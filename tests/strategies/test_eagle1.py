@@ -18,7 +18,9 @@ from decoders.eagle3.files import read_config
 from decoders.errors import SettingsError
 from decoders.strategies import Eagle3, PromptLookup
 from decoders.strategies.merged import Merged
-from decoders.testing import check_strategy, decode, prompts
+from decoders.testing import check_strategy, checks_for, decode, prompts
+from decoders.testing.conditions import Conditions
+from decoders.testing.kit import check_alone
 from decoders.testing.models import VOCAB, Architecture
 from decoders.testing.spy import Spy
 
@@ -61,6 +63,8 @@ def folder(tmp_path_factory, request):
     path = tmp_path_factory.mktemp("eagle")
     torch.save(weights(request.param), path / "pytorch_model.bin")
     (path / "config.json").write_text(json.dumps(CONFIG))
+    if request.param:
+        (path / "bias").touch()
     return path
 
 
@@ -119,9 +123,18 @@ def test_it_merges_with_drafters_that_read_layers(folder) -> None:
     assert torch.equal(out.sequences, decode(target(), prompts(2), "autoregressive", max_new_tokens=10).sequences)
 
 
-def test_strategy_conforms(folder) -> None:
-    if read_config(folder).bias:
-        check_strategy(Eagle3(head=str(folder), length=3, nodes=20, children=8, beam=4), models=[target()])
+@pytest.mark.parametrize("name", ["check_drafts", "check_on_device", "check_sampling_equals_autoregressive"])
+def test_strategy_conforms(folder, name) -> None:
+    if (folder / "bias").exists():
+        check = next(check for check in checks_for(Eagle3) if check.__name__ == name)
+        check_alone(
+            check, Conditions(models=(target(),)), Eagle3(head=str(folder), length=3, nodes=20, children=8, beam=4)
+        )
+
+
+@pytest.mark.slow
+def test_strategy_conforms_in_every_check(folder) -> None:
+    check_strategy(Eagle3(head=str(folder), length=3, nodes=20, children=8, beam=4), models=[target()])
 
 
 def test_config_tells_the_generation(folder, tmp_path) -> None:
