@@ -11,8 +11,8 @@ from decoders.engine.cache import CacheBuffers
 from decoders.engine.compiler import compilations
 from decoders.engine.packing import pack
 from decoders.engine.regions import RegionalForward, fixed, layers_as_regions
-from decoders.layers import decoder_layers
 from decoders.engine.target import Target
+from decoders.layers import decoder_layers
 from decoders.testing import tiny_model
 from decoders.testing.models import ARCHITECTURES
 from decoders.tree import Topology
