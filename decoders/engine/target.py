@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from .. import devices
 from ..errors import UnsupportedError
+from ..layers import decoder_layers
 from ..tree import TreeTensors
 from . import attention, buckets, flex, invariance
 from .cache import CacheBuffers, SlotCache
@@ -24,7 +25,6 @@ from .layout import backbone_of, context_length, embeddings_of, probe_layout
 from .packing import pack
 from .quantization import Precision, quantize, rounds_activations
 from .ranks import Ranks
-from .regions import decoder_layers
 from .self_check import check_tree_logits
 from .text_blocks import causal_block
 from .twin import WeightState, share_weights, tensors_of
