@@ -228,11 +228,12 @@ class Lane:
         """The text whose keys and values are in a seat's slots."""
         if seat.row is not None:
             written = seat.member.text(0).cpu()
-            return KeptText(written[: max(len(written) - 1 - self.call.pending, 0)])
+            return self.pool.kept(seat.place, written[: max(len(written) - 1 - self.call.pending, 0)])
         if seat.reading is None or self.template.strategy.reads_prompt:
             return NOTHING
         start, end = seat.reading.starts[0], len(seat.prompt) - 1
-        return KeptText(seat.prompt.cpu()[: min(start + seat.passes[0][0], end) if seat.passes else end])
+        text = seat.prompt.cpu()[: min(start + seat.passes[0][0], end) if seat.passes else end]
+        return self.pool.kept(seat.place, text)
 
     def _settle(self) -> None:
         """Those whose prompts are read join the batch."""

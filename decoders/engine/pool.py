@@ -127,7 +127,13 @@ class RowPool(Session):
 
     def note(self, place: int, text: Tensor) -> None:
         """Notes that a place holds the keys and values of `text` (1-D int64)."""
-        self.texts[place] = KeptText(text.cpu())
+        self.texts[place] = self.kept(place, text.cpu())
+
+    def kept(self, row: int, text: Tensor) -> KeptText:
+        states = self.stored.buffers.states
+        if states is None:
+            return KeptText(text)
+        return KeptText(text, whole=True) if int(states.reached[row]) == len(text) else NOTHING
 
     def drop(self, place: int) -> None:
         self.texts[place] = NOTHING

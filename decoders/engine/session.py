@@ -102,11 +102,22 @@ class Session:
             how many tokens of each row are not read again, and how many in front of the last one are left pending. Rows
             advance together, so one with little left to read reads some of its tokens a second time.
         """
+        if self.target.recurrent and run is None:
+            return self._prefill_each(lengths, reused, chunk)
         reading = Reading.of(lengths, reused, chunk, self.target, leave)
         begin = torch.tensor(reading.starts, device=self.rows.tokens.device)
         for done, count in reading.passes:
             self.read(self.rows, begin, max(reading.starts), done, count, run)
         return reading.starts, reading.left
+
+    def _prefill_each(self, lengths: list[int], reused: list[int], chunk: int) -> tuple[list[int], int]:
+        """As :meth:`prefill`, row by row: what a recurrent layer reads cannot be read a second time, nor behind a text's end."""
+        for row, (length, kept) in enumerate(zip(lengths, reused, strict=True)):
+            reading = Reading.of([length], [kept], chunk, self.target, leave=False)
+            begin = torch.tensor(reading.starts, device=self.rows.tokens.device)
+            for done, count in reading.passes:
+                self.read(self.rows.of_rows(row, row + 1), begin, reading.starts[0], done, count)
+        return reused, 0
 
     def read(
         self, rows: Rows, begin: Tensor, latest: int, done: int, count: int, run: Callable[..., None] | None = None
@@ -125,8 +136,15 @@ class Session:
     def keep(self, lengths: list[int]) -> None:
         """Notes that the first so many tokens of each row, from the first row on, have their keys and values in their slots."""
         tokens = self.rows.tokens.cpu()
-        self.texts = [KeptText(tokens[row, :length].clone()) for row, length in enumerate(lengths)]
+        self.texts = [self.kept(row, tokens[row, :length].clone()) for row, length in enumerate(lengths)]
         self.texts += [NOTHING] * (self.batch - len(lengths))
+
+    def kept(self, row: int, text: Tensor) -> KeptText:
+        """`text` (1-D, on the CPU) as what a row keeps; nothing if a recurrent state has seen more of it, or less."""
+        states = self.rows.buffers.states
+        if states is None:
+            return KeptText(text)
+        return KeptText(text, whole=True) if int(states.reached[row]) == len(text) else NOTHING
 
     def forget(self) -> None:
         """Notes that the slots hold nothing of use."""
@@ -152,6 +170,8 @@ class Reading:
     def of(lengths: list[int], reused: list[int], chunk: int, target: Target, leave: bool) -> Reading:
         """As :meth:`Session.prefill` has it."""
         ends, multiple = [length - 1 for length in lengths], target.multiple
+        if not target.continues:  # more than one pass would be a pass per token
+            chunk = max(chunk, *ends)
         chunk = max(chunk - chunk % multiple, multiple)
         # What a short row reads behind its end is written anew before anything sees it.
         pending = round_up(max((end - kept for end, kept in zip(ends, reused, strict=True)), default=0), multiple)

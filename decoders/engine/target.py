@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from .. import devices
 from ..errors import UnsupportedError
 from ..tree import Topology, TreeTensors
-from . import attention, buckets, flex, invariance
+from . import attention, buckets, flex, invariance, recurrent
 from .cache import CacheBuffers, LayerSpec, LayoutProbe, SlotCache
 from .features import LayerStates, OutputHead
 from .fingerprints import Fingerprints
@@ -59,6 +59,8 @@ class Target:
         weights, samples: what they were packed from.
         rounds: whether activations, keys or values are rounded on the way, so that a last bit may decide about a step of theirs.
         layers: decoder layers whose outputs its results hold, see :meth:`watching`.
+        recurrent: the layers that keep a state per row (:mod:`.recurrent`); such a model runs uncompiled.
+        continues: whether these read a text in several passes.
         multiple: blocks and stretches of text have a multiple of so many nodes.
         invariance: in low precision, whether a node has the same bits in every block.
 
@@ -91,17 +93,25 @@ class Target:
         self.quantized = quantize(self.model, precision.weights, self.model.get_output_embeddings())
         self.packing = pack(self.model)
         self.remember(model)
-        self.layout, groups = probe_layout(self.model, len(self.kinds), self.flex)
+        self.layout, groups, found = probe_layout(self.model, len(self.kinds), self.flex)
+        self.recurrent = tuple(entry.layer for entry in found)
+        if found and self.flex:
+            raise UnsupportedError(
+                f"{type(model).__name__} keeps recurrent states: attention='sdpa' runs it, flex does not"
+            )
+        self.continues = recurrent.adopt(found)
+        self.static = self.static and not found
         plain_layout = self.layout
         if precision.cache is not None:
             self.layout = [replace(spec, quantized=True) for spec in self.layout]
         self.group = groups.pop() if len(groups) == 1 else 1
-        self.reads_ahead = "logits_to_keep" in inspect.signature(self.model.forward).parameters
+        self.reads_ahead = not found and "logits_to_keep" in inspect.signature(self.model.forward).parameters
         self._head_inputs.clear()
         self.dtype = self.layout[0].dtype
         self.device = self.layout[0].device
         self.rounds = precision != Precision() or rounds_activations(model)
-        self.multiple = buckets.row_multiple(self.dtype, self.device, self.rounds)
+        # A token whose state is there cannot be run again, as the same bits in every block would want it.
+        self.multiple = 1 if found else buckets.row_multiple(self.dtype, self.device, self.rounds)
         if self.multiple > 1:
             invariance.align_activations(self.model)
         self._self_check(model, plain_layout)
@@ -227,14 +237,23 @@ class Target:
     def prefill(self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int) -> None:
         """Writes the keys and values of ``tokens`` ``[B, N]`` to slots ``start …`` without computing logits."""
         tree = causal_block(tokens.shape[0], tokens.shape[1], tokens.device)
-        self.backbone(**self._inputs(tokens, start, tree, buffers, view, (latest, tokens.shape[1])))
+        inputs = self._inputs(
+            tokens, start, tree, buffers, view, (latest, tokens.shape[1]), self._text(tokens, start, buffers)
+        )
+        self.backbone(**inputs)
 
     def features(
-        self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int, logits: bool
-    ) -> ForwardResult:
-        """As :meth:`prefill`, with results of all tokens; without `logits` these are those of the first token alone."""
+        self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int, logits: bool,
+        valid: Tensor | None = None,
+    ) -> ForwardResult:  # fmt: skip
+        """As :meth:`prefill`, with results of all tokens; without `logits` these are those of the first token alone.
+
+        Args:
+            valid: ``[B, N]`` bool, the tokens that are no padding behind a row's text.
+        """
         tree = causal_block(tokens.shape[0], tokens.shape[1], tokens.device)
-        inputs = self._inputs(tokens, start, tree, buffers, view, (latest, tokens.shape[1]))
+        text = self._text(tokens, start, buffers, valid)
+        inputs = self._inputs(tokens, start, tree, buffers, view, (latest, tokens.shape[1]), text)
         head = self.model.get_output_embeddings()
         # Comes after the hook that notes what the head reads.
         cut = None if logits else head.register_forward_pre_hook(lambda _, args: (args[0][:, :1], *args[1:]))
@@ -249,11 +268,24 @@ class Target:
         """What the watched layers gave in this pass."""
         return self._layer_states.taken() if self._layer_states is not None else None
 
+    def _text(
+        self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, valid: Tensor | None = None
+    ) -> recurrent.TextPass | None:
+        """How recurrent layers read a stretch of text."""
+        if buffers.states is None:
+            return None
+        counts = valid.sum(1).tolist() if valid is not None else [tokens.shape[1]] * len(tokens)
+        return recurrent.TextPass(buffers.states, [spec.states for spec in self.layout], start.tolist(), counts)
+
     def _inputs(
         self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor,
-        latest: tuple[int, int] | None = None,
+        latest: tuple[int, int] | None = None, text: recurrent.TextPass | None = None,
     ) -> dict:  # fmt: skip
         n = nodes.shape[1]
+        states: recurrent.StatePass | None = text
+        if text is None and buffers.states is not None:
+            specs = [spec.states for spec in self.layout]
+            states = recurrent.NodePass(buffers.states, specs, tree.visible, nodes, base)
         offsets, visible = attention.ending(tree.offsets, n), attention.ending(tree.visible, n)
         slots = base[:, None] + attention.ending(torch.arange(tree.offsets.shape[1], device=nodes.device)[None], n)
         if self.flex:
@@ -270,7 +302,7 @@ class Target:
             attention_mask=mask,
             # Draft tokens may reach past the context; the loop never commits them, but embeddings would be out of range.
             position_ids=(base[:, None] + offsets).clamp(0, self.max_positions - 1),
-            past_key_values=SlotCache(buffers, slots, view.shape[0]),
+            past_key_values=SlotCache(buffers, slots, view.shape[0], states),
             use_cache=True,
         )
 
@@ -328,9 +360,11 @@ def refuse_unfit(model: PreTrainedModel) -> None:
     name, advice = type(model).__name__, "Call generate without strategy=."
     if model.config.is_encoder_decoder:
         raise UnsupportedError(f"{name} is an encoder-decoder model; the shared loop decodes causal models. {advice}")
-    if keeps_recurrent_state(model):
+    placed = "position_ids" in inspect.signature(type(model).forward).parameters
+    if keeps_recurrent_state(model) and not placed:
         raise UnsupportedError(
-            f"{name} keeps a recurrent state, which cannot hold several draft tokens at once or be rolled back. {advice}"
+            f"{name} keeps nothing but a recurrent state and takes no position_ids: the shared loop runs designs that have "
+            f"attention, too. {advice}"
         )
     replaced = vars(model).get("forward")
     if isinstance(replaced, types.FunctionType):
@@ -342,7 +376,7 @@ def refuse_unfit(model: PreTrainedModel) -> None:
         raise UnsupportedError(
             f"{name} has weights on the meta device, where they have no values: load them first. {advice}"
         )
-    if "position_ids" not in inspect.signature(type(model).forward).parameters or getattr(model.config, "alibi", False):
+    if not placed or getattr(model.config, "alibi", False):
         raise UnsupportedError(
             f"{name} takes no position_ids (ALiBi derives positions from a 2-D mask), so nodes of a tree cannot be "
             f"placed. {advice}"
@@ -382,9 +416,11 @@ def context_length(model: PreTrainedModel) -> int:
 
 
 @torch.no_grad()
-def probe_layout(model: PreTrainedModel, kinds: int, packed: bool) -> tuple[list[LayerSpec], set[int]]:
-    """What each layer stores per token, and how many query heads share a key head, learnt by running one token."""
-    probe = LayoutProbe()
+def probe_layout(
+    model: PreTrainedModel, kinds: int, packed: bool
+) -> tuple[list[LayerSpec], set[int], list[recurrent.Recurrent]]:
+    """What each layer stores, how many query heads share a key head, and what keeps states, learnt by running one token."""
+    probe = recurrent.StateProbe(model) if recurrent.may_keep_states(model) else LayoutProbe()
     device = model.device
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     mask = torch.zeros(1, kinds, 1, 1, dtype=dtype, device=device)
@@ -394,10 +430,21 @@ def probe_layout(model: PreTrainedModel, kinds: int, packed: bool) -> tuple[list
     token = torch.zeros(1, 1, dtype=torch.int64, device=device)
     shape = attention.Probe()
     attention.tell_shape(mask, shape)
-    model(input_ids=token, attention_mask=mask, position_ids=token, past_key_values=probe, use_cache=True)
-    if not probe.layouts or sorted(probe.layouts) != list(range(len(probe.layouts))):
+    with probe.watching(model):
+        model(input_ids=token, attention_mask=mask, position_ids=token, past_key_values=probe, use_cache=True)
+    layouts, name = probe.layouts, type(model).__name__
+    found = probe.recurrent if isinstance(probe, recurrent.StateProbe) else []
+    if keeps_recurrent_state(model) and not found:
         raise UnsupportedError(
-            f"{type(model).__name__} stored keys and values for layers {sorted(probe.layouts)}: every layer must go through "
+            f"{name} keeps a recurrent state outside of the cache, where nodes of a block cannot be given their own. "
+            "Call generate without strategy=."
+        )
+    if not layouts or (not found and sorted(layouts) != list(range(len(layouts)))):
+        raise UnsupportedError(
+            f"{name} stored keys and values for layers {sorted(layouts)}: every layer must go through "
             "the cache. Call generate without strategy=."
         )
-    return [probe.layouts[i] for i in range(len(probe.layouts))], shape.groups
+    states = {entry.layer: entry.states for entry in found}
+    nothing = LayerSpec.without_keys(next(iter(layouts.values())))
+    layers = range(1 + max(*layouts, *states, -1))
+    return [replace(layouts.get(i, nothing), states=states.get(i, ())) for i in layers], shape.groups, found
