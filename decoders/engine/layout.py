@@ -1,0 +1,67 @@
+"""What a model is made of: its backbone, its sizes, and what its layers store, learnt by running one token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..errors import UnsupportedError
+from . import attention, flex, recurrent
+from .cache import LayerSpec, LayoutProbe
+from .transformers_compat import keeps_recurrent_state
+
+
+def backbone_of(model: PreTrainedModel) -> nn.Module:
+    """The model without its output head: the child that holds the input embeddings."""
+    embeddings = model.get_input_embeddings()
+    return next(child for child in model.children() if any(module is embeddings for module in child.modules()))
+
+
+def embeddings_of(model: PreTrainedModel) -> int:
+    """How many token ids the model can read."""
+    return int(cast(nn.Embedding, model.get_input_embeddings()).num_embeddings)
+
+
+def context_length(model: PreTrainedModel) -> int:
+    """How many positions the model can express; unbounded if its config does not say."""
+    text = model.config.get_text_config(decoder=True)
+    return getattr(text, "max_position_embeddings", None) or (1 << 31)
+
+
+@torch.no_grad()
+def probe_layout(
+    model: PreTrainedModel, kinds: int, packed: bool
+) -> tuple[list[LayerSpec], set[int], list[recurrent.Recurrent]]:
+    """What each layer stores, how many query heads share a key head, and what keeps states, learnt by running one token."""
+    probe = recurrent.StateProbe(model) if recurrent.may_keep_states(model) else LayoutProbe()
+    device = model.device
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    mask = torch.zeros(1, kinds, 1, 1, dtype=dtype, device=device)
+    if packed:
+        one = torch.ones(1, 1, 1, dtype=torch.bool, device=device)
+        mask = flex.pack_mask(torch.zeros(1, dtype=torch.int64, device=device), one[0].long() - 1, one)
+    token = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    shape = attention.Probe()
+    attention.tell_shape(mask, shape)
+    with probe.watching(model):
+        model(input_ids=token, attention_mask=mask, position_ids=token, past_key_values=probe, use_cache=True)
+    layouts, name = probe.layouts, type(model).__name__
+    found = probe.recurrent if isinstance(probe, recurrent.StateProbe) else []
+    if keeps_recurrent_state(model) and not found:
+        raise UnsupportedError(
+            f"{name} keeps a recurrent state outside of the cache, where nodes of a block cannot be given their own. "
+            "Call generate without strategy=."
+        )
+    if not layouts or (not found and sorted(layouts) != list(range(len(layouts)))):
+        raise UnsupportedError(
+            f"{name} stored keys and values for layers {sorted(layouts)}: every layer must go through "
+            "the cache. Call generate without strategy=."
+        )
+    states = {entry.layer: entry.states for entry in found}
+    nothing = LayerSpec.without_keys(next(iter(layouts.values())))
+    layers = range(1 + max(*layouts, *states, -1))
+    return [replace(layouts.get(i, nothing), states=states.get(i, ())) for i in layers], shape.groups, found
