@@ -47,9 +47,17 @@ def probe_layout(
     token = torch.zeros(1, 1, dtype=torch.int64, device=device)
     shape = attention.Probe()
     attention.tell_shape(mask, shape)
+    name = type(model).__name__
     with probe.watching(model):
-        model(input_ids=token, attention_mask=mask, position_ids=token, past_key_values=probe, use_cache=True)
-    layouts, name = probe.layouts, type(model).__name__
+        try:
+            model(input_ids=token, attention_mask=mask, position_ids=token, past_key_values=probe, use_cache=True)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            if not isinstance(probe, recurrent.StateProbe):
+                raise
+            raise UnsupportedError(
+                f"{name} keeps recurrent states in a cache of its own ({error}). Call generate without strategy=."
+            ) from error
+    layouts = probe.layouts
     found = probe.recurrent if isinstance(probe, recurrent.StateProbe) else []
     if keeps_recurrent_state(model) and not found:
         raise UnsupportedError(

@@ -104,7 +104,7 @@ class NodePass:
         rows, n = tokens.shape[:2]
         specs, behind = self.specs[layer], []
         for state in self.states.layers[layer]:
-            kept = state.new_empty(rows, n + 1, *state.shape[1:])
+            kept = state.new_zeros(rows, n + 1, *state.shape[1:])
             kept[:, n] = state
             if self.fresh is not None:
                 kept[self.fresh, n] = 0
@@ -254,6 +254,11 @@ class Recurrent:
             for count in counts:
                 cache, own = cache_of(self.states, states)
                 given.append(self(hidden[:, done : done + count], cache))
+                if not isinstance(given[-1], Tensor):
+                    raise UnsupportedError(
+                        f"{type(self.module).__name__} keeps a recurrent state and gives more than hidden states, which nodes of a block "
+                        "would need of their parent. Call generate without strategy=."
+                    )
                 states, done = states_in(own, self.states), done + count
             return [torch.cat(given, dim=1), *(states or ())]
 
