@@ -256,8 +256,8 @@ class Recurrent:
                 given.append(self(hidden[:, done : done + count], cache))
                 if not isinstance(given[-1], Tensor):
                     raise UnsupportedError(
-                        f"{type(self.module).__name__} keeps a recurrent state and gives more than hidden states, which nodes of a block "
-                        "would need of their parent. Call generate without strategy=."
+                        f"{type(self.module).__name__} keeps a recurrent state and gives more than hidden states, which nodes of a "
+                        "block would need of their parent. Call generate without strategy=."
                     )
                 states, done = states_in(own, self.states), done + count
             return [torch.cat(given, dim=1), *(states or ())]
