@@ -77,6 +77,8 @@ class Context:
             where the call compiles. `module` is called with its inputs and ``attention_mask``, ``position_ids`` and
             ``past_key_values``, all ready, which it hands to attention layers of transformers (``LlamaDecoderLayer``, say).
             `example`: what it reads of one node, ``[1, 1, …]`` each. `ahead`: most nodes that a step writes behind a row.
+        first_layers: the target cut off behind its first layers, ``first_layers(count)``, with its own last norm and head: a draft
+            model for :attr:`draft` that shares all weights.
     """
 
     model: PreTrainedModel
@@ -101,6 +103,7 @@ class Context:
     embed: Callable[[Tensor], Tensor] = _outside_a_call
     head: Callable[[Tensor], Tensor] = _outside_a_call
     module: Callable[..., ModulePasses] = _outside_a_call
+    first_layers: Callable[[int], PreTrainedModel] = _outside_a_call
 
     def part(self, strategy: Strategy) -> Context:
         """The same for a strategy that another one is built of: what it keeps is its own, whoever contains it."""

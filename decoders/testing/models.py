@@ -247,6 +247,15 @@ RECURRENT: Mapping[str, Architecture] = MappingProxyType(
             "jamba", num_hidden_layers=3, attn_layer_period=3, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1,
             num_experts=4, num_experts_per_tok=2, **_MAMBA,
         ),
+        "zamba": _decoder(
+            "zamba", num_hidden_layers=5, num_key_value_heads=4, n_mamba_heads=2,
+            layers_block_type=["linear_attention", "hybrid", "linear_attention", "hybrid", "linear_attention"], **_MAMBA,
+        ),
+        "kimi_linear": _decoder(
+            "kimi_linear", num_key_value_heads=4, mlp_layer_types=["dense", "sparse", "dense"], linear_head_dim=8, linear_num_heads=4,
+            kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=12, num_local_experts=4, num_experts_per_tok=2,
+            moe_intermediate_size=24, **_LAYERS,
+        ),
         "lfm2": _decoder(
             "lfm2", num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"], conv_L_cache=3, block_ff_dim=48
         ),
