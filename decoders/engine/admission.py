@@ -10,8 +10,8 @@ from torch import Tensor
 from .loop import Call
 from .pool import RowPool
 from .prefixes import NOTHING, KeptText
+from .reading import Reading
 from .request import Request
-from .session import Reading
 from .written import Written
 
 

@@ -163,7 +163,15 @@ class Engine:
             return self._watching[layers]
 
     def first_layers(self, model: PreTrainedModel, count: int) -> PreTrainedModel:
-        """See :attr:`decoders.strategy.Context.first_layers`; made once. model: the one that this engine serves."""
+        """See :attr:`decoders.strategy.Context.first_layers`; made once. model: the one that this engine serves.
+
+        Raises:
+            UnsupportedError, SettingsError: it cannot be left there.
+        """
+        if self.target.recurrent:
+            raise UnsupportedError(
+                f"{type(model).__name__} keeps recurrent states, which a draft would have to take back: it cannot be left early"
+            )
         with self.lock:
             if count not in self._cut:
                 self._cut[count] = first_layers(model, count)

@@ -10,8 +10,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedError
-from . import attention, flex, recurrent
+from . import attention, flex
 from .cache import LayerSpec, LayoutProbe
+from .state_probe import Recurrent, StateProbe, may_keep_states
 from .transformers_compat import keeps_recurrent_state
 
 
@@ -33,11 +34,9 @@ def context_length(model: PreTrainedModel) -> int:
 
 
 @torch.no_grad()
-def probe_layout(
-    model: PreTrainedModel, kinds: int, packed: bool
-) -> tuple[list[LayerSpec], set[int], list[recurrent.Recurrent]]:
+def probe_layout(model: PreTrainedModel, kinds: int, packed: bool) -> tuple[list[LayerSpec], set[int], list[Recurrent]]:
     """What each layer stores, how many query heads share a key head, and what keeps states, learnt by running one token."""
-    probe = recurrent.StateProbe(model) if recurrent.may_keep_states(model) else LayoutProbe()
+    probe = StateProbe(model) if may_keep_states(model) else LayoutProbe()
     device = model.device
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     mask = torch.zeros(1, kinds, 1, 1, dtype=dtype, device=device)
@@ -52,13 +51,13 @@ def probe_layout(
         try:
             model(input_ids=token, attention_mask=mask, position_ids=token, past_key_values=probe, use_cache=True)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            if not isinstance(probe, recurrent.StateProbe):
+            if not isinstance(probe, StateProbe):
                 raise
             raise UnsupportedError(
                 f"{name} keeps recurrent states in a cache of its own ({error}). Call generate without strategy=."
             ) from error
     layouts = probe.layouts
-    found = probe.recurrent if isinstance(probe, recurrent.StateProbe) else []
+    found = probe.recurrent if isinstance(probe, StateProbe) else []
     if keeps_recurrent_state(model) and not found:
         raise UnsupportedError(
             f"{name} keeps a recurrent state outside of the cache, where nodes of a block cannot be given their own. "

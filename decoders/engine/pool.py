@@ -12,8 +12,9 @@ from torch import Tensor
 from ..sampling.processors import SamplingInputs
 from .blocks import Blocks
 from .prefixes import NOTHING, KeptText, PrefixIndex
+from .reading import Reading
 from .rows import Rows
-from .session import Reading, Session, room_for
+from .session import Session, room_for
 from .target import Target
 
 

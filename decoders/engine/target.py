@@ -25,6 +25,7 @@ from .packing import pack
 from .quantization import Precision, quantize, rounds_activations
 from .regions import decoder_layers
 from .self_check import check_tree_logits
+from .state_probe import adopt
 from .text_blocks import causal_block
 from .twin import WeightState, share_weights, tensors_of
 
@@ -101,7 +102,7 @@ class Target:
             raise UnsupportedError(
                 f"{type(model).__name__} keeps recurrent states: attention='sdpa' runs it, flex does not"
             )
-        self.continues = recurrent.adopt(found)
+        self.continues = adopt(found)
         self.static = self.static and not found
         plain_layout = self.layout
         if precision.cache is not None:

@@ -171,6 +171,43 @@ def test_strategies_that_read_prompts_see_every_row_to_its_own_end():
     assert out.report.accepted > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["auto", "threshold", "staged", "suffix", "ngram", "prompt_lookup+lookahead"])
+def test_every_other_drafter_is_exact(strategy):
+    model, inputs = enabled("bamba"), prompts(3)
+    draft = {"assistant_model": tiny_model("llama")} if strategy in ("threshold", "staged") else {}
+    out = decode(model, inputs, strategy, max_new_tokens=NEW, decoders_config={"prefill_chunk": 8}, **draft)
+    assert_same_tokens(model, inputs, plain("bamba", 3), out.sequences, strategy)
+
+
+@pytest.mark.slow
+def test_processors_penalties_and_scores_go_on_working():
+    model, inputs = enabled("lfm2"), prompts(2)
+    options = dict(max_new_tokens=12, repetition_penalty=1.3, no_repeat_ngram_size=3, output_scores=True)
+    expected = decode(model, inputs, **options)
+    out = decode(model, inputs, PromptLookup(length=4), decoders_config=EAGER, **options)
+    assert_same_tokens(model, inputs, expected.sequences, out.sequences, "processors")
+    for own, other in zip(out.scores, expected.scores, strict=True):
+        assert torch.allclose(own, other, atol=1e-3)
+
+
+class Watching(Autoregressive):
+    """Reads hidden layers, which needs a module tree of its own."""
+
+    name = "watching"
+    hidden_layers = (0, -1)
+
+    def observe(self, state, step):
+        assert step.layers.shape[2] == 2
+        assert torch.isfinite(step.layers).all()
+
+
+def test_hidden_layers_are_handed_out():
+    model, inputs = enabled("qwen3_next"), prompts(2)
+    out = decode(model, inputs, Watching(), max_new_tokens=6, decoders_config=EAGER)
+    assert torch.equal(out.sequences, plain("qwen3_next", 2)[:, : out.sequences.shape[1]])
+
+
 def test_nodes_continue_their_parents_and_what_is_no_draft_token_is_left_out():
     tree = Topology.branches(2, 2).tensors(2, torch.device("cpu"))
     nodes = torch.tensor([[7, 1, 2, 3, 4], [7, 1, 2, -1, -1]])
