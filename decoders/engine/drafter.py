@@ -136,6 +136,11 @@ class ModelDrafter(Drafter):
         return self.session.rows
 
     @property
+    def passes(self) -> int:
+        """Forward passes so far."""
+        return self.counts.passes
+
+    @property
     def on_device(self) -> bool:
         """Whether a round never waits for the device."""
         own = (self.stage is None or self.stage.on_device) and (self.guide is None or self.guide.on_device)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, TypeVar
 
@@ -37,6 +38,9 @@ from .twin import WeightState
 KEPT_FUNCTIONS = 64
 #: What strategies, with their settings, keep between calls: so many entries.
 KEPT_MEMORIES = 16
+
+#: What a memory is kept under: the strategy's class, the strategy with its settings, and the name that it gave.
+MemoryKey = tuple[str, str, str]
 
 Compiled = TypeVar("Compiled", compiler.CompiledFunction, WholeStep)
 
@@ -77,7 +81,7 @@ class Engine:
         self._head: OutputHead | None = None
         self.calibration = Calibration(self)
         self._whole: dict[tuple, WholeStep] = {}
-        self._memories: dict[tuple, Any] = {}
+        self._memories: dict[MemoryKey, Any] = {}
         self._functions: dict[Callable, TieredFunction] = {}
         self._freed: FreedWeights | None = None
 
@@ -137,6 +141,25 @@ class Engine:
             self._memories.clear()
             self.sessions.forget()
             self.sessions.forget_recordings()  # they write to the memories that are gone
+
+    def memories(self) -> dict[MemoryKey, Any]:
+        """Copies of what strategies keep between calls."""
+        with self.lock:
+            return {key: pickle.loads(pickle.dumps(kept)) for key, kept in self._memories.items()}
+
+    def remember(self, memories: Mapping[MemoryKey, Any]) -> None:
+        """Gives strategies copies of `memories` in the place of what they keep."""
+        with self.lock:
+            for key, kept in memories.items():
+                copied = pickle.loads(pickle.dumps(kept))
+                self._memories.pop(key, None)
+                self._memories[key] = copied.to(self.target.device) if isinstance(copied, Tensor) else copied
+            self._bound_memories()
+            self.sessions.forget_recordings()  # they read and write the memories that were there
+
+    def _bound_memories(self) -> None:
+        while len(self._memories) > KEPT_MEMORIES:  # the least recently used goes
+            del self._memories[next(iter(self._memories))]
 
     def _forget_compiled(self) -> None:
         self.forward.forget()
@@ -203,11 +226,11 @@ class Engine:
 
     def memory(self, strategy: Strategy, name: str, factory: Callable[[], Any]) -> Any:
         """What `strategy` keeps between calls under `name`; see :attr:`decoders.strategy.Context.memory`."""
-        key = type(strategy), repr(strategy), name
+        cls = type(strategy)
+        key = f"{cls.__module__}.{cls.__qualname__}", repr(strategy), name
         kept = self._memories.pop(key) if key in self._memories else factory()
         self._memories[key] = kept
-        if len(self._memories) > KEPT_MEMORIES:  # the least recently used goes
-            del self._memories[next(iter(self._memories))]
+        self._bound_memories()
         return kept
 
     def head(self, hidden: Tensor) -> Tensor:

@@ -104,6 +104,8 @@ class Lane:
     def close(self, cause: Exception | None = None) -> None:
         """Frees everything. cause: what has ended the lane; what the strategy's `finish` raises is told with it, or is a warning."""
         with self._running(), self.stack:
+            for seat in self.seats:
+                seat.member.close(cause)
             try:
                 self._finish(cause)
             except Exception as error:
@@ -149,6 +151,7 @@ class Lane:
             return
         for seat in leaving:
             self.seats.remove(seat)
+            seat.member.close()
             if seat.reading is not None:
                 self.pool.texts[seat.place] = self.admission.held(seat)
                 self._clock += 1

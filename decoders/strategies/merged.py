@@ -81,6 +81,9 @@ class Merged(Strategy):
     def layers_of(self, count: int) -> tuple[int, ...]:
         return tuple(dict.fromkeys(layer for part in self.parts for layer in part.layers_of(count)))
 
+    def settings_in_force(self) -> dict[str, Any]:
+        return {part.name: part.settings_in_force() for part in self.parts} | {Merged.name: super().settings_in_force()}
+
     def start(self, context: Context) -> MergedState:
         state = MergedState([], [], node_budget(context, self.settings.nodes, NODES), context.decoder_layers)
         try:

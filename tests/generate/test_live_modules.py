@@ -101,6 +101,7 @@ def scaled_model() -> PreTrainedModel:
     return model
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("strategy", ["autoregressive", "prompt_lookup"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.__name__)
 def test_a_change_counts_in_the_next_call(change: Callable[[Any], None], strategy: str) -> None:

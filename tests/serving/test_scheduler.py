@@ -70,6 +70,7 @@ def written(generation: decoders.Generation, prompt: list[int]) -> list[int]:
     return generation.result(280)[0, len(prompt) :].tolist()
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_requests_write_what_calls_of_their_own_write(
@@ -116,6 +117,7 @@ def test_every_row_has_its_own_sampling_values(
     assert got == [write_alone(llama, prompt, **arguments) for prompt, arguments in asked]
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("backend", ["table", "llguidance"])
 @pytest.mark.parametrize("strategy", ["grammar", "prompt_lookup", "speculative"])
 def test_rows_with_a_grammar_and_rows_without_share_steps(
@@ -455,7 +457,7 @@ def test_a_storm_of_requests_loses_and_mixes_up_none(
     results: dict[int, Any] = {}
 
     def client(first: int, scheduler: decoders.Scheduler) -> None:
-        for number in range(first, 400, 4):
+        for number in range(first, 200, 4):
             p, new = kinds[number % 8]
             generation = scheduler.submit(p, max_new_tokens=new, wait=True)
             if number % 5 == 0:
@@ -468,7 +470,7 @@ def test_a_storm_of_requests_loses_and_mixes_up_none(
             thread.start()
         for thread in threads:
             thread.join()
-    assert len(results) == 400
+    assert len(results) == 200
     for number, generation in results.items():
         error = generation.exception(0)
         if error is None:

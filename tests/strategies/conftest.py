@@ -36,12 +36,12 @@ OF_SETTINGS = (
 def of_variants(strategies: Sequence[Strategy]) -> list[Any]:
     """Cases ``strategy, check`` of strategies that pass the whole kit with other settings, or as parts of others.
 
-    Each gets the checks of its settings and every third of the others, in turns; the rest is slow.
+    Each gets the checks of its settings and every sixth of the others, in turns; the rest is slow.
     """
     cases = []
     for turn, strategy in enumerate(strategies):
         for place, check in enumerate(checks_for(strategy)):
-            quick = check.__name__ in OF_SETTINGS or (turn + place) % 3 == 0
+            quick = check.__name__ in OF_SETTINGS or (turn + place) % 6 == 0
             name = f"{label(strategy)}-{check.__name__}"
             cases.append(pytest.param(strategy, check, id=name, marks=() if quick else pytest.mark.slow))
     return cases
