@@ -10,8 +10,8 @@ from torch import Tensor
 from .loop import Call
 from .pool import RowPool
 from .prefixes import NOTHING, KeptText
+from .reading import Reading
 from .request import Request
-from .session import Reading
 from .written import Written
 
 
@@ -119,8 +119,9 @@ class Admission:
         """The text whose keys and values are in a seat's slots."""
         if seat.row is not None:
             written = seat.member.text(0).cpu()
-            return KeptText(written[: max(len(written) - 1 - self.call.pending, 0)])
+            return self.pool.kept(seat.place, written[: max(len(written) - 1 - self.call.pending, 0)])
         if seat.reading is None or seat.member.request.strategy.reads_prompt:
             return NOTHING
         start, end = seat.reading.starts[0], len(seat.prompt) - 1
-        return KeptText(seat.prompt.cpu()[: min(start + seat.passes[0][0], end) if seat.passes else end])
+        text = seat.prompt.cpu()[: min(start + seat.passes[0][0], end) if seat.passes else end]
+        return self.pool.kept(seat.place, text)
