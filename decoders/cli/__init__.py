@@ -76,6 +76,7 @@ def _register() -> None:
         generate,
         grammars,
         listing,
+        serve,
         train,
         train_medusa,
         warmup,
@@ -90,6 +91,7 @@ def _register() -> None:
     app.command()(listing.grammar_backends)
     app.command()(listing.plugins)
     app.command()(grammars.grammars)
+    app.command()(serve.serve)
     app.command()(doctor.doctor)
     train.app.command()(train_medusa.medusa)
     bench.app.command()(bench_fresh.fresh)
