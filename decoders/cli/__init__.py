@@ -70,6 +70,7 @@ def _register() -> None:
         bench_load,
         bench_precision,
         bench_sampling,
+        bench_serve,
         calibrate,
         demo,
         doctor,
@@ -99,6 +100,7 @@ def _register() -> None:
     bench.app.command()(bench_load.load)
     bench.app.command()(bench_precision.precision)
     bench.app.command()(bench_sampling.sampling)
+    bench.app.command()(bench_serve.serve)
     app.add_typer(bench.app, name="bench")
     app.add_typer(train.app, name="train")
 

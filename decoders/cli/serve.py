@@ -59,7 +59,7 @@ def serve(
     """Serve a model with OpenAI's routes: completions, chat, streaming, grammars, tools; /health, /metrics, a page to try it."""
     from ..settings import parse_assignments
 
-    _check_installed()
+    check_installed()
     if api_key is not None and not api_key.strip():
         raise SettingsError("the API key is empty: leave it out, or give one")
     if log_level not in ("critical", "error", "warning", "info", "debug"):
@@ -92,7 +92,8 @@ def serve(
     server.run()
 
 
-def _check_installed() -> None:
+def check_installed() -> None:
+    """Raises ServerExtraError if the server cannot run here."""
     try:
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401

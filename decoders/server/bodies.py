@@ -231,7 +231,9 @@ def parsed(kind: type[B], content: bytes) -> B:
     try:
         return kind.model_validate_json(content)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
+        every = error.errors(include_url=False, include_context=False)
+        # A field that is missing may be there under a wrong name: that is what helps.
+        first = next((each for each in every if each["type"] == "extra_forbidden"), every[0])
         raise _explained(kind, dict(first), error.error_count()) from error
 
 

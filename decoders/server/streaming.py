@@ -125,18 +125,20 @@ class EventStream(Response):
 
     async def _write(self, send: Send) -> None:
         async def body(content: bytes, more: bool = True) -> None:
-            await send({"type": "http.response.body", "body": content, "more_body": more})
+            try:
+                await send({"type": "http.response.body", "body": content, "more_body": more})
+            except OSError as error:  # the connection broke
+                raise Refusal(499, "the client closed the connection", code="client_gone") from error
 
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async with aclosing(events(self.answer)) as stream:
                 async for content in stream:
                     await body(content)
-        except OSError:  # the connection broke
-            self.told(Refusal(499, "the client closed the connection", code="client_gone"))
-            return
         except Exception as error:
             refusal = self.told(error)
+            if refusal is not None and refusal.status == 499:
+                return
             await body(event(refusal.body if refusal is not None else {}))
         else:
             self.told(None)

@@ -22,7 +22,7 @@ from decoders.testing.models import ARCHITECTURES, Architecture
 EAGER = {"compile": False}
 SIZE = 288
 TEMPLATE = (
-    "{% if tools %}<tools>{% for tool in tools %}{{ tool.function | tojson }}{% endfor %}</tools>{% endif %}"
+    "{% if tools %}<tools>{% for tool in tools %}{{ tool.function.name }} {% endfor %}</tools>{% endif %}"
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
     "{% for call in message.tool_calls or [] %}"
     '<call>{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}</call>'

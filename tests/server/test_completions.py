@@ -27,7 +27,7 @@ def test_greedy_text_is_that_of_generate(client: Any, tokenizer: Any, write_alon
     answer = post(client)
     expected = write_alone(PROMPT, max_new_tokens=20)
     assert answer["choices"][0] == {
-        "index": 0, "text": tokenizer.decode(expected), "logprobs": None, "finish_reason": "length",
+        "index": 0, "text": tokenizer.decode(expected, skip_special_tokens=True), "logprobs": None, "finish_reason": "length",
     }  # fmt: skip
     assert answer["object"] == "text_completion" and answer["model"] == "tiny"
     usage = answer["usage"]

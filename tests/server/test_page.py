@@ -32,7 +32,7 @@ def browser() -> Any:
     return sync_api, path
 
 
-def test_the_page_shows_a_text_with_its_drafted_tokens(client: Any, wait_until: Any) -> None:
+def test_the_page_shows_a_text_with_its_drafted_tokens(client: Any) -> None:
     sync_api, path = browser()
     with sync_api.sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-dev-shm-usage"])
@@ -41,7 +41,7 @@ def test_the_page_shows_a_text_with_its_drafted_tokens(client: Any, wait_until: 
             page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
             page.on("pageerror", lambda error: problems.append(str(error)))
             page.goto(str(client.base_url))
-            page.wait_for_function("document.querySelector('#strategy').options.length > 3")
+            page.wait_for_selector("#strategy option:nth-child(4)", state="attached")
             assert page.text_content("#model") == "tiny"
             # By keyboard alone: the prompt is the first field, Ctrl+Enter generates.
             page.keyboard.press("Tab")
@@ -51,7 +51,7 @@ def test_the_page_shows_a_text_with_its_drafted_tokens(client: Any, wait_until: 
             page.select_option("#strategy", "prompt_lookup")
             page.fill("#tokens", "80")
             page.keyboard.press("Control+Enter")
-            page.wait_for_function("document.querySelector('#status').textContent.includes('steps')")
+            page.wait_for_selector("#status:has-text('steps')")
             body = {"prompt": "abcabcabcabc", "max_tokens": 80, "temperature": 0, "seed": 0}
             expected = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
             assert page.evaluate("document.querySelector('#text').textContent") == expected
@@ -62,7 +62,7 @@ def test_the_page_shows_a_text_with_its_drafted_tokens(client: Any, wait_until: 
             page.fill("#tokens", "1")
             page.fill("#prompt", "a" * 1000)
             page.keyboard.press("Control+Enter")
-            page.wait_for_function("document.querySelector('#status').dataset.error !== undefined")
+            page.wait_for_selector("#status[data-error]")
             assert "the limit is 300" in (page.text_content("#status") or "")
             # What a text holds is never markup.
             page.evaluate("show([{text: '<img src=x onerror=alert(1)>', drafted: true}])")

@@ -42,8 +42,11 @@ def in_thread(function: Any) -> tuple[threading.Thread, list[Any]]:
     return thread, results
 
 
-def first_event(response: Any) -> str:
-    return next(line for line in response.iter_lines() if line)
+def begun(response: Any) -> Any:
+    """The lines of a stream behind the first; a client that lets go of them closes the connection."""
+    lines = response.iter_lines()
+    next(lines)
+    return lines
 
 
 @pytest.mark.usefixtures("slowed")
@@ -55,8 +58,9 @@ def test_a_client_that_leaves_frees_its_rows(served: Any, service_of: Any, wait_
     with served(service) as client:
         if streamed:
             with client.stream("POST", ROUTE, json=LONG | {"stream": True, "n": 2}) as response:
-                first_event(response)
+                lines = begun(response)
                 wait_until(lambda: service.pool.running == 2)
+                assert next(lines) is not None
         else:
             with pytest.raises(httpx.ReadTimeout):
                 client.post(ROUTE, json=LONG | {"n": 2}, timeout=0.5)
@@ -71,7 +75,7 @@ def test_a_full_queue_says_when_to_come_again(served: Any, service_of: Any, wait
     service = service_of(rows=1, queue=1)
     with served(service) as client:
         with client.stream("POST", ROUTE, json=LONG | {"stream": True}) as running:
-            first_event(running)
+            lines = begun(running)
             waiting, _ = in_thread(lambda: client.post(ROUTE, json=LONG | {"max_tokens": 1}))
             wait_until(lambda: service.pool.waiting == 1)
             response = client.post(ROUTE, json=LONG)
@@ -81,6 +85,7 @@ def test_a_full_queue_says_when_to_come_again(served: Any, service_of: Any, wait
             assert (health["waiting"], health["running"]) == (1, 1)
             several = client.post(ROUTE, json=LONG | {"n": 2})  # all of a request or nothing of it
             assert several.status_code == 429 and service.pool.outstanding == 2
+            assert next(lines) is not None
         waiting.join(30)
 
 
@@ -118,9 +123,10 @@ def test_strategies_that_are_all_busy_are_not_closed(served: Any, service_of: An
         served(service_of(schedulers=1)) as client,
         client.stream("POST", ROUTE, json=LONG | {"stream": True}) as stream,
     ):
-        first_event(stream)
+        lines = begun(stream)
         response = client.post(ROUTE, json={"prompt": "a", "max_tokens": 2, "strategy": "ngram"})
         assert response.status_code == 429 and "autoregressive" in response.json()["error"]["message"]
+        assert next(lines) is not None
 
 
 @pytest.mark.usefixtures("slowed")
