@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from ..errors import suggest
 from ..registry.registry import registry
@@ -123,6 +124,8 @@ async def _answered(
             return EventStream(answer, told)
         await settled(answer, request.receive)
         response = JSONResponse(await _in_thread(service, answer.whole))
+    except ClientDisconnect:  # before the body was there
+        return _refused(service.refused(endpoint, Refusal(499, "the client closed the connection", code="client_gone")))
     except Exception as error:
         return _refused(service.refused(endpoint, error))
     told(None)

@@ -61,7 +61,7 @@ class Job:
     def usage(self) -> dict[str, Any]:
         """What it took: OpenAI's figures, and ours under ``decoders``."""
         reports = [each.generation.report for each in self.choices if each.generation.report is not None]
-        prompts = {tuple(each.prompt): len(each.prompt) for each in self.choices}
+        prompts = {id(each.prompt): len(each.prompt) for each in self.choices}  # n texts share one
         prompt, new = sum(prompts.values()), sum(len(each.generation.tokens) for each in self.choices)
         lengths = [0] * max((len(report.accepted_lengths) for report in reports), default=0)
         for report in reports:

@@ -42,7 +42,7 @@ class Metrics:
             registry=registry,
         )
         self.between = Histogram(
-            "decoders_time_between_tokens_seconds", "Seconds of a step by the tokens it brought to a request, for each token",
+            "decoders_time_between_tokens_seconds", "Seconds of a step by the tokens that it brought to a request",
             buckets=_STEPS, registry=registry,
         )  # fmt: skip
         self.queued = Histogram("decoders_queue_seconds", "From arrival to a row", buckets=_SECONDS, registry=registry)
@@ -71,8 +71,7 @@ class Metrics:
         last, before = generation.submitted, 0
         for moment, count in times:
             if before:
-                for _ in range(count - before):
-                    self.between.observe((moment - last) / (count - before))
+                self.between.observe((moment - last) / (count - before))
             else:
                 self.first.observe(moment - last)
             last, before = moment, count

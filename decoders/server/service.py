@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from ..constraints.specs import Regex
 from ..engine.target import context_length
 from ..errors import CancelledError
 from ..generate import enable
+from ..plugins import resolve_strategy
 from ..serving.generation import Generation
 from .arguments import callbacks, sampling, wrapped
 from .bodies import Body
@@ -71,7 +73,8 @@ class Service:
 
     def warm_up(self) -> None:
         """Decodes a token, so that the first request finds weights packed."""
-        self.pool.submit(None, None, [0], lambda _: None, max_new_tokens=1).result()
+        grammar = Regex("a") if resolve_strategy(self.pool.strategy, self.pool.config).needs_grammar else None
+        self.pool.submit(None, None, [0], lambda _: None, max_new_tokens=1, grammar=grammar).result()
 
     def check(self, body: Body) -> None:
         """Raises for what need not be looked at closer.

@@ -94,9 +94,7 @@ def test_a_deadline_ends_a_request(served: Any, service_of: Any) -> None:
     with served(service_of(deadline=0.3)) as client:
         response = client.post(ROUTE, json=LONG)
         assert response.status_code == 504 and response.json()["error"]["code"] == "deadline_exceeded"
-        begun = time.monotonic()
         assert client.post(ROUTE, json=LONG | {"deadline": 0.1}).status_code == 504
-        assert time.monotonic() - begun < 5
         with client.stream("POST", ROUTE, json=LONG | {"stream": True}) as stream:
             lines = [line for line in stream.iter_lines() if line]
         assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
@@ -184,18 +182,19 @@ def test_metrics_count_what_happened(served: Any, service_of: Any, wait_until: A
 
 def test_the_event_loop_is_not_held_up_by_long_preparation(served: Any, service_of: Any, monkeypatch: Any) -> None:
     service = service_of()
-    start = service.start
+    start, entered, go_on = service.start, threading.Event(), threading.Event()
 
-    def slow(*arguments: Any, **more: Any) -> Any:
-        time.sleep(1)
+    def held(*arguments: Any, **more: Any) -> Any:
+        entered.set()
+        assert go_on.wait(30)
         return start(*arguments, **more)
 
-    monkeypatch.setattr(service, "start", slow)
+    monkeypatch.setattr(service, "start", held)
     with served(service) as client:
         thread, results = in_thread(lambda: client.post(ROUTE, json={"prompt": "a", "max_tokens": 2}))
-        begun = time.monotonic()
-        assert client.get("/health").status_code == 200
-        assert not results and time.monotonic() - begun < 0.9
+        assert entered.wait(30)
+        assert client.get("/health").status_code == 200 and not results
+        go_on.set()
         thread.join(30)
         assert results[0].status_code == 200
 

@@ -581,6 +581,6 @@ def test_tokens_of_a_step_come_together(llama: PreTrainedModel, scheduler_of: An
     with scheduler_of(llama, strategy="prompt_lookup", max_new_tokens=20) as scheduler:
         request = scheduler.submit(text_of(3, 12) * 3)
         batches = asyncio.run(read(request))
-    assert sum(batches, []) == request.tokens and all(batches)
+    assert [token for batch in batches for token in batch] == request.tokens and all(batches)
     with scheduler_of(llama) as scheduler, pytest.raises(SettingsError, match="top_logprobs"):
         scheduler.submit([1, 2], max_new_tokens=1, top_logprobs=-1)
