@@ -41,6 +41,7 @@ def serve(
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")] = "auto",
     compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the core of the loop.")] = True,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the CPU; by default as many as torch takes.")] = None,
     rows: Annotated[int, typer.Option(min=1, help="Requests that are decoded at a time, per strategy.")] = 8,
     slots: Annotated[int, typer.Option(min=2, help="Most tokens of a row, prompt and new ones.")] = 4096,
     queue: Annotated[int, typer.Option(min=1, help="Requests that wait, per strategy; one more gets 429.")] = 64,
@@ -79,6 +80,10 @@ def serve(
         console.print(
             f"warning: anybody who reaches {host} can use this server; --api-key asks for a key", style="yellow"
         )
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
     with console.status(f"loading {model}"):
         service = _service(model, name, strategy, config, assistant, chat_template, dtype, compile, limits)
     from ..server.app import make_app
