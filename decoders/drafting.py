@@ -18,7 +18,8 @@ from .sampling.processors import SamplingInputs, SamplingPlan
 from .tree import TreeTensors
 
 if TYPE_CHECKING:
-    from .strategy import Sequences, Step
+    from .context import Sequences
+    from .strategy import Step
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ STATIONS = (
     ("hf.wrapper", "Generate.engine"),
     ("engine.engine", "Engine.refresh"),
     ("hf.grammars", "Grammars.of"),
-    ("engine.loop", "decode"),
+    ("engine.fixed_batch", "decode"),
     ("engine.session", "Sessions.open"),
     ("engine.session", "Session.prefill"),
     ("strategies.lookahead", "Lookahead.start"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 BASELINE = "transformers"
 #: What "identical" refers to when sampling: transformers draws its tokens from another generator of random numbers.
 PLAIN = "autoregressive"
+#: Settings of the loop that change the target's numbers, and so its text.
+PRECISION = ("weights", "kv_cache")
 #: A grammar that allows every text: what constrained decoding costs by itself.
 ANYTHING = "anything"
 #: Tokens that transformers' own prompt lookup proposes per step (the value its documentation uses).
@@ -238,7 +241,8 @@ def strategy_methods(
 
     A name may carry settings, ``speculative[length=2]``, and be there several times with other ones; ``verifier=…`` among
     them names the verifier, ``grammar=…`` a grammar of the library or a file with one, ``compile=false`` the uncompiled tier;
-    with ``memory=true`` strategies keep what they learn from one prompt of a round to the next.
+    with ``memory=true`` strategies keep what they learn from one prompt of a round to the next; ``weights=int4`` and
+    ``kv_cache=int8`` are the number formats of the target and its cache, on a twin of `model` that shares its parameters.
     Every call reads its prompt anew, unless `decoders_config` says otherwise. ``a+b`` merges, each part with
     brackets of its own. When sampling, plain decoding comes first: it is what the others are compared with.
 
@@ -258,9 +262,16 @@ def strategy_methods(
         names = [PLAIN, *(name for name in names if name != PLAIN)]
     methods: dict[str, Method] = {}
     used: set[str] = set()
+    # One model has one engine, whose weights are packed in one number format.
+    twins: dict[tuple[Any, ...], PreTrainedModel] = {(None, None): model}
     for text in names:
         variant = parse(text)
-        strategies_used, method = _method(variant, model, draft, settings_by_strategy, decoders_config or {}, sampling)
+        precision = tuple(variant.loop.get(key) for key in PRECISION)
+        if precision not in twins:
+            twins[precision] = enable(_twin(model), tokenizer)
+        strategies_used, method = _method(
+            variant, twins[precision], draft, settings_by_strategy, decoders_config or {}, sampling
+        )
         used |= strategies_used
         methods[method.name] = replace(method, dtype=dtype or str(model.dtype).removeprefix("torch."))
     if set(settings_by_strategy) - used:
@@ -268,6 +279,13 @@ def strategy_methods(
             f"settings given for {', '.join(sorted(set(settings_by_strategy) - used))}, which is not measured"
         )
     return list(methods.values())
+
+
+def _twin(model: PreTrainedModel) -> PreTrainedModel:
+    """`model` once more, not enabled, with the same parameters in memory."""
+    twin = copy.copy(model)
+    vars(twin).pop("generate", None)
+    return twin
 
 
 def named_grammar(name: str) -> Spec:
@@ -312,8 +330,7 @@ def _method(
     loop_settings = (
         {"reuse": False, "memory": False}
         | dict(decoders_config)
-        | ({} if variant.compile is None else {"compile": variant.compile})
-        | ({} if variant.memory is None else {"memory": variant.memory})
+        | dict(variant.loop)
     )
     arguments: dict[str, Any] = {"strategy": name, "verifier": verifier_name, "decoders_config": loop_settings}
     if config:
@@ -330,9 +347,10 @@ def _method(
         if draft is None:
             impossible = impossible or "needs a draft model: --draft, or its setting draft_model"
     exact = resolved.exact if resolved else all(cls.exact for cls in classes)
+    rounded = any(loop_settings.get(key) in ("int8", "int4") for key in PRECISION)
     method = Method(
         variant.shown(parts), "", model, arguments, ours=True,
-        exact=exact and verifier.exact, settings=own_settings, impossible=impossible, sampling=sampling, verifier=verifier.name,
+        exact=exact and verifier.exact and not rounded, settings=own_settings, impossible=impossible, sampling=sampling, verifier=verifier.name,
         coupled=verifier.coupled, grammar=variant.grammar or "",
     )  # fmt: skip
     return used_settings, method

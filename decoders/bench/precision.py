@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from ..engine.buckets import view_bucket
 from ..engine.cache import CacheBuffers
 from ..engine.quantization import Precision
-from ..engine.target import Target, causal_block
+from ..engine.target import Target
+from ..engine.text_blocks import causal_block
 from ..engine.tiers import ForwardPass
 from ..report import Report
 from ..tree import Topology

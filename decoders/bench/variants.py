@@ -14,10 +14,15 @@ from ..settings import parse_assignments
 VERIFIER = "verifier"
 #: Another: a grammar of the library, or a file with one, that the text must follow.
 GRAMMAR = "grammar"
-#: And whether the core is compiled: one of true, false and auto.
 COMPILE = "compile"
-#: And whether strategies keep what they learn from call to call: true or false.
-MEMORY = "memory"
+#: Settings of the loop that brackets may hold, and their values: whether the core is compiled, whether strategies keep what they
+#: learn from call to call, and the number formats of the target's matrices and of its cache.
+LOOP: dict[str, tuple[bool | str, ...]] = {
+    COMPILE: (True, False, "auto"),
+    "memory": (True, False),
+    "weights": ("keep", "int8", "int4"),
+    "kv_cache": ("keep", "int8"),
+}
 _OPENING = {"[": "]", "{": "}", "(": ")"}
 
 
@@ -31,8 +36,7 @@ class Variant:
         settings: by part, nested as in ``strategy_config``.
         verifier: named in the brackets, if any.
         grammar: named in the brackets, if any.
-        compile: given in the brackets, if at all.
-        memory: given in the brackets, if at all.
+        loop: settings of the loop given in the brackets, keys of :data:`LOOP`.
     """
 
     parts: tuple[str, ...]
@@ -40,8 +44,7 @@ class Variant:
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     verifier: str | None = None
     grammar: str | None = None
-    compile: bool | str | None = None
-    memory: bool | None = None
+    loop: Mapping[str, bool | str] = field(default_factory=dict)
 
     def shown(self, names: Sequence[str]) -> str:
         """What stands in tables and records; `names` are the registry names of the parts."""
@@ -96,17 +99,19 @@ def parse(text: str) -> Variant:
     Values are parsed as in ``--set``: JSON, or else the text itself.
 
     Raises:
-        SettingsError: malformed, or two verifiers, grammars or values of compile or memory.
+        SettingsError: malformed, or two verifiers, grammars or values of a setting of the loop.
     """
     parts, brackets = [], []
-    whole_tree: dict[str, set[Any]] = {VERIFIER: set(), GRAMMAR: set(), COMPILE: set(), MEMORY: set()}
+    whole_tree: dict[str, list[Any]] = {key: [] for key in (VERIFIER, GRAMMAR, *LOOP)}
     settings: dict[str, Mapping[str, Any]] = {}
     for piece in split(text, "+"):
         name, inside = bracketed(piece)
         assignments = parse_assignments(split(inside or ""), f"{name}[…]")
         for key in assignments.keys() & whole_tree:
             value = assignments.pop(key)
-            whole_tree[key].add(value if key in (COMPILE, MEMORY) and isinstance(value, bool) else str(value))
+            value = value if key in LOOP else str(value)
+            if value not in whole_tree[key]:
+                whole_tree[key].append(value)
         if assignments:
             settings[name] = assignments
         parts.append(name)
@@ -116,12 +121,13 @@ def parse(text: str) -> Variant:
     for key, values in whole_tree.items():
         if len(values) > 1:
             raise SettingsError(f"{text!r}: one {key} holds for the whole tree, {len(values)} are named")
-    verifier, grammar, compiled, memory = (next(iter(values), None) for values in whole_tree.values())
-    if isinstance(compiled, str) and compiled != "auto":
-        raise SettingsError(f"{text!r}: {COMPILE} is true, false or auto, not {compiled!r}")
-    if isinstance(memory, str):
-        raise SettingsError(f"{text!r}: {MEMORY} is true or false, not {memory!r}")
-    return Variant(tuple(parts), tuple(brackets), settings, verifier, grammar, compiled, memory)
+    given = {key: values[0] for key, values in whole_tree.items() if values}
+    loop = {key: given[key] for key in LOOP if key in given}
+    for key, value in loop.items():
+        if not any(value is allowed or (isinstance(value, str) and value == allowed) for allowed in LOOP[key]):
+            words = [str(allowed).lower() for allowed in LOOP[key]]
+            raise SettingsError(f"{text!r}: {key} is {', '.join(words[:-1])} or {words[-1]}, not {value!r}")
+    return Variant(tuple(parts), tuple(brackets), settings, given.get(VERIFIER), given.get(GRAMMAR), loop)
 
 
 def assistant_tokens(text: str) -> tuple[str, int | None]:

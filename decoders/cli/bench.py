@@ -149,7 +149,7 @@ def bench(
     from ..bench import capacity as c
     from ..bench.beside import check_installed, requests
     from ..bench.call import vocabulary_size
-    from ..bench.scaling import shape_named
+    from ..bench.scaled_shapes import shape_named
     from ..bench.shapes import SHAPES
     from ..bench.tables import capacity_table, noise, tables
     from ..settings import parse_assignments

@@ -62,7 +62,8 @@ def in_scale(
     """
     import torch
 
-    from ..bench.scaling import draft_shape, scaled, shape_named
+    from ..bench.scaled_shapes import draft_shape, shape_named
+    from ..bench.scaling import scaled
     from ..errors import UnknownNameError
     from .models import DTYPES
 

@@ -17,7 +17,8 @@ from ..verifiers.verifier import Block, Verifier
 from .blocks import NodeBlock
 from .cache import CacheBuffers, move_slots
 from .rows import Fault, Rows
-from .target import ForwardResult, Target, after_text
+from .target import ForwardResult, Target
+from .text_blocks import after_text
 from .verify import Acceptance, draw, follow_matches
 
 
@@ -47,10 +48,11 @@ class StepOutput:
 
     def of_rows(self, begin: int, end: int) -> StepOutput:
         """Views of those of some rows."""
-        rows, scores = slice(begin, end), self.scores
+        rows, scores, layers = slice(begin, end), self.scores, self.layers
         return StepOutput(
             self.nodes[rows], self.chosen[rows], self.path[rows], self.new[rows], self.summary[:, rows], self.logits[rows],
             scores[rows] if scores is not None else None, self.hidden[rows],
+            layers[rows] if layers is not None else None,
         )  # fmt: skip
 
     def observed(self, sequences: Sequences) -> Step:

@@ -13,7 +13,8 @@ from ..tree import TreeTensors
 from .blocks import NodeBlock
 from .core import Core, Passes, StepOutput
 from .rows import Rows
-from .target import ForwardResult, Target, after_text, causal_block
+from .target import ForwardResult, Target
+from .text_blocks import after_text, causal_block
 
 
 class DraftCore(Core):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,18 +13,19 @@ from ..deprecated import warn
 from ..devices import host_reads
 from ..drafting import Advance, Drafter, Expansion
 from ..errors import UnsupportedError
-from ..report import Report, Stage, Stopwatch
-from ..sampling.processors import Masks, SamplingInputs, SamplingPlan
+from ..report import Stage
+from ..sampling.processors import Masks
 from ..strategy import Context, Sequences, Step, Strategy, finishing, no_costs, no_memory
 from ..tree import TreeTensors
 from .blocks import NodeBlock
 from .buckets import node_bucket, slots_for
-from .engine import Engine
+from .call_settings import CallSettings
+from .draft_counts import DraftCounts
+from .draft_rows import seat_rows
 from .grammar.guide import Guide
 from .pool import RowPool
-from .request import Request
 from .rows import Rows
-from .session import OpenSession, Reading, Session
+from .session import OpenSession, Session
 from .static_inputs import SameObject
 
 if TYPE_CHECKING:
@@ -33,37 +33,6 @@ if TYPE_CHECKING:
 
 #: Fewest tokens that are run before the root: smaller sizes would get graphs of their own.
 MIN_PENDING = 2
-#: Longest stretch of accepted tokens per pass that a stage's histogram can hold.
-LONGEST = 64
-
-
-@dataclass(frozen=True)
-class CallSettings:
-    """What a call has settled for every model that takes part in it.
-
-    Attributes:
-        request: the call.
-        longest: most tokens that a row can come to.
-        plan: what runs on the draft's logits; scores are kept if the verifier asks for the draft's distribution.
-        sampling: parameters, noise keys (the very tensor of the call: fresh keys show up in it) and stop tokens.
-        block_size: nodes of the block in which the model drafted for verifies so many nodes of a draft, the root included.
-        report: where compilation is booked.
-        stack: closes at the call's end what is opened for it.
-        capacity: most rows there can be, where rows come and go; 0 where they do not.
-    """
-
-    request: Request
-    longest: int
-    plan: SamplingPlan
-    sampling: SamplingInputs
-    block_size: Callable[[int], int]
-    report: Report
-    stack: ExitStack
-    capacity: int = 0
-
-    def compiler(self, engine: Engine) -> Callable[[Callable], Callable]:
-        """``Context.compile`` for strategies on `engine`."""
-        return lambda function: engine.function(function, self.request.compile, self.report)
 
 
 class ModelDrafter(Drafter):
@@ -100,7 +69,7 @@ class ModelDrafter(Drafter):
             self.session: Session = opened.session
         else:
             self.session = RowPool(target, call.capacity, slots_for(slots, target.static_slots))
-            self._arrange(context, [-1] * len(call.request.prompts))
+            self._seat(context, [-1] * len(call.request.prompts))
         self.blocks = self.session.blocks
         self.guide = guide.ahead() if guide is not None else None
         self._ranges = {MIN_PENDING: torch.arange(MIN_PENDING, device=target.device)}
@@ -111,9 +80,8 @@ class ModelDrafter(Drafter):
         self._drafting = False
         self._deepest = 0
         self.proposed: int | None = None
-        self._seconds = {"forward": 0.0, "stage": 0.0}
-        self.passes, self._marked, self._passes_per_step = 0, (0, 0), 0
-        self._tally = torch.zeros(3 + LONGEST, dtype=torch.int64, device=target.device)
+        self._pending_before = 0
+        self.counts = DraftCounts(target.device)
         self._name = model if isinstance(model, str) else model.config.name_or_path or type(model).__name__
         self.inner: list[ModelDrafter] = []
         if opened is not None:
@@ -145,36 +113,18 @@ class ModelDrafter(Drafter):
             call, context, guide: of the rows as they are now; the prompts are all that was committed.
         """
         self.call = call
-        self._arrange(context, rows)
+        self._seat(context, rows)
         self.blocks = self.session.blocks
         self.guide = guide.ahead() if guide is not None else None
         self._begun = self.rows.length.clone()
         self._reach = max(map(len, call.request.prompts))
         self._drafting = False
 
-    def _arrange(self, context: Context, rows: Sequence[int]) -> None:
-        """Brings the rows of the pool in order and reads those that are new."""
-        pool, texts = self.session, self.call.request.prompts
-        assert isinstance(pool, RowPool) and context.sequences is not None
-        chunk, target = self.call.request.prefill_chunk, self.engine.target
-        pool.reorder(rows, [len(text) for text in texts])
-        finished = context.sequences.finished.tolist()
-        for place, (row, text) in enumerate(zip(rows, texts, strict=True)):
-            if row >= 0 or finished[place]:
-                continue
-            if self.core.padding:  # ids that only the target has
-                text = text.clamp(max=self.vocab_size - 1)
-            pool.put(place, text)
-            prompt = text.cpu()
-            kept = pool.take_over(place, prompt, pool.texts) if self.call.request.reuse else 0
-            reading = Reading.of([len(text)], [kept], chunk, target, leave=False)
-            for done, count in reading.passes:
-                pool.read_row(place, reading, done, count)
-            # Behind it a draft's slots may hold other nodes than those accepted.
-            pool.note(place, prompt[:-1])
-        lengths = [len(text) for text in texts]
-        limits = [length + self.ahead for length in lengths]
-        pool.arrange(lengths, context.sequences.prompt_length.tolist(), limits, finished, self.call.sampling)
+    def _seat(self, context: Context, rows: Sequence[int]) -> None:
+        assert isinstance(self.session, RowPool) and context.sequences is not None
+        # Ids that only the target has would be out of range.
+        most = self.vocab_size - 1 if self.core.padding else None
+        seat_rows(self.session, self.call, context.sequences, rows, self.ahead, most)
 
     @property
     def rows(self) -> Rows:
@@ -223,7 +173,7 @@ class ModelDrafter(Drafter):
     def advance(self) -> Advance:
         stage = self.stage
         assert stage is not None, "a drafter without a stage extends"
-        with self._clock("stage"):
+        with self.counts.clock("stage", self.call.report.timings):
             draft = stage.propose(self._stage_state, self._view(0)[1])
             draft_tokens, tree = self.blocks.of(draft, stage.name)
             view, sequences = self._view(draft_tokens.shape[1] + 1)
@@ -233,15 +183,13 @@ class ModelDrafter(Drafter):
             if self.guide is not None:
                 draft_tokens, masks = self.guide.block(draft_tokens, draft.topology, draft.levels)
         out, expansion = self._run("advance", NodeBlock(draft_tokens, tree, view, masks), self.rows, self._range())
-        with self._clock("stage"):
+        with self.counts.clock("stage", self.call.report.timings):
             if self.guide is not None:
                 self.guide.accept(out)
             if type(stage).observe is not Strategy.observe:
                 stage.observe(self._stage_state, out.observed(sequences))
-            emitted = out.summary[0]
-            self._tally[:3] += out.summary[:3].sum(1)
-            self._tally[3:].scatter_add_(0, (emitted - 1).clamp(0, LONGEST - 1), (emitted > 0).long())
-        return Advance(out.path, emitted, expansion)
+            self.counts.accepted(out.summary)
+        return Advance(out.path, out.summary[0], expansion)
 
     def root(self) -> Expansion:
         return self._run("root", self.rows, self._view(1)[0], self._range(), *self._masks())
@@ -292,43 +240,35 @@ class ModelDrafter(Drafter):
         """What a recorded round reads and writes besides the session's tensors; see :mod:`~decoders.engine.static_inputs`."""
         return dict(
             session=SameObject(self.session), slots=self.rows.slots, core=(self.core.plan, self.core.key("root")), ahead=self.ahead,
-            level=self.level, begun=self._begun, tally=self._tally, guide=self.guide, inner=self.inner,
+            level=self.level, begun=self._begun, tally=self.counts.tally, guide=self.guide, inner=self.inner,
             stage=(type(self.stage), repr(self.stage), self._stage_state),
         )  # fmt: skip
 
     def recording(self) -> None:
         """What follows is a round that is recorded: Python runs, and the device does not."""
-        self._marked = self.passes, self._pending
+        self._pending_before = self._pending
+        self.counts.recording()
         for drafter in self.inner:
             drafter.recording()
 
     def recorded(self, worked: bool) -> None:
         """The round has been recorded, or not; nothing has been run."""
-        passes, pending = self._marked
-        self._passes_per_step, self.passes = self.passes - passes, passes
+        self.counts.recorded()
         if not worked:
-            self._pending = pending
+            self._pending = self._pending_before
         for drafter in self.inner:
             drafter.recorded(worked)
 
     def replayed(self, like: ModelDrafter, steps: int) -> None:
         """The round that `like` has recorded has been run so many times in this one's place, unseen by Python."""
-        self.passes += steps * like._passes_per_step
-        self._tally = like._tally.clone()  # later calls write to that one
+        self.counts.replayed(like.counts, steps)
         for drafter, recorded in zip(self.inner, like.inner, strict=True):
             drafter.replayed(recorded, steps)
 
     def report(self) -> Stage:
         """What it did in this call. Reads the device: not for use between steps."""
-        tokens, accepted, drafted, *lengths = self._tally.tolist()
-        while lengths and not lengths[-1]:
-            lengths.pop()
-        return Stage(
-            model=self._name, drafter=self.stage.name if self.stage is not None else None, passes=self.passes,
-            tokens=tokens, drafted=drafted, accepted=accepted, accepted_lengths=lengths,
-            forward_seconds=self._seconds["forward"], drafter_seconds=self._seconds["stage"],
-            stages=[drafter.report() for drafter in self.inner],
-        )  # fmt: skip
+        stage = self.stage.name if self.stage is not None else None
+        return self.counts.report(self._name, stage, [drafter.report() for drafter in self.inner])
 
     def grow(self, nodes: Tensor, tree: TreeTensors) -> Expansion:
         """Old name of :meth:`expand`."""
@@ -339,9 +279,9 @@ class ModelDrafter(Drafter):
         if method not in self._functions:
             call = self.call
             self._functions[method] = self.engine.whole(self.core, method, call.request.compile, call.report)
-        with self._clock("forward"):
+        with self.counts.clock("forward", self.call.report.timings):
             result = self._functions[method](*arguments)
-        self.passes += 1
+        self.counts.passes += 1
         self._pending = 0
         return result
 
@@ -376,12 +316,6 @@ class ModelDrafter(Drafter):
         if not self.engine.target.flex or self.engine.target.static:
             self.session.reserve(end)
         return self.session.view(end)
-
-    @contextmanager
-    def _clock(self, part: str) -> Iterator[None]:
-        stopwatch = Stopwatch(self.call.report.timings)
-        yield
-        self._seconds[part] += stopwatch.next()
 
     def _context(self, outer: Context) -> Context:
         """What the stage is told: this model is the target of its world."""

@@ -19,7 +19,7 @@ from .cache import CacheBuffers, LayerSpec, LayoutProbe, SlotCache
 from .packing import pack
 from .regions import fixed, use_packed_kernels
 from .static_inputs import SameObject
-from .target import causal_block
+from .text_blocks import causal_block
 from .twin import share_weights
 
 

@@ -5,25 +5,26 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import types
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import devices
-from ..errors import UnsupportedError
-from ..tree import Topology, TreeTensors
+from ..tree import TreeTensors
 from . import attention, buckets, flex, invariance
-from .cache import CacheBuffers, LayerSpec, LayoutProbe, SlotCache
+from .cache import CacheBuffers, SlotCache
 from .features import LayerStates, OutputHead
 from .fingerprints import Fingerprints
+from .fitness import refuse_unfit
+from .layout import backbone_of, context_length, embeddings_of, probe_layout
 from .packing import pack
 from .quantization import Precision, quantize, rounds_activations
 from .regions import decoder_layers
-from .transformers_compat import keeps_recurrent_state
+from .self_check import check_tree_logits
+from .text_blocks import causal_block
 from .twin import WeightState, share_weights, tensors_of
 
 
@@ -104,7 +105,7 @@ class Target:
         self.multiple = buckets.row_multiple(self.dtype, self.device, self.rounds)
         if self.multiple > 1:
             invariance.align_activations(self.model)
-        self._self_check(model, plain_layout)
+        check_tree_logits(self, model, plain_layout)
         # Where bits matter, a brief look; `decoders doctor MODEL` makes every comparison.
         self.invariance = invariance.check(self, length=16, comparisons=3) if self.multiple > 1 else None
 
@@ -273,131 +274,3 @@ class Target:
             past_key_values=SlotCache(buffers, slots, view.shape[0]),
             use_cache=True,
         )
-
-    @torch.no_grad()
-    def _self_check(self, model: PreTrainedModel, layout: list[LayerSpec]) -> None:
-        """Verifies a small tree and compares with plain forwards: catches whatever no flag of the config tells."""
-        vocab = embeddings_of(model)
-        prompt, branch = [3 % vocab, 5 % vocab, 7 % vocab], [11 % vocab, 13 % vocab]
-        device = self.device
-        tree = Topology.branches(2, 2)
-        nodes = torch.tensor([[prompt[-1], 1, 2 % vocab, *branch]], device=device)
-        buffers = CacheBuffers.allocate(layout, 1, 16)
-        start = torch.zeros(1, dtype=torch.int64, device=device)
-        view = torch.arange(8, device=device)
-        self.prefill(torch.tensor([prompt[:-1]], device=device), start, buffers, view, 0)
-        ours = self.forward(nodes, start + 2, tree.tensors(1, device), buffers, view).logits[0, -1]
-        reference = share_weights(model)  # as in evaluation, whatever mode the user's model is in
-        quantize(reference, self.precision.weights, reference.get_output_embeddings())
-        plain = (
-            reference(input_ids=torch.tensor([prompt + branch], device=device), use_cache=False).logits[0, -1].float()
-        )
-        gap = (ours - plain).abs().max().item()
-        scale = max(plain.abs().max().item(), 1.0)
-        tolerance = 1e-4 if self.dtype == torch.float32 and not self.rounds else 0.1
-        if not gap <= tolerance * scale:
-            raise UnsupportedError(
-                f"{type(model).__name__}: logits verified through a token tree differ from a plain forward by {gap:.2g} "
-                f"(largest logit {scale:.2g}), so strategies would not be exact. Call generate without strategy=."
-            )
-
-
-def causal_block(rows: int, n: int, device: torch.device) -> TreeTensors:
-    """An ordinary stretch of text as a block: a chain of `n` nodes, none of which is verified."""
-    index = torch.arange(n, device=device)
-    visible = (index[:, None] >= index[None]).expand(rows, n, n)
-    offsets = index.expand(rows, n)
-    return TreeTensors((offsets - 1).clamp(min=0), offsets, visible, visible)
-
-
-def after_text(count: int, tree: TreeTensors) -> TreeTensors:
-    """`tree` with `count` tokens of text in front of its root, for a forward pass: offsets and visibility only."""
-    text = causal_block(tree.offsets.shape[0], count, tree.offsets.device)
-    n = count + len(tree)
-    index = torch.arange(n, device=tree.offsets.device)
-    pad = torch.nn.functional.pad
-    # What is in front of the root is seen by everything from the root on.
-    in_front = (index[:, None] >= count) & (index[None] < count)
-    visible = pad(tree.visible, (count, 0, count, 0)) | pad(text.visible, (0, len(tree), 0, len(tree))) | in_front
-    offsets = torch.cat([text.offsets, tree.offsets + count], dim=1)
-    return TreeTensors(offsets, offsets, visible, visible)
-
-
-def refuse_unfit(model: PreTrainedModel) -> None:
-    """Raises UnsupportedError for designs that cannot run several nodes at once, judged by capability, not by name."""
-    name, advice = type(model).__name__, "Call generate without strategy=."
-    if model.config.is_encoder_decoder:
-        raise UnsupportedError(f"{name} is an encoder-decoder model; the shared loop decodes causal models. {advice}")
-    if keeps_recurrent_state(model):
-        raise UnsupportedError(
-            f"{name} keeps a recurrent state, which cannot hold several draft tokens at once or be rolled back. {advice}"
-        )
-    replaced = vars(model).get("forward")
-    if isinstance(replaced, types.FunctionType):
-        raise UnsupportedError(
-            f"{name}.forward was replaced by the function {replaced.__qualname__!r}, which runs the model as it is and not as the "
-            f"loop has it. Wrap a layer, register a hook, or bind a method instead. {advice}"
-        )
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise UnsupportedError(
-            f"{name} has weights on the meta device, where they have no values: load them first. {advice}"
-        )
-    if "position_ids" not in inspect.signature(type(model).forward).parameters or getattr(model.config, "alibi", False):
-        raise UnsupportedError(
-            f"{name} takes no position_ids (ALiBi derives positions from a 2-D mask), so nodes of a tree cannot be "
-            f"placed. {advice}"
-        )
-    rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    varying = [r.get("rope_type") for r in (rope, *(v for v in rope.values() if isinstance(v, dict)))]
-    if {"longrope", "dynamic"} & set(varying):
-        # The rotary table is chosen by the longest position of the whole batch, so a draft would change other tokens.
-        raise UnsupportedError(
-            f"{name} scales its rotary positions by the sequence's length (rope_type "
-            f"{' / '.join(str(v) for v in varying if v)}), which no static cache can follow exactly. {advice}"
-        )
-    if model.get_output_embeddings() is None:
-        raise UnsupportedError(f"{name} has no output head: load it as a causal language model. {advice}")
-    devices = {p.device for p in model.parameters()}
-    if len(devices) > 1:
-        raise UnsupportedError(
-            f"{name} is spread over {', '.join(sorted(map(str, devices)))}; the shared loop needs one device. {advice}"
-        )
-
-
-def backbone_of(model: PreTrainedModel) -> nn.Module:
-    """The model without its output head: the child that holds the input embeddings."""
-    embeddings = model.get_input_embeddings()
-    return next(child for child in model.children() if any(module is embeddings for module in child.modules()))
-
-
-def embeddings_of(model: PreTrainedModel) -> int:
-    """How many token ids the model can read."""
-    return int(cast(nn.Embedding, model.get_input_embeddings()).num_embeddings)
-
-
-def context_length(model: PreTrainedModel) -> int:
-    """How many positions the model can express; unbounded if its config does not say."""
-    text = model.config.get_text_config(decoder=True)
-    return getattr(text, "max_position_embeddings", None) or (1 << 31)
-
-
-@torch.no_grad()
-def probe_layout(model: PreTrainedModel, kinds: int, packed: bool) -> tuple[list[LayerSpec], set[int]]:
-    """What each layer stores per token, and how many query heads share a key head, learnt by running one token."""
-    probe = LayoutProbe()
-    device = model.device
-    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    mask = torch.zeros(1, kinds, 1, 1, dtype=dtype, device=device)
-    if packed:
-        one = torch.ones(1, 1, 1, dtype=torch.bool, device=device)
-        mask = flex.pack_mask(torch.zeros(1, dtype=torch.int64, device=device), one[0].long() - 1, one)
-    token = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    shape = attention.Probe()
-    attention.tell_shape(mask, shape)
-    model(input_ids=token, attention_mask=mask, position_ids=token, past_key_values=probe, use_cache=True)
-    if not probe.layouts or sorted(probe.layouts) != list(range(len(probe.layouts))):
-        raise UnsupportedError(
-            f"{type(model).__name__} stored keys and values for layers {sorted(probe.layouts)}: every layer must go through "
-            "the cache. Call generate without strategy=."
-        )
-    return [probe.layouts[i] for i in range(len(probe.layouts))], shape.groups

@@ -12,6 +12,20 @@ from .core import StepOutput
 from .criteria import CriteriaRun, Outcome
 from .host_processors import Prefixes
 from .request import Decoded, Request
+from .target import Target
+
+
+def empty_report(request: Request, target: Target) -> Report:
+    """The report on a request before anything has been decoded."""
+    strategy, chosen = request.strategy, request.verifier
+    return Report(
+        strategy=strategy.name, settings=strategy.settings.model_dump(mode="json"),
+        exact=strategy.exact and (chosen is None or chosen.exact),
+        verifier=chosen.name if chosen is not None else "coupled",
+        rows=len(request.prompts), prompt_tokens=[len(prompt) for prompt in request.prompts],
+        same_bits=target.invariance.holds if target.invariance is not None else None,
+        weights=target.precision.weights or "keep", kv_cache=target.precision.cache or "keep",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..engine.engine import Engine
-from ..engine.target import refuse_unfit
+from ..engine.fitness import refuse_unfit
 from ..errors import UnsupportedError
 from .checkpoints import load_model
 from .translation import translated

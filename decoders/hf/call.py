@@ -19,7 +19,7 @@ from transformers import (
 
 from ..costs.store import default_folder
 from ..engine.engine import Engine
-from ..engine.loop import decode
+from ..engine.fixed_batch import decode
 from ..engine.request import Decoded, Request
 from ..engine.transformers_compat import pad_token_of
 from ..errors import UnsupportedError

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..engine.target import context_length
+from ..engine.layout import context_length
 from ..errors import ContextLengthError, InputError, UnsupportedError
 
 #: What an embedding takes.

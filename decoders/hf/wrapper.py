@@ -9,9 +9,9 @@ from typing import Any, Literal
 from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..engine.engine import Engine
+from ..engine.fitness import refuse_unfit
 from ..engine.locks import CallLock
 from ..engine.quantization import Precision
-from ..engine.target import refuse_unfit
 from .arguments import refuse_arguments
 from .assistants import Assistants
 from .call import GenerateCall, PreparedCall

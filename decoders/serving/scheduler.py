@@ -17,11 +17,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..engine.lane import Lane
 from ..errors import (
     CancelledError,
     ContextLengthError,
-    DeadlineError,
     InputError,
     QueueFull,
     SettingsError,
@@ -32,9 +30,7 @@ from ..hf.call import PreparedCall
 from ..hf.wrapper import Generate
 from ..strategy import Strategy
 from .generation import Generation
-
-#: Lanes that stay open, with the texts in them, while nobody uses them.
-IDLE_LANES = 2
+from .lanes import Lanes, is_over, reason
 
 
 class Scheduler:
@@ -86,8 +82,7 @@ class Scheduler:
         self._changed = threading.Condition()
         self._waiting: list[tuple[int, int, Generation]] = []  # a heap: the least is next
         self._serial = itertools.count()
-        self._lanes: list[Lane] = []
-        self._active: dict[Lane, list[Generation]] = {}
+        self._lanes = Lanes(rows, longest_pause)
         self._admitting: Generation | None = None  # neither waiting nor active
         self._closing = False
         self.steps = 0
@@ -158,7 +153,7 @@ class Scheduler:
     @property
     def running(self) -> int:
         """Requests that have a row."""
-        return sum(len(generations) for generations in list(self._active.values()))
+        return self._lanes.running
 
     def _check_room(self) -> None:
         if self._closing:
@@ -212,8 +207,8 @@ class Scheduler:
 
     def _all(self) -> list[Generation]:
         admitting = [self._admitting] if self._admitting is not None else []
-        active = [generation for several in list(self._active.values()) for generation in several]
-        return [entry[2] for entry in self._waiting] + admitting + [g for g in active if g is not self._admitting]
+        active = [generation for generation in self._lanes.generations() if generation is not self._admitting]
+        return [entry[2] for entry in self._waiting] + admitting + active
 
     # What the thread does:
 
@@ -228,28 +223,21 @@ class Scheduler:
         """Ends what is to end, admits what waits, and gives every lane a step."""
         self._sweep()
         self._admit()
-        for lane in list(self._lanes):
-            if generations := self._active[lane]:
-                self._advance(lane, generations)
+        self.steps += self._lanes.advance()
         self._generate._lock.give_way()
 
     def _sweep(self) -> None:
         """Ends requests that were cancelled or whose time is over."""
         now = time.monotonic()
         with self._changed:
-            over = [entry for entry in self._waiting if _over(entry[2], now)]
+            over = [entry for entry in self._waiting if is_over(entry[2], now)]
             if over:
-                self._waiting = [entry for entry in self._waiting if not _over(entry[2], now)]
+                self._waiting = [entry for entry in self._waiting if not is_over(entry[2], now)]
                 heapq.heapify(self._waiting)
                 self._changed.notify_all()
         for _, _, generation in over:
-            generation._end(_reason(generation))
-        for lane, generations in self._active.items():
-            for generation in [g for g in generations if _over(g, now)]:
-                assert generation.member is not None
-                generations.remove(generation)
-                lane.remove(generation.member)
-                generation._end(_reason(generation))
+            generation._end(reason(generation))
+        self._lanes.sweep(now)
 
     def _admit(self) -> None:
         """Gives free rows to those that wait."""
@@ -260,55 +248,16 @@ class Scheduler:
                 generation = heapq.heappop(self._waiting)[2]
                 self._changed.notify_all()
                 if generation.cancelled:  # its cancel() did not find it any more
-                    generation._end(_reason(generation))
+                    generation._end(reason(generation))
                     continue
                 self._admitting = generation
-            call = generation.call
             try:
-                lane = next((lane for lane in self._lanes if lane.free and lane.fits(call.engine, call.request)), None)
-                if lane is None:
-                    lane = Lane(call.engine, call.request, self.rows)
-                    self._lanes.append(lane)
-                    self._active[lane] = []
-                generation.waited = time.monotonic() - generation.submitted
-                generation.member = lane.offer(call.request)
-                self._active[lane].append(generation)
+                self._lanes.admit(generation)
             except Exception as error:
                 generation._end(error)
             with self._changed:
                 self._admitting = None
-        self._close_idle()
-
-    def _advance(self, lane: Lane, generations: list[Generation]) -> None:
-        """One step of a lane; what it raises ends all requests in it."""
-        try:
-            ended = lane.advance(self.longest_pause)
-        except Exception as error:
-            error.add_note(
-                f"decoders: {lane.call.culprit}, {lane.call.where}; {len(generations)} requests shared the step"
-            )
-            self._lanes.remove(lane)
-            del self._active[lane]
-            lane.close(error)
-            for generation in generations:
-                generation._end(error)
-            return
-        self.steps += 1
-        for generation in list(generations):
-            member = generation.member
-            assert member is not None
-            if member in ended:
-                generations.remove(generation)
-                generation._end(member.error)
-            else:
-                generation._show()
-
-    def _close_idle(self) -> None:
-        idle = [lane for lane in self._lanes if not self._active[lane]]
-        for lane in idle[: max(len(idle) - IDLE_LANES, 0)]:
-            self._lanes.remove(lane)
-            del self._active[lane]
-            lane.close()
+        self._lanes.close_idle()
 
     def _shut(self, error: BaseException | None = None) -> None:
         """Frees everything; whoever still waits is told."""
@@ -317,31 +266,16 @@ class Scheduler:
             left = self._all()
             self._waiting.clear()
             self._changed.notify_all()
-        for lane in self._lanes:
-            lane.close()
-        self._lanes.clear()
-        self._active.clear()
+        self._lanes.close()
         for generation in left:
             generation._end(error or CancelledError("the scheduler was closed"))
-
-
-def _over(generation: Generation, now: float) -> bool:
-    return generation.cancelled or (generation.expires is not None and now >= generation.expires)
-
-
-def _reason(generation: Generation) -> Exception:
-    if generation.cancelled:
-        return CancelledError("the request was cancelled")
-    assert generation.expires is not None
-    seconds = generation.expires - generation.submitted
-    return DeadlineError(f"the request was not done within the {seconds:.3g} seconds that it was given")
 
 
 def _work(reference: weakref.ref[Scheduler]) -> None:
     """The thread. It holds the scheduler while there is something to do, so that a forgotten one can go."""
     try:
         while (scheduler := reference()) is not None and scheduler._idle(0.5):
-            if scheduler._waiting or scheduler._active:
+            if scheduler._waiting or scheduler._lanes.used:
                 scheduler._round()
             del scheduler
         error = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..strategy import Strategy
-from .checks import Conditions, run
+from .conditions import Conditions, run
 from .exactness import prompts
 from .memory import parts_of
 from .models import VOCAB

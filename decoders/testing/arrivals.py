@@ -9,7 +9,7 @@ import torch
 
 from ..serving.scheduler import Scheduler
 from ..strategy import Strategy
-from .checks import Conditions, needs
+from .conditions import Conditions, needs
 from .exactness import assert_same_tokens, prompts, reference
 
 #: New tokens of each row: they end at different times, and a row that was waiting takes the place of one that has ended.

@@ -7,120 +7,30 @@ import functools
 import itertools
 import pickle
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from pydantic import ValidationError
-from torch import Tensor
-from transformers import PreTrainedModel
 
 from ..devices import as_recorded
 from ..errors import SettingsError
-from ..generate import disable, enable
 from ..settings import Settings
 from ..strategy import Strategy
-from .exactness import assert_same_tokens, decode, prompts, reference
+from .conditions import Conditions, run
+from .exactness import assert_same_tokens, prompts, reference
 from .memory import parts_of
-from .models import VOCAB, tiny_draft, tiny_model
+from .models import VOCAB
 from .replayed import Replayed, ShapeError
 from .spy import spied
 from .syncs import HostReadError, RecordingError
 from .toy_grammar import Matched, TokenAutomaton
 
-#: Tokens of each call, and of each call of a thorough run.
-NEW_TOKENS, MANY_TOKENS = 20, 32
 #: Seeds and temperatures that sampling is compared at.
 DRAWS = (dict(seed=1, temperature=0.3, top_k=0), dict(seed=7, temperature=0.8, top_k=40, top_p=0.95))
-
-
-@dataclass(frozen=True)
-class Conditions:
-    """What the checks decode with.
-
-    Attributes:
-        models: tiny models by name, or models of your own.
-        compile: run the loop compiled.
-        thorough: try every combination of model, number of rows and kind of drawing, on longer texts; otherwise every pair
-            of them.
-    """
-
-    models: tuple[str | PreTrainedModel, ...] = ("llama", "gemma2")
-    compile: bool = False
-    thorough: bool = False
-
-    @property
-    def new_tokens(self) -> int:
-        """How many tokens a call decodes."""
-        return MANY_TOKENS if self.thorough else NEW_TOKENS
-
-    def combinations(self, kinds: Sequence[Any]) -> Iterator[tuple[str | PreTrainedModel, int, Any]]:
-        """Models, numbers of rows and two `kinds` of call: all of them if thorough or with a single model, else half of
-        them, in which every model meets both numbers of rows and both kinds, and every number of rows both kinds.
-        """
-        for (m, model), (r, rows), (k, kind) in itertools.product(
-            enumerate(self.models), enumerate((1, 4)), enumerate(kinds)
-        ):
-            if self.thorough or len(self.models) == 1 or (m + r + k) % 2 == 0:
-                yield model, rows, kind
-
-    @contextmanager
-    def enabled(self, model: str | PreTrainedModel) -> Iterator[PreTrainedModel]:
-        """`model` with ``generate(strategy=…)``; a model of the caller's is left as it was found."""
-        if isinstance(model, str):
-            yield _tiny(model)
-            return
-        found = "generate" in vars(model)
-        try:
-            yield enable(model)
-        finally:
-            if not found:
-                disable(model)
-
-
-@functools.cache
-def _tiny(name: str) -> PreTrainedModel:
-    return enable(tiny_model(name))
 
 
 @functools.cache
 def _automaton(seed: int, *stops: int) -> TokenAutomaton:
     return TokenAutomaton.random(seed, VOCAB, stops)
-
-
-@functools.cache
-def _anything(*stops: int) -> TokenAutomaton:
-    return TokenAutomaton.anything(VOCAB, stops)
-
-
-@functools.cache
-def _draft(name: str) -> PreTrainedModel:
-    return tiny_draft(name)
-
-
-def needs(
-    model: PreTrainedModel, name: str | PreTrainedModel, strategy: Strategy, stops: int | Sequence[int] = ()
-) -> dict[str, Any]:
-    """What a strategy cannot do without: a draft model, a grammar of all texts."""
-    options: dict[str, Any] = {}
-    if strategy.needs_assistant:
-        options["assistant_model"] = _draft(name) if isinstance(name, str) else disable(copy.deepcopy(model))
-    if strategy.needs_grammar:
-        options["grammar"] = _anything(*([stops] if isinstance(stops, int) else stops))
-    return options
-
-
-def run(
-    model: PreTrainedModel, name: str | PreTrainedModel, strategy: Strategy, inputs: dict[str, Tensor],
-    conditions: Conditions, **options: Any,
-) -> Any:  # fmt: skip
-    """One call with `strategy`; a strategy that needs a draft model gets one, and one that needs a grammar one of all texts."""
-    options = needs(model, name, strategy, options.get("eos_token_id", [])) | options
-    # Strategies start cold unless a check is about what they keep.
-    loop = {"memory": False} | options.pop("decoders_config", {"compile": conditions.compile})
-    options = dict(max_new_tokens=conditions.new_tokens, decoders_config=loop) | options
-    return decode(model, inputs, strategy, **options)
 
 
 def check_class(strategy: Strategy, conditions: Conditions = Conditions()) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import UnsupportedError
 from ..strategy import Strategy
 from ..tree import Topology
-from .checks import Conditions, run
+from .conditions import Conditions, run
 from .exactness import prompts
 from .memory import parts_of
 from .spy import SpyLog, spied

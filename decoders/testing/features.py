@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..generate import forget
 from ..strategy import Strategy
-from .checks import Conditions, run
+from .conditions import Conditions, run
 from .exactness import assert_same_tokens, prompts, reference
 from .spy import Spy, spied
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from ..strategy import Strategy
 from . import memory
-from .checks import Conditions, run
+from .conditions import Conditions, run
 from .exactness import assert_same_tokens, prompts
 from .models import VOCAB
 from .spy import SpyLog, spied

@@ -22,7 +22,7 @@ from ..strategy import Strategy
 from . import checks
 from .acceptance import check_draft_tokens_are_accepted
 from .arrivals import check_rows_come_and_go
-from .checks import Conditions
+from .conditions import Conditions
 from .distribution import check_draft_scores
 from .features import check_finish, check_memory, check_prompt_chunks
 from .isolation import check_calls_share_no_state

@@ -8,7 +8,7 @@ from ..plugins import registry
 from ..strategies.merged import Merged, MergedSettings
 from ..strategy import Strategy
 from ..tree import MAX_NODES
-from .checks import Conditions, run
+from .conditions import Conditions, run
 from .exactness import assert_same_tokens, prompts, reference
 from .memory import parts_of
 from .spy import spied

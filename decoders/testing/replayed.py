@@ -9,12 +9,13 @@ from torch import Tensor
 
 from ..engine.capture import WARM_UP_STEPS
 from ..engine.static_inputs import find_tensors
-from ..strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy
+from ..strategy import Context, Draft, Sequences, Step, Strategy
 from ..tree import Topology
 from .tape import NoHostData, Tape
+from .wrapped import Wrapped
 
 
-class Replayed(Strategy):
+class Replayed(Wrapped):
     """Passes calls on to `inner` on tensors that stay where they are; notes every draft.
 
     After the steps that come before a recording, shapes must stay the same and what the state holds must stay in its place.
@@ -28,29 +29,10 @@ class Replayed(Strategy):
     """
 
     def __init__(self, inner: Strategy, record: bool) -> None:
-        self.inner, self.settings, self.record = inner, inner.settings, record
-        self.name, self.exact, self.on_device = inner.name, inner.exact, inner.on_device
-        self.needs_assistant, self.needs_grammar = inner.needs_assistant, inner.needs_grammar
-        self.hidden_layers, self.prompt_logits = inner.hidden_layers, inner.prompt_logits
+        super().__init__(inner)
+        self.record = record
         self.drafts: list[list[list[int]]] = []
         self.rebound: str | None = None
-
-    @property
-    def reads_prompt(self) -> bool:
-        return self.inner.reads_prompt
-
-    @property
-    def reads_layers(self) -> bool:
-        return self.inner.reads_layers
-
-    def layers_of(self, count: int) -> tuple[int, ...]:
-        return self.inner.layers_of(count)
-
-    def prefill(self, state: Any, chunk: PromptChunk) -> None:
-        self.inner.prefill(state, chunk)
-
-    def finish(self, state: Any) -> None:
-        self.inner.finish(state)
 
     def start(self, context: Context) -> Any:
         # What a guide on the host does in a step is not the strategy's fault, and no recording is made with one.

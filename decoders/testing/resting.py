@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..strategy import Context, Draft, Sequences, Step, Strategy
-from .checks import Conditions, run
+from .conditions import Conditions, run
 from .exactness import assert_same_tokens, prompts, reference
 
 

@@ -18,6 +18,7 @@ from ..tree import Topology, TreeTensors
 from . import memory
 from .surroundings import undisturbed
 from .syncs import HostReadError, NoHostData, NoHostReads, NoWaiting, RecordingError
+from .wrapped import Wrapped
 
 if TYPE_CHECKING:
     from ..drafting import Forced
@@ -67,7 +68,7 @@ class SpyLog:
     draft: Draft
 
 
-class Spy(Strategy):
+class Spy(Wrapped):
     """Passes every call on to `inner`, refuses drafts that break the contract, and keeps what happened in `seen`.
 
     Hooks that write to what belongs to the loop, change their own instance or settings, or leave the process changed
@@ -79,28 +80,13 @@ class Spy(Strategy):
     """
 
     def __init__(self, inner: Strategy, forbid_host_reads: bool = False, part: bool = False) -> None:
-        self.inner, self.settings = inner, inner.settings
+        super().__init__(inner)
         self.watched = inner  # whose instance must not change
         self.reads = _Reads() if forbid_host_reads else None
         self.seen: list[SpyLog] = []
-        self.name, self.exact = inner.name, inner.exact
-        self.needs_assistant, self.needs_grammar = inner.needs_assistant, inner.needs_grammar
-        self.on_device = inner.on_device
-        self.hidden_layers, self.prompt_logits = inner.hidden_layers, inner.prompt_logits
         self.finished = 0  # calls that it was told are over
         self.vocab = 0
         self._of = f" of {inner.name!r}" if part else ""
-
-    @property
-    def reads_prompt(self) -> bool:
-        return self.inner.reads_prompt
-
-    @property
-    def reads_layers(self) -> bool:
-        return self.inner.reads_layers
-
-    def layers_of(self, count: int) -> tuple[int, ...]:
-        return self.inner.layers_of(count)
 
     def start(self, context: Context) -> Any:
         self.vocab, self.seen = context.vocab_size, []

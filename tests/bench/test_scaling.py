@@ -12,7 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from decoders import bench, demo, enable
 from decoders.bench.call import vocabulary_size
-from decoders.bench.scaling import SHAPES, ScaledShape, ScalingError, draft_shape, label, scaled, shape_named
+from decoders.bench.scaled_shapes import SHAPES, ScaledShape, ScalingError, draft_shape, shape_named
+from decoders.bench.scaling import label, scaled
 from decoders.bench.tables import subject
 from decoders.errors import UnknownNameError
 

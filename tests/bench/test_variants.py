@@ -49,8 +49,8 @@ def test_merged_parts_have_brackets_of_their_own() -> None:
 
 
 def test_brackets_name_the_tier() -> None:
-    assert [parse(f"autoregressive{inside}").compile for inside in ("", "[compile=false]", "[compile=auto]")] == [
-        None, False, "auto"
+    assert [parse(f"autoregressive{inside}").loop for inside in ("", "[compile=false]", "[compile=auto]")] == [
+        {}, {"compile": False}, {"compile": "auto"}
     ]  # fmt: skip
     assert parse("lookahead[compile=true,window=3]").settings == {"lookahead": {"window": 3}}
 
@@ -183,7 +183,7 @@ def test_accepted_lengths_compare_with_transformers_up_to_a_stop_token(tokenizer
 
 
 def test_memory_is_a_word_of_the_brackets() -> None:
-    assert parse("suffix[memory=true,nodes=8]").memory is True and parse("suffix").memory is None
+    assert parse("suffix[memory=true,nodes=8]").loop == {"memory": True} and not parse("suffix").loop
     with pytest.raises(SettingsError, match="memory is true or false, not 'warm'"):
         parse("suffix[memory=warm]")
 
@@ -206,3 +206,21 @@ def test_every_round_of_what_is_remembered_begins_cold(tokenizer: Any) -> None:
     bench.measure(methods, workloads, new_tokens=8, repeats=2, decode=decode, first_tokens=False)
     checks, *rounds = [remembered[at : at + 2] for at in range(len(remembered) - 6, len(remembered), 2)]
     assert checks == [0, 1] and rounds == [[0, 1], [0, 1]]
+
+
+def test_variants_with_other_number_formats_stand_beside_the_models_own(tokenizer: Any) -> None:
+    model = tiny_model("llama")
+    names = ["autoregressive", "autoregressive[weights=int8]", "suffix[kv_cache=int8,weights=int8]"]
+    methods = bench.strategy_methods(model, names, decoders_config=EAGER, tokenizer=tokenizer)
+    assert [method.exact for method in methods] == [True, False, False]
+    own, int8, both = (method.model for method in methods)
+    assert own is model and len({id(own), id(int8), id(both)}) == 3
+    assert all(a is b for a, b in zip(own.parameters(), int8.parameters(), strict=True))
+    workload = bench.workloads(tokenizer, [("a", "kind", TEXTS[0][2])], 1)[0]
+    for method in (*methods, *methods):
+        bench_decode(method, workload, 4)
+    engines = [vars(method.model)["generate"]._engine for method in methods]
+    assert [engine.precision.weights for engine in engines] == [None, "int8", "int8"]
+    assert [engine.precision.cache for engine in engines] == [None, None, "int8"]
+    with pytest.raises(SettingsError, match="weights is keep, int8 or int4, not 'packed'"):
+        parse("autoregressive[weights=packed]")

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 import decoders
-from decoders.engine import cache, invariance, quantized, target
+from decoders.engine import cache, invariance, quantized, self_check, target
 from decoders.engine.cache import CacheBuffers, LayerSpec, SlotCache
 from decoders.engine.quantization import Precision, QuantizedWeight, quantize
 from decoders.engine.target import Target
@@ -27,6 +27,7 @@ AS_IT_IS = {"compile": False, "reuse": False}
 @pytest.fixture(autouse=True)
 def tiny_matrices_are_quantized(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target, "quantize", lambda *arguments: quantize(*arguments, smallest=0))
+    monkeypatch.setattr(self_check, "quantize", lambda *arguments: quantize(*arguments, smallest=0))
 
 
 def write(model: PreTrainedModel, settings: dict[str, Any], strategy: str = "autoregressive", **options: Any) -> Any:

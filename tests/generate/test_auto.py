@@ -18,7 +18,7 @@ from decoders.errors import SettingsError, UnknownNameError, UnsupportedError
 from decoders.plugins import registry
 from decoders.strategies import Auto, Speculative
 from decoders.testing import assert_same_tokens, decode, prompts, reference, tiny_draft, tiny_model
-from decoders.testing.checks import Conditions
+from decoders.testing.conditions import Conditions
 from decoders.testing.kit import CHECKS
 from decoders.testing.resting import check_rests
 

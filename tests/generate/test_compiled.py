@@ -12,7 +12,7 @@ import decoders
 from decoders.engine import packing, tiers
 from decoders.engine.background import threads_may_compile
 from decoders.engine.cache import CacheBuffers
-from decoders.engine.target import causal_block
+from decoders.engine.text_blocks import causal_block
 from decoders.report import Report
 from decoders.strategies import PromptLookup
 from decoders.testing import Replay, assert_same_tokens, prompts, tiny_model

@@ -15,7 +15,7 @@ from decoders.strategies import Lookahead, Ngram, PromptLookup, Speculative, Sta
 from decoders.strategies.merged import Merged
 from decoders.strategy import Draft, Sequences, Step, Strategy
 from decoders.testing import CHECKS, Replay, check_strategy, checks_for, parametrize_with_checks, tiny_model
-from decoders.testing.checks import Conditions
+from decoders.testing.conditions import Conditions
 from decoders.testing.kit import check_alone
 from decoders.tree import Topology, TreeTensors
 

@@ -22,7 +22,7 @@ from decoders.errors import SettingsError, UnsupportedError
 from decoders.strategies import Eagle3, PromptLookup
 from decoders.strategies.merged import Merged
 from decoders.testing import check_strategy, checks_for, decode, prompts, tiny_model
-from decoders.testing.checks import Conditions
+from decoders.testing.conditions import Conditions
 from decoders.testing.kit import check_alone
 from decoders.testing.models import VOCAB, Architecture
 from decoders.testing.spy import Spy

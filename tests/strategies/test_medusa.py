@@ -14,7 +14,7 @@ from decoders.strategies import Medusa, PromptLookup
 from decoders.strategies.medusa import budgeted, without_gaps
 from decoders.strategies.merged import Merged
 from decoders.testing import parametrize_with_checks, prompts, tiny_model
-from decoders.testing.checks import Conditions
+from decoders.testing.conditions import Conditions
 from decoders.testing.exactness import assert_same_tokens, decode
 from decoders.testing.kit import check_alone
 from decoders.tree import Topology

@@ -17,7 +17,7 @@ from decoders.strategies import Mtp, PromptLookup
 from decoders.strategies.merged import Merged
 from decoders.strategies.mtp import ATTRIBUTE, use_mtp_layers
 from decoders.testing import check_strategy, checks_for, decode, prompts, tiny_model
-from decoders.testing.checks import Conditions
+from decoders.testing.conditions import Conditions
 from decoders.testing.kit import check_alone
 from decoders.testing.models import WINDOW, Architecture
 from decoders.testing.spy import Spy

@@ -1,0 +1,134 @@
+"""What a strategy is told: at the start of a call everything it may prepare itself from, and in every step the rows as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from .costs.steps import StepCosts
+    from .drafting import Drafter, Forced, ModulePasses
+    from .sampling.processors import SamplingInputs, SamplingPlan
+    from .strategy import Strategy
+
+
+def _outside_a_call(*args: Any, **kwargs: Any) -> Any:
+    raise UnsupportedError("this Context was made by hand; draft models and strategies by name exist in a call only")
+
+
+def no_costs(measure: bool = False) -> None:
+    """Of a context made by hand, and of a draft model."""
+
+
+def no_memory(key: str, factory: Callable[[], Any], of: Strategy | None = None) -> Any:
+    """Of a context made by hand, of a draft model, and with the setting ``memory=False``: nothing is kept."""
+    return factory()
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a strategy may prepare itself from, once per ``generate`` call.
+
+    Attributes:
+        model: the user's model (its weights and config; do not change either).
+        tokenizer: the tokenizer given to ``enable`` or ``generate``, if any.
+        assistant_model: the ``assistant_model=`` of the call, if any.
+        rows: number of rows ``B``.
+        slots: capacity of each row in tokens, prompt included.
+        device: where the loop's tensors live.
+        vocab_size: size ``V`` of the target's logits.
+        compile: compiles a plain tensor function without graph breaks, once per model, with sizes left dynamic; gives it
+            back as it is when the call runs eagerly. The time of the first call is booked as compile time.
+        draft: opens a draft model for this call: ``draft(model, ahead=K)`` gives a
+            :class:`~decoders.drafting.Drafter`, with its own cache and compiled passes.
+        strategy: makes a strategy from a registry name and settings, for strategies that are built of others.
+        sequences: the rows as they are at the start, prompts only; None in a context made by hand.
+        coupled: whether target and drafts share their noise, so that a draft token drawn with it is likely the target's token. If
+            not, a draft says what it was drawn from (:attr:`Draft.scores`).
+        level: 0 if the strategy drafts for the target, 1 if it drafts for the target's draft model, and so on.
+        plan, sampling: what the target's logits go through before a token is chosen
+            (:func:`decoders.sampling.process`), for strategies that have scores of their own. None: greedy, as they are.
+        guide: where the rows stand in their grammars, and what these force them to write; None without ``grammar=``. Illegal
+            draft tokens need not be looked for: the loop takes them out.
+        decoder_layers: how many the target has, of which :attr:`Strategy.hidden_layers` may name some.
+        costs: what a verification step costs on this machine, by nodes: ``costs()`` gives a
+            :class:`decoders.costs.StepCosts`, which the loop keeps true while the call runs, or None where nothing was ever
+            measured; ``costs(measure=True)`` measures it first, some steps of several sizes.
+        memory: what this strategy keeps between calls on the model: ``memory(key, factory)`` gives what `factory` made in the
+            first call with a strategy of this class and these settings that asked for `key`. What is in it must not change the
+            tokens. The least recently used go when there are many; :func:`decoders.forget` and :func:`decoders.release` free
+            all. With the setting ``memory=False``, and for a draft model's strategies, every call gets a new one.
+        embed: the target's own input embedding: ``embed(tokens)``, ``[…]`` int64 to ``[…, H]``, exactly its embedding module.
+            What a model does to embeddings behind that module (Gemma-2's factor) is not in it.
+        head: the target's own output head on packed weights: ``head(hidden)``, ``[B, N, H]`` to logits ``[B, N, V]`` float32.
+            `hidden` is what the head reads, as in :attr:`Step.hidden`; all that the model does after its head is in it: a
+            soft-cap, a scale.
+        module: makes a drafter that is no language model ready for this call: ``module(module, ahead=K, example=(…))`` gives
+            :class:`~decoders.drafting.ModulePasses`, with a slot cache, tree masks and packed weights like a draft model's, compiled
+            where the call compiles. `module` is called with its inputs and ``attention_mask``, ``position_ids`` and
+            ``past_key_values``, all ready, which it hands to attention layers of transformers (``LlamaDecoderLayer``, say).
+            `example`: what it reads of one node, ``[1, 1, …]`` each. `ahead`: most nodes that a step writes behind a row.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    assistant_model: PreTrainedModel | None
+    rows: int
+    slots: int
+    device: torch.device
+    vocab_size: int
+    compile: Callable[[Callable[..., Any]], Callable[..., Any]]
+    draft: Callable[..., Drafter] = _outside_a_call
+    strategy: Callable[..., Strategy] = _outside_a_call
+    sequences: Sequences | None = None
+    coupled: bool = True
+    level: int = 0
+    plan: SamplingPlan | None = None
+    sampling: SamplingInputs | None = None
+    guide: Forced | None = None
+    decoder_layers: int = 0
+    costs: Callable[..., StepCosts | None] = no_costs
+    memory: Callable[..., Any] = no_memory
+    embed: Callable[[Tensor], Tensor] = _outside_a_call
+    head: Callable[[Tensor], Tensor] = _outside_a_call
+    module: Callable[..., ModulePasses] = _outside_a_call
+
+    def part(self, strategy: Strategy) -> Context:
+        """The same for a strategy that another one is built of: what it keeps is its own, whoever contains it."""
+        return replace(self, memory=partial(self.memory, of=strategy))
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The rows as committed so far; device tensors, updated in place by the loop between steps.
+
+    Attributes:
+        tokens: ``[B, L]`` int64, prompt and output from slot 0 on; what lies behind a row's length is undefined. ``L``
+            covers the longest row and may grow from step to step.
+        length: ``[B]`` int64, committed tokens per row.
+        prompt_length: ``[B]`` int64, how many of them are prompt.
+        finished: ``[B]`` bool, rows that generate no more.
+        noise_keys: ``[B]`` int64, keys of the noise that drafts are drawn with
+            (:func:`decoders.sampling.gumbel_noise`). With the coupled verifier they are those of the call and the
+            target's own draws; with others they are fresh in every step.
+    """
+
+    tokens: Tensor
+    length: Tensor
+    prompt_length: Tensor
+    finished: Tensor
+    noise_keys: Tensor
+
+    @property
+    def last(self) -> Tensor:
+        """``[B, 1]`` int64, the last committed token of each row: node 0 of the next block."""
+        return self.tokens.gather(1, self.length[:, None] - 1)

@@ -1,0 +1,124 @@
+"""Requests on their way into a batch: each gets a place in the pool, and its prompt is read there while others are decoded."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from .loop import Call
+from .pool import RowPool
+from .prefixes import NOTHING, KeptText
+from .request import Request
+from .session import Reading
+from .written import Written
+
+
+@dataclass(eq=False)
+class Seat:
+    """A request and its place in the pool.
+
+    Attributes:
+        reading: how its prompt is read, None before that has begun.
+        passes: those still to come.
+        row: the row of the batch that it is, None while it is read.
+    """
+
+    member: Written
+    place: int
+    reading: Reading | None = None
+    passes: list[tuple[int, int]] = field(default_factory=list)
+    row: int | None = None
+
+    @property
+    def prompt(self) -> Tensor:
+        return self.member.request.prompts[0]
+
+    @property
+    def ready(self) -> bool:
+        return self.reading is not None and not self.passes
+
+
+class Admission:
+    """Finds places for requests and reads their prompts.
+
+    Args:
+        call: the batch that they will join.
+        reserved: places of the pool that are no request's.
+
+    Attributes:
+        seats: the requests that are here, in the order in which they came.
+        batch: those of them that are rows of the batch, in its order.
+    """
+
+    def __init__(self, call: Call, pool: RowPool, reserved: int) -> None:
+        self.call, self.pool, self.reserved = call, pool, reserved
+        self.seats: list[Seat] = []
+        self.batch: list[Seat] = []
+        self._pace = 0.0  # seconds per prompt token, as measured
+
+    def place_for(self, request: Request) -> int:
+        """A free place: that which holds most of the prompt, or else the one that was used least recently."""
+        taken = {seat.place for seat in self.seats}
+        begin = self.reserved or len(self.batch)
+        free = [place for place in range(begin, self.pool.batch) if place not in taken]
+        prompt = request.prompts[0].cpu()
+        shared = {place: self.pool.texts[place].shared_with(prompt) if request.reuse else 0 for place in free}
+        return max(free, key=lambda place: (shared[place], -self.pool.used[place], -place))
+
+    def read(self, pause: float) -> None:
+        """Reads prompts, in the order in which they came; at least one pass, and all of them if nobody waits meanwhile."""
+        begun = time.perf_counter()
+        for seat in self.seats:
+            while seat.row is None and not seat.ready:
+                left = pause - (time.perf_counter() - begun)
+                if self.batch and left <= 0 and seat.reading is not None:
+                    return
+                started = time.perf_counter()
+                if seat.reading is None:
+                    self._start_reading(seat, pause)
+                if seat.passes:
+                    done, count = seat.passes.pop(0)
+                    assert seat.reading is not None
+                    self.pool.read_row(seat.place, seat.reading, done, count)
+                    spent = time.perf_counter() - started
+                    self._pace = spent / count if count >= 32 or not self._pace else self._pace
+                seat.member.report.timings.prefill += time.perf_counter() - started
+
+    def _start_reading(self, seat: Seat, pause: float) -> None:
+        """Puts a prompt in its place with what any other place holds of it, and says in which passes the rest is read."""
+        request, prompt = seat.member.request, seat.prompt.cpu()
+        self.pool.put(seat.place, seat.prompt)
+        if request.strategy.reads_prompt:  # read when the strategy has started
+            self.pool.drop(seat.place)
+            seat.reading = Reading([0], [], 0)
+            return
+        kept = self.pool.take_over(seat.place, prompt, self._texts(seat)) if request.reuse else 0
+        self.pool.drop(seat.place)
+        chunk = request.prefill_chunk
+        if self.batch and self._pace:
+            chunk = min(chunk, max(int(pause / self._pace), 32))
+        elif self.batch:
+            chunk = min(chunk, 128)
+        seat.reading = Reading.of([len(prompt)], [kept], chunk, self.pool.target, leave=False)
+        seat.passes = list(seat.reading.passes)
+        seat.member.report.reused = [seat.reading.starts[0]]
+
+    def _texts(self, seat: Seat) -> list[KeptText]:
+        """What every place holds, those in use included; the place of `seat` holds what was there before."""
+        texts = list(self.pool.texts)
+        for other in self.seats:
+            if other is not seat and other.reading is not None:
+                texts[other.place] = self.held(other)
+        return texts
+
+    def held(self, seat: Seat) -> KeptText:
+        """The text whose keys and values are in a seat's slots."""
+        if seat.row is not None:
+            written = seat.member.text(0).cpu()
+            return KeptText(written[: max(len(written) - 1 - self.call.pending, 0)])
+        if seat.reading is None or seat.member.request.strategy.reads_prompt:
+            return NOTHING
+        start, end = seat.reading.starts[0], len(seat.prompt) - 1
+        return KeptText(seat.prompt.cpu()[: min(start + seat.passes[0][0], end) if seat.passes else end])

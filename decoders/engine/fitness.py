@@ -1,0 +1,52 @@
+"""Which models fit the loop, asked of what they can do and never of their names."""
+
+from __future__ import annotations
+
+import inspect
+import types
+
+from transformers import PreTrainedModel
+
+from ..errors import UnsupportedError
+from .transformers_compat import keeps_recurrent_state
+
+
+def refuse_unfit(model: PreTrainedModel) -> None:
+    """Raises UnsupportedError for designs that cannot run several nodes at once, judged by capability, not by name."""
+    name, advice = type(model).__name__, "Call generate without strategy=."
+    if model.config.is_encoder_decoder:
+        raise UnsupportedError(f"{name} is an encoder-decoder model; the shared loop decodes causal models. {advice}")
+    if keeps_recurrent_state(model):
+        raise UnsupportedError(
+            f"{name} keeps a recurrent state, which cannot hold several draft tokens at once or be rolled back. {advice}"
+        )
+    replaced = vars(model).get("forward")
+    if isinstance(replaced, types.FunctionType):
+        raise UnsupportedError(
+            f"{name}.forward was replaced by the function {replaced.__qualname__!r}, which runs the model as it is and not as the "
+            f"loop has it. Wrap a layer, register a hook, or bind a method instead. {advice}"
+        )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise UnsupportedError(
+            f"{name} has weights on the meta device, where they have no values: load them first. {advice}"
+        )
+    if "position_ids" not in inspect.signature(type(model).forward).parameters or getattr(model.config, "alibi", False):
+        raise UnsupportedError(
+            f"{name} takes no position_ids (ALiBi derives positions from a 2-D mask), so nodes of a tree cannot be "
+            f"placed. {advice}"
+        )
+    rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    varying = [r.get("rope_type") for r in (rope, *(v for v in rope.values() if isinstance(v, dict)))]
+    if {"longrope", "dynamic"} & set(varying):
+        # The rotary table is chosen by the longest position of the whole batch, so a draft would change other tokens.
+        raise UnsupportedError(
+            f"{name} scales its rotary positions by the sequence's length (rope_type "
+            f"{' / '.join(str(v) for v in varying if v)}), which no static cache can follow exactly. {advice}"
+        )
+    if model.get_output_embeddings() is None:
+        raise UnsupportedError(f"{name} has no output head: load it as a causal language model. {advice}")
+    devices = {p.device for p in model.parameters()}
+    if len(devices) > 1:
+        raise UnsupportedError(
+            f"{name} is spread over {', '.join(sorted(map(str, devices)))}; the shared loop needs one device. {advice}"
+        )

@@ -1,0 +1,106 @@
+"""What a strategy may use during a call: draft models, modules of its own, what it keeps between calls, measured costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..costs.steps import StepCosts
+from ..strategy import Context, Strategy, no_memory
+from .call_settings import CallSettings
+from .drafter import ModelDrafter, opener
+from .modules import SlotPasses
+
+if TYPE_CHECKING:
+    from .loop import Call
+
+
+class CallResources:
+    """Opens what the strategy of a call asks for, and says what it has opened.
+
+    Attributes:
+        drafters: draft models.
+        modules: drafters that are no language models.
+        costs: of a step, once the strategy has asked for them.
+
+    Args:
+        stack: closes what is opened here.
+    """
+
+    def __init__(self, call: Call, stack: ExitStack) -> None:
+        self.call = call
+        self._stack = stack.enter_context(ExitStack())
+        self.drafters: list[ModelDrafter] = []
+        self.modules: list[SlotPasses] = []
+        self.costs: StepCosts | None = None
+
+    def close(self) -> None:
+        """Gives back what the strategy has opened; it may open more afterwards."""
+        self._stack.close()
+        self.drafters.clear()
+        self.modules.clear()
+
+    @property
+    def settings(self) -> CallSettings:
+        """What holds for all models that take part."""
+        call, request, rows = self.call, self.call.request, self.call.rows
+        return CallSettings(
+            request=request, longest=call.longest,
+            plan=replace(request.plan, keep_scores=call.verifier is not None and request.plan.sample), sampling=rows.sampling,
+            block_size=call.blocks.size, report=call.report, stack=self._stack, capacity=call.capacity,
+        )  # fmt: skip
+
+    def context(self) -> Context:
+        """What the strategy may prepare itself from."""
+        call, request, target, settings = self.call, self.call.request, self.call.target, self.settings
+        context = Context(
+            rows=call.width, slots=call.rows.slots, device=target.device, compile=settings.compiler(call.engine),
+            vocab_size=target.vocab_size, sequences=call.session.view(max(call.lengths))[1], coupled=call.verifier is None,
+            plan=request.plan, sampling=call.rows.sampling, guide=call.guide, model=request.model, tokenizer=request.tokenizer,
+            assistant_model=request.assistant_model, costs=self._costs,
+            decoder_layers=target.decoder_layers, embed=target.embed, head=call.engine.head, module=self._module,
+            memory=self._memory_of if request.memory else no_memory,
+        )  # fmt: skip
+        if request.resolve is not None:
+            context = replace(context, strategy=request.resolve)
+        return replace(context, draft=opener(settings, context, call.guide, self.drafters))
+
+    def _module(self, module: nn.Module, *, ahead: int, example: tuple[Tensor, ...]) -> SlotPasses:
+        """See :attr:`Context.module`."""
+        call = self.call
+        compile = partial(call.engine.function, compile=call.request.compile, report=call.report)
+        slots = max(call.longest, call.rows.slots) + ahead
+        self.modules.append(SlotPasses(call.engine.module(module, example), call.width, slots, compile))
+        return self.modules[-1]
+
+    def _memory_of(self, key: str, factory: Callable[[], Any], of: Strategy | None = None) -> Any:
+        """See :attr:`Context.memory`."""
+        return self.call.engine.memory(of or self.call.request.strategy, key, factory)
+
+    def _costs(self, measure: bool = False) -> StepCosts | None:
+        """See :attr:`Context.costs`."""
+        if self.costs is None:
+            call = self.call
+            calibration, compile, folder = call.engine.calibration, call.request.compile, call.request.cost_folder
+            context = max(call.lengths)
+            known = calibration.known(folder)
+            if measure:
+                known = calibration.measured(folder, [call.width], [context], compile)
+            if known is not None:
+                self.costs = StepCosts(known, call.width, context, call.blocks.size)
+        return self.costs
+
+    @property
+    def peak_memory(self) -> int:
+        """Bytes that the call has taken at most; beside a CPU those of the caches, which only grow."""
+        device = self.call.target.device
+        if device.type == "cuda":
+            return torch.cuda.max_memory_allocated(device)
+        own = self.call.rows.buffers.nbytes + sum(module.nbytes for module in self.modules)
+        return own + sum(drafter.nbytes for drafter in self.drafters)

@@ -1,0 +1,113 @@
+"""The lanes of a scheduler: requests that can share a step are in one, and lanes take turns."""
+
+from __future__ import annotations
+
+import time
+
+from ..engine.lane import Lane
+from ..errors import CancelledError, DeadlineError
+from .generation import Generation
+
+#: Lanes that stay open, with the texts in them, while nobody uses them.
+IDLE_LANES = 2
+
+
+class Lanes:
+    """Used by the scheduler's thread; others may ask how many are running.
+
+    Args:
+        rows: most requests that are decoded at a time.
+        longest_pause: seconds that reading a prompt may hold up those that are being decoded, per step.
+    """
+
+    def __init__(self, rows: int, longest_pause: float) -> None:
+        self.rows, self.longest_pause = rows, longest_pause
+        self._active: dict[Lane, list[Generation]] = {}
+
+    @property
+    def running(self) -> int:
+        """Requests that have a row."""
+        return sum(len(generations) for generations in list(self._active.values()))
+
+    @property
+    def used(self) -> bool:
+        """Whether there is any lane."""
+        return bool(self._active)
+
+    def generations(self) -> list[Generation]:
+        """Those that have a row."""
+        return [generation for several in list(self._active.values()) for generation in several]
+
+    def admit(self, generation: Generation) -> None:
+        """Gives a request a row, in a lane whose requests it can share steps with."""
+        call = generation.call
+        lane = next((lane for lane in self._active if lane.free and lane.fits(call.engine, call.request)), None)
+        if lane is None:
+            lane = Lane(call.engine, call.request, self.rows)
+            self._active[lane] = []
+        generation.waited = time.monotonic() - generation.submitted
+        generation.member = lane.offer(call.request)
+        self._active[lane].append(generation)
+
+    def sweep(self, now: float) -> None:
+        """Ends requests that were cancelled or whose time is over."""
+        for lane, generations in self._active.items():
+            for generation in [g for g in generations if is_over(g, now)]:
+                assert generation.member is not None
+                generations.remove(generation)
+                lane.remove(generation.member)
+                generation._end(reason(generation))
+
+    def advance(self) -> int:
+        """A step of every lane that has requests; gives how many succeeded."""
+        return sum(self._advance(lane, generations) for lane, generations in list(self._active.items()) if generations)
+
+    def _advance(self, lane: Lane, generations: list[Generation]) -> bool:
+        """One step of a lane; what it raises ends all requests in it."""
+        try:
+            ended = lane.advance(self.longest_pause)
+        except Exception as error:
+            error.add_note(
+                f"decoders: {lane.call.culprit}, {lane.call.where}; {len(generations)} requests shared the step"
+            )
+            del self._active[lane]
+            lane.close(error)
+            for generation in generations:
+                generation._end(error)
+            return False
+        for generation in list(generations):
+            member = generation.member
+            assert member is not None
+            if member in ended:
+                generations.remove(generation)
+                generation._end(member.error)
+            else:
+                generation._show()
+        return True
+
+    def close_idle(self) -> None:
+        """Closes lanes that nobody uses, all but the last few."""
+        idle = [lane for lane, generations in self._active.items() if not generations]
+        for lane in idle[: max(len(idle) - IDLE_LANES, 0)]:
+            del self._active[lane]
+            lane.close()
+
+    def close(self) -> None:
+        """Closes all of them; what becomes of their requests is the caller's to say."""
+        for lane in self._active:
+            lane.close()
+        self._active.clear()
+
+
+def is_over(generation: Generation, now: float) -> bool:
+    """Whether a request was cancelled or its time is over."""
+    return generation.cancelled or (generation.expires is not None and now >= generation.expires)
+
+
+def reason(generation: Generation) -> Exception:
+    """Why a request that is over was not done."""
+    if generation.cancelled:
+        return CancelledError("the request was cancelled")
+    assert generation.expires is not None
+    seconds = generation.expires - generation.submitted
+    return DeadlineError(f"the request was not done within the {seconds:.3g} seconds that it was given")
