@@ -78,7 +78,8 @@ def overhead(
             ways["chat"] = rendered, partial(asked, "/v1/chat/completions", messages=messages)
         results = []
         for name, (tokens, ask) in ways.items():
-            own, whole = [], []
+            own: list[float] = []
+            whole: list[float] = []
             for _ in range(requests + 3):
                 for ways_seconds, way in ((own, partial(alone, tokens)), (whole, ask)):
                     begun = time.perf_counter()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -94,7 +97,10 @@ def serve(
         grace=grace, log_level=log_level,
     )  # fmt: skip
     _announce(server, service.name, console)
-    server.run()
+    # When all is done, uvicorn raises the signal that ended it once more.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    with suppress(KeyboardInterrupt):
+        server.run()
 
 
 def check_installed() -> None:

@@ -20,7 +20,7 @@ def sampling(body: Body, model: PreTrainedModel) -> dict[str, Any]:
         return more
     if body.temperature == 0:
         return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None, "min_p": None, **more}
-    own: GenerationConfig = model.generation_config  # type: ignore[assignment]
+    own: GenerationConfig = model.generation_config
 
     def first(value: Any, configured: Any, otherwise: Any) -> Any:
         return next(each for each in (value, configured, otherwise) if each is not None)

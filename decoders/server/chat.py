@@ -89,7 +89,8 @@ class Chat(Answer):
         choice, index = growing.choice, growing.choice.index
         held = self._held.get(index, "") + text
         count = 0 if ended else self.calling.free(held, bool(self._sent.get(index)))
-        chunks, calls = [], []
+        chunks: list[dict[str, Any]] = []
+        calls: list[dict[str, Any]] = []
         if ended:
             before, calls = self._parsed(self._sent.get(index, "") + held)
             count = max(len(before) - len(self._sent.get(index, "")), 0) if calls else len(held)

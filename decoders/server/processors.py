@@ -25,7 +25,7 @@ class TokenPenalties(LogitsProcessor):
         self.prompt, self.frequency, self.presence = prompt, frequency, presence
         self.ids, self.values = torch.tensor(list(bias), dtype=torch.int64), torch.tensor(list(bias.values()))
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         new = input_ids[:, self.prompt :]
         counts = torch.zeros_like(scores).scatter_add_(1, new, torch.ones_like(new, dtype=scores.dtype))
         scores = scores - counts * self.frequency - (counts > 0) * self.presence
@@ -56,7 +56,7 @@ class StopStrings(StoppingCriteria):
         self._tokens, self._pieces = tokens, TextPieces(self.tokenizer)
         self._tail = self._pieces.next(tokens, False) if tokens else ""
 
-    def __call__(self, input_ids: Tensor, scores: Any, **more: Any) -> Tensor:  # type: ignore[override]
+    def __call__(self, input_ids: Tensor, scores: Any, **more: Any) -> Tensor:
         count = input_ids.shape[1] - self.prompt
         if count == len(self._tokens) + 1:
             self._tokens.append(int(input_ids[0, -1]))

@@ -87,10 +87,10 @@ class Conversations:
     def _render(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, ask: bool, variables: dict[str, Any]
     ) -> str:  # fmt: skip
-        template = {"chat_template": self.template} if self.template else {}
-        text: Any = self.tokenizer.apply_chat_template(
-            messages, tools=tools or None, tokenize=False, add_generation_prompt=ask, **template, **variables
-        )  # type: ignore[call-overload,arg-type,unused-ignore]
+        options: dict[str, Any] = {"tools": tools or None, "tokenize": False, "add_generation_prompt": ask, **variables}
+        if self.template:
+            options["chat_template"] = self.template
+        text: Any = self.tokenizer.apply_chat_template(messages, **options)
         return str(text)
 
     def _plain(self, message: Message, place: int) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class Service:
         options: dict[str, Any] = dict(rows=limits.rows, slots=limits.slots, queue=limits.queue)
         if config:
             options["decoders_config"] = dict(config)
-        own: GenerationConfig = model.generation_config  # type: ignore[assignment]
+        own: GenerationConfig = model.generation_config
         if own.eos_token_id is None and tokenizer.eos_token_id is not None:
             options["eos_token_id"] = tokenizer.eos_token_id
         if own.pad_token_id is None:

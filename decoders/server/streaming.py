@@ -32,8 +32,8 @@ async def settled(answer: Answer, receive: Receive) -> None:
     Raises:
         Refusal: the client is gone. What a request raises.
     """
-    results = asyncio.gather(*(choice.generation for choice in answer.job.choices))
-    watch = asyncio.ensure_future(gone(receive))
+    results: asyncio.Future[Any] = asyncio.gather(*(choice.generation for choice in answer.job.choices))
+    watch: asyncio.Future[Any] = asyncio.ensure_future(gone(receive))
     try:
         await asyncio.wait({results, watch}, return_when=asyncio.FIRST_COMPLETED)
         if not results.done():
@@ -110,7 +110,7 @@ class EventStream(Response):
         self.answer, self.told = answer, told
         del self.headers["content-length"]
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # type: ignore[override]
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writing = asyncio.ensure_future(self._write(send))
         watch = asyncio.ensure_future(gone(receive))
         try:

@@ -157,7 +157,7 @@ class Generation:
                     yield piece
                 seen = len(tokens)
 
-    async def batches(self) -> AsyncIterator[list[int]]:
+    async def batches(self) -> AsyncGenerator[list[int]]:
         """The new token ids, those that came together in one list. Otherwise as ``async for``."""
         seen = 0
         async with aclosing(self._growth()) as growth:
