@@ -91,7 +91,7 @@ def crowd(served: Any, service_of: Any, wait_until: Any, requests: int, clients:
 
 
 def test_a_crowd_is_served(served: Any, service_of: Any, wait_until: Any) -> None:
-    crowd(served, service_of, wait_until, requests=60, clients=12)
+    crowd(served, service_of, wait_until, requests=40, clients=12)
 
 
 @pytest.mark.slow
