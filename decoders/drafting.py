@@ -64,12 +64,15 @@ class Drafter(ABC):
     Attributes:
         vocab_size: how many of the target's tokens the draft can propose.
         children: ``C``, continuations given per node: as many as were asked for, or the whole of a small vocabulary.
-        passes: forward passes so far.
     """
 
     vocab_size: int
     children: int
-    passes: int
+
+    @property
+    @abstractmethod
+    def passes(self) -> int:
+        """Forward passes so far."""
 
     @property
     @abstractmethod

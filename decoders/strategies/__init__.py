@@ -22,8 +22,8 @@ from .token_recycling import TokenRecycling, TokenRecyclingSettings
 
 __all__ = [
     "Auto", "AutoSettings", "Autoregressive", "DFlash", "DFlashSettings", "Eagle3", "Eagle3Settings", "EarlyExit",
-    "EarlyExitSettings", "Grammar", "GrammarSettings", "Lookahead", "LookaheadSettings", "Medusa", "MedusaSettings", "Mtp", "MtpSettings", "Ngram",
-    "NgramSettings", "PromptLookup", "PromptLookupSettings", "Speculative", "SpeculativeSettings", "Staged", "StagedSettings",
+    "EarlyExitSettings", "Grammar", "GrammarSettings", "Lookahead", "LookaheadSettings", "Medusa", "MedusaSettings", "Mtp",
+    "MtpSettings", "Ngram", "NgramSettings", "PromptLookup", "PromptLookupSettings", "Speculative", "SpeculativeSettings", "Staged", "StagedSettings",
     "Suffix", "SuffixSettings", "Threshold", "ThresholdSettings", "TokenRecycling", "TokenRecyclingSettings",
 ]  # fmt: skip
 

@@ -61,9 +61,7 @@ class _State:
         """``[B, N, F]`` of what the target has computed of ``N`` tokens."""
         assert layers is not None
         if any(self.of_head):
-            parts = [
-                hidden if of_head else part for of_head, part in zip(self.of_head, layers.unbind(2), strict=True)
-            ]
+            parts = [hidden if of_head else part for of_head, part in zip(self.of_head, layers.unbind(2), strict=True)]
             return torch.cat(parts, dim=-1)
         return layers.flatten(2)
 
