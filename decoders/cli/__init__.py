@@ -79,6 +79,8 @@ def _register() -> None:
         listing,
         serve,
         train,
+        train_draft,
+        train_eagle3,
         train_medusa,
         warmup,
     )
@@ -95,6 +97,8 @@ def _register() -> None:
     app.command()(serve.serve)
     app.command()(doctor.doctor)
     train.app.command()(train_medusa.medusa)
+    train.app.command()(train_eagle3.eagle3)
+    train.app.command()(train_draft.draft)
     bench.app.command()(bench_fresh.fresh)
     bench.app.command()(bench_grammar.grammar)
     bench.app.command()(bench_load.load)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..constraints.base import CompiledGrammar
+from ..observer import Observer
 from ..report import Report
 from ..sampling.processors import SamplingPlan
 from ..strategy import Strategy
@@ -57,6 +58,7 @@ class Request:
         assistant_model: for strategies that need one.
         engine_of: the engine of a draft model: a loaded one, or a path; checks that its vocabulary is the target's.
         resolve: makes a strategy from a registry name and settings.
+        observers: are told how it goes.
         cost_folder: keeps measured costs between processes; None keeps them in memory.
     """
 
@@ -88,6 +90,7 @@ class Request:
     assistant_model: PreTrainedModel | None = None
     engine_of: Callable[[PreTrainedModel | str], Engine] | None = None
     resolve: Callable[..., Strategy] | None = None
+    observers: tuple[Observer, ...] = ()
     cost_folder: Path | None = None
 
 

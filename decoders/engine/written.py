@@ -11,6 +11,8 @@ from ..report import Report
 from .core import StepOutput
 from .criteria import CriteriaRun, Outcome
 from .host_processors import Prefixes
+from .observation import Observation
+from .ranks import ALONE, Ranks
 from .request import Decoded, Request
 from .target import Target
 
@@ -19,9 +21,10 @@ def empty_report(request: Request, target: Target) -> Report:
     """The report on a request before anything has been decoded."""
     strategy, chosen = request.strategy, request.verifier
     return Report(
-        strategy=strategy.name, settings=strategy.settings.model_dump(mode="json"),
+        strategy=strategy.name, settings=strategy.settings_in_force(),
         exact=strategy.exact and (chosen is None or chosen.exact),
         verifier=chosen.name if chosen is not None else "coupled",
+        verifier_settings=chosen.settings.model_dump(mode="json") if chosen is not None else {},
         rows=len(request.prompts), prompt_tokens=[len(prompt) for prompt in request.prompts],
         same_bits=target.invariance.holds if target.invariance is not None else None,
         weights=target.precision.weights or "keep", kv_cache=target.precision.cache or "keep",
@@ -60,7 +63,7 @@ class Written:
         error: what a callback of this request has raised, where that ends this request alone.
     """
 
-    def __init__(self, request: Request, report: Report) -> None:
+    def __init__(self, request: Request, report: Report, ranks: Ranks = ALONE) -> None:
         self.request, self.report = request, report
         rows = len(request.prompts)
         self.lengths = [len(prompt) for prompt in request.prompts]
@@ -74,8 +77,9 @@ class Written:
         self.criteria: CriteriaRun | None = None
         if request.criteria is not None:
             kept = self.scores if request.keep_scores else None
-            self.criteria = CriteriaRun(request.criteria, self.prefixes, kept)
+            self.criteria = CriteriaRun(request.criteria, self.prefixes, kept, ranks)
         self.error: Exception | None = None
+        self._observation = Observation(request) if request.observers else None
 
     @property
     def rows(self) -> int:
@@ -127,8 +131,16 @@ class Written:
 
     def tell(self, new: list[list[int]]) -> None:
         """Tells whoever listens what a step has written."""
+        if self._observation is not None:
+            self._observation.step(new)
         if self.request.on_step is not None:
             self.request.on_step(new, self.finished)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Nothing more is decoded of it; `error` is what ended it, if something did."""
+        self.report.new_tokens = [len(tokens) for tokens in self.generated]
+        if self._observation is not None:
+            self._observation.end(self.report, error or self.error)
 
     def decoded(self) -> Decoded:
         self.report.new_tokens = [len(tokens) for tokens in self.generated]

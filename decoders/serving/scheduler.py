@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..engine.ranks import Ranks
 from ..errors import (
     CancelledError,
     ContextLengthError,
@@ -76,6 +77,12 @@ class Scheduler:
             raise SettingsError(f"longest_pause must be more than 0 seconds, not {longest_pause!r}")
         enable(model, tokenizer)
         self._generate: Generate = vars(model)["generate"]
+        if (ranks := Ranks.of(model)).several:
+            raise UnsupportedError(
+                f"{ranks.size} processes share this model, and a request that reaches one of them is unknown to the others: call "
+                "generate with whole batches in every process, or run a Scheduler in each of several processes that hold the whole "
+                "model (plugins/decoders-ray)"
+            )
         self.rows, self.slots, self.queue, self.longest_pause = rows, slots, queue, longest_pause
         self._defaults = dict(defaults)
         self._strategy: dict[str, Any] = {"strategy": strategy, "strategy_config": strategy_config}

@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 WEIGHTS = [
     f"decoders/demo/models/{name}/{file}"
-    for name in ("target", "draft", "target/medusa")
+    for name in ("target", "draft", "target/medusa", "target/eagle3")
     for file in ("config.json", "model.safetensors")
 ]
 
