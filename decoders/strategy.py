@@ -148,10 +148,17 @@ class Strategy(ABC):
         """
         return self.hidden_layers
 
+    def layers_for(self, config: Any, count: int) -> tuple[int, ...]:
+        """What a call asks for: the same, unless it depends on the target's `config` (transformers' ``PreTrainedConfig``)."""
+        return self.layers_of(count)
+
     @property
     def reads_layers(self) -> bool:
         """Whether it asks for hidden layers of the target."""
-        return bool(self.hidden_layers) or type(self).layers_of is not Strategy.layers_of
+        own, plain = type(self), Strategy
+        return (
+            bool(self.hidden_layers) or own.layers_of is not plain.layers_of or own.layers_for is not plain.layers_for
+        )
 
     def prefill(self, state: Any, chunk: PromptChunk) -> None:
         """Learns from a stretch of the prompts, in order, before the first :meth:`propose`; updates `state` in place.
@@ -192,6 +199,10 @@ class Strategy(ABC):
 
     def limit(self, state: Any, tokens: int) -> None:
         """Says how many tokens deep the next draft is wanted at most; strategies to which a token costs something obey."""
+
+    def settings_in_force(self) -> dict[str, Any]:
+        """The settings as the report shows them, JSON-safe."""
+        return self.settings.model_dump(mode="json")
 
     def details(self, state: Any) -> Mapping[str, Any]:
         """What the report is to say of the call besides its figures: JSON-safe, ``report.details``. Asked once, at the end."""

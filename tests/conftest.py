@@ -22,6 +22,8 @@ os.environ.setdefault("DECODERS_COST_CACHE", _costs.name)
 
 torch.set_num_threads(1)
 
+gc.set_threshold(20_000, 20, 20)  # the collector is busy enough with what torch makes
+
 #: Objects that Python's collector looks through before a module's survivors are set aside.
 MANY_OBJECTS = 50_000
 

@@ -69,9 +69,9 @@ def medusa(
 
     from rich.console import Console
 
-    from ..medusa.calibration import read_files
     from ..medusa.files import load_heads
     from ..medusa.train import train_medusa
+    from ..training.texts import read_files
     from .models import load
 
     loaded, tokenizer = load(model, dtype)

@@ -17,9 +17,11 @@ def refuse_unfit(model: PreTrainedModel) -> None:
     name, advice = type(model).__name__, "Call generate without strategy=."
     if model.config.is_encoder_decoder:
         raise UnsupportedError(f"{name} is an encoder-decoder model; the shared loop decodes causal models. {advice}")
-    if keeps_recurrent_state(model):
+    placed = "position_ids" in inspect.signature(type(model).forward).parameters
+    if keeps_recurrent_state(model) and not placed:
         raise UnsupportedError(
-            f"{name} keeps a recurrent state, which cannot hold several draft tokens at once or be rolled back. {advice}"
+            f"{name} keeps nothing but a recurrent state and takes no position_ids: the shared loop runs designs that have "
+            f"attention, too. {advice}"
         )
     replaced = vars(model).get("forward")
     if isinstance(replaced, types.FunctionType):
@@ -31,7 +33,7 @@ def refuse_unfit(model: PreTrainedModel) -> None:
         raise UnsupportedError(
             f"{name} has weights on the meta device, where they have no values: load them first. {advice}"
         )
-    if "position_ids" not in inspect.signature(type(model).forward).parameters or getattr(model.config, "alibi", False):
+    if not placed or getattr(model.config, "alibi", False):
         raise UnsupportedError(
             f"{name} takes no position_ids (ALiBi derives positions from a 2-D mask), so nodes of a tree cannot be "
             f"placed. {advice}"

@@ -60,8 +60,11 @@ class FixedBatch:
                 f"decoders: {call.culprit}, {call.where}, after {call.report.steps} steps; error.partial is what was written."
             )
             error.partial = self._decoded()  # type: ignore[attr-defined]
+            self.written.close(error)
             raise
-        return self._decoded()
+        decoded = self._decoded()
+        self.written.close()
+        return decoded
 
     def _decoded(self) -> Decoded:
         self.call.report.stages = [drafter.report() for drafter in self.call.drafters]

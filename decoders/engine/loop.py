@@ -137,9 +137,9 @@ class Call:
         strategy, rows = self.request.strategy, self.rows
         for module in self.resources.modules:  # what is read behind the prompts' ends needs room as well
             module.reserve(latest + tokens.shape[1])
-        result = self.target.features(tokens, begin, rows.buffers, view, latest, strategy.prompt_logits)
         positions = begin[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         valid = positions < rows.prompt_length[:, None] - 1
+        result = self.target.features(tokens, begin, rows.buffers, view, latest, strategy.prompt_logits, valid)
         logits = result.logits if strategy.prompt_logits else None
         chunk = PromptChunk(tokens, positions, valid, result.hidden, result.layers, logits)
         strategy.prefill(self.state, chunk)

@@ -184,7 +184,7 @@ class GenerateCall:
                 self.model, engine, self.tokenizer, options.arguments.get("assistant_tokenizer")
             ),
             model=self.model, tokenizer=self.tokenizer, assistant_model=options.arguments.get("assistant_model"),
-            resolve=resolve_strategy, cost_folder=runtime.cost_cache or default_folder(),
+            resolve=resolve_strategy, observers=registry().listening(), cost_folder=runtime.cost_cache or default_folder(),
         )  # fmt: skip
         return PreparedCall(engine, request, padded.to(device), grammars, aligner, generation_config)
 

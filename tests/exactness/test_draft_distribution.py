@@ -128,7 +128,14 @@ def test_three_tokens_follow_the_target(model, draft, verifier, kind, rows):
     assert 0 < report.accepted < report.drafted
 
 
-@pytest.mark.parametrize("kind", [k for k in (*CHAINS, *TREES) if not k.startswith("prompt")])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind in ("chain", "static tree") else pytest.mark.slow)
+        for kind in (*CHAINS, *TREES)
+        if not kind.startswith("prompt")
+    ],
+)
 def test_the_tests_would_notice_the_drafts_own_distribution(draft, kind):
     """What the draft would draw is far from the target: the same test fails on it."""
     own = decoders.enable(small(1))

@@ -135,6 +135,7 @@ def test_a_stranger_as_draft_costs_steps_only(name):
         assert_exact(name, kind, stranger(name), rows, sample)
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("kind", STRATEGIES)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "deepseek_v3"])
 def test_every_strategy_with_a_stranger(name, kind):
