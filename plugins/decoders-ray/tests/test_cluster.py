@@ -103,12 +103,18 @@ def tokens_of(parts: list[dict[str, Any]]) -> list[int]:
 def figures() -> dict[int, dict[str, int]]:
     """Those of both replicas, by process."""
     from ray import serve
+    from ray.exceptions import RayActorError
 
     replicas, found, asked = serve.get_deployment_handle("replicas", "app"), {}, 0
     while len(found) < 2 and asked < 200:
         # Without a prompt anybody may be asked.
-        one = replicas.options(method_name="figures").remote().result(timeout_s=60)
-        found[one["process"]], asked = one, asked + 1
+        asked += 1
+        try:
+            one = replicas.options(method_name="figures").remote().result(timeout_s=60)
+        except RayActorError:  # one that was killed, and is not known to be
+            time.sleep(0.1)
+            continue
+        found[one["process"]] = one
     return found
 
 
@@ -179,7 +185,7 @@ def test_a_replica_that_is_killed_under_load_loses_and_repeats_nothing(front: An
     assert not errors and len(written) == 10, errors
     assert [tokens_of(written[n]) for n in range(10)] == expected
     ends = [written[n][-1] for n in range(10)]
-    assert max(end["attempts"] for end in ends) == 2, "nothing was running on the replica that was killed"
+    assert max(end["attempts"] for end in ends) >= 2, "nothing was running on the replica that was killed"
     assert sum(end["repeated"] for end in ends) > 0
     until = time.monotonic() + 90
     while time.monotonic() < until and len(set(figures()) - {victim}) < 2:
