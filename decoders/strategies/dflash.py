@@ -33,7 +33,7 @@ class DFlashSettings(Settings):
         None,
         ge=1,
         le=127,
-        description="Tokens drafted in a pass; None: one less than the block_size that the network was trained with, which is the most.",
+        description="Tokens drafted in a pass; None: one less than the block_size of its training, which is the most.",
     )
     tree: Literal["none", "static", "dynamic"] = Field(
         "none",
