@@ -16,10 +16,23 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from . import demo, strategies, testing, verifiers
-    from .constraints.specs import choice, grammar, json_schema, regex
+    from .constraints.constructors import choice, grammar, json_schema, regex
     from .errors import DecodersError
-    from .generate import Calibration, DecodersOutput, Warmup, calibrate, disable, enable, forget, release, warmup
+    from .generate import (
+        Calibration,
+        DecodersOutput,
+        Warmup,
+        calibrate,
+        disable,
+        enable,
+        forget,
+        memories,
+        release,
+        remember,
+        warmup,
+    )
     from .hookspecs import hookimpl
+    from .observer import ObservedCall, Observer
     from .report import Report
     from .serving.generation import Generation
     from .serving.many import Completion, generate_many
@@ -34,7 +47,9 @@ _HOME = {
     "enable": "generate",
     "disable": "generate",
     "forget": "generate",
+    "memories": "generate",
     "release": "generate",
+    "remember": "generate",
     "warmup": "generate",
     "calibrate": "generate",
     "Calibration": "generate",
@@ -47,6 +62,8 @@ _HOME = {
     "Completion": "serving.many",
     "generate_many": "serving.many",
     "Settings": "settings",
+    "ObservedCall": "observer",
+    "Observer": "observer",
     "Strategy": "strategy",
     "Draft": "strategy",
     "Step": "strategy",
@@ -59,19 +76,18 @@ _HOME = {
     "Block": "verifiers",
     "Outcomes": "verifiers",
     "hookimpl": "hookspecs",
-    "choice": "constraints.specs",
-    "grammar": "constraints.specs",
-    "json_schema": "constraints.specs",
-    "regex": "constraints.specs",
+    "choice": "constraints.constructors",
+    "grammar": "constraints.constructors",
+    "json_schema": "constraints.constructors",
+    "regex": "constraints.constructors",
 }
 _MODULES = ("demo", "strategies", "testing", "verifiers")
 
 __all__ = [
-    "Block", "Calibration", "Completion", "Context", "DecodersError", "DecodersOutput", "Draft", "Generation", "Outcomes",
-    "PromptChunk", "Report", "Scheduler", "Sequences", "Settings", "Step", "Strategy", "Topology", "TreeTensors", "Verifier",
-    "Warmup", "calibrate", "choice", "demo", "disable", "enable", "forget", "generate_many", "grammar", "hookimpl", "json_schema",
-    "regex", "release", "strategies", "testing",
-    "verifiers", "warmup",
+    "Block", "Calibration", "Completion", "Context", "DecodersError", "DecodersOutput", "Draft", "Generation", "ObservedCall",
+    "Observer", "Outcomes", "PromptChunk", "Report", "Scheduler", "Sequences", "Settings", "Step", "Strategy", "Topology",
+    "TreeTensors", "Verifier", "Warmup", "calibrate", "choice", "demo", "disable", "enable", "forget", "generate_many",
+    "grammar", "hookimpl", "json_schema", "memories", "regex", "release", "remember", "strategies", "testing", "verifiers", "warmup",
 ]  # fmt: skip
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 
+from .engine.engine import MemoryKey
 from .errors import UnsupportedError
 from .hf.calibration import Calibration, StrategyCost, calibrate_model
 from .hf.output import DecodersOutput
@@ -106,6 +107,41 @@ def forget(model: PreTrainedModel) -> PreTrainedModel:
     present = _present(model, "forget")
     if present is not None:
         present.forget()
+    return model
+
+
+def memories(model: PreTrainedModel) -> dict[MemoryKey, Any]:
+    """What strategies keep between calls on an enabled model, as a copy that can be pickled: texts of ``suffix``, rates of ``auto`` …
+
+    For a process that is to begin where another one ended, with :func:`remember`.
+
+    Returns:
+        by the strategy's class, the strategy with its settings, and the name that it keeps something under. Empty for a model that is
+        not enabled or was not used.
+
+    Raises:
+        UnsupportedError: not a model of transformers.
+    """
+    present = _present(model, "memories")
+    return {} if present is None else present.memories()
+
+
+def remember(model: PreTrainedModel, memories: Mapping[MemoryKey, Any]) -> PreTrainedModel:
+    """Gives an enabled model what :func:`memories` has read from it, or from another one with the same tokenizer.
+
+    It stands in the place of what the same strategies keep there; others keep theirs. The tokens are the same either way. A pickle
+    runs code when it is read: load memories of your own only.
+
+    Returns:
+        the same object.
+
+    Raises:
+        UnsupportedError: not a model of transformers, or not enabled.
+    """
+    present = _present(model, "remember")
+    if present is None:
+        raise UnsupportedError("remember() needs an enabled model: call decoders.enable(model) first")
+    present.remember(dict(memories))
     return model
 
 

@@ -6,13 +6,14 @@ the very same hooks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
 if TYPE_CHECKING:
     from .constraints.base import Backend
+    from .observer import Observer
     from .strategy import Strategy
     from .verifiers.verifier import Verifier
 
@@ -49,4 +50,23 @@ def decoders_grammar_backends() -> Iterable[type[Backend]]:  # type: ignore[empt
     Subclasses of :class:`decoders.constraints.base.Backend` with a ``snake_case`` name, made without arguments, that
     pass :func:`decoders.testing.check_backend`. Called once; names are shared out as those of strategies are, and apart
     from them. A specification takes one with ``backend="name"``.
+    """
+
+
+@hookspec
+def decoders_grammars() -> Mapping[str, Any]:  # type: ignore[empty-body]
+    """Grammars that this plugin provides, by ``snake_case`` name: ``generate(grammar="name")`` takes them.
+
+    A value is anything else that ``grammar=`` takes (``decoders.json_schema(…)``, ``regex``, ``grammar``, a type, a path), or a
+    function without arguments that makes it on first use. Called once; names are shared out as those of strategies are, and
+    apart from them. The library of this package keeps its names.
+    """
+
+
+@hookspec
+def decoders_observers() -> Iterable[type[Observer]]:  # type: ignore[empty-body]
+    """Classes that are told of calls: when one starts, of every step, and how it ended.
+
+    Subclasses of :class:`decoders.Observer` with a ``snake_case`` name, made once without arguments. Called once; names are
+    shared out as those of strategies are, and apart from them. Where no plugin has one, calls pay nothing.
     """

@@ -112,9 +112,10 @@ class Report:
 
     Attributes:
         strategy: registry name.
-        settings: the settings in force.
+        settings: the settings in force; of merged strategies those of every part under its name, and of the merging itself.
         exact: False if the strategy or verifier may change the distribution.
         verifier: how drafts are accepted ("coupled").
+        verifier_settings: the rule's own settings.
         compiled_steps: how many of `steps` ran compiled, the others uncompiled.
         reused: per row, prompt tokens that were not read, since an earlier call had left their keys and values.
         same_bits: in low precision on a CPU, whether a token has the same bits in every block, so that drafts change nothing
@@ -143,6 +144,7 @@ class Report:
     settings: dict[str, Any] = field(default_factory=dict)
     exact: bool = True
     verifier: str = "coupled"
+    verifier_settings: dict[str, Any] = field(default_factory=dict)
     same_bits: bool | None = None
     weights: str = "keep"
     kv_cache: str = "keep"

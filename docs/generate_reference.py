@@ -182,6 +182,7 @@ def entry(module: str, name: str, value: Any) -> Iterator[str]:
 #: What a data member of a public list of names is; there is no docstring to read.
 CONSTANTS = {
     "decoders.testing.ARCHITECTURES": "Names of the tiny models that the loop decodes: {}.",
+    "decoders.testing.RECURRENT": "Names of the tiny models with recurrent layers that the loop decodes: {}.",
     "decoders.testing.UNSUPPORTED": "Names of the tiny models that it must refuse: {}.",
     "decoders.demo.MODELS": "Names of the demo models: {}.",
     "decoders.hookimpl": "Decorator that marks a function of a plugin as the implementation of the [hook](hooks.md) of its name.",
@@ -268,6 +269,7 @@ OWN = {
     "generator": "A `torch.Generator` that the seed is drawn from. Not together with `seed`.",
     "verifier": "The rule that decides which draft tokens are kept: a name ([list](verifiers.md)), a class or an object. "
     "Default `coupled`.",
+    "verifier_config": "Settings of the rule, a dict: see [verifiers](verifiers.md).",
     "grammar": "What the rows may write: a name of the library, `decoders.json_schema`, `regex`, `grammar` or `choice`, a type, a "
     "term of outlines, or a list with one for each prompt; see [grammars](../how-to/grammars.md). A name or a JSON schema may stand in "
     "the generation config.",
@@ -341,11 +343,14 @@ def verifier_page() -> Iterator[str]:
             raise UndocumentedError(f"{cls.__name__}.summary is empty")
         exact, trees = ("yes" if flag else "no" for flag in (cls.exact, cls.trees))
         yield f"| [`{cls.name}`](#{cls.name}) | {cls.summary} | {exact} | {trees} |"
-    yield "\nA verifier without trees judges chains only. Verifiers have no settings.\n"
+    yield "\nA verifier without trees judges chains only. Settings are given as `verifier_config`.\n"
     for cls in verifiers.BUILT_IN:
         yield f"## {cls.name}\n"
         yield body(cls, cls.__name__)
         yield f"Class `decoders.verifiers.{cls.__name__}`.\n"
+        if cls.settings_class.model_fields:
+            yield f"Settings (`{cls.settings_class.__name__}`):\n"
+            yield from fields(cls.settings_class, None, variables=False)
 
 
 def settings_page() -> Iterator[str]:
@@ -372,6 +377,7 @@ def settings_page() -> Iterator[str]:
         "plugins_block": "Plugins not to load: entry-point or distribution names, comma-separated.",
         "plugins_allow": "If set, the only plugins to load.",
         "plugins_strict": "`1`: a plugin that fails to load, or a name claimed twice, is an error.",
+        "api_key": "Key that clients of `decoders serve` must send.",
     }
     for name in settings.NOT_SETTINGS:
         if name not in described:

@@ -22,12 +22,24 @@ os.environ.setdefault("DECODERS_COST_CACHE", _costs.name)
 
 torch.set_num_threads(1)
 
+gc.set_threshold(20_000, 20, 20)  # the collector is busy enough with what torch makes
+
 #: Objects that Python's collector looks through before a module's survivors are set aside.
 MANY_OBJECTS = 50_000
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Processes that share the tests must call them the same."""
+    for item in items:
+        turns = item.get_closest_marker("in_turns")
+        if turns is None:
+            continue
+        places = item.callspec.indices.values()  # type: ignore[attr-defined]
+        if len(places) < 2:
+            raise pytest.UsageError(f"{item.nodeid}: values of one parameter cannot take turns, each would be left out")
+        if sum(places) % turns.args[0]:
+            item.add_marker(pytest.mark.slow)
     fleeting = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if fleeting:
         raise pytest.UsageError(f"the address of an object is no test id: {fleeting[0]}")

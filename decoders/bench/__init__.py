@@ -9,13 +9,14 @@ bench.summarise(entries)
 from __future__ import annotations
 
 from .call import TimedCall, decode
-from .interleave import Competitor, Measurement, calls, measure, rotation, take_turns, warm_up
+from .interleave import Interrupted, calls, measure, rotation, take_turns, warm_up
+from .measurements import Competitor, Measurement
 from .methods import Method, Sampling, Workload, strategy_methods, transformers_methods, workloads
 from .records import Record, Spread, summarise
 from .shapes import random_workloads
 
 __all__ = [
-    "Competitor", "Measurement", "Method", "Record", "Sampling", "Spread", "TimedCall", "Workload", "calls", "decode", "measure",
-    "random_workloads", "rotation", "strategy_methods", "summarise", "take_turns", "transformers_methods",
+    "Competitor", "Interrupted", "Measurement", "Method", "Record", "Sampling", "Spread", "TimedCall", "Workload", "calls", "decode",
+    "measure", "random_workloads", "rotation", "strategy_methods", "summarise", "take_turns", "transformers_methods",
     "warm_up", "workloads",
 ]  # fmt: skip

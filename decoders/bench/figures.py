@@ -9,7 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Self
 
 from ..report import Stage
-from .interleave import Check, Competitor, Measurement
+from .measurements import Check, Competitor, Measurement
 
 if TYPE_CHECKING:
     from .records import Record

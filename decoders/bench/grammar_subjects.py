@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..constraints.base import Language
-from ..constraints.coerce import named
+from ..constraints.coerce import of_library
 from ..constraints.json_schema import JsonSchema
 from ..constraints.specs import Spec
 
@@ -57,9 +57,9 @@ def subjects() -> tuple[Subject, ...]:
                     value=_INTEGER, children=_list({"$ref": "#/$defs/node"}))}},
                 {"value": 1, "children": [{"value": 2, "children": []}, {"value": 3, "children": [
                     {"value": 4, "children": []}]}]}),
-        Subject("iso_date", "2024-02-29", lambda: named("iso_date")),
+        Subject("iso_date", "2024-02-29", lambda: of_library("iso_date")),
         Subject("json", '{"a": [1, 2.5e3, null, true], "b": {"c": "text \\u00e9", "d": []}}',
-                lambda: named("json")),
+                lambda: of_library("json")),
     )  # fmt: skip
 
 

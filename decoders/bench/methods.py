@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from transformers import CompileConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..constraints.coerce import named
-from ..constraints.specs import Spec, regex
+from ..constraints.base import CompiledGrammar
+from ..constraints.constructors import regex
+from ..constraints.specs import Spec
 from ..deprecated import warn
 from ..errors import SettingsError, UnknownNameError
 from ..generate import enable
-from ..plugins import registry, resolve_strategy, resolve_verifier
+from ..plugins import grammar_or_file, registry, resolve_strategy, resolve_verifier
 from ..registry.names import canonical
 from ..settings import RuntimeSettings, load_settings
 from .grammar_subjects import subjects
@@ -288,14 +289,14 @@ def _twin(model: PreTrainedModel) -> PreTrainedModel:
     return twin
 
 
-def named_grammar(name: str) -> Spec:
+def named_grammar(name: str) -> Spec | CompiledGrammar:
     """The grammar that stands in the brackets: of the library, of a file, one that ``decoders bench grammar`` measures, or all
     texts under the name of ``anything``.
     """
     if name == ANYTHING:
         return regex(r"(?:.|\n)*")
     measured = next((subject for subject in subjects() if subject.name == name), None)
-    return measured.spec() if measured is not None else named(name)
+    return measured.spec() if measured is not None else grammar_or_file(name)
 
 
 def _method(
@@ -327,11 +328,7 @@ def _method(
     verifier = resolve_verifier(verifier_name)
     # Every repeat has the same prompt. Keys and values kept from the call before would make it free, and what a strategy has
     # learnt there would be the answer.
-    loop_settings = (
-        {"reuse": False, "memory": False}
-        | dict(decoders_config)
-        | dict(variant.loop)
-    )
+    loop_settings = {"reuse": False, "memory": False} | dict(decoders_config) | dict(variant.loop)
     arguments: dict[str, Any] = {"strategy": name, "verifier": verifier_name, "decoders_config": loop_settings}
     if config:
         arguments["strategy_config"] = config
@@ -350,7 +347,7 @@ def _method(
     rounded = any(loop_settings.get(key) in ("int8", "int4") for key in PRECISION)
     method = Method(
         variant.shown(parts), "", model, arguments, ours=True,
-        exact=exact and verifier.exact and not rounded, settings=own_settings, impossible=impossible, sampling=sampling, verifier=verifier.name,
-        coupled=verifier.coupled, grammar=variant.grammar or "",
+        exact=exact and verifier.exact and not rounded, settings=own_settings, impossible=impossible, sampling=sampling,
+        verifier=verifier.name, coupled=verifier.coupled, grammar=variant.grammar or "",
     )  # fmt: skip
     return used_settings, method

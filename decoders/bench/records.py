@@ -21,7 +21,7 @@ from .figures import (
     stage_figures,
     step_times,
 )
-from .interleave import Competitor, Measurement
+from .measurements import Competitor, Measurement
 from .methods import BASELINE, PLAIN
 from .scaling import label
 from .variants import GRAMMAR

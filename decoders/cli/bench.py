@@ -12,7 +12,7 @@ import typer
 from ..errors import SettingsError, UnknownNameError
 from .bench_models import load, other_engines
 from .bench_options import by_strategy, in_both_tiers, numbers, pieces
-from .bench_output import dtypes_order, footnote, progress_bar, write_json
+from .bench_output import dtypes_order, footnote, interrupted_by_sigterm, progress_bar, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -188,6 +188,7 @@ def bench(
     capacity_costs: list[Any] = []
     facts: dict[str, Any] = {}
     folder = Path(context.with_resource(tempfile.TemporaryDirectory(prefix="decoders-"))) if engines else None
+    interrupted = False
     for name in subjects:
         methods: list[Method] = []
         tokenizer: PreTrainedTokenizerBase | None = None
@@ -227,16 +228,23 @@ def bench(
             groups = [b.workloads(tokenizer, texts, rows) for rows in batches]
         total = sum(b.calls(len(methods), len(group), repeats) for group in groups)
         subject_records: list[Record] = []
-        with progress_bar(progress_console, total) as advance:
+        with progress_bar(progress_console, total) as advance, interrupted_by_sigterm():
             for group in groups:
-                entries = b.measure(methods, group, new_tokens=new_tokens, repeats=repeats, progress=advance)
+                try:
+                    entries = b.measure(methods, group, new_tokens=new_tokens, repeats=repeats, progress=advance)
+                except b.Interrupted as stopped:
+                    entries, interrupted = stopped.entries, True
                 subject_records += b.summarise(entries, speed, "" if name == "demo" else name, name in SHAPES)
+                if interrupted:
+                    break
         order = dtypes_order(methods)
         records += sorted(subject_records, key=lambda r: (order.index(r.dtype), r.batch))
         for method in methods:
             if method.engine is not None:
                 method.engine.close()
         del methods, target, assistant, groups, entries  # the next one wants the memory
+        if interrupted:
+            break
     result: dict[str, Any] = {
         "machine": facts,
         "run": {
@@ -256,6 +264,8 @@ def bench(
     for table in result_tables:
         console.print(table)
     console.print(footnote(result["machine"]), style="dim")
+    if interrupted:
+        console.print("Interrupted: the tables hold the prompts that every method has decoded.", style="yellow")
     if not check_capacity and (warning := noise(records)):
         console.print(warning, style="yellow")
     if json_file is not None:

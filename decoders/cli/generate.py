@@ -87,9 +87,9 @@ def generate(
     arguments: dict[str, Any] = sampling(temperature, top_k, top_p, min_p, seed)
     arguments["strategy_config"] = parse_assignments(settings or [])
     if grammar is not None:
-        from ..constraints.coerce import named
+        from ..plugins import grammar_or_file
 
-        arguments["grammar"] = named(grammar)
+        arguments["grammar"] = grammar_or_file(grammar)
     needs_draft = models.needs_assistant(strategy, arguments["strategy_config"])
     console = Console(stderr=True, quiet=as_json)
     with console.status(f"loading {model}"):

@@ -130,7 +130,7 @@ def plugins(
         from rich.table import Table
         from rich.text import Text
 
-        table = Table("plugin", "provider", "status", "strategies", "verifiers", "grammar backends", pad_edge=False)
+        table = Table("plugin", "provider", "status", "strategies", "verifiers", "grammars", "other", pad_edge=False)
         for info in infos:
             table.add_row(
                 info.name,
@@ -138,7 +138,13 @@ def plugins(
                 Text(info.status, style=STYLES[info.status]),
                 Text(", ".join(info.strategies)),
                 Text(", ".join(info.verifiers)),
-                Text(", ".join(info.grammar_backends)),
+                # The library's own are what `decoders grammars` is for.
+                Text(", ".join(info.grammars) if len(info.grammars) <= 8 else f"{len(info.grammars)} grammars"),
+                Text(
+                    ", ".join(
+                        [*(f"backend {n}" for n in info.grammar_backends), *(f"observer {n}" for n in info.observers)]
+                    )
+                ),
             )
         console = Console()
         console.print(table)

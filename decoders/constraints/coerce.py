@@ -7,7 +7,7 @@ import inspect
 import json
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +16,9 @@ from uuid import UUID
 from ..errors import GrammarError, UnknownNameError, shortened
 from . import files, library
 from .base import CompiledGrammar
+from .constructors import grammar, json_schema, regex
 from .python_types import is_json, listed
-from .specs import Choice, Lark, Regex, Spec, grammar, json_schema, regex
+from .specs import Choice, Lark, Regex, Spec
 
 if TYPE_CHECKING:
     from outlines.types.dsl import Term
@@ -32,8 +33,11 @@ _READY = {dict: "json_object", list: "json_array", UUID: "uuid", IPv4Address: "i
 _STRING = r'"(?:[^"\\\x00-\x1F]|\\(?:["\\bfnrt]|u[0-9A-Fa-f]{4}))*"'
 
 
-def as_spec(value: Any) -> Spec | CompiledGrammar | None:
+def as_spec(value: Any, find: Callable[[str], Any] | None = None) -> Spec | CompiledGrammar | None:
     """What one row may write; None for anything. A compiled grammar is what it is.
+
+    Args:
+        find: the grammar of a name; None: the library's.
 
     Plain types (``int``, ``float``, ``bool``, ``str``, ``date``, ``time``, ``datetime``, ``Literal``, ``Enum``, unions of them)
     are written as outlines writes them, which is as Python does: ``True``, ``None``, ``"text"``. What has a structure is JSON.
@@ -45,7 +49,7 @@ def as_spec(value: Any) -> Spec | CompiledGrammar | None:
     if value is None or isinstance(value, (Spec, CompiledGrammar)):
         return value
     if isinstance(value, str):
-        return _named(value)
+        return (find or of_library)(value)
     if isinstance(value, Path):
         return of_file(value)
     if isinstance(value, re.Pattern):
@@ -70,18 +74,16 @@ def of_file(path: Path) -> Spec:
     return grammar(path)
 
 
-def named(text: str) -> Spec:
-    """A grammar of the library, or the file of that name."""
-    return of_file(Path(text)) if Path(text).is_file() else _named(text)
-
-
-def as_specs(value: Any, prompts: int, per_prompt: int = 1) -> list[Spec | CompiledGrammar | None]:
+def as_specs(
+    value: Any, prompts: int, per_prompt: int = 1, find: Callable[[str], Any] | None = None
+) -> list[Spec | CompiledGrammar | None]:
     """What every row may write.
 
     Args:
         value: what :func:`as_spec` takes, for all rows; or a list or tuple with one for each prompt, None for anything.
         prompts: rows of the input.
         per_prompt: ``num_return_sequences``.
+        find: see :func:`as_spec`.
 
     Returns:
         ``prompts * per_prompt`` entries, those of a prompt side by side, as transformers orders them.
@@ -90,36 +92,46 @@ def as_specs(value: Any, prompts: int, per_prompt: int = 1) -> list[Spec | Compi
         UnknownNameError, GrammarError: as :func:`as_spec`; or a list of another length.
     """
     if not isinstance(value, (list, tuple)):
-        return [as_spec(value)] * (prompts * per_prompt)
+        return [as_spec(value, find)] * (prompts * per_prompt)
     if len(value) != prompts:
         raise GrammarError(
             f"grammar= is a list of {len(value)} for {prompts} prompts: give one for each prompt (None for no grammar), or one "
             "without a list for all of them. decoders.choice([…]) chooses among texts"
         )
-    specs = {id(entry): as_spec(entry) for entry in value}
+    specs = {id(entry): as_spec(entry, find) for entry in value}
     return [specs[id(entry)] for entry in value for _ in range(per_prompt)]
 
 
-def _named(name: str) -> Spec:
+def of_library(name: str) -> Spec:
+    """The grammar of the library called `name`, with or without its suffix.
+
+    Raises:
+        UnknownNameError: there is none.
+    """
     try:
         ready = library.find(name)
     except UnknownNameError as error:
-        hint = (
-            "Other texts: decoders.regex(pattern), decoders.grammar(lark), decoders.json_schema(schema), decoders.choice(list), "
-            "and pathlib.Path(name) for a file."
-        )
-        raise UnknownNameError("grammar", shortened(name), error.choices, hint) from None
+        raise unknown(name, error.choices) from None
     if ready.kind == "json_schema":
         return dataclasses.replace(json_schema(json.loads(ready.text)), label=ready.name)
     kind = Regex if ready.kind == "regex" else Lark
     return kind(ready.text, label=ready.name)
 
 
+def unknown(name: str, choices: Iterable[str]) -> UnknownNameError:
+    """No grammar has that name."""
+    hint = (
+        "Other texts: decoders.regex(pattern), decoders.grammar(lark), decoders.json_schema(schema), decoders.choice(list), "
+        "and pathlib.Path(name) for a file."
+    )
+    return UnknownNameError("grammar", shortened(name), choices, hint)
+
+
 def _of_type(value: Any) -> Spec:
     while (inner := getattr(value, "__supertype__", None) or _aliased(value)) is not None:
         value = inner
     if isinstance(value, type) and value in _READY:
-        return _named(_READY[value])
+        return of_library(_READY[value])
     if (texts := listed(value)) is not None:
         return Choice(tuple(dict.fromkeys(texts)))
     if is_json(value):

@@ -1,4 +1,4 @@
-"""Rows of masks that are written out when they are first asked for."""
+"""Rows of masks that are written out when they are first wanted for."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ class LazyMasks:
         try:
             return [places[number] for number in numbers], rows
         except KeyError:
-            asked = {*numbers}
-        if len(asked) > self.most:
+            wanted = {*numbers}
+        if len(wanted) > self.most:
             return None
         with self._making:
             places, rows = self._held
-            missing = asked - places.keys()
+            missing = wanted - places.keys()
             needed = len(places) + len(missing)
             if needed > len(rows):
                 if needed > self.most:
-                    places, missing = {}, asked
+                    places, missing = {}, wanted
                 places, before = {**places}, rows
                 rows = np.empty((min(2 * needed, self.most), before.shape[1]), before.dtype)
                 rows[: len(places)] = before[: len(places)]

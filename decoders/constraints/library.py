@@ -45,6 +45,12 @@ def names() -> list[str]:
     return sorted(entry.name for entry in _folder().iterdir() if entry.name.endswith(tuple(KINDS)))
 
 
+def plain_names() -> list[str]:
+    """The names that tell one grammar from all others without a suffix, sorted."""
+    stems = [_stem(file) for file in names()]
+    return sorted(stem for stem in set(stems) if stems.count(stem) == 1)
+
+
 def find(name: str) -> Ready:
     """The grammar `name`, with or without its suffix; ``-`` and ``_`` are the same.
 

@@ -82,16 +82,16 @@ def _made(tables: Tables, vocabulary: Vocabulary, device: torch.device) -> Token
 def _walked(tables: Tables, vocabulary: Vocabulary, device: torch.device) -> Iterator[tuple[list[int], Tensor]]:
     """Some tokens at a time, and the states ``[S, tokens]`` that they lead to where they are legal, 0 elsewhere."""
     states = len(tables.next)
-    here = torch.arange(states)
+    every = torch.arange(states)
     # Whatever has the dead state's mask no text comes to, and after a stop token nothing is legal.
-    living = (tables.mask_of != tables.mask_of[0]) & (here != tables.stopped)
+    living = (tables.mask_of != tables.mask_of[0]) & (every != tables.stopped)
     some = np.bitwise_or.reduce(tables.masks[tables.mask_of[living].unique()].numpy(), axis=0, initial=0)
     used = set(unpack(torch.from_numpy(some), len(vocabulary)).nonzero().flatten().tolist())
     stops = [token for token in vocabulary.stops if token in used]
     spelled = sorted(used.difference(stops), key=lambda token: len(vocabulary.tokens[token] or b""))
     # A column of its own for what is behind a token's end: nothing moves.
-    after = torch.cat([tables.next.long()[:, tables.classes], here[:, None]], dim=1).to(device)
-    here, living, masks, mask_of = (t.to(device) for t in (here, living, tables.masks, tables.mask_of))
+    after = torch.cat([tables.next.long()[:, tables.classes], every[:, None]], dim=1).to(device)
+    every, living, masks, mask_of = (t.to(device) for t in (every, living, tables.masks, tables.mask_of))
 
     def legal(tokens: list[int], reached: Tensor) -> Tensor:
         token = torch.tensor(tokens, device=device)
@@ -107,7 +107,7 @@ def _walked(tables: Tables, vocabulary: Vocabulary, device: torch.device) -> Ite
         length = np.array([len(text) for text in texts])
         spelling = np.full((len(texts), length[-1]), 256, np.int16)
         spelling[np.arange(length[-1]) < length[:, None]] = np.frombuffer(b"".join(texts), np.uint8)
-        reached = here[:, None].expand(-1, len(tokens))
+        reached = every[:, None].expand(-1, len(tokens))
         for byte in torch.from_numpy(spelling).to(device).long().T:
             reached = after[reached, byte]
         yield tokens, legal(tokens, reached)

@@ -53,7 +53,7 @@ class _Checker:
             TypeAdapter(readable(self.kind)).validate_json(text)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            path = "$" + "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in first["loc"])
+            path = "$" + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
             why = f"{path}: {first['msg']}"
         except Exception as error:  # a validator may raise anything
             why, path = f"{type(error).__name__}: {error}", "$"

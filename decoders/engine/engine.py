@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, TypeVar
 
@@ -22,6 +23,7 @@ from .capture import recorder_of
 from .core import Core, Passes
 from .draft_core import DraftCore
 from .features import OutputHead, layer_indices
+from .first_layers import first_layers
 from .locks import CallLock
 from .modules import ModuleTwin
 from .packing import FreedParameter, FreedWeights, free_originals, freed_error, restore_originals
@@ -36,6 +38,9 @@ from .twin import WeightState
 KEPT_FUNCTIONS = 64
 #: What strategies, with their settings, keep between calls: so many entries.
 KEPT_MEMORIES = 16
+
+#: What a memory is kept under: the strategy's class, the strategy with its settings, and the name that it gave.
+MemoryKey = tuple[str, str, str]
 
 Compiled = TypeVar("Compiled", compiler.CompiledFunction, WholeStep)
 
@@ -71,11 +76,12 @@ class Engine:
         self.sessions = Sessions(self.target, recorder_of(self.target.device))
         self.forward = ForwardPass(self.target)
         self._watching: dict[tuple[int, ...], ForwardPass] = {}
+        self._cut: dict[int, PreTrainedModel] = {}
         self._modules: weakref.WeakKeyDictionary[nn.Module, ModuleTwin] = weakref.WeakKeyDictionary()
         self._head: OutputHead | None = None
         self.calibration = Calibration(self)
         self._whole: dict[tuple, WholeStep] = {}
-        self._memories: dict[tuple, Any] = {}
+        self._memories: dict[MemoryKey, Any] = {}
         self._functions: dict[Callable, TieredFunction] = {}
         self._freed: FreedWeights | None = None
 
@@ -84,14 +90,14 @@ class Engine:
         if (attention, precision) != (self.attention, self.precision):
             return False
         with self.lock:
-            weights = WeightState.of(model)
-            if not weights.replaces(self.target.weights):
+            weights, ranks = WeightState.of(model), self.target.ranks
+            if ranks.any(not weights.replaces(self.target.weights)):
                 return False
-            if weights.contents != self.target.weights.contents:
+            if ranks.any(weights.contents != self.target.weights.contents):
                 self._forget_compiled()
                 self.sessions.forget_recordings()
             # Pointers are compared first: samples are taken where they point.
-            if weights != self.target.weights or self.target.samples.changed:
+            if ranks.any(weights != self.target.weights or self.target.samples.changed):
                 if [place for place, _ in weights.values] != [place for place, _ in self.target.weights.values]:
                     self.sessions.forget_recordings()
                 self.target.repack(model)
@@ -136,9 +142,29 @@ class Engine:
             self.sessions.forget()
             self.sessions.forget_recordings()  # they write to the memories that are gone
 
+    def memories(self) -> dict[MemoryKey, Any]:
+        """Copies of what strategies keep between calls."""
+        with self.lock:
+            return {key: pickle.loads(pickle.dumps(kept)) for key, kept in self._memories.items()}
+
+    def remember(self, memories: Mapping[MemoryKey, Any]) -> None:
+        """Gives strategies copies of `memories` in the place of what they keep."""
+        with self.lock:
+            for key, kept in memories.items():
+                copied = pickle.loads(pickle.dumps(kept))
+                self._memories.pop(key, None)
+                self._memories[key] = copied.to(self.target.device) if isinstance(copied, Tensor) else copied
+            self._bound_memories()
+            self.sessions.forget_recordings()  # they read and write the memories that were there
+
+    def _bound_memories(self) -> None:
+        while len(self._memories) > KEPT_MEMORIES:  # the least recently used goes
+            del self._memories[next(iter(self._memories))]
+
     def _forget_compiled(self) -> None:
         self.forward.forget()
         self._watching.clear()
+        self._cut.clear()
         self._modules.clear()
         self._head = None
         self._whole.clear()
@@ -158,6 +184,21 @@ class Engine:
             if layers not in self._watching:
                 self._watching[layers] = ForwardPass(self.target.watching(layers))
             return self._watching[layers]
+
+    def first_layers(self, model: PreTrainedModel, count: int) -> PreTrainedModel:
+        """See :attr:`decoders.strategy.Context.first_layers`; made once. model: the one that this engine serves.
+
+        Raises:
+            UnsupportedError, SettingsError: it cannot be left there.
+        """
+        if self.target.recurrent:
+            raise UnsupportedError(
+                f"{type(model).__name__} keeps recurrent states, which a draft would have to take back: it cannot be left early"
+            )
+        with self.lock:
+            if count not in self._cut:
+                self._cut[count] = first_layers(model, count)
+            return self._cut[count]
 
     def core(self, plan: SamplingPlan, passes: ForwardPass | None = None) -> Core:
         passes = passes or self.forward
@@ -185,11 +226,11 @@ class Engine:
 
     def memory(self, strategy: Strategy, name: str, factory: Callable[[], Any]) -> Any:
         """What `strategy` keeps between calls under `name`; see :attr:`decoders.strategy.Context.memory`."""
-        key = type(strategy), repr(strategy), name
+        cls = type(strategy)
+        key = f"{cls.__module__}.{cls.__qualname__}", repr(strategy), name
         kept = self._memories.pop(key) if key in self._memories else factory()
         self._memories[key] = kept
-        if len(self._memories) > KEPT_MEMORIES:  # the least recently used goes
-            del self._memories[next(iter(self._memories))]
+        self._bound_memories()
         return kept
 
     def head(self, hidden: Tensor) -> Tensor:

@@ -81,6 +81,7 @@ class Lane:
             self._begin()
         member = Written(request, empty_report(request, self.engine.target))
         seat = Seat(member, self.admission.place_for(request))
+        seat.turns = min((other.turns for other in self.seats if other.row is None), default=0)
         self.seats.append(seat)
         return member
 
@@ -104,6 +105,8 @@ class Lane:
     def close(self, cause: Exception | None = None) -> None:
         """Frees everything. cause: what has ended the lane; what the strategy's `finish` raises is told with it, or is a warning."""
         with self._running(), self.stack:
+            for seat in self.seats:
+                seat.member.close(cause)
             try:
                 self._finish(cause)
             except Exception as error:
@@ -149,6 +152,7 @@ class Lane:
             return
         for seat in leaving:
             self.seats.remove(seat)
+            seat.member.close()
             if seat.reading is not None:
                 self.pool.texts[seat.place] = self.admission.held(seat)
                 self._clock += 1

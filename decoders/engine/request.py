@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..constraints.base import CompiledGrammar
+from ..observer import Observer
 from ..report import Report
 from ..sampling.processors import SamplingPlan
 from ..strategy import Strategy
@@ -44,6 +45,7 @@ class Request:
         on_step: told the new tokens of every row and which rows have ended, after every step.
         keep_logits: return them per generated token.
         keep_scores: the same, processed.
+        top_logprobs: note the log probability of every token, and of that many likeliest ones; None: of none.
         compile: see :data:`~decoders.engine.tiers.Compile`.
         reuse: whether keys and values of earlier calls may serve.
         memory: whether strategies may keep what they learn between calls.
@@ -56,6 +58,7 @@ class Request:
         assistant_model: for strategies that need one.
         engine_of: the engine of a draft model: a loaded one, or a path; checks that its vocabulary is the target's.
         resolve: makes a strategy from a registry name and settings.
+        observers: are told how it goes.
         cost_folder: keeps measured costs between processes; None keeps them in memory.
     """
 
@@ -74,6 +77,7 @@ class Request:
     on_step: Callable[[list[list[int]], list[bool]], None] | None = None
     keep_logits: bool = False
     keep_scores: bool = False
+    top_logprobs: int | None = None
     compile: Compile = True
     reuse: bool = True
     memory: bool = True
@@ -86,6 +90,7 @@ class Request:
     assistant_model: PreTrainedModel | None = None
     engine_of: Callable[[PreTrainedModel | str], Engine] | None = None
     resolve: Callable[..., Strategy] | None = None
+    observers: tuple[Observer, ...] = ()
     cost_folder: Path | None = None
 
 

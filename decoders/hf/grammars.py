@@ -14,7 +14,7 @@ from ..constraints.coerce import as_specs
 from ..constraints.compiled import compiled
 from ..constraints.vocabulary import Vocabulary
 from ..errors import GrammarError, UnsupportedError
-from ..registry.resolve import resolve_backend
+from ..registry.resolve import resolve_backend, resolve_grammar
 from ..report import GrammarUse
 from ..settings import RuntimeSettings
 
@@ -53,7 +53,7 @@ class Grammars:
         grammars: list[CompiledGrammar | None] = []
         uses: list[GrammarUse | None] = []
         vocabulary: Vocabulary | None = None
-        for wanted in as_specs(asked, rows // per_prompt, per_prompt):
+        for wanted in as_specs(asked, rows // per_prompt, per_prompt, resolve_grammar):
             if wanted is None:
                 grammars.append(None)
                 uses.append(None)

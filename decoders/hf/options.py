@@ -18,7 +18,7 @@ from ..verifiers.verifier import Verifier
 from .arguments import HINTS, TRANSLATED, first_of, hints_of, loop_options, said_in, shown
 
 #: Keywords of ``generate`` that are ours.
-OWN = ("strategy", "strategy_config", "decoders_config", "grammar", "verifier", "seed", "generator")
+OWN = ("strategy", "strategy_config", "decoders_config", "grammar", "verifier", "verifier_config", "seed", "generator")
 #: Those that may stand in a generation config, which takes what JSON can hold.
 _CONFIGURABLE: dict[str, tuple[type, ...]] = {
     "strategy": (str,),
@@ -60,7 +60,7 @@ class Options:
         """
         own = {name: arguments.get(name) for name in OWN}
         others = {name: value for name, value in arguments.items() if name not in OWN}
-        for name in ("strategy_config", "decoders_config"):
+        for name in ("strategy_config", "decoders_config", "verifier_config"):
             _check_mapping(name, own[name])
         given = others.get("generation_config")
         if not isinstance(given, (GenerationConfig, type(None))):
@@ -93,7 +93,7 @@ class Options:
                 with_hints(chosen, own["strategy_config"], hints_of(others)),
                 with_hints(chosen, configured["strategy_config"] if same else None, hints_of(in_configs)),
             ),
-            verifier=resolve_verifier(own["verifier"] or runtime.verifier),
+            verifier=resolve_verifier(own["verifier"] or runtime.verifier, own["verifier_config"]),
             runtime=runtime,
             grammar=own["grammar"] if own["grammar"] is not None else configured["grammar"],
             seed=own["seed"],

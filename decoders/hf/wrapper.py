@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
 from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..engine.engine import Engine
+from ..engine.engine import Engine, MemoryKey
 from ..engine.fitness import refuse_unfit
 from ..engine.locks import CallLock
 from ..engine.quantization import Precision
@@ -34,6 +35,7 @@ class Generate:
     ) -> None:
         self.model, self.tokenizer, self.previous, self.wrapper = model, tokenizer, previous, wrapper
         self._engine: Engine | None = None
+        self._remembered: dict[MemoryKey, Any] = {}
         self._lock = CallLock()
         self._assistants = Assistants()
 
@@ -75,6 +77,9 @@ class Generate:
                 self._drop()
             if self._engine is None:
                 self._engine = Engine(self.model, attention, self._lock, precision)
+            if self._remembered:
+                self._engine.remember(self._remembered)
+                self._remembered = {}
             self._engine.settle_originals(self.model, "packed" if weights == "packed" else "keep")
             return self._engine
 
@@ -89,7 +94,22 @@ class Generate:
         with self._lock:
             if self._engine is not None:
                 self._engine.forget()
+            self._remembered = {}
             self._assistants.forget()
+
+    def memories(self) -> dict[MemoryKey, Any]:
+        """See :func:`decoders.memories`."""
+        with self._lock:
+            kept = self._engine.memories() if self._engine is not None else {}
+            return kept | self._remembered
+
+    def remember(self, memories: Mapping[MemoryKey, Any]) -> None:
+        """See :func:`decoders.remember`. Kept until there is an engine, which packs the weights."""
+        with self._lock:
+            if self._engine is not None:
+                self._engine.remember(memories)
+            else:
+                self._remembered |= memories
 
     def _drop(self) -> None:
         if self._engine is not None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
 from .. import constraints, strategies, verifiers
+from ..constraints import coerce, library
 from ..constraints.base import Backend
 from ..hookspecs import hookimpl
 from ..strategy import Strategy
@@ -22,3 +27,8 @@ def decoders_verifiers() -> tuple[type[Verifier], ...]:
 @hookimpl
 def decoders_grammar_backends() -> tuple[type[Backend], ...]:
     return constraints.BUILT_IN
+
+
+@hookimpl
+def decoders_grammars() -> Mapping[str, Callable[[], Any]]:
+    return {name: partial(coerce.of_library, name) for name in library.plain_names()}

@@ -5,12 +5,15 @@ from __future__ import annotations
 import inspect
 import re
 from abc import ABC
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from ..constraints.base import Backend
+from ..constraints.base import Backend, CompiledGrammar
+from ..constraints.specs import Spec
 from ..errors import PluginError
+from ..observer import Observer
 from ..settings import Settings
 from ..strategy import Strategy
 from ..verifiers.verifier import Verifier
@@ -64,11 +67,31 @@ class Kind(Generic[Provided]):
             raise PluginError(f"{shown} is not a subclass of decoders.{self.base.__name__}")
         if inspect.isabstract(cls):
             raise PluginError(f"{shown} does not implement: {', '.join(sorted(cls.__abstractmethods__))}")
-        name = getattr(cls, "name", None)
-        if not isinstance(name, str) or not re.fullmatch("[a-z][a-z0-9]*(_[a-z0-9]+)*", name):
-            raise PluginError(f"{shown}.name must be a snake_case string, not {name!r}")
+        name = _snake_case(getattr(cls, "name", None), f"{shown}.name")
         self.check_more(cls, shown)
         return name
+
+
+class GrammarKind(Kind[Any]):
+    """Grammars: objects in the place of classes, given by name."""
+
+    def collect(self, provided: Any) -> dict[str, Any]:
+        if not isinstance(provided, Mapping):
+            raise PluginError(f"{self.hook} must return a dict of grammars by name, not {type(provided).__name__}")
+        for name, value in provided.items():
+            _snake_case(name, "a grammar's name")
+            given = isinstance(value, (Spec, CompiledGrammar, Mapping, Path, re.Pattern))
+            if not given and not callable(value):  # types are callable, and made sense of on first use
+                raise PluginError(
+                    f"grammar {name!r} is {type(value).__name__}: what grammar= takes, or a function that makes it"
+                )
+        return dict(provided)
+
+
+def _snake_case(name: object, what: str) -> str:
+    if not isinstance(name, str) or not re.fullmatch("[a-z][a-z0-9]*(_[a-z0-9]+)*", name):
+        raise PluginError(f"{what} must be a snake_case string, not {name!r}")
+    return name
 
 
 def _check_settings(cls: type[Strategy], shown: str) -> None:
@@ -81,12 +104,14 @@ def _check_made_by_name(cls: type[ABC], shown: str) -> None:
     try:
         inspect.signature(cls).bind()
     except TypeError as error:
-        noun = "verifier" if issubclass(cls, Verifier) else "grammar backend"
-        raise PluginError(f"{shown} must be made without arguments, a {noun} has no settings: {error}") from error
+        raise PluginError(f"{shown} must be made without arguments: {error}") from error
 
 
 STRATEGY = Kind("strategy", "strategies", Strategy, "decoders_strategies", _check_settings)  # type: ignore[type-abstract]
 VERIFIER = Kind("verifier", "verifiers", Verifier, "decoders_verifiers", _check_made_by_name)  # type: ignore[type-abstract]
 BACKEND = Kind("grammar backend", "grammar backends", Backend, "decoders_grammar_backends", _check_made_by_name)  # type: ignore[type-abstract]
 
-KINDS: tuple[Kind[Any], ...] = (STRATEGY, VERIFIER, BACKEND)
+GRAMMAR = GrammarKind("grammar", "grammars", ABC, "decoders_grammars", lambda cls, shown: None)
+OBSERVER = Kind("observer", "observers", Observer, "decoders_observers", _check_made_by_name)
+
+KINDS: tuple[Kind[Any], ...] = (STRATEGY, VERIFIER, BACKEND, GRAMMAR, OBSERVER)

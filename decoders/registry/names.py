@@ -27,7 +27,7 @@ class PluginInfo:
         name: entry-point name.
         version, provider: of the distribution it comes with.
         hooks: hooks it implements.
-        strategies, verifiers, grammar_backends: names it claims, usable or not.
+        strategies, verifiers, grammar_backends, grammars, observers: names it claims, usable or not.
         status: "loaded", "blocked" (by a list), "failed" (nothing of it is used), "conflict" (a name is also claimed by
             another plugin; its other names are usable).
         error: why it is not simply loaded.
@@ -40,6 +40,8 @@ class PluginInfo:
     strategies: tuple[str, ...] = ()
     verifiers: tuple[str, ...] = ()
     grammar_backends: tuple[str, ...] = ()
+    grammars: tuple[str, ...] = ()
+    observers: tuple[str, ...] = ()
     status: Status = "loaded"
     error: str | None = None
 
@@ -54,7 +56,7 @@ class PluginInfo:
 
 @dataclass(frozen=True)
 class Entry(Generic[Provided]):
-    """A usable strategy, verifier or grammar backend: its registry name, its class, and the distribution and version of it."""
+    """What is usable under a name: its class (of a grammar what the plugin gave), and the distribution and version of it."""
 
     name: str
     cls: type[Provided]

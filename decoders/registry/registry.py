@@ -19,10 +19,11 @@ from .. import __version__, hookspecs
 from ..constraints.base import Backend
 from ..errors import PluginError, UnknownNameError, suggest
 from ..hookspecs import PROJECT
+from ..observer import Observer
 from ..strategy import Strategy
 from ..verifiers.verifier import Verifier
 from . import builtin
-from .kinds import BACKEND, KINDS, STRATEGY, VERIFIER, Kind, Provided
+from .kinds import BACKEND, GRAMMAR, KINDS, OBSERVER, STRATEGY, VERIFIER, Kind, Provided
 from .names import BUILTIN, DISTRIBUTION, THIS_PROCESS, Entry, Names, PluginInfo, canonical, settle
 
 
@@ -39,6 +40,8 @@ class Registry:
         self._plugins: dict[str, PluginInfo] = {}  # by key, in order of loading
         self._classes: dict[str, dict[Kind[Any], dict[str, type]]] = {}  # by key of those that are used, kind and name
         self._names: dict[Kind[Any], Names[Any]] = {}
+        self._observers: dict[type[Observer], Observer] = {}
+        self._listening: tuple[Observer, ...] = ()
         self._load()
 
     def strategies(self) -> dict[str, Entry[Strategy]]:
@@ -79,6 +82,27 @@ class Registry:
             UnknownNameError: nobody does.
         """
         return self._find(BACKEND, name)
+
+    def grammars(self) -> dict[str, Entry[Any]]:
+        """Every grammar that has a name: the library's first, then by provider."""
+        return dict(self._names[GRAMMAR].usable)
+
+    def grammar(self, name: str) -> Any:
+        """What a plugin gave as the grammar `name`, found as :meth:`strategy` finds its own.
+
+        Raises:
+            PluginError: several plugins claim the name.
+            UnknownNameError: nobody does.
+        """
+        return self._find(GRAMMAR, name)
+
+    def observers(self) -> dict[str, Entry[Observer]]:
+        """Every observer by name."""
+        return dict(self._names[OBSERVER].usable)
+
+    def listening(self) -> tuple[Observer, ...]:
+        """The observers themselves, each made once."""
+        return self._listening
 
     def _find(self, kind: Kind[Provided], name: str) -> type[Provided]:
         try:
@@ -181,11 +205,12 @@ class Registry:
         for kind in KINDS:
             answers = getattr(trial.hook, kind.hook)()  # one, or none from a plugin without that hook
             classes[kind] = kind.collect(answers[0]) if answers else {}
+        self._observers |= {cls: cls() for cls in classes[OBSERVER].values()}
         self.manager.register(plugin, info.key)
         self._classes[info.key] = classes
         self._plugins[info.key] = replace(
             info, hooks=hooks, strategies=tuple(classes[STRATEGY]), verifiers=tuple(classes[VERIFIER]),
-            grammar_backends=tuple(classes[BACKEND]),
+            grammar_backends=tuple(classes[BACKEND]), grammars=tuple(classes[GRAMMAR]), observers=tuple(classes[OBSERVER]),
         )  # fmt: skip
 
     def _settle(self) -> None:
@@ -197,6 +222,7 @@ class Registry:
         for key in self._classes:
             problem = " ".join(message for kind in KINDS for message in names[kind].lost.get(key, ())) or None
             self._plugins[key] = replace(self._plugins[key], status="conflict" if problem else "loaded", error=problem)
+        self._listening = tuple(self._observers[entry.cls] for entry in names[OBSERVER].usable.values())
         self._names = names  # readers take no lock: replaced as a whole
 
 

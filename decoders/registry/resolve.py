@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
 
-from ..constraints.base import Backend
-from ..errors import SettingsError, UnsupportedError
+from ..constraints import coerce
+from ..constraints.base import Backend, CompiledGrammar
+from ..constraints.specs import Spec
+from ..errors import SettingsError, UnknownNameError, UnsupportedError
 from ..settings import Settings, load_settings
 from ..strategies.merged import Merged, MergedSettings
 from ..strategy import Strategy
 from ..verifiers.verifier import Verifier
+from .names import canonical
 from .registry import registry
 
 
@@ -93,8 +98,8 @@ def with_hints(chosen: Any, config: Mapping[str, Any] | None, hints: Mapping[str
     return settings
 
 
-def resolve_verifier(chosen: Any) -> Verifier:
-    """A verifier object from what the user wrote: a name, a class or an object.
+def resolve_verifier(chosen: Any, config: Mapping[str, Any] | None = None) -> Verifier:
+    """A verifier object from what the user wrote: a name, a class or an object. config: its settings.
 
     Raises:
         UnknownNameError, SettingsError, PluginError.
@@ -102,7 +107,11 @@ def resolve_verifier(chosen: Any) -> Verifier:
     if isinstance(chosen, str):
         chosen = registry().verifier(chosen)
     if inspect.isclass(chosen) and issubclass(chosen, Verifier):
-        chosen = chosen()
+        if config and not chosen.settings_class.model_fields:
+            raise SettingsError(f"verifier {chosen.name!r} has no settings: leave verifier_config out")
+        return chosen(chosen.settings_class.parse(dict(config))) if config else chosen()
+    if config and isinstance(chosen, Verifier):
+        raise SettingsError("verifier_config given beside a verifier object, which already holds its settings")
     if not isinstance(chosen, Verifier):
         raise SettingsError(f"verifier must be a name, a Verifier class or a Verifier, not {type(chosen).__name__}")
     return chosen
@@ -121,6 +130,34 @@ def resolve_backend(chosen: Any) -> Backend:
     if not isinstance(chosen, Backend):
         raise SettingsError(f"backend must be a name, a Backend class or a Backend, not {type(chosen).__name__}")
     return chosen
+
+
+def resolve_grammar(name: str) -> Spec | CompiledGrammar:
+    """The grammar called `name`: of the library, or of a plugin.
+
+    Raises:
+        UnknownNameError: nobody has one. PluginError: several plugins claim the name.
+        GrammarError: what the plugin gave is no grammar.
+    """
+    try:
+        value = registry().grammar(name)
+    except UnknownNameError as error:
+        try:
+            return coerce.of_library(name)  # with a suffix
+        except UnknownNameError:
+            raise coerce.unknown(name, error.choices) from None
+    if inspect.isfunction(value) or (not isinstance(value, type) and callable(value)):
+        value = value()
+    grammar = coerce.as_spec(value, resolve_grammar)
+    if isinstance(grammar, Spec) and getattr(grammar, "label", canonical(name)) is None:
+        grammar = dataclasses.replace(grammar, label=canonical(name))
+    assert grammar is not None
+    return grammar
+
+
+def grammar_or_file(text: str) -> Spec | CompiledGrammar:
+    """The grammar in the file `text`, or else that of this name."""
+    return coerce.of_file(Path(text)) if Path(text).is_file() else resolve_grammar(text)
 
 
 def _settings_of(

@@ -88,14 +88,14 @@ class Normal(Emptiness):
     def blamed(self, node: Node, problem: GrammarError) -> GrammarError:
         """`problem` of writing `node`, with the place of its keyword; that of the node if it has none."""
         seen, walk, nearest = {node}, [node], None
-        for at in walk:
-            term = self.nodes.terms[at]
+        for visited in walk:
+            term = self.nodes.terms[visited]
             if term[0] == "schema":
                 path = term[1].path
                 if problem.keyword in term[1].schema:
                     return GrammarError(f"{path}: {problem.keyword}: {problem}", problem.keyword, path)
                 nearest = nearest or path
-            parts = {*self.within.get(at, ()), *(term[1] if term[0] in ("all", "any") else [])}
+            parts = {*self.within.get(visited, ()), *(term[1] if term[0] in ("all", "any") else [])}
             walk += sorted(parts - seen)
             seen |= parts
         return problem if nearest is None else GrammarError(f"{nearest}: {problem}", problem.keyword, nearest)

@@ -89,6 +89,9 @@ class Merged(Strategy):
     def layers_for(self, config: Any, count: int) -> tuple[int, ...]:
         return union(part.layers_for(config, count) for part in self.parts)
 
+    def settings_in_force(self) -> dict[str, Any]:
+        return {part.name: part.settings_in_force() for part in self.parts} | {Merged.name: super().settings_in_force()}
+
     def start(self, context: Context) -> MergedState:
         config, count = context.model.config, context.decoder_layers
         layers = tuple(part.layers_for(config, count) for part in self.parts)

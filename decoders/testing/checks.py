@@ -191,7 +191,7 @@ def check_finished_rows_idle(strategy: Strategy, conditions: Conditions = Condit
         with conditions.enabled(name) as model:
             plain = reference(model, inputs, max_new_tokens=conditions.new_tokens).sequences
             start = inputs["input_ids"].shape[1]
-            stops = [int(plain[row, start + 3 + 6 * row]) for row in range(3)]
+            stops = [int(plain[row, start + 3 + 5 * row]) for row in range(3)]
             expected = reference(model, inputs, max_new_tokens=conditions.new_tokens, eos_token_id=stops)
             out = run(model, name, strategy, inputs, conditions, eos_token_id=stops)
             assert_same_tokens(model, inputs, expected.sequences, out.sequences, "rows that end at different times")

@@ -20,7 +20,7 @@ from .models import VOCAB, tiny_draft, tiny_model
 from .toy_grammar import TokenAutomaton
 
 #: Tokens of each call, and of each call of a thorough run.
-NEW_TOKENS, MANY_TOKENS = 20, 32
+NEW_TOKENS, MANY_TOKENS = 16, 32
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
+from ..settings import Settings
 from .verifier import Block, Outcomes, Verifier
+
+
+class TypicalSettings(Settings):
+    """What counts as plausible."""
+
+    epsilon: float = Field(
+        0.09, gt=0, le=1, description="ε, the probability that always suffices. Larger: fewer draft tokens are kept."
+    )
+    delta: float = Field(
+        0.3, gt=0, description="δ, scale of the threshold exp(-entropy) where the target's distribution is spread out."
+    )
 
 
 class TypicalAcceptance(Verifier):
@@ -18,9 +31,6 @@ class TypicalAcceptance(Verifier):
     the output is *not* distributed as the target's.
 
     In greedy decoding p has all its mass on one token, and this is the exact rule; the report says lossy all the same.
-
-    Class attributes:
-        epsilon: ε, least probability that always suffices. delta: δ, scale of the threshold where p is spread out.
     """
 
     name = "typical"
@@ -28,14 +38,13 @@ class TypicalAcceptance(Verifier):
         "LOSSY: keeps every draft token that the target finds plausible; more tokens per step, another distribution"
     )
     exact = False
-    epsilon = 0.09
-    delta = 0.3
+    settings_class = TypicalSettings
 
     def outcomes(self, block: Block) -> Outcomes:
         p, tree = block.target, block.tree
         index = torch.arange(block.nodes.shape[1], device=p.device)
         root = index == 0
-        threshold = (self.delta * torch.exp(-entropy(p))).clamp(max=self.epsilon)  # [B, N]
+        threshold = (self.settings.delta * torch.exp(-entropy(p))).clamp(max=self.settings.epsilon)  # [B, N]
         tokens = block.nodes.clamp(min=0)
         # p of every node's token, given its parent: where it stands in the flattened target.
         probability = p.flatten(1).gather(1, tree.parents * p.shape[2] + tokens)

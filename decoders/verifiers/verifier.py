@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..deprecated import renamed
+from ..settings import Settings
 from ..tree import TreeTensors
 
 
@@ -99,9 +100,13 @@ class Outcomes:
 
 
 class Verifier(ABC):
-    """Base class of all verifiers. Instances hold nothing.
+    """Base class of all verifiers. Instances hold settings only.
+
+    Args:
+        settings: an instance of the class's `settings_class`; or its values as keywords.
 
     Class attributes:
+        settings_class: pydantic model of the settings, which ``verifier_config={…}`` fills.
         name: registry name, ``snake_case``.
         summary: one line for listings.
         exact: the tokens that come out follow the target's distribution. A lossy rule is marked in every report.
@@ -115,6 +120,16 @@ class Verifier(ABC):
     exact: ClassVar[bool] = True
     trees: ClassVar[bool] = True
     coupled: ClassVar[bool] = False
+    settings_class: ClassVar[type[Settings]] = Settings
+
+    def __init__(self, settings: Settings | None = None, /, **values: Any) -> None:
+        if settings is not None and values:
+            raise TypeError("give either a settings object or keyword settings, not both")
+        if settings is not None and not isinstance(settings, self.settings_class):
+            raise TypeError(
+                f"{type(self).__name__} takes {self.settings_class.__name__}, not {type(settings).__name__}"
+            )
+        self.settings: Any = settings if settings is not None else self.settings_class.parse(values)
 
     @abstractmethod
     def outcomes(self, block: Block) -> Outcomes:
@@ -125,7 +140,8 @@ class Verifier(ABC):
         """
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
+        shown = ", ".join(f"{name}={value!r}" for name, value in self.settings.model_dump().items())
+        return f"{type(self).__name__}({shown})"
 
 
 def normalised(mass: Tensor, otherwise: Tensor | float) -> Tensor:

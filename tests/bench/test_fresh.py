@@ -113,7 +113,7 @@ def test_tables_name_subject_dtype_way_and_length(small: str) -> None:
 
 
 def test_a_process_that_dies_says_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "MODULE", "decoders.bench.no_such_module")
+    monkeypatch.setattr(processes, "MODULE", "no_such_module")
     assert "no_such_module" in processes.in_new_process(job())["error"]
 
 

@@ -13,7 +13,8 @@ import torch
 
 from decoders import bench
 from decoders.bench.capacity import check_capacity
-from decoders.bench.interleave import Check, Competitor, first_token, written
+from decoders.bench.measurements import Check, Competitor
+from decoders.bench.streams import first_token, written
 from decoders.bench.tables import noise
 from decoders.errors import SettingsError, UnknownNameError
 from decoders.report import Report, Timings
@@ -65,6 +66,29 @@ def test_rounds_are_interleaved(methods: list[Any], tokenizer: Any) -> None:
     assert {e.method.name: [s.position for s in e.samples] for e in entries} == {
         "transformers": [0, 2, 1], "autoregressive": [1, 0, 2], "prompt_lookup": [2, 1, 0]
     }  # fmt: skip
+
+
+def test_an_interrupted_run_keeps_the_prompts_that_everyone_has_decoded(methods: list[Any], tokenizer: Any) -> None:
+    class Impatient(Clock):
+        def __call__(self, method: Any, workload: Any, *rest: Any) -> bench.TimedCall:
+            # Two warm-up calls and two checks of each of three methods; then the second prompt's first call.
+            if len(self.ran) == 15:
+                raise KeyboardInterrupt
+            return super().__call__(method, workload, *rest)
+
+    workloads = bench.workloads(tokenizer, TEXTS[:2])
+    clock = Impatient({c.name: [1.0] for c in methods})
+    with pytest.raises(bench.Interrupted) as stopped:
+        bench.measure(methods, workloads, new_tokens=5, repeats=3, decode=clock, first_tokens=False)
+    entries = stopped.value.entries
+    assert [[s.workload for s in e.samples] for e in entries] == [[workloads[0].name]] * 3
+    assert {record.kind for record in bench.summarise(entries)} == {workloads[0].kind}
+
+    clock = Impatient({c.name: [1.0] for c in methods})
+    clock.ran += ["earlier"] * 6
+    with pytest.raises(KeyboardInterrupt) as nothing:
+        bench.measure(methods, workloads, new_tokens=5, repeats=3, decode=clock, first_tokens=False)
+    assert not isinstance(nothing.value, bench.Interrupted)
 
 
 def test_median_spread_and_ratio_follow_the_clock(methods: list[Any], tokenizer: Any) -> None:

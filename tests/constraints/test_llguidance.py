@@ -276,6 +276,12 @@ def test_too_long_a_text_names_the_limit(vocabulary: Vocabulary) -> None:
 
 
 def test_the_contract_is_kept() -> None:
+    """The stricter policy; its masks are those of the other one with tokens taken out."""
+    check_backend(LLGuidance, policies=("canonical",))
+
+
+@pytest.mark.slow
+def test_the_contract_is_kept_under_both_policies() -> None:
     check_backend(LLGuidance)
 
 

@@ -81,7 +81,7 @@ def test_interpreter_switches_threads_often_while_compiling_and_as_before_afterw
     assert sys.getswitchinterval() == pytest.approx(usual)
 
 
-@pytest.mark.parametrize("work", ["time.sleep(600)", "spin()"])
+@pytest.mark.parametrize("work", [pytest.param("time.sleep(600)", marks=pytest.mark.slow), "spin()"])
 def test_process_ends_while_compiling(work):
     script = f"""
 import time, sys, torch

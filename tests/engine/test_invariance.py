@@ -126,7 +126,9 @@ def write(model: PreTrainedModel, inputs: dict[str, Any], strategy: str, **optio
     return model.generate(**inputs, **options, strategy=strategy).tolist()
 
 
-@pytest.mark.parametrize(("design", "rows"), [*((design, 1) for design in DESIGNS), ("llama", 3), ("gemma3", 3)])
+@pytest.mark.parametrize(
+    ("design", "rows"), [*((design, 1) for design in DESIGNS if design != "gemma3"), ("gemma3", 3)]
+)
 def test_strategies_write_the_tokens_of_plain_decoding_in_bfloat16(design: str, rows: int) -> None:
     model, draft = decoders.enable(tiny_model(design).bfloat16()), tiny_draft(design).bfloat16()
     inputs = prompts(rows, length=30)

@@ -35,6 +35,7 @@ def write(model: PreTrainedModel, settings: dict[str, Any], strategy: str = "aut
     return decode(model, prompts(2, length=30), strategy=strategy, **options)
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "settings", [{"weights": "int8"}, {"weights": "int4", "kv_cache": "int8"}], ids=["int8", "int4 and cache"]

@@ -20,7 +20,7 @@ from decoders.strategies import Autoregressive, Lookahead, PromptLookup
 from decoders.strategy import Strategy
 from decoders.testing import ARCHITECTURES, UNSUPPORTED, Replay, assert_same_tokens, decode, prompts, tiny_model
 
-NEW = 36
+NEW = 30
 EAGER = {"compile": False, "prefill_chunk": 8}
 COMPILED = {"compile": True, "prefill_chunk": 8}
 #: The most awkward one: windows, experts and sinks. The plainest is compiled in tests/generate.
@@ -83,7 +83,9 @@ def greedy_cases() -> Iterator[Any]:
 def sampled_cases() -> Iterator[Any]:
     kinds = [k for k in DRAFTERS if k.endswith("branches") or k == "lookahead"]
     for name, kind in itertools.product(ARCHITECTURES, kinds):
-        quick = name in REPRESENTATIVE or kind == kinds[turn(name, len(kinds))]
+        # What is drawn depends on the design through its logits alone, which the greedy calls compare.
+        other = list(ARCHITECTURES).index(name) % 2 == 0 and kind == kinds[turn(name, len(kinds))]
+        quick = name in REPRESENTATIVE or other
         yield pytest.param(name, kind, id=f"{name}-{kind}", marks=() if quick else pytest.mark.slow)
 
 

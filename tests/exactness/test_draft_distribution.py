@@ -1,7 +1,7 @@
 """Draft models under every verifier: what comes out follows the target's distribution, not the draft's.
 
 The draft is a model of other weights, so that draft tokens are often wrong and a rule that lets the draft's taste through
-shows. Chi-square on the first, the second and the third token, 3000 rows of a model with twelve tokens.
+shows. Chi-square on the first, the second and the third token, 1500 rows of a model with twelve tokens; in the slow run 6000.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from decoders.strategy import Strategy
 from decoders.testing import decode, prompts, tiny_draft, tiny_model
 
 VOCAB = 12
-ROWS = 3000
+ROWS, MANY = 1500, 6000
 PROMPT = torch.tensor([[3, 5, 7, 3, 5]])
 OPTIONS = dict(temperature=1.3, top_k=8, top_p=0.9)
 EAGER = {"compile": False}
@@ -113,8 +113,9 @@ def draw(
 
 
 @pytest.mark.parametrize("verifier, kind", CASES)
-def test_three_tokens_follow_the_target(model, draft, verifier, kind):
-    out = draw(model, (CHAINS | TREES)[kind], verifier, draft)
+@pytest.mark.parametrize("rows", [ROWS, pytest.param(MANY, marks=pytest.mark.slow)])
+def test_three_tokens_follow_the_target(model, draft, verifier, kind, rows):
+    out = draw(model, (CHAINS | TREES)[kind], verifier, draft, num_return_sequences=rows)
     first, second, third = out.sequences[:, PROMPT.shape[1] :].T
     joint = joint_of_three()
     assert_follows(first, joint.sum((1, 2)), "first token")
@@ -127,7 +128,14 @@ def test_three_tokens_follow_the_target(model, draft, verifier, kind):
     assert 0 < report.accepted < report.drafted
 
 
-@pytest.mark.parametrize("kind", [k for k in (*CHAINS, *TREES) if not k.startswith("prompt")])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind in ("chain", "static tree") else pytest.mark.slow)
+        for kind in (*CHAINS, *TREES)
+        if not kind.startswith("prompt")
+    ],
+)
 def test_the_tests_would_notice_the_drafts_own_distribution(draft, kind):
     """What the draft would draw is far from the target: the same test fails on it."""
     own = decoders.enable(small(1))
@@ -141,7 +149,7 @@ def test_a_draft_equal_to_the_target_is_accepted_whole(model, kind):
     for verifier in ("rejection", "block", "tree_rejection"):
         if verifier != "tree_rejection" and kind in TREES:
             continue
-        report = draw(model, (CHAINS | TREES)[kind], verifier, model).report
+        report = draw(model, (CHAINS | TREES)[kind], verifier, model, num_return_sequences=400).report
         if kind == "chain":
             assert report.acceptance_rate == 1
         if kind != "staged chain":
@@ -175,11 +183,11 @@ def test_the_same_seed_gives_the_same_tokens_and_another_does_not(model, draft, 
 )
 def test_greedy_tokens_are_the_same_under_every_verifier(verifier, rows):
     target, near = decoders.enable(tiny_model("llama")), tiny_draft("llama")
-    expected = decode(target, prompts(rows), max_new_tokens=20).sequences
+    expected = decode(target, prompts(rows), max_new_tokens=14).sequences
     for strategy in (*CHAINS.values(), *TREES.values(), Speculative(tree="dynamic")):
         assistant = {"assistant_model": near} if strategy.needs_assistant else {}
         out = decode(
-            target, prompts(rows), strategy, verifier=verifier, max_new_tokens=20, decoders_config=EAGER, **assistant
+            target, prompts(rows), strategy, verifier=verifier, max_new_tokens=14, decoders_config=EAGER, **assistant
         )
         assert torch.equal(out.sequences, expected), repr(strategy)
         assert out.report.verifier == verifier and out.report.exact

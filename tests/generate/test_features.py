@@ -275,8 +275,16 @@ class WithModule(Reader):
         state.branches.append(state.passes(base, given[:, 3:], given[:, 3:], tree=tree))
 
 
-@pytest.mark.parametrize("compile", [False, True])
-def test_a_module_gets_a_slot_cache_and_tree_masks(llama, compile: bool) -> None:
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # the compiler's own
+def test_a_compiled_module_gets_a_slot_cache_and_tree_masks(llama, traced_or_compiled: str) -> None:
+    check_slot_cache_and_tree_masks(llama, compile=True)
+
+
+def test_a_module_gets_a_slot_cache_and_tree_masks(llama) -> None:
+    check_slot_cache_and_tree_masks(llama, compile=False)
+
+
+def check_slot_cache_and_tree_masks(llama, compile: bool) -> None:
     torch.manual_seed(0)
     plain = WithModule.module = Layered(llama.config.hidden_size).eval()
     nodes = WithModule.nodes = torch.randn(1, 5, llama.config.hidden_size)

@@ -128,6 +128,7 @@ def freed(request: pytest.FixtureRequest) -> PreTrainedModel:
     return model
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("strategy", ["autoregressive", "prompt_lookup", "ngram", "lookahead", "ngram+prompt_lookup"])
 def test_strategies_decode_without_the_dense_weights(freed: PreTrainedModel, strategy: str) -> None:
     engine = engine_of(freed)
@@ -270,6 +271,7 @@ def test_calls_under_autocast_decode_in_the_models_own_precision(fresh: PreTrain
 # --- writes that PyTorch does not count -------------------------------------------------------------------------------
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize(
     "write",
     [

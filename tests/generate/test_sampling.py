@@ -77,12 +77,8 @@ def test_every_strategy_draws_the_same_tokens(llama: PreTrainedModel, name: str)
     expected = draw(llama, inputs, "autoregressive", **WARPERS[name]).sequences
     rows = [r[m.bool()].tolist() for r, m in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)]
     texts = tuple(tuple(p + new) for p, new in zip(rows, expected[:, 24:].tolist(), strict=True))
-    for strategy in (
-        "prompt_lookup",
-        "prompt_lookup+autoregressive",
-        Replay(texts=texts),
-        Replay(texts=texts, branches=3),
-    ):
+    # A chain and a tree that are often right; which strategy proposes them makes no difference.
+    for strategy in ("prompt_lookup", Replay(texts=texts, branches=3)):
         out = draw(llama, inputs, strategy, **WARPERS[name])
         assert torch.equal(out.sequences, expected)
     assert out.report.mean_accepted_length > 1.5, "proposals were accepted"

@@ -112,7 +112,7 @@ def fail_to_import() -> object:
 def test_built_ins_come_through_the_same_hook() -> None:
     info = registry().plugins()[0]
     assert (info.name, info.provider, info.status) == ("builtin", "hf-decoders", "loaded")
-    assert info.hooks == ("decoders_grammar_backends", "decoders_strategies", "decoders_verifiers")
+    assert info.hooks == ("decoders_grammar_backends", "decoders_grammars", "decoders_strategies", "decoders_verifiers")
     assert "autoregressive" in info.strategies
     assert "coupled" in info.verifiers
     assert "llguidance" in info.grammar_backends
@@ -150,7 +150,7 @@ class WithSettings(Backend):
 
 
 @pytest.mark.parametrize(
-    ("cls", "why"), [(WithSettings, "a grammar backend has no settings"), (PromptLookup, "not a subclass")]
+    ("cls", "why"), [(WithSettings, "must be made without arguments"), (PromptLookup, "not a subclass")]
 )
 def test_what_is_no_grammar_backend_is_refused(cls: type, why: str) -> None:
     with pytest.raises(PluginError, match=why):

@@ -12,6 +12,7 @@ from tokenizers import decoders as token_decoders
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import decoders
+from decoders.testing import reference
 from decoders.testing.models import ARCHITECTURES, Architecture
 
 EAGER = {"compile": False}
@@ -66,7 +67,8 @@ def prompt(seed: int, length: int) -> list[int]:
 def alone(model: PreTrainedModel, ids: list[int], **arguments: Any) -> list[int]:
     """What a call of its own writes."""
     arguments = {"strategy": "autoregressive", "pad_token_id": 0, "decoders_config": EAGER} | arguments
-    return model.generate(torch.tensor([ids]), **arguments)[0, len(ids) :].tolist()
+    inputs = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.int64)}
+    return reference(model, inputs, **arguments).sequences[0, len(ids) :].tolist()
 
 
 @pytest.fixture

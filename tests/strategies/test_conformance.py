@@ -21,11 +21,11 @@ from decoders.tree import Topology, TreeTensors
 
 from .conftest import of_variants
 
-#: Medusa and MTP need heads and layers, and are tested with some in files of their own.
+#: Medusa, MTP, EAGLE-3 and DFlash need heads, layers and networks, and are tested with some in files of their own.
 BUILT_IN = [
     e.cls
     for e in registry().strategies().values()
-    if e.provider == "hf-decoders" and e.name not in ("medusa", "mtp", "eagle3")
+    if e.provider == "hf-decoders" and e.name not in ("medusa", "mtp", "eagle3", "dflash")
 ]
 
 
@@ -235,8 +235,9 @@ def test_lossy_strategy_is_not_asked_for_equality():
 
 
 def test_models_of_ones_own_are_left_as_they_were():
-    model = tiny_model("qwen3")
-    check_strategy(Good, models=[model])
+    model, by_name = tiny_model("qwen3"), {c.__name__: c for c in CHECKS}
+    for name in ("check_drafts", "check_copies", "check_report", "check_rows_come_and_go"):
+        by_name[name](Good(), Conditions(models=(model,)))
     assert "generate" not in vars(model)
 
 

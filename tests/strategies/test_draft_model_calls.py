@@ -39,9 +39,9 @@ KINDS: dict[str, Strategy] = {
 
 
 def every_kind(turn: int) -> pytest.MarkDecorator:
-    """All kinds, every third of them in the quick run: tests take turns."""
+    """All kinds, two or three of them in the quick run: tests take turns."""
     cases = [
-        pytest.param(strategy, id=kind, marks=() if (place + turn) % 3 == 0 else pytest.mark.slow)
+        pytest.param(strategy, id=kind, marks=() if (place + 2 * turn) % 4 == 0 else pytest.mark.slow)
         for place, (kind, strategy) in enumerate(KINDS.items())
     ]
     return pytest.mark.parametrize("strategy", cases)
@@ -97,20 +97,20 @@ def test_an_end_token_inside_a_draft_ends_its_row_alone(target, strategy):
 
 @every_kind(0)
 def test_a_long_text_outgrows_every_view(target, near, strategy):
-    assert_exact(target, near, strategy, prompts(2), new=120)
+    assert_exact(target, near, strategy, prompts(2), new=80)
 
 
 def test_the_target_as_its_own_draft_is_right_over_the_whole_of_a_long_text(target):
     for strategy in (Speculative(length=4), Speculative(tree="static", length=4)):
-        report = assert_exact(target, target, strategy, prompts(2), new=150)
-        assert report.accepted_lengths == [0, 0, 0, 0, 60]
+        report = assert_exact(target, target, strategy, prompts(2), new=100)
+        assert report.accepted_lengths == [0, 0, 0, 0, 40]
 
 
-@pytest.mark.parametrize("length", [1, 4, 16, 32])
+@pytest.mark.parametrize("length", [1, 16])
 def test_staged_drafts_of_a_repeating_text_stay_within_their_length(looping, length):
     """The stage is right so often that the passes could write many times the length."""
     strategy = Staged(stage="prompt_lookup", stage_config={"length": 64}, passes=6, length=length, children=1)
-    report = assert_exact(looping, looping, strategy, prompts(2), new=60)
+    report = assert_exact(looping, looping, strategy, prompts(2), new=40)
     assert len(report.accepted_lengths) <= length + 1 and report.mean_accepted_length > (length + 1) / 2
     assert report.stages[0].tokens <= 2 * report.steps * length
 
@@ -125,8 +125,8 @@ def test_a_draft_whose_context_ends_before_the_text_does(target, strategy):
 
 def test_a_draft_with_learnt_positions_and_a_short_context(target):
     draft = Architecture("gpt2", MappingProxyType(dict(ARCHITECTURES["gpt2"].options) | {"n_positions": 16}))(0)
-    for strategy in KINDS.values():
-        assert_exact(target, draft, strategy, prompts(2), new=12)
+    for kind in ("chain", "dynamic tree", "threshold", "staged"):
+        assert_exact(target, draft, KINDS[kind], prompts(2), new=12)
 
 
 @every_kind(2)
@@ -150,6 +150,7 @@ def test_heads_padded_to_another_size(target, strategy, vocab):
     assert report.accepted > 0
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("vocab", [112, 160])
 @pytest.mark.parametrize(
     "verifier, strategy",

@@ -7,6 +7,9 @@ import math
 import pytest
 import torch
 
+import decoders
+from decoders.errors import SettingsError
+from decoders.testing import tiny_model
 from decoders.testing.verifiers import check_verifier
 from decoders.tree import Topology
 from decoders.verifiers import Block, Outcomes, TypicalAcceptance
@@ -68,3 +71,34 @@ def test_in_greedy_decoding_only_the_targets_own_token_is_kept():
     certain = [0.0, 1.0, 0.0, 0.0]
     assert judge([-1, 0, 0], [2, 1], [certain, certain, certain]).end.tolist() == [[0, 0, 1]]
     assert judge([-1, 0], [2], [certain, certain]).end.tolist() == [[1, 0]]
+
+
+def test_settings_say_what_is_plausible():
+    strict = TypicalAcceptance(epsilon=0.5, delta=5.0)
+    one_hot = torch.nn.functional.one_hot(torch.tensor([2]), 4).float()[None]
+    tree = Topology.from_parents([-1, 0]).tensors(1, CPU)
+    block = Block(torch.tensor([[0, 2]]), tree, torch.tensor([[UNIFORM, UNIFORM]]), one_hot)
+    assert TypicalAcceptance().outcomes(block).end.tolist() == [[0, 1]]
+    assert strict.outcomes(block).end.tolist() == [[1, 0]]
+    check_verifier(strict)
+
+
+def test_settings_of_a_call_are_checked_and_reported():
+    model = decoders.enable(tiny_model("llama"))
+    options = dict(strategy="prompt_lookup", max_new_tokens=4, decoders_config={"compile": False})
+    ids = torch.tensor([[5, 6, 5, 6]])
+    out = model.generate(
+        ids,
+        verifier="typical",
+        verifier_config={"epsilon": 0.2},
+        do_sample=True,
+        return_dict_in_generate=True,
+        **options,
+    )
+    assert (out.report.verifier, out.report.verifier_settings) == ("typical", {"epsilon": 0.2, "delta": 0.3})
+    with pytest.raises(SettingsError, match="'epsilom'. Did you mean 'epsilon'"):
+        model.generate(ids, verifier="typical", verifier_config={"epsilom": 0.2}, **options)
+    with pytest.raises(SettingsError, match="verifier 'rejection' has no settings"):
+        model.generate(ids, verifier="rejection", verifier_config={"epsilon": 0.2}, **options)
+    with pytest.raises(SettingsError, match="beside a verifier object"):
+        model.generate(ids, verifier=TypicalAcceptance(), verifier_config={"epsilon": 0.2}, **options)

@@ -75,9 +75,9 @@ class Trie:
             cut = (flat[begins[one] + depth] & 0xC0 == 0x80) & (depth < lengths[one])  # within a character
             characters.append(np.where((depth <= plain[one]) & ~cut, leads[one], -1))
             ends = lengths[alive] == depth
-            here = np.full(width, -1, np.int32)
-            here[node[ends]] = names[alive[ends]]
-            token.append(here)
+            ending = np.full(width, -1, np.int32)
+            ending[node[ends]] = names[alive[ends]]
+            token.append(ending)
             alive, node = alive[~ends], node[~ends]
         count.append(np.zeros(width, np.int32))
         counts = np.concatenate(count)

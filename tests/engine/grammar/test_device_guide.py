@@ -82,7 +82,7 @@ def walk(data: st.DataObject, mask: torch.Tensor, wild: bool = True) -> int:
     return data.draw(st.sampled_from(ends if kind == "end" and ends else range(V) if kind == "any" else legal))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.data(), grammars)
 def test_it_says_what_the_host_says(data, rows):
     """Step after step: masks and pruned draft tokens of random trees, then a path is committed and some rows end."""

@@ -1,0 +1,163 @@
+"""The four ways to write a specification: a pattern, a grammar, a choice, a JSON schema."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from ..errors import GrammarError, shortened
+from . import files
+from .base import Policy
+from .json_schema import JsonSchema
+from .python_types import schema_of
+from .specs import Choice, Lark, Regex
+from .typed import OfType, asks_more
+
+#: What to write instead of a flag.
+_INSTEAD = {
+    re.IGNORECASE: "spell both cases, [Aa]",
+    re.DOTALL: r"write (.|\n) for any character",
+    re.ASCII: r"write [0-9] for \d, [A-Za-z0-9_] for \w",
+    re.VERBOSE: "leave out the blanks and remarks",
+    re.MULTILINE: "leave out ^ and $ within the text",
+}
+_NO_SCHEMA = (type(None), int, float, bytes, list, tuple, set)
+
+
+def regex(pattern: str | re.Pattern[str], *, backend: str | None = None, policy: Policy = "full") -> Regex:
+    """Texts that match `pattern` as a whole, for ``generate(grammar=…)``.
+
+    Args:
+        pattern: what Python's ``re`` and Rust's ``regex`` have in common. Look-around, back-references, word boundaries
+            and flags are refused; ``^`` and ``$`` around the whole are allowed and idle. ``.`` is anything but a newline.
+        backend: name of the grammar backend; automatic by default.
+        policy: ``full``, or ``canonical``: forced text only in the tokenizer's own tokens.
+
+    Raises:
+        GrammarError: the pattern cannot be compiled; names the construct, its place and what to write instead.
+    """
+    if isinstance(pattern, re.Pattern):
+        if flags := re.RegexFlag(pattern.flags) & ~re.RegexFlag.UNICODE:
+            instead = (
+                "; ".join(why for flag, why in _INSTEAD.items() if flag in flags) or "write the pattern without them"
+            )
+            raise GrammarError(f"regex {pattern.pattern!r}: flags ({flags}) are not read: {instead}", "flags")
+        pattern = pattern.pattern
+    if not isinstance(pattern, str):
+        raise GrammarError(f"regex: the pattern is text, not {type(pattern).__name__}", "regex")
+    return Regex(pattern, backend=backend, policy=policy)
+
+
+def grammar(text: str | Path, *, backend: str | None = None, policy: Policy = "full") -> Lark:
+    """Texts of a context-free grammar, for ``generate(grammar=…)``.
+
+    Args:
+        text: llguidance's dialect of Lark, or the path of a file that holds it; a text of one line that names an
+            existing file is its path.
+        backend: name of the grammar backend; automatic by default.
+        policy: ``full``, or ``canonical``: forced text only in the tokenizer's own tokens.
+
+    Raises:
+        GrammarError: the file cannot be read, or there is no rule ``start``.
+    """
+    if not isinstance(text, (str, Path)):
+        raise GrammarError(f"grammar: text or a path is needed, not {type(text).__name__}", "grammar")
+    file = text if isinstance(text, Path) else files.named(text)
+    if file is None:
+        return Lark(str(text), backend=backend, policy=policy)
+    if file.suffix == ".gbnf":
+        raise GrammarError(
+            f"{file.name}: GBNF is not read. llguidance.gbnf_to_lark turns it into Lark; check the result, since terminals "
+            "of Lark take as much text as they can and those of GBNF do not",
+            "gbnf",
+        )
+    return Lark(files.content(file), backend=backend, policy=policy, label=file.name)
+
+
+def choice(
+    options: Iterable[str | bool | int | float | None], *, backend: str | None = None, policy: Policy = "full"
+) -> Choice:
+    """One of several texts, for ``generate(grammar=…)``.
+
+    Args:
+        options: texts, verbatim; numbers, booleans and None as JSON writes them; members of an Enum as their values.
+            Repeated ones count once.
+        backend: name of the grammar backend; automatic by default.
+        policy: ``full``, or ``canonical``: forced text only in the tokenizer's own tokens.
+
+    Raises:
+        GrammarError: there is nothing to choose from, too much, or something that has no such text.
+    """
+    if isinstance(options, (str, bytes)) or not isinstance(options, Iterable):
+        raise GrammarError(f"choice: a list of texts is needed, not {shortened(repr(options))}", "choice")
+    texts = dict.fromkeys(_text_of(option, place) for place, option in enumerate(options))
+    return Choice(tuple(texts), backend=backend, policy=policy)
+
+
+def json_schema(
+    schema: Any,
+    *,
+    whitespace: str = "space",
+    strict: bool = True,
+    closed: bool | None = None,
+    backend: str | None = None,
+    policy: Policy = "full",
+) -> JsonSchema:
+    """JSON texts that a schema allows, for ``generate(grammar=…)``.
+
+    Args:
+        schema: a JSON schema as a dict, its text or the path of its file; a Pydantic model, TypedDict, dataclass or another
+            type that Pydantic knows.
+        whitespace: ``space``: at most one blank after a comma or colon; ``compact``: none; ``flexible``: one blank, or a line
+            break with its indent, wherever JSON lets white space stand inside brackets.
+        strict: refuse every keyword that cannot be honoured; else the finished text is validated instead.
+        closed: objects that declare properties take no others where the schema says nothing of others. By default those of
+            Python's types do, and those of schemas do not, as the standard has it.
+        backend: name of the grammar backend; automatic by default.
+        policy: ``full``, or ``canonical``: forced text only in the tokenizer's own tokens.
+
+    Raises:
+        GrammarError: there is no such schema; or, when it is compiled, a keyword that cannot be honoured: names it, its path
+            and what would handle it.
+    """
+    is_schema = isinstance(schema, (Mapping, str, bool, Path))
+    file = schema if isinstance(schema, Path) else files.named(schema) if isinstance(schema, str) else None
+    if file is not None:
+        schema = files.schema(file)
+    if isinstance(schema, Mapping):
+        schema = dict(schema)
+    elif not isinstance(schema, bool) and (file is not None or isinstance(schema, _NO_SCHEMA)):
+        where = f"{file}: " if file else ""
+        raise GrammarError(
+            f"json_schema: {where}{shortened(repr(schema))} is no schema: give a dict, its text or its file, or a type",
+            "schema",
+        )
+    options: dict[str, Any] = dict(
+        whitespace=whitespace, strict=strict, closed=not is_schema if closed is None else closed, backend=backend,
+        policy=policy, label=file.name if file else None,
+    )  # fmt: skip
+    if is_schema:
+        return JsonSchema(schema, **options)
+    json_schema = schema_of(schema)
+    return OfType(json_schema, kind=schema, **options) if asks_more(schema) else JsonSchema(json_schema, **options)
+
+
+def _text_of(option: Any, place: int) -> str:
+    """The text that an option of a choice stands for. place: which one it is, for messages."""
+    if isinstance(option, Enum):
+        option = option.value
+    if isinstance(option, str):
+        return str.__str__(option)  # a member of a StrEnum is the text it stands for
+    if option is None or isinstance(option, (bool, int)) or (isinstance(option, float) and math.isfinite(option)):
+        return json.dumps(option)
+    raise GrammarError(
+        f"choice: option {place} is {shortened(repr(option))}; give texts, finite numbers, booleans or None "
+        "(decoders.json_schema({'enum': …}) chooses among JSON values)",
+        "choice",
+        f"$[{place}]",
+    )
