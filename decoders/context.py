@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -77,6 +78,10 @@ class Context:
             where the call compiles. `module` is called with its inputs and ``attention_mask``, ``position_ids`` and
             ``past_key_values``, all ready, which it hands to attention layers of transformers (``LlamaDecoderLayer``, say).
             `example`: what it reads of one node, ``[1, 1, …]`` each. `ahead`: most nodes that a step writes behind a row.
+        clock: seconds, for strategies that decide by time (:attr:`Strategy.timed`). Where several processes share the target, all of
+            them see the first one's clock, and each has to ask as often as the others.
+        first_layers: the target cut off behind its first layers, ``first_layers(count)``, with its own last norm and head: a draft
+            model for :attr:`draft` that shares all weights.
     """
 
     model: PreTrainedModel
@@ -101,6 +106,8 @@ class Context:
     embed: Callable[[Tensor], Tensor] = _outside_a_call
     head: Callable[[Tensor], Tensor] = _outside_a_call
     module: Callable[..., ModulePasses] = _outside_a_call
+    clock: Callable[[], float] = time.perf_counter
+    first_layers: Callable[[int], PreTrainedModel] = _outside_a_call
 
     def part(self, strategy: Strategy) -> Context:
         """The same for a strategy that another one is built of: what it keeps is its own, whoever contains it."""

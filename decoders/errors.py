@@ -39,6 +39,10 @@ class CacheMemoryError(DecodersError, MemoryError):
     """There is no memory for the key-value cache that a call wants."""
 
 
+class RanksError(DecodersError, RuntimeError):
+    """Processes that share a model were asked for different things, or a strategy drafts differently in them."""
+
+
 class QueueFull(DecodersError, RuntimeError):
     """A scheduler has as many requests waiting as it takes."""
 

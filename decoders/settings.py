@@ -22,8 +22,8 @@ from pydantic_core import core_schema
 from .deprecated import warn
 from .errors import SettingsError, suggest
 
-#: Names after ``DECODERS_`` that are no settings: where the file is, and the plugin lists.
-NOT_SETTINGS = ("config", "plugins_block", "plugins_allow", "plugins_strict")
+#: Names after ``DECODERS_`` that are no settings: where the file is, the plugin lists, and the key of `decoders serve`.
+NOT_SETTINGS = ("config", "plugins_block", "plugins_allow", "plugins_strict", "api_key")
 
 
 class Settings(BaseModel):

@@ -148,10 +148,17 @@ class Strategy(ABC):
         """
         return self.hidden_layers
 
+    def layers_for(self, config: Any, count: int) -> tuple[int, ...]:
+        """What a call asks for: the same, unless it depends on the target's `config` (transformers' ``PreTrainedConfig``)."""
+        return self.layers_of(count)
+
     @property
     def reads_layers(self) -> bool:
         """Whether it asks for hidden layers of the target."""
-        return bool(self.hidden_layers) or type(self).layers_of is not Strategy.layers_of
+        own, plain = type(self), Strategy
+        return (
+            bool(self.hidden_layers) or own.layers_of is not plain.layers_of or own.layers_for is not plain.layers_for
+        )
 
     def prefill(self, state: Any, chunk: PromptChunk) -> None:
         """Learns from a stretch of the prompts, in order, before the first :meth:`propose`; updates `state` in place.

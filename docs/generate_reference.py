@@ -182,6 +182,7 @@ def entry(module: str, name: str, value: Any) -> Iterator[str]:
 #: What a data member of a public list of names is; there is no docstring to read.
 CONSTANTS = {
     "decoders.testing.ARCHITECTURES": "Names of the tiny models that the loop decodes: {}.",
+    "decoders.testing.RECURRENT": "Names of the tiny models with recurrent layers that the loop decodes: {}.",
     "decoders.testing.UNSUPPORTED": "Names of the tiny models that it must refuse: {}.",
     "decoders.demo.MODELS": "Names of the demo models: {}.",
     "decoders.hookimpl": "Decorator that marks a function of a plugin as the implementation of the [hook](hooks.md) of its name.",
@@ -376,6 +377,7 @@ def settings_page() -> Iterator[str]:
         "plugins_block": "Plugins not to load: entry-point or distribution names, comma-separated.",
         "plugins_allow": "If set, the only plugins to load.",
         "plugins_strict": "`1`: a plugin that fails to load, or a name claimed twice, is an error.",
+        "api_key": "Key that clients of `decoders serve` must send.",
     }
     for name in settings.NOT_SETTINGS:
         if name not in described:

@@ -279,6 +279,36 @@ MUTATIONS = (
         "ends + 1 + steps",
         ("strategies/test_prompt_lookup.py",),
     ),
+    Mutation(
+        "a-stream-shows-half-a-stop-string", "decoders/server/texts.py",
+        "count = len(text) if ended else len(text) - self._open(text)",
+        "count = len(text)",
+        ("server/test_texts.py",),
+    ),
+    Mutation(
+        "a-client-that-leaves-keeps-its-row", "decoders/server/jobs.py",
+        "choice.generation.cancel()",
+        "pass",
+        ("server/test_running.py",),
+    ),
+    Mutation(
+        "any-key-opens", "decoders/server/limits.py",
+        "not hmac.compare_digest(key.strip(), self.key)",
+        "not key",
+        ("server/test_refusals.py",),
+    ),
+    Mutation(
+        "log-probabilities-of-nodes-that-were-not-taken", "decoders/engine/written.py",
+        "logits = out.logits[first + row, out.path[first + row, :count]]",
+        "logits = out.logits[first + row, :count]",
+        ("serving/test_scheduler.py",),
+    ),
+    Mutation(
+        "the-targets-own-token-counts-as-drafted", "decoders/engine/written.py",
+        "[True] * accepted + [False] * (count - accepted)",
+        "[True] * count",
+        ("serving/test_scheduler.py",),
+    ),
 )  # fmt: skip
 
 

@@ -70,13 +70,17 @@ def _register() -> None:
         bench_load,
         bench_precision,
         bench_sampling,
+        bench_serve,
         calibrate,
         demo,
         doctor,
         generate,
         grammars,
         listing,
+        serve,
         train,
+        train_draft,
+        train_eagle3,
         train_medusa,
         warmup,
     )
@@ -90,13 +94,17 @@ def _register() -> None:
     app.command()(listing.grammar_backends)
     app.command()(listing.plugins)
     app.command()(grammars.grammars)
+    app.command()(serve.serve)
     app.command()(doctor.doctor)
     train.app.command()(train_medusa.medusa)
+    train.app.command()(train_eagle3.eagle3)
+    train.app.command()(train_draft.draft)
     bench.app.command()(bench_fresh.fresh)
     bench.app.command()(bench_grammar.grammar)
     bench.app.command()(bench_load.load)
     bench.app.command()(bench_precision.precision)
     bench.app.command()(bench_sampling.sampling)
+    bench.app.command()(bench_serve.serve)
     app.add_typer(bench.app, name="bench")
     app.add_typer(train.app, name="train")
 

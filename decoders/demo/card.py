@@ -14,10 +14,10 @@ from .edits import COPY_SHARE
 if TYPE_CHECKING:
     from .learner import DemoLearner
 
-MEDUSA = """
-## Medusa heads
-Heads for `strategy="medusa"`, if some were trained on these files (`decoders train medusa`), lie in the folder `medusa` beside
-this file, with a card of their own.
+HEADS = """
+## Heads
+Heads for `strategy="medusa"` and `strategy="eagle3"`, if some were trained on these files (`decoders train medusa`, `decoders train
+eagle3`), lie in the folders `medusa` and `eagle3` beside this file, with cards of their own.
 """
 
 
@@ -80,7 +80,7 @@ Reproduce with `decoders train demo`.
 
 ## Held-out figures
 {_figures(figures)}
-{MEDUSA if name == "target" else ""}"""
+{HEADS if name == "target" else ""}"""
 
 
 def _figures(figures: Mapping[str, float] | None) -> str:

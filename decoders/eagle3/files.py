@@ -1,12 +1,12 @@
-"""EAGLE-3 heads on disk: the authors' format and that of vLLM's `speculators`, read only."""
+"""Heads read from disk: EAGLE-3 in the authors' format and that of vLLM's `speculators`, EAGLE and EAGLE-2 in the authors'."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,8 +14,11 @@ from transformers import LlamaConfig
 
 from ..drafting import DraftVocabulary
 from ..errors import SettingsError, UnsupportedError
+from .eagle1 import EagleConfig, EagleHead
 from .head import Eagle3Config, Eagle3Head
 
+#: Where a head lies beside a model's own files, and the name of the one that comes with the demo model.
+FOLDER, DEMO = "eagle3", "demo"
 CONFIG = "config.json"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 #: Of a decoder layer's config; all else is of no use to it.
@@ -25,16 +28,38 @@ _LAYER_FIELDS = (
 )  # fmt: skip
 
 
+Head = TypeVar("Head", Eagle3Head, EagleHead)
+
+
 @dataclass(frozen=True)
 class Eagle3Files:
     """A head and what it can propose."""
 
-    head: Eagle3Head
+    head: Eagle3Head | EagleHead
     vocabulary: DraftVocabulary
 
 
-def read_config(folder: str | Path) -> Eagle3Config:
-    """What the ``config.json`` of a head says, in either format.
+def find_head(named: str | None, config: Any) -> Path:
+    """The folder of the head for a model with this `config`: the one that is named, or ``eagle3`` beside the model's own files.
+
+    Raises:
+        UnsupportedError: none is named, and none lies beside the model.
+    """
+    if named == DEMO:
+        return Path(__file__).parent.parent / "demo" / "models" / "target" / FOLDER
+    if named is not None:
+        return Path(named).expanduser()
+    own = getattr(config, "name_or_path", "")
+    if own and (Path(own) / FOLDER / CONFIG).is_file():
+        return Path(own) / FOLDER
+    raise UnsupportedError(
+        "eagle3 needs a head that was trained for the model: name its folder as head=, or keep it as 'eagle3' in the model's own "
+        "folder; `decoders train eagle3` makes one"
+    )
+
+
+def read_config(folder: str | Path) -> Eagle3Config | EagleConfig:
+    """What the ``config.json`` of a head says, in any of the formats.
 
     Raises:
         SettingsError: there is none, or it is none of an EAGLE-3 head. UnsupportedError: a design that is not had here.
@@ -61,6 +86,8 @@ def read_config(folder: str | Path) -> Eagle3Config:
     config = LlamaConfig(
         **{name: layer[name] for name in _LAYER_FIELDS if layer.get(name) is not None}, num_hidden_layers=1
     )
+    if layer is raw and "draft_vocab_size" not in raw and "Eagle3" not in "".join(raw.get("architectures") or ()):
+        return EagleConfig(config, bias=bool(raw.get("bias", True)))
     return Eagle3Config(
         layer=config,
         draft_vocab_size=int(raw.get("draft_vocab_size") or config.vocab_size),
@@ -110,10 +137,27 @@ def _load(path: Path, stamp: tuple, device: torch.device, dtype: torch.dtype) ->
     # The same layer is called `midlayer` by the authors and `layers.0` by speculators.
     state = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in _read(weights).items()}
     d2t, t2d = state.pop("d2t", None), state.pop("t2d", None)
+    if isinstance(config, EagleConfig):
+        config = replace(config, bias="fc.bias" in state)
+        with torch.random.fork_rng(devices=[]):  # modules draw their first weights, which are not kept
+            eagle = EagleHead(config, embeds="embed_tokens.weight" in state)
+        vocabulary = DraftVocabulary(config.layer.vocab_size)
+        return Eagle3Files(_filled(eagle, state, weights, device, dtype), vocabulary)
     if d2t is None and t2d is None and config.draft_vocab_size != config.layer.vocab_size:
         raise SettingsError(f"eagle3: {weights} has a reduced vocabulary, and neither d2t nor t2d to tell which")
-    with torch.random.fork_rng(devices=[]):  # modules draw their first weights, which are not kept
+    vocabulary = DraftVocabulary.of(config.layer.vocab_size, d2t, t2d)
+    ids = vocabulary.ids.to(device) if vocabulary.ids is not None else None
+    with torch.random.fork_rng(devices=[]):
         head = Eagle3Head(config, embeds="embed_tokens.weight" in state)
+    return Eagle3Files(_filled(head, state, weights, device, dtype), DraftVocabulary(vocabulary.size, ids))
+
+
+def _filled(head: Head, state: dict[str, Tensor], weights: Path, device: torch.device, dtype: torch.dtype) -> Head:
+    """`head` with the weights of `state`, ready to draft.
+
+    Raises:
+        SettingsError: they are others than its config says.
+    """
     expected = head.state_dict()
     wrong = sorted(
         [f"{name} is missing" for name in expected.keys() - state.keys()]
@@ -128,9 +172,7 @@ def _load(path: Path, stamp: tuple, device: torch.device, dtype: torch.dtype) ->
         raise SettingsError(f"eagle3: the weights in {weights} are not those of its config: {'; '.join(wrong[:4])}")
     head.load_state_dict(state)
     head.requires_grad_(False)
-    vocabulary = DraftVocabulary.of(config.layer.vocab_size, d2t, t2d)
-    ids = vocabulary.ids.to(device) if vocabulary.ids is not None else None
-    return Eagle3Files(head.to(device=device, dtype=dtype).eval(), DraftVocabulary(vocabulary.size, ids))
+    return head.to(device=device, dtype=dtype).eval()
 
 
 def _read(path: Path) -> dict[str, Tensor]:

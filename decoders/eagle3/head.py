@@ -53,7 +53,7 @@ class Eagle3Head(nn.Module):
         self.head_config = config
         self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size) if embeds else None
         self.fc = nn.Linear(count * config.target_hidden_size, c.hidden_size, bias=False)
-        self.midlayer = _Layer(c, config.norm_before_residual)
+        self.midlayer = DecoderLayer(c, config.norm_before_residual)
         self.norm = LlamaRMSNorm(c.hidden_size, eps=c.rms_norm_eps)
         self.lm_head = nn.Linear(c.hidden_size, config.draft_vocab_size, bias=False)
         self.rotary_emb = LlamaRotaryEmbedding(c)
@@ -76,7 +76,7 @@ class Eagle3Head(nn.Module):
         return normed if self.head_config.norm_output else states, self.lm_head(normed[:, -logits:])
 
 
-class _Layer(nn.Module):
+class DecoderLayer(nn.Module):
     """A decoder layer whose attention reads an embedding and a state, normed side by side."""
 
     def __init__(self, config: LlamaConfig, norm_before_residual: bool) -> None:

@@ -10,8 +10,8 @@ from torch import Tensor
 from .loop import Call
 from .pool import RowPool
 from .prefixes import NOTHING, KeptText
+from .reading import Reading
 from .request import Request
-from .session import Reading
 from .written import Written
 
 
@@ -23,6 +23,7 @@ class Seat:
         reading: how its prompt is read, None before that has begun.
         passes: those still to come.
         row: the row of the batch that it is, None while it is read.
+        turns: passes that it had, and those that others had had when it came; who has had fewest is next.
     """
 
     member: Written
@@ -30,6 +31,7 @@ class Seat:
     reading: Reading | None = None
     passes: list[tuple[int, int]] = field(default_factory=list)
     row: int | None = None
+    turns: int = 0
 
     @property
     def prompt(self) -> Tensor:
@@ -68,23 +70,23 @@ class Admission:
         return max(free, key=lambda place: (shared[place], -self.pool.used[place], -place))
 
     def read(self, pause: float) -> None:
-        """Reads prompts, in the order in which they came; at least one pass, and all of them if nobody waits meanwhile."""
-        begun = time.perf_counter()
-        for seat in self.seats:
-            while seat.row is None and not seat.ready:
-                left = pause - (time.perf_counter() - begun)
-                if self.batch and left <= 0 and seat.reading is not None:
-                    return
-                started = time.perf_counter()
-                if seat.reading is None:
-                    self._start_reading(seat, pause)
-                if seat.passes:
-                    done, count = seat.passes.pop(0)
-                    assert seat.reading is not None
-                    self.pool.read_row(seat.place, seat.reading, done, count)
-                    spent = time.perf_counter() - started
-                    self._pace = spent / count if count >= 32 or not self._pace else self._pace
-                seat.member.report.timings.prefill += time.perf_counter() - started
+        """Reads prompts, pass by pass in turns; at least one pass, and all of them if nobody waits meanwhile."""
+        begun, first = time.perf_counter(), True
+        while unread := [seat for seat in self.seats if seat.row is None and not seat.ready]:
+            started = time.perf_counter()
+            if self.batch and not first and started - begun >= pause:
+                return
+            seat, first = min(unread, key=lambda each: each.turns), False  # the first of equals
+            if seat.reading is None:
+                self._start_reading(seat, pause)
+            if seat.passes:
+                done, count = seat.passes.pop(0)
+                seat.turns += 1
+                assert seat.reading is not None
+                self.pool.read_row(seat.place, seat.reading, done, count)
+                spent = time.perf_counter() - started
+                self._pace = spent / count if count >= 32 or not self._pace else self._pace
+            seat.member.report.timings.prefill += time.perf_counter() - started
 
     def _start_reading(self, seat: Seat, pause: float) -> None:
         """Puts a prompt in its place with what any other place holds of it, and says in which passes the rest is read."""
@@ -117,8 +119,9 @@ class Admission:
         """The text whose keys and values are in a seat's slots."""
         if seat.row is not None:
             written = seat.member.text(0).cpu()
-            return KeptText(written[: max(len(written) - 1 - self.call.pending, 0)])
+            return self.pool.kept(seat.place, written[: max(len(written) - 1 - self.call.pending, 0)])
         if seat.reading is None or seat.member.request.strategy.reads_prompt:
             return NOTHING
         start, end = seat.reading.starts[0], len(seat.prompt) - 1
-        return KeptText(seat.prompt.cpu()[: min(start + seat.passes[0][0], end) if seat.passes else end])
+        text = seat.prompt.cpu()[: min(start + seat.passes[0][0], end) if seat.passes else end]
+        return self.pool.kept(seat.place, text)

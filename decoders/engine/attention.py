@@ -24,6 +24,10 @@ KIND_ATTRIBUTE = "decoders_layer_kind"
 STRETCH = 64
 
 
+#: Types of layers without attention, as transformers names them: with a recurrent state, or with no state at all.
+STATES_ONLY = {"linear_attention", "mamba", "conv", "moe", "mlp"}
+
+
 @dataclass(frozen=True)
 class LayerKind:
     """How far a layer looks back: ``window`` positions (sliding), within blocks of ``chunk`` positions, or everything."""
@@ -45,8 +49,10 @@ def layer_kinds(config: PreTrainedConfig) -> tuple[tuple[LayerKind, ...], tuple[
 
     The rule is transformers' own for building caches: ``layer_types`` if present, else one kind for all layers.
 
+    Layers without attention (:data:`STATES_ONLY`) count as of the first kind.
+
     Raises:
-        UnsupportedError: a layer keeps a recurrent state instead of keys and values.
+        UnsupportedError: a layer is of another type.
     """
     text = config.get_text_config(decoder=True)
     window, chunk = getattr(text, "sliding_window", None), getattr(text, "attention_chunk_size", None)
@@ -58,15 +64,19 @@ def layer_kinds(config: PreTrainedConfig) -> tuple[tuple[LayerKind, ...], tuple[
         "full_attention": LayerKind(),
         "sliding_attention": LayerKind(window=window),
         "chunked_attention": LayerKind(chunk=chunk),
+        # Beside a recurrent state.
+        "hybrid": LayerKind(),
+        "hybrid_sliding": LayerKind(window=window),
     }
-    unknown = sorted(set(types) - set(known))
+    unknown = sorted(set(types) - set(known) - STATES_ONLY)
     if unknown:
         raise UnsupportedError(
             f"{type(config).__name__} has layers of type {', '.join(unknown)}; the shared loop verifies several tokens at "
-            f"once and needs layers that keep keys and values ({', '.join(known)}). Call generate without strategy=."
+            "once and needs layers that keep keys and values or a recurrent state "
+            f"({', '.join([*known, *sorted(STATES_ONLY)])}). Call generate without strategy=."
         )
-    kinds = tuple(dict.fromkeys(known[t] for t in types))
-    return kinds, tuple(kinds.index(known[t]) for t in types)
+    kinds = tuple(dict.fromkeys(known[t] for t in types if t in known)) or (LayerKind(),)
+    return kinds, tuple(kinds.index(known.get(t, kinds[0])) for t in types)
 
 
 def build_mask(

@@ -3,24 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..devices import host_reads
 
+if TYPE_CHECKING:
+    from .recurrent import StatePass
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """One recurrent state of a layer: what it keeps per row, however long the text is.
+
+    Attributes:
+        part, index: where transformers' ``LinearAttentionLayer`` has it.
+        shape: of one row.
+    """
+
+    part: Literal["conv_states", "recurrent_states"]
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What one attention layer stores per token.
+    """What one layer stores, per token and per row.
 
     Attributes:
-        key_heads, key_dim, value_heads, value_dim: head counts and widths of keys and values.
+        key_heads, key_dim, value_heads, value_dim: head counts and widths of keys and values, 0 where a layer has none.
         dtype, device: of what the layer computes.
         quantized: whether keys and values are kept as int8, with a scale of `dtype` per head and slot.
+        states: its recurrent states (:mod:`.recurrent`).
     """
 
     key_heads: int
@@ -30,6 +51,12 @@ class LayerSpec:
     dtype: torch.dtype
     device: torch.device
     quantized: bool = False
+    states: tuple[StateSpec, ...] = ()
+
+    @staticmethod
+    def without_keys(like: LayerSpec) -> LayerSpec:
+        """Of a layer that stores neither keys nor values; computed like another."""
+        return LayerSpec(0, 0, 0, 0, like.dtype, like.device)
 
 
 class LayoutProbe(Cache):
@@ -51,6 +78,10 @@ class LayoutProbe(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
 
+    def watching(self, model: nn.Module) -> AbstractContextManager:
+        """Entered while `model` runs."""
+        return nullcontext()
+
 
 @dataclass
 class CacheBuffers:
@@ -59,12 +90,14 @@ class CacheBuffers:
     Attributes:
         keys, values: one per layer; int8 if they are quantized.
         key_scales, value_scales: ``[B, heads, L, 1]``, what 1 stands for in a slot of a head. Empty if nothing is quantized.
+        states: the recurrent states of every layer, where there are any.
     """
 
     keys: list[Tensor]
     values: list[Tensor]
     key_scales: list[Tensor] = field(default_factory=list)
     value_scales: list[Tensor] = field(default_factory=list)
+    states: RowStates | None = None
 
     @staticmethod
     def allocate(layout: list[LayerSpec], rows: int, slots: int) -> CacheBuffers:
@@ -78,15 +111,17 @@ class CacheBuffers:
             return made
 
         keys, values = [(s.key_heads, s.key_dim) for s in layout], [(s.value_heads, s.value_dim) for s in layout]
-        return CacheBuffers(buffers(keys), buffers(values), buffers(keys, True), buffers(values, True))
+        states = RowStates.allocate([spec.states for spec in layout], rows) if any(s.states for s in layout) else None
+        return CacheBuffers(buffers(keys), buffers(values), buffers(keys, True), buffers(values, True), states)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All of them; slots are the third axis of each."""
         return (*self.keys, *self.values, *self.key_scales, *self.value_scales)
 
-    def _each(self, function: Callable[[Tensor], Tensor]) -> CacheBuffers:
-        return CacheBuffers(*[[function(tensor) for tensor in getattr(self, part.name)] for part in fields(self)])
+    def _each(self, function: Callable[[Tensor], Tensor], states: RowStates | None) -> CacheBuffers:
+        parts = self.keys, self.values, self.key_scales, self.value_scales
+        return CacheBuffers(*[[function(tensor) for tensor in part] for part in parts], states)
 
     def enlarged(self, slots: int) -> CacheBuffers:
         """The same keys and values with room for `slots` tokens."""
@@ -96,20 +131,24 @@ class CacheBuffers:
             wide[:, :, : buffer.shape[2]] = buffer
             return wide
 
-        return self._each(wider)
+        return self._each(wider, self.states)
 
     def of_row(self, row: int, count: int) -> CacheBuffers:
-        """A copy of the first `count` slots of a row."""
-        return self._each(lambda tensor: tensor[row : row + 1, :, :count].clone())
+        """A copy of the first `count` slots of a row, and of its states."""
+        states = self.states.of_row(row) if self.states is not None else None
+        return self._each(lambda tensor: tensor[row : row + 1, :, :count].clone(), states)
 
     def of_rows(self, begin: int, end: int) -> CacheBuffers:
         """Views of some rows."""
-        return self._each(lambda tensor: tensor[begin:end])
+        states = self.states.of_rows(begin, end) if self.states is not None else None
+        return self._each(lambda tensor: tensor[begin:end], states)
 
     def copy_row(self, row: int, source: CacheBuffers, source_row: int, count: int) -> None:
-        """The first `count` slots of a row of `source` become those of `row`."""
+        """The first `count` slots of a row of `source`, and its states, become those of `row`."""
         for own, other in zip(self.tensors, source.tensors, strict=True):
             own[row, :, :count] = other[source_row, :, :count]
+        if self.states is not None and source.states is not None:
+            self.states.copy_row(row, source.states, source_row)
 
     @property
     def slots(self) -> int:
@@ -117,7 +156,65 @@ class CacheBuffers:
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in self.tensors)
+        return sum(t.nbytes for t in self.tensors) + (self.states.nbytes if self.states is not None else 0)
+
+
+@dataclass
+class RowStates:
+    """The recurrent states of rows: each stands behind the last token that was read or committed, and cannot be cut back.
+
+    Attributes:
+        layers: per layer, its states ``[B, …]``.
+        reached: ``[B]`` int64, how many tokens of each row its states have seen.
+        nodes: per layer, states behind every node of the block that was run last, ``[B, N+1, …]``; the last entry is that in
+            front of the block. Of no use once the block is decided.
+    """
+
+    layers: list[list[Tensor]]
+    reached: Tensor
+    nodes: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    @staticmethod
+    def allocate(layers: list[tuple[StateSpec, ...]], rows: int) -> RowStates:
+        made = [[torch.zeros(rows, *s.shape, dtype=s.dtype, device=s.device) for s in specs] for specs in layers]
+        device = next(state.device for states in made for state in states)
+        return RowStates(made, torch.zeros(rows, dtype=torch.int64, device=device))
+
+    def of_row(self, row: int) -> RowStates:
+        """A copy of a row."""
+        part = self.of_rows(row, row + 1)
+        return RowStates([[state.clone() for state in states] for states in part.layers], part.reached.clone())
+
+    def of_rows(self, begin: int, end: int) -> RowStates:
+        """Views of some rows."""
+        return RowStates([[state[begin:end] for state in states] for states in self.layers], self.reached[begin:end])
+
+    def copy_row(self, row: int, source: RowStates, source_row: int) -> None:
+        """Those of a row of `source` become those of `row`."""
+        for own, others in zip(self.layers, source.layers, strict=True):
+            for state, other in zip(own, others, strict=True):
+                state[row] = other[source_row]
+        self.reached[row] = source.reached[source_row]
+
+    def commit(self, path: Tensor, emitted: Tensor, length: Tensor) -> None:
+        """Takes the state behind the last token of every row whose keys and values are in its slots.
+
+        Args:
+            path: ``[B, N]`` int64, the accepted nodes.
+            emitted: ``[B]``, how many of them count; the states of a row with none stay.
+            length: ``[B]``, tokens of every row; the last one is node 0 of the next block.
+        """
+        last = path.gather(1, (emitted - 1).clamp(min=0)[:, None])[:, 0]
+        row = torch.arange(len(last), device=last.device)
+        for layer, behind in self.nodes.items():
+            for state, nodes in zip(self.layers[layer], behind, strict=True):
+                state.copy_(nodes[row, torch.where(emitted > 0, last, nodes.shape[1] - 1)])
+        self.reached.copy_(torch.where(emitted > 0, length - 1, self.reached))
+        self.nodes.clear()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(state.nbytes for states in self.layers for state in states)
 
 
 class SlotCache(Cache):
@@ -127,11 +224,12 @@ class SlotCache(Cache):
         buffers: where keys and values live; written in place.
         slots: ``[B, N]`` int64, the slot of each of the ``N`` tokens of this pass.
         view: attention sees slots ``0 … view-1``, so that its cost follows the current length, not the capacity.
+        states: how recurrent layers run in this pass, where there are any.
     """
 
-    def __init__(self, buffers: CacheBuffers, slots: Tensor, view: int) -> None:
+    def __init__(self, buffers: CacheBuffers, slots: Tensor, view: int, states: StatePass | None = None) -> None:
         super().__init__(layers=[])
-        self.buffers, self.slots, self.view = buffers, slots, view
+        self.buffers, self.slots, self.view, self.states = buffers, slots, view, states
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -195,4 +293,5 @@ def move_slots(buffers: CacheBuffers, base: Tensor, path: Tensor) -> None:
     rows = torch.arange(path.shape[0], device=path.device)[:, None]
     source, target = base[:, None] + path, base[:, None] + index
     for buffer in buffers.tensors:
-        buffer[rows, :, target] = buffer[rows, :, source]
+        if buffer.shape[1]:
+            buffer[rows, :, target] = buffer[rows, :, source]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -55,6 +54,7 @@ def subject_of(engine: Engine) -> Subject:
         str(getattr(method, "value", method)),
         own.weights and f"weights={own.weights}",
         own.cache and f"kv={own.cache}",
+        f"ranks={target.ranks.size}" if target.ranks.several else "",
     ]
     return Subject(
         model="-".join([type(config).__name__, *sizes, str(target.vocab_size)]),
@@ -76,7 +76,7 @@ class Calibration:
         """The curve as far as it was ever measured; None if it has no points. folder: None reads no files."""
         if folder is not None and folder not in self._read:
             self._read.add(folder)
-            kept = read(folder, self._empty().subject)
+            kept = self.engine.target.ranks.first_object(lambda: read(folder, self._empty().subject))
             if kept is not None:
                 self._curve = kept.with_points(self._curve.points if self._curve is not None else ())
         return self._curve if self._curve is not None and self._curve.points else None
@@ -97,13 +97,14 @@ class Calibration:
         wanted = [(r, c) for r in rows for c in contexts if anew or not curve.covers(r, c, compiled)]
         if not wanted:
             return curve
-        end = time.perf_counter() + seconds
+        clock = self.engine.target.ranks.clock
+        end = clock() + seconds
         points: list[CostPoint] = []
         for row_count, context in wanted:
-            if not points or time.perf_counter() < end:
+            if not points or clock() < end:
                 points += measure(self.engine, row_count, context, nodes, compile, end)
         self._curve = curve.with_points(points)
-        if folder is not None:
+        if folder is not None and self.engine.target.ranks.writes:
             write(folder, self._curve)
         return self._curve
 
@@ -120,11 +121,11 @@ def measure(
     engine: Engine, rows: int, context: int, nodes: Sequence[int], compile: Compile, end: float
 ) -> list[CostPoint]:
     """Median seconds of steps of a greedy call, one point per size; sizes that come after `end`, a time of
-    ``time.perf_counter``, are left out but for the smallest and one more.
+    ``engine.target.ranks.clock``, are left out but for the smallest and one more.
 
     Keys and values of the rows are never computed: what they are does not change how long a step takes.
     """
-    target, device = engine.target, engine.target.device
+    target, device, clock = engine.target, engine.target.device, engine.target.ranks.clock
     rows = row_bucket(rows, target.static)
     context = min(context, (target.max_positions or context + max(nodes)) - max(nodes))
     context = max(context, 1)
@@ -140,7 +141,7 @@ def measure(
         step = engine.whole(engine.core(SamplingPlan()), "step", compile, report)
         sizes = list(dict.fromkeys(session.blocks.size(n) for n in sorted(nodes)))
         for index, size in enumerate(sizes):
-            if index >= 2 and time.perf_counter() > end:
+            if index >= 2 and clock() > end:
                 break
             tree = session.blocks.tensors(Topology.chain(size - 1))
             draft = torch.full((rows, size - 1), -1, dtype=torch.int64, device=device)
@@ -150,9 +151,9 @@ def measure(
             for _ in range(REPEATS + 1):
                 session.rows.length.fill_(context)
                 session.rows.finished.fill_(False)
-                begun = time.perf_counter()
+                begun = clock()
                 step(block, session.rows).summary.tolist()  # waits for the device, as a call does
-                times.append(time.perf_counter() - begun)
+                times.append(clock() - begun)
             compiled = engine.compiled_passes - passes > REPEATS
             points.append(
                 CostPoint(rows=rows, context=context, nodes=size, compiled=compiled, seconds=median(times[1:]))

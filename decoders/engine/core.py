@@ -177,6 +177,8 @@ class Core:
             acceptance = acceptance or follow_matches(nodes, chosen, tree)
             path, (new, summary) = acceptance.path, append(nodes, chosen, tree, acceptance, *rewritten, most)
         move_slots(rows.buffers, rows.length - summary[0] - 1, path)
+        if rows.buffers.states is not None:
+            rows.buffers.states.commit(path, summary[0], rows.length)
         return StepOutput(nodes, chosen, path, new, summary, result.logits, scores, result.hidden, result.layers)
 
 

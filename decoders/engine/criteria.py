@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .core import StepOutput
 from .host_processors import Prefixes
+from .ranks import ALONE, Ranks
 from .rows import Rows
 
 
@@ -61,10 +62,13 @@ class CriteriaRun:
     Args:
         prefixes: the rows as transformers would show them.
         scores: per row and token, where they are kept.
+        ranks: of the processes that decode, the first one's criteria are heard: a clock says something else in each.
     """
 
-    def __init__(self, criteria: Criteria, prefixes: Prefixes, scores: list[list[Tensor]] | None) -> None:
-        self.criteria, self.prefixes, self.scores = criteria, prefixes, scores
+    def __init__(
+        self, criteria: Criteria, prefixes: Prefixes, scores: list[list[Tensor]] | None, ranks: Ranks = ALONE
+    ) -> None:
+        self.criteria, self.prefixes, self.scores, self.ranks = criteria, prefixes, scores, ranks
         self.batch = len(prefixes.generated)
         self.told: set[int] = set()
 
@@ -75,8 +79,8 @@ class CriteriaRun:
             ends = self._each(outcome, active)
         else:
             ends = self._level(outcome, out, active)
-        for row in active:
-            count, ended = ends[row]
+        agreed = self.ranks.first([figure for row in active for figure in ends[row]])
+        for row, count, ended in zip(active, agreed[::2], map(bool, agreed[1::2]), strict=True):
             rows.length[row] -= outcome.emitted[row] - count
             rows.finished[row] = ended
             outcome.emitted[row], outcome.ended[row] = count, int(ended)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..strategy import Sequences
 from .call_settings import CallSettings
 from .pool import RowPool
-from .session import Reading
+from .reading import Reading
 
 
 def seat_rows(

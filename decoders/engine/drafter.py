@@ -59,6 +59,11 @@ class ModelDrafter(Drafter):
         assert call.request.engine_of is not None, "a request with draft models says whose engines serve"
         self.engine = call.request.engine_of(model)
         target = self.engine.target
+        if target.recurrent:
+            raise UnsupportedError(
+                f"{type(target.model).__name__} keeps recurrent states, which a draft model would have to take back whenever a "
+                "draft token is rejected: draft with a model that has attention only, or with a strategy without a draft model"
+            )
         self.core = self.engine.draft_core(call.plan, context.vocab_size, children)
         self.vocab_size, self.children = self.core.vocab, self.core.children
         call.stack.enter_context(self.engine.forward.during(call.request.compile, call.report))

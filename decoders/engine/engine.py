@@ -23,6 +23,7 @@ from .capture import recorder_of
 from .core import Core, Passes
 from .draft_core import DraftCore
 from .features import OutputHead, layer_indices
+from .first_layers import first_layers
 from .locks import CallLock
 from .modules import ModuleTwin
 from .packing import FreedParameter, FreedWeights, free_originals, freed_error, restore_originals
@@ -75,6 +76,7 @@ class Engine:
         self.sessions = Sessions(self.target, recorder_of(self.target.device))
         self.forward = ForwardPass(self.target)
         self._watching: dict[tuple[int, ...], ForwardPass] = {}
+        self._cut: dict[int, PreTrainedModel] = {}
         self._modules: weakref.WeakKeyDictionary[nn.Module, ModuleTwin] = weakref.WeakKeyDictionary()
         self._head: OutputHead | None = None
         self.calibration = Calibration(self)
@@ -88,14 +90,14 @@ class Engine:
         if (attention, precision) != (self.attention, self.precision):
             return False
         with self.lock:
-            weights = WeightState.of(model)
-            if not weights.replaces(self.target.weights):
+            weights, ranks = WeightState.of(model), self.target.ranks
+            if ranks.any(not weights.replaces(self.target.weights)):
                 return False
-            if weights.contents != self.target.weights.contents:
+            if ranks.any(weights.contents != self.target.weights.contents):
                 self._forget_compiled()
                 self.sessions.forget_recordings()
             # Pointers are compared first: samples are taken where they point.
-            if weights != self.target.weights or self.target.samples.changed:
+            if ranks.any(weights != self.target.weights or self.target.samples.changed):
                 if [place for place, _ in weights.values] != [place for place, _ in self.target.weights.values]:
                     self.sessions.forget_recordings()
                 self.target.repack(model)
@@ -162,6 +164,7 @@ class Engine:
     def _forget_compiled(self) -> None:
         self.forward.forget()
         self._watching.clear()
+        self._cut.clear()
         self._modules.clear()
         self._head = None
         self._whole.clear()
@@ -181,6 +184,21 @@ class Engine:
             if layers not in self._watching:
                 self._watching[layers] = ForwardPass(self.target.watching(layers))
             return self._watching[layers]
+
+    def first_layers(self, model: PreTrainedModel, count: int) -> PreTrainedModel:
+        """See :attr:`decoders.strategy.Context.first_layers`; made once. model: the one that this engine serves.
+
+        Raises:
+            UnsupportedError, SettingsError: it cannot be left there.
+        """
+        if self.target.recurrent:
+            raise UnsupportedError(
+                f"{type(model).__name__} keeps recurrent states, which a draft would have to take back: it cannot be left early"
+            )
+        with self.lock:
+            if count not in self._cut:
+                self._cut[count] = first_layers(model, count)
+            return self._cut[count]
 
     def core(self, plan: SamplingPlan, passes: ForwardPass | None = None) -> Core:
         passes = passes or self.forward

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ..errors import SettingsError, UnsupportedError
-from .regions import decoder_layers
+from ..layers import decoder_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,7 +28,7 @@ def layer_indices(target: Target, strategy: Strategy) -> tuple[int, ...]:
     name, count = type(target.model).__name__, target.decoder_layers
     if not count:
         raise UnsupportedError(f"{strategy.name} reads hidden layers, and {name} has no list of decoder layers")
-    asked = strategy.layers_of(count)
+    asked = strategy.layers_for(target.model.config, count)
     if not isinstance(asked, tuple) or not all(isinstance(i, int) and not isinstance(i, bool) for i in asked):
         raise SettingsError(f"{strategy.name}: hidden_layers is a tuple of integers, not {asked!r}")
     wrong = [i for i in asked if not -count <= i < count]

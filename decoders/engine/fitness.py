@@ -8,6 +8,7 @@ import types
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedError
+from .ranks import Ranks
 from .transformers_compat import keeps_recurrent_state
 
 
@@ -16,9 +17,11 @@ def refuse_unfit(model: PreTrainedModel) -> None:
     name, advice = type(model).__name__, "Call generate without strategy=."
     if model.config.is_encoder_decoder:
         raise UnsupportedError(f"{name} is an encoder-decoder model; the shared loop decodes causal models. {advice}")
-    if keeps_recurrent_state(model):
+    placed = "position_ids" in inspect.signature(type(model).forward).parameters
+    if keeps_recurrent_state(model) and not placed:
         raise UnsupportedError(
-            f"{name} keeps a recurrent state, which cannot hold several draft tokens at once or be rolled back. {advice}"
+            f"{name} keeps nothing but a recurrent state and takes no position_ids: the shared loop runs designs that have "
+            f"attention, too. {advice}"
         )
     replaced = vars(model).get("forward")
     if isinstance(replaced, types.FunctionType):
@@ -30,7 +33,7 @@ def refuse_unfit(model: PreTrainedModel) -> None:
         raise UnsupportedError(
             f"{name} has weights on the meta device, where they have no values: load them first. {advice}"
         )
-    if "position_ids" not in inspect.signature(type(model).forward).parameters or getattr(model.config, "alibi", False):
+    if not placed or getattr(model.config, "alibi", False):
         raise UnsupportedError(
             f"{name} takes no position_ids (ALiBi derives positions from a 2-D mask), so nodes of a tree cannot be "
             f"placed. {advice}"
@@ -48,5 +51,8 @@ def refuse_unfit(model: PreTrainedModel) -> None:
     devices = {p.device for p in model.parameters()}
     if len(devices) > 1:
         raise UnsupportedError(
-            f"{name} is spread over {', '.join(sorted(map(str, devices)))}; the shared loop needs one device. {advice}"
+            f"{name} is spread over {', '.join(sorted(map(str, devices)))}; the shared loop needs one device. Start as many "
+            'processes as there are devices with torchrun and load it with tp_plan="auto": each then holds a part of every layer. '
+            f"{advice}"
         )
+    Ranks.of(model)

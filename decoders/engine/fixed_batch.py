@@ -29,6 +29,7 @@ def decode(engine: Engine, request: Request) -> Decoded:
         torch.no_grad(),
         ExitStack() as stack,
     ):
+        request = engine.target.ranks.agreed(request)
         return FixedBatch(engine, request, stack).run()  # the stack gives sessions back, whatever happens
 
 
@@ -46,7 +47,7 @@ class FixedBatch:
     def __init__(self, engine: Engine, request: Request, stack: ExitStack) -> None:
         self.engine, self.request, self.stack = engine, request, stack
         self.call = Call(engine, request, stack)
-        self.written = Written(request, self.call.report)
+        self.written = Written(request, self.call.report, engine.target.ranks)
         self.call.members.append((self.written, 0))
 
     def run(self) -> Decoded:

@@ -81,6 +81,7 @@ class Lane:
             self._begin()
         member = Written(request, empty_report(request, self.engine.target))
         seat = Seat(member, self.admission.place_for(request))
+        seat.turns = min((other.turns for other in self.seats if other.row is None), default=0)
         self.seats.append(seat)
         return member
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -11,6 +12,8 @@ from transformers import PreTrainedModel
 from ..errors import UnsupportedError
 from . import attention, flex
 from .cache import LayerSpec, LayoutProbe
+from .state_probe import Recurrent, StateProbe, may_keep_states
+from .transformers_compat import keeps_recurrent_state
 
 
 def backbone_of(model: PreTrainedModel) -> nn.Module:
@@ -31,9 +34,9 @@ def context_length(model: PreTrainedModel) -> int:
 
 
 @torch.no_grad()
-def probe_layout(model: PreTrainedModel, kinds: int, packed: bool) -> tuple[list[LayerSpec], set[int]]:
-    """What each layer stores per token, and how many query heads share a key head, learnt by running one token."""
-    probe = LayoutProbe()
+def probe_layout(model: PreTrainedModel, kinds: int, packed: bool) -> tuple[list[LayerSpec], set[int], list[Recurrent]]:
+    """What each layer stores, how many query heads share a key head, and what keeps states, learnt by running one token."""
+    probe = StateProbe(model) if may_keep_states(model) else LayoutProbe()
     device = model.device
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     mask = torch.zeros(1, kinds, 1, 1, dtype=dtype, device=device)
@@ -43,10 +46,29 @@ def probe_layout(model: PreTrainedModel, kinds: int, packed: bool) -> tuple[list
     token = torch.zeros(1, 1, dtype=torch.int64, device=device)
     shape = attention.Probe()
     attention.tell_shape(mask, shape)
-    model(input_ids=token, attention_mask=mask, position_ids=token, past_key_values=probe, use_cache=True)
-    if not probe.layouts or sorted(probe.layouts) != list(range(len(probe.layouts))):
+    name = type(model).__name__
+    with probe.watching(model):
+        try:
+            model(input_ids=token, attention_mask=mask, position_ids=token, past_key_values=probe, use_cache=True)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            if not isinstance(probe, StateProbe):
+                raise
+            raise UnsupportedError(
+                f"{name} keeps recurrent states in a cache of its own ({error}). Call generate without strategy=."
+            ) from error
+    layouts = probe.layouts
+    found = probe.recurrent if isinstance(probe, StateProbe) else []
+    if keeps_recurrent_state(model) and not found:
         raise UnsupportedError(
-            f"{type(model).__name__} stored keys and values for layers {sorted(probe.layouts)}: every layer must go through "
+            f"{name} keeps a recurrent state outside of the cache, where nodes of a block cannot be given their own. "
+            "Call generate without strategy=."
+        )
+    if not layouts or (not found and sorted(layouts) != list(range(len(layouts)))):
+        raise UnsupportedError(
+            f"{name} stored keys and values for layers {sorted(layouts)}: every layer must go through "
             "the cache. Call generate without strategy=."
         )
-    return [probe.layouts[i] for i in range(len(probe.layouts))], shape.groups
+    states = {entry.layer: entry.states for entry in found}
+    nothing = LayerSpec.without_keys(next(iter(layouts.values())))
+    layers = range(1 + max(*layouts, *states, -1))
+    return [replace(layouts.get(i, nothing), states=states.get(i, ())) for i in layers], shape.groups, found

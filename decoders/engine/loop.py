@@ -137,9 +137,9 @@ class Call:
         strategy, rows = self.request.strategy, self.rows
         for module in self.resources.modules:  # what is read behind the prompts' ends needs room as well
             module.reserve(latest + tokens.shape[1])
-        result = self.target.features(tokens, begin, rows.buffers, view, latest, strategy.prompt_logits)
         positions = begin[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         valid = positions < rows.prompt_length[:, None] - 1
+        result = self.target.features(tokens, begin, rows.buffers, view, latest, strategy.prompt_logits, valid)
         logits = result.logits if strategy.prompt_logits else None
         chunk = PromptChunk(tokens, positions, valid, result.hidden, result.layers, logits)
         strategy.prefill(self.state, chunk)
@@ -162,6 +162,7 @@ class Call:
             if self.verifier is None and not self.request.strategy.observes:
                 draft = cut(draft, self.width, self.rows.finished, self.batch, self.worth)
         block = self.block_of(draft)
+        self.target.ranks.check_draft(draft, self.lengths)
         self.where = "forward pass and verification"
         timings.propose += stopwatch.next()
         block = self.masked(draft, block)
@@ -182,8 +183,9 @@ class Call:
             if self.worth is not None:
                 self.worth.observe(self.batch, block.draft_tokens.shape[1] + 1, core, outcome.drafted, outcome.accepted)
             if self.resources.costs is not None:
+                seconds = self.target.ranks.first_number(core)
                 self.resources.costs.observe(
-                    block.draft_tokens.shape[1] + 1, core, max(self.lengths), self.engine.compiled_passes > passes
+                    block.draft_tokens.shape[1] + 1, seconds, max(self.lengths), self.engine.compiled_passes > passes
                 )
         if not self.report.steps:
             self.report.time_to_first_token = timings.prefill + timings.steps

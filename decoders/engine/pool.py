@@ -12,8 +12,9 @@ from torch import Tensor
 from ..sampling.processors import SamplingInputs
 from .blocks import Blocks
 from .prefixes import NOTHING, KeptText, PrefixIndex
+from .reading import Reading
 from .rows import Rows
-from .session import Reading, Session, room_for
+from .session import Session, room_for
 from .target import Target
 
 
@@ -127,7 +128,13 @@ class RowPool(Session):
 
     def note(self, place: int, text: Tensor) -> None:
         """Notes that a place holds the keys and values of `text` (1-D int64)."""
-        self.texts[place] = KeptText(text.cpu())
+        self.texts[place] = self.kept(place, text.cpu())
+
+    def kept(self, row: int, text: Tensor) -> KeptText:
+        states = self.stored.buffers.states
+        if states is None:
+            return KeptText(text)
+        return KeptText(text, whole=True) if int(states.reached[row]) == len(text) else NOTHING
 
     def drop(self, place: int) -> None:
         self.texts[place] = NOTHING

@@ -12,9 +12,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class KeptText:
-    """A text whose keys and values stand in slots ``0 … len(tokens)-1`` of a row. tokens: 1-D int64, on the CPU."""
+    """A text whose keys and values stand in slots ``0 … len(tokens)-1`` of a row.
+
+    Attributes:
+        tokens: 1-D int64, on the CPU.
+        whole: whether it can only be continued behind its end: a recurrent state stands there, which cannot be cut back.
+    """
 
     tokens: Tensor
+    whole: bool = False
 
     @cached_property
     def key(self) -> bytes:
@@ -22,10 +28,14 @@ class KeptText:
         return self.tokens.numpy().tobytes()
 
     def shared_with(self, prompt: Tensor) -> int:
-        """How many tokens `prompt` (1-D int64, on the CPU) begins with that this text begins with, too."""
+        """How many tokens `prompt` (1-D int64, on the CPU) begins with that this text begins with, too, as far as they are of use."""
+        if self.whole and len(self.tokens) >= len(prompt):
+            return 0
         n = min(len(self.tokens), len(prompt))
         differing = (self.tokens[:n] != prompt[:n]).nonzero()
-        return int(differing[0]) if len(differing) else n
+        if len(differing):
+            return 0 if self.whole else int(differing[0])
+        return n
 
 
 NOTHING = KeptText(torch.empty(0, dtype=torch.int64))
@@ -51,4 +61,6 @@ class PrefixIndex:
         """
         index = bisect_left(self._keys, KeptText(prompt).key)
         beside = self._order[max(index - 1, 0) : index + 1]
+        if any(text.whole for text in self.texts):  # the one that can be continued may stand further away
+            beside = self._order
         return max(((self.texts[place].shared_with(prompt), place) for place in beside), default=(0, 0))

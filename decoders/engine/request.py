@@ -45,6 +45,7 @@ class Request:
         on_step: told the new tokens of every row and which rows have ended, after every step.
         keep_logits: return them per generated token.
         keep_scores: the same, processed.
+        top_logprobs: note the log probability of every token, and of that many likeliest ones; None: of none.
         compile: see :data:`~decoders.engine.tiers.Compile`.
         reuse: whether keys and values of earlier calls may serve.
         memory: whether strategies may keep what they learn between calls.
@@ -76,6 +77,7 @@ class Request:
     on_step: Callable[[list[list[int]], list[bool]], None] | None = None
     keep_logits: bool = False
     keep_scores: bool = False
+    top_logprobs: int | None = None
     compile: Compile = True
     reuse: bool = True
     memory: bool = True

@@ -63,8 +63,9 @@ class CallResources:
             rows=call.width, slots=call.rows.slots, device=target.device, compile=settings.compiler(call.engine),
             vocab_size=target.vocab_size, sequences=call.session.view(max(call.lengths))[1], coupled=call.verifier is None,
             plan=request.plan, sampling=call.rows.sampling, guide=call.guide, model=request.model, tokenizer=request.tokenizer,
-            assistant_model=request.assistant_model, costs=self._costs,
+            assistant_model=request.assistant_model, costs=self._costs, clock=target.ranks.clock,
             decoder_layers=target.decoder_layers, embed=target.embed, head=call.engine.head, module=self._module,
+            first_layers=partial(call.engine.first_layers, request.model),
             memory=self._memory_of if request.memory else no_memory,
         )  # fmt: skip
         if request.resolve is not None:

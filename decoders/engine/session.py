@@ -13,9 +13,10 @@ from ..errors import CacheMemoryError
 from ..sampling.processors import SamplingInputs
 from ..strategy import Sequences
 from .blocks import Blocks
-from .buckets import prefill_chunks, round_up, row_bucket, slots_for, view_bucket
+from .buckets import row_bucket, slots_for, view_bucket
 from .capture import Recorder, Recordings
 from .prefixes import NOTHING, KeptText, PrefixIndex
+from .reading import Reading
 from .rows import Rows
 from .target import Target
 
@@ -102,11 +103,22 @@ class Session:
             how many tokens of each row are not read again, and how many in front of the last one are left pending. Rows
             advance together, so one with little left to read reads some of its tokens a second time.
         """
+        if self.target.recurrent and run is None:
+            return self._prefill_each(lengths, reused, chunk)
         reading = Reading.of(lengths, reused, chunk, self.target, leave)
         begin = torch.tensor(reading.starts, device=self.rows.tokens.device)
         for done, count in reading.passes:
             self.read(self.rows, begin, max(reading.starts), done, count, run)
         return reading.starts, reading.left
+
+    def _prefill_each(self, lengths: list[int], reused: list[int], chunk: int) -> tuple[list[int], int]:
+        """As :meth:`prefill`, row by row: what a recurrent layer reads cannot be read a second time, nor behind a text's end."""
+        for row, (length, kept) in enumerate(zip(lengths, reused, strict=True)):
+            reading = Reading.of([length], [kept], chunk, self.target, leave=False)
+            begin = torch.tensor(reading.starts, device=self.rows.tokens.device)
+            for done, count in reading.passes:
+                self.read(self.rows.of_rows(row, row + 1), begin, reading.starts[0], done, count)
+        return reused, 0
 
     def read(
         self, rows: Rows, begin: Tensor, latest: int, done: int, count: int, run: Callable[..., None] | None = None
@@ -125,39 +137,19 @@ class Session:
     def keep(self, lengths: list[int]) -> None:
         """Notes that the first so many tokens of each row, from the first row on, have their keys and values in their slots."""
         tokens = self.rows.tokens.cpu()
-        self.texts = [KeptText(tokens[row, :length].clone()) for row, length in enumerate(lengths)]
+        self.texts = [self.kept(row, tokens[row, :length].clone()) for row, length in enumerate(lengths)]
         self.texts += [NOTHING] * (self.batch - len(lengths))
+
+    def kept(self, row: int, text: Tensor) -> KeptText:
+        """`text` (1-D, on the CPU) as what a row keeps; nothing if a recurrent state has seen more of it, or less."""
+        states = self.rows.buffers.states
+        if states is None:
+            return KeptText(text)
+        return KeptText(text, whole=True) if int(states.reached[row]) == len(text) else NOTHING
 
     def forget(self) -> None:
         """Notes that the slots hold nothing of use."""
         self.texts = [NOTHING] * self.batch
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How the tokens of prompts are read: in which passes, each row from where on.
-
-    Attributes:
-        starts: tokens of each row that are not read (again). Rows advance together, so one with little left to read reads some
-            of its tokens a second time.
-        passes: where each begins behind the starts, and how many tokens it reads.
-        left: how many tokens in front of the last one are left pending.
-    """
-
-    starts: list[int]
-    passes: list[tuple[int, int]]
-    left: int
-
-    @staticmethod
-    def of(lengths: list[int], reused: list[int], chunk: int, target: Target, leave: bool) -> Reading:
-        """As :meth:`Session.prefill` has it."""
-        ends, multiple = [length - 1 for length in lengths], target.multiple
-        chunk = max(chunk - chunk % multiple, multiple)
-        # What a short row reads behind its end is written anew before anything sees it.
-        pending = round_up(max((end - kept for end, kept in zip(ends, reused, strict=True)), default=0), multiple)
-        starts = [max(end - pending, 0) for end in ends]
-        left = (pending - 1) % chunk + 1 if leave and pending else 0
-        return Reading(starts, prefill_chunks(pending - left, chunk, target.static), left)
 
 
 @contextmanager

@@ -13,8 +13,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import devices
+from ..errors import UnsupportedError
+from ..layers import decoder_layers
 from ..tree import TreeTensors
-from . import attention, buckets, flex, invariance
+from . import attention, buckets, flex, invariance, recurrent
 from .cache import CacheBuffers, SlotCache
 from .features import LayerStates, OutputHead
 from .fingerprints import Fingerprints
@@ -22,8 +24,9 @@ from .fitness import refuse_unfit
 from .layout import backbone_of, context_length, embeddings_of, probe_layout
 from .packing import pack
 from .quantization import Precision, quantize, rounds_activations
-from .regions import decoder_layers
+from .ranks import Ranks
 from .self_check import check_tree_logits
+from .state_probe import adopt
 from .text_blocks import causal_block
 from .twin import WeightState, share_weights, tensors_of
 
@@ -60,8 +63,11 @@ class Target:
         weights, samples: what they were packed from.
         rounds: whether activations, keys or values are rounded on the way, so that a last bit may decide about a step of theirs.
         layers: decoder layers whose outputs its results hold, see :meth:`watching`.
+        recurrent: the layers that keep a state per row (:mod:`.recurrent`); such a model runs uncompiled.
+        continues: whether these read a text in several passes.
         multiple: blocks and stretches of text have a multiple of so many nodes.
         invariance: in low precision, whether a node has the same bits in every block.
+        ranks: the processes that share its weights.
 
     Raises:
         UnsupportedError: the model's design does not fit the loop, or a self-check shows that its tree-verified logits
@@ -73,7 +79,12 @@ class Target:
     ) -> None:
         refuse_unfit(model)
         precision.check(model.device)
-        self.precision = precision
+        self.precision, self.ranks = precision, Ranks.of(model)
+        if self.ranks.several and precision.weights is not None:
+            raise UnsupportedError(
+                f"weights={precision.weights!r}: the weights of {type(model).__name__} are shared by {self.ranks.size} processes, and "
+                "parts of matrices are not quantized here. Leave weights='keep'; kv_cache='int8' works"
+            )
         attention.register()
         self.flex = backend == "flex"
         self.static = devices.static_shapes(model.device)
@@ -92,17 +103,25 @@ class Target:
         self.quantized = quantize(self.model, precision.weights, self.model.get_output_embeddings())
         self.packing = pack(self.model)
         self.remember(model)
-        self.layout, groups = probe_layout(self.model, len(self.kinds), self.flex)
+        self.layout, groups, found = probe_layout(self.model, len(self.kinds), self.flex)
+        self.recurrent = tuple(entry.layer for entry in found)
+        if found and self.flex:
+            raise UnsupportedError(
+                f"{type(model).__name__} keeps recurrent states: attention='sdpa' runs it, flex does not"
+            )
+        self.continues = adopt(found)
+        self.static = self.static and not found
         plain_layout = self.layout
         if precision.cache is not None:
             self.layout = [replace(spec, quantized=True) for spec in self.layout]
         self.group = groups.pop() if len(groups) == 1 else 1
-        self.reads_ahead = "logits_to_keep" in inspect.signature(self.model.forward).parameters
+        self.reads_ahead = not found and "logits_to_keep" in inspect.signature(self.model.forward).parameters
         self._head_inputs.clear()
         self.dtype = self.layout[0].dtype
         self.device = self.layout[0].device
         self.rounds = precision != Precision() or rounds_activations(model)
-        self.multiple = buckets.row_multiple(self.dtype, self.device, self.rounds)
+        # A token whose state is there cannot be run again, as the same bits in every block would want it.
+        self.multiple = 1 if found else buckets.row_multiple(self.dtype, self.device, self.rounds)
         if self.multiple > 1:
             invariance.align_activations(self.model)
         check_tree_logits(self, model, plain_layout)
@@ -228,14 +247,23 @@ class Target:
     def prefill(self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int) -> None:
         """Writes the keys and values of ``tokens`` ``[B, N]`` to slots ``start …`` without computing logits."""
         tree = causal_block(tokens.shape[0], tokens.shape[1], tokens.device)
-        self.backbone(**self._inputs(tokens, start, tree, buffers, view, (latest, tokens.shape[1])))
+        inputs = self._inputs(
+            tokens, start, tree, buffers, view, (latest, tokens.shape[1]), self._text(tokens, start, buffers)
+        )
+        self.backbone(**inputs)
 
     def features(
-        self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int, logits: bool
-    ) -> ForwardResult:
-        """As :meth:`prefill`, with results of all tokens; without `logits` these are those of the first token alone."""
+        self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int, logits: bool,
+        valid: Tensor | None = None,
+    ) -> ForwardResult:  # fmt: skip
+        """As :meth:`prefill`, with results of all tokens; without `logits` these are those of the first token alone.
+
+        Args:
+            valid: ``[B, N]`` bool, the tokens that are no padding behind a row's text.
+        """
         tree = causal_block(tokens.shape[0], tokens.shape[1], tokens.device)
-        inputs = self._inputs(tokens, start, tree, buffers, view, (latest, tokens.shape[1]))
+        text = self._text(tokens, start, buffers, valid)
+        inputs = self._inputs(tokens, start, tree, buffers, view, (latest, tokens.shape[1]), text)
         head = self.model.get_output_embeddings()
         # Comes after the hook that notes what the head reads.
         cut = None if logits else head.register_forward_pre_hook(lambda _, args: (args[0][:, :1], *args[1:]))
@@ -250,11 +278,24 @@ class Target:
         """What the watched layers gave in this pass."""
         return self._layer_states.taken() if self._layer_states is not None else None
 
+    def _text(
+        self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, valid: Tensor | None = None
+    ) -> recurrent.TextPass | None:
+        """How recurrent layers read a stretch of text."""
+        if buffers.states is None:
+            return None
+        counts = valid.sum(1).tolist() if valid is not None else [tokens.shape[1]] * len(tokens)
+        return recurrent.TextPass(buffers.states, [spec.states for spec in self.layout], start.tolist(), counts)
+
     def _inputs(
         self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor,
-        latest: tuple[int, int] | None = None,
+        latest: tuple[int, int] | None = None, text: recurrent.TextPass | None = None,
     ) -> dict:  # fmt: skip
         n = nodes.shape[1]
+        states: recurrent.StatePass | None = text
+        if text is None and buffers.states is not None:
+            specs = [spec.states for spec in self.layout]
+            states = recurrent.NodePass(buffers.states, specs, tree.visible, nodes, base)
         offsets, visible = attention.ending(tree.offsets, n), attention.ending(tree.visible, n)
         slots = base[:, None] + attention.ending(torch.arange(tree.offsets.shape[1], device=nodes.device)[None], n)
         if self.flex:
@@ -271,6 +312,6 @@ class Target:
             attention_mask=mask,
             # Draft tokens may reach past the context; the loop never commits them, but embeddings would be out of range.
             position_ids=(base[:, None] + offsets).clamp(0, self.max_positions - 1),
-            past_key_values=SlotCache(buffers, slots, view.shape[0]),
+            past_key_values=SlotCache(buffers, slots, view.shape[0], states),
             use_cache=True,
         )

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..errors import UnsupportedError
 from ..report import Report
 from ..tree import Topology, TreeTensors
 from .background import BackgroundCompile, worth_compiling
@@ -73,7 +74,17 @@ class ForwardPass:
 
         Args:
             allowed: as of :meth:`steady_tiers` where the call began; by default as of now.
+
+        Raises:
+            UnsupportedError: it must be compiled and is not to be.
         """
+        if self.target.recurrent:
+            if mode is True:
+                raise UnsupportedError(
+                    f"{type(self.target.model).__name__} keeps recurrent states: its blocks run level by level, as their tree says, "
+                    "which is no graph for every tree. Leave compile='auto', which runs it uncompiled."
+                )
+            mode = False
         before = self._mode, self._report, self._allowed
         self._mode, self._report = mode, report
         self._allowed = self.steady_tiers(mode) if allowed is None else allowed

@@ -136,6 +136,15 @@ def writes_counted(tensor: Tensor) -> int:
         return 0
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """What this process holds of `tensor`: a part where several processes share it (``DTensor``), all of it elsewhere."""
+    to_local = getattr(tensor, "to_local", None)
+    if to_local is None:
+        return tensor
+    with torch.no_grad():  # the part itself and no view of it
+        return to_local()
+
+
 def as_plain_tensors() -> AbstractContextManager:
     """Within it, functions of torch do not ask subclasses of tensors: what torch's own documentation of subclasses uses."""
     return torch._C.DisableTorchFunctionSubclass()

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from .torch_compat import writes_counted
+from .torch_compat import local_part, writes_counted
 
 _INTERNAL = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 #: How deep, and how many entries of one container, are looked at.
 _DEPTH, _ENTRIES = 6, 1000
+#: How deep the helper objects of a closure may lie in each other.
+_HELPERS = 3
 
 
 #: Attributes that generating sets: no part of the network.
@@ -70,6 +72,8 @@ class _Twin:
             return copy.deepcopy(value, self.memo)
         if isinstance(value, types.MethodType):
             return types.MethodType(value.__func__, self.of(value.__self__)) if self._touches(value) else value
+        if isinstance(value, types.FunctionType) and self._touches(value):
+            return self._function(value)
         if isinstance(value, functools.partial) and self._touches(value):
             partial = functools.partial(self.of(value.func), *map(self.of, value.args), **self._values(value.keywords))
             vars(partial).update(self._values(vars(value)))
@@ -85,6 +89,36 @@ class _Twin:
             internal = name in _INTERNAL and isinstance(value, (dict, set))
             vars(twin)[name] = self._container(value) if internal else self.of(value)
         return twin
+
+    def _function(self, function: types.FunctionType) -> types.FunctionType:
+        """A function made for a module of the tree (tensor parallelism exchanges ``forward``), made for its counterpart."""
+        cells = [types.CellType() for _ in function.__closure__ or ()]
+        twin = types.FunctionType(
+            function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
+        )
+        twin.__kwdefaults__ = function.__kwdefaults__
+        vars(twin).update(vars(function))
+        self.memo[id(function)] = twin  # a function may hold itself
+        for cell, value in zip(cells, map(_held, function.__closure__ or ()), strict=True):
+            if value is not _EMPTY:
+                cell.cell_contents = self._captured(value)
+        return twin
+
+    def _captured(self, value: Any, depth: int = _HELPERS) -> Any:
+        """The counterpart of what a closure holds. Its helper objects are its own, unlike those in attributes of modules."""
+        if not self._captures(value, depth):
+            return self.of(value)
+        twin = copy.copy(value)
+        vars(twin).update({name: self._captured(held, depth - 1) for name, held in vars(value).items()})
+        return twin
+
+    def _captures(self, value: Any, depth: int) -> bool:
+        """Whether a helper object holds something of the tree."""
+        plain = isinstance(value, (*_PLAIN, Tensor, type, types.FunctionType, types.MethodType, types.ModuleType))
+        if depth == 0 or plain or isinstance(value, (nn.Module, PreTrainedConfig, functools.partial)):
+            return False
+        held = getattr(value, "__dict__", {}).values()
+        return any(self._touches(entry) or self._captures(entry, depth - 1) for entry in held)
 
     def _container(self, value: Any) -> Any:
         if isinstance(value, dict):
@@ -107,11 +141,25 @@ class _Twin:
             return False
         if isinstance(value, types.MethodType):
             return self._touches(value.__self__, depth - 1)
+        if isinstance(value, types.FunctionType):
+            return any(self._touches(_held(cell), depth - 1) for cell in value.__closure__ or ())
         if isinstance(value, functools.partial):
             return any(self._touches(v, depth - 1) for v in (value.func, *value.args, *value.keywords.values()))
         if isinstance(value, dict):
             return any(self._touches(entry, depth - 1) for entry in value.values())
         return isinstance(value, (list, tuple, set)) and any(self._touches(entry, depth - 1) for entry in value)
+
+
+#: Stands for what a cell of a closure does not hold yet.
+_EMPTY = object()
+
+
+def _held(cell: types.CellType) -> Any:
+    """What a cell of a closure holds."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _EMPTY
 
 
 @dataclass(frozen=True)
@@ -146,7 +194,7 @@ class WeightState:
                     modules.append(id(value))
                     if not _opaque(type(value)):  # type: ignore[arg-type]  # types are hashable
                         held.append(_content(value, _DEPTH))
-        return cls((shapes, tuple(modules)), tuple(held), tuple((t.data_ptr(), writes_counted(t)) for t in tensors))
+        return cls((shapes, tuple(modules)), tuple(held), tuple(map(_written, tensors)))
 
     def replaces(self, other: WeightState) -> bool:
         """Whether these are `other` with other values and contents: what runs the model sees them by itself."""
@@ -154,9 +202,15 @@ class WeightState:
 
 
 def tensors_of(model: nn.Module) -> list[Tensor]:
-    """All tensors that modules of `model` hold: parameters, buffers, and those that are plain attributes."""
+    """All tensors that modules of `model` hold, this process's parts of them: parameters, buffers, and plain attributes."""
     loose = [v for module in model.modules() for v in vars(module).values() if isinstance(v, Tensor)]
-    return [*model.parameters(), *model.buffers(), *loose]
+    return [local_part(tensor) for tensor in (*model.parameters(), *model.buffers(), *loose)]
+
+
+def _written(tensor: Tensor) -> tuple[int, int]:
+    """Where this process has the values of `tensor`, and how often PyTorch saw them being written to."""
+    own = local_part(tensor)
+    return own.data_ptr(), writes_counted(own)
 
 
 def _content(value: Any, depth: int) -> object:
@@ -164,7 +218,7 @@ def _content(value: Any, depth: int) -> object:
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, Tensor):
-        return id(value), value.data_ptr(), writes_counted(value)
+        return id(value), *_written(value)
     if depth == 0 or _opaque(type(value)):  # type: ignore[arg-type]
         return id(value)
     if isinstance(value, (list, tuple)):

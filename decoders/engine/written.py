@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from .core import StepOutput
 from .criteria import CriteriaRun, Outcome
 from .host_processors import Prefixes
 from .observation import Observation
+from .ranks import ALONE, Ranks
 from .request import Decoded, Request
 from .target import Target
 
@@ -28,6 +31,21 @@ def empty_report(request: Request, target: Target) -> Report:
     )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """How likely a token was, as the model has it: before temperature, filters, penalties and grammar.
+
+    Attributes:
+        token: its id.
+        logprob: natural logarithm of its probability.
+        top: the likeliest tokens and their log probabilities, best first.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
 class Written:
     """What a request has come to.
 
@@ -37,25 +55,29 @@ class Written:
         generated: token ids per row, stop token included.
         lengths: tokens per row, prompt included.
         finished: per row.
+        drafted: per row and token, whether a draft had it.
+        logprobs: per row and token, if asked for.
         logits, scores: per row and token, if asked for.
         prefixes: the rows as transformers would show them.
         criteria: asked on the host, None if there are none.
         error: what a callback of this request has raised, where that ends this request alone.
     """
 
-    def __init__(self, request: Request, report: Report) -> None:
+    def __init__(self, request: Request, report: Report, ranks: Ranks = ALONE) -> None:
         self.request, self.report = request, report
         rows = len(request.prompts)
         self.lengths = [len(prompt) for prompt in request.prompts]
         self.generated: list[list[int]] = [[] for _ in range(rows)]
         self.logits: list[list[Tensor]] = [[] for _ in range(rows)]
         self.scores: list[list[Tensor]] = [[] for _ in range(rows)]
+        self.drafted: list[list[bool]] = [[] for _ in range(rows)]
+        self.logprobs: list[list[TokenLogprobs]] = [[] for _ in range(rows)]
         self.finished = [request.new_tokens == 0] * rows
         self.prefixes = Prefixes(request.padded_prompt, self.generated, request.pad_token)
         self.criteria: CriteriaRun | None = None
         if request.criteria is not None:
             kept = self.scores if request.keep_scores else None
-            self.criteria = CriteriaRun(request.criteria, self.prefixes, kept)
+            self.criteria = CriteriaRun(request.criteria, self.prefixes, kept, ranks)
         self.error: Exception | None = None
         self._observation = Observation(request) if request.observers else None
 
@@ -97,6 +119,11 @@ class Written:
                 self.logits[row] += out.logits[first + row, out.path[first + row, :count]].unbind(0)
             if out is not None and out.scores is not None:
                 self.scores[row] += out.scores[first + row, out.path[first + row, :count]].unbind(0)
+            if out is not None and request.top_logprobs is not None:
+                logits = out.logits[first + row, out.path[first + row, :count]]
+                self.logprobs[row] += logprobs_of(tokens, logits, request.top_logprobs)
+            accepted = min(outcome.accepted[row], count)
+            self.drafted[row] += [True] * accepted + [False] * (count - accepted)
             self.generated[row] += tokens
             self.lengths[row] += count
         self.finished = [bool(ended) for ended in outcome.ended]
@@ -118,3 +145,15 @@ class Written:
     def decoded(self) -> Decoded:
         self.report.new_tokens = [len(tokens) for tokens in self.generated]
         return Decoded(self.generated, self.report, self.logits, self.scores)
+
+
+def logprobs_of(tokens: list[int], logits: Tensor, top: int) -> list[TokenLogprobs]:
+    """The log probabilities of `tokens` and of the `top` likeliest ones, under logits ``[T, V]``."""
+    every = logits.float().log_softmax(-1)
+    own = every.gather(1, torch.tensor(tokens, device=every.device)[:, None])[:, 0].tolist()
+    best = every.topk(min(top, every.shape[-1]), dim=-1)
+    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [
+        TokenLogprobs(token, logprob, tuple(zip(ids, values, strict=True)))
+        for token, logprob, (ids, values) in zip(tokens, own, pairs, strict=True)
+    ]

@@ -26,7 +26,6 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "use_cache": (lambda v: v is False, "strategies need the key-value cache; leave use_cache out"),
     "use_mtp": (lambda v: bool(v), "transformers' own multi-token prediction; choose either"),
     "speculation_type": (lambda v: v is not None, "transformers' own speculation; strategy= says how to draft"),
-    "assistant_early_exit": (lambda v: v is not None, "early-exit drafting is not a strategy here; drop strategy="),
     "assistant_lookbehind": (lambda v: v is not None, "target and draft must share a vocabulary; drop strategy="),
     "target_lookbehind": (lambda v: v is not None, "target and draft must share a vocabulary; drop strategy="),
     "assistant_ensemble_weight": (lambda v: v is not None, "mixing in the draft changes the text; drop strategy="),
@@ -56,6 +55,7 @@ HINTS = (
     "num_assistant_tokens",
     "num_assistant_tokens_schedule",
     "assistant_confidence_threshold",
+    "assistant_early_exit",
     "prompt_lookup_num_tokens",
     "max_matching_ngram_size",
 )

@@ -78,6 +78,11 @@ class Assistants:
             if known is None or not known.refresh(model, engine.attention):
                 refuse_unfit(model)
                 known = self._engines[model] = Engine(model, engine.attention)
+            if known.target.ranks.several and known.target.ranks.size != engine.target.ranks.size:
+                raise UnsupportedError(
+                    f"the draft model is shared by {known.target.ranks.size} processes and the target is not: load the draft without "
+                    "tp_plan, or both with it"
+                )
             return known
 
         return engine_of

@@ -166,10 +166,13 @@ class GenerateCall:
             engine.target.vocab_size, stop_tokens, options.runtime,
         )  # fmt: skip
         runtime = options.runtime
+        seed = resolve_seed(options.seed, options.generator, bool(generation_config.do_sample))
+        if options.seed is None:  # processes that share the model draw the same noise
+            (seed,) = engine.target.ranks.first([seed])
         request = Request(
             strategy=options.strategy, prompts=prompts, padded_prompt=padded, new_tokens=new_tokens,
             stop_tokens=stop_tokens, pad_token=pad_token, plan=replace(plan, masked=grammars.any), values=values,
-            seed=resolve_seed(options.seed, options.generator, bool(generation_config.do_sample)),
+            seed=seed,
             processors=processors, verifier=options.verifier, grammars=grammars.rows, criteria=host_criteria(stopping_criteria),
             on_step=aligner.step if aligner is not None else None,
             keep_logits=bool(generation_config.return_dict_in_generate and generation_config.output_logits),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -17,16 +16,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..training import Step, Trainer, TrainingError
 from ..training.progress import progress_bar
+from ..training.texts import TextStore, digest, held_out_rows, hold_out, stop_tokens
 from . import card
-from .calibration import (
-    HiddenStates,
-    Texts,
-    digest,
-    labels_of,
-    own_texts,
-    rows_of_text,
-    stop_tokens,
-)
+from .calibration import HiddenStates, labels_of
 from .config import HeadsTraining
 from .files import check_fit, save_heads
 from .heads import MedusaHeads
@@ -35,13 +27,6 @@ from .trees import DEFAULT_TREE, accepted_length, search_tree
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-#: Share of the text that is kept for early stop, the tree and the figures.
-HELD_OUT_SHARE = 0.05
-#: Share of a row of the model's own text that is given to it.
-PROMPT_SHARE = 0.25
-#: Fewest rows that are held out, and tested on.
-LEAST_ROWS = 4
 
 
 def train_medusa(
@@ -103,7 +88,7 @@ def train_medusa(
         run = replace(run, heads=given.config.heads)
     train_texts, held_texts = (list(texts), list(held)) if held else hold_out(texts, run.seed)
     rows = max(1, run.tokens // run.length)
-    held_rows = max(LEAST_ROWS, round(HELD_OUT_SHARE * rows))
+    held_rows = held_out_rows(rows)
     texts_and_rows = {"held": (held_texts, held_rows)} | ({"test": (list(test), held_rows)} if test else {})
     if given is None:
         texts_and_rows["train"] = (train_texts, rows)
@@ -146,17 +131,6 @@ def train_medusa(
     return figures
 
 
-def hold_out(texts: Sequence[str], seed: int) -> tuple[list[str], list[str]]:
-    """(texts to learn from, texts held out); a single text is cut."""
-    if len(texts) == 1:
-        cut = int((1 - HELD_OUT_SHARE) * len(texts[0]))
-        return [texts[0][:cut]], [texts[0][cut:]]
-    generator = torch.Generator().manual_seed(seed + 1)
-    order = torch.randperm(len(texts), generator=generator).tolist()
-    count = max(1, round(HELD_OUT_SHARE * len(texts)))
-    return [texts[i] for i in sorted(order[count:])], [texts[i] for i in sorted(order[:count])]
-
-
 class _TextSet:
     """Text of one purpose with its hidden states, in files that start with `file`."""
 
@@ -164,38 +138,18 @@ class _TextSet:
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], rows: int, training: HeadsTraining,
         file: Path, console: Console | None, name: str,
     ) -> None:  # fmt: skip
-        ids = rows_of_text(tokenizer, texts, training.length, rows, training.seed)
+        store = TextStore(model, tokenizer, training.length, training.own_share, training.seed, file.parent, console)
+        self.texts = store.rows(name, texts, rows)
+        ids = self.texts.ids
         if len(ids) < 2 and name == "held":
             raise TrainingError(
                 f"{len(ids)} rows of {training.length} tokens are held out, too few to judge by: give more text, or shorter rows"
             )
-        key = hashlib.sha256(ids.numpy().tobytes() + f"{training.own_share} {digest(model)}".encode()).hexdigest()
-        self.texts = self._texts(model, ids, training, file.with_suffix(".pt"), key, console, name)
         dtype = torch.bfloat16 if training.bf16 else torch.float32
         states = HiddenStates(file.with_suffix(".states"), self.texts, model, dtype)
         with progress_bar(console, f"{name}: hidden states", len(ids), states.done) as advance:
             states.fill(advance)
         self.hidden, self.labels = states.values, labels_of(self.texts, training.heads, stop_tokens(model))
-
-    @staticmethod
-    def _texts(
-        model: PreTrainedModel,
-        ids: Tensor,
-        training: HeadsTraining,
-        file: Path,
-        key: str,
-        console: Console | None,
-        name: str,
-    ) -> Texts:
-        if file.exists():
-            stored = torch.load(file, weights_only=True)
-            if stored["key"] == key:
-                return Texts(stored["ids"], stored["own"])
-        prompt = max(1, round(PROMPT_SHARE * training.length))
-        with progress_bar(console, f"{name}: the model's own text", round(training.own_share * len(ids))) as advance:
-            texts = own_texts(model, ids, training.own_share, prompt, advance)
-        torch.save({"key": key, "ids": texts.ids, "own": texts.own}, file)
-        return texts
 
     def examples(self, rows: Tensor | None = None) -> Examples:
         """All positions, or those of some rows (``[W]`` bool)."""

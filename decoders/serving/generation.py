@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CancelledError
@@ -16,7 +16,7 @@ from .pieces import TextPieces
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..engine.written import Written
+    from ..engine.written import TokenLogprobs, Written
     from ..hf.call import PreparedCall
 
 
@@ -44,6 +44,7 @@ class Generation:
         self._on_cancel = on_cancel
         self._changed = threading.Condition()
         self._tokens: list[int] = []
+        self._times: list[tuple[float, int]] = []
         self._done = False
         self._value: Any = None
         self._error: BaseException | None = None
@@ -110,6 +111,27 @@ class Generation:
             return list(self._tokens)
 
     @property
+    def drafted(self) -> list[bool]:
+        """Whether a draft had it, for each of :attr:`tokens`; the others are the model's own."""
+        return self._so_far("drafted")
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        """The log probabilities of :attr:`tokens`, if `top_logprobs` was given; else nothing."""
+        return self._so_far("logprobs")
+
+    @property
+    def times(self) -> list[tuple[float, int]]:
+        """When tokens came, in seconds of ``time.monotonic()``, and how many there were then: once per step."""
+        with self._changed:
+            return list(self._times)
+
+    def _so_far(self, name: str) -> list[Any]:
+        with self._changed:
+            every = getattr(self.member, name)[0] if self.member is not None else []
+            return list(every[: len(self._tokens)])
+
+    @property
     def text(self) -> str:
         """The new text so far; needs a tokenizer."""
         assert self.tokenizer is not None, "without a tokenizer there are tokens only"
@@ -128,6 +150,24 @@ class Generation:
         return self._result_async().__await__()
 
     async def __aiter__(self) -> AsyncIterator[Any]:
+        seen, pieces = 0, self._new_pieces()
+        async with aclosing(self._growth()) as growth:
+            async for tokens, done in growth:
+                for piece in _cut(tokens, seen, done, pieces):
+                    yield piece
+                seen = len(tokens)
+
+    async def batches(self) -> AsyncGenerator[list[int]]:
+        """The new token ids, those that came together in one list. Otherwise as ``async for``."""
+        seen = 0
+        async with aclosing(self._growth()) as growth:
+            async for tokens, _ in growth:
+                if len(tokens) > seen:
+                    yield tokens[seen:]
+                seen = len(tokens)
+
+    async def _growth(self) -> AsyncGenerator[tuple[list[int], bool]]:
+        """All tokens so far and whether they are all there are, whenever there are more; at last raises what went wrong."""
         loop, news = asyncio.get_running_loop(), asyncio.Event()
 
         def listener() -> None:
@@ -135,14 +175,11 @@ class Generation:
                 loop.call_soon_threadsafe(news.set)
 
         self._listen(listener)
-        seen, pieces = 0, self._new_pieces()
         try:
             while True:
                 news.clear()
                 tokens, done = self._state()
-                for piece in _cut(tokens, seen, done, pieces):
-                    yield piece
-                seen = len(tokens)
+                yield tokens, done
                 if done:
                     break
                 await news.wait()
@@ -212,6 +249,7 @@ class Generation:
             self.member.report.time_to_first_token = time.monotonic() - self.submitted
         with self._changed:
             self._tokens += written[len(self._tokens) :]
+            self._times.append((time.monotonic(), len(self._tokens)))
             self._changed.notify_all()
         self._tell()
 

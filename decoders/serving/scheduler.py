@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..engine.ranks import Ranks
 from ..errors import (
     CancelledError,
     ContextLengthError,
@@ -75,6 +77,12 @@ class Scheduler:
             raise SettingsError(f"longest_pause must be more than 0 seconds, not {longest_pause!r}")
         enable(model, tokenizer)
         self._generate: Generate = vars(model)["generate"]
+        if (ranks := Ranks.of(model)).several:
+            raise UnsupportedError(
+                f"{ranks.size} processes share this model, and a request that reaches one of them is unknown to the others: call "
+                "generate with whole batches in every process, or run a Scheduler in each of several processes that hold the whole "
+                "model (plugins/decoders-ray)"
+            )
         self.rows, self.slots, self.queue, self.longest_pause = rows, slots, queue, longest_pause
         self._defaults = dict(defaults)
         self._strategy: dict[str, Any] = {"strategy": strategy, "strategy_config": strategy_config}
@@ -91,7 +99,7 @@ class Scheduler:
 
     def submit(
         self, prompt: str | list[int] | Tensor, *, priority: int = 0, deadline: float | None = None, wait: bool = False,
-        **arguments: Any,
+        top_logprobs: int | None = None, **arguments: Any,
     ) -> Generation:  # fmt: skip
         """Puts a request in the queue.
 
@@ -100,6 +108,8 @@ class Scheduler:
             priority: requests with a higher one go first; among equals, who came first.
             deadline: seconds from now after which it is given up.
             wait: whether to wait for room in a full queue.
+            top_logprobs: note the log probability of every token and of that many likeliest ones, in
+                :attr:`Generation.logprobs`; 0 or more.
             arguments: as of ``generate``.
 
         Raises:
@@ -110,6 +120,10 @@ class Scheduler:
             self._check_room()
         text = isinstance(prompt, str)
         call = self._prepared(self._ids(prompt), arguments)
+        if top_logprobs is not None:
+            if not isinstance(top_logprobs, int) or top_logprobs < 0:
+                raise SettingsError(f"top_logprobs must be a whole number from 0 up, not {top_logprobs!r}")
+            call = replace(call, request=replace(call.request, top_logprobs=top_logprobs))
         tokenizer = (arguments.get("tokenizer") or self._generate.tokenizer) if text else None
         generation = Generation(call, tokenizer, priority, deadline, self._cancel)
         with self._changed:

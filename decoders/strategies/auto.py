@@ -9,7 +9,7 @@ while ``P`` exceeds ``R`` times the seconds that it adds (Dinkelbach 1967 for th
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -101,6 +101,7 @@ class _State:
     proposed: float = 0.0
     history: list[Choice] = field(default_factory=list)
     steps: int = 0
+    clock: Callable[[], float] = time.perf_counter
 
     @property
     def rate(self) -> float:
@@ -148,19 +149,19 @@ class Auto(Strategy):
                     # A bit means the same drafter in every call.
                     bit = 1 << self.settings.candidates.index(name)
                     known = memory.experience.setdefault(name, Experience())
-                    candidates.append(Candidate(bit, strategy, state, self.settings.nodes, known))
+                    candidates.append(Candidate(bit, strategy, state, self.settings.nodes, known, context.clock))
             if reason is not None:
                 left_out[name] = reason
         common = memory.rates
         rates = [AcceptanceRates(common) for _ in range(context.rows)] if context.rows > 1 else [common]
         costs = context.costs(measure=True) or _Flat()
-        return _State(candidates, left_out, costs, [Follower(r) for r in rates])
+        return _State(candidates, left_out, costs, [Follower(r) for r in rates], clock=context.clock)
 
     def finish(self, state: _State) -> None:
         finish_all((candidate.strategy, candidate.state) for candidate in state.candidates)
 
     def propose(self, state: _State, sequences: Sequences) -> Draft:
-        state.begun = time.perf_counter()
+        state.begun = state.clock()
         active = [row for row, ended in enumerate(sequences.finished.tolist()) if not ended]
         if not state.seconds:
             state.tokens, state.seconds = float(len(active)), state.costs.step(1)
@@ -181,11 +182,11 @@ class Auto(Strategy):
         plan.weigh()
         draft = plan.draft(sequences.length.device)
         plan.note()
-        state.proposed = time.perf_counter()
+        state.proposed = state.clock()
         return draft
 
     def observe(self, state: _State, step: Step) -> None:
-        seconds = time.perf_counter() - state.begun
+        seconds = state.clock() - state.begun
         emitted = step.emitted.tolist()
         written = step.chosen.gather(1, step.path).tolist()
         right, credit = 0, dict.fromkeys((c.bit for c in state.candidates), 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from statistics import StatisticsError, linear_regression, median
 
 from torch import Tensor
@@ -26,8 +27,8 @@ class Calibration:
     Times differ from run to run, so the number of steps may; the tokens do not.
     """
 
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
+    def __init__(self, rows: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.rows, self._clock = rows, clock
         self._draft: deque[float] = deque(maxlen=WINDOW)  # seconds per pass
         self._verify: deque[tuple[int, float]] = deque(maxlen=WINDOW)  # nodes, seconds
         self._steps: deque[tuple[int, float]] = deque(maxlen=WINDOW)  # tokens, seconds
@@ -38,11 +39,11 @@ class Calibration:
 
     def drafting(self) -> None:
         """A step begins."""
-        self._begun = time.perf_counter()
+        self._begun = self._clock()
 
     def drafted(self, passes: int) -> None:
         """The draft is made. passes: of the draft model so far in this call."""
-        self._proposed = time.perf_counter()
+        self._proposed = self._clock()
         self._draft.append((self._proposed - self._begun) / max(passes - self._passes, 1))
         self._passes = passes
 
@@ -52,7 +53,7 @@ class Calibration:
         Args:
             expected: sum of the cumulative probabilities of all draft tokens, of a chain; None leaves them as they are.
         """
-        now = time.perf_counter()
+        now = self._clock()
         if self._first:  # compilation may hide in the first step
             self._first = False
             self._draft.clear()

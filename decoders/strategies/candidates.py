@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +47,7 @@ class Candidate:
         strategy, state: of the drafter.
         depth: most tokens that it drafts on a path.
         experience: of it, kept between calls.
+        clock: of the call.
 
     Attributes:
         limited: whether it drafts as deep as it is told to, so that a token more costs time.
@@ -58,7 +58,10 @@ class Candidate:
         asked: how deep it was asked to draft in this step; 1 if it knows no limit, 0 if it was left out.
     """
 
-    def __init__(self, bit: int, strategy: Strategy, state: Any, depth: int, experience: Experience) -> None:
+    def __init__(
+        self, bit: int, strategy: Strategy, state: Any, depth: int, experience: Experience, clock: Callable[[], float]
+    ) -> None:
+        self._clock = clock
         self.bit, self.strategy, self.state, self.depth = bit, strategy, state, depth
         self.name = strategy.name
         self.limited = type(strategy).limit is not Strategy.limit
@@ -87,14 +90,14 @@ class Candidate:
         Raises:
             DraftError: no draft. UnsupportedError: one whose nodes cannot be taken one by one.
         """
-        begun = time.perf_counter()
+        begun = self._clock()
         if limit is not None:
             self.strategy.limit(self.state, limit)
         draft = self.strategy.propose(self.state, sequences)
         check_draft(draft, self.name, len(sequences.length))
         tokens, parents = draft.tokens.tolist(), self._parents(draft)
         grades = [None] * len(tokens) if draft.grades is None else draft.grades.tolist()
-        seconds = time.perf_counter() - begun
+        seconds = self._clock() - begun
         cost = seconds / max(draft.levels, 1) if self.limited else seconds
         # The first run prepares things, and any may be interrupted.
         known = self.experience

@@ -32,7 +32,7 @@ class DraftModelSettings(Settings):
     )
 
 
-class DraftTreeSettings(DraftModelSettings):
+class TreeSettings(Settings):
     """Settings of those whose drafts may be trees expanded level by level."""
 
     nodes: int | None = Field(
@@ -45,6 +45,10 @@ class DraftTreeSettings(DraftModelSettings):
     beam: int = Field(4, ge=1, le=32, description="Nodes of a dynamic tree that are continued per level.")
 
 
+class DraftTreeSettings(TreeSettings, DraftModelSettings):
+    """The same for those with a second model."""
+
+
 class DraftModelStrategy(Strategy):
     """Base of strategies with a draft model: ``assistant_model=`` of the call, or ``draft_model`` of the settings."""
 
@@ -54,7 +58,7 @@ class DraftModelStrategy(Strategy):
     def __init__(self, settings: Settings | None = None, /, **values: Any) -> None:
         super().__init__(settings, **values)
         # Seen by `generate`, which then neither asks for an assistant model nor takes one.
-        self.needs_assistant = self.settings.draft_model is None
+        self.needs_assistant = type(self).needs_assistant and getattr(self.settings, "draft_model", None) is None
 
     def draft_model(self, context: Context) -> PreTrainedModel | str:
         """The model to draft with.

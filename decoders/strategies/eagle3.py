@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -10,7 +11,8 @@ from pydantic import Field
 from torch import Tensor
 
 from ..drafting import ModulePasses
-from ..eagle3.files import Eagle3Files, load_head, read_config
+from ..eagle3.eagle1 import EagleHead
+from ..eagle3.files import Eagle3Files, find_head, load_head, read_config
 from ..errors import SettingsError, UnsupportedError
 from ..settings import Settings
 from ..strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy
@@ -24,7 +26,9 @@ class Eagle3Settings(Settings):
     """Which head drafts, and in which shape."""
 
     head: str | None = Field(
-        None, description="Folder of the head, in the authors' format or that of vLLM's speculators."
+        None,
+        description="Folder of the head, in the authors' format or that of vLLM's speculators; `demo`: that of the demo model. None: "
+        "the folder `eagle3` beside the model.",
     )
     layers: tuple[int, ...] | None = Field(
         None,
@@ -61,27 +65,23 @@ class Eagle3(Strategy):
     hints = {"num_assistant_tokens": "length"}
     on_device = True
 
-    def layers_of(self, count: int) -> tuple[int, ...]:
+    def layers_for(self, config: Any, count: int) -> tuple[int, ...]:
         s: Eagle3Settings = self.settings
-        layers = s.layers or read_config(self._folder).layers_of(count)
+        layers = s.layers or read_config(find_head(s.head, config)).layers_of(count)
         if s.layers is None and not all(0 <= layer < count for layer in layers):
             raise SettingsError(
                 f"eagle3: the head reads layers {', '.join(map(str, layers))} of a target that has {count}: name others as layers="
             )
         return layers
 
-    @property
-    def _folder(self) -> str:
-        if self.settings.head is None:
-            raise SettingsError("eagle3 needs a head that was trained for the model: name its folder as head=")
-        return self.settings.head
-
     def start(self, context: Context) -> _State:
         s: Eagle3Settings = self.settings
         if s.tree == "dynamic":
             require_coupled(context, self.name)
-        files = load_head(self._folder, context.device, _dtype_of(context))
-        _check_fit(files, context, len(self.layers_of(context.decoder_layers)), self._folder)
+        config = context.model.config
+        folder = find_head(s.head, config)
+        files = load_head(folder, context.device, _dtype_of(context))
+        _check_fit(files, context, len(self.layers_for(config, context.decoder_layers)), folder)
         children = min(s.children, len(files.vocabulary))
         tree = shape_of(s.tree, s.length, children, s.nodes, s.beam, context)
         most = tree.children if isinstance(tree, StaticTree) else children
@@ -89,26 +89,27 @@ class Eagle3(Strategy):
         return _State(Eagle3Drafter(context, files, s.length, most, ahead), tree)
 
     def prefill(self, state: _State, chunk: PromptChunk) -> None:
-        assert chunk.layers is not None
-        state.drafter.prefill(chunk, chunk.layers.flatten(2))
+        state.drafter.prefill(chunk, features(chunk))
 
     def propose(self, state: _State, sequences: Sequences) -> Draft:
         return state.drafter.draft(state.tree, sequences)
 
     def observe(self, state: _State, step: Step) -> None:
-        assert step.layers is not None
-        state.drafter.observe(step, step.layers.flatten(2))
+        state.drafter.observe(step, features(step))
 
 
 class Eagle3Drafter(FeatureDrafter):
     """The head with keys and values of its own. Slot ``j`` reads token ``j + 1``: a node at depth ``d`` sits at ``length - 2 + d``."""
 
     def __init__(self, context: Context, files: Eagle3Files, depth: int, children: int, ahead: int) -> None:
-        width = files.head.fc.in_features
+        eagle = isinstance(files.head, EagleHead)
+        width = files.head.head_config.layer.hidden_size if eagle else files.head.fc.in_features
         super().__init__(context, width, depth + 1, 0, files.vocabulary, children)
         table = files.head.embed_tokens
         self.embed = table if table is not None else context.embed
         self.most_id = min(self.most_id, files.head.head_config.layer.vocab_size - 1)
+        # EAGLE's features become logits in the target's own head; an EAGLE-3 head has one of its own.
+        self.head = context.head if eagle else lambda logits: logits
         one = torch.zeros(1, 1, files.head.fc.out_features, dtype=self.window.dtype, device=context.device)
         self.passes: ModulePasses = context.module(
             files.head, ahead=ahead + self.width, example=(one, self.window[:1, :1])
@@ -119,33 +120,44 @@ class Eagle3Drafter(FeatureDrafter):
 
     def read(self, base: Tensor, features: Tensor, sequences: Sequences) -> None:
         tokens = tokens_from(sequences, base + 1, features.shape[1]).clamp(max=self.most_id)
-        states, self.logits = self.passes(base, self.embed(tokens), features)
+        states, self.last = self.passes(base, self.embed(tokens), features)
         self.states = states[:, -1:]
 
     def first(self) -> Tensor:
-        return self.logits
+        return self.head(self.last)
 
     def further(self, nodes: Tensor, tree: TreeTensors, parents: Tensor) -> Tensor:
         count = nodes.shape[1]
         above = self.states.gather(1, parents[:, -count:, None].expand(-1, -1, self.states.shape[-1]))
-        states, logits = self.passes(
+        states, last = self.passes(
             self.sequences.length - 2, self.embed(nodes), above, tree=tree, logits=count, fuse=False
         )
         self.states = torch.cat([self.states, states], dim=1)
-        return logits
+        return self.head(last)
+
+
+def features(given: Step | PromptChunk) -> Tensor:
+    """``[B, N, F]``: the layers side by side; where none are asked for, what the target's output head reads."""
+    return given.hidden if given.layers is None else given.layers.flatten(2)
 
 
 def _dtype_of(context: Context) -> torch.dtype:
     return next(p.dtype for p in context.model.parameters() if p.is_floating_point())
 
 
-def _check_fit(files: Eagle3Files, context: Context, layers: int, folder: str) -> None:
+def _check_fit(files: Eagle3Files, context: Context, layers: int, folder: Path) -> None:
     """Raises SettingsError if the head is for another target, UnsupportedError for a draft model's drafter."""
     if context.level > 0:
         raise UnsupportedError("eagle3 cannot draft for a draft model: its head reads the target's hidden states")
     config = files.head.head_config
     width = context.model.config.get_text_config(decoder=True).hidden_size
-    if layers * width != files.head.fc.in_features:
+    if isinstance(files.head, EagleHead):
+        if config.layer.hidden_size != width:
+            raise SettingsError(
+                f"eagle3: the head in {folder} is for hidden size {config.layer.hidden_size}, this {type(context.model).__name__} "
+                f"has {width}"
+            )
+    elif layers * width != files.head.fc.in_features:
         raise SettingsError(
             f"eagle3: the head in {folder} reads {files.head.fc.in_features} numbers of a token, {layers} layers of this "
             f"{type(context.model).__name__} are {layers * width}"

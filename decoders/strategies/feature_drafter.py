@@ -19,8 +19,9 @@ from ..tree import TreeTensors
 from .draft_tree import DynamicTree, StaticTree, likely_paths
 
 
-class FeatureDrafter(ABC):
-    """What :class:`StaticTree` and :class:`DynamicTree` draft with, in the place of a draft model.
+class FeatureWindow(ABC):
+    """What :class:`StaticTree` and :class:`DynamicTree` draft with, in the place of a draft model: whatever a network drafts, the
+    target's hidden states reach it by this window.
 
     Args:
         features: width ``F`` of what is read of a node.
@@ -61,12 +62,12 @@ class FeatureDrafter(ABC):
         """Runs the network over slots ``base …`` of every row; features ``[B, N, F]``. The tokens are those of the rows."""
 
     @abstractmethod
-    def first(self) -> Tensor:
-        """Logits ``[B, 1, D]`` after every row's last token; the window has been read by :meth:`read`."""
+    def root(self) -> Expansion:
+        """See :meth:`decoders.drafting.Drafter.root`. Calls :meth:`read_window` first."""
 
     @abstractmethod
-    def further(self, nodes: Tensor, tree: TreeTensors, parents: Tensor) -> Tensor:
-        """Logits ``[B, Q, D]`` after `nodes` ``[B, Q]``, the last of `tree`; parents ``[B, N-1]`` of all its nodes but the root."""
+    def expand(self, nodes: Tensor, tree: TreeTensors) -> Expansion:
+        """See :meth:`decoders.drafting.Drafter.expand`."""
 
     def prefill(self, chunk: PromptChunk, features: Tensor) -> None:
         """Reads a stretch of the prompts; features ``[B, N, F]``."""
@@ -92,25 +93,39 @@ class FeatureDrafter(ABC):
         self.own_nodes = len(draft.topology)
         return draft
 
-    def root(self) -> Expansion:
-        """See :meth:`decoders.drafting.Drafter.root`."""
+    def read_window(self) -> None:
+        """Reads all that has been committed since the last round."""
         self.read(self.sequences.length - 1 - self.width, self.window, self.sequences)
-        return self._expansion(self.first(), self._written)
+
+    def best(self, logits: Tensor, offsets: Tensor | int) -> Expansion:
+        """Continuations of nodes at `offsets` ``[B, Q]`` from the last token, by their logits ``[B, Q, D]``."""
+        written = (self.sequences.length - self.sequences.prompt_length)[:, None]
+        return self.vocabulary.best(
+            logits, self.children, self.plan, self.sampling, written + offsets, self.keep_scores
+        )
+
+
+class FeatureDrafter(FeatureWindow):
+    """A network that drafts token by token: each level of a tree is a pass over what was drafted before it."""
+
+    @abstractmethod
+    def first(self) -> Tensor:
+        """Logits ``[B, 1, D]`` after every row's last token; the window has been read by :meth:`read`."""
+
+    @abstractmethod
+    def further(self, nodes: Tensor, tree: TreeTensors, parents: Tensor) -> Tensor:
+        """Logits ``[B, Q, D]`` after `nodes` ``[B, Q]``, the last of `tree`; parents ``[B, N-1]`` of all its nodes but the root."""
+
+    def root(self) -> Expansion:
+        self.read_window()
+        return self.best(self.first(), 0)
 
     def expand(self, nodes: Tensor, tree: TreeTensors) -> Expansion:
-        """See :meth:`decoders.drafting.Drafter.expand`."""
         # The last other node that a node sees is its parent.
         seen = tree.visible[:, 1:].tril(0)
         parents = torch.where(seen, torch.arange(len(tree), device=seen.device), 0).amax(-1)
         logits = self.further(nodes.clamp(0, self.most_id), tree, parents)
-        return self._expansion(logits, self._written + tree.offsets[:, -nodes.shape[1] :])
-
-    @property
-    def _written(self) -> Tensor:
-        return (self.sequences.length - self.sequences.prompt_length)[:, None]
-
-    def _expansion(self, logits: Tensor, positions: Tensor) -> Expansion:
-        return self.vocabulary.best(logits, self.children, self.plan, self.sampling, positions, self.keep_scores)
+        return self.best(logits, tree.offsets[:, -nodes.shape[1] :])
 
 
 def tokens_from(sequences: Sequences, start: Tensor, count: int) -> Tensor:

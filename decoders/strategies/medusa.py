@@ -107,8 +107,8 @@ class Medusa(Strategy):
             rank=torch.tensor([rank for _, rank in ranks], device=device),
             ranks=max(rank for _, rank in ranks) + 1,
             weights=heads.weights(),
-            lm_head=output.weight,
-            lm_bias=getattr(output, "bias", None),
+            lm_head=_whole(output.weight),
+            lm_bias=None if getattr(output, "bias", None) is None else _whole(output.bias),
             hidden=torch.zeros(rows, heads.config.hidden_size, dtype=output.weight.dtype, device=device),
             known=torch.zeros(rows, 1, dtype=torch.bool, device=device),
             ahead=torch.arange(heads.config.heads, device=device),
@@ -208,3 +208,9 @@ def draft_tokens(
         return scores.topk(ranks).indices, None
     left = candidates(scores, plan, sampling, positions, at_least=ranks).settled()
     return left.best(ranks, plan, sampling, positions)[0], left.dense()
+
+
+def _whole(weight: Tensor) -> Tensor:
+    """`weight`; where processes share it, all of it in each of them."""
+    gather = getattr(weight, "full_tensor", None)
+    return gather() if gather is not None else weight

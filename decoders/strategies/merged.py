@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,12 +35,17 @@ class MergedSettings(Settings):
 
 @dataclass
 class MergedState:
-    """State of every part, its nodes in the joint block, how many nodes this may have, and the target decoder layers."""
+    """State of every part, its nodes in the joint block, how many nodes this may have, and the hidden layers that each part reads."""
 
     parts: list[Any]
     owned: list[range]
     nodes: int
-    layers: int = 0
+    layers: tuple[tuple[int, ...], ...] = ()
+
+
+def union(layers: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    """The layers of all parts, each once."""
+    return tuple(dict.fromkeys(layer for own in layers for layer in own))
 
 
 class Merged(Strategy):
@@ -79,13 +84,18 @@ class Merged(Strategy):
         return any(part.reads_layers for part in self.parts)
 
     def layers_of(self, count: int) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(layer for part in self.parts for layer in part.layers_of(count)))
+        return union(part.layers_of(count) for part in self.parts)
+
+    def layers_for(self, config: Any, count: int) -> tuple[int, ...]:
+        return union(part.layers_for(config, count) for part in self.parts)
 
     def settings_in_force(self) -> dict[str, Any]:
         return {part.name: part.settings_in_force() for part in self.parts} | {Merged.name: super().settings_in_force()}
 
     def start(self, context: Context) -> MergedState:
-        state = MergedState([], [], node_budget(context, self.settings.nodes, NODES), context.decoder_layers)
+        config, count = context.model.config, context.decoder_layers
+        layers = tuple(part.layers_for(config, count) for part in self.parts)
+        state = MergedState([], [], node_budget(context, self.settings.nodes, NODES), layers)
         try:
             for part in self.parts:
                 state.parts.append(part.start(context.part(part)))
@@ -105,8 +115,10 @@ class Merged(Strategy):
 
     def _layers(self, state: MergedState, part: Strategy, layers: Tensor | None) -> Tensor | None:
         """Those that `part` has asked for."""
-        every, own = self.layers_of(state.layers), part.layers_of(state.layers)
-        if every == own or layers is None:
+        if layers is None:
+            return None
+        every, own = union(state.layers), state.layers[self.parts.index(part)]
+        if every == own:
             return layers
         return torch.stack([layers[:, :, every.index(layer)] for layer in own], dim=2) if own else None
 

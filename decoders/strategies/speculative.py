@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -13,15 +13,15 @@ from ..drafting import Drafter
 from ..errors import SettingsError
 from ..settings import Settings
 from ..strategy import Context, Draft, Sequences, Step
-from .draft_model import DraftModelStrategy, DraftTreeSettings, require_coupled
+from .draft_model import DraftModelSettings, DraftModelStrategy, TreeSettings, require_coupled
 from .draft_tree import DynamicTree, StaticTree, likely_paths
 
 #: Log-probabilities between which a draft token's grade goes up by one.
 GRADES = torch.tensor([0.3, 0.6, 0.9, 0.98]).log()
 
 
-class SpeculativeSettings(DraftTreeSettings):
-    """How much the draft model proposes, and in which shape."""
+class ShapeSettings(TreeSettings):
+    """How much a draft model proposes, and in which shape."""
 
     length: int = Field(
         5, ge=1, le=32, description="Tokens drafted per step (K, the papers' gamma); the depth of a tree."
@@ -41,12 +41,16 @@ class SpeculativeSettings(DraftTreeSettings):
     )
 
     @model_validator(mode="after")
-    def _consistent(self) -> SpeculativeSettings:
+    def _consistent(self) -> Self:
         if self.schedule == "heuristic" and self.tree != "none":
             raise ValueError(f"schedule 'heuristic' is for chains, not for a {self.tree} tree")
         if self.template is not None and self.tree != "static":
             raise ValueError(f"a template is the shape of a static tree; tree is {self.tree!r}")
         return self
+
+
+class SpeculativeSettings(ShapeSettings, DraftModelSettings):
+    """How much the draft model proposes, and in which shape."""
 
 
 @dataclass
@@ -81,7 +85,7 @@ class Speculative(DraftModelStrategy):
         self.on_device = self.settings.schedule == "constant"  # others say on the host how long the next draft is
 
     def start(self, context: Context) -> _State:
-        s: SpeculativeSettings = self.settings
+        s: ShapeSettings = self.settings
         tree: StaticTree | DynamicTree | None = None
         ahead, children = s.length if s.schedule == "constant" else max(s.length, s.max_length), 1
         if s.tree == "static":
@@ -100,7 +104,7 @@ class Speculative(DraftModelStrategy):
         return _State(drafter, tree, torch.full((context.rows,), s.length, device=context.device))
 
     def rebatch(self, state: _State, rows: Tensor, context: Context) -> _State:
-        s: SpeculativeSettings = self.settings
+        s: ShapeSettings = self.settings
         if isinstance(state.tree, StaticTree):
             state.tree = StaticTree(state.tree.paths, context.rows, context.device)
         lengths = state.lengths[rows.clamp(min=0)] if len(state.lengths) else rows
@@ -115,7 +119,7 @@ class Speculative(DraftModelStrategy):
         return draft
 
     def observe(self, state: _State, step: Step) -> None:
-        s: SpeculativeSettings = self.settings
+        s: ShapeSettings = self.settings
         own_nodes = state.own_nodes if step.own_nodes is None else step.own_nodes
         state.drafter.observe(step, own_nodes, displaced=state.tree.depth if state.tree is not None else 0)
         if s.schedule == "heuristic":
@@ -128,7 +132,7 @@ class Speculative(DraftModelStrategy):
             state.grades = GRADES.to(state.lengths.device)
 
     def _chain(self, state: _State, sequences: Sequences) -> Draft:
-        s: SpeculativeSettings = self.settings
+        s: ShapeSettings = self.settings
         length, varies = s.length, s.schedule == "heuristic"
         if varies:  # the host decides how many passes to make
             length = int(torch.where(sequences.finished, 1, state.lengths).max())

@@ -94,7 +94,7 @@ class Threshold(DraftModelStrategy):
         else:
             ahead = length = draft_budget(context, s.max_length, LENGTH, MOST_LENGTH)
         drafter = context.draft(self.draft_model(context), ahead=ahead, children=children)
-        calibration = Calibration(context.rows) if s.rule == "calibrated" else None
+        calibration = Calibration(context.rows, context.clock) if s.rule == "calibrated" else None
         threshold = torch.full((context.rows,), s.threshold, device=context.device)
         return _State(drafter, tree, calibration, threshold, length, waits=context.device.type != "cpu")
 

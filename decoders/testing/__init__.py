@@ -15,13 +15,13 @@ from __future__ import annotations
 from .exactness import assert_same_tokens, decode, prompts, reference
 from .grammars import check_backend
 from .kit import CHECKS, check_strategy, checks_for, parametrize_with_checks
-from .models import ARCHITECTURES, UNSUPPORTED, tiny_draft, tiny_model
+from .models import ARCHITECTURES, RECURRENT, UNSUPPORTED, tiny_draft, tiny_model
 from .replay import Replay, ReplaySettings
 from .spy import Spy
 from .verifiers import check_verifier
 
 __all__ = [
-    "ARCHITECTURES", "CHECKS", "Replay", "ReplaySettings", "Spy", "UNSUPPORTED", "assert_same_tokens", "check_backend",
+    "ARCHITECTURES", "CHECKS", "RECURRENT", "Replay", "ReplaySettings", "Spy", "UNSUPPORTED", "assert_same_tokens", "check_backend",
     "check_strategy", "check_verifier", "checks_for", "decode", "parametrize_with_checks", "prompts", "reference", "tiny_draft",
     "tiny_model",
 ]  # fmt: skip

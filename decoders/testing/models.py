@@ -210,7 +210,63 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     }
 )
 
-#: Designs that the shared loop must refuse: position biases, recurrent states, encoders.
+_LAYERS = dict(num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "linear_attention"])
+_DELTA = dict(
+    linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8, linear_conv_kernel_dim=3
+)  # fmt: skip
+_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+_MAMBA2 = dict(
+    mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=1, mamba_d_conv=4, mamba_expand=2, mamba_chunk_size=8
+)  # fmt: skip
+_MAMBA = dict(mamba_d_state=8, mamba_d_conv=4, mamba_dt_rank=4, use_mamba_kernels=False)
+
+#: Designs with recurrent states beside attention that the shared loop decodes: linear attention, state space, short convolution.
+RECURRENT: Mapping[str, Architecture] = MappingProxyType(
+    {
+        "qwen3_next": _decoder(
+            "qwen3_next", head_dim=8, shared_expert_intermediate_size=24, decoder_sparse_step=2,
+            **_LAYERS, **_DELTA, **_EXPERTS,
+        ),
+        "qwen3_5": _decoder("qwen3_5_text", head_dim=8, **_LAYERS, **_DELTA),
+        "olmo_hybrid": _decoder("olmo_hybrid", **_LAYERS, **_DELTA | {"linear_num_key_heads": 4}),
+        "granitemoehybrid": _decoder(
+            "granitemoehybrid", num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=48, **_LAYERS, **_MAMBA2
+        ),
+        "bamba": _decoder("bamba", num_hidden_layers=3, attn_layer_indices=[1], **_MAMBA2),
+        "falcon_h1": _decoder("falcon_h1", head_dim=8, mamba_d_ssm=64, **_MAMBA2),
+        "nemotron_h": _decoder(
+            "nemotron_h", num_hidden_layers=4, layers_block_type=["mamba", "attention", "mlp", "mamba"], mamba_num_heads=4,
+            mamba_head_dim=16, ssm_state_size=8, n_groups=1, conv_kernel=4, chunk_size=8, head_dim=8,
+        ),
+        "zamba2": _decoder(
+            "zamba2", num_hidden_layers=3, num_key_value_heads=4, layers_block_type=["mamba", "hybrid", "mamba"], mamba_d_state=8,
+            mamba_d_conv=4, n_mamba_heads=4, mamba_ngroups=1, chunk_size=8, adapter_rank=8, hybrid_layer_ids=[1], num_mem_blocks=1,
+        ),
+        # Their layers begin a text in one pass and continue one token by token.
+        "jamba": _decoder(
+            "jamba", num_hidden_layers=3, attn_layer_period=3, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1,
+            num_experts=4, num_experts_per_tok=2, **_MAMBA,
+        ),
+        "zamba": _decoder(
+            "zamba", num_hidden_layers=5, num_key_value_heads=4, n_mamba_heads=2,
+            layers_block_type=["linear_attention", "hybrid", "linear_attention", "hybrid", "linear_attention"], **_MAMBA,
+        ),
+        "kimi_linear": _decoder(
+            "kimi_linear", num_key_value_heads=4, mlp_layer_types=["dense", "sparse", "dense"], linear_head_dim=8, linear_num_heads=4,
+            kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=12, num_local_experts=4, num_experts_per_tok=2,
+            moe_intermediate_size=24, **_LAYERS,
+        ),
+        "lfm2": _decoder(
+            "lfm2", num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"], conv_L_cache=3, block_ff_dim=48
+        ),
+        "lfm2_moe": _decoder(
+            "lfm2_moe", num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"], conv_L_cache=3, num_dense_layers=1,
+            **_EXPERTS,
+        ),
+    }
+)  # fmt: skip
+
+#: Designs that the shared loop must refuse: position biases, nothing but recurrent states, encoders.
 UNSUPPORTED: Mapping[str, Architecture] = MappingProxyType(
     {
         "bloom": Architecture("bloom", MappingProxyType(dict(hidden_size=32, n_layer=2, n_head=4))),
@@ -252,12 +308,12 @@ def tiny_draft(name: str, seed: int = 0, noise: float = 0.05) -> PreTrainedModel
 
 
 def tiny_model(name: str, seed: int = 0) -> PreTrainedModel:
-    """The tiny random model `name` of :data:`ARCHITECTURES` or :data:`UNSUPPORTED`.
+    """The tiny random model `name` of :data:`ARCHITECTURES`, :data:`RECURRENT` or :data:`UNSUPPORTED`.
 
     Raises:
         UnknownNameError: no such model.
     """
-    every = {**ARCHITECTURES, **UNSUPPORTED}
+    every = {**ARCHITECTURES, **RECURRENT, **UNSUPPORTED}
     if name not in every:
         raise UnknownNameError("tiny model", name, every)
     return every[name](seed)

@@ -27,6 +27,9 @@ class Wrapped(Strategy):
     def layers_of(self, count: int) -> tuple[int, ...]:
         return self.inner.layers_of(count)
 
+    def layers_for(self, config: Any, count: int) -> tuple[int, ...]:
+        return self.inner.layers_for(config, count)
+
     def start(self, context: Context) -> Any:
         return self.inner.start(context)
 

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, reject, settings
+from hypothesis import HealthCheck, assume, example, given, reject, settings
 from hypothesis import strategies as st
 
 from decoders.constraints.base import Language, mask_words, unpack

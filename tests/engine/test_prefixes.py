@@ -32,9 +32,21 @@ def test_what_a_text_shares_with_a_prompt_is_their_common_beginning(kept: list, 
     assert KeptText(tensor(kept)).shared_with(tensor(prompt)) == shared
 
 
-@given(st.lists(TOKENS, max_size=12), TOKENS)
-def test_the_index_finds_what_comparing_with_each_text_finds(kept: list[list[int]], prompt: list[int]) -> None:
-    texts = [KeptText(tensor(tokens)) for tokens in kept]
+@pytest.mark.parametrize(
+    ("kept", "prompt", "shared"),
+    [([1, 2], [1, 2, 3], 2), ([1, 2], [1, 2], 0), ([1, 2, 3], [1, 2], 0), ([1, 9], [1, 2, 3], 0), ([], [1], 0)],
+)
+def test_a_text_with_a_recurrent_state_is_continued_at_its_end_or_not_at_all(
+    kept: list, prompt: list, shared: int
+) -> None:
+    assert KeptText(tensor(kept), whole=True).shared_with(tensor(prompt)) == shared
+
+
+@given(st.lists(TOKENS, max_size=12), TOKENS, st.booleans())
+def test_the_index_finds_what_comparing_with_each_text_finds(
+    kept: list[list[int]], prompt: list[int], whole: bool
+) -> None:
+    texts = [KeptText(tensor(tokens), whole) for tokens in kept]
     count, place = PrefixIndex(texts).longest(tensor(prompt))
     assert count == max((text.shared_with(tensor(prompt)) for text in texts), default=0)
     assert not texts or texts[place].shared_with(tensor(prompt)) == count

@@ -10,8 +10,9 @@ from decoders.engine.background import BackgroundCompile
 from decoders.engine.cache import CacheBuffers
 from decoders.engine.compiler import compilations
 from decoders.engine.packing import pack
-from decoders.engine.regions import RegionalForward, decoder_layers, fixed, layers_as_regions
+from decoders.engine.regions import RegionalForward, fixed, layers_as_regions
 from decoders.engine.target import Target
+from decoders.layers import decoder_layers
 from decoders.testing import tiny_model
 from decoders.testing.models import ARCHITECTURES
 from decoders.tree import Topology

@@ -152,3 +152,36 @@ def test_a_twin_has_modules_and_config_of_its_own_and_shares_the_rest() -> None:
     assert {id(p) for p in twin.parameters()} == {id(p) for p in model.parameters()}
     ours = {id(module) for module in model.modules()}
     assert not ours & {id(module) for module in twin.modules()}
+
+
+class Caller:
+    """What expert parallelism puts between a module and its forward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.forward, self.inner = module, module.forward, None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return (self.inner or self).forward(x)  # type: ignore[attr-defined]
+
+
+def test_a_forward_that_holds_its_module_holds_the_twins_own() -> None:
+    """As tensor and expert parallelism exchange it."""
+    model = tiny_model("llama")
+    mlp, calls = model.model.layers[0].mlp, []
+
+    def exchange(module: nn.Module) -> None:
+        caller = Caller(module)
+        caller.inner = Caller(module)  # type: ignore[assignment]
+
+        def forward(x: Tensor) -> Tensor:
+            calls.append((module, caller.module, caller.inner.module, caller.inner.forward.__self__))  # type: ignore[attr-defined]
+            return caller(x)
+
+        module.forward = forward  # type: ignore[method-assign]
+
+    exchange(mlp)
+    twin = share_weights(model)
+    ids = torch.arange(5)[None]
+    assert torch.equal(twin(input_ids=ids).logits, model(input_ids=ids).logits)
+    for seen, own in zip(calls, (twin.model.layers[0].mlp, mlp), strict=True):
+        assert all(module is own for module in seen)

@@ -14,22 +14,15 @@ from transformers import PreTrainedTokenizerFast
 from decoders.errors import SettingsError
 from decoders.medusa import learner as learner_module
 from decoders.medusa import train as train_module
-from decoders.medusa.calibration import (
-    UNKNOWN,
-    HiddenStates,
-    Texts,
-    labels_of,
-    own_texts,
-    read_files,
-    rows_of_text,
-)
+from decoders.medusa.calibration import UNKNOWN, HiddenStates, labels_of
 from decoders.medusa.config import HeadsConfig, HeadsTraining
 from decoders.medusa.files import load_heads
 from decoders.medusa.heads import MedusaHeads
 from decoders.medusa.learner import HeadsLearner, accuracies
-from decoders.medusa.train import hold_out, train_medusa
+from decoders.medusa.train import train_medusa
 from decoders.testing import tiny_model
 from decoders.training import Trainer, TrainingError
+from decoders.training.texts import Texts, hold_out, own_texts, read_files, rows_of_text
 
 SMALL = HeadsTraining(
     heads=2, tokens=20 * 32, length=32, own_share=0.5, epochs=3, batch=64, rate=3e-3, bf16=False, checks=2, patience=50

@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 WEIGHTS = [
     f"decoders/demo/models/{name}/{file}"
-    for name in ("target", "draft", "target/medusa")
+    for name in ("target", "draft", "target/medusa", "target/eagle3")
     for file in ("config.json", "model.safetensors")
 ]
 
@@ -83,7 +83,7 @@ def check_contents(wheel: Path) -> None:
         files = set(archive.namelist())
     tops = {name.split("/")[0] for name in files}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"decoders"}, sorted(tops)
-    wanted = {"decoders/py.typed", "decoders/demo/prompts.json", *WEIGHTS}
+    wanted = {"decoders/py.typed", "decoders/demo/prompts.json", "decoders/server/page/index.html", *WEIGHTS}
     wanted |= {f"decoders/_grammars/{path.name}" for path in (ROOT / "grammars").iterdir() if path.is_file()}
     assert wanted <= files, f"missing from the wheel: {sorted(wanted - files)}"
 

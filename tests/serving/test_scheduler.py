@@ -198,6 +198,31 @@ def test_long_prompts_are_read_in_chunks_while_others_go_on(
         assert written(first, text_of(0, 4)) == write_alone(llama, text_of(0, 4), max_new_tokens=100)
 
 
+def test_a_short_prompt_waits_for_one_piece_of_a_long_one(llama: PreTrainedModel, text_of: Any) -> None:
+    config = {"compile": False, "prefill_chunk": 8, "reuse": False}
+
+    def call(length: int, new: int) -> Any:
+        return vars(decoders.enable(llama))["generate"].prepared(
+            input_ids=torch.tensor([text_of(length, length)]), strategy="autoregressive", max_new_tokens=new, pad_token_id=0,
+            decoders_config=config,
+        )  # fmt: skip
+
+    running, long, short = call(4, 100), call(200, 3), call(5, 3)
+    lane = Lane(running.engine, running.request, 3)
+    lane.offer(running.request)
+    lane.advance(1e-9)
+    late = lane.offer(long.request)
+    lane.advance(1e-9)
+    quick = lane.offer(short.request)
+    for _ in range(3):
+        lane.advance(1e-9)
+    assert len(quick.generated[0]) >= 1 and not late.generated[0]
+    while not late.ended:
+        lane.advance(1e-9)
+    assert late.generated[0] and quick.ended
+    lane.close()
+
+
 def test_what_a_running_or_finished_request_has_read_is_not_read_again(
     llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any
 ) -> None:
@@ -551,3 +576,38 @@ def test_what_finish_raises_is_a_note_on_what_ended_the_lane_and_a_warning_elsew
         prompt = text_of(2, 5)
         other = scheduler.submit(prompt, max_new_tokens=4)
         assert written(other, prompt) == write_alone(llama, prompt, max_new_tokens=4)
+
+
+def test_tokens_carry_their_log_probabilities_and_whether_they_were_drafted(
+    llama: PreTrainedModel, scheduler_of: Any, text_of: Any
+) -> None:
+    ids = text_of(3, 12) * 3
+    with scheduler_of(llama, strategy=PromptLookup(branches=2), max_new_tokens=20) as scheduler:
+        request = scheduler.submit(ids, top_logprobs=3)
+        plain = scheduler.submit(ids)
+        whole = request.result(60)[0]
+        assert plain.result(60)[0].tolist() == whole.tolist() and plain.logprobs == []
+    with torch.no_grad():
+        expected = llama(whole[None]).logits[0, len(ids) - 1 : -1].log_softmax(-1)
+    for token, logprobs, row in zip(request.tokens, request.logprobs, expected, strict=True):
+        assert logprobs.token == token
+        assert logprobs.logprob == pytest.approx(float(row[token]), abs=1e-3)
+        best = row.topk(3)
+        assert [each for each, _ in logprobs.top] == best.indices.tolist()
+        assert [value for _, value in logprobs.top] == pytest.approx(best.values.tolist(), abs=1e-3)
+    assert request.report is not None
+    assert len(request.drafted) == 20 and sum(request.drafted) == request.report.accepted > 0
+    counts = [count for _, count in request.times]
+    assert counts == sorted(counts) and counts[-1] == 20 and len(counts) == request.report.steps
+
+
+def test_tokens_of_a_step_come_together(llama: PreTrainedModel, scheduler_of: Any, text_of: Any) -> None:
+    async def read(request: decoders.Generation) -> list[list[int]]:
+        return [tokens async for tokens in request.batches()]
+
+    with scheduler_of(llama, strategy="prompt_lookup", max_new_tokens=20) as scheduler:
+        request = scheduler.submit(text_of(3, 12) * 3)
+        batches = asyncio.run(read(request))
+    assert [token for batch in batches for token in batch] == request.tokens and all(batches)
+    with scheduler_of(llama) as scheduler, pytest.raises(SettingsError, match="top_logprobs"):
+        scheduler.submit([1, 2], max_new_tokens=1, top_logprobs=-1)

@@ -21,11 +21,11 @@ from decoders.tree import Topology, TreeTensors
 
 from .conftest import of_variants
 
-#: Medusa and MTP need heads and layers, and are tested with some in files of their own.
+#: Medusa, MTP, EAGLE-3 and DFlash need heads, layers and networks, and are tested with some in files of their own.
 BUILT_IN = [
     e.cls
     for e in registry().strategies().values()
-    if e.provider == "hf-decoders" and e.name not in ("medusa", "mtp", "eagle3")
+    if e.provider == "hf-decoders" and e.name not in ("medusa", "mtp", "eagle3", "dflash")
 ]
 
 

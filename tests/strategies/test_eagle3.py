@@ -226,7 +226,7 @@ def test_what_cannot_be_had_says_why(tmp_path: Path) -> None:
     def call(strategy: Any, model: Any = None) -> None:
         decode(model or target(), prompts(1), strategy, max_new_tokens=2)
 
-    with pytest.raises(SettingsError, match="name its folder as head="):
+    with pytest.raises(UnsupportedError, match="name its folder as head="):
         call("eagle3")
     with pytest.raises(SettingsError, match="there is no head at"):
         call(Eagle3(head=str(tmp_path / "nowhere")))
@@ -244,3 +244,29 @@ def test_what_cannot_be_had_says_why(tmp_path: Path) -> None:
     (broken / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(SettingsError, match="cannot be read"):
         call(Eagle3(head=str(broken)))
+
+
+@pytest.mark.parametrize("kind", ["authors", "speculators"])
+def test_heads_draft_for_targets_in_bfloat16(kind: str) -> None:
+    """The head is taken in the target's dtype; its chains are the rounded equations', give or take near-ties."""
+    options = dict(
+        hidden_size=H, intermediate_size=WIDE, num_hidden_layers=5, num_attention_heads=HEADS, num_key_value_heads=KV,
+        max_position_embeddings=512,
+    )  # fmt: skip
+    architecture = Architecture("llama", MappingProxyType(options))
+    model, rounded = decoders.enable(architecture(0).to(torch.bfloat16)), architecture(0).to(torch.bfloat16).float()
+    inputs = prompts(2)
+    plain = decode(model, inputs, "autoregressive", max_new_tokens=16)
+    for tree in ("none", "static", "dynamic"):
+        spy = Spy(Eagle3(head=written(kind), tree=tree, length=3, nodes=12))
+        assert torch.equal(decode(model, inputs, spy, max_new_tokens=16).sequences, plain.sequences)
+        assert spy.seen[0].draft.tokens.min() >= 0
+    spy = Spy(Eagle3(head=written(kind), tree="none", length=1))
+    decode(model, inputs, spy, max_new_tokens=16)
+    alike = []
+    for row, padding in enumerate((inputs["attention_mask"] == 0).sum(1).tolist()):
+        for step in spy.seen:
+            if not step.finished[row]:
+                text = plain.sequences[row, padding:][: step.lengths[row]]
+                alike.append(step.draft.tokens[row].tolist() == by_the_paper(rounded, text, kind, 1))
+    assert sum(alike) >= 0.8 * len(alike) > 10

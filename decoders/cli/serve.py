@@ -1,0 +1,151 @@
+"""``decoders serve``: a model behind OpenAI's routes."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import DecodersError, SettingsError
+
+if TYPE_CHECKING:
+    from ..server.limits import Limits
+
+
+class ServerExtraError(DecodersError, ImportError):
+    """What the server stands on is not installed."""
+
+
+def serve(
+    model: Annotated[str, typer.Argument(help='Folder, hub name or GGUF file of a causal language model, or "demo".')],
+    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is every one.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="DECODERS_API_KEY", show_envvar=True, help="Key that clients must send."),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="What clients call the model; by default the last part of MODEL.")] = None,
+    strategy: Annotated[
+        str, typer.Option("--strategy", "-s", help="Of requests that name none; a+b merges.")
+    ] = "prompt_lookup",
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="A setting of the strategy (of part a in a+b: a.KEY=VALUE)."),
+    ] = None,
+    assistant: Annotated[
+        str | None, typer.Option(help='Draft model for strategies that take one ("demo": ours).')
+    ] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, readable=True, help="Jinja file in the place of the tokenizer's own.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")] = "auto",
+    compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the core of the loop.")] = True,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the CPU; by default as many as torch takes.")] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Requests that are decoded at a time, per strategy.")] = 8,
+    slots: Annotated[int, typer.Option(min=2, help="Most tokens of a row, prompt and new ones.")] = 4096,
+    queue: Annotated[int, typer.Option(min=1, help="Requests that wait, per strategy; one more gets 429.")] = 64,
+    strategies: Annotated[int, typer.Option(min=1, help="Strategies that have a scheduler at a time.")] = 4,
+    max_body: Annotated[int, typer.Option(min=1, help="Most bytes of a body.")] = 1 << 20,
+    max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a prompt.")] = 3072,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most new tokens of a text.")] = 1024,
+    max_choices: Annotated[int, typer.Option(min=1, help="Most texts of a request: prompts times n.")] = 8,
+    deadline: Annotated[float, typer.Option(min=0.001, help="Most seconds of a request; then it gets 504.")] = 600.0,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds that running requests have after SIGTERM.")] = 30.0,
+    allow_host: Annotated[
+        list[str] | None, typer.Option(help="A name that clients may call the server by, beside localhost; repeatable.")
+    ] = None,
+    log_level: Annotated[str, typer.Option(help="critical, error, warning, info (with a line per request) or debug.")] = "warning",
+) -> None:  # fmt: skip
+    """Serve a model with OpenAI's routes: completions, chat, streaming, grammars, tools; /health, /metrics, a page to try it."""
+    from ..settings import parse_assignments
+
+    check_installed()
+    if api_key is not None and not api_key.strip():
+        raise SettingsError("the API key is empty: leave it out, or give one")
+    if log_level not in ("critical", "error", "warning", "info", "debug"):
+        raise SettingsError(f"--log-level must be critical, error, warning, info or debug, not {log_level!r}")
+
+    from rich.console import Console
+
+    from ..server.limits import LOOPBACK, Limits, hosts_of
+
+    limits = Limits(
+        body=max_body, prompt_tokens=max_prompt_tokens, new_tokens=max_tokens, choices=max_choices, deadline=deadline, rows=rows,
+        slots=slots, queue=queue, schedulers=strategies,
+    )  # fmt: skip
+    config = parse_assignments(settings or [])
+    console = Console(stderr=True)
+    if host not in LOOPBACK and api_key is None:
+        console.print(
+            f"warning: anybody who reaches {host} can use this server; --api-key asks for a key", style="yellow"
+        )
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+    with console.status(f"loading {model}"):
+        service = _service(model, name, strategy, config, assistant, chat_template, dtype, compile, limits)
+    from ..server.app import make_app
+    from ..server.running import Server
+
+    server = Server(
+        make_app(service, api_key.strip() if api_key else None, hosts_of(host, allow_host or [])), service, host=host, port=port,
+        grace=grace, log_level=log_level,
+    )  # fmt: skip
+    _announce(server, service.name, console)
+    # When all is done, uvicorn raises the signal that ended it once more.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    with suppress(KeyboardInterrupt):
+        server.run()
+
+
+def check_installed() -> None:
+    """Raises ServerExtraError if the server cannot run here."""
+    try:
+        import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise ServerExtraError(f"{error.name} is not installed: pip install 'hf-decoders[serve]'") from error
+
+
+def _service(
+    model: str, name: str | None, strategy: str, config: dict[str, Any], assistant: str | None, chat_template: Path | None,
+    dtype: str, compile: bool, limits: Limits,
+) -> Any:  # fmt: skip
+    """The service around a model that has been loaded and has written a token."""
+    from ..server.service import Service
+    from . import models
+
+    needs_draft = models.needs_assistant(strategy, config)
+    loaded, tokenizer = models.load(model, dtype)
+    service = Service(
+        loaded, tokenizer, name=name or model.rstrip("/").rpartition("/")[2], strategy=strategy, strategy_config=config,
+        assistant=models.load_assistant(assistant, model, dtype, needs_draft), limits=limits,
+        chat_template=chat_template.read_text(encoding="utf-8") if chat_template else None,
+        config=None if compile else {"compile": False},
+    )  # fmt: skip
+    service.warm_up()
+    return service
+
+
+def _announce(server: Any, name: str, console: Any) -> None:
+    """Says where the server is, as soon as it is there."""
+    startup = server.startup
+
+    async def announced(sockets: Any = None) -> None:
+        await startup(sockets)
+        if server.started:
+            host, port = server.bound
+            shown = f"[{host}]" if ":" in host else host
+            console.print(
+                f"{name} at http://{shown}:{port}/v1, a page to try it at http://{shown}:{port}/",
+                soft_wrap=True,
+                markup=False,
+            )
+
+    server.startup = announced

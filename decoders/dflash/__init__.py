@@ -1,0 +1,1 @@
+"""DFlash draft models: the network beside the target, and the files it comes in."""

@@ -1,0 +1,160 @@
+"""Training of a head with the target frozen: the loss of the simulated drafts, and the acceptance that training is judged by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..training import Learner, Run
+from ..training.losses import soft_cross_entropy
+from ..training.optimizers import muon_and_adamw
+from ..training.schedules import warmup_stable_decay
+from ..training.texts import Texts, stop_tokens
+from .head import Eagle3Head
+from .lessons import Lesson, Teacher
+from .recipe import HeadTraining
+from .unroll import unrolled
+
+WARMUP_STEPS = 20
+DECAY_SHARE = 0.5
+#: Rows that acceptance is measured on between steps.
+WATCHED = 32
+
+
+class HeadLearner(Learner):
+    """A head and its optimizers: Muon for the layer's matrices, AdamW for the output matrix and norms, as for the demo models.
+
+    Args:
+        ids: ``[D]`` int64, the tokens that the head can propose.
+        train: text to learn from.
+        held_out: text to judge by; at most :data:`WATCHED` rows of it are, the model's own first.
+    """
+
+    model: Eagle3Head
+
+    def __init__(
+        self, training: HeadTraining, head: Eagle3Head, teacher: Teacher, ids: Tensor, train: Texts, held_out: Texts
+    ) -> None:
+        self.training, self.model, self.teacher, self.ids, self.train = training, head, teacher, ids, train
+        self.stops = stop_tokens(teacher.model)
+        self.positions = training.rows * (training.length - training.depth)
+        self._watched = held_out.part(0, WATCHED)
+        self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
+        self.optimizers = muon_and_adamw(head, training.rate, [head.lm_head.weight])
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return max(1, len(self.train.ids) // self.training.rows)
+
+    def run(self, identity: Mapping[str, Any]) -> Run:
+        """The run of this head. identity: fingerprints of text and model."""
+        training, steps = self.training, self.training.epochs * self.steps_per_epoch
+        return Run(
+            steps=steps,
+            rate=partial(
+                warmup_stable_decay, steps=steps, peak=training.rate, warmup_steps=WARMUP_STEPS, decay_share=DECAY_SHARE
+            ),
+            identity={**asdict(training), **identity},
+            clip=1.0,
+            check_every=max(1, self.steps_per_epoch // training.checks),
+            patience=training.patience,
+        )
+
+    def learn(self, step: int) -> Tensor:
+        epoch, place = divmod(step, self.steps_per_epoch)
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(self.training.seed * 1_000_003 + epoch)
+            self._epoch, self._order = epoch, torch.randperm(len(self.train.ids), generator=generator)
+        rows = self._order[place * self.training.rows : (place + 1) * self.training.rows]
+        lesson = self.teacher.lesson(Texts(self.train.ids[rows], self.train.own[rows]), self.stops)
+        return self.backward(lesson)
+
+    def backward(self, lesson: Lesson) -> Tensor:
+        """Leaves the gradients of ``Σ_k decay^k · CE_k`` in the head; the loss.
+
+        CE of simulated token k is taken against the target's distribution over the tokens that the head has, where the target's best
+        token is one of them.
+        """
+        depth, head, known = self.training.depth, self.model, self.ids
+        target = lesson.logits[..., known].softmax(-1)
+        counts = (lesson.counted & torch.isin(lesson.logits.argmax(-1), known)).float()
+        slots = lesson.features.shape[1] - depth
+        total, through = lesson.features.new_zeros(()), lesson.features.new_zeros(())
+        with self.teacher.precision():
+            for k, states in enumerate(unrolled(head, lesson.embedded[:, 1:], lesson.features[:, :slots], depth)):
+                # The scores of one token at a time: those of all at once are large. The states' own gradient follows below.
+                leaf = states.detach().requires_grad_()
+                places = slice(k + 1, k + 1 + slots)
+                scores = head.lm_head(head.norm(leaf))
+                weights = self.training.decay**k * counts[:, places] / counts[:, places].sum().clamp(min=1)
+                loss, gradient = soft_cross_entropy(scores.detach().float(), target[:, places], weights)
+                scores.backward(gradient.to(scores.dtype))
+                assert leaf.grad is not None
+                through = through + (states.float() * leaf.grad.float()).sum()
+                total = total + loss
+        through.backward()
+        return total
+
+    def scores(self) -> list[float]:
+        """Shares of the drafts whose first 1, 2, … tokens are all accepted, greedily."""
+        return acceptance(self, self._watched).reached
+
+
+class Acceptance:
+    """What becomes of simulated drafts.
+
+    Attributes:
+        drafts: how many there are.
+        reached: per length, the share of drafts accepted up to there when greedy.
+        rates: per simulated token, how often it is the target's, after text that the target wrote or read.
+        overlaps: the same when sampling at temperature 1 with a coupled draw at its best: 1 - TV of both distributions.
+    """
+
+    def __init__(self, drafts: int, reached: list[float], rates: list[float], overlaps: list[float]) -> None:
+        self.drafts, self.reached, self.rates, self.overlaps = drafts, reached, rates, overlaps
+
+    @property
+    def length(self) -> float:
+        """Mean tokens of a step that a chain of this depth gives, the target's own included."""
+        return 1 + sum(self.reached)
+
+    def facts(self) -> dict[str, Any]:
+        """JSON-safe."""
+        return {
+            "drafts": self.drafts, "tokens_per_step": self.length, "reached": self.reached, "rates": self.rates,
+            "overlaps": self.overlaps,
+        }  # fmt: skip
+
+
+@torch.no_grad()
+def acceptance(learner: HeadLearner, texts: Texts) -> Acceptance:
+    """Simulates a chain at every position of `texts` that counts.
+
+    In the model's own greedy text this is what a chain meets in decoding, since its tokens are the target's; in other text a draft is
+    judged after the text's tokens, not the target's.
+    """
+    head, depth, known = learner.model, learner.training.depth, learner.ids
+    sums, drafts = torch.zeros(3, depth, dtype=torch.float64), 0
+    for first in range(0, len(texts.ids), learner.training.rows):
+        lesson = learner.teacher.lesson(texts.part(first, first + learner.training.rows), learner.stops)
+        slots = lesson.features.shape[1] - depth
+        best, target = lesson.logits.argmax(-1), lesson.logits.softmax(-1)[..., known]
+        # A draft counts where all of its tokens would.
+        whole = torch.stack([lesson.counted[:, k + 1 : k + 1 + slots] for k in range(depth)]).all(0)
+        drafts += int(whole.sum())
+        accepted = whole
+        with learner.teacher.precision():
+            for k, states in enumerate(unrolled(head, lesson.embedded[:, 1:], lesson.features[:, :slots], depth)):
+                scores, places = head.lm_head(head.norm(states)).float(), slice(k + 1, k + 1 + slots)
+                right = known[scores.argmax(-1)] == best[:, places]
+                accepted = accepted & right
+                overlap = torch.minimum(scores.softmax(-1), target[:, places]).sum(-1)
+                for place, what in enumerate((accepted, right & whole, overlap * whole)):
+                    sums[place, k] += what.sum().cpu().double()
+    reached, rates, overlaps = (sums / max(drafts, 1)).tolist()
+    return Acceptance(drafts, reached, rates, overlaps)

@@ -1,0 +1,37 @@
+"""In which passes prompts are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .buckets import prefill_chunks, round_up
+from .target import Target
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the tokens of prompts are read: in which passes, each row from where on.
+
+    Attributes:
+        starts: tokens of each row that are not read (again). Rows advance together, so one with little left to read reads some
+            of its tokens a second time.
+        passes: where each begins behind the starts, and how many tokens it reads.
+        left: how many tokens in front of the last one are left pending.
+    """
+
+    starts: list[int]
+    passes: list[tuple[int, int]]
+    left: int
+
+    @staticmethod
+    def of(lengths: list[int], reused: list[int], chunk: int, target: Target, leave: bool) -> Reading:
+        """As :meth:`~decoders.engine.session.Session.prefill` has it."""
+        ends, multiple = [length - 1 for length in lengths], target.multiple
+        if not target.continues:  # more than one pass would be a pass per token
+            chunk = max(chunk, *ends)
+        chunk = max(chunk - chunk % multiple, multiple)
+        # What a short row reads behind its end is written anew before anything sees it.
+        pending = round_up(max((end - kept for end, kept in zip(ends, reused, strict=True)), default=0), multiple)
+        starts = [max(end - pending, 0) for end in ends]
+        left = (pending - 1) % chunk + 1 if leave and pending else 0
+        return Reading(starts, prefill_chunks(pending - left, chunk, target.static), left)

@@ -1,0 +1,177 @@
+"""The routes of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import re
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
+from importlib import resources
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from ..errors import suggest
+from ..registry.registry import registry
+from . import chat, completions
+from .answers import Answer
+from .bodies import Body, ChatBody, CompletionBody, parsed
+from .limits import App, Gate, Scope
+from .refusals import Refusal
+from .service import Service
+from .streaming import EventStream, settled
+
+B = TypeVar("B", bound=Body)
+_ROUTES = ("/", "/health", "/metrics", "/v1/chat/completions", "/v1/completions", "/v1/models")
+
+
+def make_app(service: Service, key: str | None = None, hosts: Collection[str] | None = None) -> App:
+    """The application around `service`, which is closed with it.
+
+    Args:
+        key: that clients have to give; None: none.
+        hosts: see :class:`~decoders.server.limits.Gate`.
+    """
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(service.close)
+
+    app = FastAPI(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
+    page, policy = _page()
+
+    @app.get("/")
+    async def index() -> Response:
+        headers = {
+            "Content-Security-Policy": policy,
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+        }
+        return Response(page, media_type="text/html; charset=utf-8", headers=headers)
+
+    @app.get("/health")
+    async def health() -> Response:
+        state = "stopping" if service.draining else "ok"
+        counts = {"waiting": service.pool.waiting, "running": service.pool.running}
+        return JSONResponse({"status": state, "model": service.name, **counts}, 503 if service.draining else 200)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        content = await _in_thread(service, service.metrics.text)
+        return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_card(service)]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        try:
+            service.check_name(name)
+        except Refusal as error:
+            return _refused(error)
+        return JSONResponse(_card(service))
+
+    @app.post("/v1/completions")
+    async def complete(request: Request) -> Response:
+        return await _answered(service, request, CompletionBody, completions.start)
+
+    @app.post("/v1/chat/completions")
+    async def converse(request: Request) -> Response:
+        return await _answered(service, request, ChatBody, chat.start)
+
+    @app.exception_handler(HTTPException)
+    async def wrong(request: Request, error: Any) -> Response:
+        path = request.url.path
+        if error.status_code == 404:
+            message = f"there is nothing at {path}. {suggest(path, _ROUTES)}"
+            return _refused(Refusal(404, message, code="unknown_route"))
+        told = Refusal(error.status_code, f"{request.method} {path}: {error.detail}", headers=error.headers)
+        return _refused(told)
+
+    def refused(scope: Scope, error: Refusal) -> None:
+        service.refused(_endpoint(scope["path"]), error)
+
+    return Gate(app, key, hosts, service.limits.body, refused)
+
+
+async def _answered(
+    service: Service, request: Request, kind: type[B], start: Callable[[Service, B], Answer]
+) -> Response:
+    """Reads a body, submits what it asks for, and answers when it is written, or while it is."""
+    endpoint = _endpoint(request.url.path)
+
+    def begin(content: bytes) -> Answer:
+        body = parsed(kind, content)
+        service.check(body)
+        return start(service, body)
+
+    def told(error: BaseException | None) -> Refusal | None:
+        if error is not None:
+            return service.refused(endpoint, error)
+        service.metrics.requests.labels(endpoint, "completed").inc()
+        return None
+
+    try:
+        answer = await _in_thread(service, begin, await request.body())
+        if answer.body.stream:
+            return EventStream(answer, told)
+        await settled(answer, request.receive)
+        response = JSONResponse(await _in_thread(service, answer.whole))
+    except ClientDisconnect:  # before the body was there
+        return _refused(service.refused(endpoint, Refusal(499, "the client closed the connection", code="client_gone")))
+    except Exception as error:
+        return _refused(service.refused(endpoint, error))
+    told(None)
+    return response
+
+
+async def _in_thread(service: Service, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What `function` gives, called where it does not hold up the event loop."""
+    try:
+        return await asyncio.get_running_loop().run_in_executor(service.threads, function, *arguments)
+    except RuntimeError as error:
+        if not service.draining:
+            raise
+        raise Refusal(503, "the server is shutting down", code="shutting_down") from error
+
+
+def _refused(error: Refusal) -> JSONResponse:
+    return JSONResponse(error.body, error.status, headers=error.headers)
+
+
+def _endpoint(path: str) -> str:
+    """A path as it is counted: whatever clients ask for, there are few."""
+    return path.removeprefix("/v1/") if path in _ROUTES else "other"
+
+
+def _card(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.name, "object": "model", "created": service.created, "owned_by": "decoders",
+        "decoders": {
+            "context": service.slots, "strategy": service.pool.default, "strategies": sorted(registry().strategies()),
+            "chat": service.conversations.has_template, "max_tokens": service.limits.new_tokens,
+        },
+    }  # fmt: skip
+
+
+def _page() -> tuple[str, str]:
+    """The page, and the policy that lets a browser run what is in it and nothing else."""
+    text = resources.files(__package__).joinpath("page", "index.html").read_text(encoding="utf-8")
+
+    def hashes(tag: str) -> str:
+        found = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        digests = (base64.b64encode(hashlib.sha256(content.encode()).digest()).decode() for content in found)
+        return " ".join(f"'sha256-{digest}'" for digest in digests)
+
+    policy = (
+        f"default-src 'none'; script-src {hashes('script')}; style-src {hashes('style')}; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return text, policy

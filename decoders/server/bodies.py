@@ -1,0 +1,287 @@
+"""What requests may hold: OpenAI's fields, and ours beside them. Whatever is not listed is refused by name."""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from .refusals import Refusal
+
+#: Fields of OpenAI's, or of other servers', that are refused with what to do instead.
+INSTEAD = {
+    "best_of": "ask for n and choose yourself",
+    "suffix": "text is written from left to right only",
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "audio": "text only",
+    "modalities": "text only",
+    "prediction": "strategy='prompt_lookup' or 'suffix' drafts from the text",
+    "reasoning_effort": "set it in the chat template, by chat_template_kwargs",
+    "web_search_options": "there is no search",
+    "guided_json": 'use response_format={"type": "json_schema", …}',
+    "guided_regex": 'use response_format={"type": "regex", "regex": …}',
+    "guided_grammar": 'use response_format={"type": "grammar", "grammar": …}',
+    "guided_choice": 'use response_format={"type": "choice", "choices": […]}',
+    "grammar": 'use response_format={"type": "grammar", "grammar": …}',
+    "do_sample": "temperature 0 is greedy, more than 0 draws",
+    "max_new_tokens": "it is called max_tokens here",
+    "stop_strings": "it is called stop here",
+}
+
+
+class Part(BaseModel):
+    """Base of everything in a body: unknown fields are errors, and nothing is converted."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class StreamOptions(Part):
+    """include_usage: send a last chunk with usage."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class TextFormat(Part):
+    """Free text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Part):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class NamedSchema(Part):
+    """A schema. strict: false validates what a grammar cannot express instead of refusing it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+
+    name: str = "schema"
+    description: str | None = None
+    schema_: dict[str, Any] | bool = Field(alias="schema")
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(Part):
+    """JSON that a schema allows."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+class RegexFormat(Part):
+    """Text that matches a pattern as a whole."""
+
+    type: Literal["regex"]
+    regex: str
+
+
+class GrammarFormat(Part):
+    """Text of a grammar: in Lark's notation, or by its name in the library."""
+
+    type: Literal["grammar"]
+    grammar: str | None = None
+    name: str | None = None
+
+
+class ChoiceFormat(Part):
+    """One of several texts."""
+
+    type: Literal["choice"]
+    choices: list[str] = Field(min_length=1, max_length=10_000)
+
+
+Format = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaFormat | RegexFormat | GrammarFormat | ChoiceFormat,
+    Field(discriminator="type"),
+]
+StopText = Annotated[str, Field(min_length=1, max_length=1000)]
+
+
+class Body(Part):
+    """What both routes take. Fields without a value are as the model's generation config has them."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    n: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=1024)
+    response_format: Format | None = None
+    # Ours:
+    strategy: str | None = Field(None, max_length=200)
+    strategy_config: dict[str, Any] | None = None
+    deadline: float | None = Field(None, gt=0)
+    drafted: bool = False
+    # Taken and not used:
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def most_tokens(self) -> int | None:
+        """New tokens that are asked for, None if it does not say."""
+        return self.max_tokens
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionBody(Body):
+    """``POST /v1/completions``."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=20)
+
+
+class Function(Part):
+    """A function that the model may call."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Part):
+    """A tool; functions are all there is."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ToolName(Part):
+    """Names a function."""
+
+    name: str
+
+
+class ToolChoice(Part):
+    """The function that has to be called."""
+
+    type: Literal["function"]
+    function: ToolName
+
+
+class Message(BaseModel):
+    """A message of a conversation. What assistants' messages came with besides is not read."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+
+class ChatBody(Body):
+    """``POST /v1/chat/completions``."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: list[Tool] | None = Field(None, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+
+B = TypeVar("B", bound=Body)
+
+
+def parsed(kind: type[B], content: bytes) -> B:
+    """The body of a request.
+
+    Raises:
+        Refusal: it is no JSON, or a field is unknown, missing or has a value out of range.
+    """
+    try:
+        return kind.model_validate_json(content)
+    except ValidationError as error:
+        every = error.errors(include_url=False, include_context=False)
+        # A field that is missing may be there under a wrong name: that is what helps.
+        first = next((each for each in every if each["type"] == "extra_forbidden"), every[0])
+        raise _explained(kind, dict(first), error.error_count()) from error
+
+
+def _explained(kind: type[Body], error: dict[str, Any], count: int) -> Refusal:
+    place = [str(step) for step in error["loc"] if not _is_label(step)]
+    if place[:1] == ["response_format"]:
+        del place[1:2]  # pydantic says which kind of format it is
+    param, name = ".".join(place) or None, place[-1] if place else ""
+    more = f" ({count - 1} more)" if count > 1 and error["type"] == "extra_forbidden" else ""
+    if error["type"] == "json_invalid":
+        return Refusal(400, f"the body is no JSON: {error['msg'].removeprefix('Invalid JSON: ')}", code="invalid_json")
+    if error["type"] == "extra_forbidden":
+        if len(place) == 1 and name in INSTEAD:
+            return Refusal(400, f"{name} is not supported: {INSTEAD[name]}", param=param, code="unsupported_parameter")
+        known = _fields(kind, place[:-1])
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = f"Did you mean {near[0]!r}? " if near else ""
+        listed = f"Known: {', '.join(sorted(known))}." if known else ""
+        return Refusal(
+            400, f"unknown field {param!r}{more}. {hint}{listed}".rstrip(), param=param, code="unknown_parameter"
+        )
+    if error["type"] == "missing":
+        return Refusal(400, f"{param} is missing", param=param, code="missing_parameter")
+    return Refusal(400, f"{param or 'the body'}: {error['msg']}", param=param, code="invalid_value")
+
+
+#: Names that pydantic puts into a path for the branch of a union.
+_LABELS = {"str", "bool", "constrained-str", "ToolChoice"}
+
+
+def _is_label(step: Any) -> bool:
+    return isinstance(step, str) and ("[" in step or "(" in step or step in _LABELS)
+
+
+def _fields(kind: type[BaseModel], place: list[str]) -> list[str]:
+    """The fields of what stands at `place`."""
+    models = [kind]
+    for step in place:
+        found: list[type[BaseModel]] = []
+        for model in models:
+            if step in model.model_fields:
+                found += _models(model.model_fields[step].annotation)
+        models = found or models
+    return sorted({field.alias or name for model in models for name, field in model.model_fields.items()})
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    """The classes of ours that an annotation speaks of."""
+    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
+        return [annotation] if issubclass(annotation, BaseModel) else []
+    return [model for inner in typing.get_args(annotation) for model in _models(inner)]

@@ -1,0 +1,127 @@
+"""``POST /v1/chat/completions``: the next message of a conversation, which may be calls of functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..engine.written import TokenLogprobs
+from .answers import Answer, Growing, joined
+from .bodies import ChatBody
+from .formats import spec_of
+from .jobs import Choice, Job
+from .refusals import Refusal
+from .service import Service
+from .tools import Calling
+
+
+def start(service: Service, body: ChatBody) -> Chat:
+    """Submits what is asked for.
+
+    Raises:
+        Refusal, and what :meth:`decoders.Scheduler.submit` raises.
+    """
+    if body.top_logprobs is not None and not body.logprobs:
+        raise Refusal(400, "top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
+    conversations = service.conversations
+    calling = Calling.of(body, conversations.style)
+    text = conversations.prompt(body.messages, body.tools or () if calling else (), body.chat_template_kwargs or {})
+    if calling is not None and calling.required and calling.style.special:
+        text += calling.style.prefix
+    grammar = calling.spec if calling is not None else spec_of(body.response_format)
+    top = (body.top_logprobs or 0) if body.logprobs else None
+    job = service.start("chatcmpl", body, [conversations.ids(text)], grammar, top)
+    return Chat(service, body, job, calling)
+
+
+class Chat(Answer):
+    """An answer of this route.
+
+    Attributes:
+        calling: what may be called, None if nothing.
+    """
+
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+    body: ChatBody
+
+    def __init__(self, service: Service, body: ChatBody, job: Job, calling: Calling | None) -> None:
+        super().__init__(service, body, job)
+        self.calling = calling
+        self._held: dict[int, str] = {}  # text that may be calls, by choice
+        self._sent: dict[int, str] = {}
+
+    def complete(self, choice: Choice) -> dict[str, Any]:
+        growing = self.growing(choice)
+        spans, logprobs = growing.read(ended=True)
+        content, calls = self._parsed(joined(spans))
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": content or None if calls else content,
+            "refusal": None,
+        }
+        if calls:
+            message["tool_calls"] = calls
+        return {
+            "index": choice.index,
+            "message": message,
+            "logprobs": self._logprobs(logprobs),
+            "finish_reason": "tool_calls" if calls else growing.finish_reason,
+        } | self.details(spans)
+
+    def opening(self, choice: Choice) -> list[dict[str, Any]]:
+        return [self._delta(choice, {"role": "assistant", "content": ""})]
+
+    def pieces(self, growing: Growing, ended: bool) -> list[dict[str, Any]]:
+        choice = growing.choice
+        spans, logprobs = growing.read(ended)
+        if self.calling is not None:
+            return self._called(growing, joined(spans), logprobs, ended)
+        chunks = []
+        if spans or logprobs:
+            chunks.append(self._delta(choice, {"content": joined(spans)}, logprobs) | self.details(spans))
+        return [*chunks, self._delta(choice, {}, reason=growing.finish_reason)] if ended else chunks
+
+    def _called(
+        self, growing: Growing, text: str, logprobs: Sequence[TokenLogprobs], ended: bool
+    ) -> list[dict[str, Any]]:  # fmt: skip
+        """Text that is no call is sent as it comes, calls when they are complete."""
+        assert self.calling is not None
+        choice, index = growing.choice, growing.choice.index
+        held = self._held.get(index, "") + text
+        count = 0 if ended else self.calling.free(held, bool(self._sent.get(index)))
+        chunks: list[dict[str, Any]] = []
+        calls: list[dict[str, Any]] = []
+        if ended:
+            before, calls = self._parsed(self._sent.get(index, "") + held)
+            count = max(len(before) - len(self._sent.get(index, "")), 0) if calls else len(held)
+        if count or logprobs:
+            chunks.append(self._delta(choice, {"content": held[:count]}, logprobs))
+            self._sent[index] = self._sent.get(index, "") + held[:count]
+        self._held[index] = held[count:]
+        chunks += [self._delta(choice, {"tool_calls": [{"index": n, **call}]}) for n, call in enumerate(calls)]
+        if ended:
+            chunks.append(self._delta(choice, {}, reason="tool_calls" if calls else growing.finish_reason))
+        return chunks
+
+    def _parsed(self, text: str) -> tuple[str, list[dict[str, Any]]]:
+        return self.calling.parse(text) if self.calling is not None else (text, [])
+
+    def _delta(
+        self, choice: Choice, delta: dict[str, Any], logprobs: Sequence[TokenLogprobs] = (), reason: str | None = None
+    ) -> dict[str, Any]:  # fmt: skip
+        shown = self._logprobs(logprobs) if logprobs else None
+        return {"index": choice.index, "delta": delta, "logprobs": shown, "finish_reason": reason}
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+        if not self.body.logprobs:
+            return None
+        entries = []
+        for each in logprobs:
+            top = [self._entry(token, value) for token, value in each.top]
+            entries.append({**self._entry(each.token, each.logprob), "top_logprobs": top})
+        return {"content": entries, "refusal": None}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self.token_text(token)
+        whole = "\N{REPLACEMENT CHARACTER}" not in text
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if whole else None}

@@ -1,0 +1,143 @@
+"""What a server takes on: sizes, times, keys and hosts, checked before a request costs anything."""
+
+from __future__ import annotations
+
+import hmac
+import json
+from collections.abc import Awaitable, Callable, Collection, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from .refusals import Refusal
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+#: Paths that need no key: whether the server lives, and the page, which holds nothing.
+OPEN = ("/", "/health")
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request may ask for.
+
+    Attributes:
+        body: bytes.
+        prompt_tokens: of a prompt.
+        new_tokens: per choice.
+        choices: prompts times n.
+        deadline: seconds that a request may take, its time in the queue included; a request may ask for less.
+        rows: requests that are decoded at a time, per strategy.
+        slots: tokens of a row, prompt and new ones.
+        queue: requests that wait, per strategy.
+        schedulers: strategies at a time.
+    """
+
+    body: int = 1 << 20
+    prompt_tokens: int = 3072
+    new_tokens: int = 1024
+    choices: int = 8
+    deadline: float = 600.0
+    rows: int = 8
+    slots: int = 4096
+    queue: int = 64
+    schedulers: int = 4
+
+
+class Gate:
+    """Turns away what has no key, a foreign host, too large a body, or a body that a web page could send unasked.
+
+    Args:
+        app: who answers the others.
+        key: that clients have to give as ``Authorization: Bearer …``; None: none.
+        hosts: names that a client may call the server by; None: any. On a loopback address this keeps web pages out whose
+            name was made to point here.
+        body: most bytes.
+        refused: told of every refusal.
+    """
+
+    def __init__(
+        self, app: App, key: str | None, hosts: Collection[str] | None, body: int, refused: Callable[[Scope, Refusal], None]
+    ) -> None:  # fmt: skip
+        self.app, self.body, self.refused = app, body, refused
+        self.key = key.encode() if key is not None else None
+        self.hosts = {host.lower() for host in hosts} if hosts is not None else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        problem = self._problem(scope, headers)
+        if problem is not None:
+            return await self._refuse(problem, scope, send)
+        begun, size = False, 0
+
+        async def counted() -> Message:
+            nonlocal size
+            message = await receive()
+            if message["type"] == "http.request":
+                size += len(message.get("body", b""))
+                if size > self.body:
+                    raise self._too_large()
+            return message
+
+        async def noted(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self.app(scope, counted, noted)
+        except Refusal as error:
+            if begun:
+                raise
+            await self._refuse(error, scope, send)
+
+    def _problem(self, scope: Scope, headers: dict[bytes, bytes]) -> Refusal | None:
+        host = _name_of(headers.get(b"host", b"").decode("latin-1"))
+        if self.hosts is not None and host not in self.hosts:
+            known = ", ".join(sorted(self.hosts))
+            return Refusal(403, f"unknown host {host!r}: this server is called {known}", code="unknown_host")
+        if self.key is not None and scope["path"] not in OPEN:
+            kind, _, key = headers.get(b"authorization", b"").partition(b" ")
+            if kind.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self.key):
+                wrong = "Authorization: Bearer KEY is missing" if not key else "the API key is wrong"
+                return Refusal(401, wrong, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        if scope["method"] == "POST":
+            kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+            if kind != b"application/json":
+                return Refusal(415, "send Content-Type: application/json", code="unsupported_media_type")
+            length = headers.get(b"content-length", b"0")
+            if length.isdigit() and int(length) > self.body:
+                return self._too_large()
+        return None
+
+    def _too_large(self) -> Refusal:
+        message = f"the body has more than {self.body:,} bytes, which is all that this server takes"
+        return Refusal(413, message, code="body_too_large", headers={"Connection": "close"})
+
+    async def _refuse(self, error: Refusal, scope: Scope, send: Send) -> None:
+        self.refused(scope, error)
+        content = json.dumps(error.body).encode()
+        headers = {"Content-Type": "application/json", "Content-Length": str(len(content)), **error.headers}
+        coded = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": error.status, "headers": coded})
+        await send({"type": "http.response.body", "body": content})
+
+
+def hosts_of(host: str, more: Collection[str]) -> frozenset[str] | None:
+    """The names that a server at `host` answers to: only these on a loopback address; elsewhere any, unless `more` says."""
+    if host in LOOPBACK:
+        return frozenset((*LOOPBACK, *more))
+    return frozenset((host, *more)) if more else None
+
+
+def _name_of(host: str) -> str:
+    """A ``Host`` header without its port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.partition(":")[0].lower()

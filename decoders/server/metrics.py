@@ -1,0 +1,97 @@
+"""Figures for Prometheus, in a registry of their own."""
+
+from __future__ import annotations
+
+import time
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from ..serving.generation import Generation
+from .pool import SchedulerPool
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_STEPS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
+
+class Metrics:
+    """What a server counts.
+
+    Args:
+        pool: whose queues and rows are shown.
+        rows: of one scheduler.
+    """
+
+    def __init__(self, pool: SchedulerPool, rows: int) -> None:
+        registry = self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "decoders_requests", "Requests by their end", ["endpoint", "outcome"], registry=registry
+        )
+        self.prompt_tokens = Counter("decoders_prompt_tokens", "Tokens of prompts", registry=registry)
+        self.reused_tokens = Counter(
+            "decoders_reused_prompt_tokens", "Those that were not read again", registry=registry
+        )
+        named = ["strategy"]
+        self.tokens = Counter("decoders_generated_tokens", "New tokens", named, registry=registry)
+        self.drafted = Counter("decoders_draft_tokens", "Draft tokens that were verified", named, registry=registry)
+        self.accepted = Counter("decoders_accepted_tokens", "Draft tokens that were accepted", named, registry=registry)
+        self.steps = Counter("decoders_row_steps", "Steps times the rows in them", named, registry=registry)
+        self.first = Histogram(
+            "decoders_time_to_first_token_seconds",
+            "From arrival to the first token",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.between = Histogram(
+            "decoders_time_between_tokens_seconds", "Seconds of a step by the tokens that it brought to a request",
+            buckets=_STEPS, registry=registry,
+        )  # fmt: skip
+        self.queued = Histogram("decoders_queue_seconds", "From arrival to a row", buckets=_SECONDS, registry=registry)
+        self.whole = Histogram(
+            "decoders_request_seconds", "From arrival to the end", buckets=_SECONDS, registry=registry
+        )
+        gauges = {
+            "decoders_queue_length": ("Requests that wait for a row", lambda: pool.waiting),
+            "decoders_rows_in_use": ("Requests that are decoded", lambda: pool.running),
+            "decoders_rows": ("Rows that there are", lambda: rows * len(pool.strategies)),
+            "decoders_schedulers": ("Strategies that have a scheduler", lambda: len(pool.strategies)),
+            "decoders_tokens_per_second": ("New tokens in the last ten seconds, by ten", self.rate),
+        }
+        for name, (text, value) in gauges.items():
+            Gauge(name, text, registry=registry).set_function(value)
+        self._recent: list[tuple[float, int]] = []
+        self.seconds = 1.0  # of a request, a moving mean
+
+    def ended(self, generation: Generation) -> None:
+        """Counts a request of a scheduler; called in the thread that decodes."""
+        now, times = time.monotonic(), generation.times
+        self.whole.observe(now - generation.submitted)
+        self.seconds += 0.1 * (now - generation.submitted - self.seconds)
+        if generation.waited is not None:
+            self.queued.observe(generation.waited)
+        last, before = generation.submitted, 0
+        for moment, count in times:
+            if before:
+                self.between.observe((moment - last) / (count - before))
+            else:
+                self.first.observe(moment - last)
+            last, before = moment, count
+        report = generation.report
+        self.prompt_tokens.inc(len(generation.call.request.prompts[0]))
+        if report is None:
+            return
+        self.reused_tokens.inc(sum(report.reused))
+        name = report.strategy
+        self.tokens.labels(name).inc(before)
+        self.drafted.labels(name).inc(report.drafted)
+        self.accepted.labels(name).inc(report.accepted)
+        self.steps.labels(name).inc(sum(report.accepted_lengths))
+        self._recent = [*(each for each in self._recent if each[0] > now - 10), (now, before)][-10_000:]
+
+    def rate(self) -> float:
+        """New tokens per second, of requests that ended in the last ten seconds."""
+        since = time.monotonic() - 10
+        return sum(count for moment, count in list(self._recent) if moment > since) / 10
+
+    def text(self) -> bytes:
+        """All of it in Prometheus' format."""
+        return generate_latest(self.registry)

@@ -1,0 +1,203 @@
+"""Conversations as prompts, through the tokenizer's chat template, and how that template writes calls of functions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .bodies import Message, Tool
+from .refusals import Refusal
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_NAME, _KEY, _VALUE = "probe_function", "probe_key", "probe value"
+_PROBE = {"name": _NAME, "arguments": {_KEY: _VALUE}}
+
+
+@dataclass(frozen=True)
+class CallStyle:
+    """How a model writes a call of a function: ``prefix{"name": …, "arguments": …}suffix``.
+
+    Attributes:
+        prefix, suffix: around the JSON, both empty where the template says nothing of calls.
+        arguments: name of the key.
+        reads_tools: whether the template shows the model which functions there are.
+        reads_calls: whether it takes messages with calls, and answers of tools.
+        special: whether the prefix holds tokens that are no text: then it is put in front, and not written by the model.
+    """
+
+    prefix: str = ""
+    suffix: str = ""
+    arguments: str = "arguments"
+    reads_tools: bool = False
+    reads_calls: bool = False
+    special: bool = False
+
+
+class Conversations:
+    """Renders messages.
+
+    Args:
+        template: in the place of the tokenizer's own.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None = None) -> None:
+        self.tokenizer, self.template = tokenizer, template
+        self.style = self._probed() if self.has_template else CallStyle()
+
+    @property
+    def has_template(self) -> bool:
+        return bool(self.template or self.tokenizer.chat_template)
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool], variables: dict[str, Any]) -> str:
+        """The text that asks for the next message.
+
+        Args:
+            variables: for the template, beside what it always gets.
+
+        Raises:
+            Refusal: there is no template, or it does not take this conversation.
+        """
+        if not self.has_template:
+            message = "this model has no chat template: use /v1/completions, or start the server with --chat-template"
+            raise Refusal(400, message, param="messages", code="no_chat_template")
+        listed = [tool.model_dump(exclude_none=True) for tool in tools]
+        plain = [self._plain(message, place) for place, message in enumerate(messages)]
+        if listed and not self.style.reads_tools:
+            plain = _introduced(plain, listed, self.style)
+            listed = []
+        forbidden = {"messages", "tools", "tokenize", "add_generation_prompt", "chat_template"} & variables.keys()
+        if forbidden:
+            message = f"chat_template_kwargs must not hold {', '.join(sorted(forbidden))}"
+            raise Refusal(400, message, param="chat_template_kwargs", code="invalid_value")
+        try:
+            return self._render(plain, listed, True, variables)
+        except Exception as error:  # a template raises what it likes
+            message = f"the chat template does not take this conversation: {error}"
+            raise Refusal(400, message, param="messages", code="chat_template_error") from error
+
+    def ids(self, text: str) -> list[int]:
+        """Tokens of a rendered text: the template writes the special ones itself."""
+        tokens: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
+        return tokens
+
+    def _render(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, ask: bool, variables: dict[str, Any]
+    ) -> str:  # fmt: skip
+        options: dict[str, Any] = {"tools": tools or None, "tokenize": False, "add_generation_prompt": ask, **variables}
+        if self.template:
+            options["chat_template"] = self.template
+        text: Any = self.tokenizer.apply_chat_template(messages, **options)
+        return str(text)
+
+    def _plain(self, message: Message, place: int) -> dict[str, Any]:
+        """A message as templates expect it."""
+        role = "system" if message.role == "developer" else message.role
+        content = _text_of(message.content, place)
+        plain: dict[str, Any] = {"role": role, "content": content}
+        calls = [_call_of(call, place, number) for number, call in enumerate(message.tool_calls or [])]
+        if not self.style.reads_calls:
+            if calls:
+                written = "\n".join(json.dumps(call["function"], ensure_ascii=False) for call in calls)
+                plain["content"] = f"{content}\n{written}".strip()
+            if role == "tool":
+                plain = {"role": "user", "content": f"Result of the function call: {content}"}
+            return plain
+        if calls:
+            plain["tool_calls"] = calls
+        if message.tool_call_id is not None:
+            plain["tool_call_id"] = message.tool_call_id
+        if message.name is not None:
+            plain["name"] = message.name
+        return plain
+
+    def _probed(self) -> CallStyle:
+        """The style of the template, found by rendering a conversation with a call in it."""
+        user: dict[str, Any] = {"role": "user", "content": "probe"}
+        tool = {"type": "function", "function": {"name": _NAME, "description": "", "parameters": {"type": "object"}}}
+        try:
+            asked = self._render([user], None, True, {})
+        except Exception:
+            return CallStyle()
+        try:
+            reads_tools = _NAME in self._render([user], [tool], True, {})
+        except Exception:
+            reads_tools = False
+        call = {"id": "call00000", "type": "function", "function": _PROBE}
+        try:
+            answered = self._render([user, {"role": "assistant", "content": "", "tool_calls": [call]}], None, False, {})
+        except Exception:
+            answered = ""
+        found = _find_call(answered, asked)
+        if found is None:
+            return CallStyle(reads_tools=reads_tools)
+        begin, end, key = found
+        prefix, suffix = answered[len(asked) : begin], answered[end:]
+        specials = [token for token in self.tokenizer.all_special_tokens if token]
+        cut = min((place for token in specials if (place := suffix.find(token)) >= 0), default=len(suffix))
+        special = any(token in prefix for token in specials)
+        return CallStyle(prefix, suffix[:cut].rstrip(), key, reads_tools, True, special)
+
+
+def _find_call(text: str, asked: str) -> tuple[int, int, str] | None:
+    """Begin and end of the probe's JSON behind `asked`, and the key of its arguments."""
+    place = text.find(_NAME)
+    if place < 0 or not text.startswith(asked):
+        return None
+    begin = place
+    while (begin := text.rfind("{", len(asked), begin)) >= 0:
+        try:
+            value, end = json.JSONDecoder().raw_decode(text, begin)
+        except ValueError:
+            continue
+        if isinstance(value, dict) and value.get("name") == _NAME:
+            key = next((key for key, given in value.items() if given == {_KEY: _VALUE}), None)
+            return (begin, end, key) if key is not None and len(value) == 2 else None
+    return None
+
+
+def _introduced(
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]], style: CallStyle
+) -> list[dict[str, Any]]:  # fmt: skip
+    """The conversation with a system message that says which functions there are."""
+    listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    shape = f'{style.prefix}{{"name": "…", "{style.arguments}": {{…}}}}{style.suffix}'
+    text = f"You may call functions. To call one, answer with nothing but {shape}. The functions:\n{listed}"
+    if messages and messages[0]["role"] == "system":
+        first = messages[0] | {"content": f"{messages[0]['content']}\n\n{text}"}
+        return [first, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]
+
+
+def _text_of(content: str | list[dict[str, Any]] | None, place: int) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for number, part in enumerate(content):
+        if part.get("type") not in ("text", "refusal") or not isinstance(part.get(part["type"]), str):
+            param = f"messages.{place}.content.{number}"
+            message = f"{param}: only parts of type text are read, not {part.get('type')!r}"
+            raise Refusal(400, message, param=param, code="unsupported_content")
+        texts.append(part[part["type"]])
+    return "".join(texts)
+
+
+def _call_of(call: dict[str, Any], place: int, number: int) -> dict[str, Any]:
+    """A call in an assistant's message, its arguments as an object."""
+    function = call.get("function")
+    try:
+        assert isinstance(function, dict)
+        arguments = function.get("arguments") or "{}"
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        return {
+            "id": call.get("id"),
+            "type": "function",
+            "function": {"name": str(function["name"]), "arguments": arguments},
+        }
+    except (AssertionError, KeyError, ValueError) as error:
+        param = f"messages.{place}.tool_calls.{number}"
+        message = f'{param}: {{"function": {{"name": …, "arguments": "{{JSON}}"}}}} is needed'
+        raise Refusal(400, message, param=param, code="invalid_value") from error

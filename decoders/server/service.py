@@ -1,0 +1,180 @@
+"""A model that answers requests: from bodies to requests of a scheduler, whatever route they came by."""
+
+from __future__ import annotations
+
+import difflib
+import secrets
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from ..constraints.specs import Regex
+from ..engine.target import context_length
+from ..errors import CancelledError
+from ..generate import enable
+from ..plugins import resolve_strategy
+from ..serving.generation import Generation
+from .arguments import callbacks, sampling, wrapped
+from .bodies import Body
+from .jobs import Choice, Job
+from .limits import Limits
+from .metrics import Metrics
+from .pool import SchedulerPool
+from .prompts import Conversations
+from .refusals import Refusal, log, refusal
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+#: Threads that read bodies, render prompts, compile grammars and submit. The event loop does none of it.
+THREADS = 4
+
+
+class Service:
+    """A model, its schedulers and what they are told.
+
+    Args:
+        model, tokenizer: enabled, or it will be.
+        name: what clients call the model.
+        strategy, strategy_config: of requests that name none.
+        assistant: draft model for strategies that take one.
+        limits: of requests.
+        chat_template: in the place of the tokenizer's own.
+        config: ``decoders_config`` of every request.
+
+    Attributes:
+        draining: whether no more requests are taken.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, name: str, strategy: str = "autoregressive",
+        strategy_config: dict[str, Any] | None = None, assistant: PreTrainedModel | None = None, limits: Limits = Limits(),
+        chat_template: str | None = None, config: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        enable(model, tokenizer)
+        self.model, self.tokenizer, self.name, self.limits = model, tokenizer, name, limits
+        self.slots = min(limits.slots, context_length(model))
+        options: dict[str, Any] = dict(rows=limits.rows, slots=limits.slots, queue=limits.queue)
+        if config:
+            options["decoders_config"] = dict(config)
+        own: GenerationConfig = model.generation_config
+        if own.eos_token_id is None and tokenizer.eos_token_id is not None:
+            options["eos_token_id"] = tokenizer.eos_token_id
+        if own.pad_token_id is None:
+            options["pad_token_id"] = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+        self.pool = SchedulerPool(
+            model, tokenizer, strategy, strategy_config or {}, limits.schedulers, assistant, options
+        )
+        self.metrics = Metrics(self.pool, limits.rows)
+        self.conversations = Conversations(tokenizer, chat_template)
+        self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="decoders-prepare")
+        self.created, self.draining = int(time.time()), False
+
+    def warm_up(self) -> None:
+        """Decodes a token, so that the first request finds weights packed."""
+        grammar = Regex("a") if resolve_strategy(self.pool.strategy, self.pool.config).needs_grammar else None
+        self.pool.submit(None, None, [0], lambda _: None, max_new_tokens=1, grammar=grammar).result()
+
+    def check(self, body: Body) -> None:
+        """Raises for what need not be looked at closer.
+
+        Raises:
+            Refusal: another model; the server is being shut down.
+        """
+        if self.draining:
+            raise Refusal(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "5"})
+        self.check_name(body.model)
+
+    def check_name(self, model: str | None) -> None:
+        """Raises Refusal if `model` is not the one that is served."""
+        if model is not None and model != self.name:
+            near = " Did you mean it?" if difflib.get_close_matches(model, [self.name], n=1, cutoff=0.4) else ""
+            message = f"there is no model {model!r} here, only {self.name!r}.{near}"
+            raise Refusal(404, message, param="model", code="model_not_found")
+
+    def start(
+        self, kind: str, body: Body, prompts: Sequence[list[int]], grammar: Any = None, top_logprobs: int | None = None,
+        default_tokens: int | None = None,
+    ) -> Job:  # fmt: skip
+        """Submits everything that a body asks for, or nothing. Takes a millisecond or more: not for the event loop.
+
+        Args:
+            kind: what the answer's id begins with.
+            grammar: of all texts.
+            default_tokens: new tokens where the body does not say; None: as many as fit.
+
+        Raises:
+            Refusal, and what :meth:`decoders.Scheduler.submit` raises.
+        """
+        limits, count = self.limits, (body.n or 1) * len(prompts)
+        if count > limits.choices:
+            message = f"{count} texts are asked for (n times prompts); the limit is {limits.choices}"
+            raise Refusal(400, message, param="n", code="too_many_choices")
+        new = [self._new_tokens(body, prompt, default_tokens) for prompt in prompts]
+        shared = sampling(body, self.model)
+        seed = body.seed if body.seed is not None else secrets.randbits(62)
+        deadline = min(body.deadline or limits.deadline, limits.deadline)
+        job = Job(f"{kind}-{secrets.token_hex(12)}", [], body.stops)
+        try:
+            for index in range(count):
+                prompt, own = prompts[index // (body.n or 1)], wrapped(seed + index)
+                generation = self.pool.submit(
+                    body.strategy, body.strategy_config, prompt, self._ended, deadline=deadline, top_logprobs=top_logprobs,
+                    max_new_tokens=new[index // (body.n or 1)], seed=own, grammar=grammar, **shared,
+                    **callbacks(body, self.tokenizer, len(prompt)),
+                )  # fmt: skip
+                job.choices.append(Choice(index, own, generation, prompt))
+            if self.draining:
+                raise CancelledError("the request was cancelled")
+        except BaseException:
+            job.cancel()
+            raise
+        return job
+
+    def _ended(self, generation: Generation) -> None:
+        try:
+            self.metrics.ended(generation)
+        except Exception as error:  # it is called in the thread that decodes
+            log.error("a request could not be counted", exc_info=error)
+
+    def _new_tokens(self, body: Body, prompt: list[int], default: int | None) -> int:
+        """Most new tokens after `prompt`.
+
+        Raises:
+            Refusal: more than there may be.
+        """
+        limits, left = self.limits, self.slots - len(prompt)
+        if not prompt:
+            raise Refusal(400, "the prompt is empty", param="prompt", code="invalid_value")
+        if len(prompt) > limits.prompt_tokens or left < 1:
+            most = min(limits.prompt_tokens, self.slots - 1)
+            message = f"the prompt has {len(prompt)} tokens; the limit is {most}"
+            raise Refusal(400, message, param="prompt", code="context_length_exceeded")
+        asked = body.most_tokens
+        if asked is None:
+            return min(default or limits.new_tokens, limits.new_tokens, left)
+        if asked > limits.new_tokens:
+            message = f"max_tokens is {asked}; the limit is {limits.new_tokens}"
+            raise Refusal(400, message, param="max_tokens", code="invalid_value")
+        if asked > left:
+            message = f"{len(prompt)} prompt tokens and {asked} new ones exceed the context of {self.slots}: max_tokens can be {left}"
+            raise Refusal(400, message, param="max_tokens", code="context_length_exceeded")
+        return asked
+
+    def refused(self, endpoint: str, error: BaseException) -> Refusal:
+        """What a client is told of `error`, counted."""
+        told = refusal(error, self.retry_after)
+        self.metrics.requests.labels(endpoint, told.outcome).inc()
+        return told
+
+    @property
+    def retry_after(self) -> int:
+        """Seconds until the queue has moved on, about."""
+        return min(max(round(self.metrics.seconds * self.pool.waiting / self.limits.rows), 1), 60)
+
+    def close(self) -> None:
+        """Cancels what is left and frees everything."""
+        self.draining = True
+        self.pool.close()
+        self.threads.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,80 @@
+"""The text of a choice while it grows: in pieces that never end within a character or within what may become a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..serving.pieces import TextPieces
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Span:
+    """A piece of text that one token, or several alike, brought.
+
+    Attributes:
+        text: the piece.
+        drafted: whether a draft had the token.
+    """
+
+    text: str
+    drafted: bool
+
+
+class ChoiceText:
+    """Tokens in, text out, up to the first stop string.
+
+    Attributes:
+        stopped: whether a stop string has come.
+        shown: the text that was given out.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str] = ()) -> None:
+        self.stops, self.stopped, self.shown = tuple(stops), False, ""
+        self._pieces, self._tokens = TextPieces(tokenizer), list[int]()
+        self._held: list[Span] = []
+
+    def add(self, tokens: Sequence[int], drafted: Sequence[bool], ended: bool = False) -> list[Span]:
+        """The text that may be shown now, in spans of tokens.
+
+        Args:
+            drafted: for each of the tokens.
+            ended: whether no more will come.
+        """
+        for token, flag in zip(tokens, drafted, strict=True):
+            self._tokens.append(token)
+            self._hold(self._pieces.next(self._tokens, False), flag)
+        if ended:
+            self._hold(self._pieces.next(self._tokens, True), bool(drafted[-1]) if drafted else False)
+        return self._released(ended)
+
+    def _hold(self, text: str, drafted: bool) -> None:
+        if text and not self.stopped:
+            self._held.append(Span(text, drafted))
+
+    def _released(self, ended: bool) -> list[Span]:
+        text = "".join(span.text for span in self._held)
+        places = [place for stop in self.stops if (place := text.find(stop)) >= 0]
+        if places:
+            self.stopped, count = True, min(places)
+        else:
+            count = len(text) if ended else len(text) - self._open(text)
+        spans, left = [], []
+        for span in self._held:
+            now, later = span.text[:count], span.text[count:]
+            count = max(count - len(span.text), 0)
+            spans += [Span(now, span.drafted)] if now else []
+            left += [Span(later, span.drafted)] if later else []
+        self._held = [] if self.stopped else left
+        self.shown += "".join(span.text for span in spans)
+        return spans
+
+    def _open(self, text: str) -> int:
+        """Characters at the end of `text` that may be the beginning of a stop string."""
+        longest = min(max((len(stop) for stop in self.stops), default=1) - 1, len(text))
+        ends = (size for size in range(longest, 0, -1) if any(stop.startswith(text[-size:]) for stop in self.stops))
+        return next(ends, 0)

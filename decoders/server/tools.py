@@ -1,0 +1,218 @@
+"""Calls of functions: a grammar that lets the model write them as its template does, and the way back from text to calls."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from ..constraints.base import Language
+from ..constraints.json_schema import JsonSchema
+from ..constraints.specs import Spec
+from ..errors import GrammarError
+from ..patterns.python import quoted
+from .bodies import ChatBody, Tool, ToolChoice
+from .prompts import CallStyle
+from .refusals import Refusal
+
+_ANY = r"(?:.|\n)*"
+
+
+@dataclass(frozen=True)
+class Calling:
+    """What a request says about calls.
+
+    Attributes:
+        tools: those that may be called.
+        style: how calls are written.
+        required: whether the answer has to be a call; else it may be text.
+        several: whether it may be more than one.
+    """
+
+    tools: tuple[Tool, ...]
+    style: CallStyle
+    required: bool
+    several: bool
+
+    @staticmethod
+    def of(body: ChatBody, style: CallStyle) -> Calling | None:
+        """None where nothing may be called.
+
+        Raises:
+            Refusal: `tool_choice` names what is not there, or there is a grammar beside it.
+        """
+        tools, choice = tuple(body.tools or ()), body.tool_choice
+        if not tools:
+            if choice in (None, "none"):
+                return None
+            raise Refusal(400, "tool_choice needs tools", param="tool_choice", code="invalid_value")
+        names = [tool.function.name for tool in tools]
+        if len(set(names)) < len(names):
+            raise Refusal(400, "two tools have one name", param="tools", code="invalid_value")
+        if choice == "none":
+            return None
+        if isinstance(choice, ToolChoice):
+            tools = tuple(tool for tool in tools if tool.function.name == choice.function.name)
+            if not tools:
+                message = f"tool_choice: no tool is called {choice.function.name!r}. Choose from: {', '.join(names)}"
+                raise Refusal(400, message, param="tool_choice", code="invalid_value")
+        if body.response_format is not None and body.response_format.type != "text":
+            message = 'response_format beside tools: say tool_choice="none", or leave one of them out'
+            raise Refusal(400, message, param="response_format", code="invalid_value")
+        required = choice == "required" or isinstance(choice, ToolChoice)
+        return Calling(
+            tools, style, required, body.parallel_tool_calls is not False and not isinstance(choice, ToolChoice)
+        )
+
+    @property
+    def spec(self) -> Spec | None:
+        """The grammar of the answer; None where text is allowed and the calls' beginning is no text."""
+        if self.style.special and not self.required:
+            return None
+        schemas = []
+        for number, tool in enumerate(self.tools):
+            parameters = tool.function.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
+            place = "#" if len(self.tools) == 1 else f"#/anyOf/{number}"
+            schemas.append(_call_schema(tool.function.name, self.style.arguments, parameters, place))
+        schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+        prefix = "" if self.style.special else self.style.prefix
+        return CallSpec(
+            schema=json.dumps(schema), prefix=prefix, suffix=self.style.suffix, text=not self.required,
+            several=self.several and bool(prefix),
+        )  # fmt: skip
+
+    def free(self, text: str, begun: bool) -> int:
+        """How many characters of a growing text are no part of calls, whatever comes. begun: whether some were before it."""
+        if self.required:
+            return 0
+        prefix = "" if self.style.special else self.style.prefix.strip()
+        if not prefix:  # bare JSON is the whole answer or none of it
+            return len(text) if begun or not (text.lstrip() or "{").startswith("{") else 0
+        if (place := text.find(prefix)) >= 0:
+            return place
+        sizes = range(min(len(prefix) - 1, len(text)), 0, -1)
+        return len(text) - next((size for size in sizes if prefix.startswith(text[-size:])), 0)
+
+    def parse(self, text: str) -> tuple[str, list[dict[str, Any]]]:
+        """The text in front of the calls, and the calls as OpenAI has them; none where none is complete."""
+        names = {tool.function.name for tool in self.tools}
+        prefix = "" if self.style.special else self.style.prefix.strip()
+        begin = text.find(prefix) if prefix else (0 if text.lstrip().startswith("{") else -1)
+        if begin < 0:
+            return text, []
+        calls, place = [], begin
+        while True:
+            place = text.find("{", place)
+            if place < 0:
+                break
+            try:
+                value, place = json.JSONDecoder().raw_decode(text, place)
+            except ValueError:
+                break
+            name = value.get("name") if isinstance(value, dict) else None
+            if name not in names:
+                break
+            calls.append(_call(str(name), value.get(self.style.arguments, {})))
+            if not prefix:
+                break
+        return (text[:begin].rstrip(), calls) if calls else (text, [])
+
+
+def _call_schema(name: str, key: str, parameters: dict[str, Any], place: str) -> dict[str, Any]:
+    """The schema of a call that stands at `place`. References of the parameters are written from their own root."""
+    inner = {word: value for word, value in parameters.items() if word != "$schema"}
+    inner = _moved(inner, f"{place}/properties/{key}")
+    return {
+        "type": "object", "properties": {"name": {"const": name}, key: inner}, "required": ["name", key],
+        "additionalProperties": False,
+    }  # fmt: skip
+
+
+def _moved(value: Any, root: str) -> Any:
+    """`value` with its references to places within it, now that it stands at `root`."""
+    if isinstance(value, dict):
+        return {
+            key: root + part[1:]
+            if key == "$ref" and isinstance(part, str) and part.startswith("#")
+            else _moved(part, root)
+            for key, part in value.items()
+        }
+    return [_moved(part, root) for part in value] if isinstance(value, list) else value
+
+
+def _call(name: str, arguments: Any) -> dict[str, Any]:
+    return {
+        "id": f"call_{secrets.token_hex(12)}",
+        "type": "function",
+        "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)},
+    }
+
+
+@dataclass(frozen=True)
+class CallSpec(Spec):
+    """Answers that are calls, or text that is none.
+
+    Attributes:
+        schema: of a call, as JSON.
+        prefix, suffix: around a call.
+        text: whether free text is an answer, too.
+        several: whether there may be more than one call.
+    """
+
+    schema: str
+    prefix: str
+    suffix: str
+    text: bool
+    several: bool
+
+    @property
+    def key(self) -> str:
+        return self._keyed(json.dumps([self.schema, self.prefix, self.suffix, self.text, self.several]))
+
+    def language(self) -> Language:
+        try:
+            inner = JsonSchema(self.schema).language()
+        except GrammarError as error:
+            raise GrammarError(f"tools: {error}", error.keyword, error.path) from error
+        free = not_beginning(self.prefix or '{"name"') if self.text else None
+        pattern = None
+        if inner.regex is not None:
+            call = f"{quoted(self.prefix)}(?:{inner.regex}){quoted(self.suffix)}"
+            calls = rf"{call}(?:\n?{call})*" if self.several else call
+            pattern = calls if free is None else f"(?:{calls}|{free})"
+        lark = None
+        if inner.lark is not None:
+            lark = self._lark(inner.lark, free)
+        return Language("calls of functions", pattern, lark, inner.warnings)
+
+    def _lark(self, inner: str, free: str | None) -> str:
+        around = [f"/{_slashed(quoted(part))}/" if part else "" for part in (self.prefix, self.suffix)]
+        one = f"one: {around[0]} call {around[1]}"
+        calls = r"calls: one (/\n?/ one)*" if self.several else "calls: one"
+        start = "start: calls" + (f" | /{_slashed(free)}/" if free is not None else "")
+        return "\n".join([start, calls, one, re.sub(r"^start:", "call:", inner, count=1, flags=re.MULTILINE)])
+
+
+def not_beginning(prefix: str) -> str:
+    """A regular expression of all texts that do not begin with `prefix`."""
+    ways = [""]  # the empty text
+    for place, character in enumerate(prefix):
+        before = quoted(prefix[:place])
+        other = f"[^{_in_class(character)}]"
+        ways.append(f"{before}{other}{_ANY}")
+        if place:
+            ways.append(before)
+    return f"(?:{'|'.join(ways)})"
+
+
+def _in_class(character: str) -> str:
+    if character == "\n":
+        return r"\n"
+    return "\\" + character if character in r"\]^[-&~" else character
+
+
+def _slashed(pattern: str) -> str:
+    """A pattern between slashes: those within are escaped."""
+    return re.sub(r"(?<!\\)/", r"\/", pattern).replace("\n", r"\n")

@@ -1,0 +1,208 @@
+"""DFlash (arXiv 2602.06036): a small network drafts a whole block of tokens in one pass, from hidden states of the target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from ..dflash.files import load_network, read_config
+from ..dflash.network import DFlashConfig, DFlashNetwork
+from ..drafting import DraftVocabulary, Expansion, ModulePasses
+from ..errors import SettingsError, UnsupportedError
+from ..settings import Settings
+from ..strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy
+from ..tree import TreeTensors
+from .draft_model import require_coupled
+from .draft_tree import DynamicTree, StaticTree
+from .feature_drafter import FeatureWindow, shape_of
+
+
+class DFlashSettings(Settings):
+    """Which network drafts, how far, and in which shape."""
+
+    draft_model: str | None = Field(
+        None, description="Folder of the draft model, in the authors' format or that of transformers."
+    )
+    length: int | None = Field(
+        None,
+        ge=1,
+        le=127,
+        description="Tokens drafted in a pass; None: one less than the block_size of its training, which is the most.",
+    )
+    tree: Literal["none", "static", "dynamic"] = Field(
+        "none",
+        description="none: the best token of every place, a chain. static: the best ones of every place, in a tree of one shape. "
+        "dynamic: the likeliest paths through them, chosen in every step.",
+    )
+    nodes: int = Field(32, ge=1, le=256, description="Node budget of a tree, root excluded.")
+    children: int = Field(4, ge=1, le=32, description="Most continuations of a node of a tree.")
+    beam: int = Field(4, ge=1, le=32, description="Nodes of a dynamic tree that are continued per level.")
+
+
+@dataclass
+class _State:
+    """What a call keeps.
+
+    Attributes:
+        of_head: which of the layers read is the target's last: of that one the hidden states behind the final norm count.
+    """
+
+    drafter: DFlashDrafter
+    tree: StaticTree | DynamicTree
+    of_head: tuple[bool, ...]
+
+    def features(self, layers: Tensor | None, hidden: Tensor) -> Tensor:
+        """``[B, N, F]`` of what the target has computed of ``N`` tokens."""
+        assert layers is not None
+        if any(self.of_head):
+            parts = [hidden if of_head else part for of_head, part in zip(self.of_head, layers.unbind(2), strict=True)]
+            return torch.cat(parts, dim=-1)
+        return layers.flatten(2)
+
+
+class DFlash(Strategy):
+    """What some layers of the target have computed of every token becomes the keys and values of a small network. The network
+    reads the last token and masks, which see each other in both directions, and says in one pass what stands in the place of
+    every mask. Embedding and output head are the target's.
+
+    When sampling, drafts are drawn with the noise that the target will draw with.
+    """
+
+    name = "dflash"
+    summary = "A trained network drafts a block of tokens in one pass, over the target's hidden states."
+    settings_class = DFlashSettings
+    hints = {"num_assistant_tokens": "length"}
+    on_device = True
+
+    def layers_of(self, count: int) -> tuple[int, ...]:
+        layers = read_config(self._folder).layers
+        if not all(0 <= layer < count for layer in layers):
+            raise SettingsError(
+                f"dflash: the draft model reads layers {', '.join(map(str, layers))} of a target that has {count}"
+            )
+        return layers
+
+    @property
+    def _folder(self) -> str:
+        if self.settings.draft_model is None:
+            raise SettingsError(
+                "dflash needs a draft model that was trained for the model: name its folder as draft_model="
+            )
+        return self.settings.draft_model
+
+    def start(self, context: Context) -> _State:
+        s: DFlashSettings = self.settings
+        if s.tree == "dynamic":
+            require_coupled(context, self.name)
+        config, network = load_network(self._folder, context.device, _dtype_of(context))
+        _check_fit(config, context, self._folder)
+        most = config.block_size - 1
+        length = s.length or most
+        if length > most:
+            raise SettingsError(f"dflash: length is {length}, and the draft model was trained to draft {most} tokens")
+        children = min(s.children, context.vocab_size)
+        tree = shape_of(s.tree, length, children, s.nodes, s.beam, context)
+        drafter = DFlashDrafter(
+            context, config, network, length, tree.children if isinstance(tree, StaticTree) else children
+        )
+        last = context.decoder_layers - 1
+        return _State(drafter, tree, tuple(layer == last for layer in config.layers))
+
+    def prefill(self, state: _State, chunk: PromptChunk) -> None:
+        state.drafter.prefill(chunk, state.features(chunk.layers, chunk.hidden))
+
+    def propose(self, state: _State, sequences: Sequences) -> Draft:
+        return state.drafter.draft(state.tree, sequences)
+
+    def observe(self, state: _State, step: Step) -> None:
+        state.drafter.observe(step, state.features(step.layers, step.hidden))
+
+
+class DFlashDrafter(FeatureWindow):
+    """The network with keys and values of its own. Slot ``j`` is made of what the target computed for token ``j``; the block
+    begins at the last token, for which it has computed nothing yet, and is forgotten afterwards.
+
+    The tokens of one level of a tree are the same under every parent: a place of the block knows no other's token. For a
+    rejection rule this is sound: what is drawn at a level is independent of what was drawn, and accepted, above it.
+    """
+
+    def __init__(
+        self, context: Context, config: DFlashConfig, network: DFlashNetwork, length: int, children: int
+    ) -> None:
+        vocabulary = DraftVocabulary(context.vocab_size)
+        super().__init__(context, network.fc.in_features, length + 1, 0, vocabulary, children)
+        block = length + 1
+        self.embed, self.head = _embedding_of(context), context.head
+        self.masks = torch.full((context.rows, length), config.mask_token_id, device=context.device)
+        offsets = torch.arange(block, device=context.device).expand(context.rows, block)
+        everything = torch.ones(context.rows, block, block, dtype=torch.bool, device=context.device)
+        self.block = TreeTensors((offsets - 1).clamp(min=0), offsets, everything, everything)
+        example = self.window.new_zeros(1, 1, config.layer.hidden_size)
+        self.passes: ModulePasses = context.module(network, ahead=block + self.width, example=(example,))
+
+    def own_parts(self) -> Any:
+        return self.masks, self.block, self.passes
+
+    def read(self, base: Tensor, features: Tensor, sequences: Sequences) -> None:
+        self.passes(base, features, context=True)
+
+    def root(self) -> Expansion:
+        self.read_window()
+        block = torch.cat([self.sequences.last, self.masks], dim=1)
+        states = self.passes(self.sequences.length - 1, self.embed(block), tree=self.block)
+        self.level, self.places = 0, self.best(self.head(states[:, 1:]), self.block.offsets[:, :-1])
+        return self._level(1)
+
+    def expand(self, nodes: Tensor, tree: TreeTensors) -> Expansion:
+        self.level += 1
+        return self._level(nodes.shape[1])
+
+    def _level(self, nodes: int) -> Expansion:
+        """What the block says of the present level, for so many nodes."""
+        here = slice(self.level, self.level + 1)
+        tokens, weights, scores = (
+            part[:, here].expand(-1, nodes, -1) if part is not None else None
+            for part in (self.places.tokens, self.places.weights, self.places.scores)
+        )
+        assert tokens is not None and weights is not None
+        return replace(self.places, tokens=tokens, weights=weights, scores=scores)
+
+
+def _embedding_of(context: Context) -> Callable[[Tensor], Tensor]:
+    """The target's table. A norm that is a part of it is left out, as in transformers: the network was trained without."""
+    table: Any = context.model.get_input_embeddings()
+    if isinstance(getattr(table, "embed_norm", None), nn.Module):
+        return partial(nn.functional.embedding, weight=table.weight)
+    return context.embed
+
+
+def _dtype_of(context: Context) -> torch.dtype:
+    return next(p.dtype for p in context.model.parameters() if p.is_floating_point())
+
+
+def _check_fit(config: DFlashConfig, context: Context, folder: str) -> None:
+    """Raises SettingsError if the draft model is for another target, UnsupportedError for a draft model's drafter."""
+    if context.level > 0:
+        raise UnsupportedError("dflash cannot draft for a draft model: its network reads the target's hidden states")
+    name, width = type(context.model).__name__, context.model.config.get_text_config(decoder=True).hidden_size
+    if config.layer.hidden_size != width:
+        raise SettingsError(
+            f"dflash: the draft model in {folder} is {config.layer.hidden_size} wide, this {name} {width}: it shares its embedding and "
+            "output head"
+        )
+    table: Any = context.model.get_input_embeddings()
+    if not 0 <= config.mask_token_id < table.num_embeddings:
+        raise SettingsError(
+            f"dflash: the draft model in {folder} embeds token {config.mask_token_id} as its mask, this {name} has "
+            f"{table.num_embeddings} embeddings"
+        )
+    if config.layer.sliding_window is not None and config.layer.sliding_window < config.block_size:
+        raise UnsupportedError(
+            f"dflash: the draft model in {folder} has a block of {config.block_size} tokens, which its sliding window does not span"
+        )

@@ -1,0 +1,209 @@
+"""Text to learn from: files cut into rows of tokens, and what a model itself writes after their beginnings."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .progress import progress_bar
+from .trainer import TrainingError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+#: Rows that are generated at once.
+ROWS = 32
+#: Share of the text that is kept for early stop and the figures.
+HELD_OUT_SHARE = 0.05
+#: Share of a row of the model's own text that is given to it.
+PROMPT_SHARE = 0.25
+#: Fewest rows that are held out, and tested on.
+LEAST_ROWS = 4
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Rows of tokens.
+
+    Attributes:
+        ids: ``[W, T]`` int64.
+        own: ``[W]``, the position from which on a row is the model's own text; T where none of it is.
+    """
+
+    ids: Tensor
+    own: Tensor
+
+    def digest(self) -> str:
+        return hashlib.sha256(self.ids.numpy().tobytes() + self.own.numpy().tobytes()).hexdigest()
+
+    def part(self, first: int, last: int) -> Texts:
+        return Texts(self.ids[first:last], self.own[first:last])
+
+
+def read_files(paths: Sequence[Path]) -> list[str]:
+    """The texts of files, and of all files in folders; what is not UTF-8 is left out.
+
+    Raises:
+        TrainingError: a path that does not exist, or no text at all.
+    """
+    texts = []
+    for path in paths:
+        if not path.exists():
+            raise TrainingError(f"there is no file or folder {str(path)!r} to train on")
+        for file in sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else [path]:
+            try:
+                text = file.read_bytes().decode("utf-8")
+            except UnicodeDecodeError:
+                continue
+            if text.strip():
+                texts.append(text)
+    if not texts:
+        raise TrainingError(f"there is no text in {', '.join(map(str, paths)) or 'no files'}")
+    return texts
+
+
+def rows_of_text(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], length: int, rows: int, seed: int) -> Tensor:
+    """At most `rows` windows of `length` tokens, ``[W, T]`` int64, in random order; texts are joined by the end token.
+
+    Raises:
+        TrainingError: the texts fill no window.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shuffled = list(texts)
+    shuffled = [shuffled[i] for i in torch.randperm(len(shuffled), generator=generator).tolist()]
+    end = [tokenizer.eos_token_id] if isinstance(tokenizer.eos_token_id, int) else []
+    stream: list[int] = []
+    # Every window up to the one that is needed last; the order of the files is random already.
+    for text in shuffled:
+        stream += [*tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], *end]
+        if len(stream) >= rows * length:
+            break
+    windows = min(len(stream) // length, rows)
+    if windows < 1:
+        raise TrainingError(f"the text has {len(stream)} tokens, and rows of {length} are trained on")
+    ids = torch.tensor(stream[: windows * length]).view(windows, length)
+    return ids[torch.randperm(windows, generator=generator)]
+
+
+def own_texts(
+    model: PreTrainedModel, ids: Tensor, share: float, prompt: int, progress: Progress = lambda rows: None
+) -> Texts:
+    """`ids` with the first `share` of the rows continued by the model, greedily, from their first `prompt` tokens on."""
+    ids, length = ids.clone(), ids.shape[1]
+    own = torch.full((len(ids),), length)
+    count = round(share * len(ids))
+    own[:count] = prompt
+    with evaluating(model):
+        for first in range(0, count, ROWS):
+            rows = slice(first, min(first + ROWS, count))
+            read, past = ids[rows, :prompt].to(model.device), None
+            for position in range(prompt, length):
+                out = model(input_ids=read, past_key_values=past, use_cache=True)
+                read, past = out.logits[:, -1:].argmax(-1), out.past_key_values
+                ids[rows, position] = read[:, 0].cpu()
+            progress(rows.stop - rows.start)
+    return Texts(ids, own)
+
+
+def counted(texts: Texts, stops: Sequence[int]) -> Tensor:
+    """``[B, T]`` bool: the text of files everywhere; the model's own from the last token that it was given to its end."""
+    ids, own = texts.ids, texts.own[:, None]
+    positions = torch.arange(ids.shape[1])
+    ends = torch.isin(ids, torch.tensor(list(stops) or [-1])) & (positions >= own)
+    inside = (own == ids.shape[1]) | (positions >= own - 1)
+    return inside & (ends.long().cumsum(1) == 0)
+
+
+def hold_out(texts: Sequence[str], seed: int) -> tuple[list[str], list[str]]:
+    """(texts to learn from, texts held out); a single text is cut."""
+    if len(texts) == 1:
+        cut = int((1 - HELD_OUT_SHARE) * len(texts[0]))
+        return [texts[0][:cut]], [texts[0][cut:]]
+    generator = torch.Generator().manual_seed(seed + 1)
+    order = torch.randperm(len(texts), generator=generator).tolist()
+    count = max(1, round(HELD_OUT_SHARE * len(texts)))
+    return [texts[i] for i in sorted(order[count:])], [texts[i] for i in sorted(order[:count])]
+
+
+@contextmanager
+def evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """`model` in evaluation mode and without gradients; afterwards in the mode it was in."""
+    training = model.training
+    try:
+        with torch.no_grad():
+            model.eval()
+            yield
+    finally:
+        model.train(training)
+
+
+def digest(model: torch.nn.Module) -> str:
+    """Changes with the model's weights."""
+    sums = [(name, weight.double().sum().item()) for name, weight in model.state_dict().items()]
+    return hashlib.sha256(repr(sums).encode()).hexdigest()
+
+
+def stop_tokens(model: PreTrainedModel) -> list[int]:
+    """End-of-sequence ids of the model's generation config."""
+    stops: Any = model.generation_config.eos_token_id
+    return [] if stops is None else [stops] if isinstance(stops, int) else list(stops)
+
+
+def held_out_rows(rows: int) -> int:
+    """How many rows are held out beside `rows` to learn from."""
+    return max(LEAST_ROWS, round(HELD_OUT_SHARE * rows))
+
+
+@dataclass(frozen=True)
+class TextStore:
+    """Rows to learn from and to judge by, a share of them continued by the model itself; those are kept on disk while a run goes on.
+
+    Attributes:
+        model: what writes.
+        tokenizer: of the model.
+        length: ``T``, tokens per row.
+        own_share: share of the rows that `model` continues.
+        seed: of the order of the texts.
+        folder: where they are kept.
+        console: where progress is shown.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    length: int
+    own_share: float
+    seed: int
+    folder: Path
+    console: Console | None = None
+
+    def rows(self, name: str, texts: Iterable[str], count: int) -> Texts:
+        """At most `count` rows of `texts`; what the model wrote for `name` before is read again if it is the same.
+
+        Raises:
+            TrainingError: the texts fill no row.
+        """
+        ids = self.texts(texts, count)
+        file = self.folder / f"{name}.pt"
+        key = hashlib.sha256(ids.numpy().tobytes() + f"{self.own_share} {digest(self.model)}".encode()).hexdigest()
+        if file.exists():
+            stored = torch.load(file, weights_only=True)
+            if stored["key"] == key:
+                return Texts(stored["ids"], stored["own"])
+        prompt = max(1, round(PROMPT_SHARE * self.length))
+        with progress_bar(self.console, f"{name}: the model's own text", round(self.own_share * len(ids))) as advance:
+            rows = own_texts(self.model, ids, self.own_share, prompt, advance)
+        torch.save({"key": key, "ids": rows.ids, "own": rows.own}, file)
+        return rows
+
+    def texts(self, texts: Iterable[str], count: int) -> Tensor:
+        """At most `count` rows of `texts` as they are, ``[W, T]`` int64; see :func:`rows_of_text`."""
+        return rows_of_text(self.tokenizer, texts, self.length, count, self.seed)

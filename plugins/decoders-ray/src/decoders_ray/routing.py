@@ -1,0 +1,87 @@
+"""Which replica has read the beginning of a prompt before."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+#: Tokens, or characters of a text, per block: prompts are compared block by block.
+BLOCK = 16
+#: Blocks that are remembered; the least recently used go.
+BLOCKS = 200_000
+
+
+class PrefixTable:
+    """Remembers who got which prompt. Every router has its own: where it knows nothing, all of them choose alike.
+
+    Args:
+        block: tokens per block.
+        blocks: most blocks to remember.
+    """
+
+    def __init__(self, block: int = BLOCK, blocks: int = BLOCKS) -> None:
+        self.block, self.blocks = block, blocks
+        self._holders: OrderedDict[bytes, str] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def note(self, prompt: Sequence[int] | str, replica: str) -> None:
+        """`replica` has got `prompt`."""
+        for key in self._keys(prompt):
+            self._holders.pop(key, None)
+            self._holders[key] = replica
+        while len(self._holders) > self.blocks:
+            self._holders.popitem(last=False)
+
+    def ranked(self, prompt: Sequence[int] | str, queues: Mapping[str, int], slack: int) -> list[str]:
+        """Replicas, best first: who has read most of `prompt`, then whom its first block falls to.
+
+        Args:
+            queues: requests that each replica has.
+            slack: requests that one may have more than the least busy one and still be preferred.
+        """
+        if not queues:
+            return []
+        least = min(queues.values())
+        prefers = [replica for replica, length in queues.items() if length <= least + slack]
+        first = next(self._keys(prompt), b"")
+        order = sorted(prefers, key=lambda replica: _weight(first, replica), reverse=True)
+        holder = self._holder(prompt, set(prefers))
+        if holder is not None:
+            order.remove(holder)
+            order.insert(0, holder)
+        elif not first:  # too short to be worth anything
+            order = sorted(prefers, key=lambda replica: (queues[replica], random.random()))
+        return order + sorted(set(queues) - set(prefers), key=lambda replica: (queues[replica], replica))
+
+    def forget(self, replicas: Iterable[str]) -> None:
+        """These are gone."""
+        gone = set(replicas)
+        for key in [key for key, replica in self._holders.items() if replica in gone]:
+            del self._holders[key]
+
+    def _holder(self, prompt: Sequence[int] | str, among: set[str]) -> str | None:
+        """Who has read the longest beginning."""
+        best = None
+        for key in self._keys(prompt):
+            replica = self._holders.get(key)
+            if replica is None:
+                break
+            if replica in among:
+                best = replica
+        return best
+
+    def _keys(self, prompt: Sequence[int] | str) -> Iterator[bytes]:
+        """One per whole block, each of all the text up to its end."""
+        digest = hashlib.blake2b(digest_size=16)
+        for end in range(self.block, len(prompt) + 1, self.block):
+            digest.update(repr(prompt[end - self.block : end]).encode())
+            yield digest.digest()
+
+
+def _weight(key: bytes, replica: str) -> bytes:
+    """Highest random weight: where a replica goes, only its prompts move."""
+    return hashlib.blake2b(key + replica.encode(), digest_size=8).digest()

@@ -1,0 +1,194 @@
+"""Whatever is refused is refused in OpenAI's form, with a status, a field and what would be right."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
+HI = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "walk"}}
+
+CASES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
+    (COMPLETE, {"prompt": "a", "max_token": 3}, 400, "max_token", "Did you mean 'max_tokens'"),
+    (COMPLETE, {"prompt": "a", "stratgy": "auto"}, 400, "stratgy", "Did you mean 'strategy'"),
+    (COMPLETE, {"prompt": "a", "best_of": 2}, 400, "best_of", "not supported: ask for n"),
+    (COMPLETE, {"prompt": "a", "guided_regex": "a"}, 400, "guided_regex", "use response_format"),
+    (COMPLETE, {"max_tokens": 3}, 400, "prompt", "missing"),
+    (COMPLETE, {"prompt": ""}, 400, "prompt", "empty"),
+    (COMPLETE, {"prompt": []}, 400, "prompt", "empty"),
+    (COMPLETE, {"prompt": ["a", 1]}, 400, "prompt", ""),
+    (COMPLETE, {"prompt": [3, 999]}, 400, "prompt", "no token id"),
+    (COMPLETE, {"prompt": "a", "max_tokens": "3"}, 400, "max_tokens", "valid integer"),
+    (COMPLETE, {"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "greater"),
+    (COMPLETE, {"prompt": "a", "max_tokens": 201}, 400, "max_tokens", "the limit is 200"),
+    (COMPLETE, {"prompt": "a" * 301}, 400, "prompt", "the limit is 300"),
+    (COMPLETE, {"prompt": "a" * 290, "max_tokens": 150}, 400, "max_tokens", "can be 110"),
+    (COMPLETE, {"prompt": "a", "temperature": -1}, 400, "temperature", "greater"),
+    (COMPLETE, {"prompt": "a", "top_p": 0}, 400, "top_p", "greater"),
+    (COMPLETE, {"prompt": "a", "n": 9}, 400, "n", "the limit is 8"),
+    (COMPLETE, {"prompt": ["a"] * 5, "n": 2}, 400, "n", "the limit is 8"),
+    (COMPLETE, {"prompt": "a", "stop": ""}, 400, "stop", "at least 1"),
+    (COMPLETE, {"prompt": "a", "seed": 2**64}, 400, "seed", ""),
+    (COMPLETE, {"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias", "no token id"),
+    (COMPLETE, {"prompt": "a", "logit_bias": {"²": 1}}, 400, "logit_bias", "no token id"),
+    (COMPLETE, {"prompt": "a", "echo": True, "logprobs": 1}, 400, "echo", "not supported"),
+    (COMPLETE, {"prompt": "a", "model": "tinny"}, 404, "model", "only 'tiny'"),
+    (COMPLETE, {"prompt": "a", "strategy": "prompt-lokup"}, 400, "strategy", "Did you mean 'prompt_lookup'"),
+    (COMPLETE, {"prompt": "a", "strategy_config": {"max_ngrm": 3}}, 400, None, "max_ngram"),
+    (COMPLETE, {"prompt": "a", "strategy": "medusa", "strategy_config": {"heads": "x"}}, 400, "strategy_config.heads", "operator"),
+    (COMPLETE, {"prompt": "a", "strategy": "auto", "strategy_config": {"config": {"ngram": {"table": "x"}}}}, 400,
+     "strategy_config.config.ngram.table", "operator"),
+    (COMPLETE, {"prompt": "a", "strategy": "staged", "strategy_config": {"stage": "/etc/x"}}, 400, "strategy_config.stage", "path"),
+    (COMPLETE, {"prompt": "a", "strategy": "speculative"}, 400, None, "assistant_model"),
+    (COMPLETE, {"prompt": "a", "response_format": {"type": "xml"}}, 400, "response_format", "json_schema"),
+    (COMPLETE, {"prompt": "a", "response_format": {"type": "regex"}}, 400, "response_format.regex", "missing"),
+    (COMPLETE, {"prompt": "a", "response_format": {"type": "regex", "regex": "("}}, 400, "response_format", ""),
+    (COMPLETE, {"prompt": "a", "response_format": {"type": "regex", "regex": r"(a)\1"}}, 400, "response_format", ""),
+    (COMPLETE, {"prompt": "a", "response_format": {"type": "grammar"}}, 400, "response_format", "name"),
+    (COMPLETE, {"prompt": "a", "response_format": {"type": "grammar", "grammar": "/etc/hosts"}}, 400, "response_format", "start"),
+    (COMPLETE, {"prompt": "a", "response_format": {"type": "grammar", "name": "jsn"}}, 400, None, "json"),
+    (COMPLETE, {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "http://x/y"}}}}, 400,
+     "response_format", ""),
+    (COMPLETE, {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"shema": {}}}}, 400,
+     "response_format.json_schema.shema", "Did you mean 'schema'"),
+    (CHAT, {"messages": []}, 400, "messages", "at least 1"),
+    (CHAT, {"messages": [{"role": "boss", "content": "hi"}]}, 400, "messages.0.role", "'user'"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, 400, "messages.0.content.0", "text"),
+    (CHAT, {"messages": HI, "top_logprobs": 2}, 400, "top_logprobs", "needs logprobs"),
+    (CHAT, {"messages": HI, "functions": []}, 400, "functions", "use tools"),
+    (CHAT, {"messages": HI, "tool_choice": "required"}, 400, "tool_choice", "needs tools"),
+    (CHAT, {"messages": HI, "tools": [TOOL, TOOL]}, 400, "tools", "one name"),
+    (CHAT, {"messages": HI, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "run"}}}, 400, "tool_choice",
+     "Choose from: walk"),
+    (CHAT, {"messages": HI, "tools": [TOOL], "response_format": {"type": "json_object"}}, 400, "response_format", "leave one"),
+    (CHAT, {"messages": HI, "tools": [{"type": "function", "function": {"name": "no blanks"}}]}, 400, "tools.0.function.name", ""),
+    (CHAT, {"messages": HI, "chat_template_kwargs": {"tokenize": True}}, 400, "chat_template_kwargs", "tokenize"),
+    (CHAT, {"messages": HI, "prompt": "a"}, 400, "prompt", "unknown field"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("route, body, status, param, words", CASES)
+def test_a_wrong_field_is_named(
+    client: Any, route: str, body: dict[str, Any], status: int, param: str | None, words: str
+) -> None:  # fmt: skip
+    response = client.post(route, json=body)
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error" and error["param"] == param
+    assert words in error["message"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"a"',
+        b"null",
+        b'{"prompt": "\xff"}',
+        b'{"prompt": NaN}',
+        b"[" * 5000,
+        b'{"prompt": "\\ud800"}',
+    ],
+)
+def test_a_malformed_body_is_refused(client: Any, content: bytes) -> None:
+    response = client.post(COMPLETE, content=content, headers={"Content-Type": "application/json"})
+    assert response.status_code == 400
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_body_of_another_type_is_refused(client: Any) -> None:
+    """A web page can send text/plain to any address without asking."""
+    response = client.post(COMPLETE, content=b'{"prompt": "a"}', headers={"Content-Type": "text/plain"})
+    assert response.status_code == 415 and "application/json" in response.json()["error"]["message"]
+
+
+def test_unknown_routes_and_methods(client: Any) -> None:
+    missing = client.get("/v1/model")
+    assert missing.status_code == 404 and "/v1/models" in missing.json()["error"]["message"]
+    wrong = client.get(COMPLETE)
+    assert wrong.status_code == 405 and wrong.json()["error"]["type"] == "invalid_request_error"
+    assert client.get("/v1/models/tiny").json()["id"] == "tiny"
+    assert client.get("/v1/models/other").status_code == 404
+    (card,) = client.get("/v1/models").json()["data"]
+    assert card["id"] == "tiny" and "prompt_lookup" in card["decoders"]["strategies"]
+
+
+def test_too_large_a_body_is_refused_with_and_without_its_length(served: Any, service_of: Any) -> None:
+    with served(service_of(body=1000)) as client:
+        large = json.dumps({"prompt": "a" * 2000}).encode()
+        assert client.post(COMPLETE, content=large, headers={"Content-Type": "application/json"}).status_code == 413
+
+        def pieces() -> Any:
+            for begin in range(0, len(large), 100):
+                yield large[begin : begin + 100]
+
+        response = client.post(COMPLETE, content=pieces(), headers={"Content-Type": "application/json"})
+        assert response.status_code == 413 and response.json()["error"]["code"] == "body_too_large"
+        assert client.post(COMPLETE, json={"prompt": "a", "max_tokens": 2}).status_code == 200
+
+
+def test_a_key_is_asked_for(served: Any, service_of: Any) -> None:
+    with served(service_of(), key="s3cret-ü") as client:
+        body = {"prompt": "a", "max_tokens": 2}
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic s3cret"}):
+            response = client.post(COMPLETE, json=body, headers=headers)
+            assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"
+        assert client.get("/metrics").status_code == client.get("/v1/models").status_code == 401
+        assert client.get("/health").status_code == client.get("/").status_code == 200
+        right = {"Authorization": "Bearer s3cret-ü".encode()}
+        assert client.post(COMPLETE, json=body, headers=right).status_code == 200
+
+
+def test_only_its_own_names_are_answered_on_a_loopback_address(served: Any, service_of: Any) -> None:
+    from decoders.server.limits import hosts_of
+
+    assert hosts_of("0.0.0.0", []) is None
+    with served(service_of(), hosts=hosts_of("127.0.0.1", ["my.test"])) as client:
+        assert client.get("/health").status_code == 200
+        assert client.get("/health", headers={"Host": "MY.test:80"}).status_code == 200
+        assert client.get("/health", headers={"Host": "[::1]:80"}).status_code == 200
+        assert client.get("/health", headers={"Host": "evil.test"}).status_code == 403
+
+
+def test_without_a_template_there_is_no_chat(served: Any, service_of: Any, tokenizer: Any) -> None:
+    import copy
+
+    from decoders.server.prompts import Conversations
+
+    bare, service = copy.deepcopy(tokenizer), service_of()
+    bare.chat_template = None
+    service.conversations = Conversations(bare)
+    with served(service) as client:
+        response = client.post(CHAT, json={"messages": HI})
+        assert response.status_code == 400 and response.json()["error"]["code"] == "no_chat_template"
+
+
+def test_a_template_that_refuses_is_quoted(served: Any, service_of: Any) -> None:
+    template = "{{ raise_exception('roles must alternate') }}"
+    with served(service_of(chat_template=template)) as client:
+        response = client.post(CHAT, json={"messages": HI})
+        assert response.status_code == 400 and "roles must alternate" in response.json()["error"]["message"]
+
+
+def test_every_setting_that_names_a_file_is_the_operators() -> None:
+    import typing
+    from pathlib import Path
+
+    from decoders.plugins import registry
+    from decoders.server.pool import OPERATORS
+
+    naming = set()
+    for entry in registry().strategies().values():
+        for name, field in entry.cls.settings_class.model_fields.items():
+            kinds = set(typing.get_args(field.annotation)) | {field.annotation}
+            if Path in kinds or {str, type(None)} <= kinds:  # a name that may be left out is no choice among words
+                naming.add(name)
+    assert naming and naming <= set(OPERATORS)
