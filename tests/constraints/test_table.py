@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, reject, settings
+from hypothesis import HealthCheck, assume, example, given, reject, settings
 from hypothesis import strategies as st
 
 from decoders.constraints.base import Language, mask_words, unpack
@@ -377,6 +377,7 @@ def test_memory_follows_the_tokens_that_masks_allow_not_the_vocabulary():
 @given(REGEX, st.integers(0, 1000), st.sampled_from(["full", "canonical"]))
 def test_random_languages_keep_the_contract(regex, seed, policy):
     grammar = compile(regex, policy=policy)
+    assume(len(grammar.tables().next) <= 40)  # the reference takes minutes for a language of many states
     check_grammar(grammar, Reference(grammar.language, ToyRegex(regex), MERGED), seed=seed)
 
 

@@ -26,7 +26,7 @@ from decoders.medusa.files import save_heads
 from decoders.medusa.heads import MedusaHeads
 from decoders.plugins import registry, reset_registry
 from decoders.settings import RuntimeSettings, load_settings
-from decoders.testing import ARCHITECTURES
+from decoders.testing import ARCHITECTURES, kit
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(p.relative_to(ROOT).as_posix() for p in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -128,12 +128,24 @@ def run_page(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 #: Pages that run a conformance kit for longer than a few seconds.
 LONG = {"docs/plugins/writing-a-grammar-backend.md"}
+#: Pages that check several strategies: the first checks of the kit, all of them in the slow run.
+WHOLE_KIT = {"docs/plugins/writing-a-strategy.md"}
 
 
 @pytest.mark.parametrize(
     "page", [pytest.param(page, marks=[pytest.mark.slow] * (page in LONG)) for page in pages_with("python")]
 )
 def test_python_blocks_run(page: str, reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if page in WHOLE_KIT:
+        monkeypatch.setattr(kit, "CHECKS", kit.CHECKS[:6])
+    save_checkpoint(reader / "my-model")
+    monkeypatch.setattr(demo, "load", tiny_demo)
+    run_page(page, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", WHOLE_KIT)
+def test_python_blocks_run_with_the_whole_kit(page: str, reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_checkpoint(reader / "my-model")
     monkeypatch.setattr(demo, "load", tiny_demo)
     run_page(page, monkeypatch)
