@@ -5,8 +5,8 @@ from __future__ import annotations
 from ..constraints import library
 from ..constraints.base import CompiledGrammar
 from ..constraints.coerce import as_spec
-from ..constraints.json_schema import JsonSchema
 from ..constraints.constructors import choice, regex
+from ..constraints.json_schema import JsonSchema
 from ..constraints.specs import Lark, Spec
 from ..errors import GrammarError
 from .bodies import (

@@ -12,7 +12,7 @@ from ..constraints.base import Language
 from ..constraints.json_schema import JsonSchema
 from ..constraints.specs import Spec
 from ..errors import GrammarError
-from ..patterns.python import quoted
+from ..patterns.writer import quoted
 from .bodies import ChatBody, Tool, ToolChoice
 from .prompts import CallStyle
 from .refusals import Refusal
@@ -173,7 +173,8 @@ class CallSpec(Spec):
 
     def language(self) -> Language:
         try:
-            inner = JsonSchema(self.schema).language()
+            # Arguments that are not declared are of no use to a function, and a language without them is mostly regular.
+            inner = JsonSchema(self.schema, closed=True).language()
         except GrammarError as error:
             raise GrammarError(f"tools: {error}", error.keyword, error.path) from error
         free = not_beginning(self.prefix or '{"name"') if self.text else None
