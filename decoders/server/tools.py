@@ -177,7 +177,8 @@ class CallSpec(Spec):
             inner = JsonSchema(self.schema, closed=True).language()
         except GrammarError as error:
             raise GrammarError(f"tools: {error}", error.keyword, error.path) from error
-        free = not_beginning(self.prefix or '{"name"') if self.text else None
+        # Bare JSON begins with a brace, and llguidance's lexer takes the longest text: what begins so is a call.
+        free = not_beginning(self.prefix or "{") if self.text else None
         pattern = None
         if inner.regex is not None:
             call = f"{quoted(self.prefix)}(?:{inner.regex}){quoted(self.suffix)}"
