@@ -75,7 +75,8 @@ def refusal(error: BaseException, retry_after: int = 1) -> Refusal:
     if isinstance(error, ContextLengthError):
         return Refusal(400, text, code="context_length_exceeded")
     if isinstance(error, GrammarError):
-        return Refusal(400, text, param="response_format", code="invalid_grammar")
+        param = "tools" if text.startswith(("tools:", "calls of functions:")) else "response_format"
+        return Refusal(400, text, param=param, code="invalid_grammar")
     if isinstance(error, UnknownNameError):
         named = "strategy" if error.kind == "strategy" else None
         return Refusal(400, text, param=named, code=f"unknown_{error.kind.replace(' ', '_')}")

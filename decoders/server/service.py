@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from ..constraints.specs import Regex
-from ..engine.target import context_length
+from ..engine.layout import context_length
 from ..errors import CancelledError
 from ..generate import enable
 from ..plugins import resolve_strategy

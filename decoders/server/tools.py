@@ -12,7 +12,7 @@ from ..constraints.base import Language
 from ..constraints.json_schema import JsonSchema
 from ..constraints.specs import Spec
 from ..errors import GrammarError
-from ..patterns.python import quoted
+from ..patterns.writer import quoted
 from .bodies import ChatBody, Tool, ToolChoice
 from .prompts import CallStyle
 from .refusals import Refusal
@@ -173,10 +173,12 @@ class CallSpec(Spec):
 
     def language(self) -> Language:
         try:
-            inner = JsonSchema(self.schema).language()
+            # Arguments that are not declared are of no use to a function, and a language without them is mostly regular.
+            inner = JsonSchema(self.schema, closed=True).language()
         except GrammarError as error:
             raise GrammarError(f"tools: {error}", error.keyword, error.path) from error
-        free = not_beginning(self.prefix or '{"name"') if self.text else None
+        # Bare JSON begins with a brace, and llguidance's lexer takes the longest text: what begins so is a call.
+        free = not_beginning(self.prefix or "{") if self.text else None
         pattern = None
         if inner.regex is not None:
             call = f"{quoted(self.prefix)}(?:{inner.regex}){quoted(self.suffix)}"

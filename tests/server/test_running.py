@@ -223,4 +223,4 @@ def test_sigterm_ends_the_command_in_peace() -> None:
         assert process.wait(30) == 0
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
