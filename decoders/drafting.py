@@ -64,12 +64,15 @@ class Drafter(ABC):
     Attributes:
         vocab_size: how many of the target's tokens the draft can propose.
         children: ``C``, continuations given per node: as many as were asked for, or the whole of a small vocabulary.
-        passes: forward passes so far.
     """
 
     vocab_size: int
     children: int
-    passes: int
+
+    @property
+    @abstractmethod
+    def passes(self) -> int:
+        """Forward passes so far."""
 
     @property
     @abstractmethod
@@ -133,6 +136,7 @@ class ModulePasses(ABC):
             base: ``[B]`` int64, slot and position of the block's node 0; all slots in front of it are seen.
             inputs: ``[B, Q, …]`` each, what the module reads.
             tree: the block, whose last ``Q`` nodes these are; those before have been run since. None: a chain, as text is.
+                Here `visible` is free: nodes may see each other in both directions. `ancestors` and `parents` are not looked at.
             options: keywords that `module` is called with as well, few different ones; compiled passes are made for each.
         """
 

@@ -76,9 +76,9 @@ def draft(
     from ..distillation.train import train_draft
     from ..training.texts import read_files
     from .models import load
-    from .train_medusa import demo_texts
+    from .train_medusa import EDIT_TASKS, demo_texts
 
-    texts = demo_texts() if data is None and model == "demo" else {"texts": read_files(data or [])}
+    texts = demo_texts(EDIT_TASKS) if data is None and model == "demo" else {"texts": read_files(data or [])}
     texts |= {name: read_files(paths) for name, paths in (("held", held), ("test", test)) if paths}
     loaded, tokenizer = load(model, dtype)
     figures = train_draft(

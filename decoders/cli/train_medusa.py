@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from ..medusa.config import HeadsTraining
 
+if TYPE_CHECKING:
+    from ..demo.corpus import Source
+
 DEFAULTS = HeadsTraining()
+#: So many make about a quarter of the demo models' text, as in their own training.
+EDIT_TASKS = 8000
 
 
 def medusa(
@@ -106,16 +111,34 @@ def medusa(
     typer.echo(f"Written to {out}.")
 
 
-def demo_texts() -> dict[str, list[str]]:
+def demo_texts(edit_tasks: int = 0) -> dict[str, list[str]]:
     """The demo models' training files to learn from; of the files that no model has seen those that the prompts come from to
     test on, the others to judge by.
+
+    Args:
+        edit_tasks: of them, as the demo models' training has, beside the files to learn from; a twentieth as many beside the others.
     """
     from ..demo import corpus, prompts
 
     learnt, unseen = corpus.split(corpus.read_sources())
     prompted = {prompt.source for prompt in prompts()}
-    return {
-        "texts": [source.text for source in learnt],
-        "held": [source.text for source in unseen if source.path not in prompted],
-        "test": [source.text for source in unseen if source.path in prompted],
+    sets = {
+        "texts": learnt,
+        "held": [source for source in unseen if source.path not in prompted],
+        "test": [source for source in unseen if source.path in prompted],
     }
+    counts = {"texts": edit_tasks, "held": edit_tasks // 20, "test": edit_tasks // 20}
+    return {
+        name: [source.text for source in sources] + _edit_tasks(sources, counts[name]) for name, sources in sets.items()
+    }
+
+
+def _edit_tasks(sources: list[Source], count: int) -> list[str]:
+    """Tasks about functions of `sources`, the same in every run."""
+    import random
+
+    from ..demo import edits
+
+    functions, rng = edits.functions(sources) if count else [], random.Random(0)
+    names = edits.new_names(functions)
+    return [edits.edit_task(rng.choice(functions), names, rng).text for _ in range(count if functions and names else 0)]

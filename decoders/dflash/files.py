@@ -61,7 +61,7 @@ def _authors_choice(raw: dict[str, Any]) -> list[int] | None:
 
 
 def _layer(raw: dict[str, Any], path: Path) -> LlamaConfig:
-    count, window = raw["num_hidden_layers"], raw.get("sliding_window")
+    count, window = raw["num_hidden_layers"], raw.get("sliding_window") or 0
     authors = "dflash_config" in raw
     types = raw.get("layer_types") or ["full_attention" if authors or not window else "sliding_attention"] * count
     unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
@@ -70,9 +70,9 @@ def _layer(raw: dict[str, Any], path: Path) -> LlamaConfig:
     if "sliding_attention" in types and not window:
         raise SettingsError(f"dflash: {path} has layers with a sliding window, and no sliding_window")
     # The authors see a window of so many tokens, the token itself included; transformers as many before it.
-    window = (window if authors else window + 1) if "sliding_attention" in types else None
+    seen = (window if authors else window + 1) if "sliding_attention" in types else None
     fields = {name: raw[name] for name in _LAYER_FIELDS if raw.get(name) is not None}
-    return LlamaConfig(**fields, layer_types=types, sliding_window=window)
+    return LlamaConfig(**fields | {"layer_types": types, "sliding_window": seen})
 
 
 def load_network(folder: str | Path, device: torch.device, dtype: torch.dtype) -> tuple[DFlashConfig, DFlashNetwork]:

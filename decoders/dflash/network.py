@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -57,7 +56,7 @@ class DFlashNetwork(nn.Module):
         if context:
             states = self.hidden_norm(self.fc(states))
         rotary = self.rotary_emb(states, position_ids)
-        for layer in self.layers:
+        for layer in cast(list[_Layer], self.layers):
             if context:
                 layer.self_attn.remember(states, rotary, past_key_values)
             else:
@@ -84,6 +83,7 @@ class _Attention(nn.Module):
     def __init__(self, config: LlamaConfig, index: int) -> None:
         super().__init__()
         self.config, self.layer_idx, self.is_causal = config, index, False
+        assert config.head_dim is not None and config.num_key_value_heads is not None
         self.head_dim = config.head_dim
         width, queries, keys = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
         self.q_proj = nn.Linear(width, queries * self.head_dim, bias=config.attention_bias)

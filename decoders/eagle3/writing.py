@@ -15,7 +15,11 @@ from .files import CONFIG, WEIGHTS
 from .head import Eagle3Head
 
 Format = Literal["speculators", "authors"]
-_DROPPED = ("transformers_version", "architectures", "_name_or_path", "dtype", "torch_dtype")
+_FIELDS = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
+    "vocab_size", "max_position_embeddings", "rms_norm_eps", "initializer_range", "rope_parameters", "attention_bias", "mlp_bias",
+    "bos_token_id", "eos_token_id", "pad_token_id",
+)  # fmt: skip
 
 
 def save_head(
@@ -51,7 +55,15 @@ def save_head(
 
 
 def _layer(head: Eagle3Head) -> dict[str, Any]:
-    return {name: value for name, value in head.head_config.layer.to_dict().items() if name not in _DROPPED}
+    """Of the decoder layer, rotary positions as transformers 5 writes them and as earlier versions do."""
+    layer = head.head_config.layer.to_dict()
+    fields = {"model_type": "llama", **{name: layer[name] for name in _FIELDS if name in layer}}
+    rope = layer.get("rope_parameters") or {}
+    if "rope_theta" in rope:
+        fields["rope_theta"] = rope["rope_theta"]
+    if rope.get("rope_type", "default") != "default":
+        fields["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
+    return fields
 
 
 def _speculators(head: Eagle3Head, model: PreTrainedModel, depth: int) -> dict[str, Any]:

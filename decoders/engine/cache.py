@@ -121,7 +121,8 @@ class CacheBuffers:
 
     def _each(self, function: Callable[[Tensor], Tensor], states: RowStates | None) -> CacheBuffers:
         parts = self.keys, self.values, self.key_scales, self.value_scales
-        return CacheBuffers(*[[function(tensor) for tensor in part] for part in parts], states)
+        keys, values, key_scales, value_scales = ([function(tensor) for tensor in part] for part in parts)
+        return CacheBuffers(keys, values, key_scales, value_scales, states)
 
     def enlarged(self, slots: int) -> CacheBuffers:
         """The same keys and values with room for `slots` tokens."""

@@ -178,7 +178,7 @@ def cache_of(specs: Sequence[StateSpec], states: Sequence[Tensor] | None) -> tup
             layer.has_previous_state[spec.index] = True
             if spec.part == "conv_states":
                 layer.conv_kernel_size[spec.index] = state.shape[-1]
-            layer.dtype, layer.device = state.dtype, state.device
+            vars(layer).update(dtype=state.dtype, device=state.device)  # by their annotations they are None
     cache = Cache(layers=[])
     cache.layers = _OneLayer([layer])
     return cache, layer

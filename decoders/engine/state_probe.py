@@ -124,7 +124,7 @@ class StateProbe(LayoutProbe):
             for part in ("conv_states", "recurrent_states"):
                 for index, state in getattr(self.layers[layer], part).items():
                     if state is not None:
-                        states.append(StateSpec(part, index, tuple(state.shape[1:]), state.dtype, state.device))  # type: ignore[arg-type]
+                        states.append(StateSpec(part, index, tuple(state.shape[1:]), state.dtype, state.device))
             found.append(Recurrent(layer, module, tuple(states), args, keywords))
         return found
 
@@ -177,11 +177,11 @@ def _noting_layer(probe: StateProbe, index: int, states: int) -> LinearAttention
     class NotingLayer(LinearAttentionLayer):
         def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
             probe.note(index)
-            return cast(Tensor, super().update_conv_state(*args, **kwargs))
+            return super().update_conv_state(*args, **kwargs)
 
         def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor:
             probe.note(index)
-            return cast(Tensor, super().update_recurrent_state(*args, **kwargs))
+            return super().update_recurrent_state(*args, **kwargs)
 
     return NotingLayer(number_of_states=states)
 

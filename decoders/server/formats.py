@@ -5,8 +5,9 @@ from __future__ import annotations
 from ..constraints import library
 from ..constraints.base import CompiledGrammar
 from ..constraints.coerce import as_spec
+from ..constraints.constructors import choice, regex
 from ..constraints.json_schema import JsonSchema
-from ..constraints.specs import Lark, Spec, choice, regex
+from ..constraints.specs import Lark, Spec
 from ..errors import GrammarError
 from .bodies import (
     ChoiceFormat,

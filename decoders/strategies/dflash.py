@@ -33,7 +33,7 @@ class DFlashSettings(Settings):
         None,
         ge=1,
         le=127,
-        description="Tokens drafted in a pass; None: one less than the block_size that the network was trained with, which is the most.",
+        description="Tokens drafted in a pass; None: one less than the block_size of its training, which is the most.",
     )
     tree: Literal["none", "static", "dynamic"] = Field(
         "none",
@@ -61,9 +61,7 @@ class _State:
         """``[B, N, F]`` of what the target has computed of ``N`` tokens."""
         assert layers is not None
         if any(self.of_head):
-            parts = [
-                hidden if of_head else part for of_head, part in zip(self.of_head, layers.unbind(2), strict=True)
-            ]
+            parts = [hidden if of_head else part for of_head, part in zip(self.of_head, layers.unbind(2), strict=True)]
             return torch.cat(parts, dim=-1)
         return layers.flatten(2)
 

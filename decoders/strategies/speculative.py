@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -75,7 +75,7 @@ class Speculative(DraftModelStrategy):
 
     name = "speculative"
     summary = "A smaller model of the same family drafts a chain or a tree of tokens."
-    settings_class = SpeculativeSettings
+    settings_class: ClassVar[type[Settings]] = SpeculativeSettings
     hints = {"num_assistant_tokens": "length", "num_assistant_tokens_schedule": "schedule"}
     on_device = True
     rests = True

@@ -210,15 +210,17 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     }
 )
 
-_LAYERS = dict(num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "linear_attention"])
-_DELTA = dict(
+_LAYERS: dict[str, Any] = dict(
+    num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "linear_attention"]
+)
+_DELTA: dict[str, Any] = dict(
     linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8, linear_conv_kernel_dim=3
 )  # fmt: skip
-_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
-_MAMBA2 = dict(
+_EXPERTS: dict[str, Any] = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+_MAMBA2: dict[str, Any] = dict(
     mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=1, mamba_d_conv=4, mamba_expand=2, mamba_chunk_size=8
 )  # fmt: skip
-_MAMBA = dict(mamba_d_state=8, mamba_d_conv=4, mamba_dt_rank=4, use_mamba_kernels=False)
+_MAMBA: dict[str, Any] = dict(mamba_d_state=8, mamba_d_conv=4, mamba_dt_rank=4, use_mamba_kernels=False)
 
 #: Designs with recurrent states beside attention that the shared loop decodes: linear attention, state space, short convolution.
 RECURRENT: Mapping[str, Architecture] = MappingProxyType(

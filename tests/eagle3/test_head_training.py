@@ -179,6 +179,7 @@ def test_what_is_written_loads_and_drafts(tmp_path, model, tokenizer, texts, for
     assert config.layers == (0, 1, 1) and config.draft_vocab_size == (vocabulary or 128)
     files = load_head(tmp_path, CPU, FULL)
     assert (files.vocabulary.ids is None) == (vocabulary is None)
+    assert config.layer.rope_parameters["rope_theta"] == model.config.rope_parameters["rope_theta"]
     names = set(json.loads((tmp_path / "config.json").read_text()))
     assert ("speculators_model_type" in names) == (form == "speculators")
     card = (tmp_path / "README.md").read_text()

@@ -166,3 +166,41 @@ def test_calls_are_read_from_text(style: CallStyle, text: str, content: str, cou
     for end in range(len(text) + 1):  # what is sent before the end is no part of a call
         free = calling.free(text[:end], False)
         assert text[:free].rstrip() == content[:free].rstrip() or not calls
+
+
+NESTED = {
+    "type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "additionalProperties": False,
+    "$defs": {"node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "additionalProperties": False}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["table", "llguidance"])
+@pytest.mark.parametrize("prefix, suffix", [("<call>\n", "\n</call>"), ("", "")])
+def test_answers_are_calls_or_text_that_is_none(tokenizer: Any, backend: str, prefix: str, suffix: str) -> None:
+    from decoders.constraints import LLGuidance, Table
+    from decoders.hf.grammars import vocabulary_of
+
+    if backend == "llguidance":  # a recursive schema is no regular expression
+        functions = [TOOLS[1]["function"], {"name": "nest", "parameters": NESTED}]
+    else:
+        functions = [TOOLS[1]["function"], TOOLS[0]["function"]]
+    tools = tuple(Tool.model_validate_json(json.dumps({"type": "function", "function": f})) for f in functions)
+    vocabulary = vocabulary_of(tokenizer, 288, [1])
+
+    def accepts(text: str, required: bool, several: bool) -> bool:
+        spec = Calling(tools, CallStyle(prefix, suffix), required, several).spec
+        assert spec is not None
+        matcher = (Table() if backend == "table" else LLGuidance()).compile(spec.language(), vocabulary).start()
+        ids = tokenizer(text).input_ids
+        return matcher.advance(ids) == len(ids) and matcher.accepting
+
+    second = '{"name": "nest", "arguments": {"next": {"next": {}}}}'
+    if backend == "table":
+        second = '{"name": "walk", "arguments": {"a": 2, "unit": "ft"}}'
+    rest, walk = f"{prefix}{CALL}{suffix}", f"{prefix}{second}{suffix}"
+    for required in (True, False):
+        assert accepts(rest, required, False) and accepts(walk, required, False)
+        assert accepts(f"{rest}\n{walk}", required, True) == bool(prefix)
+        assert not accepts(f"{prefix}{CALL.replace('rest', 'rust')}{suffix}", required, True)
+    for text in ("", "Well.", "<", "<cal", '{"nam', "two\nlines"):
+        assert accepts(text, False, True) and not accepts(text, True, True)

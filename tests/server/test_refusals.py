@@ -176,3 +176,19 @@ def test_a_template_that_refuses_is_quoted(served: Any, service_of: Any) -> None
     with served(service_of(chat_template=template)) as client:
         response = client.post(CHAT, json={"messages": HI})
         assert response.status_code == 400 and "roles must alternate" in response.json()["error"]["message"]
+
+
+def test_every_setting_that_names_a_file_is_the_operators() -> None:
+    import typing
+    from pathlib import Path
+
+    from decoders.plugins import registry
+    from decoders.server.pool import OPERATORS
+
+    naming = set()
+    for entry in registry().strategies().values():
+        for name, field in entry.cls.settings_class.model_fields.items():
+            kinds = set(typing.get_args(field.annotation)) | {field.annotation}
+            if Path in kinds or {str, type(None)} <= kinds:  # a name that may be left out is no choice among words
+                naming.add(name)
+    assert naming and naming <= set(OPERATORS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import tempfile
 from functools import cache
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
@@ -19,9 +20,9 @@ import decoders
 from decoders.dflash.files import load_network, read_config
 from decoders.dflash.network import DFlashConfig, DFlashNetwork
 from decoders.errors import SettingsError, UnsupportedError
-from decoders.strategies import DFlash, PromptLookup
+from decoders.strategies import DFlash
 from decoders.strategies.merged import Merged
-from decoders.testing import check_strategy, checks_for, decode, prompts, tiny_model
+from decoders.testing import Replay, check_strategy, checks_for, decode, prompts, tiny_model
 from decoders.testing.conditions import Conditions
 from decoders.testing.kit import check_alone
 from decoders.testing.models import VOCAB, Architecture
@@ -151,13 +152,26 @@ def drafted(model: Any, text: Tensor, **settings: Any) -> list[int]:
     return spy.seen[0].draft.tokens[0].tolist()
 
 
-def test_tokens_that_others_have_drafted_leave_no_hole() -> None:
-    model, own = target(), Spy(DFlash(draft_model=written("authors"), length=2))
-    inputs = {"input_ids": torch.tensor([[5, 6, 7, 8] * 6]), "attention_mask": torch.ones(1, 24, dtype=torch.int64)}
-    out = decode(model, inputs, Merged([PromptLookup(length=12), own]), max_new_tokens=24)
+@pytest.mark.parametrize("length, theirs", [(5, 5), (2, 12)], ids=["within the window", "beyond it"])
+def test_accepted_tokens_leave_no_hole(length: int, theirs: int) -> None:
+    model, inputs = target(), prompts(3)
+    out = decode(model, inputs, "autoregressive", max_new_tokens=24)
+    texts = [row[mask.argmax() :] for row, mask in zip(out.sequences, inputs["attention_mask"], strict=True)]
+    own = Spy(DFlash(draft_model=written("authors"), length=length))
+    known = Replay(texts=tuple(tuple(text.tolist()) for text in texts), length=theirs, wrong_every=7)
+    again = decode(model, inputs, Merged([known, own]), max_new_tokens=24)
+    assert torch.equal(again.sequences, out.sequences) and again.report.mean_accepted_length > 2
     for step in own.seen:
-        text = out.sequences[0, : step.lengths[0]]
-        assert step.draft.tokens[0].tolist() == drafted(model, text, length=2)
+        for row, text in enumerate(texts):
+            if not step.finished[row]:
+                assert step.draft.tokens[row].tolist() == drafted(model, text[: step.lengths[row]], length=length)
+
+
+def test_low_precision_drafts_for_the_same_tokens() -> None:
+    model, inputs = decoders.enable(copy.deepcopy(decoders.disable(target())).bfloat16()), prompts(3)
+    decoders.enable(target())
+    out = decode(model, inputs, DFlash(draft_model=written("sliding"), tree="static"), max_new_tokens=16)
+    assert torch.equal(out.sequences, decode(model, inputs, "autoregressive", max_new_tokens=16).sequences)
 
 
 @pytest.mark.parametrize("tree", ["static", "dynamic"])
@@ -260,4 +274,3 @@ def test_what_cannot_be_had_says_why(tmp_path: Path) -> None:
     next(broken.glob("*-of-*")).unlink()
     with pytest.raises(SettingsError, match="holds no model-0000"):
         call(str(broken))
-    assert load_file(Path(written("authors")) / "model.safetensors")
