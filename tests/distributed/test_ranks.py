@@ -82,7 +82,7 @@ def test_strategies_write_what_one_process_writes(llama: Run) -> None:
 
 @pytest.mark.slow
 def test_every_strategy_in_every_form_on_several_designs(tmp_path: Path) -> None:
-    names = ["llama", "qwen2", "mixtral", "qwen3_moe", "gpt_oss", "gemma3"]
+    names = ["llama", "qwen2", "mixtral"]
     run = Run(tmp_path, names, every=True)
     for name in names:
         compare(run, name)
