@@ -72,7 +72,7 @@ def _layer(raw: dict[str, Any], path: Path) -> LlamaConfig:
     # The authors see a window of so many tokens, the token itself included; transformers as many before it.
     window = (window if authors else window + 1) if "sliding_attention" in types else None
     fields = {name: raw[name] for name in _LAYER_FIELDS if raw.get(name) is not None}
-    return LlamaConfig(**fields, layer_types=types, sliding_window=window)
+    return LlamaConfig(**fields | dict(layer_types=types, sliding_window=window))
 
 
 def load_network(folder: str | Path, device: torch.device, dtype: torch.dtype) -> tuple[DFlashConfig, DFlashNetwork]:
