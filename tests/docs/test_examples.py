@@ -21,6 +21,9 @@ from tokenizers import decoders as token_decoders
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from decoders import demo, settings
+from decoders.eagle3.recipe import HeadTraining, default_layers
+from decoders.eagle3.train import head_config, new_head
+from decoders.eagle3.writing import save_head
 from decoders.medusa.config import HeadsConfig
 from decoders.medusa.files import save_heads
 from decoders.medusa.heads import MedusaHeads
@@ -103,6 +106,8 @@ def save_checkpoint(folder: Path) -> None:
     vocab, hidden = model.get_output_embeddings().weight.shape
     config = HeadsConfig(heads=4, layers=1, hidden_size=hidden, vocab_size=vocab, projection="tied")
     save_heads(MedusaHeads(config), folder / "medusa")
+    eagle = head_config(model, HeadTraining(), default_layers(model.config.num_hidden_layers))
+    save_head(new_head(eagle, model, torch.arange(vocab), 0), None, folder / "eagle3", model, 5)
 
 
 def run_page(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,6 +164,7 @@ def test_python_blocks_run_with_the_whole_kit(page: str, reader: Path, monkeypat
         "docs/how-to/grammars.md",
         "docs/how-to/sampling.md",
         "docs/how-to/train-medusa-heads.md",
+        "docs/how-to/train-eagle3-heads.md",
     ],
 )
 def test_pages_about_the_demo_model_run_with_it(page: str, reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,7 @@ def test_a_day_of_random_calls(device: TapeRecorder, monkeypatch: pytest.MonkeyP
     options = MappingProxyType(dict(ARCHITECTURES["llama"].options) | {"vocab_size": SIZE, "num_hidden_layers": 1})
     target, draft = Architecture("llama", options)(0), Architecture("llama", options)(1)
     decoders.enable(target, tokenizer=byte_tokenizer())
-    calls = list(random_calls(45))
+    calls = list(random_calls(70))
     with monkeypatch.context() as dynamic:
         dynamic.setattr(devices, "static_shapes", lambda device: False)
         dynamic.setattr(engine, "recorder_of", lambda device: None)

@@ -12,8 +12,6 @@ import torch
 
 from decoders.costs import CostCurve, CostPoint, StepCosts, Subject
 from decoders.strategies import Auto
-from decoders.strategies import auto as auto_module
-from decoders.strategies import candidates as candidates_module
 from decoders.strategy import Context, Draft, Sequences, Step, Strategy
 
 #: Milliseconds of a step by nodes: as of a model whose step is all memory traffic, and of one that pays for every node.
@@ -22,7 +20,7 @@ STEEP = {1: 10.0, 2: 13.0, 3: 16.0, 5: 22.0, 9: 34.0, 65: 200.0}
 
 
 class Clock:
-    """Stands in the place of ``time`` in the modules under test."""
+    """Tells the time in the place of the call's own clock."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -130,10 +128,8 @@ def decode(
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> World:
+def world() -> World:
     clock = Clock()
-    monkeypatch.setattr(auto_module, "time", clock)
-    monkeypatch.setattr(candidates_module, "time", clock)
     generator = random.Random(0)
     return World(clock, [generator.randrange(800) for _ in range(2000)])
 
@@ -145,6 +141,7 @@ def choosing(world: World, drafters: list[Scripted], milliseconds: dict[int, flo
     context = Context(
         model=None, tokenizer=None, assistant_model=None, rows=1, slots=4096, device=torch.device("cpu"), vocab_size=1000,
         compile=lambda function: function, strategy=lambda name, settings: by_name[name], costs=lambda measure: costs,
+        clock=world.clock.perf_counter,
     )  # type: ignore[arg-type]  # fmt: skip
     return Auto(candidates=tuple(by_name)), context, costs
 
@@ -154,7 +151,7 @@ def best_fixed(world: World, drafter: Scripted, milliseconds: dict[int, float], 
     costs = StepCosts(curve(milliseconds), 1, 64)
     context = Context(
         model=None, tokenizer=None, assistant_model=None, rows=1, slots=4096, device=torch.device("cpu"), vocab_size=1000,
-        compile=lambda function: function,
+        compile=lambda function: function, clock=world.clock.perf_counter,
     )  # type: ignore[arg-type]  # fmt: skip
     seconds = []
     for length in (1, 2, 3, 4, 6, 8, 12, 16):
