@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("fastapi")
@@ -22,6 +22,7 @@ from decoders.server.tools import not_beginning
     stops=st.lists(st.text("abé🙂", min_size=1, max_size=3), max_size=3),
     cuts=st.lists(st.integers(1, 4), max_size=40),
 )
+@example(text="aab", stops=["ab"], cuts=[1, 1, 1])
 def test_pieces_are_the_text_before_the_first_stop(
     tokenizer: Any, text: str, stops: list[str], cuts: list[int]
 ) -> None:

@@ -20,6 +20,7 @@ from decoders.engine.lane import Lane
 from decoders.errors import CancelledError, ContextLengthError, DeadlineError, InputError, QueueFull, SettingsError
 from decoders.strategies import Lookahead, PromptLookup, Speculative, Staged, Threshold
 from decoders.strategy import Draft, PromptChunk, Sequences, Step, Strategy
+from decoders.testing import Replay
 
 STRATEGIES: dict[str, Any] = {
     "autoregressive": "autoregressive",
@@ -589,12 +590,18 @@ def test_tokens_carry_their_log_probabilities_and_whether_they_were_drafted(
         assert plain.result(60)[0].tolist() == whole.tolist() and plain.logprobs == []
     with torch.no_grad():
         expected = llama(whole[None]).logits[0, len(ids) - 1 : -1].log_softmax(-1)
-    for token, logprobs, row in zip(request.tokens, request.logprobs, expected, strict=True):
-        assert logprobs.token == token
-        assert logprobs.logprob == pytest.approx(float(row[token]), abs=1e-3)
-        best = row.topk(3)
-        assert [each for each, _ in logprobs.top] == best.indices.tolist()
-        assert [value for _, value in logprobs.top] == pytest.approx(best.values.tolist(), abs=1e-3)
+    # The branch that is right changes its place: nodes of the path are not the first ones of the block.
+    branching = Replay(texts=(tuple(whole.tolist()),), branches=3)
+    with scheduler_of(llama, strategy=branching, max_new_tokens=20) as scheduler:
+        branched = scheduler.submit(ids, top_logprobs=3)
+        assert branched.result(60)[0].tolist() == whole.tolist()
+    for each in (request, branched):
+        for token, logprobs, row in zip(each.tokens, each.logprobs, expected, strict=True):
+            assert logprobs.token == token
+            assert logprobs.logprob == pytest.approx(float(row[token]), abs=1e-3)
+            best = row.topk(3)
+            assert [candidate for candidate, _ in logprobs.top] == best.indices.tolist()
+            assert [value for _, value in logprobs.top] == pytest.approx(best.values.tolist(), abs=1e-3)
     assert request.report is not None
     assert len(request.drafted) == 20 and sum(request.drafted) == request.report.accepted > 0
     counts = [count for _, count in request.times]
