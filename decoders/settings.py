@@ -54,6 +54,32 @@ class Settings(BaseModel):
         return {cls.renamed.get(name, name): value for name, value in values.items()}
 
 
+class Configured:
+    """What is made of settings: strategies and verifiers.
+
+    Args:
+        settings: an instance of the class's `settings_class`; or its values as keywords.
+
+    Raises:
+        SettingsError: unknown setting or value out of range. TypeError: settings of another class, or given twice.
+    """
+
+    settings_class: ClassVar[type[Settings]] = Settings
+
+    def __init__(self, settings: Settings | None = None, /, **values: Any) -> None:
+        if settings is not None and values:
+            raise TypeError("give either a settings object or keyword settings, not both")
+        if settings is not None and not isinstance(settings, self.settings_class):
+            raise TypeError(
+                f"{type(self).__name__} takes {self.settings_class.__name__}, not {type(settings).__name__}"
+            )
+        self.settings: Any = settings if settings is not None else self.settings_class.parse(values)
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}={value!r}" for name, value in self.settings.model_dump().items())
+        return f"{type(self).__name__}({shown})"
+
+
 class Table(dict):
     """A mapping as the value of a setting: JSON-safe, and hashable, as frozen settings are."""
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .context import Context, Sequences, no_costs, no_memory
 from .draft import Draft, check_draft
-from .settings import Settings
+from .settings import Configured
 
 __all__ = [
     "Context", "Draft", "PromptChunk", "Sequences", "Step", "Strategy", "check_draft", "finish_all", "finishing", "no_costs",
@@ -81,7 +81,7 @@ class PromptChunk:
     logits: Tensor | None = None
 
 
-class Strategy(ABC):
+class Strategy(Configured, ABC):
     """Base class of all strategies. Instances hold settings only; what changes during a call lives in the state.
 
     ``MyStrategy(width=3)`` and ``MyStrategy(MySettings(width=3))`` are the same.
@@ -109,7 +109,6 @@ class Strategy(ABC):
 
     name: str
     summary: ClassVar[str] = ""
-    settings_class: ClassVar[type[Settings]] = Settings
     hints: ClassVar[Mapping[str, str]] = {}
     exact: bool = True
     needs_assistant: bool = False
@@ -120,15 +119,6 @@ class Strategy(ABC):
     on_device: bool = False
     hidden_layers: tuple[int, ...] = ()
     prompt_logits: bool = False
-
-    def __init__(self, settings: Settings | None = None, /, **values: Any) -> None:
-        if settings is not None and values:
-            raise TypeError("give either a settings object or keyword settings, not both")
-        if settings is not None and not isinstance(settings, self.settings_class):
-            raise TypeError(
-                f"{type(self).__name__} takes {self.settings_class.__name__}, not {type(settings).__name__}"
-            )
-        self.settings: Any = settings if settings is not None else self.settings_class.parse(values)
 
     def start(self, context: Context) -> Any:
         """Makes the state of one ``generate`` call (tensors on ``context.device``), given back to the other hooks."""
@@ -207,10 +197,6 @@ class Strategy(ABC):
     def details(self, state: Any) -> Mapping[str, Any]:
         """What the report is to say of the call besides its figures: JSON-safe, ``report.details``. Asked once, at the end."""
         return {}
-
-    def __repr__(self) -> str:
-        shown = ", ".join(f"{k}={v!r}" for k, v in self.settings.model_dump().items())
-        return f"{type(self).__name__}({shown})"
 
 
 @contextmanager

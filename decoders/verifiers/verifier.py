@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..deprecated import renamed
-from ..settings import Settings
+from ..settings import Configured
 from ..tree import TreeTensors
 
 
@@ -99,7 +99,7 @@ class Outcomes:
     next: Tensor
 
 
-class Verifier(ABC):
+class Verifier(Configured, ABC):
     """Base class of all verifiers. Instances hold settings only.
 
     Args:
@@ -120,16 +120,6 @@ class Verifier(ABC):
     exact: ClassVar[bool] = True
     trees: ClassVar[bool] = True
     coupled: ClassVar[bool] = False
-    settings_class: ClassVar[type[Settings]] = Settings
-
-    def __init__(self, settings: Settings | None = None, /, **values: Any) -> None:
-        if settings is not None and values:
-            raise TypeError("give either a settings object or keyword settings, not both")
-        if settings is not None and not isinstance(settings, self.settings_class):
-            raise TypeError(
-                f"{type(self).__name__} takes {self.settings_class.__name__}, not {type(settings).__name__}"
-            )
-        self.settings: Any = settings if settings is not None else self.settings_class.parse(values)
 
     @abstractmethod
     def outcomes(self, block: Block) -> Outcomes:
@@ -138,10 +128,6 @@ class Verifier(ABC):
         Plain tensor code on the block's device, rows independent of each other: no host read, no Python that depends
         on values, inputs left as they are.
         """
-
-    def __repr__(self) -> str:
-        shown = ", ".join(f"{name}={value!r}" for name, value in self.settings.model_dump().items())
-        return f"{type(self).__name__}({shown})"
 
 
 def normalised(mass: Tensor, otherwise: Tensor | float) -> Tensor:
