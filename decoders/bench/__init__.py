@@ -8,10 +8,11 @@ bench.summarise(entries)
 
 from __future__ import annotations
 
+from .batches import Workload, workloads
 from .call import TimedCall, decode
 from .interleave import Interrupted, calls, measure, rotation, take_turns, warm_up
 from .measurements import Competitor, Measurement
-from .methods import Method, Sampling, Workload, strategy_methods, transformers_methods, workloads
+from .methods import Method, Sampling, strategy_methods, transformers_methods
 from .records import Record, Spread, summarise
 from .shapes import random_workloads
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ..errors import DecodersError, SettingsError, UnknownNameError
-from .methods import Method, Workload
+from .batches import Workload
+from .methods import Method
 from .variants import bracketed
 
 if TYPE_CHECKING:

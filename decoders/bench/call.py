@@ -18,7 +18,8 @@ from ..engine.compiler import compilations
 
 if TYPE_CHECKING:
     from ..report import Report
-    from .methods import Method, Workload
+    from .batches import Workload
+    from .methods import Method
 
 _GREEDY = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None, "min_p": None}
 

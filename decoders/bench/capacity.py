@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from .batches import Workload
 from .call import decode as _decode
 from .call import vocabulary_size
 from .interleave import rotation
-from .methods import Method, Workload
+from .methods import Method
 from .records import Spread
 from .streams import Decode
 

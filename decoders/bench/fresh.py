@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from .batches import Workload
 from .call import TimedCall, vocabulary_size
 from .interleave import rotation
 from .memory import resident
-from .methods import BASELINE, Method, Sampling, Workload, strategy_methods, transformers_methods
+from .methods import BASELINE, Method, Sampling, strategy_methods, transformers_methods
 from .shapes import SHAPES, build
 from .stamps import stamped
 from .tiers import compiled_share, compiles

@@ -15,10 +15,11 @@ from typing import Any, TypeVar
 from .. import generate
 from ..errors import DecodersError
 from ..report import Report
+from .batches import Workload
 from .call import decode as _decode
 from .measurements import Check, Competitor, Measurement, WarmupCost
 from .memory import PeakMemory, resident
-from .methods import Method, Workload
+from .methods import Method
 from .stamps import stamped
 from .streams import Decode, PutCounter, first_token, forwards, written
 from .tiers import compiled_share

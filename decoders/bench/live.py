@@ -15,8 +15,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
+from .batches import Workload
 from .call import decode
-from .methods import Method, Workload
+from .methods import Method
 
 ACCEPTED, OWN = "bold green", "white"
 #: Lines of the prompt that stay in view.

@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
+from .batches import Workload
 from .call import TimedCall, synchronize
 from .call import decode as _decode
-from .methods import Method, Workload
+from .methods import Method
 
 
 class Stamps(BaseStreamer):

@@ -11,9 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
+from .batches import Workload
 from .call import TimedCall, stop_tokens, synchronize
 from .call import decode as _decode
-from .methods import Method, Workload
+from .methods import Method
 
 Decode = Callable[..., TimedCall]
 

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import SettingsError, UnknownNameError
-from .bench import footnote, numbers, pieces, write_json
+from .bench_options import numbers, pieces
+from .bench_output import conclude
 
 
 def fresh(
@@ -70,9 +71,6 @@ def fresh(
         if name not in DTYPES[1:]:
             raise UnknownNameError("dtype", name, DTYPES[1:])
 
-    import torch
-
-    from ..bench import bandwidth, machine
     from ..bench.fresh import Job
     from ..bench.fresh_tables import fresh_tables
     from ..bench.processes import in_new_process
@@ -122,16 +120,10 @@ def fresh(
             for table in fresh_tables(runs):
                 console.print(table)
             processes += runs
-    cpu = torch.device("cpu")
-    facts = machine.facts(cpu) | {"copy_bandwidth": bandwidth.copy_bandwidth(cpu)}
-    if threads is not None:
-        facts["threads"] = threads
-    console.print(footnote(facts), style="dim")
-    if json_file is not None:
-        run = {
-            "prompt_lengths": lengths, "new_tokens": new_tokens, "repeats": repeats, "history": history,
-            "question": question, "patience": patience, "threads": threads,
-        }  # fmt: skip
-        write_json({"machine": facts, "run": run, "processes": processes}, json_file)
+    options = {
+        "prompt_lengths": lengths, "new_tokens": new_tokens, "repeats": repeats, "history": history,
+        "question": question, "patience": patience, "threads": threads,
+    }  # fmt: skip
+    conclude(console, json_file, options, threads, processes=processes)
     if any("error" in run for run in processes):
         raise typer.Exit(1)

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from ..errors import SettingsError, UnknownNameError
-from .bench import footnote, pieces, progress_bar, write_json
+from .bench_options import pieces
+from .bench_output import conclude, progress_bar
 
 
 def grammar(
@@ -38,9 +39,6 @@ def grammar(
     progress_console, console = Console(stderr=True), Console(stderr=quiet)
     sizes = vocabulary_sizes(vocabulary)
 
-    import torch
-
-    from ..bench import bandwidth, machine
     from ..bench import grammar as g
     from ..bench.grammar_subjects import subjects as all_subjects
     from ..bench.grammar_tables import cost_tables
@@ -67,18 +65,12 @@ def grammar(
                 costs += g.measure(subject, compilers, tokens, repeats, advance)
     for table in cost_tables(costs, seconds):
         console.print(table)
-    cpu = torch.device("cpu")
-    facts = machine.facts(cpu) | {"copy_bandwidth": bandwidth.copy_bandwidth(cpu)}
-    console.print(footnote(facts), style="dim")
-    if json_file is not None:
-        prepared = [
-            {"backend": name, "vocabulary": size, "seconds": prepare_seconds}
-            for (name, size), prepare_seconds in seconds.items()
-        ]
-        run = {"repeats": repeats, "vocabularies": sizes, "backends": names, "nodes": g.NODES}
-        write_json(
-            {"machine": facts, "run": run, "prepared": prepared, "costs": [c.as_dict() for c in costs]}, json_file
-        )
+    prepared = [
+        {"backend": name, "vocabulary": size, "seconds": prepare_seconds}
+        for (name, size), prepare_seconds in seconds.items()
+    ]
+    run = {"repeats": repeats, "vocabularies": sizes, "backends": names, "nodes": g.NODES}
+    conclude(console, json_file, run, prepared=prepared, costs=[c.as_dict() for c in costs])
 
 
 def vocabulary_sizes(text: str) -> list[int]:

@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from ..errors import UnknownNameError
-from .bench import footnote, pieces, progress_bar, write_json
+from .bench_options import pieces
+from .bench_output import conclude, progress_bar
 
 METHODS = ("scheduler", "batches", "transformers", "transformers-continuous")
 
@@ -56,7 +57,6 @@ def load(
 
     import decoders
 
-    from ..bench import bandwidth, machine
     from ..bench.load import arrivals, continuous, in_batches, scheduled
     from ..bench.load_tables import load_table
     from ..bench.prompts import INSTRUCTIONS, encode, instructions
@@ -94,12 +94,8 @@ def load(
             advance(results[-1].method)
     come = "at once" if rate is None else f"{rate:g} per second"
     console.print(load_table(results, within, f"{model}, {requests} requests, {come}, {rows} rows"))
-    cpu = torch.device("cpu")
-    facts = machine.facts(cpu) | {"copy_bandwidth": bandwidth.copy_bandwidth(cpu)}
-    console.print(footnote(facts), style="dim")
-    if json_file is not None:
-        run = {
-            "model": model, "dtype": dtype, "requests": requests, "rows": rows, "rate": rate, "new_tokens": new_tokens,
-            "longest": longest, "seed": seed, "compile": compile,
-        }  # fmt: skip
-        write_json({"machine": facts, "run": run, "results": [asdict(result) for result in results]}, json_file)
+    run = {
+        "model": model, "dtype": dtype, "requests": requests, "rows": rows, "rate": rate, "new_tokens": new_tokens,
+        "longest": longest, "seed": seed, "compile": compile,
+    }  # fmt: skip
+    conclude(console, json_file, run, results=[asdict(result) for result in results])

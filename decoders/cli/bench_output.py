@@ -60,6 +60,32 @@ def footnote(machine: dict[str, Any]) -> str:
     )
 
 
+def conclude(
+    console: Console, json_file: Path | None, run: dict[str, Any], threads: int | None = None, **results: Any
+) -> None:
+    """What stands below the tables of a run on the CPU: the machine in a line; and everything as JSON, if it is wanted.
+
+    Args:
+        run: its options.
+        threads: of the processes that were measured, where they are not this one's.
+        results: lists of what was measured, JSON-safe.
+
+    Raises:
+        SettingsError: see :func:`write_json`.
+    """
+    import torch
+
+    from ..bench import bandwidth, machine
+
+    cpu = torch.device("cpu")
+    facts = machine.facts(cpu) | {"copy_bandwidth": bandwidth.copy_bandwidth(cpu)}
+    if threads is not None:
+        facts["threads"] = threads
+    console.print(footnote(facts), style="dim")
+    if json_file is not None:
+        write_json({"machine": facts, "run": run, **results}, json_file)
+
+
 def write_json(result: dict[str, Any], path: Path) -> None:
     """Writes `result` to `path`, or to standard output for ``-``.
 

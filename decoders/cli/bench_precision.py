@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from ..errors import UnknownNameError
-from .bench import footnote, numbers, pieces, progress_bar, write_json
+from .bench_options import numbers, pieces
+from .bench_output import conclude, progress_bar
 
 KNOWN = ("int8", "int4", "kv:int8")
 
@@ -46,7 +47,6 @@ def precision(
 
     import torch
 
-    from ..bench import bandwidth, machine
     from ..bench.precision import measure
     from ..bench.precision_tables import precision_table
     from .models import load
@@ -59,18 +59,10 @@ def precision(
     with progress_bar(progress_console, 2) as advance:
         costs = measure(loaded, names, ids, counts, repeats, compile, advance=advance)
     console.print(precision_table(costs, f"{model}, {dtype}, {sum(map(len, ids)):,} tokens"))
-    cpu = torch.device("cpu")
-    facts = machine.facts(cpu) | {"copy_bandwidth": bandwidth.copy_bandwidth(cpu)}
-    console.print(footnote(facts), style="dim")
-    if json_file is not None:
-        run = {
-            "model": model,
-            "dtype": dtype,
-            "tokens": [len(part) for part in ids],
-            "repeats": repeats,
-            "compile": compile,
-        }
-        write_json({"machine": facts, "run": run, "precisions": [asdict(cost) for cost in costs]}, json_file)
+    run = {
+        "model": model, "dtype": dtype, "tokens": [len(part) for part in ids], "repeats": repeats, "compile": compile
+    }  # fmt: skip
+    conclude(console, json_file, run, precisions=[asdict(cost) for cost in costs])
 
 
 def _default_text() -> str:

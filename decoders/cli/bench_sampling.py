@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from ..errors import UnknownNameError
-from .bench import footnote, numbers, pieces, progress_bar, write_json
 from .bench_grammar import vocabulary_sizes
+from .bench_options import numbers, pieces
+from .bench_output import conclude, progress_bar
 
 
 def sampling(
@@ -50,7 +51,6 @@ def sampling(
 
     import torch
 
-    from ..bench import bandwidth, machine
     from ..bench import sampling as s
     from ..bench.sampling_tables import sampling_table
 
@@ -70,12 +70,8 @@ def sampling(
                 advance(f"{count} nodes, {size} tokens")
     for size in sizes:
         console.print(sampling_table([time for time in times if time.vocabulary == size], f"{size:,} tokens · ms"))
-    cpu = torch.device("cpu")
-    facts = machine.facts(cpu) | {"copy_bandwidth": bandwidth.copy_bandwidth(cpu)}
-    console.print(footnote(facts), style="dim")
-    if json_file is not None:
-        run = {
-            "repeats": repeats, "definitions": definitions, "vocabularies": sizes, "nodes": counts, "flat": flat,
-            "plans": selected,
-        }  # fmt: skip
-        write_json({"machine": facts, "run": run, "times": [asdict(time) for time in times]}, json_file)
+    run = {
+        "repeats": repeats, "definitions": definitions, "vocabularies": sizes, "nodes": counts, "flat": flat,
+        "plans": selected,
+    }  # fmt: skip
+    conclude(console, json_file, run, times=[asdict(time) for time in times])

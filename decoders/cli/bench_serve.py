@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .bench import footnote, write_json
+from .bench_output import conclude
 
 
 def serve(
@@ -35,7 +35,6 @@ def serve(
 
     import torch
 
-    from ..bench import bandwidth, machine
     from ..bench.serving import overhead
     from . import models
 
@@ -56,16 +55,8 @@ def serve(
             result.method, *(f"{1e3 * value:.2f}" for value in (result.scheduler, result.server, result.added))
         )
     console.print(table)
-    cpu = torch.device("cpu")
-    facts = machine.facts(cpu) | {"copy_bandwidth": bandwidth.copy_bandwidth(cpu)}
-    console.print(footnote(facts), style="dim")
-    if json_file is not None:
-        run = {
-            "model": model,
-            "strategy": strategy,
-            "requests": requests,
-            "new_tokens": new_tokens,
-            "dtype": dtype,
-            "compile": compile,
-        }
-        write_json({"machine": facts, "run": run, "results": [asdict(result) for result in results]}, json_file)
+    run = {
+        "model": model, "strategy": strategy, "requests": requests, "new_tokens": new_tokens, "dtype": dtype,
+        "compile": compile,
+    }  # fmt: skip
+    conclude(console, json_file, run, results=[asdict(result) for result in results])

@@ -22,7 +22,7 @@ from ..settings import Settings, Table
 from ..strategy import Context, Draft, Sequences, Step, Strategy, finish_all
 from ..tree import TreeTensors
 from .acceptance import AcceptanceRates, Follower, Proposals
-from .candidates import Candidate, Experience, refuse_unfit
+from .candidates import Candidate, Experience, missing, refuse_unfit
 from .draft_model import require_coupled
 
 #: What candidates are set to unless the user sets them: long drafts, of which auto takes as much as pays.
@@ -136,7 +136,7 @@ class Auto(Strategy):
         for name in self.settings.candidates:
             strategy = context.strategy(name, LONG.get(name, {}) | self.settings.config.get(name, {}))
             refuse_unfit(strategy)
-            reason = _missing(strategy, context)
+            reason = missing(strategy, context)
             if reason is None:
                 try:
                     state = strategy.start(context.part(strategy))
@@ -338,14 +338,3 @@ class _Flat(StepCosts):
 
     def step(self, nodes: int) -> float:
         return 0.01 * (1 + 0.01 * nodes)
-
-
-def _missing(strategy: Strategy, context: Context) -> str | None:
-    """What the call lacks that `strategy` needs."""
-    if strategy.needs_grammar and context.guide is None:
-        return "the call has no grammar"
-    if strategy.needs_assistant and context.assistant_model is None:
-        return "the call has no assistant_model"
-    if strategy.reads_layers:
-        return "it reads hidden layers of the target, which auto does not hand out"
-    return None

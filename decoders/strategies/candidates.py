@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import SettingsError, UnsupportedError
-from ..strategy import Draft, Sequences, Strategy, check_draft
+from ..strategy import Context, Draft, Sequences, Strategy, check_draft
 from ..tree import NO_PARENT, Topology
 
 #: Looking at a drafter that does not pay may cost this share of the time. One that can be looked at every so many steps for that
@@ -147,3 +147,14 @@ def refuse_unfit(strategy: Strategy) -> None:
         )
     if not strategy.exact:
         raise SettingsError(f"auto: {strategy.name!r} is not exact")
+
+
+def missing(strategy: Strategy, context: Context) -> str | None:
+    """What the call lacks that `strategy` needs."""
+    if strategy.needs_grammar and context.guide is None:
+        return "the call has no grammar"
+    if strategy.needs_assistant and context.assistant_model is None:
+        return "the call has no assistant_model"
+    if strategy.reads_layers:
+        return "it reads hidden layers of the target, which auto does not hand out"
+    return None
