@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from ..errors import SettingsError, UnsupportedError
+from ..weights import Stamp, filled, read_json, read_tensors, stamp_of
 from .network import DFlashConfig, DFlashNetwork
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
@@ -32,12 +33,7 @@ def read_config(folder: str | Path) -> DFlashConfig:
         SettingsError: there is none, or it is none of a DFlash draft model. UnsupportedError: a design that is not had here.
     """
     path = Path(folder).expanduser() / CONFIG
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SettingsError(f"dflash: there is no draft model at {str(folder)!r}: {error.strerror}") from error
-    except ValueError as error:
-        raise SettingsError(f"dflash: {path} is no JSON: {error}") from error
+    raw = read_json(path, f"there is no draft model at {str(folder)!r}", "dflash")
     missing = [name for name in _NEEDED if not isinstance(raw, dict) or raw.get(name) is None]
     # The authors keep these two apart; transformers puts them beside the others.
     own = {} if missing else raw | (raw.get("dflash_config") or {})
@@ -83,13 +79,11 @@ def load_network(folder: str | Path, device: torch.device, dtype: torch.dtype) -
     """
     path = Path(folder).expanduser()
     files = sorted([path / CONFIG, path / INDEX, *path.glob("*.safetensors")])
-    stamp = tuple((f.name, f.stat().st_mtime_ns, f.stat().st_size) for f in files if f.is_file())
-    return _load(path.absolute(), stamp, device, dtype)
+    return _load(path.absolute(), stamp_of(files), device, dtype)
 
 
 @lru_cache(maxsize=4)
-def _load(path: Path, stamp: tuple, device: torch.device, dtype: torch.dtype) -> tuple[DFlashConfig, DFlashNetwork]:
-    """`stamp`: times and sizes of the files, so that changed ones are read again."""
+def _load(path: Path, stamp: Stamp, device: torch.device, dtype: torch.dtype) -> tuple[DFlashConfig, DFlashNetwork]:
     config, state = read_config(path), {}
     for name, tensor in _read(path).items():
         for theirs, ours in _RENAMED.items():
@@ -97,27 +91,11 @@ def _load(path: Path, stamp: tuple, device: torch.device, dtype: torch.dtype) ->
         state[name] = tensor
     with torch.random.fork_rng(devices=[]):  # modules draw their first weights, which are not kept
         network = DFlashNetwork(config)
-    expected = network.state_dict()
-    wrong = sorted(
-        [f"{name} is missing" for name in expected.keys() - state.keys()]
-        + [f"{name} has no place" for name in state.keys() - expected.keys()]
-        + [
-            f"{name} is {list(state[name].shape)}, not {list(tensor.shape)}"
-            for name, tensor in expected.items()
-            if name in state and state[name].shape != tensor.shape
-        ]
-    )
-    if wrong:
-        raise SettingsError(f"dflash: the weights in {path} are not those of its config: {'; '.join(wrong[:4])}")
-    network.load_state_dict(state)
-    network.requires_grad_(False)
-    return config, network.to(device=device, dtype=dtype).eval()
+    return config, filled(network, state, path, "dflash", device, dtype)
 
 
 def _read(path: Path) -> dict[str, Tensor]:
     """All weights of a folder, which may be in several files."""
-    from safetensors.torch import load_file
-
     names = [WEIGHTS]
     if (path / INDEX).is_file():
         names = sorted(set(json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
@@ -125,8 +103,5 @@ def _read(path: Path) -> dict[str, Tensor]:
         raise SettingsError(f"dflash: {path} holds no {', '.join(missing)}, where weights are looked for")
     state: dict[str, Tensor] = {}
     for name in names:
-        try:
-            state |= load_file(path / name)
-        except Exception as error:  # what a damaged file raises is up to the reader
-            raise SettingsError(f"dflash: {path / name} cannot be read: {error}") from error
+        state |= read_tensors(path / name, "dflash")
     return state

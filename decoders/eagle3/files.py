@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import LlamaConfig
 
 from ..drafting import DraftVocabulary
 from ..errors import SettingsError, UnsupportedError
+from ..weights import Stamp, filled, read_json, read_tensors, stamp_of
 from .eagle1 import EagleConfig, EagleHead
 from .head import Eagle3Config, Eagle3Head
 
@@ -26,9 +25,6 @@ _LAYER_FIELDS = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "vocab_size",
     "hidden_act", "attention_bias", "mlp_bias", "max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters",
 )  # fmt: skip
-
-
-Head = TypeVar("Head", Eagle3Head, EagleHead)
 
 
 @dataclass(frozen=True)
@@ -65,12 +61,7 @@ def read_config(folder: str | Path) -> Eagle3Config | EagleConfig:
         SettingsError: there is none, or it is none of an EAGLE-3 head. UnsupportedError: a design that is not had here.
     """
     path = Path(folder).expanduser() / CONFIG
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SettingsError(f"eagle3: there is no head at {str(folder)!r}: {error.strerror}") from error
-    except ValueError as error:
-        raise SettingsError(f"eagle3: {path} is no JSON: {error}") from error
+    raw = read_json(path, f"there is no head at {str(folder)!r}", "eagle3")
     nested = raw.get("transformer_layer_config")
     layer = nested if isinstance(nested, dict) else raw
     missing = [name for name in ("hidden_size", "num_attention_heads", "vocab_size") if name not in layer]
@@ -122,65 +113,30 @@ def load_head(folder: str | Path, device: torch.device, dtype: torch.dtype) -> E
         SettingsError: the files are not there, not readable, or no such head. UnsupportedError: see :func:`read_config`.
     """
     path = Path(folder).expanduser()
-    files = [path / name for name in (CONFIG, *WEIGHTS)]
-    stamp = tuple((f.name, f.stat().st_mtime_ns, f.stat().st_size) for f in files if f.is_file())
-    return _load(path.absolute(), stamp, device, dtype)
+    return _load(path.absolute(), stamp_of(path / name for name in (CONFIG, *WEIGHTS)), device, dtype)
 
 
 @lru_cache(maxsize=4)
-def _load(path: Path, stamp: tuple, device: torch.device, dtype: torch.dtype) -> Eagle3Files:
-    """`stamp`: times and sizes of the files, so that changed ones are read again."""
+def _load(path: Path, stamp: Stamp, device: torch.device, dtype: torch.dtype) -> Eagle3Files:
     config, names = read_config(path), {name for name, *_ in stamp}
     weights = next((path / name for name in WEIGHTS if name in names), None)
     if weights is None:
         raise SettingsError(f"eagle3: {path} holds no weights: {' or '.join(WEIGHTS)} is looked for")
     # The same layer is called `midlayer` by the authors and `layers.0` by speculators.
-    state = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in _read(weights).items()}
+    state = {
+        name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in read_tensors(weights, "eagle3").items()
+    }
     d2t, t2d = state.pop("d2t", None), state.pop("t2d", None)
     if isinstance(config, EagleConfig):
         config = replace(config, bias="fc.bias" in state)
         with torch.random.fork_rng(devices=[]):  # modules draw their first weights, which are not kept
             eagle = EagleHead(config, embeds="embed_tokens.weight" in state)
         vocabulary = DraftVocabulary(config.layer.vocab_size)
-        return Eagle3Files(_filled(eagle, state, weights, device, dtype), vocabulary)
+        return Eagle3Files(filled(eagle, state, weights, "eagle3", device, dtype), vocabulary)
     if d2t is None and t2d is None and config.draft_vocab_size != config.layer.vocab_size:
         raise SettingsError(f"eagle3: {weights} has a reduced vocabulary, and neither d2t nor t2d to tell which")
     vocabulary = DraftVocabulary.of(config.layer.vocab_size, d2t, t2d)
     ids = vocabulary.ids.to(device) if vocabulary.ids is not None else None
     with torch.random.fork_rng(devices=[]):
         head = Eagle3Head(config, embeds="embed_tokens.weight" in state)
-    return Eagle3Files(_filled(head, state, weights, device, dtype), DraftVocabulary(vocabulary.size, ids))
-
-
-def _filled(head: Head, state: dict[str, Tensor], weights: Path, device: torch.device, dtype: torch.dtype) -> Head:
-    """`head` with the weights of `state`, ready to draft.
-
-    Raises:
-        SettingsError: they are others than its config says.
-    """
-    expected = head.state_dict()
-    wrong = sorted(
-        [f"{name} is missing" for name in expected.keys() - state.keys()]
-        + [f"{name} has no place" for name in state.keys() - expected.keys()]
-        + [
-            f"{name} is {list(state[name].shape)}, not {list(tensor.shape)}"
-            for name, tensor in expected.items()
-            if name in state and state[name].shape != tensor.shape
-        ]
-    )
-    if wrong:
-        raise SettingsError(f"eagle3: the weights in {weights} are not those of its config: {'; '.join(wrong[:4])}")
-    head.load_state_dict(state)
-    head.requires_grad_(False)
-    return head.to(device=device, dtype=dtype).eval()
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            return load_file(path)
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # what a damaged file raises is up to the reader
-        raise SettingsError(f"eagle3: {path} cannot be read: {error}") from error
+    return Eagle3Files(filled(head, state, weights, "eagle3", device, dtype), DraftVocabulary(vocabulary.size, ids))

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import SettingsError, UnsupportedError
+from ..weights import Stamp, stamp_of
 from .config import HeadsConfig
 from .heads import MedusaHeads
 
@@ -81,13 +82,11 @@ def load_heads(folder: str | Path, device: torch.device | None = None, dtype: to
     """
     path = Path(folder)
     files = [path] if path.is_file() else [path / name for name in (CONFIG, WEIGHTS, *UPSTREAM)]
-    stamp = tuple((f.name, f.stat().st_mtime_ns, f.stat().st_size) for f in files if f.is_file())
-    return _load(path.absolute(), stamp, device or torch.device("cpu"), dtype)
+    return _load(path.absolute(), stamp_of(files), device or torch.device("cpu"), dtype)
 
 
 @lru_cache(maxsize=8)
-def _load(path: Path, stamp: tuple, device: torch.device, dtype: torch.dtype | None) -> MedusaHeads:
-    """`stamp`: times and sizes of the files, so that changed ones are read again."""
+def _load(path: Path, stamp: Stamp, device: torch.device, dtype: torch.dtype | None) -> MedusaHeads:
     names = {name for name, *_ in stamp}
     config = _read_config(path) if CONFIG in names and path.is_dir() else {}
     weights = path if path.is_file() else next((path / n for n in (WEIGHTS, *UPSTREAM) if n in names), None)
