@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import asdict
-from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..training import Learner, Run
+from ..training import Run
+from ..training.epochs import EpochLearner
 from ..training.losses import soft_cross_entropy
 from ..training.optimizers import muon_and_adamw
 from ..training.schedules import warmup_stable_decay
@@ -25,7 +24,7 @@ DECAY_SHARE = 0.5
 WATCHED = 16
 
 
-class DraftLearner(Learner):
+class DraftLearner(EpochLearner):
     """A draft model and its optimizers.
 
     Args:
@@ -39,38 +38,19 @@ class DraftLearner(Learner):
     def __init__(
         self, training: DraftTraining, draft: PreTrainedModel, target: PreTrainedModel, train: Texts, held_out: Texts
     ) -> None:
+        super().__init__(training, len(train.ids), training.rows)
         self.training, self.model, self.target, self.train = training, draft, target, train
         self.stops, self.positions = stop_tokens(target), training.rows * training.length
         self._watched = held_out.part(0, WATCHED)
-        self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
         outer = (draft.get_input_embeddings(), draft.get_output_embeddings())
         self.optimizers = muon_and_adamw(draft, training.rate, [cast(Tensor, m.weight) for m in outer if m is not None])
 
-    @property
-    def steps_per_epoch(self) -> int:
-        return max(1, len(self.train.ids) // self.training.rows)
-
     def run(self, identity: Mapping[str, Any]) -> Run:
         """The run of this draft model. identity: fingerprints of text and target."""
-        training, steps = self.training, self.training.epochs * self.steps_per_epoch
-        return Run(
-            steps=steps,
-            rate=partial(
-                warmup_stable_decay, steps=steps, peak=training.rate, warmup_steps=WARMUP_STEPS, decay_share=DECAY_SHARE
-            ),
-            identity={**asdict(training), **identity},
-            clip=1.0,
-            check_every=max(1, self.steps_per_epoch // training.checks),
-            patience=training.patience,
-        )
+        return self.run_at(warmup_stable_decay, identity, clip=1.0, warmup_steps=WARMUP_STEPS, decay_share=DECAY_SHARE)
 
     def learn(self, step: int) -> Tensor:
-        epoch, place = divmod(step, self.steps_per_epoch)
-        if epoch != self._epoch:
-            generator = torch.Generator().manual_seed(self.training.seed * 1_000_003 + epoch)
-            self._epoch, self._order = epoch, torch.randperm(len(self.train.ids), generator=generator)
-        rows = self._order[place * self.training.rows : (place + 1) * self.training.rows]
-        texts = Texts(self.train.ids[rows], self.train.own[rows])
+        texts = self.train.chosen(self.examples_of(step))
         target, counts = self._taught(texts)
         scores = self._scores(self.model, texts)
         loss, gradient = soft_cross_entropy(

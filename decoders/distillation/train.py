@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..training import Step, Trainer, TrainingError
-from ..training.texts import LEAST_ROWS, Texts, TextStore, digest, held_out_rows, hold_out
+from ..training import Step, Trainer
+from ..training.texts import Texts, TextStore, held_out_rows, workplace
 from . import card
 from .acceptance import Measurement, measure
 from .learner import DraftLearner, agreement
@@ -66,21 +66,12 @@ def train_draft(
         SettingsError: layers that the target does not have, or no such size.
     """
     draft = new_draft(model, run)
-    work = out / "training"
-    if not resume:
-        shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True, exist_ok=True)
-    train_texts, held_texts = (list(texts), list(held)) if held else hold_out(texts, run.seed)
+    work = workplace(out, resume)
     store = TextStore(model, tokenizer, run.length, run.own_share, run.seed, work, console)
     rows = max(run.rows, run.tokens // run.length)
-    judged = store.rows("held", held_texts, held_out_rows(rows))
-    if len(judged.ids) < LEAST_ROWS:
-        raise TrainingError(
-            f"{len(judged.ids)} rows of {run.length} tokens are held out, too few to judge by: give more text, or shorter rows"
-        )
-    train = store.rows("train", train_texts, rows)
+    train, judged = store.learnt_and_held(texts, held, rows)
     learner = DraftLearner(run, draft, model, train, judged)
-    trainer = Trainer(learner, learner.run({"text": train.digest(), "model": digest(model)}))
+    trainer = Trainer(learner, learner.run({"text": train.digest(), "model": store.model_digest}))
     # Before training, so that the card can say what it has brought. Not of a run that goes on: the weights are those of its start.
     before = agreement(learner, judged.part(0, learner.training.rows))
     trainer.train(
@@ -103,13 +94,8 @@ def train_draft(
 
 def by_kind(learner: DraftLearner, texts: Texts) -> dict[str, Any]:
     """Agreement in the files' text and in the target's own."""
-    own = texts.own < texts.ids.shape[1]
-    figures = {}
-    for kind, rows in (("text", ~own), ("own", own)):
-        if rows.any():
-            same, overlap = agreement(learner, Texts(texts.ids[rows], texts.own[rows]))
-            figures[kind] = {"same": same, "overlap": overlap}
-    return figures
+    figures = {kind: agreement(learner, rows) for kind, rows in texts.by_kind().items()}
+    return {kind: {"same": same, "overlap": overlap} for kind, (same, overlap) in figures.items()}
 
 
 def _write(draft: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path, dtype: torch.dtype) -> None:

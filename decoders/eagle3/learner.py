@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..training import Learner, Run
+from ..training import Run
+from ..training.epochs import EpochLearner
 from ..training.losses import soft_cross_entropy
 from ..training.optimizers import muon_and_adamw
 from ..training.schedules import warmup_stable_decay
@@ -26,7 +25,7 @@ DECAY_SHARE = 0.5
 WATCHED = 32
 
 
-class HeadLearner(Learner):
+class HeadLearner(EpochLearner):
     """A head and its optimizers: Muon for the layer's matrices, AdamW for the output matrix and norms, as for the demo models.
 
     Args:
@@ -40,38 +39,19 @@ class HeadLearner(Learner):
     def __init__(
         self, training: HeadTraining, head: Eagle3Head, teacher: Teacher, ids: Tensor, train: Texts, held_out: Texts
     ) -> None:
+        super().__init__(training, len(train.ids), training.rows)
         self.training, self.model, self.teacher, self.ids, self.train = training, head, teacher, ids, train
         self.stops = stop_tokens(teacher.model)
         self.positions = training.rows * (training.length - training.depth)
         self._watched = held_out.part(0, WATCHED)
-        self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
         self.optimizers = muon_and_adamw(head, training.rate, [head.lm_head.weight])
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return max(1, len(self.train.ids) // self.training.rows)
 
     def run(self, identity: Mapping[str, Any]) -> Run:
         """The run of this head. identity: fingerprints of text and model."""
-        training, steps = self.training, self.training.epochs * self.steps_per_epoch
-        return Run(
-            steps=steps,
-            rate=partial(
-                warmup_stable_decay, steps=steps, peak=training.rate, warmup_steps=WARMUP_STEPS, decay_share=DECAY_SHARE
-            ),
-            identity={**asdict(training), **identity},
-            clip=1.0,
-            check_every=max(1, self.steps_per_epoch // training.checks),
-            patience=training.patience,
-        )
+        return self.run_at(warmup_stable_decay, identity, clip=1.0, warmup_steps=WARMUP_STEPS, decay_share=DECAY_SHARE)
 
     def learn(self, step: int) -> Tensor:
-        epoch, place = divmod(step, self.steps_per_epoch)
-        if epoch != self._epoch:
-            generator = torch.Generator().manual_seed(self.training.seed * 1_000_003 + epoch)
-            self._epoch, self._order = epoch, torch.randperm(len(self.train.ids), generator=generator)
-        rows = self._order[place * self.training.rows : (place + 1) * self.training.rows]
-        lesson = self.teacher.lesson(Texts(self.train.ids[rows], self.train.own[rows]), self.stops)
+        lesson = self.teacher.lesson(self.train.chosen(self.examples_of(step)), self.stops)
         return self.backward(lesson)
 
     def backward(self, lesson: Lesson) -> Tensor:

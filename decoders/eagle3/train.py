@@ -17,15 +17,7 @@ from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 from ..errors import SettingsError
 from ..layers import decoder_layers
 from ..training import Step, Trainer, TrainingError
-from ..training.texts import (
-    LEAST_ROWS,
-    Texts,
-    TextStore,
-    digest,
-    held_out_rows,
-    hold_out,
-    stop_tokens,
-)
+from ..training.texts import Texts, TextStore, digest, held_out_rows, stop_tokens, workplace
 from . import card
 from .files import Eagle3Files, load_head
 from .head import Eagle3Config, Eagle3Head
@@ -87,29 +79,21 @@ def train_eagle3(
         raise TrainingError(f"eagle3 reads hidden layers, and {type(model).__name__} has no list of decoder layers")
     config = head_config(model, run, run.layers_of(count))  # wrong settings are reported before hours of work
     given = load_head(start, model.device, torch.float32) if start is not None else None
-    work = out / "training"
-    if not resume:
-        shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True, exist_ok=True)
-    train_texts, held_texts = (list(texts), list(held)) if held else hold_out(texts, run.seed)
+    work = workplace(out, resume)
     store = TextStore(model, tokenizer, run.length, run.own_share, run.seed, work, console)
     rows = max(run.rows, run.tokens // run.length)
-    judged = {"held": (held_texts, held_out_rows(rows))} | ({"test": (test, held_out_rows(rows))} if test else {})
-    sets = {name: store.rows(name, part, count) for name, (part, count) in judged.items()}
-    if len(sets["held"].ids) < LEAST_ROWS:
-        raise TrainingError(
-            f"{len(sets['held'].ids)} rows of {run.length} tokens are held out, too few to judge by: give more text, or shorter rows"
-        )
-    train = store.rows("train", train_texts, rows)
+    tested = {"test": store.rows("test", test, held_out_rows(rows))} if test else {}
+    train, judged = store.learnt_and_held(texts, held, rows)
+    sets = {"held": judged} | tested
     ids = draft_vocabulary(train.ids, config.draft_vocab_size, config.layer.vocab_size, stop_tokens(model))
     if given is not None:
         head, ids = begin_with(given, config, ids)
     else:
         head = new_head(config, model, ids, run.seed)
-    learner = HeadLearner(
-        run, head, Teacher(model, config.layers or (), run.bf16), ids.to(model.device), train, sets["held"]
+    learner = HeadLearner(run, head, Teacher(model, config.layers or (), run.bf16), ids.to(model.device), train, judged)
+    identity = {"text": train.digest(), "model": store.model_digest} | (
+        {"start": digest(head)} if given is not None else {}
     )
-    identity = {"text": train.digest(), "model": digest(model)} | ({"start": digest(head)} if given is not None else {})
     trainer = Trainer(learner, learner.run(identity))
     trainer.train(
         "head", work / "checkpoint.pt", resume=resume, checkpoint_minutes=checkpoint_minutes, console=console,
@@ -208,13 +192,7 @@ def draft_vocabulary(ids: Tensor, size: int, vocab: int, always: Sequence[int] =
 
 def by_kind(learner: HeadLearner, texts: Texts) -> dict[str, Any]:
     """Acceptance in the files' text and in the model's own."""
-    own = texts.own < texts.ids.shape[1]
-    parts = {"text": ~own, "own": own}
-    return {
-        kind: acceptance(learner, Texts(texts.ids[rows], texts.own[rows])).facts()
-        for kind, rows in parts.items()
-        if rows.any()
-    }
+    return {kind: acceptance(learner, rows).facts() for kind, rows in texts.by_kind().items()}
 
 
 def _log_scores(console: Console | None, step: Step) -> None:

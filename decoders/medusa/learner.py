@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..training import Learner, Run
+from ..training import Run
+from ..training.epochs import EpochLearner
 from ..training.schedules import warmup_cosine
 from .calibration import UNKNOWN
 from .config import HeadsTraining
@@ -58,7 +58,7 @@ class Head:
     bias: Tensor | None
 
 
-class HeadsLearner(Learner):
+class HeadsLearner(EpochLearner):
     """Heads and their optimizer.
 
     Args:
@@ -70,6 +70,7 @@ class HeadsLearner(Learner):
     model: MedusaHeads
 
     def __init__(self, training: HeadsTraining, head: Head, train: Examples, held_out: Examples) -> None:
+        super().__init__(training, len(train.known), training.batch)
         self.training, self.head, self.train = training, head, train
         vocab, hidden = head.weight.shape
         self.model = MedusaHeads(training.config(hidden, vocab), head.weight).to(head.weight.device)
@@ -79,31 +80,14 @@ class HeadsLearner(Learner):
         self.positions = training.batch
         watched = _some(held_out.known, WATCHED, training.seed)
         self._held_out = Examples(held_out.hidden, held_out.labels, watched)
-        self._epoch, self._order = -1, train.known
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return max(1, len(self.train.known) // self.training.batch)
 
     def run(self, identity: Mapping[str, Any]) -> Run:
         """The run of these heads. identity: fingerprints of text and model."""
-        training, steps = self.training, self.training.epochs * self.steps_per_epoch
-        return Run(
-            steps=steps,
-            rate=partial(warmup_cosine, steps=steps, peak=training.rate, warmup_share=WARMUP_SHARE),
-            identity={**asdict(training), **identity},
-            check_every=max(1, self.steps_per_epoch // training.checks),
-            patience=training.patience,
-        )
+        return self.run_at(warmup_cosine, identity, warmup_share=WARMUP_SHARE)
 
     def learn(self, step: int) -> Tensor:
         """Head by head, because the scores of all at once are large."""
-        epoch, place = divmod(step, self.steps_per_epoch)
-        if epoch != self._epoch:
-            generator = torch.Generator().manual_seed(self.training.seed * 1_000_003 + epoch)
-            order = torch.randperm(len(self.train.known), generator=generator)
-            self._epoch, self._order = epoch, self.train.known[order]
-        positions = self._order[place * self.training.batch : (place + 1) * self.training.batch]
+        positions = self.train.known[self.examples_of(step)]
         device = self.head.weight.device
         hidden = self.train.hidden[positions].to(device).float()
         labels = self.train.labels[positions].to(device)

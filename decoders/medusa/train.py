@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..training import Step, Trainer, TrainingError
 from ..training.progress import progress_bar
-from ..training.texts import TextStore, digest, held_out_rows, hold_out, stop_tokens
+from ..training.texts import TextStore, digest, held_out_rows, hold_out, stop_tokens, workplace
 from . import card
 from .calibration import HiddenStates, labels_of
 from .config import HeadsTraining
@@ -75,11 +75,7 @@ def train_medusa(
     """
     vocab, hidden = model.get_output_embeddings().weight.shape
     run.config(hidden, vocab)  # wrong settings are reported before hours of work
-    work = out / "training"
-    work.mkdir(parents=True, exist_ok=True)
-    if not resume:
-        shutil.rmtree(work)
-        work.mkdir()
+    work = workplace(out, resume)
     weight = model.get_output_embeddings().weight.detach()
     bias = getattr(model.get_output_embeddings(), "bias", None)
     head = Head(weight.float(), bias.detach().float() if bias is not None else None)
@@ -159,13 +155,11 @@ class _TextSet:
 
     def measure(self, heads: MedusaHeads, head: Head) -> dict[str, tuple[dict[str, Any], Tensor]]:
         """For the files' text and the model's own: accuracies, and the ranks where all heads' tokens are known."""
-        own = self.texts.own < self.texts.ids.shape[1]
         measured = {}
-        for kind, rows in (("text", ~own), ("own", own)):
-            if rows.any():
-                ranks = ranks_of(heads, head, self.examples(rows))
-                facts = {"positions": len(ranks), "top1": accuracies(ranks), "top5": accuracies(ranks, 5)}
-                measured[kind] = facts, ranks[(ranks >= 0).all(1)]
+        for kind, rows in self.texts.kinds().items():
+            ranks = ranks_of(heads, head, self.examples(rows))
+            facts = {"positions": len(ranks), "top1": accuracies(ranks), "top5": accuracies(ranks, 5)}
+            measured[kind] = facts, ranks[(ranks >= 0).all(1)]
         return measured
 
 

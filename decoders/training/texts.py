@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +49,19 @@ class Texts:
 
     def part(self, first: int, last: int) -> Texts:
         return Texts(self.ids[first:last], self.own[first:last])
+
+    def chosen(self, rows: Tensor) -> Texts:
+        """rows: numbers of rows, or for each row whether it is wanted."""
+        return Texts(self.ids[rows], self.own[rows])
+
+    def kinds(self) -> dict[str, Tensor]:
+        """Which rows are of files (``text``) and which the model went on with (``own``), ``[W]`` bool, as far as there are any."""
+        own = self.own < self.ids.shape[1]
+        return {kind: rows for kind, rows in (("text", ~own), ("own", own)) if rows.any()}
+
+    def by_kind(self) -> dict[str, Texts]:
+        """The rows of each of :meth:`kinds`."""
+        return {kind: self.chosen(rows) for kind, rows in self.kinds().items()}
 
 
 def read_files(paths: Sequence[Path]) -> list[str]:
@@ -146,6 +161,15 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
         model.train(training)
 
 
+def workplace(out: Path, resume: bool) -> Path:
+    """The folder that a run to `out` keeps its state in until it is complete; emptied unless the run goes on."""
+    work = out / "training"
+    if not resume:
+        shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True, exist_ok=True)
+    return work
+
+
 def digest(model: torch.nn.Module) -> str:
     """Changes with the model's weights."""
     sums = [(name, weight.double().sum().item()) for name, weight in model.state_dict().items()]
@@ -185,6 +209,25 @@ class TextStore:
     folder: Path
     console: Console | None = None
 
+    @cached_property
+    def model_digest(self) -> str:
+        """:func:`digest` of the model, whose weights stay as they are meanwhile."""
+        return digest(self.model)
+
+    def learnt_and_held(self, texts: Sequence[str], held: Sequence[str], count: int) -> tuple[Texts, Texts]:
+        """At most `count` rows to learn from, and rows to judge by: of `held`, or of a part of `texts` that is held out.
+
+        Raises:
+            TrainingError: too little text.
+        """
+        learnt, judged = (list(texts), list(held)) if held else hold_out(texts, self.seed)
+        rows = self.rows("held", judged, held_out_rows(count))
+        if len(rows.ids) < LEAST_ROWS:
+            raise TrainingError(
+                f"{len(rows.ids)} rows of {self.length} tokens are held out, too few to judge by: give more text, or shorter rows"
+            )
+        return self.rows("train", learnt, count), rows
+
     def rows(self, name: str, texts: Iterable[str], count: int) -> Texts:
         """At most `count` rows of `texts`; what the model wrote for `name` before is read again if it is the same.
 
@@ -193,7 +236,7 @@ class TextStore:
         """
         ids = self.texts(texts, count)
         file = self.folder / f"{name}.pt"
-        key = hashlib.sha256(ids.numpy().tobytes() + f"{self.own_share} {digest(self.model)}".encode()).hexdigest()
+        key = hashlib.sha256(ids.numpy().tobytes() + f"{self.own_share} {self.model_digest}".encode()).hexdigest()
         if file.exists():
             stored = torch.load(file, weights_only=True)
             if stored["key"] == key:
