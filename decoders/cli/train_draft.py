@@ -8,20 +8,33 @@ from typing import Annotated, Any, cast
 import typer
 
 from ..distillation.recipe import DraftTraining
-from .train_eagle3 import command_line, indices
+from .training_options import (
+    AsJson,
+    Bf16,
+    CheckpointMinutes,
+    Data,
+    Epochs,
+    Held,
+    Length,
+    Output,
+    Patience,
+    Rate,
+    Resume,
+    Rows,
+    Seed,
+    Tokens,
+    command_line,
+    indices,
+    texts_of,
+)
 
 DEFAULTS = DraftTraining()
 
 
 def draft(
     model: Annotated[str, typer.Option(help='Path or hub name of the target, or "demo".')],
-    data: Annotated[
-        list[Path] | None,
-        typer.Option(help="Text file, or folder of them; may be repeated. For the demo model: its own."),
-    ] = None,
-    out: Annotated[
-        Path, typer.Option("--output", "--out", help="Folder to write to; continued if a run was interrupted.")
-    ] = Path("draft-model"),
+    data: Data = None,
+    out: Output = Path("draft-model"),
     origin: Annotated[
         str,
         typer.Option("--from", help="layers: some of the target's own, kept. scratch: a smaller model of its kind."),
@@ -36,32 +49,27 @@ def draft(
     hidden: Annotated[
         int | None, typer.Option(min=1, help="Hidden size from scratch. Default: about a quarter of the target's.")
     ] = None,
-    held: Annotated[
-        list[Path] | None,
-        typer.Option(help="Text to judge by (early stop); may be repeated. Default: a twentieth of the data."),
-    ] = None,
+    held: Held = None,
     test: Annotated[
         list[Path] | None,
         typer.Option(help="Text that acceptance is measured on, for the card. Default: that held out."),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Most tokens of text.")] = DEFAULTS.tokens,
-    length: Annotated[int, typer.Option(min=16, help="Tokens per row.")] = DEFAULTS.length,
+    tokens: Tokens = DEFAULTS.tokens,
+    length: Length = DEFAULTS.length,
     own_share: Annotated[
         float, typer.Option(min=0, max=1, help="Share of the rows that the target continues itself.")
     ] = DEFAULTS.own_share,
-    epochs: Annotated[int, typer.Option(min=1, help="Most passes over the text.")] = DEFAULTS.epochs,
-    rows: Annotated[int, typer.Option(min=1, help="Rows per step.")] = DEFAULTS.rows,
-    rate: Annotated[float, typer.Option(min=0, help="Peak learning rate.")] = DEFAULTS.rate,
+    epochs: Epochs = DEFAULTS.epochs,
+    rows: Rows = DEFAULTS.rows,
+    rate: Rate = DEFAULTS.rate,
     checks: Annotated[int, typer.Option(min=1, help="Checks of held-out agreement per epoch.")] = DEFAULTS.checks,
-    patience: Annotated[
-        int, typer.Option(min=1, help="Checks without a gain before training stops.")
-    ] = DEFAULTS.patience,
-    seed: Annotated[int, typer.Option(help="Seed of the weights and of the data order.")] = DEFAULTS.seed,
+    patience: Patience = DEFAULTS.patience,
+    seed: Seed = DEFAULTS.seed,
     dtype: Annotated[str, typer.Option(help="Of the target: float32, bfloat16, float16 or auto.")] = "float32",
-    bf16: Annotated[bool, typer.Option(help="Compute in bfloat16 instead of float32.")] = DEFAULTS.bf16,
-    resume: Annotated[bool, typer.Option(help="Continue what lies under the folder.")] = True,
-    checkpoint_minutes: Annotated[float, typer.Option(min=0, help="Minutes between checkpoints.")] = 1.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, no progress.")] = False,
+    bf16: Bf16 = DEFAULTS.bf16,
+    resume: Resume = True,
+    checkpoint_minutes: CheckpointMinutes = 1.0,
+    as_json: AsJson = False,
 ) -> None:
     """Make a draft model for a target: some of its layers, or a smaller model, taught by its texts and distributions."""
     import json
@@ -74,12 +82,10 @@ def draft(
     )  # fmt: skip
 
     from ..distillation.train import train_draft
-    from ..training.texts import read_files
+    from .demo_texts import EDIT_TASKS
     from .models import load
-    from .train_medusa import EDIT_TASKS, demo_texts
 
-    texts = demo_texts(EDIT_TASKS) if data is None and model == "demo" else {"texts": read_files(data or [])}
-    texts |= {name: read_files(paths) for name, paths in (("held", held), ("test", test)) if paths}
+    texts = texts_of(model, data, held, test, EDIT_TASKS)
     loaded, tokenizer = load(model, dtype)
     figures = train_draft(
         loaded, tokenizer, texts["texts"], out, run=training, held=texts.get("held", ()), test=texts.get("test", ()),

@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
 
 from ..eagle3.recipe import HeadTraining
-from ..errors import SettingsError, UnknownNameError
+from ..errors import UnknownNameError
+from .training_options import (
+    AsJson,
+    Bf16,
+    CheckpointMinutes,
+    Data,
+    Epochs,
+    Held,
+    Length,
+    ModelType,
+    Output,
+    OwnShare,
+    Patience,
+    Rate,
+    Resume,
+    Rows,
+    Seed,
+    TestText,
+    Tokens,
+    command_line,
+    indices,
+    texts_of,
+)
 
 DEFAULTS = HeadTraining()
 FORMATS = ("speculators", "authors")
@@ -17,20 +38,10 @@ FORMATS = ("speculators", "authors")
 
 def eagle3(
     model: Annotated[str, typer.Option(help='Path or hub name of the model that gets the head, or "demo".')],
-    data: Annotated[
-        list[Path] | None,
-        typer.Option(help="Text file, or folder of them; may be repeated. For the demo model: its own."),
-    ] = None,
-    out: Annotated[
-        Path, typer.Option("--output", "--out", help="Folder to write to; continued if a run was interrupted.")
-    ] = Path("eagle3-head"),
-    held: Annotated[
-        list[Path] | None,
-        typer.Option(help="Text to judge by (early stop); may be repeated. Default: a twentieth of the data."),
-    ] = None,
-    test: Annotated[
-        list[Path] | None, typer.Option(help="Text to measure on at the end, for the card; may be repeated.")
-    ] = None,
+    data: Data = None,
+    out: Output = Path("eagle3-head"),
+    held: Held = None,
+    test: TestText = None,
     start: Annotated[
         Path | None,
         typer.Option("--from", help="Folder of a head to begin with, such as a published one. Default: a new one."),
@@ -49,28 +60,24 @@ def eagle3(
         int | None,
         typer.Option(min=1, help="Tokens that the head can propose: the data's most frequent. Default: all."),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Most tokens of text.")] = DEFAULTS.tokens,
-    length: Annotated[int, typer.Option(min=16, help="Tokens per row.")] = DEFAULTS.length,
-    own_share: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of the rows that the model continues itself.")
-    ] = DEFAULTS.own_share,
-    epochs: Annotated[int, typer.Option(min=1, help="Most passes over the text.")] = DEFAULTS.epochs,
-    rows: Annotated[int, typer.Option(min=1, help="Rows per step.")] = DEFAULTS.rows,
-    rate: Annotated[float, typer.Option(min=0, help="Peak learning rate.")] = DEFAULTS.rate,
+    tokens: Tokens = DEFAULTS.tokens,
+    length: Length = DEFAULTS.length,
+    own_share: OwnShare = DEFAULTS.own_share,
+    epochs: Epochs = DEFAULTS.epochs,
+    rows: Rows = DEFAULTS.rows,
+    rate: Rate = DEFAULTS.rate,
     decay: Annotated[
         float, typer.Option(min=0, max=1, help="Weight of the loss of one simulated token over the one before.")
     ] = DEFAULTS.decay,
     checks: Annotated[int, typer.Option(min=1, help="Checks of held-out acceptance per epoch.")] = DEFAULTS.checks,
-    patience: Annotated[
-        int, typer.Option(min=1, help="Checks without a gain before training stops.")
-    ] = DEFAULTS.patience,
-    seed: Annotated[int, typer.Option(help="Seed of the weights and of the data order.")] = DEFAULTS.seed,
+    patience: Patience = DEFAULTS.patience,
+    seed: Seed = DEFAULTS.seed,
     form: Annotated[str, typer.Option("--format", help="speculators (vLLM's) or authors.")] = "speculators",
-    dtype: Annotated[str, typer.Option(help="Of the model: float32, bfloat16, float16 or auto.")] = "float32",
-    bf16: Annotated[bool, typer.Option(help="Compute in bfloat16 instead of float32.")] = DEFAULTS.bf16,
-    resume: Annotated[bool, typer.Option(help="Continue what lies under the folder.")] = True,
-    checkpoint_minutes: Annotated[float, typer.Option(min=0, help="Minutes between checkpoints.")] = 1.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, no progress.")] = False,
+    dtype: ModelType = "float32",
+    bf16: Bf16 = DEFAULTS.bf16,
+    resume: Resume = True,
+    checkpoint_minutes: CheckpointMinutes = 1.0,
+    as_json: AsJson = False,
 ) -> None:
     """Train an EAGLE-3 head for a model, which stays frozen: its own outputs are fed back as in decoding."""
     import json
@@ -86,12 +93,10 @@ def eagle3(
     )  # fmt: skip
 
     from ..eagle3.train import train_eagle3
-    from ..training.texts import read_files
+    from .demo_texts import EDIT_TASKS
     from .models import load
-    from .train_medusa import EDIT_TASKS, demo_texts
 
-    texts = demo_texts(EDIT_TASKS) if data is None and model == "demo" else {"texts": read_files(data or [])}
-    texts |= {name: read_files(paths) for name, paths in (("held", held), ("test", test)) if paths}
+    texts = texts_of(model, data, held, test, EDIT_TASKS)
     loaded, tokenizer = load(model, dtype)
     figures = train_eagle3(
         loaded, tokenizer, texts["texts"], out, run=training, held=texts.get("held", ()), test=texts.get("test", ()),
@@ -108,24 +113,3 @@ def eagle3(
                 f"{which}, {kind}: accepted up to token 1, 2, …: {shares}; {facts['tokens_per_step']:.2f} tokens a step"
             )
     typer.echo(f"Written to {out}.")
-
-
-def indices(layers: str | None) -> tuple[int, ...] | None:
-    """``"1,15,28"`` as numbers.
-
-    Raises:
-        SettingsError: it is none of the kind.
-    """
-    if layers is None:
-        return None
-    try:
-        return tuple(int(layer) for layer in layers.split(","))
-    except ValueError as error:
-        raise SettingsError(f"layers are numbers with commas between, such as 1,15,28, not {layers!r}") from error
-
-
-def command_line() -> str:
-    """This command as it was typed, for a card."""
-    import shlex
-
-    return shlex.join(["decoders", *sys.argv[1:]])

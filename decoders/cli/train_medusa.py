@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated, Any, cast
 
 import typer
 
 from ..medusa.config import HeadsTraining
-
-if TYPE_CHECKING:
-    from ..demo.corpus import Source
+from .training_options import (
+    AsJson,
+    CheckpointMinutes,
+    Data,
+    Epochs,
+    Length,
+    ModelType,
+    OwnShare,
+    Rate,
+    Resume,
+    TestText,
+    texts_of,
+)
 
 DEFAULTS = HeadsTraining()
-#: So many make about a quarter of the demo models' text, as in their own training.
-EDIT_TASKS = 8000
 
 
 def medusa(
     model: Annotated[str, typer.Option(help='Path or hub name of the model that gets the heads, or "demo".')],
-    data: Annotated[
-        list[Path] | None,
-        typer.Option(help="Text file, or folder of them; may be repeated. For the demo model: its own."),
-    ] = None,
+    data: Data = None,
     out: Annotated[Path, typer.Option(help="Folder to write to; continued if a run was interrupted.")] = Path(
         "medusa-heads"
     ),
@@ -30,9 +35,7 @@ def medusa(
         list[Path] | None,
         typer.Option(help="Text to judge by (early stop, tree); may be repeated. Default: a twentieth of the data."),
     ] = None,
-    test: Annotated[
-        list[Path] | None, typer.Option(help="Text to measure on at the end, for the card; may be repeated.")
-    ] = None,
+    test: TestText = None,
     heads: Annotated[
         int, typer.Option(min=1, max=8, help="Heads: tokens predicted beyond the next one.")
     ] = DEFAULTS.heads,
@@ -44,13 +47,11 @@ def medusa(
     tokens: Annotated[
         int, typer.Option(min=1, help="Most tokens of text; their hidden states are kept on disk meanwhile.")
     ] = DEFAULTS.tokens,
-    length: Annotated[int, typer.Option(min=16, help="Tokens per row.")] = DEFAULTS.length,
-    own_share: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of the rows that the model continues itself.")
-    ] = DEFAULTS.own_share,
-    epochs: Annotated[int, typer.Option(min=1, help="Most passes over the text.")] = DEFAULTS.epochs,
+    length: Length = DEFAULTS.length,
+    own_share: OwnShare = DEFAULTS.own_share,
+    epochs: Epochs = DEFAULTS.epochs,
     batch: Annotated[int, typer.Option(min=1, help="Positions per step.")] = DEFAULTS.batch,
-    rate: Annotated[float, typer.Option(min=0, help="Peak learning rate.")] = DEFAULTS.rate,
+    rate: Rate = DEFAULTS.rate,
     patience: Annotated[
         int, typer.Option(min=1, help="Checks of held-out accuracy without a gain before training stops.")
     ] = DEFAULTS.patience,
@@ -61,13 +62,13 @@ def medusa(
         Path | None,
         typer.Option("--from", help="Heads to take as they are (ours or the authors'): only the tree is new."),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Of the model: float32, bfloat16, float16 or auto.")] = "float32",
+    dtype: ModelType = "float32",
     bf16: Annotated[
         bool, typer.Option(help="Compute, and keep hidden states, in bfloat16 instead of float32.")
     ] = DEFAULTS.bf16,
-    resume: Annotated[bool, typer.Option(help="Continue what lies under the folder.")] = True,
-    checkpoint_minutes: Annotated[float, typer.Option(min=0, help="Minutes between checkpoints.")] = 1.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, no progress.")] = False,
+    resume: Resume = True,
+    checkpoint_minutes: CheckpointMinutes = 1.0,
+    as_json: AsJson = False,
 ) -> None:
     """Train Medusa heads for a model, which stays frozen, and find their tree."""
     import json
@@ -76,15 +77,10 @@ def medusa(
 
     from ..medusa.files import load_heads
     from ..medusa.train import train_medusa
-    from ..training.texts import read_files
     from .models import load
 
     loaded, tokenizer = load(model, dtype)
-    if data is None and model == "demo":
-        texts = demo_texts()
-    else:
-        texts = {"texts": read_files(data or [])}
-    texts |= {name: read_files(paths) for name, paths in (("held", held), ("test", test)) if paths}
+    texts = texts_of(model, data, held, test, edit_tasks=0)
     training = HeadsTraining(
         heads=heads, layers=layers, projection=cast(Any, projection), rank=rank, tokens=tokens, length=length,
         own_share=own_share, epochs=epochs, batch=batch, rate=rate, bf16=bf16, patience=patience, seed=seed,
@@ -109,36 +105,3 @@ def medusa(
             f"{trees['nodes']}: {trees['default']:.3f}"
         )
     typer.echo(f"Written to {out}.")
-
-
-def demo_texts(edit_tasks: int = 0) -> dict[str, list[str]]:
-    """The demo models' training files to learn from; of the files that no model has seen those that the prompts come from to
-    test on, the others to judge by.
-
-    Args:
-        edit_tasks: of them, as the demo models' training has, beside the files to learn from; a twentieth as many beside the others.
-    """
-    from ..demo import corpus, prompts
-
-    learnt, unseen = corpus.split(corpus.read_sources())
-    prompted = {prompt.source for prompt in prompts()}
-    sets = {
-        "texts": learnt,
-        "held": [source for source in unseen if source.path not in prompted],
-        "test": [source for source in unseen if source.path in prompted],
-    }
-    counts = {"texts": edit_tasks, "held": edit_tasks // 20, "test": edit_tasks // 20}
-    return {
-        name: [source.text for source in sources] + _edit_tasks(sources, counts[name]) for name, sources in sets.items()
-    }
-
-
-def _edit_tasks(sources: list[Source], count: int) -> list[str]:
-    """Tasks about functions of `sources`, the same in every run."""
-    import random
-
-    from ..demo import edits
-
-    functions, rng = edits.functions(sources) if count else [], random.Random(0)
-    names = edits.new_names(functions)
-    return [edits.edit_task(rng.choice(functions), names, rng).text for _ in range(count if functions and names else 0)]

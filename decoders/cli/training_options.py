@@ -1,0 +1,77 @@
+"""What the commands that train share: options, the texts they name, and the command as it was typed."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import SettingsError
+
+Data = Annotated[
+    list[Path] | None,
+    typer.Option(help="Text file, or folder of them; may be repeated. For the demo model: its own."),
+]
+Output = Annotated[
+    Path, typer.Option("--output", "--out", help="Folder to write to; continued if a run was interrupted.")
+]
+Held = Annotated[
+    list[Path] | None,
+    typer.Option(help="Text to judge by (early stop); may be repeated. Default: a twentieth of the data."),
+]
+TestText = Annotated[
+    list[Path] | None, typer.Option(help="Text to measure on at the end, for the card; may be repeated.")
+]
+Tokens = Annotated[int, typer.Option(min=1, help="Most tokens of text.")]
+Length = Annotated[int, typer.Option(min=16, help="Tokens per row.")]
+OwnShare = Annotated[float, typer.Option(min=0, max=1, help="Share of the rows that the model continues itself.")]
+Epochs = Annotated[int, typer.Option(min=1, help="Most passes over the text.")]
+Rows = Annotated[int, typer.Option(min=1, help="Rows per step.")]
+Rate = Annotated[float, typer.Option(min=0, help="Peak learning rate.")]
+Patience = Annotated[int, typer.Option(min=1, help="Checks without a gain before training stops.")]
+Seed = Annotated[int, typer.Option(help="Seed of the weights and of the data order.")]
+ModelType = Annotated[str, typer.Option(help="Of the model: float32, bfloat16, float16 or auto.")]
+Bf16 = Annotated[bool, typer.Option(help="Compute in bfloat16 instead of float32.")]
+Resume = Annotated[bool, typer.Option(help="Continue what lies under the folder.")]
+CheckpointMinutes = Annotated[float, typer.Option(min=0, help="Minutes between checkpoints.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the figures as JSON, no progress.")]
+
+
+def texts_of(
+    model: str, data: list[Path] | None, held: list[Path] | None, test: list[Path] | None, edit_tasks: int
+) -> dict[str, list[str]]:
+    """What is learnt from (``texts``), judged by (``held``) and tested on (``test``); the last two where there are any.
+
+    Args:
+        edit_tasks: that the demo model's own text has beside files, where no `data` is given.
+
+    Raises:
+        TrainingError: a path that does not exist, or no text.
+    """
+    from ..training.texts import read_files
+    from .demo_texts import demo_texts
+
+    texts = demo_texts(edit_tasks) if data is None and model == "demo" else {"texts": read_files(data or [])}
+    return texts | {name: read_files(paths) for name, paths in (("held", held), ("test", test)) if paths}
+
+
+def indices(layers: str | None) -> tuple[int, ...] | None:
+    """``"1,15,28"`` as numbers.
+
+    Raises:
+        SettingsError: it is none of the kind.
+    """
+    if layers is None:
+        return None
+    try:
+        return tuple(int(layer) for layer in layers.split(","))
+    except ValueError as error:
+        raise SettingsError(f"layers are numbers with commas between, such as 1,15,28, not {layers!r}") from error
+
+
+def command_line() -> str:
+    """This command as it was typed, for a card."""
+    return shlex.join(["decoders", *sys.argv[1:]])
