@@ -7,11 +7,10 @@ import re
 from abc import ABC
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any, Generic, TypeVar
 
-from ..constraints.base import Backend, CompiledGrammar
-from ..constraints.specs import Spec
+from ..constraints.base import Backend
 from ..errors import PluginError
 from ..observer import Observer
 from ..settings import Settings
@@ -80,12 +79,17 @@ class GrammarKind(Kind[Any]):
             raise PluginError(f"{self.hook} must return a dict of grammars by name, not {type(provided).__name__}")
         for name, value in provided.items():
             _snake_case(name, "a grammar's name")
-            given = isinstance(value, (Spec, CompiledGrammar, Mapping, Path, re.Pattern))
-            if not given and not callable(value):  # types are callable, and made sense of on first use
+            # What makes sense is known on first use; these never do.
+            if value is None or isinstance(value, (bool, int, float, bytes, str, list, tuple)):
                 raise PluginError(
                     f"grammar {name!r} is {type(value).__name__}: what grammar= takes, or a function that makes it"
                 )
         return dict(provided)
+
+
+def is_maker(value: object) -> bool:
+    """Whether a plugin gave a function that makes a grammar. Types, and ``list[int]``, can be called too and are grammars."""
+    return inspect.isroutine(value) or isinstance(value, partial)
 
 
 def _snake_case(name: object, what: str) -> str:

@@ -11,11 +11,12 @@ from typing import Any, cast
 from ..constraints import coerce
 from ..constraints.base import Backend, CompiledGrammar
 from ..constraints.specs import Spec
-from ..errors import SettingsError, UnknownNameError, UnsupportedError
+from ..errors import GrammarError, SettingsError, UnknownNameError, UnsupportedError
 from ..settings import Settings, load_settings
 from ..strategies.merged import Merged, MergedSettings
 from ..strategy import Strategy
 from ..verifiers.verifier import Verifier
+from .kinds import is_maker
 from .names import canonical
 from .registry import registry
 
@@ -146,12 +147,11 @@ def resolve_grammar(name: str) -> Spec | CompiledGrammar:
             return coerce.of_library(name)  # with a suffix
         except UnknownNameError:
             raise coerce.unknown(name, error.choices) from None
-    if inspect.isfunction(value) or (not isinstance(value, type) and callable(value)):
-        value = value()
-    grammar = coerce.as_spec(value, resolve_grammar)
-    if isinstance(grammar, Spec) and getattr(grammar, "label", canonical(name)) is None:
+    grammar = coerce.as_spec(value() if is_maker(value) else value, resolve_grammar)
+    if grammar is None:
+        raise GrammarError(f"the plugin's function for grammar {name!r} made none")
+    if isinstance(grammar, Spec) and grammar.label is None:
         grammar = dataclasses.replace(grammar, label=canonical(name))
-    assert grammar is not None
     return grammar
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 import decoders
 from decoders.cli import app
 from decoders.constraints import library
-from decoders.errors import PluginError, UnknownNameError
+from decoders.constraints.specs import Spec
+from decoders.errors import GrammarError, PluginError, UnknownNameError
 from decoders.plugins import grammar_or_file, registry, reset_registry, resolve_grammar
 
 
@@ -74,6 +75,19 @@ def test_misspelt_names_are_told_the_nearest_of_all() -> None:
     registry().register(Grammars(invoice=decoders.regex("x")), "mine")
     with pytest.raises(UnknownNameError, match=r"Did you mean 'invoice'\?"):
         resolve_grammar("invoce")
+
+
+def test_types_are_grammars_and_not_called() -> None:
+    registry().register(Grammars(verdict=Literal["yes", "no"], numbers=list[int], maybe=int | None), "mine")
+    specs = [resolve_grammar(name) for name in ("verdict", "numbers", "maybe")]
+    assert all(isinstance(spec, Spec) for spec in specs)
+    assert [spec.label for spec in specs[:2]] == ["verdict", "numbers"]
+
+
+def test_a_function_that_makes_nothing_is_told_by_name() -> None:
+    registry().register(Grammars(nothing=lambda: None), "mine")
+    with pytest.raises(GrammarError, match="'nothing'.*made none"):
+        resolve_grammar("nothing")
 
 
 @pytest.mark.parametrize(
