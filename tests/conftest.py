@@ -16,6 +16,9 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of compil
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import decoders as token_decoders
+from transformers import PreTrainedTokenizerFast
 
 _costs, _numbers = tempfile.TemporaryDirectory(), itertools.count()  # not the user's own
 os.environ.setdefault("DECODERS_COST_CACHE", _costs.name)
@@ -92,3 +95,32 @@ def traced_or_compiled(request: pytest.FixtureRequest) -> str:
 
 
 _last_module: list[object] = [None]
+
+
+@pytest.fixture(scope="session")
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """A word for every token of the tiny models; 0 is the end."""
+    vocab = {"<end>": 0} | {f"w{i}": i for i in range(1, 128)}
+    words = Tokenizer(models.WordLevel(vocab, unk_token="w1"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>")
+
+
+@pytest.fixture(scope="session")
+def counting_texts() -> list[str]:
+    """Thirty texts of its words that count on in steps of their own."""
+    return [" ".join(f"w{1 + (start + step * i) % 90}" for i in range(60)) for start in range(10) for step in (1, 2, 3)]
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
+    """Makes tokenizers with the named tokens first, then one for each byte: ``byte_tokenizer(["<pad>"], pad_token="<pad>")``."""
+
+    def make(names: list[str], **roles: str) -> PreTrainedTokenizerFast:
+        vocab = {name: i for i, name in enumerate([*names, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+        backend = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token=roles.get("unk_token")))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = token_decoders.ByteLevel()
+        return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **roles)
+
+    return make

@@ -8,8 +8,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import DynamicCache, PreTrainedTokenizerFast
+from transformers import DynamicCache
 
 import decoders
 from decoders.eagle3.files import load_head, read_config
@@ -36,17 +35,13 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    """A word for every token of the tiny models; 0 is the end."""
-    vocab = {"<end>": 0} | {f"w{i}": i for i in range(1, 128)}
-    words = Tokenizer(models.WordLevel(vocab, unk_token="w1"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>")
+def tokenizer(word_tokenizer):
+    return word_tokenizer
 
 
 @pytest.fixture(scope="module")
-def texts():
-    return [" ".join(f"w{1 + (start + step * i) % 90}" for i in range(60)) for start in range(10) for step in (1, 2, 3)]
+def texts(counting_texts):
+    return counting_texts
 
 
 def run(**changes) -> HeadTraining:

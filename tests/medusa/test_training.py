@@ -8,8 +8,6 @@ import json
 import pytest
 import torch
 from rich.console import Console
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from decoders.errors import SettingsError
 from decoders.medusa import learner as learner_module
@@ -35,12 +33,8 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    """A word for every token of the tiny models; 0 is the end."""
-    vocab = {"<end>": 0} | {f"w{i}": i for i in range(1, 128)}
-    words = Tokenizer(models.WordLevel(vocab, unk_token="w1"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>")
+def tokenizer(word_tokenizer):
+    return word_tokenizer
 
 
 @pytest.fixture(scope="module")

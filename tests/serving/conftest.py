@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from tokenizers import decoders as token_decoders
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import decoders
@@ -24,15 +23,9 @@ DESIGN = Architecture("llama", MappingProxyType(dict(ARCHITECTURES["llama"].opti
 
 
 @pytest.fixture(scope="session")
-def letters() -> PreTrainedTokenizerFast:
+def letters(byte_tokenizer: Callable[..., PreTrainedTokenizerFast]) -> PreTrainedTokenizerFast:
     """A token for each byte."""
-    names = ["<pad>", "</s>", "<unk>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    backend = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[], unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = token_decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, unk_token="<unk>", pad_token="<pad>", clean_up_tokenization_spaces=False
-    )
+    return byte_tokenizer(["<pad>", "</s>", "<unk>"], unk_token="<unk>", pad_token="<pad>")
 
 
 @pytest.fixture(scope="session")
