@@ -197,6 +197,27 @@ def tokens_of(args: tuple, keywords: dict[str, Any]) -> Tensor:
     return next(value for value in (*args, *keywords.values()) if isinstance(value, Tensor))
 
 
+def on_others(
+    args: tuple, keywords: dict[str, Any], kind: type[Cache], cache: Cache, tensor: Callable[[Tensor], Tensor]
+) -> tuple[tuple, dict[str, Any]]:
+    """The arguments of a module's call, for one on other tokens.
+
+    Args:
+        kind: the class of cache in whose place `cache` stands.
+        tensor: gives the tensor in the place of each; of masks there is none, since no token of these calls is padding.
+    """
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, kind):
+            return cache
+        if isinstance(value, Tensor):
+            return None if value.dim() == 4 else tensor(value)
+        return type(value)(map(replaced, value)) if type(value) in (tuple, list) else value
+
+    named = {name: replaced(value) for name, value in keywords.items() if name != "attention_mask"}
+    return tuple(map(replaced, args)), named
+
+
 @cache
 def by_node(plain: type[nn.Module]) -> type[nn.Module]:
     """The class that stands in for `plain`."""
@@ -209,17 +230,10 @@ def by_node(plain: type[nn.Module]) -> type[nn.Module]:
         shape = tokens.shape[0], tokens.shape[1]
 
         def call(select: Callable[[Tensor], Tensor], cache: Cache) -> Tensor:
-            def chosen(value: Any) -> Any:
-                if isinstance(value, SlotCache):
-                    return cache
-                if isinstance(value, Tensor):
-                    if value.dim() == 4:  # a mask of the whole block: no token of these is padding
-                        return None
-                    return select(value) if value.shape[:2] == shape else value
-                return type(value)(map(chosen, value)) if type(value) in (tuple, list) else value
-
-            keywords = {name: chosen(value) for name, value in kwargs.items() if name != "attention_mask"}
-            return cast(Tensor, plain.forward(self, *map(chosen, args), **keywords))
+            others, keywords = on_others(
+                args, kwargs, SlotCache, cache, lambda value: select(value) if value.shape[:2] == shape else value
+            )
+            return cast(Tensor, plain.forward(self, *others, **keywords))
 
         return caches[0].states.run(getattr(self, LAYER_ATTRIBUTE), tokens, self, call)
 

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
 from ..errors import UnsupportedError
 from . import hoisting
 from .cache import LayoutProbe, StateSpec
-from .recurrent import CONTINUES_ATTRIBUTE, LAYER_ATTRIBUTE, by_node, cache_of, states_in, tokens_of
+from .recurrent import CONTINUES_ATTRIBUTE, LAYER_ATTRIBUTE, by_node, cache_of, on_others, states_in, tokens_of
 from .transformers_compat import keeps_recurrent_state
 
 #: Tokens that a layer is tried on, and how far two ways of reading them may differ, relative to the largest number.
@@ -41,19 +41,13 @@ class Recurrent:
         """What the module gives for `hidden` ``[1, n, H]``, called as it was."""
         first = self.tokens
 
-        def replaced(value: Any) -> Any:
-            if isinstance(value, StateProbe):
-                return cache
+        def tensor(value: Tensor) -> Tensor:
             if value is first:
                 return hidden
-            if isinstance(value, Tensor):
-                if value.dim() == 4:
-                    return None
-                return value.expand(1, hidden.shape[1], *value.shape[2:]) if value.shape[:2] == (1, 1) else value
-            return type(value)(map(replaced, value)) if type(value) in (tuple, list) else value
+            return value.expand(1, hidden.shape[1], *value.shape[2:]) if value.shape[:2] == (1, 1) else value
 
-        keywords = {name: replaced(value) for name, value in self.keywords.items() if name != "attention_mask"}
-        return cast(Tensor, self.module(*map(replaced, self.args), **keywords))
+        args, keywords = on_others(self.args, self.keywords, StateProbe, cache, tensor)
+        return cast(Tensor, self.module(*args, **keywords))
 
     @property
     def tokens(self) -> Tensor:
