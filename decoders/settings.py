@@ -75,9 +75,15 @@ class Configured:
             )
         self.settings: Any = settings if settings is not None else self.settings_class.parse(values)
 
+    def settings_in_force(self) -> dict[str, Any]:
+        """The settings as the report shows them, JSON-safe."""
+        settings = getattr(self, "settings", None)  # a subclass with a constructor of its own may have none
+        return settings.model_dump(mode="json") if settings is not None else {}
+
     def __repr__(self) -> str:
-        shown = ", ".join(f"{name}={value!r}" for name, value in self.settings.model_dump().items())
-        return f"{type(self).__name__}({shown})"
+        settings = getattr(self, "settings", None)
+        values = settings.model_dump() if settings is not None else {}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
 
 class Table(dict):

@@ -190,10 +190,6 @@ class Strategy(Configured, ABC):
     def limit(self, state: Any, tokens: int) -> None:
         """Says how many tokens deep the next draft is wanted at most; strategies to which a token costs something obey."""
 
-    def settings_in_force(self) -> dict[str, Any]:
-        """The settings as the report shows them, JSON-safe."""
-        return self.settings.model_dump(mode="json")
-
     def details(self, state: Any) -> Mapping[str, Any]:
         """What the report is to say of the call besides its figures: JSON-safe, ``report.details``. Asked once, at the end."""
         return {}

@@ -175,7 +175,7 @@ class Ranks:
             request.plan.sample, request.strategy.name, request.strategy.settings, request.compile, request.reuse, request.memory,
             request.prefill_chunk, request.slots, request.keep_logits, request.keep_scores, request.criteria is None,
             request.processors is None, [grammar is None for grammar in request.grammars],
-            request.verifier.name if request.verifier is not None else None,
+            [request.verifier.name, request.verifier.settings_in_force()] if request.verifier is not None else None,
         )  # fmt: skip
         return replace(request, compile=False)
 

@@ -24,7 +24,7 @@ def empty_report(request: Request, target: Target) -> Report:
         strategy=strategy.name, settings=strategy.settings_in_force(),
         exact=strategy.exact and (chosen is None or chosen.exact),
         verifier=chosen.name if chosen is not None else "coupled",
-        verifier_settings=chosen.settings.model_dump(mode="json") if chosen is not None else {},
+        verifier_settings=chosen.settings_in_force() if chosen is not None else {},
         rows=len(request.prompts), prompt_tokens=[len(prompt) for prompt in request.prompts],
         same_bits=target.invariance.holds if target.invariance is not None else None,
         weights=target.precision.weights or "keep", kv_cache=target.precision.cache or "keep",

@@ -165,6 +165,11 @@ def of_several(models: Models, rank: int) -> dict[str, Any]:
         refusal(lambda: models.tokens("autoregressive", "greedy", decoders_config={"weights": "int8"})),
         refusal(lambda: decoders.Scheduler(models.target)),
         refusal(lambda: models.target.generate(**inputs_of("greedy"), strategy=Wilful(), max_new_tokens=4)),
+        refusal(
+            lambda: models.tokens(
+                "autoregressive", "greedy", verifier="typical", verifier_config={"epsilon": 0.1 + 0.1 * rank}
+            )
+        ),
     ]
     before = models.tokens("autoregressive", "greedy")
     with torch.no_grad():

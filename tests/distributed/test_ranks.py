@@ -128,6 +128,7 @@ def test_weights_that_were_changed_are_seen(llama: Run, several: dict[str, Any])
         (2, "UnsupportedError: weights='int8': the weights of LlamaForCausalLM are shared by 2 processes"),
         (3, "UnsupportedError: 2 processes share this model, and a request that reaches one of them"),
         (4, "RanksError: the 2 processes that share the model differ in what a step drafts"),
+        (5, "RanksError: the 2 processes that share the model differ in what generate is asked for"),
     ],
 )
 def test_what_cannot_be_is_said_in_every_process(several: dict[str, Any], place: int, message: str) -> None:

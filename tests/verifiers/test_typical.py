@@ -102,3 +102,20 @@ def test_settings_of_a_call_are_checked_and_reported():
         model.generate(ids, verifier="rejection", verifier_config={"epsilon": 0.2}, **options)
     with pytest.raises(SettingsError, match="beside a verifier object"):
         model.generate(ids, verifier=TypicalAcceptance(), verifier_config={"epsilon": 0.2}, **options)
+
+
+def test_a_rule_with_a_constructor_of_its_own_has_no_settings_to_show():
+    class Own(TypicalAcceptance):
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def outcomes(self, block: Block) -> Outcomes:
+            return TypicalAcceptance().outcomes(block)
+
+    assert repr(Own()) == "Own()" and Own().settings_in_force() == {}
+    model = decoders.enable(tiny_model("llama"))
+    out = model.generate(
+        torch.tensor([[5, 6, 5, 6]]), strategy="prompt_lookup", verifier=Own(), max_new_tokens=4, do_sample=True,
+        decoders_config={"compile": False}, return_dict_in_generate=True,
+    )  # fmt: skip
+    assert out.report.verifier_settings == {}
