@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..errors import GrammarError
 from ..patterns import automata
 from ..patterns import limits as pattern_limits
-from ..patterns.tree import NOTHING, Rx, words
+from ..patterns.tree import NOTHING, Pattern, words
 
 if TYPE_CHECKING:
     from interegular.fsm import FSM
@@ -28,8 +28,8 @@ class Strings:
         excluded: none of these.
     """
 
-    conditions: frozenset[tuple[Rx, bool]] = frozenset()
-    formats: frozenset[Rx] = frozenset()
+    conditions: frozenset[tuple[Pattern, bool]] = frozenset()
+    formats: frozenset[Pattern] = frozenset()
     low: int = 0
     high: int | None = None
     values: frozenset[str] | None = None
@@ -46,7 +46,7 @@ class Strings:
             return text in self.values
         if text in self.excluded or len(text) < self.low or (self.high is not None and len(text) > self.high):
             return False
-        return all(automata.matches(rx, text) is good for rx, good in self.conditions)
+        return all(automata.matches(pattern, text) is good for pattern, good in self.conditions)
 
     @property
     def written(self) -> Strings | None:
@@ -56,9 +56,11 @@ class Strings:
             GrammarError: they are too many conditions for an automaton, formats among them.
         """
         if self.values is not None:
-            matching = (text for text in self.values if all(automata.matches(rx, text) for rx in self.formats))
+            matching = (
+                text for text in self.values if all(automata.matches(pattern, text) for pattern in self.formats)
+            )
             return Strings(values=frozenset(matching)).tidy()
-        conditions = self.conditions | {(rx, True) for rx in self.formats}
+        conditions = self.conditions | {(pattern, True) for pattern in self.formats}
         try:
             return replace(self, conditions=conditions, formats=frozenset()).tidy()
         except GrammarError as problem:  # without formats there was none
@@ -81,9 +83,9 @@ class Strings:
         if self.high == 0:
             return replace(_ONLY_EMPTY, formats=self.formats) if self.holds("") else None
         if len(self.conditions) == 1 and not (self.low or self.high or self.excluded):
-            ((rx, good),) = self.conditions
+            ((pattern, good),) = self.conditions
             if good:  # trees leave out what cannot match
-                return None if rx == NOTHING else self
+                return None if pattern == NOTHING else self
         return None if self.conditions and _nothing(self) else self
 
 
@@ -115,7 +117,9 @@ def others(a: Strings) -> list[Strings]:
     left = [Strings(high=a.low - 1).tidy()] if a.low else []
     if a.high is not None:
         left.append(Strings(low=a.high + 1))
-    left += [Strings(conditions=frozenset([(rx, not good)])).tidy() for rx, good in sorted(a.conditions, key=repr)]
+    left += [
+        Strings(conditions=frozenset([(pattern, not good)])).tidy() for pattern, good in sorted(a.conditions, key=repr)
+    ]
     if a.excluded:
         left.append(Strings(values=a.excluded))
     return [piece for piece in left if piece is not None]

@@ -153,10 +153,10 @@ def _simple(strings: Strings) -> str | None:
         return "|".join(json_text.literal(json_text.quoted(value)) for value in sorted(strings.values))
     if not strings.conditions and not strings.excluded:
         return f'"{json_text.length(strings.low, strings.high)}"'
-    ((rx, good),) = strings.conditions if len(strings.conditions) == 1 else ((None, False),)
-    if rx is not None and good and not strings.excluded and strings.low == 0 and strings.high is None:
-        tree = json_text.tree(rx)
-        return None if tree is None else f'"(?:{tree})"'
+    ((pattern, good),) = strings.conditions if len(strings.conditions) == 1 else ((None, False),)
+    if pattern is not None and good and not strings.excluded and strings.low == 0 and strings.high is None:
+        inside = json_text.inside(pattern)
+        return None if inside is None else f'"(?:{inside})"'
     return None
 
 
@@ -171,12 +171,12 @@ def _regex(strings: Strings) -> str | None:
 def _lark(strings: Strings) -> str | None:
     """The definition of a terminal; None if nothing can be written."""
     parts = [_slashed(f'"{json_text.length(strings.low, strings.high)}"')]
-    for rx, good in sorted(strings.conditions, key=repr):
-        tree = json_text.tree(rx)
-        if tree is None and good:
+    for pattern, good in sorted(strings.conditions, key=repr):
+        inside = json_text.inside(pattern)
+        if inside is None and good:
             return None
-        if tree is not None:
-            parts.append(("" if good else "~") + _slashed(f'"(?:{tree})"'))
+        if inside is not None:
+            parts.append(("" if good else "~") + _slashed(f'"(?:{inside})"'))
     if strings.excluded:
         names = "|".join(json_text.literal(json_text.quoted(value)) for value in sorted(strings.excluded))
         parts.append("~" + _slashed(names))

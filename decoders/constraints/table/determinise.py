@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import GrammarError
-from ...patterns.rust import check_part, shown, unread
+from ...patterns.rust import check_part, not_read, shown
 
 #: Longest regular expression, in characters.
 LONGEST = 200_000
@@ -146,14 +146,6 @@ def _ended(automaton: Bytes) -> Bytes:
     return Bytes(after, accepting, automaton.start)
 
 
-#: What automata cannot express, or a whole text does not need.
-_FOREIGN = {
-    r"\(\?<?[=!]": "look-around",
-    r"\\[1-9]|\\k|\(\?P=": "back-references",
-    r"\(\?>|[*+?}]\+": "atomic groups and possessive quantifiers",
-}
-
-
 def _reason(regex: str, message: str) -> str:
     """What to tell of a child that gave no automaton."""
     if message.startswith("states: "):
@@ -166,12 +158,9 @@ def _reason(regex: str, message: str) -> str:
         return f"{shown(regex)} is no regular expression: {error}"
     except (OverflowError, RecursionError) as error:
         return f"the regex {shown(regex)} is too large: {error}"
-    plain = re.sub(r"\\\\|\[(\\.|[^\]\\])+\]", "", regex)
-    constructs = [what for pattern, what in _FOREIGN.items() if re.search(pattern, plain)]
     if "no transitions from state" in message:
-        return unread(regex, "a part of it matches nothing at all")
-    reason = "no automaton has " + " or ".join(constructs) if constructs else message[9:].strip()
-    return unread(regex, reason)
+        return not_read(regex, "a part of it matches nothing at all")
+    return not_read(regex, message[9:].strip())
 
 
 def _limit(limit: str) -> str:
