@@ -41,21 +41,21 @@ def automaton(conditions: Sequence[tuple[Pattern, bool]], low: int = 0, high: in
     if most > limits.STATES:
         limits.exceeded("STATES", limits.STATES, f"a length of {most:,} together with a pattern")
     symbols = Symbols([tree for tree, _ in conditions])
-    parts = [_Part(tree, symbols) for tree, _ in conditions]
+    parts = [_ConditionAutomaton(tree, symbols) for tree, _ in conditions]
     states: list[_State] = []
     numbers: dict[_State, int] = {}
-    looked_at = 0  # nodes
+    visited = 0  # nodes
 
     def number(state: _State) -> int:
-        nonlocal looked_at
+        nonlocal visited
         if state not in numbers:
             numbers[state] = len(states)
             states.append(state)
-            looked_at += symbols.count * sum(map(len, state[0]))
+            visited += symbols.count * sum(map(len, state[0]))
             for limit, bound, size in (
                 ("STATES", limits.STATES, len(states)),
                 ("MOVES", limits.MOVES, len(states) * symbols.count),
-                ("MOVE_NODES", limits.MOVE_NODES, looked_at),
+                ("MOVE_NODES", limits.MOVE_NODES, visited),
             ):
                 if size > bound:
                     limits.exceeded(limit, bound, "the automaton of a string's pattern and length")
@@ -64,17 +64,24 @@ def automaton(conditions: Sequence[tuple[Pattern, bool]], low: int = 0, high: in
     def follow(index: int, symbol: int) -> int:
         sets, count = states[index]
         reached = tuple(part.move(nodes, symbol) for part, nodes in zip(parts, sets, strict=True))
-        lost = any(not nodes and good for nodes, (_, good) in zip(reached, conditions, strict=True))
-        if lost or count == high:
+        fails = any(not nodes and wanted for nodes, (_, wanted) in zip(reached, conditions, strict=True))
+        if fails or count == high:
             raise OblivionError
         return number((reached, min(count + 1, most)))
 
     def final(index: int) -> bool:
         sets, count = states[index]
-        judged = zip(parts, sets, conditions, strict=True)
-        return count >= low and all(part.final(nodes) is good for part, nodes, (_, good) in judged)
+        pairs = zip(parts, sets, conditions, strict=True)
+        return count >= low and all(part.final(nodes) is wanted for part, nodes, (_, wanted) in pairs)
 
-    return minimal(crawl(symbols.alphabet, number((tuple(part.start for part in parts), 0)), final, follow))
+    return minimal(
+        crawl(
+            symbols.alphabet,
+            number((tuple(part.start for part in parts), 0)),
+            final,
+            follow,
+        )
+    )
 
 
 def minimal(machine: FSM) -> FSM:
@@ -89,11 +96,11 @@ def minimal(machine: FSM) -> FSM:
     dead = count
     rows = [tuple([machine.map[state].get(symbol, dead) for symbol in symbols]) for state in range(count)]
     rows.append((dead,) * len(symbols))
-    before: list[list[int]] = [[] for _ in rows]
+    predecessors: list[list[int]] = [[] for _ in rows]
     for state, row in enumerate(rows):
         for after in {*row}:
-            before[after].append(state)
-    blocks = refined([int(state in machine.finals) for state in range(count + 1)], range(count + 1), rows, before)
+            predecessors[after].append(state)
+    blocks = refined([int(state in machine.finals) for state in range(count + 1)], range(count + 1), rows, predecessors)
     names: dict[int, int] = {}
     moves: dict[int, dict[int, int]] = {0: {}}
     alive = [state for state in range(count) if blocks[state] != blocks[dead]]
@@ -106,7 +113,7 @@ def minimal(machine: FSM) -> FSM:
     return FSM(machine.alphabet, set(moves), 0, finals, moves)
 
 
-class _Part:
+class _ConditionAutomaton:
     """One condition: Thompson's automaton, made deterministic as far as it is walked."""
 
     def __init__(self, tree: Pattern, symbols: Symbols) -> None:
@@ -185,8 +192,8 @@ class _Part:
 
 
 @lru_cache(maxsize=128)
-def _part(tree: Pattern) -> _Part:
-    return _Part(tree, Symbols([tree]))
+def _part(tree: Pattern) -> _ConditionAutomaton:
+    return _ConditionAutomaton(tree, Symbols([tree]))
 
 
 def matches(tree: Pattern, text: str) -> bool:

@@ -147,8 +147,8 @@ class _Search:
         self.looks: list[tuple[Pattern, bool]] = []
 
     def conditions(self, tree: Pattern) -> tuple[tuple[Pattern, bool], ...]:
-        found = either(*(reading.whole for reading in self.readings(tree, alternated=False, nested=False)))
-        return ((found, True), *self.looks)
+        searched = either(*(reading.whole for reading in self.readings(tree, alternated=False, nested=False)))
+        return ((searched, True), *self.looks)
 
     def readings(self, tree: Pattern, alternated: bool, nested: bool) -> _Readings:
         """How `tree` may match: at most one reading for each of the four kinds of anchoring.

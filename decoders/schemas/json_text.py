@@ -99,9 +99,9 @@ def expression(machine: FSM) -> str | None:
         for symbol, to in after.items():
             sets.setdefault((state, to), []).extend(machine.alphabet.by_transition[symbol])
     for (state, to), pairs in sets.items():
-        text = chars(characters.ranges(pairs))
-        if text is not None:
-            edges.setdefault(state, {})[to] = text
+        edge = chars(characters.ranges(pairs))
+        if edge is not None:
+            edges.setdefault(state, {})[to] = edge
     begin, end = -1, -2
     edges[begin] = {machine.initial: ""}
     for state in machine.finals:
@@ -110,10 +110,10 @@ def expression(machine: FSM) -> str | None:
     for state, out in edges.items():
         for to in out:
             into.setdefault(to, set()).add(state)
-    left = set(machine.states)
-    while left:
-        state = min(left, key=lambda s: (len(into.get(s, ())) * len(edges.get(s, ())), s))
-        left.discard(state)
+    remaining = set(machine.states)
+    while remaining:
+        state = min(remaining, key=lambda s: (len(into.get(s, ())) * len(edges.get(s, ())), s))
+        remaining.discard(state)
         out = edges.pop(state, {})
         loop = out.pop(state, None)
         around = "" if loop is None else f"(?:{loop})*"
@@ -122,16 +122,16 @@ def expression(machine: FSM) -> str | None:
             into[to].discard(state)
         for source in sources:
             first = edges[source].pop(state)
-            for to, text in out.items():
-                way = _either_whole(first) + around + _either_whole(text)
-                old = edges[source].get(to)
-                edges[source][to] = way if old is None else f"{old}|{way}" if old or way else ""
+            for to, edge in out.items():
+                text = _as_part(first) + around + _as_part(edge)
+                known = edges[source].get(to)
+                edges[source][to] = text if known is None else f"{known}|{text}" if known or text else ""
                 into[to].add(source)
                 if len(edges[source][to]) > limits.REGEX_CHARACTERS:
                     return None
     return edges[begin].get(end)
 
 
-def _either_whole(text: str) -> str:
+def _as_part(text: str) -> str:
     """`text` as one part of a longer expression."""
     return f"(?:{text})" if "|" in text else text

@@ -36,11 +36,11 @@ class Strings:
     excluded: frozenset[str] = field(default=frozenset())
 
     @property
-    def free(self) -> bool:
+    def unconstrained(self) -> bool:
         """Whether every string is among them."""
         return self == ALL
 
-    def holds(self, text: str) -> bool:
+    def contains(self, text: str) -> bool:
         """Whether `text` is among them, formats aside."""
         if self.values is not None:
             return text in self.values
@@ -59,10 +59,10 @@ class Strings:
             matching = (
                 text for text in self.values if all(automata.matches(pattern, text) for pattern in self.formats)
             )
-            return Strings(values=frozenset(matching)).tidy()
+            return Strings(values=frozenset(matching)).simplified()
         conditions = self.conditions | {(pattern, True) for pattern in self.formats}
         try:
-            return replace(self, conditions=conditions, formats=frozenset()).tidy()
+            return replace(self, conditions=conditions, formats=frozenset()).simplified()
         except GrammarError as problem:  # without formats there was none
             raise GrammarError(str(problem), "format" if self.formats else None) from problem
 
@@ -74,14 +74,14 @@ class Strings:
         """
         return _automaton(self)
 
-    def tidy(self) -> Strings | None:
+    def simplified(self) -> Strings | None:
         """The same set, None if it is empty."""
         if self.values is not None:
             return self if self.values else None
         if self.high is not None and self.low > self.high:
             return None
         if self.high == 0:
-            return replace(_ONLY_EMPTY, formats=self.formats) if self.holds("") else None
+            return replace(_ONLY_EMPTY, formats=self.formats) if self.contains("") else None
         if len(self.conditions) == 1 and not (self.low or self.high or self.excluded):
             ((pattern, good),) = self.conditions
             if good:  # trees leave out what cannot match
@@ -93,32 +93,33 @@ ALL = Strings()
 _ONLY_EMPTY = Strings(values=frozenset([""]))
 
 
-def both(a: Strings, b: Strings) -> Strings | None:
+def intersection(a: Strings, b: Strings) -> Strings | None:
     """Strings of `a` and of `b`; None if there are none."""
-    if a == b or b.free:
+    if a == b or b.unconstrained:
         return a
-    if a.free:
+    if a.unconstrained:
         return b
     if a.values is not None or b.values is not None:
         few, other = (a, b) if a.values is not None else (b, a)
-        matching = frozenset(text for text in few.values or () if other.holds(text))
-        return replace(few, values=matching, formats=a.formats | b.formats).tidy()
+        matching = frozenset(text for text in few.values or () if other.contains(text))
+        return replace(few, values=matching, formats=a.formats | b.formats).simplified()
     highs = [x.high for x in (a, b) if x.high is not None]
     return Strings(
         a.conditions | b.conditions, a.formats | b.formats, max(a.low, b.low), min(highs, default=None), None,
         a.excluded | b.excluded,
-    ).tidy()  # fmt: skip
+    ).simplified()  # fmt: skip
 
 
-def others(a: Strings) -> list[Strings]:
+def complement(a: Strings) -> list[Strings]:
     """Strings that are not of `a`."""
     if a.values is not None:
         return [Strings(excluded=a.values)]
-    left = [Strings(high=a.low - 1).tidy()] if a.low else []
+    left = [Strings(high=a.low - 1).simplified()] if a.low else []
     if a.high is not None:
         left.append(Strings(low=a.high + 1))
     left += [
-        Strings(conditions=frozenset([(pattern, not good)])).tidy() for pattern, good in sorted(a.conditions, key=repr)
+        Strings(conditions=frozenset([(pattern, not good)])).simplified()
+        for pattern, good in sorted(a.conditions, key=repr)
     ]
     if a.excluded:
         left.append(Strings(values=a.excluded))
