@@ -69,7 +69,9 @@ def eagle3(
     chains: Annotated[
         float,
         typer.Option(
-            min=0, max=1, help="Share of the positions at which more than one token is simulated; a third is twice as fast."
+            min=0,
+            max=1,
+            help="Share of the positions at which more than one token is simulated; a third is twice as fast.",
         ),
     ] = DEFAULTS.chains,
     decay: Annotated[

@@ -4,7 +4,8 @@ At index ``t`` of a row the draft begins at slot ``t``, whose feature is the tar
 feature is what the head gave for token ``k - 1`` of the same index. The attention of the draft at ``t`` sees what was read with the
 target's features up to slot ``t``, and of the slots behind only its own: what a chain sees in decoding.
 
-Letters: ``B`` rows, ``S`` indices, ``C`` of them with chains of more than one token, ``K`` simulated tokens, ``F`` width of the target's features.
+Letters: ``B`` rows, ``S`` indices, ``C`` of them with chains of more than one token, ``K`` simulated tokens, ``F`` width of the
+target's features.
 """
 
 from __future__ import annotations
@@ -43,9 +44,7 @@ def unrolled(
             at, states = chains, states[:, chains]
 
 
-def _layer(
-    layer: DecoderLayer, embedded: Tensor, states: Tensor, rotary: Keys, seen: list[Keys], at: Tensor
-) -> Tensor:
+def _layer(layer: DecoderLayer, embedded: Tensor, states: Tensor, rotary: Keys, seen: list[Keys], at: Tensor) -> Tensor:
     """As :meth:`DecoderLayer.forward`, with the attention of a simulated token of the indices `at`; `seen` gets its keys and values."""
     normed = layer.hidden_norm(states)
     residual = normed if layer.norm_before_residual else states
