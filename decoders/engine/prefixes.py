@@ -29,9 +29,9 @@ class KeptText:
 
     def shared_with(self, prompt: Tensor) -> int:
         """How many tokens `prompt` (1-D int64, on the CPU) begins with that this text begins with, too, as far as they are of use."""
-        if self.whole and len(self.tokens) >= len(prompt):
-            return 0
         n = min(len(self.tokens), len(prompt))
+        if not n or (self.whole and len(self.tokens) >= len(prompt)):
+            return 0
         differing = (self.tokens[:n] != prompt[:n]).nonzero()
         if len(differing):
             return 0 if self.whole else int(differing[0])
