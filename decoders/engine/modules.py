@@ -99,7 +99,12 @@ class SlotPasses(ModulePasses):
     Args:
         rows, slots: of its cache.
         compile: ``Context.compile``.
+
+    Attributes:
+        on_device: whether the drafter never waits for the device, so that its steps can be recorded.
     """
+
+    on_device = True
 
     def __init__(self, twin: ModuleTwin, rows: int, slots: int, compile: Callable[[Callable], Callable]) -> None:
         self.twin, self.rows, self.compile, self.passes = twin, rows, compile, 0
