@@ -120,7 +120,11 @@ def _with_fraction(integer: str, fractions: tuple[bool, list[str]]) -> str:
 
 
 def _fractions(low: str, open_low: bool, high: str | None, open_high: bool, most: int | None) -> tuple[bool, list[str]]:
-    """Digits d such that 0.d is from 0.`low` to 0.`high` (None: below 1), at most `most` of them; may they be left out?"""
+    """Digits d such that 0.d is from 0.`low` to 0.`high` (None: below 1), at most `most` of them.
+
+    Returns:
+        whether there may be no digits, and the alternatives.
+    """
     none = low == "" and not open_low and not (high == "" and open_high)
     return none, [text for text in _following_digits(low, open_low, high, open_high, most, True) if text]
 

@@ -86,7 +86,7 @@ class Normaliser(NodeAlgebra):
             raise GrammarError(f"{path}: $ref refers to itself without anything in between", "$ref", path) from problem
 
     def with_location(self, node: Node, problem: GrammarError) -> GrammarError:
-        """`problem` of writing `node`, with the place of its keyword; that of the node if it has none."""
+        """`problem`, which arose in writing `node`, with the place of its keyword, or of the node if the keyword is not found."""
         seen, queue, nearest = {node}, [node], None
         for queued in queue:
             term = self.nodes.terms[queued]

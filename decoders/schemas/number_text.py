@@ -1,4 +1,4 @@
-"""How numbers of a set are written: exact regular expressions over decimal digits.
+"""Sets of numbers as JSON writes them: exact regular expressions over decimal digits.
 
 Integers are written without a fraction (``1``, not ``1.0``). Numbers between bounds have no exponent, and where rounding
 to a float could carry them over a bound, or make them integers, few enough digits that it cannot.
