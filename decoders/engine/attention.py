@@ -1,4 +1,4 @@
-"""Fused attention over the slot cache, registered with transformers under the name ``"decoders"``.
+"""Fused attention over the slot cache, which transformers knows as ``"decoders"`` (:mod:`.attention_functions`).
 
 The mask is made once per pass for every *kind* of layer a model has (full, sliding, chunked …) and stacked along the
 mask's head axis: ``[B, T, N, view]``. Model code hands it through untouched and each layer picks its own.
@@ -12,8 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
-from transformers.masking_utils import sdpa_mask
+from transformers import PreTrainedConfig
 
 from ..errors import UnsupportedError
 from .buckets import ROWS, view_bucket
@@ -247,14 +246,3 @@ def _spare_queries(packed: Tensor, nodes: int) -> int:
     if torch.compiler.is_dynamo_compiling() and nodes != 1:  # a multiple by themselves; asking would be a guard
         return 0
     return -packed.shape[2] % ROWS
-
-
-def register() -> None:
-    """Makes both attention functions known to transformers; safe to call again."""
-    from . import flex
-
-    for name, function in ((NAME, tree_attention), (flex.NAME, flex.flex_tree_attention)):
-        AttentionInterface.register(name, function)
-        # The loop passes ready 4-D masks, which transformers returns as they are; a name without a mask function would
-        # make it drop them.
-        AttentionMaskInterface.register(name, sdpa_mask)
