@@ -15,7 +15,7 @@ from ..drafting import Advance, Drafter, Expansion
 from ..errors import UnsupportedError
 from ..report import Stage
 from ..sampling.processors import Masks
-from ..strategy import Context, Sequences, Step, Strategy, finishing, no_costs, no_memory
+from ..strategy import Context, Sequences, Step, Strategy, finish_all, finishing, no_costs, no_memory
 from ..tree import TreeTensors
 from .blocks import NodeBlock
 from .buckets import slots_for
@@ -120,6 +120,19 @@ class ModelDrafter(Drafter):
         self._begun = self.rows.length.clone()
         self._reach = max(map(len, call.request.prompts))
         self._drafting = False
+        if self.stage is not None:
+            self._rebatch_stage(self.stage, rows, self._context(context))
+
+    def _rebatch_stage(self, stage: Strategy, rows: Sequence[int], context: Context) -> None:
+        """Tells the strategy that drafts for this model, and its draft models, as :meth:`rebatch` was told."""
+        if not stage.keeps_rows(self._stage_state):
+            finish_all([(stage, self._stage_state)])
+            self.inner.clear()
+            self._stage_state = stage.start(context)
+            return
+        for drafter in list(self.inner):
+            drafter.rebatch(rows, self._inner_call, context, self.guide)
+        self._stage_state = stage.rebatch(self._stage_state, torch.tensor(rows, device=self.length.device), context)
 
     def _seat(self, context: Context, rows: Sequence[int]) -> None:
         assert isinstance(self.session, RowPool) and context.sequences is not None
@@ -323,8 +336,12 @@ class ModelDrafter(Drafter):
             compile=self.call.compiler(self.engine), sequences=self.session.view(self._reach)[1], guide=self.guide,
             costs=no_costs, memory=no_memory, decoder_layers=0,
         )  # fmt: skip
-        call = replace(self.call, longest=self.call.longest + self.ahead, block_size=self.blocks.size)
-        return replace(context, draft=opener(call, context, self.guide, self.inner))
+        return replace(context, draft=opener(self._inner_call, context, self.guide, self.inner))
+
+    @property
+    def _inner_call(self) -> CallSettings:
+        """What holds for the draft models of the stage."""
+        return replace(self.call, longest=self.call.longest + self.ahead, block_size=self.blocks.size)
 
 
 def opener(
