@@ -13,6 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of compilers beside every worker
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # else it compiles a program for each of the processor's vector units
 
 import pytest
 import torch
@@ -34,11 +35,12 @@ MANY_OBJECTS = 50_000
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Processes that share the tests must call them the same."""
+    seen: dict[tuple[str, tuple[str, ...]], list[tuple[int, ...]]] = {}
     for item in items:
         turns = item.get_closest_marker("in_turns")
         if turns is None:
             continue
-        places = item.callspec.indices.values()  # type: ignore[attr-defined]
+        places = _places(item, seen)
         if len(places) < 2:
             raise pytest.UsageError(f"{item.nodeid}: values of one parameter cannot take turns, each would be left out")
         if sum(places) % turns.args[0]:
@@ -49,6 +51,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(3600))
+
+
+def _places(item: Any, seen: dict[tuple[str, tuple[str, ...]], list[tuple[int, ...]]]) -> list[int]:
+    """Where the values of an item stand among those of each of its parameters, in the order in which they are collected.
+
+    Not ``callspec.indices``: from pytest 9 on all of them are the number of the item.
+
+    Args:
+        seen: the values met so far, of each test function and of each of its ``parametrize``.
+    """
+    function, params, places = item.nodeid.partition("[")[0], item.callspec.params, []
+    names = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    groups = [tuple(n.strip() for n in (group.split(",") if isinstance(group, str) else group)) for group in names]
+    for group in [*groups, *((name,) for name in params if not any(name in group for group in groups))]:
+        values = seen.setdefault((function, group), [])
+        value = tuple(id(params[name]) for name in group)
+        if value not in values:
+            values.append(value)
+        places.append(values.index(value))
+    return places
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -69,11 +91,12 @@ def no_costs_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DECODERS_COST_CACHE", os.path.join(_costs.name, str(next(_numbers))))
 
 
-@pytest.fixture
-def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dynamo traces and guards as ever, and what it traced runs as it is: no C++ is generated and compiled, which takes longest.
+@pytest.fixture(scope="session")
+def only_trace() -> Callable[[pytest.MonkeyPatch], None]:
+    """Called with a patch: Dynamo traces and guards as ever, and what it traced runs as it is. No C++ is generated and compiled,
+    which takes longest.
 
-    For tests of what is compiled when, and how often. What inductor makes of the graphs is tested without this fixture.
+    For tests of what is compiled when, and how often. What inductor makes of the graphs is tested without it.
     """
     compile: Callable[..., Any] = torch.compile
 
@@ -83,7 +106,13 @@ def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
             backend, options = "eager", kept or None
         return compile(model, backend=backend, options=options, **more)
 
-    monkeypatch.setattr(torch, "compile", trace)
+    return lambda patch: patch.setattr(torch, "compile", trace)
+
+
+@pytest.fixture
+def traced_only(only_trace: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test compiles as `only_trace` says."""
+    only_trace(monkeypatch)
 
 
 @pytest.fixture(params=["traced", pytest.param("compiled", marks=pytest.mark.slow)])

@@ -17,7 +17,8 @@ from ..errors import SettingsError, UnknownNameError
 from ..generate import enable
 from ..plugins import grammar_or_file, registry, resolve_strategy, resolve_verifier
 from ..registry.names import canonical
-from ..settings import RuntimeSettings, load_settings
+from ..setting_sources import load_settings
+from ..settings import RuntimeSettings
 from .grammar_subjects import subjects
 from .variants import Variant, assistant_tokens, parse
 

@@ -29,9 +29,9 @@ class KeptText:
 
     def shared_with(self, prompt: Tensor) -> int:
         """How many tokens `prompt` (1-D int64, on the CPU) begins with that this text begins with, too, as far as they are of use."""
-        if self.whole and len(self.tokens) >= len(prompt):
-            return 0
         n = min(len(self.tokens), len(prompt))
+        if not n or (self.whole and len(self.tokens) >= len(prompt)):
+            return 0
         differing = (self.tokens[:n] != prompt[:n]).nonzero()
         if len(differing):
             return 0 if self.whole else int(differing[0])
@@ -52,6 +52,7 @@ class PrefixIndex:
         self.texts = texts
         self._order = sorted(range(len(texts)), key=lambda place: texts[place].key)
         self._keys = [texts[place].key for place in self._order]
+        self._any_whole = any(text.whole for text in texts)
 
     def longest(self, prompt: Tensor) -> tuple[int, int]:
         """How many tokens are shared, and the place of the text in the list; ``(0, 0)`` where there is none.
@@ -61,6 +62,6 @@ class PrefixIndex:
         """
         index = bisect_left(self._keys, KeptText(prompt).key)
         beside = self._order[max(index - 1, 0) : index + 1]
-        if any(text.whole for text in self.texts):  # the one that can be continued may stand further away
+        if self._any_whole:  # the one that can be continued may stand further away
             beside = self._order
         return max(((self.texts[place].shared_with(prompt), place) for place in beside), default=(0, 0))

@@ -15,7 +15,7 @@ from ..errors import SettingsError, UnsupportedError
 from ..settings import Settings
 from ..strategy import Context, Draft, Sequences, Step
 from .draft_model import DraftModelSettings, DraftModelStrategy, TreeSettings, require_coupled
-from .draft_tree import DynamicTree, StaticTree, likely_paths
+from .draft_tree import DynamicTree, StaticTree, TreeForm, likely_paths
 from .text_drafter import TextDrafter
 
 #: Share of the target's tokens from which on a draft model drafts through these: then its texts have the target's token borders.
@@ -36,10 +36,7 @@ class ShapeSettings(TreeSettings):
         "(transformers' rule). Chains only.",
     )
     max_length: int = Field(16, ge=1, le=32, description="Most tokens that schedule heuristic drafts per step.")
-    tree: Literal["none", "static", "dynamic"] = Field(
-        "none",
-        description="none: a chain. static: a tree of one shape. dynamic: the likeliest nodes, chosen in every step.",
-    )
+    tree: TreeForm = "none"
     template: tuple[tuple[int, ...], ...] | None = Field(
         None, description="Shape of a static tree: paths of ranks, level by level, as Medusa writes them."
     )
@@ -109,11 +106,11 @@ class Speculative(DraftModelStrategy):
         if s.tree == "static":
             paths = s.template or likely_paths(s.length, s.children, self.tree_nodes(context))
             tree = StaticTree(paths, context.rows, context.device)
-            ahead, children = len(tree.topology), tree.children
+            ahead, children = tree.ahead, tree.children
         elif s.tree == "dynamic":
             require_coupled(context, self.name)
             tree = DynamicTree(s.length, s.beam, self.tree_nodes(context), context.compile)
-            ahead, children = s.beam * s.length + 1, s.children
+            ahead, children = tree.ahead, s.children
         drafter = context.draft(self.draft_model(context), ahead=ahead, children=children)
         if isinstance(tree, StaticTree) and tree.children > drafter.children:
             raise SettingsError(

@@ -6,7 +6,8 @@ import random
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,8 @@ from decoders.constraints.llguidance.nesting import depth
 from decoders.constraints.table import Table
 from decoders.constraints.vocabulary import Vocabulary
 from decoders.errors import GrammarError
-from decoders.testing import check_backend
+from decoders.testing import check_backend, grammars
+from decoders.testing.languages import Reference, references
 
 STOP = 256
 LONGER = [b"aa", b"ab", b"ba", b'{"', b'":', b'", "', b"true", b"null", b"}}", b"12", "é".encode(), b"aaaa", b"[["]
@@ -275,8 +277,18 @@ def test_too_long_a_text_names_the_limit(vocabulary: Vocabulary) -> None:
         compiled(vocabulary, lark=HOSTILE["long text"])
 
 
-def test_the_contract_is_kept() -> None:
-    """The stricter policy; its masks are those of the other one with tokens taken out."""
+def test_the_contract_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stricter policy; its masks are those of the other one with tokens taken out. Every language in one of its notations."""
+    every = references()
+
+    def in_turns() -> Iterator[Reference]:
+        for place, reference in enumerate(every):
+            language = reference.language
+            if language.regex and language.lark:
+                language = replace(language, **{("regex", "lark")[place % 2]: None})
+            yield replace(reference, language=language)
+
+    monkeypatch.setattr(grammars, "references", in_turns)
     check_backend(LLGuidance, policies=("canonical",))
 
 

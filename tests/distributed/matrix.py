@@ -1,6 +1,8 @@
 """Calls of every kind, made by one process or by several that share the model; run as a program, what one of them does.
 
-python matrix.py FOLDER RANK SIZE NAME…
+python matrix.py FOLDER SIZE every|few NAME…
+
+All of them: what is imported is imported once, and the others are forked then.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 import warnings
 from pathlib import Path
 from typing import Any
@@ -212,9 +215,25 @@ def main(folder: Path, rank: int, size: int, every: bool, names: list[str]) -> N
             result["several"] = of_several(models, rank)
         (folder / f"{name}-{rank}.json").write_text(json.dumps(result))
     dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads now and then abort a process that ends in the usual way
+
+
+def run(folder: Path, size: int, every: bool, names: list[str]) -> None:
+    """Becomes `size` processes; the first one ends as the worst of them."""
+    rank, others = 0, []
+    for other in range(1, size):
+        others.append(os.fork())
+        if others[-1] == 0:
+            rank, others = other, []
+            break
+    status = 1
+    try:
+        main(folder, rank, size, every, names)
+        status = max((os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]) for other in others), default=0)
+    except BaseException:
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(status)  # gloo's threads now and then abort a process that ends in the usual way
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "every", sys.argv[5:])
+    run(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "every", sys.argv[4:])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -44,22 +46,18 @@ class Run:
 
     def __init__(self, folder: Path, names: list[str], every: bool) -> None:
         matrix.prepare(folder, names)
-        arguments = [str(SIZE), "every" if every else "few", *names]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        processes = [
-            subprocess.Popen(
-                [sys.executable, str(PROGRAM), str(folder), str(rank), *arguments], env=environment,
-                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-            )
-            for rank in range(SIZE)
-        ]  # fmt: skip
+        process = subprocess.Popen(
+            [sys.executable, str(PROGRAM), str(folder), str(SIZE), "every" if every else "few", *names], env=environment,
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
         try:
             self.alone = {name: matrix.written(matrix.Models(folder, name, False), every) for name in names}
-            errors = [process.communicate(timeout=1800)[1] for process in processes]
+            errors = process.communicate(timeout=1800)[1]
         finally:
-            for process in processes:
-                process.kill()
-        assert all(process.returncode == 0 for process in processes), "\n".join(error[-3000:] for error in errors)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        assert process.returncode == 0, errors[-6000:]
         self.shared = {
             name: [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(SIZE)] for name in names
         }

@@ -6,11 +6,13 @@ import contextlib
 import io
 import re
 import shlex
+import shutil
 import sys
 import types
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers import decoders as token_decoders
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from decoders import demo, settings
+from decoders import demo, setting_sources, settings
 from decoders.eagle3.recipe import HeadTraining, default_layers
 from decoders.eagle3.train import head_config, new_head
 from decoders.eagle3.writing import save_head
@@ -28,7 +30,8 @@ from decoders.medusa.config import HeadsConfig
 from decoders.medusa.files import save_heads
 from decoders.medusa.heads import MedusaHeads
 from decoders.plugins import registry, reset_registry
-from decoders.settings import RuntimeSettings, load_settings
+from decoders.setting_sources import load_settings
+from decoders.settings import RuntimeSettings
 from decoders.testing import ARCHITECTURES, kit
 
 ROOT = Path(__file__).parents[2]
@@ -99,7 +102,10 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     reset_registry()
 
 
-def save_checkpoint(folder: Path) -> None:
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with its tokenizer and heads, to be copied to where a page looks for it."""
+    folder = tmp_path_factory.mktemp("pages") / "my-model"
     model = reader_model()
     model.save_pretrained(folder)
     reader_tokenizer().save_pretrained(folder)
@@ -108,6 +114,7 @@ def save_checkpoint(folder: Path) -> None:
     save_heads(MedusaHeads(config), folder / "medusa")
     eagle = head_config(model, HeadTraining(), default_layers(model.config.num_hidden_layers))
     save_head(new_head(eagle, model, torch.arange(vocab), 0), None, folder / "eagle3", model, 5)
+    return folder
 
 
 def run_page(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,18 +147,22 @@ WHOLE_KIT = {"docs/plugins/writing-a-strategy.md"}
 @pytest.mark.parametrize(
     "page", [pytest.param(page, marks=[pytest.mark.slow] * (page in LONG)) for page in pages_with("python")]
 )
-def test_python_blocks_run(page: str, reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_blocks_run(
+    page: str, checkpoint: Path, reader: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if page in WHOLE_KIT:
         monkeypatch.setattr(kit, "CHECKS", kit.CHECKS[:6])
-    save_checkpoint(reader / "my-model")
+    shutil.copytree(checkpoint, reader / "my-model")
     monkeypatch.setattr(demo, "load", tiny_demo)
     run_page(page, monkeypatch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", WHOLE_KIT)
-def test_python_blocks_run_with_the_whole_kit(page: str, reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_checkpoint(reader / "my-model")
+def test_python_blocks_run_with_the_whole_kit(
+    page: str, checkpoint: Path, reader: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(checkpoint, reader / "my-model")
     monkeypatch.setattr(demo, "load", tiny_demo)
     run_page(page, monkeypatch)
 
@@ -167,8 +178,10 @@ def test_python_blocks_run_with_the_whole_kit(page: str, reader: Path, monkeypat
         "docs/how-to/train-eagle3-heads.md",
     ],
 )
-def test_pages_about_the_demo_model_run_with_it(page: str, reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_checkpoint(reader / "my-model")
+def test_pages_about_the_demo_model_run_with_it(
+    page: str, checkpoint: Path, reader: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(checkpoint, reader / "my-model")
     run_page(page, monkeypatch)
 
 
@@ -189,14 +202,19 @@ def commands() -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("line", commands())
-def test_commands_are_understood(line: str, reader: Path) -> None:
-    """Parsed by the command line's own parser, not run."""
+@cache
+def command_line() -> Any:
     from typer.main import get_command
 
     from decoders.cli import app
 
-    command: Any = get_command(app)
+    return get_command(app)
+
+
+@pytest.mark.parametrize("line", commands())
+def test_commands_are_understood(line: str, reader: Path) -> None:
+    """Parsed by the command line's own parser, not run."""
+    command = command_line()
     words = shlex.split(line, comments=True)[1:]
     while hasattr(command, "commands"):
         if command.invoke_without_command and (not words or words[0].startswith("-")):
@@ -225,7 +243,9 @@ def test_settings_files_load(page: str, reader: Path, monkeypatch: pytest.Monkey
 
 def test_every_variable_that_is_named_is_read() -> None:
     """Variables of strategies that a page invents itself are left out."""
-    known = {f"DECODERS_{name.upper()}" for name in (*settings.RuntimeSettings.model_fields, *settings.NOT_SETTINGS)}
+    known = {
+        f"DECODERS_{name.upper()}" for name in (*settings.RuntimeSettings.model_fields, *setting_sources.NOT_SETTINGS)
+    }
     for name, entry in registry().strategies().items():
         known |= {f"DECODERS_{name}_{field}".upper() for field in entry.cls.settings_class.model_fields}
     for page in PAGES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -29,17 +30,23 @@ def decode(model: PreTrainedModel, inputs: dict, strategy: Any = None, **options
     return decode_once(model, inputs, strategy, **options)
 
 
-@pytest.fixture(scope="module")
-def compiled() -> PreTrainedModel:
-    """A model that has generated for one row and for several; all that a process compiles for it. Its matrices are packed."""
+@pytest.fixture(scope="module", params=["traced", pytest.param("compiled", marks=pytest.mark.slow)])
+def compiled(request: pytest.FixtureRequest, only_trace: Callable[[pytest.MonkeyPatch], None]) -> Iterator[PreTrainedModel]:
+    """A model that has generated for one row and for several; all that a process compiles for it. Its matrices are packed.
+
+    Here it is about what is compiled, and when. What inductor writes is run in test_compiled_grammar.py.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "SMALLEST", 0)
+        if request.param == "traced":
+            only_trace(patch)
         model = decoders.enable(tiny_model("llama"))
-        for rows in (1, 2):
-            first = decode(model, prompts(rows), "autoregressive", max_new_tokens=4)
-            assert first.report.compiled and first.report.compilations > 0 and first.report.timings.compile > 0
-            decode(model, prompts(rows), "prompt_lookup", max_new_tokens=4)
-    return model
+        with pytest.MonkeyPatch.context() as small:
+            small.setattr(packing, "SMALLEST", 0)
+            for rows in (1, 2):
+                first = decode(model, prompts(rows), "autoregressive", max_new_tokens=4)
+                assert first.report.compiled and first.report.compilations > 0 and first.report.timings.compile > 0
+                decode(model, prompts(rows), "prompt_lookup", max_new_tokens=4)
+        yield model
 
 
 @pytest.mark.parametrize(

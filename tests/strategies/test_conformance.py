@@ -205,7 +205,8 @@ def test_kit_catches(broken, check, reason):
 
 def test_what_the_broken_ones_are_made_of_passes():
     check_strategy(Good)
-    check_strategy(HonestHostReader)
+    for name in ("check_drafts", "check_on_device"):
+        check_alone(next(c for c in CHECKS if c.__name__ == name), Conditions(), HonestHostReader())
 
 
 class Tampers(Good):

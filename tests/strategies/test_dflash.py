@@ -204,8 +204,9 @@ VARIANTS = [
 @pytest.mark.parametrize("place", range(len(checks_for(DFlash))))
 def test_strategy_conforms(strategy: DFlash, place: int) -> None:
     check = checks_for(DFlash)[place]
-    quick = ("check_drafts", "check_on_device", "check_draft_scores", "check_sampling_equals_autoregressive")
-    if strategy.settings.tree == "dynamic" or check.__name__ in quick:
+    always = ("check_drafts", "check_on_device", "check_draft_scores", "check_sampling_equals_autoregressive")
+    # What all that draft from the target's states share is checked with eagle3.
+    if check.__name__ in always or (strategy.settings.tree == "dynamic" and place % 2 == 0):
         check_alone(check, Conditions(models=(target(),)), strategy)
 
 
