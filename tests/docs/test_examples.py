@@ -147,9 +147,7 @@ WHOLE_KIT = {"docs/plugins/writing-a-strategy.md"}
 @pytest.mark.parametrize(
     "page", [pytest.param(page, marks=[pytest.mark.slow] * (page in LONG)) for page in pages_with("python")]
 )
-def test_python_blocks_run(
-    page: str, checkpoint: Path, reader: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_python_blocks_run(page: str, checkpoint: Path, reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if page in WHOLE_KIT:
         monkeypatch.setattr(kit, "CHECKS", kit.CHECKS[:6])
     shutil.copytree(checkpoint, reader / "my-model")

@@ -31,7 +31,9 @@ def decode(model: PreTrainedModel, inputs: dict, strategy: Any = None, **options
 
 
 @pytest.fixture(scope="module", params=["traced", pytest.param("compiled", marks=pytest.mark.slow)])
-def compiled(request: pytest.FixtureRequest, only_trace: Callable[[pytest.MonkeyPatch], None]) -> Iterator[PreTrainedModel]:
+def compiled(
+    request: pytest.FixtureRequest, only_trace: Callable[[pytest.MonkeyPatch], None]
+) -> Iterator[PreTrainedModel]:
     """A model that has generated for one row and for several; all that a process compiles for it. Its matrices are packed.
 
     Here it is about what is compiled, and when. What inductor writes is run in test_compiled_grammar.py.
