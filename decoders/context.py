@@ -17,13 +17,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from .costs.steps import StepCosts
-    from .drafting import Drafter, Forced, ModulePasses
+    from .drafting import Drafter, Forced, ModulePasses, OtherVocabulary
     from .sampling.processors import SamplingInputs, SamplingPlan
     from .strategy import Strategy
 
 
 def _outside_a_call(*args: Any, **kwargs: Any) -> Any:
     raise UnsupportedError("this Context was made by hand; draft models and strategies by name exist in a call only")
+
+
+def _same_vocabulary(model: PreTrainedModel | str) -> None:
+    """Of a context made by hand."""
 
 
 def no_costs(measure: bool = False) -> None:
@@ -51,6 +55,9 @@ class Context:
             back as it is when the call runs eagerly. The time of the first call is booked as compile time.
         draft: opens a draft model for this call: ``draft(model, ahead=K)`` gives a
             :class:`~decoders.drafting.Drafter`, with its own cache and compiled passes.
+        vocabulary_of: what the tokens of a draft model are where its ids mean others than the target's:
+            ``vocabulary_of(model)`` gives an :class:`~decoders.drafting.OtherVocabulary`, or None where they mean the same, or
+            where no tokenizers tell. `draft` takes such a model too, if the two have enough tokens in common.
         strategy: makes a strategy from a registry name and settings, for strategies that are built of others.
         sequences: the rows as they are at the start, prompts only; None in a context made by hand.
         coupled: whether target and drafts share their noise, so that a draft token drawn with it is likely the target's token. If
@@ -78,6 +85,7 @@ class Context:
             where the call compiles. `module` is called with its inputs and ``attention_mask``, ``position_ids`` and
             ``past_key_values``, all ready, which it hands to attention layers of transformers (``LlamaDecoderLayer``, say).
             `example`: what it reads of one node, ``[1, 1, …]`` each. `ahead`: most nodes that a step writes behind a row.
+            With ``on_device=False`` a step is not recorded, because what drafts with the module waits for the device.
         clock: seconds, for strategies that decide by time (:attr:`Strategy.timed`). Where several processes share the target, all of
             them see the first one's clock, and each has to ask as often as the others.
         first_layers: the target cut off behind its first layers, ``first_layers(count)``, with its own last norm and head: a draft
@@ -93,6 +101,7 @@ class Context:
     vocab_size: int
     compile: Callable[[Callable[..., Any]], Callable[..., Any]]
     draft: Callable[..., Drafter] = _outside_a_call
+    vocabulary_of: Callable[[PreTrainedModel | str], OtherVocabulary | None] = _same_vocabulary
     strategy: Callable[..., Strategy] = _outside_a_call
     sequences: Sequences | None = None
     coupled: bool = True

@@ -6,7 +6,7 @@ import functools
 import importlib
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, TypeVar, cast
@@ -50,6 +50,18 @@ def renamed_keyword(old: str, new: str) -> Callable[[type[T]], type[T]]:
         return cls
 
     return decorate
+
+
+def moved(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+    """The ``__getattr__`` of `module`, whose `names` live in the modules named beside them now."""
+
+    def getattr_of_module(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        warn(f"{module}.{name}", f"{names[name]}.{name}")
+        return getattr(importlib.import_module(names[name]), name)
+
+    return getattr_of_module
 
 
 def warn(old: str, new: str, stacklevel: int = 3) -> None:

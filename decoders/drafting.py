@@ -18,6 +18,9 @@ from .sampling.processors import SamplingInputs, SamplingPlan
 from .tree import TreeTensors
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from .constraints.vocabulary import Vocabulary
     from .context import Sequences
     from .strategy import Step
 
@@ -114,6 +117,24 @@ class Drafter(ABC):
             displaced: most accepted nodes whose keys and values are not in the slots of their positions: 0 for a chain, the
                 depth of a tree.
         """
+
+
+@dataclass(frozen=True)
+class OtherVocabulary:
+    """A draft model to whom ids mean other tokens than to the target.
+
+    Attributes:
+        model: it.
+        own, other: the target's tokens and its own, in bytes.
+        begin: its tokens in front of every text.
+        shared: share of the target's text tokens that it has.
+    """
+
+    model: PreTrainedModel
+    own: Vocabulary
+    other: Vocabulary
+    begin: tuple[int, ...]
+    shared: float
 
 
 class ModulePasses(ABC):

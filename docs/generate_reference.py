@@ -27,6 +27,7 @@ from decoders import (
     plugins,
     report,
     sampling,
+    setting_sources,
     settings,
     strategies,
     testing,
@@ -99,7 +100,8 @@ def api() -> Iterator[str]:
     }
     yield "Modules: " + ", ".join(f"`decoders.{name}` ({links[name]})" for name in submodules) + ".\n"
     yield from section("decoders.report", {"Timings": report.Timings, "GrammarUse": report.GrammarUse})
-    yield from section("decoders.settings", {n: getattr(settings, n) for n in ("RuntimeSettings", "load_settings")})
+    yield from section("decoders.settings", {"RuntimeSettings": settings.RuntimeSettings})
+    yield from section("decoders.setting_sources", {"load_settings": setting_sources.load_settings})
     names = ("registry", "reset_registry", "Registry", "PluginInfo", "Entry")
     yield from section("decoders.plugins", {n: getattr(plugins, n) for n in names})
     yield from section("decoders.strategies.merged", {"Merged": merged.Merged})
@@ -355,7 +357,7 @@ def verifier_page() -> Iterator[str]:
 
 def settings_page() -> Iterator[str]:
     yield "# Settings\n"
-    yield body(settings, "decoders.settings")
+    yield body(setting_sources, "decoders.setting_sources")
     yield "Each setting is taken from the first place that has it:\n"
     yield "1. the call (`strategy=`, `strategy_config=`, `decoders_config=`);"
     yield "2. the generation config (`strategy`, `strategy_config`);"
@@ -379,7 +381,7 @@ def settings_page() -> Iterator[str]:
         "plugins_strict": "`1`: a plugin that fails to load, or a name claimed twice, is an error.",
         "api_key": "Key that clients of `decoders serve` must send.",
     }
-    for name in settings.NOT_SETTINGS:
+    for name in setting_sources.NOT_SETTINGS:
         if name not in described:
             raise UndocumentedError(f"DECODERS_{name.upper()} is not described in {Path(__file__).name}")
         yield f"| `DECODERS_{name.upper()}` | {described[name]} |"
@@ -395,7 +397,7 @@ def fields(cls: type[settings.Settings], section: str | None, variables: bool = 
             raise UndocumentedError(f"{cls.__name__}.{name} has no description")
         default = "required" if field.is_required() else f"`{field.get_default(call_default_factory=True)!r}`"
         row = f"| `{name}` | {default} | {allowed(schema[name])} | {field.description} |"
-        yield row + (f" `{settings._variable(section, name)}` |" if variables else "")
+        yield row + (f" `{setting_sources.variable_of(section, name)}` |" if variables else "")
     yield ""
 
 

@@ -57,6 +57,14 @@ def test_old_settings_by_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
         assert decoders.plugins.resolve_strategy("lookahead").settings.candidates == 4
 
 
+def test_functions_that_read_settings_have_moved() -> None:
+    from decoders import setting_sources, settings
+
+    for name in ("load_settings", "unknown_variables"):
+        with pytest.warns(FutureWarning, match=f"setting_sources.{name}"):
+            assert getattr(settings, name) is getattr(setting_sources, name)
+
+
 def test_attributes_that_never_were_are_still_unknown() -> None:
     with pytest.raises(AttributeError, match="no attribute 'Grammer'"):
         base.Grammer  # noqa: B018

@@ -17,7 +17,8 @@ from ..errors import SettingsError, UnknownNameError
 from ..generate import enable
 from ..plugins import grammar_or_file, registry, resolve_strategy, resolve_verifier
 from ..registry.names import canonical
-from ..settings import RuntimeSettings, load_settings
+from ..setting_sources import load_settings
+from ..settings import RuntimeSettings
 from .grammar_subjects import subjects
 from .variants import Variant, assistant_tokens, parse
 
@@ -131,6 +132,7 @@ def transformers_methods(
     names: Sequence[str] | None = None,
     dtype: str = "",
     sampling: Sampling | None = None,
+    tokenizers: Mapping[str, PreTrainedTokenizerBase] | None = None,
 ) -> list[Method]:
     """transformers' own methods: all that apply, or those of `names`. The baseline always comes first.
 
@@ -138,6 +140,9 @@ def transformers_methods(
     tokens in every step, whatever the assistant thinks of them.
 
     Off CUDA transformers compiles nothing by itself; ``transformers-compiled`` makes it compile its static-cache decoding.
+
+    Args:
+        tokenizers: of a draft with another vocabulary: ``tokenizer`` and ``assistant_tokenizer``, as ``generate`` takes them.
 
     Raises:
         UnknownNameError: no such method.
@@ -157,7 +162,7 @@ def transformers_methods(
         "transformers-prompt-lookup": Method(
             "transformers-prompt-lookup", dtype, model, {"prompt_lookup_num_tokens": LOOKUP_TOKENS}, one_row_only=one_row),
         ASSISTED: Method(
-            ASSISTED, dtype, model, {"assistant_model": draft}, one_row_only=one_row, assistant=draft,
+            ASSISTED, dtype, model, {"assistant_model": draft, **(tokenizers or {})}, one_row_only=one_row, assistant=draft,
             impossible="" if draft is not None else "needs a draft model: --draft"),
     }  # fmt: skip
     if names is None:
@@ -192,6 +197,7 @@ def strategy_methods(
     tokenizer: PreTrainedTokenizerBase | None = None,
     dtype: str = "",
     sampling: Sampling | None = None,
+    assistant_tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> list[Method]:
     """Registered strategies, all or those of `names`. Enables `model`.
 
@@ -205,6 +211,7 @@ def strategy_methods(
     Args:
         settings: by strategy name, for all its variants; brackets go before.
         decoders_config: of every call, for instance ``{"compile": False}``.
+        assistant_tokenizer: of a draft with another vocabulary.
 
     Raises:
         UnknownNameError: no such strategy.
@@ -229,6 +236,8 @@ def strategy_methods(
             variant, twins[precision], draft, settings_by_strategy, decoders_config or {}, sampling
         )
         used |= strategies_used
+        if assistant_tokenizer is not None and method.arguments.get("assistant_model") is not None:
+            method = replace(method, arguments={**method.arguments, "assistant_tokenizer": assistant_tokenizer})
         methods[method.name] = replace(method, dtype=dtype or str(model.dtype).removeprefix("torch."))
     if set(settings_by_strategy) - used:
         raise SettingsError(

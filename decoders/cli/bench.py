@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import SettingsError, UnknownNameError
-from .bench_models import load, other_engines
+from .bench_models import load, other_engines, tokenizers_of
 from .bench_options import by_strategy, in_both_tiers, numbers, pieces
 from .bench_output import dtypes_order, footnote, interrupted_by_sigterm, progress_bar, write_json
 
@@ -39,6 +39,9 @@ def bench(
         ),
     ] = None,
     draft: Annotated[str | None, typer.Option(help="Draft model, or shape; the demo model has its own.")] = None,
+    assistant_tokenizer: Annotated[
+        str | None, typer.Option(help="Tokenizer of a draft model that has another vocabulary: folder or hub name.")
+    ] = None,
     scale: Annotated[
         str | None,
         typer.Option(
@@ -195,12 +198,14 @@ def bench(
         for dtype_name in dtypes:
             with progress_console.status(f"loading {name} in {dtype_name}"):
                 target, tokenizer, assistant = load(name, draft, dtype_name, device, scale)
+                tokenizers = tokenizers_of(tokenizer, assistant_tokenizer)
             label = str(target.dtype).removeprefix("torch.")
             if not check_capacity:
-                methods += b.transformers_methods(target, assistant, baseline_names, label, sampling)
+                methods += b.transformers_methods(target, assistant, baseline_names, label, sampling, tokenizers)
             methods += b.strategy_methods(
-                target, names, assistant, strategy_settings, config, tokenizer, label, sampling
-            )
+                target, names, assistant, strategy_settings, config, tokenizer, label, sampling,
+                tokenizers.get("assistant_tokenizer"),
+            )  # fmt: skip
         if folder is not None and not check_capacity:
             with progress_console.status("writing models for other engines") as status:
                 exact = load(name, draft, "float32", "cpu", scale)  # every engine rounds the same numbers itself

@@ -51,6 +51,21 @@ def load(model: str, draft: str | None, dtype: str, device: str | None, scale: s
     return target, tokenizer, assistant
 
 
+def tokenizers_of(tokenizer: PreTrainedTokenizerBase | None, name: str | None) -> dict[str, PreTrainedTokenizerBase]:
+    """The arguments of ``generate`` for a draft with the tokenizer called `name`; none without a name.
+
+    Raises:
+        ModelLoadError: no such tokenizer. SettingsError: the target has none.
+    """
+    from . import models
+
+    if name is None:
+        return {}
+    if tokenizer is None:
+        raise SettingsError("--assistant-tokenizer goes with a model that has a tokenizer, not with --shape")
+    return {"tokenizer": tokenizer, "assistant_tokenizer": models.load_other_tokenizer(name)}
+
+
 def in_scale(
     target: PreTrainedModel, draft: PreTrainedModel | None, scale: str, dtype: str
 ) -> tuple[PreTrainedModel, PreTrainedModel | None]:

@@ -41,6 +41,9 @@ def generate(
     assistant: Annotated[
         str | None, typer.Option(help='Draft model for strategies that need one ("demo": ours).')
     ] = None,
+    assistant_tokenizer: Annotated[
+        str | None, typer.Option(help="Tokenizer of a draft model that has another vocabulary: folder or hub name.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Most tokens to write.")] = 128,
     temperature: Annotated[float | None, typer.Option(min=0, help="Sample; 0 is greedy.")] = None,
     top_k: Annotated[int | None, typer.Option(min=1, help="Sample among the k likeliest.")] = None,
@@ -100,6 +103,8 @@ def generate(
         decoders.enable(loaded, tokenizer=tokenizer)
     if draft is not None:
         arguments["assistant_model"] = draft
+    if assistant_tokenizer is not None:
+        arguments["assistant_tokenizer"] = models.load_other_tokenizer(assistant_tokenizer)
     if not compile:  # left out otherwise, so that environment and file still count
         arguments["decoders_config"] = {"compile": False}
     if input is not None and output is not None:

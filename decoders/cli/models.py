@@ -49,6 +49,18 @@ def load(name: str, dtype: str = "float32") -> tuple[PreTrainedModel, PreTrained
     return _placed(model), tokenizer
 
 
+def load_other_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """A tokenizer by itself: of a folder, a name on the hub, or a GGUF file.
+
+    Raises:
+        ModelLoadError: no such tokenizer.
+    """
+    try:
+        return load_tokenizer(name)
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"Tokenizer {name!r} cannot be loaded: {error}") from error
+
+
 def load_shape(name: str, dtype: str = "float32") -> PreTrainedModel:
     """A model of a shape with random weights, on CUDA if there is one.
 

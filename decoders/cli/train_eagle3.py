@@ -66,6 +66,14 @@ def eagle3(
     epochs: Epochs = DEFAULTS.epochs,
     rows: Rows = DEFAULTS.rows,
     rate: Rate = DEFAULTS.rate,
+    chains: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=1,
+            help="Share of the positions at which more than one token is simulated; a third is twice as fast.",
+        ),
+    ] = DEFAULTS.chains,
     decay: Annotated[
         float, typer.Option(min=0, max=1, help="Weight of the loss of one simulated token over the one before.")
     ] = DEFAULTS.decay,
@@ -88,8 +96,8 @@ def eagle3(
         raise UnknownNameError("format of a head", form, FORMATS)
     training = HeadTraining(
         depth=depth, layers=indices(layers), intermediate=intermediate, draft_vocab=draft_vocab, tokens=tokens,
-        length=length, own_share=own_share, epochs=epochs, rows=rows, rate=rate, decay=decay, bf16=bf16, checks=checks,
-        patience=patience, seed=seed,
+        length=length, own_share=own_share, epochs=epochs, rows=rows, rate=rate, chains=chains, decay=decay, bf16=bf16,
+        checks=checks, patience=patience, seed=seed,
     )  # fmt: skip
 
     from ..eagle3.train import train_eagle3

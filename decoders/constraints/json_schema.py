@@ -13,7 +13,7 @@ from ..schemas.document import document
 from ..schemas.ignored import ignored
 from ..schemas.lenient import Validation
 from ..schemas.nodes import Node
-from ..schemas.normal import Normal
+from ..schemas.normaliser import Normaliser
 from ..schemas.notation import Expr
 from ..schemas.spelling import spell
 from ..schemas.writing import WHITESPACE, Writer
@@ -106,8 +106,8 @@ class JsonSchema(Spec):
         Raises:
             GrammarError: there is no such language.
         """
-        normal = Normal(frozenset(self._grammar[1]), evaluation="unevaluated" in self.text)
-        return spell(normal, self._root(normal), value)
+        normaliser = Normaliser(frozenset(self._grammar[1]), evaluation="unevaluated" in self.text)
+        return spell(normaliser, self._root(normaliser), value)
 
     @cached_property
     def _grammar(self) -> tuple[dict[str, Expr], list[tuple[str, str]], list[str]]:
@@ -116,10 +116,10 @@ class JsonSchema(Spec):
             raise GrammarError(f"no white space {self.whitespace!r}. {suggest(self.whitespace, WHITESPACE)}")
         dropped: list[tuple[str, str]] = []
         while True:
-            normal = Normal(frozenset(dropped), evaluation="unevaluated" in self.text)
+            normaliser = Normaliser(frozenset(dropped), evaluation="unevaluated" in self.text)
             try:
-                writer = Writer(normal, WHITESPACE[self.whitespace], self.closed)
-                rules = writer.write(self._root(normal))
+                writer = Writer(normaliser, WHITESPACE[self.whitespace], self.closed)
+                rules = writer.write(self._root(normaliser))
                 break
             except RecursionError as problem:
                 raise GrammarError("schemas within schemas go too deep; fewer levels work", path="$") from problem
@@ -132,8 +132,8 @@ class JsonSchema(Spec):
                 dropped.append(cause)
         if not rules:
             raise GrammarError("no value that can be written is valid under this schema", path="$")
-        places = (content for kind, content in normal.nodes.terms if kind == "schema")
+        places = (content for kind, content in normaliser.nodes.terms if kind == "schema")
         return rules, dropped, [*writer.warnings, *ignored(places)]
 
-    def _root(self, normal: Normal) -> Node:
-        return normal.place(document(self.text))
+    def _root(self, normaliser: Normaliser) -> Node:
+        return normaliser.place(document(self.text))

@@ -101,6 +101,19 @@ class Vocabulary:
         """The bytes of `tokens`; nothing for those that stand for no text."""
         return b"".join(self.tokens[token] or b"" for token in tokens)
 
+    def encoded(self, text: bytes) -> list[int]:
+        """`text` as the tokenizer writes it, without the beginning of a character at its end.
+
+        Bytes that are no text are written by the longest tokens.
+        """
+        whole = _decodable(text)
+        if not whole and len(text) > 3:
+            return self._longest(text)
+        tokens = [*self.encode(whole)]
+        if self.spell(tokens) != whole.encode():  # a tokenizer that puts a blank in front, say
+            tokens = self._greedy(whole)
+        return tokens
+
     def canonical(self, forced: bytes) -> list[int]:
         """`forced` bytes as the tokenizer writes them, as far as what comes next cannot change that.
 
@@ -109,10 +122,7 @@ class Vocabulary:
         """
         if not forced:
             return []
-        text = _decodable(forced)
-        tokens = [*self.encode(text)]
-        if self.spell(tokens) != text.encode():  # a tokenizer that puts a blank in front, say
-            tokens = self._greedy(text)
+        tokens = self.encoded(forced)
         begin = 0
         for count, token in enumerate(tokens):
             if forced[begin:] in self._prefixes:
@@ -135,7 +145,9 @@ class Vocabulary:
 
     def _greedy(self, text: str) -> list[int]:
         """Longest match first; empty if some byte has no token."""
-        rest = text.encode()
+        return self._longest(text.encode())
+
+    def _longest(self, rest: bytes) -> list[int]:
         tokens: list[int] = []
         while rest:
             for size in range(min(len(rest), self.longest), 0, -1):

@@ -52,24 +52,38 @@ class HeadLearner(EpochLearner):
 
     def learn(self, step: int) -> Tensor:
         lesson = self.teacher.lesson(self.train.chosen(self.examples_of(step)), self.stops)
-        return self.backward(lesson)
+        return self.backward(lesson, self._chains(step))
 
-    def backward(self, lesson: Lesson) -> Tensor:
+    def _chains(self, step: int) -> Tensor | None:
+        """``[C]`` int64, ascending, the positions at which a step simulates whole chains; None: all."""
+        slots = self.training.length - self.training.depth
+        count = max(1, round(self.training.chains * slots))
+        if count >= slots:
+            return None
+        generator = torch.Generator().manual_seed(self.training.seed * 1_000_003 + step)
+        return torch.randperm(slots, generator=generator)[:count].sort().values.to(self.ids.device)
+
+    def backward(self, lesson: Lesson, chains: Tensor | None = None) -> Tensor:
         """Leaves the gradients of ``Σ_k decay^k · CE_k`` in the head; the loss.
 
         CE of simulated token k is taken against the target's distribution over the tokens that the head has, where the target's best
         token is one of them.
+
+        Args:
+            chains: ``[C]`` int64, ascending, the positions at which more than one token is simulated; None: all.
         """
         depth, head, known = self.training.depth, self.model, self.ids
         target = lesson.logits[..., known].softmax(-1)
         counts = (lesson.counted & torch.isin(lesson.logits.argmax(-1), known)).float()
         slots = lesson.features.shape[1] - depth
+        every = torch.arange(slots, device=target.device)
         total, through = lesson.features.new_zeros(()), lesson.features.new_zeros(())
         with self.teacher.precision():
-            for k, states in enumerate(unrolled(head, lesson.embedded[:, 1:], lesson.features[:, :slots], depth)):
+            drafted = unrolled(head, lesson.embedded[:, 1:], lesson.features[:, :slots], depth, chains)
+            for k, states in enumerate(drafted):
                 # The scores of one token at a time: those of all at once are large. The states' own gradient follows below.
                 leaf = states.detach().requires_grad_()
-                places = slice(k + 1, k + 1 + slots)
+                places = (every if k == 0 or chains is None else chains) + k + 1
                 scores = head.lm_head(head.norm(leaf))
                 weights = self.training.decay**k * counts[:, places] / counts[:, places].sum().clamp(min=1)
                 loss, gradient = soft_cross_entropy(scores.detach().float(), target[:, places], weights)

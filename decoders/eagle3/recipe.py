@@ -22,6 +22,7 @@ class HeadTraining:
         epochs: passes over the text.
         rows: per step.
         rate: peak learning rate.
+        chains: share of the positions at which more than one token is simulated, drawn anew in every step.
         decay: weight of the loss at simulated token k is ``decay ** k``.
         bf16: compute in bfloat16; the weights that are learnt are float32.
         checks: how often per epoch acceptance is measured on held-out text.
@@ -39,6 +40,7 @@ class HeadTraining:
     epochs: int = 2
     rows: int = 8
     rate: float = 2e-3
+    chains: float = 1.0
     decay: float = 0.8
     bf16: bool = True
     checks: int = 4

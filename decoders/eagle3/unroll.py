@@ -4,7 +4,8 @@ At index ``t`` of a row the draft begins at slot ``t``, whose feature is the tar
 feature is what the head gave for token ``k - 1`` of the same index. The attention of the draft at ``t`` sees what was read with the
 target's features up to slot ``t``, and of the slots behind only its own: what a chain sees in decoding.
 
-Letters: ``B`` rows, ``S`` indices, ``K`` simulated tokens, ``F`` width of the target's features.
+Letters: ``B`` rows, ``S`` indices, ``C`` of them with chains of more than one token, ``K`` simulated tokens, ``F`` width of the
+target's features.
 """
 
 from __future__ import annotations
@@ -20,26 +21,31 @@ from .head import DecoderLayer, Eagle3Head
 Keys = tuple[Tensor, Tensor]
 
 
-def unrolled(head: Eagle3Head, embedded: Tensor, features: Tensor, depth: int) -> Iterator[Tensor]:
-    """States ``[B, S, H]`` of simulated token 0, 1, … ``depth - 1``: what the last norm reads.
+def unrolled(
+    head: Eagle3Head, embedded: Tensor, features: Tensor, depth: int, chains: Tensor | None = None
+) -> Iterator[Tensor]:
+    """States of simulated token 0, 1, … ``depth - 1``, what the last norm reads: ``[B, S, H]``, and from token 1 on ``[B, C, H]``.
 
     Args:
         embedded: ``[B, S + depth - 1, H]``, of the token that follows each slot; index ``t`` of token ``k`` reads slot ``t + k``.
         features: ``[B, S, F]``, the target's, of the first ``S`` slots.
+        chains: ``[C]`` int64, ascending, the indices that go on after token 0; None: all ``S``.
     """
-    count = features.shape[1]
+    at = torch.arange(features.shape[1], device=features.device)
+    chains = at if chains is None else chains
     states, seen = head.fc(features), list[Keys]()
     for k in range(depth):
-        positions = torch.arange(k, k + count, device=features.device)[None]
-        rotary = head.rotary_emb(states, positions)
-        states = _layer(head.midlayer, embedded[:, k : k + count], states, rotary, seen)
+        rotary = head.rotary_emb(states, (at + k)[None])
+        states = _layer(head.midlayer, embedded[:, at + k], states, rotary, seen, at)
         yield states
         if head.head_config.norm_output:
             states = head.norm(states)
+        if k == 0:
+            at, states = chains, states[:, chains]
 
 
-def _layer(layer: DecoderLayer, embedded: Tensor, states: Tensor, rotary: Keys, seen: list[Keys]) -> Tensor:
-    """As :meth:`DecoderLayer.forward`, with the attention of a simulated token; `seen` gets its keys and values."""
+def _layer(layer: DecoderLayer, embedded: Tensor, states: Tensor, rotary: Keys, seen: list[Keys], at: Tensor) -> Tensor:
+    """As :meth:`DecoderLayer.forward`, with the attention of a simulated token of the indices `at`; `seen` gets its keys and values."""
     normed = layer.hidden_norm(states)
     residual = normed if layer.norm_before_residual else states
     attention, shape = layer.self_attn, (*states.shape[:2], -1, layer.self_attn.head_dim)
@@ -48,19 +54,19 @@ def _layer(layer: DecoderLayer, embedded: Tensor, states: Tensor, rotary: Keys, 
     q, k = apply_rotary_pos_emb(q, k, *rotary)
     groups = attention.num_key_value_groups
     seen.append((k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)))
-    attended = _attention(q, seen, attention.scaling).transpose(1, 2).flatten(2)
+    attended = _attention(q, seen, attention.scaling, at).transpose(1, 2).flatten(2)
     states = residual + attention.o_proj(attended)
     return states + layer.mlp(layer.post_attention_layernorm(states))
 
 
-def _attention(q: Tensor, seen: list[Keys], scaling: float) -> Tensor:
-    """``[B, heads, S, d]``: causal over what was read with the target's features, and one key of each simulated token since."""
+def _attention(q: Tensor, seen: list[Keys], scaling: float, at: Tensor) -> Tensor:
+    """``[B, heads, S or C, d]``: causal over what was read with the target's features, and one key of each simulated token since."""
     (keys, values), later = seen[0], seen[1:]
     if not later:
         return torch.nn.functional.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=scaling)
-    count = q.shape[2]
+    count = keys.shape[2]
     scores = (q @ keys.transpose(2, 3)).float()
-    hidden = torch.ones(count, count, dtype=torch.bool, device=q.device).triu(1)
+    hidden = torch.arange(count, device=q.device) > at[:, None]
     own = torch.stack([(q * k).sum(-1) for k, _ in later], dim=-1).float()
     scores = torch.cat([scores.masked_fill(hidden, float("-inf")), own], dim=-1) * scaling
     weights = scores.softmax(-1).to(values.dtype)

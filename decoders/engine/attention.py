@@ -1,4 +1,4 @@
-"""Fused attention over the slot cache, registered with transformers under the name ``"decoders"``.
+"""Fused attention over the slot cache, which transformers knows as ``"decoders"`` (:mod:`.attention_functions`).
 
 The mask is made once per pass for every *kind* of layer a model has (full, sliding, chunked …) and stacked along the
 mask's head axis: ``[B, T, N, view]``. Model code hands it through untouched and each layer picks its own.
@@ -12,8 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
-from transformers.masking_utils import sdpa_mask
+from transformers import PreTrainedConfig
 
 from ..errors import UnsupportedError
 from .buckets import ROWS, view_bucket
@@ -219,7 +218,7 @@ def _attend(
     packed = query.reshape(rows, kv_heads, group * n, dim)
     if repeated != group:
         mask = repeat_for_group(mask, group)
-    if spare := _spare_queries(packed):
+    if spare := _spare_queries(packed, n):
         packed, mask = F.pad(packed, (0, 0, 0, spare)), F.pad(mask, (0, 0, 0, spare))
     if softcap is None and s_aux is None:
         out = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
@@ -237,22 +236,13 @@ def _attend(
     return out.reshape(rows, q_heads, n, value.shape[-1]).transpose(1, 2).contiguous()
 
 
-def _spare_queries(packed: Tensor) -> int:
+def _spare_queries(packed: Tensor, nodes: int) -> int:
     """How many queries more ``[B, H, Q, D]`` a kernel is given so that those there are have the same bits in every block.
 
     Only blocks of few nodes per row lack some: others come in multiples (:mod:`.invariance`).
     """
     if packed.dtype not in (torch.bfloat16, torch.float16) or packed.device.type != "cpu":
         return 0
-    return 0 if torch.compiler.is_dynamo_compiling() else -packed.shape[2] % ROWS
-
-
-def register() -> None:
-    """Makes both attention functions known to transformers; safe to call again."""
-    from . import flex
-
-    for name, function in ((NAME, tree_attention), (flex.NAME, flex.flex_tree_attention)):
-        AttentionInterface.register(name, function)
-        # The loop passes ready 4-D masks, which transformers returns as they are; a name without a mask function would
-        # make it drop them.
-        AttentionMaskInterface.register(name, sdpa_mask)
+    if torch.compiler.is_dynamo_compiling() and nodes != 1:  # a multiple by themselves; asking would be a guard
+        return 0
+    return -packed.shape[2] % ROWS

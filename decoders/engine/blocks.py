@@ -47,11 +47,12 @@ class Blocks:
     Attributes:
         exact: whether blocks have the nodes that are proposed and no others. Several rows are many enough for kernels that give
             every row the same bits; compiled code is made for blocks of some nodes.
+        single: the same for blocks of one node.
     """
 
     def __init__(self, rows: int, device: torch.device, static: bool = False, multiple: int = 1) -> None:
         self.rows, self.device, self.static, self.multiple = rows, device, static, multiple
-        self.exact = False
+        self.exact = self.single = False
         self.no_draft_token = torch.full((rows, self.size(1) - 1), -1, dtype=torch.int64, device=device)
         self._trees: dict[tuple[Topology, int], TreeTensors] = {}
 
@@ -74,7 +75,7 @@ class Blocks:
 
     def size(self, nodes: int) -> int:
         """Nodes of the block that holds so many of a draft, the root included."""
-        return nodes if self.exact else node_bucket(nodes, self.static, self.multiple)
+        return nodes if self.exact or (self.single and nodes == 1) else node_bucket(nodes, self.static, self.multiple)
 
     def tensors(self, tree: Topology) -> TreeTensors:
         """`tree`, padded, on the device; made once."""

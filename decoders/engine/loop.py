@@ -156,8 +156,9 @@ class Call:
         self.where = "propose"
         draft = self.propose(state, max(self.lengths))
         if not self.target.static:
-            several = self.batch > 1 and not self.passes.compiles(several=True)
-            self.blocks.exact = several and not self.target.rounds
+            several = self.batch > 1 and not self.target.rounds
+            self.blocks.exact = several and not self.passes.compiles(several=True)
+            self.blocks.single = several and self.passes.runs_single()
             # Other verifiers, and strategies that observe, see the draft as it is.
             if self.verifier is None and not self.request.strategy.observes:
                 draft = cut(draft, self.width, self.rows.finished, self.batch, self.worth)
@@ -180,6 +181,8 @@ class Call:
         else:
             core = stopwatch.next()
             timings.core += core
+            if self.batch > 1 and not draft.tokens.shape[1]:
+                self.passes.book_single(core)
             if self.worth is not None:
                 self.worth.observe(self.batch, block.draft_tokens.shape[1] + 1, core, outcome.drafted, outcome.accepted)
             if self.resources.costs is not None:

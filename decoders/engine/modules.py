@@ -13,7 +13,7 @@ from .. import devices
 from ..drafting import ModulePasses
 from ..errors import UnsupportedError
 from ..tree import TreeTensors
-from . import attention
+from . import attention, attention_functions
 from .buckets import slots_for, view_bucket
 from .cache import CacheBuffers, LayerSpec, LayoutProbe, SlotCache
 from .packing import pack
@@ -43,7 +43,7 @@ class ModuleTwin:
             raise UnsupportedError(
                 f"{name} is on {', '.join(sorted(map(str, places)))}, the target on {device}: move it"
             )
-        attention.register()
+        attention_functions.register()
         self.module, self.device, self.name = share_weights(module), device, name
         configs = _configs(self.module)
         for config in configs:
@@ -99,7 +99,12 @@ class SlotPasses(ModulePasses):
     Args:
         rows, slots: of its cache.
         compile: ``Context.compile``.
+
+    Attributes:
+        on_device: whether the drafter never waits for the device, so that its steps can be recorded.
     """
+
+    on_device = True
 
     def __init__(self, twin: ModuleTwin, rows: int, slots: int, compile: Callable[[Callable], Callable]) -> None:
         self.twin, self.rows, self.compile, self.passes = twin, rows, compile, 0

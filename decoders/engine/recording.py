@@ -22,6 +22,7 @@ def recordable(call: Call) -> bool:
         call.session.recordings is not None and call.target.static and bool(request.compile) and request.strategy.on_device
         and (call.guide is None or call.guide.on_device)
         and all(drafter.on_device for drafter in call.drafters)
+        and all(module.on_device for module in call.resources.modules)
         and request.processors is None and request.criteria is None and not (request.keep_logits or request.keep_scores)
     )  # fmt: skip
 

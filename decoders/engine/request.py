@@ -22,6 +22,7 @@ from .tiers import Compile
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from ..drafting import OtherVocabulary
     from .engine import Engine
 
 
@@ -57,6 +58,7 @@ class Request:
         tokenizer: for strategies, if there is one.
         assistant_model: for strategies that need one.
         engine_of: the engine of a draft model: a loaded one, or a path; checks that its vocabulary is the target's.
+        vocabulary_of: see :attr:`decoders.strategy.Context.vocabulary_of`.
         resolve: makes a strategy from a registry name and settings.
         observers: are told how it goes.
         cost_folder: keeps measured costs between processes; None keeps them in memory.
@@ -89,6 +91,7 @@ class Request:
     tokenizer: PreTrainedTokenizerBase | None = None
     assistant_model: PreTrainedModel | None = None
     engine_of: Callable[[PreTrainedModel | str], Engine] | None = None
+    vocabulary_of: Callable[[PreTrainedModel | str], OtherVocabulary | None] | None = None
     resolve: Callable[..., Strategy] | None = None
     observers: tuple[Observer, ...] = ()
     cost_folder: Path | None = None

@@ -70,14 +70,19 @@ class CallResources:
         )  # fmt: skip
         if request.resolve is not None:
             context = replace(context, strategy=request.resolve)
+        if request.vocabulary_of is not None:
+            context = replace(context, vocabulary_of=request.vocabulary_of)
         return replace(context, draft=opener(settings, context, call.guide, self.drafters))
 
-    def _module(self, module: nn.Module, *, ahead: int, example: tuple[Tensor, ...]) -> SlotPasses:
+    def _module(
+        self, module: nn.Module, *, ahead: int, example: tuple[Tensor, ...], on_device: bool = True
+    ) -> SlotPasses:
         """See :attr:`Context.module`."""
         call = self.call
         compile = partial(call.engine.function, compile=call.request.compile, report=call.report)
         slots = max(call.longest, call.rows.slots) + ahead
         self.modules.append(SlotPasses(call.engine.module(module, example), call.width, slots, compile))
+        self.modules[-1].on_device = on_device
         return self.modules[-1]
 
     def _memory_of(self, key: str, factory: Callable[[], Any], of: Strategy | None = None) -> Any:

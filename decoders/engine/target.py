@@ -16,7 +16,7 @@ from .. import devices
 from ..errors import UnsupportedError
 from ..layers import decoder_layers
 from ..tree import TreeTensors
-from . import attention, buckets, flex, invariance, recurrent
+from . import attention, attention_functions, buckets, flex, invariance, recurrent
 from .cache import CacheBuffers, SlotCache
 from .features import LayerStates, OutputHead
 from .fingerprints import Fingerprints
@@ -85,7 +85,7 @@ class Target:
                 f"weights={precision.weights!r}: the weights of {type(model).__name__} are shared by {self.ranks.size} processes, and "
                 "parts of matrices are not quantized here. Leave weights='keep'; kv_cache='int8' works"
             )
-        attention.register()
+        attention_functions.register()
         self.flex = backend == "flex"
         self.static = devices.static_shapes(model.device)
         self.kinds, kind_of_layer = attention.layer_kinds(model.config)

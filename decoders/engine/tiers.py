@@ -65,6 +65,7 @@ class ForwardPass:
     def forget(self) -> None:
         """Drops compiled code; a compilation under way is left to end by itself."""
         self._tiers = {False: _Tier(), True: _Tier()}
+        self._single = _Tier()
         self._regional: RegionalForward | None = None
         self._settle = CompiledFunction(settle)
 
@@ -96,6 +97,30 @@ class ForwardPass:
     def compiles(self, several: bool) -> bool:
         """Whether the next pass over one row, or over `several`, may run compiled."""
         return bool(self._mode) and (self._mode is True or self.ready(several))
+
+    def runs_single(self) -> bool:
+        """Whether the next pass over several rows may have one node in each: uncompiled, or by a graph of its own.
+
+        The graph for any number of nodes is made for three and more, and dynamic sizes leave one out. One node has the same bits in
+        both (:mod:`.invariance`), so that a call may take whichever is there.
+        """
+        if not self.compiles(several=True):
+            return True
+        job = self._single.job
+        return job is not None and job.poll()
+
+    def book_single(self, seconds: float) -> None:
+        """Notes a step of several rows with one node each, padded or not; once these have taken long enough, they get a graph."""
+        if not self._mode or self.target.rounds or not self.ready(several=True):
+            return
+        self._single.seconds += seconds
+        if self._single.job is None and worth_compiling(self._single.seconds, FORWARD_SECONDS):
+            self._single.job = self._compilation(3, 1)
+        job = self._single.job
+        if job is not None and job.ready and not self._single.booked:
+            self._single.booked = True
+            self._report.timings.background += job.seconds
+            self._report.compilations += 1
 
     def steady_tiers(self, mode: Compile) -> set[bool] | None:
         """In which tiers a call that begins now may run compiled; None: whenever that is ready."""
@@ -154,24 +179,24 @@ class ForwardPass:
     def _begin(self, several: bool) -> BackgroundCompile:
         tier = self._tiers[several]
         if tier.job is None:
-            if self._regional is None:
-                self._regional = regional(self.target)
-            forward, settled = self._regional, self._settle
-            target = self.target
-
-            def work() -> None:
-                nodes, base, tree, buffers, view = examples(target, 3 if several else 1)
-                forward.compile(nodes, base, tree, buffers, view)
-                tokens, flags = (
-                    torch.zeros(len(nodes), buffers.slots, dtype=torch.int64),
-                    torch.zeros(len(nodes)).bool(),
-                )
-                stops = torch.full((len(nodes), 8), -1)
-                block = torch.zeros(len(nodes), len(tree), dtype=torch.int64)
-                settled(block, block.clone(), tree, tokens, base + 1, base + 40, flags, stops)
-
-            tier.job = BackgroundCompile("the forward pass", work)
+            tier.job = self._compilation(3 if several else 1, 11)
         return tier.job
+
+    def _compilation(self, rows: int, count: int) -> BackgroundCompile:
+        """Begins to compile for so many rows and nodes, see :func:`examples`."""
+        if self._regional is None:
+            self._regional = regional(self.target)
+        forward, settled, target = self._regional, self._settle, self.target
+
+        def work() -> None:
+            nodes, base, tree, buffers, view = examples(target, rows, count)
+            forward.compile(nodes, base, laid_out(tree) if count == 1 else tree, buffers, view)
+            tokens, flags = torch.zeros(rows, buffers.slots, dtype=torch.int64), torch.zeros(rows).bool()
+            stops = torch.full((rows, 8), -1)
+            block = torch.zeros(rows, len(tree), dtype=torch.int64)
+            settled(block, block.clone(), tree, tokens, base + 1, base + 40, flags, stops)
+
+        return BackgroundCompile("the forward pass", work)
 
 
 def regional(target: Target) -> RegionalForward:
@@ -187,18 +212,19 @@ def regional(target: Target) -> RegionalForward:
     return RegionalForward(forward, twin.model, target.matrices)
 
 
-def examples(target: Target, rows: int) -> tuple[Tensor, Tensor, TreeTensors, CacheBuffers, Tensor]:
+def examples(target: Target, rows: int, count: int = 11) -> tuple[Tensor, Tensor, TreeTensors, CacheBuffers, Tensor]:
     """Arguments to compile for: sizes that may differ are pairwise different, or Dynamo would take one for another.
 
-    The block is the end of its tree, as where a tree is drafted level by level; one graph serves that and whole trees.
+    The block is the end of its tree, as where a tree is drafted level by level; one graph serves that and whole trees. A single
+    node is a whole tree.
     """
-    nodes = torch.randint(0, min(target.vocab_size, target.embeddings), (rows, 11))
+    nodes = torch.randint(0, min(target.vocab_size, target.embeddings), (rows, count))
     buffers = CacheBuffers.allocate(target.layout, rows, 176)
     fixed(*((buffer, (1, 3)) for buffer in buffers.tensors))
     return (
         nodes,
         torch.full((rows,), 19),
-        Topology.chain(12).tensors(rows, target.device),
+        Topology.chain(count + 1 if count > 1 else 0).tensors(rows, target.device),
         buffers,
         torch.arange(176)[:80],
     )

@@ -9,11 +9,12 @@ from typing import Any, Literal
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..drafting import OtherVocabulary
 from ..engine.engine import Engine
 from ..engine.fitness import refuse_unfit
 from ..errors import UnsupportedError
 from .checkpoints import load_model
-from .translation import translated
+from .translation import TokenMap, tokens_of, translated
 
 #: Heads are padded to multiples of up to this many ids; a larger difference means another vocabulary.
 PADDING = 256
@@ -29,6 +30,7 @@ class Assistants:
         self._translations: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, Any, Any, PreTrainedModel]] = (
             weakref.WeakKeyDictionary()
         )
+        self._maps: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, Any, TokenMap]] = weakref.WeakKeyDictionary()
         self._engines: weakref.WeakKeyDictionary[PreTrainedModel, Engine] = weakref.WeakKeyDictionary()
 
     def __reduce__(self) -> tuple:
@@ -40,6 +42,7 @@ class Assistants:
             engine.release(model)
         self._engines.clear()
         self._translations.clear()
+        self._maps.clear()
         self._loaded.clear()
 
     def forget(self) -> None:
@@ -87,6 +90,46 @@ class Assistants:
 
         return engine_of
 
+    def vocabularies(
+        self,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        assistant_tokenizer: PreTrainedTokenizerBase | None,
+    ) -> Callable[[PreTrainedModel | str], OtherVocabulary | None]:
+        """For one call on `target`: see :attr:`decoders.strategy.Context.vocabulary_of`.
+
+        The function raises UnsupportedError: no such model, or a vocabulary that cannot be told in bytes.
+        """
+
+        def vocabulary_of(model: PreTrainedModel | str) -> OtherVocabulary | None:
+            other = assistant_tokenizer
+            if isinstance(model, str):
+                model, other = self._load(model, target)
+            try:
+                check_vocabulary(target, model, tokenizer, other)
+                return None
+            except UnsupportedError as difference:
+                if tokenizer is None or other is None:
+                    return None  # `draft` says what is wrong
+                try:
+                    tokens = self._tokens(model, target, tokenizer, other)
+                except UnsupportedError as error:
+                    raise UnsupportedError(f"{difference}: {error}") from difference
+            if model.device != target.device:
+                return None
+            begin = tuple(other("")["input_ids"])
+            return OtherVocabulary(model, tokens.own, tokens.other, begin, tokens.shared)
+
+        return vocabulary_of
+
+    def _tokens(
+        self, model: PreTrainedModel, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase
+    ) -> TokenMap:  # fmt: skip
+        kept = self._maps.get(model)
+        if kept is None or kept[0] is not tokenizer or kept[1] is not other:
+            kept = self._maps[model] = tokenizer, other, tokens_of(model, target, tokenizer, other)
+        return kept[2]
+
     def _translated(
         self, model: PreTrainedModel, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None,
         other: PreTrainedTokenizerBase | None, difference: UnsupportedError,
@@ -104,7 +147,7 @@ class Assistants:
         if kept is not None and kept[0] is tokenizer and kept[1] is other and kept[2] == state:
             return kept[3]
         try:
-            twin = translated(model, target, tokenizer, other)
+            twin = translated(model, target, self._tokens(model, target, tokenizer, other))
         except UnsupportedError as error:
             raise UnsupportedError(f"{difference}: {error}") from difference
         self._translations[model] = tokenizer, other, state, twin

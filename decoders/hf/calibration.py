@@ -16,7 +16,8 @@ from ..engine.layout import embeddings_of
 from ..errors import DecodersError, SettingsError
 from ..registry.registry import registry
 from ..registry.resolve import resolve_strategy
-from ..settings import RuntimeSettings, load_settings
+from ..setting_sources import load_settings
+from ..settings import RuntimeSettings
 from .warmup import PROMPT
 from .wrapper import Generate
 

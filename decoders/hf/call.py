@@ -157,7 +157,7 @@ class GenerateCall:
                 f"verifier={options.verifier.name!r} needs the distribution after every draft token at once, and a logits "
                 "processor of this call reads the text before it: take verifier='coupled'"
             )
-        streamer = options.arguments.get("streamer")
+        streamer, assistant_tokenizer = map(options.arguments.get, ("streamer", "assistant_tokenizer"))
         pad_token = pad_token_of(generation_config)
         aligner = StreamAligner(streamer, len(prompts), pad_token) if streamer is not None else None
         engine = self.engine()
@@ -180,9 +180,8 @@ class GenerateCall:
             compile=runtime.compile, reuse=runtime.reuse, memory=runtime.memory,
             prefill_chunk=runtime.prefill_chunk, slots=runtime.slots,
             origin=registry().origin(type(options.strategy)),
-            engine_of=self.assistants.opener(
-                self.model, engine, self.tokenizer, options.arguments.get("assistant_tokenizer")
-            ),
+            engine_of=self.assistants.opener(self.model, engine, self.tokenizer, assistant_tokenizer),
+            vocabulary_of=self.assistants.vocabularies(self.model, self.tokenizer, assistant_tokenizer),
             model=self.model, tokenizer=self.tokenizer, assistant_model=options.arguments.get("assistant_model"),
             resolve=resolve_strategy, observers=registry().listening(), cost_folder=runtime.cost_cache or default_folder(),
         )  # fmt: skip

@@ -34,11 +34,14 @@ class TokenMap:
         read: ``[V]`` int64, what the draft reads in its place: the same, or the last token of the draft's own way to write it, so that
             every token of the text has one slot in either cache.
         shared: share of the target's text tokens that the draft has.
+        own, other: the tokens of both in bytes.
     """
 
     written: Tensor
     read: Tensor
     shared: float
+    own: Vocabulary
+    other: Vocabulary
 
 
 def token_map(
@@ -65,7 +68,7 @@ def token_map(
     fallback = next((t for t in (draft_tokenizer.unk_token_id, draft_tokenizer.eos_token_id) if t is not None), 0)
     for token, ids in zip(missing, encoded, strict=True):
         read[token] = ids[-1] if ids and ids[-1] < draft_size else fallback
-    return TokenMap(torch.tensor(written), torch.tensor(read), shared / max(texts, 1))
+    return TokenMap(torch.tensor(written), torch.tensor(read), shared / max(texts, 1), own, other)
 
 
 def _text(text: bytes | None, tokenizer: PreTrainedTokenizerBase, token: int) -> str:
@@ -76,9 +79,22 @@ def _text(text: bytes | None, tokenizer: PreTrainedTokenizerBase, token: int) ->
     return text.decode("utf-8", errors="ignore")
 
 
-def translated(
+def tokens_of(
     draft: PreTrainedModel, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase
-) -> PreTrainedModel:  # fmt: skip
+) -> TokenMap:  # fmt: skip
+    """:func:`token_map` of two models.
+
+    Raises:
+        UnsupportedError: one of them cannot be told in bytes.
+    """
+    sizes = [model.get_output_embeddings().weight.shape[0] for model in (target, draft)]
+    try:
+        return token_map(tokenizer, sizes[0], draft_tokenizer, sizes[1])
+    except UnsupportedError as error:
+        raise UnsupportedError(f"the tokens of the two vocabularies cannot be compared: {error}") from error
+
+
+def translated(draft: PreTrainedModel, target: PreTrainedModel, tokens: TokenMap) -> PreTrainedModel:
     """`draft` with the target's vocabulary: it shares all parameters with `draft` but those of embedding and head.
 
     Raises:
@@ -88,13 +104,10 @@ def translated(
     if not isinstance(head, nn.Linear) or not isinstance(embedding, nn.Embedding):
         raise UnsupportedError("a draft model with another vocabulary needs an ordinary embedding and a linear head")
     size = target.get_output_embeddings().weight.shape[0]
-    try:
-        tokens = token_map(tokenizer, size, draft_tokenizer, head.weight.shape[0])
-    except UnsupportedError as error:
-        raise UnsupportedError(f"the tokens of the two vocabularies cannot be compared: {error}") from error
     if tokens.shared < LEAST_SHARED:
         raise UnsupportedError(
-            f"the draft has {tokens.shared:.0%} of the target's tokens, which is too few to draft through ({LEAST_SHARED:.0%} at least)"
+            f"the draft has {tokens.shared:.0%} of the target's tokens, which is too few to draft through "
+            f"({LEAST_SHARED:.0%} at least); 'speculative' with a chain drafts text instead (alignment='strings')"
         )
     twin = copy.deepcopy(draft, {id(parameter): parameter for parameter in draft.parameters()})
     vars(twin).pop("generate", None)

@@ -1,1 +1,1 @@
-"""Regular expressions: read, as trees, as automata. Nothing of the package is imported but its errors."""
+"""Regular expressions: dialects read into one tree, and automata and text made of it. Imports only the errors of the package."""

@@ -1,6 +1,6 @@
 """Deterministic automata over characters: conditions on a string, all at once.
 
-A condition is a tree of :mod:`regular`, to be met or not; lengths are conditions too. interegular's ``crawl`` walks the
+A condition is a regular tree, to be met or not; lengths are conditions too. interegular's ``crawl`` walks the
 product of all, bounded by what it is told to follow, and its ``FSM`` holds what is found. Trees are walked as sets of nodes
 here, since an FSM of one condition may be exponentially larger than the product, and interegular's ``star`` and
 ``isdisjoint`` (0.3.3) are wrong where an FSM comes back to its first state; states are merged here, since its ``reduce`` may
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from . import limits
 from .equivalence import refined
 from .symbols import Symbols
-from .tree import Cat, Chars, Or, Repeat, Rx
+from .tree import Cat, Chars, Or, Pattern, Repeat, irregular
 
 if TYPE_CHECKING:
     from interegular.fsm import FSM
@@ -27,7 +27,7 @@ _State: TypeAlias = tuple[tuple[frozenset[int], ...], int]
 _REMEMBERED = 50_000
 
 
-def automaton(conditions: Sequence[tuple[Rx, bool]], low: int = 0, high: int | None = None) -> FSM:
+def automaton(conditions: Sequence[tuple[Pattern, bool]], low: int = 0, high: int | None = None) -> FSM:
     """The strings of `low` to `high` characters in every tree marked True and in none marked False, as :func:`minimal` has it.
 
     Its alphabet are ranges of code points.
@@ -40,22 +40,22 @@ def automaton(conditions: Sequence[tuple[Rx, bool]], low: int = 0, high: int | N
     most = high + 1 if high is not None else low  # longer strings are all the same
     if most > limits.STATES:
         limits.exceeded("STATES", limits.STATES, f"a length of {most:,} together with a pattern")
-    symbols = Symbols([rx for rx, _ in conditions])
-    parts = [_Part(rx, symbols) for rx, _ in conditions]
+    symbols = Symbols([tree for tree, _ in conditions])
+    parts = [_ConditionAutomaton(tree, symbols) for tree, _ in conditions]
     states: list[_State] = []
     numbers: dict[_State, int] = {}
-    looked_at = 0  # nodes
+    visited = 0  # nodes
 
     def number(state: _State) -> int:
-        nonlocal looked_at
+        nonlocal visited
         if state not in numbers:
             numbers[state] = len(states)
             states.append(state)
-            looked_at += symbols.count * sum(map(len, state[0]))
+            visited += symbols.count * sum(map(len, state[0]))
             for limit, bound, size in (
                 ("STATES", limits.STATES, len(states)),
                 ("MOVES", limits.MOVES, len(states) * symbols.count),
-                ("MOVE_NODES", limits.MOVE_NODES, looked_at),
+                ("MOVE_NODES", limits.MOVE_NODES, visited),
             ):
                 if size > bound:
                     limits.exceeded(limit, bound, "the automaton of a string's pattern and length")
@@ -64,17 +64,24 @@ def automaton(conditions: Sequence[tuple[Rx, bool]], low: int = 0, high: int | N
     def follow(index: int, symbol: int) -> int:
         sets, count = states[index]
         reached = tuple(part.move(nodes, symbol) for part, nodes in zip(parts, sets, strict=True))
-        lost = any(not nodes and good for nodes, (_, good) in zip(reached, conditions, strict=True))
-        if lost or count == high:
+        fails = any(not nodes and wanted for nodes, (_, wanted) in zip(reached, conditions, strict=True))
+        if fails or count == high:
             raise OblivionError
         return number((reached, min(count + 1, most)))
 
     def final(index: int) -> bool:
         sets, count = states[index]
-        judged = zip(parts, sets, conditions, strict=True)
-        return count >= low and all(part.final(nodes) is good for part, nodes, (_, good) in judged)
+        pairs = zip(parts, sets, conditions, strict=True)
+        return count >= low and all(part.final(nodes) is wanted for part, nodes, (_, wanted) in pairs)
 
-    return minimal(crawl(symbols.alphabet, number((tuple(part.start for part in parts), 0)), final, follow))
+    return minimal(
+        crawl(
+            symbols.alphabet,
+            number((tuple(part.start for part in parts), 0)),
+            final,
+            follow,
+        )
+    )
 
 
 def minimal(machine: FSM) -> FSM:
@@ -89,11 +96,11 @@ def minimal(machine: FSM) -> FSM:
     dead = count
     rows = [tuple([machine.map[state].get(symbol, dead) for symbol in symbols]) for state in range(count)]
     rows.append((dead,) * len(symbols))
-    before: list[list[int]] = [[] for _ in rows]
+    predecessors: list[list[int]] = [[] for _ in rows]
     for state, row in enumerate(rows):
         for after in {*row}:
-            before[after].append(state)
-    blocks = refined([int(state in machine.finals) for state in range(count + 1)], range(count + 1), rows, before)
+            predecessors[after].append(state)
+    blocks = refined([int(state in machine.finals) for state in range(count + 1)], range(count + 1), rows, predecessors)
     names: dict[int, int] = {}
     moves: dict[int, dict[int, int]] = {0: {}}
     alive = [state for state in range(count) if blocks[state] != blocks[dead]]
@@ -106,16 +113,16 @@ def minimal(machine: FSM) -> FSM:
     return FSM(machine.alphabet, set(moves), 0, finals, moves)
 
 
-class _Part:
+class _ConditionAutomaton:
     """One condition: Thompson's automaton, made deterministic as far as it is walked."""
 
-    def __init__(self, rx: Rx, symbols: Symbols) -> None:
+    def __init__(self, tree: Pattern, symbols: Symbols) -> None:
         self.symbols = symbols
         self.silent: list[list[int]] = []
         self.steps: list[tuple[frozenset[int], int] | None] = []
         self.known: dict[tuple[frozenset[int], int], frozenset[int]] = {}
         self.remembered = 0
-        first, self.last = self.build(rx)
+        first, self.last = self.build(tree)
         self.start = self.close([first])
 
     def node(self) -> int:
@@ -125,10 +132,10 @@ class _Part:
         self.steps.append(None)
         return len(self.silent) - 1
 
-    def build(self, rx: Rx) -> tuple[int, int]:
-        """First and last node of `rx`."""
+    def build(self, tree: Pattern) -> tuple[int, int]:
+        """First and last node of `tree`."""
         first, last = self.node(), self.node()
-        match rx:
+        match tree:
             case Chars(ranges):
                 self.steps[first] = (self.symbols.of[ranges], last)
             case Cat(parts):
@@ -148,9 +155,11 @@ class _Part:
                         self.silent[node].append(last)
                         node = self.chain(node, [part], None)
                     self.silent[node].append(last)
+            case _:
+                raise irregular(tree)
         return first, last
 
-    def chain(self, node: int, parts: Sequence[Rx], last: int | None) -> int:
+    def chain(self, node: int, parts: Sequence[Pattern], last: int | None) -> int:
         for part in parts:
             begin, end = self.build(part)
             self.silent[node].append(begin)
@@ -183,13 +192,13 @@ class _Part:
 
 
 @lru_cache(maxsize=128)
-def _reader(rx: Rx) -> _Part:
-    return _Part(rx, Symbols([rx]))
+def _part(tree: Pattern) -> _ConditionAutomaton:
+    return _ConditionAutomaton(tree, Symbols([tree]))
 
 
-def matches(rx: Rx, text: str) -> bool:
-    """Whether `text` as a whole is of `rx`; in linear time."""
-    part = _reader(rx)
+def matches(tree: Pattern, text: str) -> bool:
+    """Whether `text` as a whole is of `tree`; in linear time."""
+    part = _part(tree)
     state = part.start
     for character in text:
         state = part.move(state, part.symbols.symbol(character))

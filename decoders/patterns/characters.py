@@ -59,6 +59,8 @@ def contains(chars: Ranges, point: int) -> bool:
 
 
 DOT: Ranges = complement(_LINE_ENDS)
+#: What texts in UTF-8 may have.
+ENCODABLE: Ranges = complement(SURROGATES)
 
 
 @lru_cache(maxsize=32)

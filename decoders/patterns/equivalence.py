@@ -6,7 +6,10 @@ from collections.abc import Iterable, Sequence
 
 
 def refined(
-    blocks: Sequence[int], states: Iterable[int], successors: Sequence[Sequence[int]], before: Sequence[Sequence[int]]
+    blocks: Sequence[int],
+    states: Iterable[int],
+    successors: Sequence[Sequence[int]],
+    predecessors: Sequence[Sequence[int]],
 ) -> list[int]:
     """The coarsest partition, finer than `blocks`, whose blocks' members lead to the same blocks.
 
@@ -17,35 +20,35 @@ def refined(
         blocks: block of each state, -1 for those that do not count.
         states: those that do.
         successors: what each state leads to, symbol by symbol, the same symbols within a block.
-        before: what leads to each state.
+        predecessors: what leads to each state.
     """
     blocks = [*blocks]
     size = [0] * (max(blocks, default=-1) + 1)
-    dirty = {*states}
-    for state in dirty:
+    changed = {*states}
+    for state in changed:
         size[blocks[state]] += 1
     # Where each block's members lead, but for those about to be looked at.
-    usual: list[tuple[int, ...]] = [()] * len(size)
-    named = blocks.__getitem__
-    while dirty:
-        touched: dict[int, list[int]] = {}
-        for state in dirty:
-            touched.setdefault(blocks[state], []).append(state)
-        moved: list[tuple[int, int]] = []
-        for block, members in touched.items():
+    targets_of_block: list[tuple[int, ...]] = [()] * len(size)
+    block_of = blocks.__getitem__
+    while changed:
+        members_of_block: dict[int, list[int]] = {}
+        for state in changed:
+            members_of_block.setdefault(blocks[state], []).append(state)
+        renamed: list[tuple[int, int]] = []
+        for block, members in members_of_block.items():
             parts: dict[tuple[int, ...], list[int]] = {}
             for state in members:
-                parts.setdefault(tuple(map(named, successors[state])), []).append(state)
+                parts.setdefault(tuple(map(block_of, successors[state])), []).append(state)
             if len(members) == size[block]:
-                usual[block] = max(parts, key=lambda targets: len(parts[targets]))
-            parts.pop(usual[block], None)
+                targets_of_block[block] = max(parts, key=lambda targets: len(parts[targets]))
+            parts.pop(targets_of_block[block], None)
             for targets, part in parts.items():
                 name = len(size)
-                usual.append(targets)
+                targets_of_block.append(targets)
                 size.append(len(part))
                 size[block] -= len(part)
-                moved += [(state, name) for state in part]
-        for state, name in moved:
+                renamed += [(state, name) for state in part]
+        for state, name in renamed:
             blocks[state] = name
-        dirty = {earlier for state, _ in moved for earlier in before[state]}
+        changed = {earlier for state, _ in renamed for earlier in predecessors[state]}
     return blocks

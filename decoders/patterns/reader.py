@@ -1,245 +1,228 @@
-"""One reader of regular expressions for all dialects: it finds the parts of a pattern, and calls a method for each.
+"""The one reader of regular expressions: a pattern in some dialect becomes a tree.
 
-A dialect is a subclass. Its methods say what a part means, and refuse what the dialect does not read; its class attributes
-say where the notations differ. Nothing here recurs: groups may be nested as deep as the dialect allows.
+It does not recurse: groups may be nested as deep as the dialect allows. A group around a single part is that part.
 """
 
 from __future__ import annotations
 
 import re
-from abc import ABC
-from dataclasses import dataclass
-from typing import ClassVar, Generic, NoReturn, TypeVar
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
-Set = TypeVar("Set")
+from ..errors import shortened
+from . import characters, limits
+from .classes import ClassReader
+from .dialect import Dialect
+from .tree import Anchor, Cat, Chars, Look, Or, Pattern, Repeat, Verbatim
 
 _COUNT = re.compile(r"\{([0-9]*)(,?)([0-9]*)\}")
-_MARKS = {"*": (0, None), "+": (1, None), "?": (0, 1)}
-_BRACED = re.compile(r"\{([^{}]*)\}")
-_HEXADECIMAL = re.compile(r"[0-9A-Fa-f]+")
+_MARKS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 _LOOKS = ("(?<=", "(?<!", "(?=", "(?!")
-#: Digits of a code point without braces.
-CODE_DIGITS = {"x": 2, "u": 4, "U": 8}
+_COMMENT = "(?#"
+
+#: What a quantifier would repeat: nothing, a part, one that is already repeated, an anchor, a group that contains anchors.
+_Last: TypeAlias = Literal["nothing", "part", "repeated", "anchor", "anchored group"]
 
 
-@dataclass(frozen=True)
-class Quantifier:
-    """How often something is repeated.
+def read(pattern: str, dialect: Dialect) -> Pattern:
+    """The tree of `pattern`.
+
+    Raises:
+        GrammarError: it is not well formed, or says more than the dialect reads.
+    """
+    return _Reader(pattern, dialect).read()
+
+
+@dataclass
+class _Group:
+    """An open group, or the pattern itself.
 
     Attributes:
-        begin: its place in the pattern.
-        text: as it is written, without the mark of laziness.
-        low: at least so often.
-        high: at most so often; None for any number.
-        lazy: whether as few as possible come first.
+        place: of its parenthesis.
+        opening: how a group of another kind than ``(?:`` begins.
+        alternatives: complete ones.
+        parts: of the alternative that is read.
+        last: the last of them.
+        anchored: whether it contains anchors.
     """
 
-    begin: int
-    text: str
-    low: int
-    high: int | None
-    lazy: bool
+    place: int
+    opening: str = ""
+    alternatives: list[Pattern] = field(default_factory=list)
+    parts: list[Pattern] = field(default_factory=list)
+    last: _Last = "nothing"
+    anchored: bool = False
+
+    def add(self, part: Pattern) -> None:
+        self.parts.append(part)
+        self.last = "part"
+
+    def end_alternative(self) -> None:
+        self.alternatives.append(self.parts[0] if len(self.parts) == 1 else Cat(tuple(self.parts), place=self.place))
+        self.parts, self.last = [], "nothing"
+
+    def tree(self) -> Pattern:
+        """The alternatives, all of them complete."""
+        several = len(self.alternatives) > 1
+        return Or(tuple(self.alternatives), place=self.place) if several else self.alternatives[0]
 
 
-class Reader(ABC, Generic[Set]):
-    """A dialect reading one pattern. ``Set`` is what it makes of a set of characters.
+class _Reader(ClassReader):
+    """Reads one pattern from left to right."""
 
-    Attributes:
-        pattern: what is read.
-        place: where it is read next.
-    """
+    def __init__(self, pattern: str, dialect: Dialect) -> None:
+        super().__init__(pattern, dialect)
+        self.groups = [_Group(0)]
 
-    #: Whether ``{,n}`` is a quantifier.
-    open_low: ClassVar[bool] = True
-    #: Most digits of a bound.
-    bound_digits: ClassVar[int] = 8
-    #: Whether a bracket closes a class right behind its beginning; otherwise it stands for itself there.
-    empty_classes: ClassVar[bool] = False
-    #: What a hyphen in a class stands for itself before; "" is the end of the pattern.
-    no_range_before: ClassVar[tuple[str, ...]] = ("", "]", "-")
-    #: Letters of escapes whose code point may stand in braces.
-    braced_codes: ClassVar[str] = "xuU"
-    #: The beginning of a group with a name.
-    named_group: ClassVar[re.Pattern[str]] = re.compile(r"\(\?P?<([A-Za-z_]\w*)>")
+    @property
+    def group(self) -> _Group:
+        return self.groups[-1]
 
-    def __init__(self, pattern: str) -> None:
-        self.pattern, self.place = pattern, 0
-
-    # What a dialect says of the parts of a pattern, in the order of the text.
-
-    def literal(self, character: str, begin: int) -> None:
-        """A character that stands for itself."""
-
-    def dot(self, begin: int) -> None:
-        """``.``"""
-
-    def escape(self, begin: int) -> None:
-        """A backslash at `begin`, outside of classes; nothing of it has been read."""
-        self.place += 2
-
-    def charset(self, begin: int, negated: bool, members: list[Set]) -> None:
-        """A class in brackets."""
-
-    def anchor(self, begin: int, end: bool) -> None:
-        """``^``, or ``$`` if `end`."""
-
-    def group(self, begin: int) -> None:
-        """A group is opened, with or without a name."""
-
-    def look(self, mark: str, begin: int) -> None:
-        """Look-around is opened by `mark`."""
-
-    def special(self, begin: int) -> None:
-        """``(?`` and what is none of the above; nothing of it has been read."""
-        self.place += 2
-
-    def close(self, begin: int) -> None:
-        """A group is closed."""
-
-    def alternative(self, begin: int) -> None:
-        """``|``"""
-
-    def repeatable(self, text: str, begin: int) -> bool:
-        """Whether the quantifier `text` has something to repeat; otherwise its first character stands for itself."""
-        return True
-
-    def quantify(self, quantifier: Quantifier) -> None:
-        """The last part is repeated."""
-
-    def too_often(self, text: str, begin: int) -> None:
-        """The quantifier `text` has a bound of too many digits."""
-
-    def bounds_reversed(self, text: str, begin: int) -> None:
-        """The quantifier `text` has its larger bound first."""
-
-    # Of classes, for dialects that do not override :meth:`character_class`.
-
-    def single(self) -> Set:
-        """A character, or an escape, in a class. Not at the end of the pattern."""
-        raise NotImplementedError
-
-    def span(self, low: Set, high: Set, begin: int) -> Set:
-        """From one to the other."""
-        raise NotImplementedError
-
-    def unclosed_class(self, begin: int) -> NoReturn:
-        """A class is never closed."""
-        raise NotImplementedError
-
-    # What finds them.
-
-    def peek(self, text: str) -> bool:
-        """Whether `text` comes next."""
-        return self.pattern.startswith(text, self.place)
-
-    def take(self, text: str) -> bool:
-        """Reads `text`, if it comes next."""
-        if self.peek(text):
-            self.place += len(text)
-            return True
-        return False
-
-    def read_parts(self) -> None:
-        """Reads the pattern to its end."""
+    def read(self) -> Pattern:
         while self.place < len(self.pattern):
             begin, character = self.place, self.pattern[self.place]
             if character == "\\":
                 self.escape(begin)
             elif character == "[":
-                self.character_class(begin)
+                self.group.add(self.character_class(begin))
             elif character == "(":
-                self._open(begin)
-            elif character in "*+?{":
-                self._quantifier(begin)
+                self.open(begin)
+            elif character in _MARKS or character == "{":
+                self.quantifier(begin)
             else:
                 self.place += 1
                 if character == ")":
                     self.close(begin)
                 elif character == "|":
-                    self.alternative(begin)
+                    self.group.end_alternative()
                 elif character in "^$":
-                    self.anchor(begin, end=character == "$")
+                    self.anchor(Anchor(character == "$", place=begin), character)
                 elif character == ".":
-                    self.dot(begin)
+                    self.group.add(Chars(self.dialect.dot, place=begin))
                 else:
                     self.literal(character, begin)
+        while len(self.groups) > 1:  # where the dialect judges that itself, the rest of the pattern is in the group
+            self.refuse("unclosed group", "(", self.group.place)
+            self.close(self.place)
+        self.group.end_alternative()
+        return self.group.tree()
 
-    def character_class(self, begin: int) -> None:
-        """A class in brackets at `begin`."""
-        self.place = begin + 1
-        negated = self.take("^")
-        first = self.place
-        members: list[Set] = []
-        while not (self.peek("]") and (self.place > first or self.empty_classes)):
-            members.append(self.member(begin))
-        self.place += 1
-        self.charset(begin, negated, members)
+    def literal(self, character: str, begin: int) -> None:
+        self.group.add(Chars(characters.of(character), place=begin))
 
-    def member(self, class_begin: int) -> Set:
-        """A character or a range in the class that begins at `class_begin`."""
-        begin = self.place
-        low = self._single(class_begin)
-        if not self.peek("-") or self.pattern[self.place + 1 : self.place + 2] in self.no_range_before:
-            return low
-        self.place += 1
-        return self.span(low, self._single(class_begin), begin)
+    def escape(self, begin: int) -> None:
+        part = self.escaped(in_class=False)
+        if isinstance(part, Anchor):
+            self.anchor(part, self.pattern[begin : self.place])
+        else:
+            self.group.add(part)
 
-    def _single(self, class_begin: int) -> Set:
-        if self.place >= len(self.pattern):
-            self.unclosed_class(class_begin)
-        return self.single()
+    def anchor(self, anchor: Anchor, text: str) -> None:
+        self.refuse("anchor", text, anchor.place)
+        self.group.add(anchor)
+        self.group.last, self.group.anchored = "anchor", True
 
-    def _open(self, begin: int) -> None:
+    # Groups.
+
+    def open(self, begin: int) -> None:
         if not self.peek("(?"):
             self.place += 1
-            self.group(begin)
+            self.push(_Group(begin))
         elif self.take("(?:"):
-            self.group(begin)
+            self.push(_Group(begin))
         elif (mark := next((mark for mark in _LOOKS if self.take(mark)), None)) is not None:
-            self.look(mark, begin)
-        elif named := self.named_group.match(self.pattern, begin):
+            if not (self.dialect.look_aheads and "<" not in mark):
+                self.refuse("look-around", mark, begin)
+            self.push(_Group(begin, mark))
+        elif named := self.dialect.named_group.match(self.pattern, begin):
             self.place = named.end()
-            self.group(begin)
+            self.push(_Group(begin))
+        elif "unclosed comment" in self.dialect.messages and self.take(_COMMENT):
+            self.place = self.pattern.find(")", begin) + 1
+            if not self.place:
+                self.refuse("unclosed comment", _COMMENT, begin)
         else:
-            self.special(begin)
+            self.open_other(begin)
 
-    def _quantifier(self, begin: int) -> None:
+    def open_other(self, begin: int) -> None:
+        for beginning, problem in self.dialect.other_groups:
+            if opening := beginning.match(self.pattern, begin):
+                self.refuse(problem, opening[0], begin)
+                self.place = opening.end()
+                if opening[0].endswith(")"):  # options until the end of the group, which is kept as one
+                    self.group.opening = self.group.opening or "(?:"
+                    self.group.add(Verbatim(opening[0], place=begin))
+                    self.group.last = "nothing"
+                else:
+                    self.push(_Group(begin, opening[0]))
+                return
+        self.place += 2
+        self.push(_Group(begin, "(?"))
+
+    def push(self, group: _Group) -> None:
+        if self.dialect.nesting_limited and len(self.groups) >= limits.NESTING:
+            limits.exceeded("NESTING", limits.NESTING, "groups within groups of a pattern", "pattern")
+        self.groups.append(group)
+
+    def close(self, begin: int) -> None:
+        if len(self.groups) == 1:
+            self.refuse("unopened group", ")", begin)
+        self.group.end_alternative()
+        group = self.groups.pop()
+        tree = group.tree()
+        if group.opening in ("(?=", "(?!") and self.dialect.look_aheads:
+            self.group.add(Look(tree, group.opening == "(?=", place=group.place))
+            self.group.last = "nothing"
+            return
+        if group.opening:
+            tree = Cat((Verbatim(group.opening), tree, Verbatim(")")), place=group.place)
+        self.group.add(tree)
+        if group.anchored:
+            self.group.last, self.group.anchored = "anchored group", True
+
+    # Repetition.
+
+    def quantifier(self, begin: int) -> None:
         text = self.pattern[begin]
-        bounds: tuple[int, int | None] | None = _MARKS.get(text)
         if text == "{":
             count = _COUNT.match(self.pattern, begin)
-            if count is not None and (count[1] or (self.open_low and count[3])):
+            if count is not None and (count[1] or (self.dialect.open_low and count[3])):
                 text = count[0]
-        if text == "{" or not self.repeatable(text, begin):
+        last = self.group.last
+        lone = self.dialect.lone_counts and text[0] == "{" and last in ("nothing", "anchor")
+        if text == "{" or lone:
             self.place += 1
-            self.literal(text[0], begin)
+            self.literal("{", begin)
             return
+        if last == "nothing":
+            self.refuse("nothing to repeat", text, begin)
+        elif last == "repeated":
+            self.refuse("repeated twice", text, begin)
+        elif last == "anchor":
+            self.refuse("repeated anchor", text, begin)
+        elif last == "anchored group":
+            self.refuse("repeated group with anchors", text, begin)
         self.place += len(text)
-        if bounds is None:
-            low, comma, high = text[1:-1].partition(",")
-            if max(len(low), len(high)) > self.bound_digits:
-                self.too_often(text, begin)
-                return
-            bounds = int(low or 0), int(high) if high else None if comma else int(low)
-            if bounds[1] is not None and bounds[0] > bounds[1]:
-                self.bounds_reversed(text, begin)
-        self.quantify(Quantifier(begin, text, *bounds, lazy=self.take("?")))
+        low, high = _MARKS.get(text) or self.bounds(text, begin)
+        if not self.take("?") and self.peek("+"):  # lazy or not, the same whole texts match
+            self.refuse("possessive", f"{text}+", begin)
+        if last == "nothing":
+            self.group.add(Verbatim(text, place=begin))
+        else:
+            self.group.parts[-1] = Repeat(self.group.parts[-1], low, high, place=begin)
+        self.group.last = "repeated"
 
-    def in_braces(self) -> str | None:
-        """Reads braces and what is in them, which is returned; None if none come next."""
-        braces = _BRACED.match(self.pattern, self.place)
-        if braces is None:
-            return None
-        self.place = braces.end()
-        return braces[1]
-
-    def code_point(self, letter: str) -> int | None:
-        """Reads the code point of an escape behind its `letter`; None if its digits are missing."""
-        digits = self.in_braces() if letter in self.braced_codes else None
-        if digits is None:
-            count = CODE_DIGITS[letter]
-            digits = self.pattern[self.place : self.place + count]
-            self.place += count
-            if len(digits) < count:
-                return None
-        return int(digits, 16) if _HEXADECIMAL.fullmatch(digits) else None
+    def bounds(self, text: str, begin: int) -> tuple[int, int | None]:
+        """The bounds that the quantifier `text` in braces gives; too many digits are a large number."""
+        least, comma, most = text[1:-1].partition(",")
+        if max(len(least), len(most)) > self.dialect.most_digits:
+            self.refuse("too often", shortened(text, 20), begin)
+        low, high = (
+            int(digits) if len(digits) <= self.dialect.most_digits else 10**self.dialect.most_digits
+            for digits in (least or "0", most or "0")
+        )
+        if not comma:
+            return low, low
+        if most and low > high:
+            self.refuse("bounds reversed", text, begin)
+        return low, high if most else None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from . import characters
 from .characters import Ranges
-from .tree import Cat, Chars, Or, Repeat, Rx
+from .tree import Cat, Chars, Or, Pattern, Repeat, irregular
 
 if TYPE_CHECKING:
     from interegular.fsm import Alphabet
@@ -22,8 +22,8 @@ class Symbols:
         of: the symbols of each set in the trees.
     """
 
-    def __init__(self, trees: Sequence[Rx]) -> None:
-        sets = sorted({chars for rx in trees for chars in _sets(rx)})
+    def __init__(self, trees: Sequence[Pattern]) -> None:
+        sets = sorted({chars for tree in trees for chars in _sets(tree)})
         events: dict[int, list[int]] = {0: []}  # border -> sets that are entered or left there
         for index, chars in enumerate(sets):
             for low, high in chars:
@@ -57,11 +57,13 @@ class Symbols:
         return Alphabet({(low, after - 1): symbol for low, after, symbol in pairs})
 
 
-def _sets(rx: Rx) -> set[Ranges]:
-    match rx:
+def _sets(tree: Pattern) -> set[Ranges]:
+    match tree:
         case Chars(ranges):
             return {ranges}
         case Cat(parts) | Or(parts):
             return set().union(*map(_sets, parts))
         case Repeat(part, _, _):
             return _sets(part)
+        case _:
+            raise irregular(tree)

@@ -12,7 +12,8 @@ from ..constraints import coerce
 from ..constraints.base import Backend, CompiledGrammar
 from ..constraints.specs import Spec
 from ..errors import GrammarError, SettingsError, UnknownNameError, UnsupportedError
-from ..settings import Settings, load_settings
+from ..setting_sources import load_settings
+from ..settings import Settings
 from ..strategies.merged import Merged, MergedSettings
 from ..strategy import Strategy
 from ..verifiers.verifier import Verifier

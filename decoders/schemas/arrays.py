@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..errors import GrammarError
+from .algebra import NodeAlgebra
 from .nodes import FALSE, TRUE, Node
-from .reach import Emptiness
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Arrays:
     Attributes:
         counts: how many items of a kind there are.
         unique: no two items are equal.
-        seen: what has been evaluated; no part of the set.
+        evaluated: what has been evaluated; no part of the set.
     """
 
     prefix: tuple[Node, ...] = ()
@@ -43,26 +43,26 @@ class Arrays:
     high: int | None = None
     counts: tuple[Count, ...] = ()
     unique: bool = False
-    seen: Items = Items()
+    evaluated: Items = Items()
 
-    def at(self, position: int) -> Node:
+    def item_at(self, position: int) -> Node:
         """What stands at `position`."""
         return self.prefix[position] if position < len(self.prefix) else self.rest
 
-    def tidy(self, reach: Emptiness) -> Arrays | None:
+    def simplified(self, algebra: NodeAlgebra) -> Arrays | None:
         """The same set without positions that cannot be reached; None if it is empty for all one can tell."""
         high = self.high
         for position, node in enumerate(self.prefix):
-            if (high is None or position < high) and reach.empty(node):
+            if (high is None or position < high) and algebra.empty(node):
                 high = position
-        if (high is None or high > len(self.prefix)) and reach.empty(self.rest):
+        if (high is None or high > len(self.prefix)) and algebra.empty(self.rest):
             high = len(self.prefix)
         if high is not None and (
             self.low > high or any(count.low > high - count.start for count in self.counts if count.low)
         ):
             return None
         if any(
-            (count.high is not None and count.low > count.high) or (count.low and reach.empty(count.node))
+            (count.high is not None and count.low > count.high) or (count.low and algebra.empty(count.node))
             for count in self.counts
         ):
             return None
@@ -74,20 +74,22 @@ class Arrays:
         )
 
 
-def both(a: Arrays, b: Arrays, reach: Emptiness) -> Arrays | None:
+def intersection(a: Arrays, b: Arrays, algebra: NodeAlgebra) -> Arrays | None:
     """Arrays of `a` and of `b`; None if there are none."""
-    nodes = reach.nodes
-    prefix = tuple(nodes.both(a.at(i), b.at(i)) for i in range(max(len(a.prefix), len(b.prefix))))
+    nodes = algebra.nodes
+    prefix = tuple(nodes.intersection(a.item_at(i), b.item_at(i)) for i in range(max(len(a.prefix), len(b.prefix))))
     highs = [x.high for x in (a, b) if x.high is not None]
-    first = None if a.seen.first is None or b.seen.first is None else max(a.seen.first, b.seen.first)
-    seen = Items(first, tuple(dict.fromkeys((*a.seen.kinds, *b.seen.kinds))))
+    first = (
+        None if a.evaluated.first is None or b.evaluated.first is None else max(a.evaluated.first, b.evaluated.first)
+    )
+    evaluated = Items(first, tuple(dict.fromkeys((*a.evaluated.kinds, *b.evaluated.kinds))))
     return Arrays(
-        prefix, nodes.both(a.rest, b.rest), max(a.low, b.low), min(highs, default=None), (*a.counts, *b.counts),
-        a.unique or b.unique, seen,
-    ).tidy(reach)  # fmt: skip
+        prefix, nodes.intersection(a.rest, b.rest), max(a.low, b.low), min(highs, default=None), (*a.counts, *b.counts),
+        a.unique or b.unique, evaluated,
+    ).simplified(algebra)  # fmt: skip
 
 
-def others(a: Arrays, reach: Emptiness) -> list[Arrays]:
+def complement(a: Arrays, algebra: NodeAlgebra) -> list[Arrays]:
     """Arrays that are not of `a`.
 
     Raises:
@@ -95,29 +97,31 @@ def others(a: Arrays, reach: Emptiness) -> list[Arrays]:
     """
     if a.unique:
         raise GrammarError("arrays in which an item occurs twice; strict=False validates them", "uniqueItems")
-    negate = reach.nodes.negate
-    left = [Arrays(high=a.low - 1)] if a.low else []
+    complement_of = algebra.nodes.complement
+    alternatives = [Arrays(high=a.low - 1)] if a.low else []
     if a.high is not None:
-        left.append(Arrays(low=a.high + 1))
+        alternatives.append(Arrays(low=a.high + 1))
     for position, node in enumerate(a.prefix):
         if node != TRUE:
-            left.append(Arrays((*[TRUE] * position, negate(node)), low=position + 1))
+            alternatives.append(Arrays((*[TRUE] * position, complement_of(node)), low=position + 1))
     if a.rest != TRUE and (a.high is None or a.high > len(a.prefix)):
-        left.append(Arrays(counts=(Count(len(a.prefix), negate(a.rest), 1, None),)))
+        alternatives.append(Arrays(counts=(Count(len(a.prefix), complement_of(a.rest), 1, None),)))
     for count in a.counts:
         if count.low:
-            left.append(Arrays(counts=(Count(count.start, count.node, 0, count.low - 1),)))
+            alternatives.append(Arrays(counts=(Count(count.start, count.node, 0, count.low - 1),)))
         if count.high is not None:
-            left.append(Arrays(counts=(Count(count.start, count.node, count.high + 1, None),)))
-    return [tight for piece in left if (tight := piece.tidy(reach)) is not None]
+            alternatives.append(Arrays(counts=(Count(count.start, count.node, count.high + 1, None),)))
+    return [simple for piece in alternatives if (simple := piece.simplified(algebra)) is not None]
 
 
-def evaluate(a: Arrays, node: Node, reach: Emptiness) -> Arrays | None:
+def evaluate(a: Arrays, node: Node, algebra: NodeAlgebra) -> Arrays | None:
     """`a` with ``unevaluatedItems`` of `node`: afterwards all items are evaluated."""
-    if a.seen.first is None:
+    if a.evaluated.first is None:
         return a
-    nodes = reach.nodes
-    allowed = nodes.either(node, *a.seen.kinds)
-    size = max(len(a.prefix), a.seen.first)
-    prefix = [a.at(i) if i < a.seen.first else nodes.both(a.at(i), allowed) for i in range(size)]
-    return replace(a, prefix=tuple(prefix), rest=nodes.both(a.rest, allowed), seen=Items(None)).tidy(reach)
+    nodes = algebra.nodes
+    allowed = nodes.union(node, *a.evaluated.kinds)
+    size = max(len(a.prefix), a.evaluated.first)
+    prefix = [a.item_at(i) if i < a.evaluated.first else nodes.intersection(a.item_at(i), allowed) for i in range(size)]
+    return replace(a, prefix=tuple(prefix), rest=nodes.intersection(a.rest, allowed), evaluated=Items(None)).simplified(
+        algebra
+    )

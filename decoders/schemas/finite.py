@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from .nodes import Node
-from .normal import Normal
+from .normaliser import Normaliser
 
 
-def values(normal: Normal, node: Node, most: int) -> list[Node] | None:
+def values(normaliser: Normaliser, node: Node, most: int) -> list[Node] | None:
     """The values of `node`, each a node; None if there are more than `most` or they cannot be told."""
-    shapes = normal.shapes(node)
+    shapes = normaliser.shapes(node)
     known_values: list[object] = [{"null": None, "true": True, "false": False}[unit] for unit in sorted(shapes.units)]
     for numbers in shapes.numbers:
         if numbers.step is None and numbers.low == numbers.high and numbers.low is not None:
@@ -20,7 +20,7 @@ def values(normal: Normal, node: Node, most: int) -> list[Node] | None:
         if count > most:
             return None
         points = [numbers.low + numbers.step * i for i in range(int(count))]
-        known_values += [int(p) if p.denominator == 1 else float(p) for p in points if numbers.holds(p)]
+        known_values += [int(p) if p.denominator == 1 else float(p) for p in points if numbers.contains(p)]
     for strings in shapes.strings:
         if strings.values is None:
             return None
@@ -31,4 +31,4 @@ def values(normal: Normal, node: Node, most: int) -> list[Node] | None:
         known_values.append([])
     if shapes.objects:
         return None
-    return list(dict.fromkeys(normal.value(value) for value in known_values))
+    return list(dict.fromkeys(normaliser.value(value) for value in known_values))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from ..patterns import ecma
-from ..patterns.tree import Rx
+from ..patterns.tree import Pattern
 
 # There is no year 0: the standard's own calendar has one, those of languages do not.
 _YEAR = "(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
@@ -47,6 +47,6 @@ FORMATS = {
 
 
 @lru_cache
-def tree(name: str) -> Rx | None:
+def tree(name: str) -> Pattern | None:
     """The strings of a format; None for one that is not known."""
     return ecma.strings(f"^(?:{FORMATS[name]})$")[0][0] if name in FORMATS else None

@@ -1,4 +1,4 @@
-"""What a schema says to no effect, though somebody may have meant something by it."""
+"""Warnings of names that look like keywords, and of formats that are not known: neither has an effect."""
 
 from __future__ import annotations
 
@@ -15,30 +15,39 @@ _ASSERTIONS = (
     "unevaluatedProperties", "minContains", "maxContains", "$ref", "$dynamicRef", "$recursiveRef",
 )  # fmt: skip
 #: Others, those of OpenAPI among them.
-_OTHERS = frozenset((
+_ANNOTATION_KEYWORDS = frozenset((
     "$anchor", "$comment", "$defs", "$dynamicAnchor", "$id", "$recursiveAnchor", "$schema", "$vocabulary", "contentEncoding",
     "contentMediaType", "contentSchema", "default", "definitions", "deprecated", "description", "discriminator", "example",
     "examples", "externalDocs", "id", "nullable", "readOnly", "title", "writeOnly", "xml",
 ))  # fmt: skip
-#: Formats that say what strings are for, not which ones there are: of OpenAPI and Pydantic.
-_USES = ("binary", "byte", "password", "path", "file-path", "directory-path")
-#: How alike a keyword and a name are that was meant to be one.
-_ALIKE = 0.8
-#: Names that are compared with keywords, a tenth of a millisecond each; others are taken for what somebody means them to be.
-_MOST = 500
+#: Formats of OpenAPI and Pydantic that describe the use of a string and restrict nothing.
+_ANNOTATION_FORMATS = ("binary", "byte", "password", "path", "file-path", "directory-path")
+#: Similarity from which a name is taken for a misspelt keyword (:func:`difflib.get_close_matches`).
+_SIMILARITY = 0.8
+#: Names that are compared with keywords, a tenth of a millisecond each; further ones are passed over.
+_MOST_COMPARED = 500
 
 
 def ignored(places: Iterable[Place]) -> Iterator[str]:
-    """Remarks on the schemas at `places`: names that look like keywords, and formats that are not known."""
+    """Warnings about the schemas at `places`, one sentence each."""
     compared = 0
     for place in places:
         for name in place.schema:
-            if name in _OTHERS or name in _ASSERTIONS or name.startswith("x-") or compared == _MOST:
+            if (
+                name in _ANNOTATION_KEYWORDS
+                or name in _ASSERTIONS
+                or name.startswith("x-")
+                or compared == _MOST_COMPARED
+            ):
                 continue
             compared += 1
-            for near in difflib.get_close_matches(name, _ASSERTIONS, 1, _ALIKE):
-                yield f"{place.path}: {name!r} is no keyword and says nothing; {near!r} is one."
-        named, kinds = place.schema.get("format"), place.schema.get("type", "string")
-        of_strings = isinstance(kinds, str | list) and "string" in kinds
-        if of_strings and isinstance(named, str) and named not in (*formats.FORMATS, *_USES):
-            yield f"{place.path}: the format {named!r} is not known and says nothing."
+            for similar in difflib.get_close_matches(name, _ASSERTIONS, 1, _SIMILARITY):
+                yield f"{place.path}: {name!r} is no keyword and says nothing; {similar!r} is one."
+        format_name, types = place.schema.get("format"), place.schema.get("type", "string")
+        allows_strings = isinstance(types, str | list) and "string" in types
+        if (
+            allows_strings
+            and isinstance(format_name, str)
+            and format_name not in (*formats.FORMATS, *_ANNOTATION_FORMATS)
+        ):
+            yield f"{place.path}: the format {format_name!r} is not known and says nothing."

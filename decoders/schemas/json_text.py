@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 from ..patterns import characters, writer
 from ..patterns.characters import Ranges
-from ..patterns.tree import Cat, Chars, Or, Repeat, Rx
+from ..patterns.tree import NOTHING, Cat, Chars, Or, Pattern, Repeat, cat, either, irregular, repeat
 from . import limits
 
 if TYPE_CHECKING:
     from interegular.fsm import FSM
 
-_ESCAPES = {0x22: '"', 0x5C: "\\\\", 0x08: "b", 0x0C: "f", 0x0A: "n", 0x0D: "r", 0x09: "t"}
+_ESCAPES = {0x22: '"', 0x5C: "\\", 0x08: "b", 0x0C: "f", 0x0A: "n", 0x0D: "r", 0x09: "t"}
 _PLAIN: Ranges = characters.complement(
     characters.ranges([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), *characters.SURROGATES])
 )
@@ -47,43 +47,40 @@ def quoted(value: str) -> str:
     return (_ASCII_JSON if _SURROGATE.search(value) else _JSON).encode(value)
 
 
+def escaped(pattern: Pattern) -> Pattern:
+    """The texts that JSON writes inside the quotes for strings of `pattern`, which is regular; what cannot be written is left out."""
+    match pattern:
+        case Chars(ranges):
+            return _escaped_set(ranges)
+        case Cat(parts):
+            return cat(*map(escaped, parts))
+        case Or(parts):
+            return either(*map(escaped, parts))
+        case Repeat(part, low, high):
+            return repeat(escaped(part), low, high)
+        case _:
+            raise irregular(pattern)
+
+
+@lru_cache(maxsize=4096)
+def _escaped_set(ranges: Ranges) -> Pattern:
+    writable = characters.common(ranges, _WRITABLE)
+    letters = "".join(letter for point, letter in _ESCAPES.items() if characters.contains(writable, point))
+    plain = Chars(characters.common(writable, _PLAIN))
+    return either(plain, cat(Chars(characters.of("\\")), Chars(characters.of(letters))))
+
+
+def inside(pattern: Pattern) -> str | None:
+    """The inside of a string of `pattern`; None if nothing of it can be written."""
+    tree = escaped(pattern)
+    return None if tree == NOTHING else writer.write(tree)
+
+
 @lru_cache(maxsize=4096)
 def chars(ranges: Ranges) -> str | None:
     """One character of `ranges` as it is written, a unit for repetition; None if none can be."""
-    shown = characters.common(ranges, _WRITABLE)
-    if not shown:
-        return None
-    plain = characters.common(shown, _PLAIN)
-    short = "".join(letter for point, letter in _ESCAPES.items() if characters.contains(shown, point))
-    alternatives = []
-    if plain:
-        alternatives.append(writer.charset(plain))
-    if short:
-        alternatives.append(r"\\" + (short if len(short.replace("\\\\", "x")) == 1 else f"[{short}]"))
-    return alternatives[0] if len(alternatives) == 1 and not short else f"(?:{'|'.join(alternatives)})"
-
-
-def tree(rx: Rx) -> str | None:
-    """The inside of a string of `rx`; None if nothing of it can be written."""
-    match rx:
-        case Chars(ranges):
-            return chars(ranges)
-        case Cat(parts):
-            texts = [tree(part) for part in parts]
-            if None in texts:
-                return None
-            return "".join(_group(text, part) for text, part in zip(texts, parts, strict=True) if text is not None)
-        case Or(parts):
-            return "|".join(dict.fromkeys(text for part in parts if (text := tree(part)) is not None)) or None
-        case Repeat(part, low, high):
-            inside = tree(part)
-            if inside is None:
-                return "" if low == 0 else None
-            return writer.times(f"(?:{inside})" if not isinstance(part, Chars) else inside, low, high)
-
-
-def _group(text: str, part: Rx) -> str:
-    return f"(?:{text})" if isinstance(part, Or) else text
+    tree = _escaped_set(ranges)
+    return None if tree == NOTHING else writer.unit(tree)
 
 
 def length(low: int, high: int | None) -> str:
@@ -102,9 +99,9 @@ def expression(machine: FSM) -> str | None:
         for symbol, to in after.items():
             sets.setdefault((state, to), []).extend(machine.alphabet.by_transition[symbol])
     for (state, to), pairs in sets.items():
-        text = chars(characters.ranges(pairs))
-        if text is not None:
-            edges.setdefault(state, {})[to] = text
+        edge = chars(characters.ranges(pairs))
+        if edge is not None:
+            edges.setdefault(state, {})[to] = edge
     begin, end = -1, -2
     edges[begin] = {machine.initial: ""}
     for state in machine.finals:
@@ -113,10 +110,10 @@ def expression(machine: FSM) -> str | None:
     for state, out in edges.items():
         for to in out:
             into.setdefault(to, set()).add(state)
-    left = set(machine.states)
-    while left:
-        state = min(left, key=lambda s: (len(into.get(s, ())) * len(edges.get(s, ())), s))
-        left.discard(state)
+    remaining = set(machine.states)
+    while remaining:
+        state = min(remaining, key=lambda s: (len(into.get(s, ())) * len(edges.get(s, ())), s))
+        remaining.discard(state)
         out = edges.pop(state, {})
         loop = out.pop(state, None)
         around = "" if loop is None else f"(?:{loop})*"
@@ -125,16 +122,16 @@ def expression(machine: FSM) -> str | None:
             into[to].discard(state)
         for source in sources:
             first = edges[source].pop(state)
-            for to, text in out.items():
-                way = _either_whole(first) + around + _either_whole(text)
-                old = edges[source].get(to)
-                edges[source][to] = way if old is None else f"{old}|{way}" if old or way else ""
+            for to, edge in out.items():
+                text = _as_part(first) + around + _as_part(edge)
+                known = edges[source].get(to)
+                edges[source][to] = text if known is None else f"{known}|{text}" if known or text else ""
                 into[to].add(source)
                 if len(edges[source][to]) > limits.REGEX_CHARACTERS:
                     return None
     return edges[begin].get(end)
 
 
-def _either_whole(text: str) -> str:
+def _as_part(text: str) -> str:
     """`text` as one part of a longer expression."""
     return f"(?:{text})" if "|" in text else text

@@ -8,17 +8,17 @@ from typing import Any
 from ..errors import GrammarError
 from ..patterns import ecma
 from . import formats, limits, numbers, strings
+from .algebra import NodeAlgebra
 from .arrays import Arrays, Count, Items
 from .document import Place
 from .nodes import FALSE, TRUE, Node
 from .numbers import Numbers
 from .objects import Keys, Objects, Property
-from .reach import Emptiness
 from .shapes import Shapes
 from .strings import Strings
 
-#: Makes a node of the schema under some keys of a place.
-Inside = Callable[..., Node]
+#: Gives the node of the schema under some keys of a place.
+NodeOf = Callable[..., Node]
 
 NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 STRINGS = ("minLength", "maxLength", "pattern", "format")
@@ -78,85 +78,88 @@ def of_numbers(schema: dict[str, Any]) -> Numbers | None:
             raise GrammarError(f"multipleOf {schema['multipleOf']!r} is not above zero", "multipleOf")
         pieces.append(Numbers(multiple=step))
     for piece in pieces:
-        result = numbers.both(result, piece) if result is not None else None
+        result = numbers.intersection(result, piece) if result is not None else None
     return result
 
 
 def of_strings(schema: dict[str, Any]) -> Strings | None:
     """What the keywords about strings leave."""
-    result = Strings(low=_count(schema, "minLength") or 0, high=_count(schema, "maxLength")).tidy()
+    result = Strings(low=_count(schema, "minLength") or 0, high=_count(schema, "maxLength")).simplified()
     if result is not None and "pattern" in schema:
-        result = strings.both(result, _pattern(schema["pattern"]))
+        result = strings.intersection(result, _pattern(schema["pattern"]))
     if result is not None and isinstance(schema.get("format"), str):
-        rx = formats.tree(schema["format"])
-        result = result if rx is None else strings.both(result, Strings(formats=frozenset([rx])))
+        pattern = formats.tree(schema["format"])
+        result = result if pattern is None else strings.intersection(result, Strings(formats=frozenset([pattern])))
     return result
 
 
-def of_arrays(place: Place, schema: dict[str, Any], inside: Inside, reach: Emptiness) -> Arrays | None:
+def of_arrays(place: Place, schema: dict[str, Any], node_of: NodeOf, algebra: NodeAlgebra) -> Arrays | None:
     """What the keywords about arrays leave; `schema` has those that are read."""
     prefix: tuple[Node, ...] = ()
-    rest, seen = TRUE, Items()
+    rest, evaluated = TRUE, Items()
     listed = next((k for k in ("prefixItems", "items") if isinstance(schema.get(k), list)), None)
     if listed is not None:
-        prefix = tuple(inside(listed, i) for i in range(len(schema[listed])))
-        seen = Items(len(prefix))
-    others = "additionalItems" if listed == "items" else "items"
-    if others in schema and (listed is not None or others == "items"):
-        rest, seen = inside(others), Items(None)
+        prefix = tuple(node_of(listed, i) for i in range(len(schema[listed])))
+        evaluated = Items(len(prefix))
+    others_keyword = "additionalItems" if listed == "items" else "items"
+    if others_keyword in schema and (listed is not None or others_keyword == "items"):
+        rest, evaluated = node_of(others_keyword), Items(None)
     counts: tuple[Count, ...] = ()
     if "contains" in schema and place.year >= 2017:
         low, high = _count(schema, "minContains"), _count(schema, "maxContains")
         if place.year < 2019:
             low = high = None
-        kind = inside("contains")
+        kind = node_of("contains")
         counts = (Count(0, kind, 1 if low is None else low, high),)
-        if place.year >= 2020 and seen.first is not None:
-            seen = Items(seen.first, (kind,))
+        if place.year >= 2020 and evaluated.first is not None:
+            evaluated = Items(evaluated.first, (kind,))
     unique = schema.get("uniqueItems") is True
     low, high = _count(schema, "minItems") or 0, _count(schema, "maxItems")
-    return Arrays(prefix, rest, low, high, counts, unique, seen).tidy(reach)
+    return Arrays(prefix, rest, low, high, counts, unique, evaluated).simplified(algebra)
 
 
 def of_objects(
-    place: Place, schema: dict[str, Any], inside: Inside, reach: Emptiness, normal: Callable[[Node], Shapes]
+    place: Place, schema: dict[str, Any], node_of: NodeOf, algebra: NodeAlgebra, normalise: Callable[[Node], Shapes]
 ) -> Objects | None:
-    """What the keywords about objects leave; `normal` finds the strings that are of a node."""
-    nodes = reach.nodes
-    named: dict[str, Node] = {name: inside("properties", name) for name in _object(schema, "properties")}
+    """What the keywords about objects leave; `normalise` gives the shapes of a node."""
+    nodes = algebra.nodes
+    named: dict[str, Node] = {name: node_of("properties", name) for name in _object(schema, "properties")}
     if len(named) > limits.PROPERTIES:
         limits.exceeded("PROPERTIES", limits.PROPERTIES, f"an object of {len(named):,} properties", "properties")
     classes: list[tuple[Strings, tuple[Node, ...]]] = [(strings.ALL, ())]
     patterns = []
     for text in _object(schema, "patternProperties"):
-        pattern, node = _pattern(text), inside("patternProperties", text)
+        pattern, node = _pattern(text), node_of("patternProperties", text)
         patterns.append(pattern)
         classes = [
-            (both, result)
+            (shared, result)
             for keys, old in classes
-            for part, result in [(pattern, (*old, node)), *((other, old) for other in strings.others(pattern))]
-            if (both := strings.both(keys, part)) is not None
+            for part, result in [(pattern, (*old, node)), *((other, old) for other in strings.complement(pattern))]
+            if (shared := strings.intersection(keys, part)) is not None
         ]
         if len(classes) > limits.ALTERNATIVES:
             limits.exceeded("ALTERNATIVES", limits.ALTERNATIVES, "the number of classes of keys", "patternProperties")
-        named = {n: nodes.both(old, node) if pattern.holds(n) else old for n, old in named.items()}
-    additional = inside("additionalProperties") if "additionalProperties" in schema else TRUE
-    rest = tuple((keys, nodes.both(*result) if result else additional) for keys, result in classes)
-    seen = Keys(frozenset(named), tuple(patterns), "additionalProperties" in schema)
+        named = {n: nodes.intersection(old, node) if pattern.contains(n) else old for n, old in named.items()}
+    additional = node_of("additionalProperties") if "additionalProperties" in schema else TRUE
+    rest = tuple((keys, nodes.intersection(*result) if result else additional) for keys, result in classes)
+    evaluated = Keys(frozenset(named), tuple(patterns), "additionalProperties" in schema)
     required = dict.fromkeys(_names(schema, "required"))
     result = Objects(rest=rest)
     properties = [Property(n, node, n in required) for n, node in named.items()]
     properties += [Property(name, result.value(name), True) for name in required if name not in named]
     if "propertyNames" in schema and place.year >= 2017:
-        names = normal(inside("propertyNames")).strings
-        good = [prop if any(keys.holds(prop.name) for keys in names) else Property(prop.name, FALSE, prop.required)
+        names = normalise(node_of("propertyNames")).strings
+        allowed = [prop if any(keys.contains(prop.name) for keys in names) else Property(prop.name, FALSE, prop.required)
                 for prop in properties]  # fmt: skip
-        properties = good
+        properties = allowed
         rest = tuple(
-            (both, node) for keys, node in rest for name in names if (both := strings.both(keys, name)) is not None
+            (shared, node)
+            for keys, node in rest
+            for name in names
+            if (shared := strings.intersection(keys, name)) is not None
         )
     low, high = _count(schema, "minProperties") or 0, _count(schema, "maxProperties")
-    return Objects(tuple(properties), rest, low, high, seen=seen).tidy(reach)
+    return Objects(tuple(properties), rest, low, high, evaluated=evaluated).simplified(algebra)
 
 
 def _pattern(text: Any) -> Strings:

@@ -31,7 +31,7 @@ class Nodes:
         """The node of a schema or value; `key` tells them apart."""
         return self._intern((kind, key), (kind, content))
 
-    def negate(self, node: Node) -> Node:
+    def complement(self, node: Node) -> Node:
         if node in (TRUE, FALSE):
             return TRUE if node == FALSE else FALSE
         kind, content = self.terms[node]
@@ -39,15 +39,15 @@ class Nodes:
             positive: Node = content
             return positive
         if kind in ("all", "any"):
-            parts = [self.negate(part) for part in content]
-            return self.both(*parts) if kind == "any" else self.either(*parts)
+            parts = [self.complement(part) for part in content]
+            return self.intersection(*parts) if kind == "any" else self.union(*parts)
         return self._intern(("not", node), ("not", node))
 
-    def both(self, *nodes: Node) -> Node:
+    def intersection(self, *nodes: Node) -> Node:
         """All of `nodes`."""
         return self._join("all", nodes, TRUE, FALSE)
 
-    def either(self, *nodes: Node) -> Node:
+    def union(self, *nodes: Node) -> Node:
         """Any of `nodes`."""
         return self._join("any", nodes, FALSE, TRUE)
 

@@ -16,7 +16,7 @@ from typing import Any
 from ..errors import GrammarError
 from ..patterns import automata, ecma
 from . import json_text, limits
-from .numbers import Numbers, both
+from .numbers import Numbers, intersection
 
 INTEGER = "-?(?:0|[1-9][0-9]*)"
 _EXPONENT = r"[eE][+\-]?0*(?:[1-9]?[0-9]|[12][0-9][0-9]|30[0-7])"
@@ -27,32 +27,32 @@ _LARGE = 10**_DIGITS
 _LARGEST = int(sys.float_info.max)
 _FRACTION = r"-?(?:0\.[0-9]{0,14}[1-9]|[1-9][0-9]{0,7}\.[0-9]{0,6}[1-9]|[1-9][0-9]{8,12}\.[0-9]?[1-9])"  # at most 15
 _LARGEST_INLINE = 2**62  # bounds that llguidance keeps in 64 bits
-_LONGEST = 40  # digits of a step
-_FEW = 200  # values that are enumerated, remainders that are told apart
-_LONGEST_TEXT = 5_000
+_MOST_DECIMALS = 40  # digits of a step
+_MOST_ENUMERATED = 200  # values that are enumerated, remainders that are told apart
+_MOST_CHARACTERS = 5_000
 
 
 @lru_cache(maxsize=1024)
 def expression(numbers: Numbers) -> str | None:
-    """The texts of `numbers`, a set as :meth:`Numbers.tidy` leaves it; None if this notation is too long for it.
+    """The texts of `numbers`, a set as :meth:`Numbers.simplified` leaves it; None if this notation is too long for it.
 
     Empty if none of them can be written.
     """
     step = numbers.step
     if step is not None:
-        return _spaced(numbers, step)
+        return _multiples_between(numbers, step)
     if numbers.low is None and numbers.high is None:
         return NUMBER if numbers.kind == "any" else _FRACTION
     if numbers.low is not None and numbers.low == numbers.high:
         return _plain(numbers.low)
     if numbers.kind == "fraction":
-        small = all(bound is None or abs(bound) <= 10**8 for bound in (numbers.low, numbers.high))
-        return _between(_within(numbers, 10**8 if small else 10 ** (_DIGITS - 1)))
+        are_small = all(bound is None or abs(bound) <= 10**8 for bound in (numbers.low, numbers.high))
+        return _between(_within(numbers, 10**8 if are_small else 10 ** (_DIGITS - 1)))
     if _rounds(numbers.low, numbers.open_low) or _rounds(numbers.high, numbers.open_high):
         high, low = Numbers(low=Fraction(_LARGE), kind="integer"), Numbers(high=Fraction(-_LARGE), kind="integer")
-        ranges = [both(numbers, high), _within(numbers, _LARGE), both(numbers, low)]
+        ranges = [intersection(numbers, high), _within(numbers, _LARGE), intersection(numbers, low)]
         written = [expression(part) if part is not None and part.step else _between(part) for part in ranges]
-        return "|".join(way for way in written if way)
+        return "|".join(text for text in written if text)
     return _between(numbers)
 
 
@@ -65,7 +65,7 @@ def _rounds(bound: Fraction | None, is_open: bool) -> bool:
 
 def _within(numbers: Numbers, most: int) -> Numbers | None:
     """Those of `numbers` from -`most` to `most`."""
-    return both(numbers, Numbers(Fraction(-most), False, Fraction(most), False))
+    return intersection(numbers, Numbers(Fraction(-most), False, Fraction(most), False))
 
 
 def _between(numbers: Numbers | None) -> str:
@@ -75,7 +75,7 @@ def _between(numbers: Numbers | None) -> str:
     alternatives = []
     if numbers.low is None or numbers.low < 0:
         high = Fraction(0) if numbers.high is None or numbers.high > 0 else numbers.high
-        alternatives += ["-" + way for way in _decimals(
+        alternatives += ["-" + text for text in _decimals(
             -high, high == 0 or numbers.open_high, None if numbers.low is None else -numbers.low, numbers.open_low,
             numbers.kind,
         )]  # fmt: skip
@@ -87,20 +87,20 @@ def _between(numbers: Numbers | None) -> str:
     return "|".join(alternatives)
 
 
-def _spaced(numbers: Numbers, step: Fraction) -> str | None:
+def _multiples_between(numbers: Numbers, step: Fraction) -> str | None:
     low, high = numbers.low, numbers.high
-    if low is not None and high is not None and (high - low) / step < (2 if step == 1 else _FEW):
+    if low is not None and high is not None and (high - low) / step < (2 if step == 1 else _MOST_ENUMERATED):
         values = [low + step * i for i in range(int((high - low) / step) + 1)]
-        return "|".join(_plain(value) for value in values if numbers.holds(value)) or None
+        return "|".join(_plain(value) for value in values if numbers.contains(value)) or None
     if step == 1 and numbers.kind == "integer":
         return _integers(None if low is None else int(low), None if high is None else int(high))
     multiples = _multiples(step) or _remainders(step)
     if multiples is None or (low is None and high is None and numbers.kind != "fraction"):
         return multiples
     bounds = expression(replace(numbers, multiple=None)) or ""
-    conditions = [ecma.strings(f"^(?:{way})$")[0] for way in (bounds, multiples)]
+    conditions = [ecma.strings(f"^(?:{text})$")[0] for text in (bounds, multiples)]
     written = json_text.expression(automata.automaton(conditions))
-    return written if written is not None and len(written) <= _LONGEST_TEXT else None
+    return written if written is not None and len(written) <= _MOST_CHARACTERS else None
 
 
 def schema(numbers: Numbers) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def _json_number(value: Fraction) -> int | float:
 def _remainders(step: Fraction) -> str | None:
     """Multiples of a decimal: an automaton whose states are decimal places and remainders, as an expression."""
     places = next((places for places in range(5) if (step * 10**places).denominator == 1), None)
-    if places is None or (size := int(step * 10**places)) > _FEW:
+    if places is None or (size := int(step * 10**places)) > _MOST_ENUMERATED:
         return None
     from interegular.fsm import FSM, Alphabet
 
@@ -163,13 +163,13 @@ def _remainders(step: Fraction) -> str | None:
     alphabet = Alphabet({(ord(letter), ord(letter)): symbol for symbol, letter in enumerate("0123456789-.")})
     moves = {number: {symbol: to for symbol, to in enumerate(row) if to >= 0} for number, row in enumerate(rows)}
     written = json_text.expression(automata.minimal(FSM(alphabet, set(moves), 0, {2, *ends}, moves)))
-    return written if written is not None and len(written) <= _LONGEST_TEXT else None
+    return written if written is not None and len(written) <= _MOST_CHARACTERS else None
 
 
 def _multiples(step: Fraction) -> str | None:
     """All multiples of a tenth, a hundredth, …, and of twice or five times that; None for other steps."""
     value, places = step, 0
-    while value.denominator != 1 and places < _LONGEST:
+    while value.denominator != 1 and places < _MOST_DECIMALS:
         value, places = value * 10, places + 1
     last = {1: "[0-9]", 2: "[02468]", 5: "[05]"}.get(int(value)) if value.denominator == 1 and places else None
     if last is None:
@@ -190,7 +190,7 @@ def _integers(low: int | None, high: int | None) -> str:
     alternatives = []
     if low is None or low < 0:
         alternatives += [
-            "-" + way for way in _magnitudes(1 if high is None or high >= 0 else -high, None if low is None else -low)
+            "-" + text for text in _magnitudes(1 if high is None or high >= 0 else -high, None if low is None else -low)
         ]
     if high is None or high >= 0:
         alternatives += _magnitudes(max(low or 0, 0), high)
@@ -224,14 +224,14 @@ def _same_size(low: str, high: str) -> list[str]:
     if low == "0" * len(low) and high == "9" * len(high):
         return [_digits(len(low))]
     if low[0] == high[0]:
-        return [low[0] + way for way in _same_size(low[1:], high[1:])]
+        return [low[0] + text for text in _same_size(low[1:], high[1:])]
     first, last = int(low[0]), int(high[0])
     alternatives = []
     if low[1:] != "0" * rest:
-        alternatives += [low[0] + way for way in _same_size(low[1:], "9" * rest)]
+        alternatives += [low[0] + text for text in _same_size(low[1:], "9" * rest)]
         first += 1
     if high[1:] != "9" * rest:
-        alternatives += [high[0] + way for way in _same_size("0" * rest, high[1:])]
+        alternatives += [high[0] + text for text in _same_size("0" * rest, high[1:])]
         last -= 1
     if first <= last:
         alternatives.append(_span(first, last) + _digits(rest))
@@ -262,13 +262,13 @@ def _decimals(low: Fraction, open_low: bool, high: Fraction | None, open_high: b
         return [*alternatives, _with(str(floor), _fractions(_places(low), open_low, None, False, most))]
     ceiling = int(high)
     if floor == ceiling:
-        way = _with(str(floor), _fractions(_places(low), open_low, _places(high), open_high, most))
-        return [way] if way else []
+        text = _with(str(floor), _fractions(_places(low), open_low, _places(high), open_high, most))
+        return [text] if text else []
     alternatives.append(_with(str(floor), _fractions(_places(low), open_low, None, False, most)))
     if floor + 1 <= ceiling - 1:
         alternatives.append(_with(_integers(floor + 1, ceiling - 1), some))
     alternatives.append(_with(str(ceiling), _fractions("", kind == "fraction", _places(high), open_high, most)))
-    return [way for way in alternatives if way]
+    return [text for text in alternatives if text]
 
 
 def _with(integer: str, fractions: tuple[bool, list[str]]) -> str:
@@ -283,7 +283,7 @@ def _with(integer: str, fractions: tuple[bool, list[str]]) -> str:
 def _fractions(low: str, open_low: bool, high: str | None, open_high: bool, most: int | None) -> tuple[bool, list[str]]:
     """Digits d such that 0.d is from 0.`low` to 0.`high` (None: below 1), at most `most` of them; may they be left out?"""
     none = low == "" and not open_low and not (high == "" and open_high)
-    return none, [way for way in _after(low, open_low, high, open_high, most, True) if way]
+    return none, [text for text in _after(low, open_low, high, open_high, most, True) if text]
 
 
 def _after(low: str, open_low: bool, high: str | None, open_high: bool, most: int | None, first: bool) -> list[str]:

@@ -37,9 +37,9 @@ class Numbers:
         if self.low > self.high:
             return True
         point = self.low == self.high
-        return point and (self.open_low or self.open_high or not self.holds(self.low))
+        return point and (self.open_low or self.open_high or not self.contains(self.low))
 
-    def holds(self, value: Fraction) -> bool:
+    def contains(self, value: Fraction) -> bool:
         """Whether `value` is among them."""
         if self.low is not None and (value < self.low or (self.open_low and value == self.low)):
             return False
@@ -50,7 +50,7 @@ class Numbers:
             return False
         return self.multiple is None or (value / self.multiple).denominator == 1
 
-    def tidy(self) -> Numbers | None:
+    def simplified(self) -> Numbers | None:
         """The same set with closed bounds if it is one of integers; None if nothing is left."""
         step = self.step
         if step is None:
@@ -64,14 +64,14 @@ class Numbers:
         if high is not None:
             high = math.floor(high / step) * step
             high -= step if self.open_high and high == self.high else 0
-        tight = replace(self, low=low, open_low=False, high=high, open_high=False)
-        if tight.kind == "any" and step.denominator == 1:
-            tight = replace(tight, kind="integer")
-        if tight.kind == "integer" and tight.multiple is not None and tight.multiple != step:
-            tight = replace(tight, multiple=step)
-        if tight.multiple == 1 and tight.kind == "integer":
-            tight = replace(tight, multiple=None)
-        return None if tight.empty else tight
+        simple = replace(self, low=low, open_low=False, high=high, open_high=False)
+        if simple.kind == "any" and step.denominator == 1:
+            simple = replace(simple, kind="integer")
+        if simple.kind == "integer" and simple.multiple is not None and simple.multiple != step:
+            simple = replace(simple, multiple=step)
+        if simple.multiple == 1 and simple.kind == "integer":
+            simple = replace(simple, multiple=None)
+        return None if simple.empty else simple
 
     @property
     def step(self) -> Fraction | None:
@@ -81,7 +81,7 @@ class Numbers:
         return self.multiple
 
 
-def both(a: Numbers, b: Numbers) -> Numbers | None:
+def intersection(a: Numbers, b: Numbers) -> Numbers | None:
     """Numbers of `a` and of `b`; None if there are none."""
     kind = b.kind if a.kind == "any" else a.kind
     if b.kind not in ("any", kind):
@@ -92,28 +92,28 @@ def both(a: Numbers, b: Numbers) -> Numbers | None:
     multiple = a.multiple or b.multiple
     if a.multiple is not None and b.multiple is not None:
         multiple = _common_multiple(a.multiple, b.multiple)
-    return Numbers(low, open_low, high, not closed_high, kind, multiple).tidy()
+    return Numbers(low, open_low, high, not closed_high, kind, multiple).simplified()
 
 
-def others(a: Numbers) -> list[Numbers]:
+def complement(a: Numbers) -> list[Numbers]:
     """Numbers that are not of `a`.
 
     Raises:
         GrammarError: they are those that are not multiples of something.
     """
-    left: list[Numbers] = []
+    alternatives: list[Numbers] = []
     if a.low is not None:
-        left.append(Numbers(high=a.low, open_high=not a.open_low))
+        alternatives.append(Numbers(high=a.low, open_high=not a.open_low))
     if a.high is not None:
-        left.append(Numbers(low=a.high, open_low=not a.open_high))
+        alternatives.append(Numbers(low=a.high, open_low=not a.open_high))
     if a.low is None or a.low != a.high:  # a point has no inside
         if a.multiple is not None:
             raise GrammarError(
                 "numbers that are not a multiple of something; strict=False validates them", "multipleOf"
             )
         if a.kind != "any":
-            left.append(replace(a, kind="integer" if a.kind == "fraction" else "fraction"))
-    return [tight for piece in left if (tight := piece.tidy()) is not None]
+            alternatives.append(replace(a, kind="integer" if a.kind == "fraction" else "fraction"))
+    return [simple for piece in alternatives if (simple := piece.simplified()) is not None]
 
 
 def point(value: Any) -> Numbers:

@@ -20,52 +20,57 @@ from .strings import Strings
 if TYPE_CHECKING:
     from .writing import Writer
 
-_MOST_SOME = 4
-_RUN = 16
-_FEW_OTHERS = (
+_MOST_CONDITIONS = 4
+_MEMBERS_PER_RULE = 16
+_ONE_UNDECLARED = (
     "Of the properties that minProperties asks for, at most one is one that is not declared: others may be the same."
 )
-_AT_ONCE = "Where several conditions ask for some property, one that is not declared meets all of them, or each has keys of its own."
+_SHARED_CONDITIONS = (
+    "Where several conditions ask for some property, one that is not declared meets all of them, "
+    "or each has keys of its own."
+)
 
 
 def write_object(writer: Writer, name: str, shape: Objects) -> Expr:
     """The texts of `shape`; `name` begins the names of its rules."""
-    return _Object(writer, name, shape).write()
+    return _ObjectWriter(writer, name, shape).write()
 
 
-class _Object:
+class _ObjectWriter:
     def __init__(self, writer: Writer, name: str, shape: Objects) -> None:
         self.writer, self.name, self.shape = writer, name, shape
         self.members = [prop for prop in shape.properties if prop.node != FALSE]
-        self.undeclared = Strings(excluded=frozenset(shape.names)).tidy()
-        open_to_all = not shape.some and shape.rest == ((strings.ALL, TRUE),)
+        self.undeclared = Strings(excluded=frozenset(shape.names)).simplified()
+        open_to_all = not shape.exists and shape.rest == ((strings.ALL, TRUE),)
         self.rest = () if writer.closed and open_to_all and self.members else shape.rest
-        self.comma = text(writer.blanks.comma)
+        self.comma = text(writer.whitespace.comma)
         self.low, self.high = shape.low, shape.high
         self.last = max(1, self.low) if self.high is None else max(1, self.high)
         self.done: set[str] = set()
-        if len(shape.some) > _MOST_SOME:
-            limits.exceeded("conditions on some property", _MOST_SOME, "what must occur somewhere in an object", "not")
+        if len(shape.exists) > _MOST_CONDITIONS:
+            limits.exceeded(
+                "conditions on some property", _MOST_CONDITIONS, "what must occur somewhere in an object", "not"
+            )
 
     def write(self) -> Expr:
-        blanks = self.writer.blanks
+        whitespace = self.writer.whitespace
         empty = []
-        if self.low == 0 and not self.shape.some and not any(prop.required for prop in self.members):
-            empty = [text(rf"\{{{blanks.opened}\}}")]
+        if self.low == 0 and not self.shape.exists and not any(prop.required for prop in self.members):
+            empty = [text(rf"\{{{whitespace.opened}\}}")]
         inside = self.declared(0, 0)
-        return alt(*empty, seq(text(rf"\{{{blanks.opened}"), inside, text(rf"{blanks.closing}\}}")))
+        return alt(*empty, seq(text(rf"\{{{whitespace.opened}"), inside, text(rf"{whitespace.closing}\}}")))
 
     def declared(self, position: int, count: int) -> Expr:
         """What may follow, from the property at `position`, after `count` members (as far as that matters)."""
         if position == len(self.members):
-            return self.others(count, frozenset())
+            return self.undeclared_members(count, frozenset())
         if self.high is None and count == self.last:  # only whether they are there
             return self.named(f"p{position}", lambda: self.tail(position))
         return self.named(f"p{position}_{count}", lambda: self.choice(position, count))
 
     def tail(self, position: int) -> Expr:
         """The members from `position`, each behind a comma; up to a few in one rule, since rules may share the rest."""
-        end = min(len(self.members), position + _RUN - position % _RUN)
+        end = min(len(self.members), position + _MEMBERS_PER_RULE - position % _MEMBERS_PER_RULE)
         run = [self.optional(prop) for prop in self.members[position:end]]
         return seq(*run, self.declared(end, self.last))
 
@@ -80,7 +85,7 @@ class _Object:
                 if prop.required:
                     break
             else:
-                alternatives.append(self.others(0, frozenset()))
+                alternatives.append(self.undeclared_members(0, frozenset()))
             first = next((i for i, prop in enumerate(self.members) if prop.required), None)
             if first is not None and first > 1:  # what stands before a member that is there
                 before = [rep(seq(self.member(prop), self.comma), 0, 1) for prop in self.members[position:first]]
@@ -93,24 +98,26 @@ class _Object:
             alternatives.append(seq(*comma, self.member(prop), self.declared(position + 1, min(count + 1, self.last))))
         return alt(*alternatives)
 
-    def named(self, state: str, make: Callable[[], Expr]) -> Expr:
+    def named(self, state: str, expression: Callable[[], Expr]) -> Expr:
         rule = f"{self.name}{state}"
         if rule not in self.done:
             self.done.add(rule)
-            self.writer.rule(rule, make())
-        return self.writer.call(rule)
+            self.writer.rule(rule, expression())
+        return self.writer.reference(rule)
 
     def member(self, prop: Property) -> Expr:
-        key = json_text.literal(json_text.quoted(prop.name)) + self.writer.blanks.colon
+        key = json_text.literal(json_text.quoted(prop.name)) + self.writer.whitespace.colon
         return seq(text(key), self.writer.place(prop.node))
 
-    def others(self, count: int, met: frozenset[int]) -> Expr:
-        """Members that are not declared; `met`: conditions of ``some`` that are fulfilled."""
+    def undeclared_members(self, count: int, fulfilled: frozenset[int]) -> Expr:
+        """Members that are not declared; `met`: conditions of ``exists`` that are fulfilled."""
         shape = self.shape
         if self.low - count > 1:
-            return self.doubtful()
-        if shape.some:
-            return self.named(f"s{count}_{'_'.join(map(str, sorted(met)))}", lambda: self.searching(count, met))
+            return self.several_undeclared()
+        if shape.exists:
+            return self.named(
+                f"s{count}_{'_'.join(map(str, sorted(fulfilled)))}", lambda: self.members_fulfilling(count, fulfilled)
+            )
         item = self.item(())
         needed = max(0, self.low - count)
         left = None if self.high is None else self.high - count
@@ -119,7 +126,7 @@ class _Object:
         # That there is nothing at all is dealt with elsewhere.
         return seq(item, rep(seq(self.comma, item), max(0, needed - 1), None if left is None else left - 1))
 
-    def doubtful(self) -> Expr:
+    def several_undeclared(self) -> Expr:
         """Several members that are not declared, as many as are asked for: they may have the same key.
 
         Raises:
@@ -132,42 +139,52 @@ class _Object:
                     "strict=False validates it afterwards",
                     "minProperties",
                 )
-            self.writer.warning(_FEW_OTHERS)
+            self.writer.warning(_ONE_UNDECLARED)
         return NOTHING
 
-    def searching(self, count: int, met: frozenset[int]) -> Expr:
+    def members_fulfilling(self, count: int, fulfilled: frozenset[int]) -> Expr:
         """Members that fulfil something stand behind all that do not, and none has a key with which one before fulfils."""
-        open_ones = [index for index in range(len(self.shape.some)) if index not in met]
+        unfulfilled = [index for index in range(len(self.shape.exists)) if index not in fulfilled]
         comma = [self.comma] if count else []
-        alternatives: list[Expr] = [EMPTY] if not open_ones and count >= max(1, self.low) else []
-        again: Expr | None = None
-        if len(self.shape.some) > 1:
-            self.writer.warning(_AT_ONCE)
-        for size in range(bool(met), len(open_ones) + 1) if self.high is None or count < self.high else ():
-            for taken in combinations(open_ones, size):
-                item = seq(*comma, self.item(taken, met))
+        alternatives: list[Expr] = [EMPTY] if not unfulfilled and count >= max(1, self.low) else []
+        repeated: Expr | None = None
+        if len(self.shape.exists) > 1:
+            self.writer.warning(_SHARED_CONDITIONS)
+        for size in range(bool(fulfilled), len(unfulfilled) + 1) if self.high is None or count < self.high else ():
+            for taken in combinations(unfulfilled, size):
+                item = seq(*comma, self.item(taken, fulfilled))
                 after = min(count + 1, self.last) if self.high is None else count + 1
                 if not taken and after == count:
-                    again = item
+                    repeated = item
                 else:
-                    alternatives.append(seq(item, self.others(after, met | set(taken))))
-        return seq(rep(again, 0, None) if again is not None else EMPTY, alt(*alternatives))
+                    alternatives.append(seq(item, self.undeclared_members(after, fulfilled | set(taken))))
+        return seq(rep(repeated, 0, None) if repeated is not None else EMPTY, alt(*alternatives))
 
-    def item(self, taken: tuple[int, ...], met: frozenset[int] = frozenset()) -> Expr:
+    def item(self, taken: tuple[int, ...], fulfilled: frozenset[int] = frozenset()) -> Expr:
         """A member that is not declared and fulfils the conditions `taken`, with a key that is of none that are `met`."""
-        nodes, alternatives = self.writer.normal.nodes, []
+        nodes, alternatives = self.writer.normaliser.nodes, []
         for keys, node in self.rest:
-            wanted: Strings | None = strings.both(keys, self.undeclared) if self.undeclared is not None else None
+            allowed_keys: Strings | None = (
+                strings.intersection(keys, self.undeclared) if self.undeclared is not None else None
+            )
             value: Node = node
             for index in taken:
-                rare, kind = self.shape.some[index]
-                wanted = strings.both(wanted, rare) if wanted is not None else None
-                value = nodes.both(value, kind)
-            fresh = [] if wanted is None else [wanted]
-            for index in met:
-                apart = strings.others(self.shape.some[index][0])
-                fresh = [common for one in fresh for two in apart if (common := strings.both(one, two)) is not None]
+                keys_of_condition, kind = self.shape.exists[index]
+                allowed_keys = (
+                    strings.intersection(allowed_keys, keys_of_condition) if allowed_keys is not None else None
+                )
+                value = nodes.intersection(value, kind)
+            key_sets = [] if allowed_keys is None else [allowed_keys]
+            for index in fulfilled:
+                other_keys = strings.complement(self.shape.exists[index][0])
+                key_sets = [
+                    both
+                    for keys_left in key_sets
+                    for keys_apart in other_keys
+                    if (both := strings.intersection(keys_left, keys_apart)) is not None
+                ]
             alternatives += [
-                seq(self.writer.string(one, self.writer.blanks.colon), self.writer.place(value)) for one in fresh
+                seq(self.writer.string(keys_left, self.writer.whitespace.colon), self.writer.place(value))
+                for keys_left in key_sets
             ]
         return alt(*alternatives)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from . import limits, strings
+from .algebra import NodeAlgebra
 from .nodes import FALSE, TRUE, Node
-from .reach import Emptiness
 from .strings import Strings
 
 
@@ -38,16 +38,16 @@ class Objects:
         properties: declared ones.
         rest: classes of other keys and what their values are; a key of none cannot occur. Two classes share keys only
             if they agree on the values.
-        some: for each, some property that is not declared has such a key and such a value.
-        seen: what has been evaluated; no part of the set.
+        exists: for each, some property that is not declared has such a key and such a value.
+        evaluated: what has been evaluated; no part of the set.
     """
 
     properties: tuple[Property, ...] = ()
     rest: tuple[tuple[Strings, Node], ...] = ((strings.ALL, TRUE),)
     low: int = 0
     high: int | None = None
-    some: tuple[tuple[Strings, Node], ...] = ()
-    seen: Keys = Keys()
+    exists: tuple[tuple[Strings, Node], ...] = ()
+    evaluated: Keys = Keys()
 
     @property
     def names(self) -> dict[str, Property]:
@@ -55,14 +55,14 @@ class Objects:
 
     def value(self, name: str) -> Node:
         """What the value of a key is that is not declared."""
-        return next((node for keys, node in self.rest if keys.holds(name)), FALSE)
+        return next((node for keys, node in self.rest if keys.contains(name)), FALSE)
 
-    def tidy(self, reach: Emptiness) -> Objects | None:
+    def simplified(self, algebra: NodeAlgebra) -> Objects | None:
         """The same set without properties that cannot be there; None if it is empty for all one can tell."""
         declared = list(self.properties)
         rest = []
         for keys, node in self.rest:
-            if reach.empty(node):
+            if algebra.empty(node):
                 continue
             if keys.values is None or keys.formats:
                 rest.append((keys, node))
@@ -71,10 +71,10 @@ class Objects:
                 declared += [Property(name, node) for name in sorted(keys.values - known)]
         remaining = []
         for prop in declared:
-            if reach.empty(prop.node):
+            if algebra.empty(prop.node):
                 if prop.required:
                     return None
-                if any(keys.holds(prop.name) for keys, _ in rest):
+                if any(keys.contains(prop.name) for keys, _ in rest):
                     remaining.append(Property(prop.name, FALSE))
             else:
                 remaining.append(prop)
@@ -83,133 +83,142 @@ class Objects:
             return None
         if not rest and sum(prop.node != FALSE for prop in remaining) < self.low:
             return None
-        some = tuple(dict.fromkeys(self.some))
-        for keys, node in some:
+        exists = tuple(dict.fromkeys(self.exists))
+        for keys, node in exists:
             if not any(
-                strings.both(keys, other) and not reach.empty(reach.nodes.both(node, value)) for other, value in rest
+                strings.intersection(keys, other) and not algebra.empty(algebra.nodes.intersection(node, value))
+                for other, value in rest
             ):
                 return None
         low = self.low if self.low > needed else 0
-        return replace(self, properties=tuple(remaining), rest=tuple(rest), low=low, some=some)
+        return replace(self, properties=tuple(remaining), rest=tuple(rest), low=low, exists=exists)
 
 
-def both(a: Objects, b: Objects, reach: Emptiness) -> list[Objects]:
+def intersection(a: Objects, b: Objects, algebra: NodeAlgebra) -> list[Objects]:
     """Objects of `a` and of `b`, as alternatives."""
     pieces = []
     order = list(dict.fromkeys((*a.names, *b.names)))
-    for left, right in product(_declare(a, order, reach), _declare(b, order, reach)):
-        reach.step()
+    for left, right in product(_with_declared(a, order, algebra), _with_declared(b, order, algebra)):
+        algebra.step()
         left_names, right_names = left.names, right.names
         declared = [
             Property(
                 n,
-                reach.nodes.both(left_names[n].node, right_names[n].node),
+                algebra.nodes.intersection(left_names[n].node, right_names[n].node),
                 left_names[n].required or right_names[n].required,
             )
             for n in dict.fromkeys((*order, *left_names, *right_names))
         ]
         rest: dict[tuple[Strings, Node], None] = {}
         for (keys, node), (others_keys, other) in product(left.rest, right.rest):
-            shared = strings.both(keys, others_keys)
+            shared = strings.intersection(keys, others_keys)
             if shared is not None:
-                rest[shared, reach.nodes.both(node, other)] = None
+                rest[shared, algebra.nodes.intersection(node, other)] = None
         if len(rest) > limits.ALTERNATIVES:
             limits.exceeded("ALTERNATIVES", limits.ALTERNATIVES, "the number of classes of keys", "patternProperties")
         highs = [x.high for x in (a, b) if x.high is not None]
-        seen = Keys(
-            a.seen.names | b.seen.names,
-            tuple(dict.fromkeys((*a.seen.classes, *b.seen.classes))),
-            a.seen.all or b.seen.all,
+        evaluated = Keys(
+            a.evaluated.names | b.evaluated.names,
+            tuple(dict.fromkeys((*a.evaluated.classes, *b.evaluated.classes))),
+            a.evaluated.all or b.evaluated.all,
         )
         joined = Objects(tuple(declared), tuple(rest), max(left.low, right.low), min(highs, default=None),
-                         (*left.some, *right.some), seen)  # fmt: skip
-        pieces.append(joined.tidy(reach))
+                         (*left.exists, *right.exists), evaluated)  # fmt: skip
+        pieces.append(joined.simplified(algebra))
     return [piece for piece in pieces if piece is not None]
 
 
-def others(a: Objects, reach: Emptiness) -> list[Objects]:
+def complement(a: Objects, algebra: NodeAlgebra) -> list[Objects]:
     """Objects that are not of `a`."""
-    negate = reach.nodes.negate
+    complement_of = algebra.nodes.complement
     left: list[Objects] = []
     for prop in a.properties:
         if prop.required:
             left.append(Objects((Property(prop.name, FALSE),)))
         if prop.node != TRUE:
-            left.append(Objects((Property(prop.name, negate(prop.node), True),)))
-    undeclared = Strings(excluded=frozenset(a.names)).tidy()
-    exceptions = [(keys, negate(node)) for keys, node in a.rest if node != TRUE]
-    exceptions += [(keys, TRUE) for keys in _outside([keys for keys, _ in a.rest])]
+            left.append(Objects((Property(prop.name, complement_of(prop.node), True),)))
+    undeclared = Strings(excluded=frozenset(a.names)).simplified()
+    exceptions = [(keys, complement_of(node)) for keys, node in a.rest if node != TRUE]
+    exceptions += [(keys, TRUE) for keys in _complement_of_all([keys for keys, _ in a.rest])]
     for keys, node in exceptions:
-        rare = strings.both(keys, undeclared) if undeclared is not None else None
-        if rare is not None:
-            left += _settle(Objects(some=((rare, node),)), reach)
+        undeclared_keys = strings.intersection(keys, undeclared) if undeclared is not None else None
+        if undeclared_keys is not None:
+            left += _resolve_exists(Objects(exists=((undeclared_keys, node),)), algebra)
     if a.low:
         left.append(Objects(high=a.low - 1))
     if a.high is not None:
         left.append(Objects(low=a.high + 1))
-    for keys, node in a.some:
-        free = [(other, TRUE) for other in strings.others(keys)]
-        left.append(Objects(rest=((keys, negate(node)), *free)))
-    return [tight for piece in left if (tight := piece.tidy(reach)) is not None]
+    for keys, node in a.exists:
+        free = [(other, TRUE) for other in strings.complement(keys)]
+        left.append(Objects(rest=((keys, complement_of(node)), *free)))
+    return [simple for piece in left if (simple := piece.simplified(algebra)) is not None]
 
 
-def evaluate(a: Objects, node: Node, reach: Emptiness) -> Objects | None:
+def evaluate(a: Objects, node: Node, algebra: NodeAlgebra) -> Objects | None:
     """`a` with ``unevaluatedProperties`` of `node`: afterwards all properties are evaluated."""
-    if a.seen.all:
+    if a.evaluated.all:
         return a
-    nodes = reach.nodes
+    nodes = algebra.nodes
 
     def evaluated(name: str) -> bool:
-        return name in a.seen.names or any(keys.holds(name) for keys in a.seen.classes)
+        return name in a.evaluated.names or any(keys.contains(name) for keys in a.evaluated.classes)
 
-    declared = [p if evaluated(p.name) else replace(p, node=nodes.both(p.node, node)) for p in a.properties]
-    loose = a.seen.names - set(a.names)
-    declared += [Property(name, a.value(name)) for name in sorted(loose)]
+    declared = [p if evaluated(p.name) else replace(p, node=nodes.intersection(p.node, node)) for p in a.properties]
+    evaluated_names = a.evaluated.names - set(a.names)
+    declared += [Property(name, a.value(name)) for name in sorted(evaluated_names)]
     rest: dict[tuple[Strings, Node], None] = {}
     for keys, value in a.rest:
-        for known in a.seen.classes:
-            if (part := strings.both(keys, known)) is not None:
+        for known in a.evaluated.classes:
+            if (part := strings.intersection(keys, known)) is not None:
                 rest[part, value] = None
-        for gap in _outside(a.seen.classes):
-            if (part := strings.both(keys, gap)) is not None:
-                rest[part, nodes.both(value, node)] = None
-    return replace(a, properties=tuple(declared), rest=tuple(rest), seen=Keys(all=True)).tidy(reach)
+        for other_keys in _complement_of_all(a.evaluated.classes):
+            if (part := strings.intersection(keys, other_keys)) is not None:
+                rest[part, nodes.intersection(value, node)] = None
+    return replace(a, properties=tuple(declared), rest=tuple(rest), evaluated=Keys(all=True)).simplified(algebra)
 
 
-def _outside(classes: Sequence[Strings]) -> list[Strings]:
+def _complement_of_all(classes: Sequence[Strings]) -> list[Strings]:
     """Strings of none of `classes`."""
     left = [strings.ALL]
     for keys in classes:
-        left = [both for a in left for b in strings.others(keys) if (both := strings.both(a, b)) is not None]
+        left = [
+            intersection
+            for a in left
+            for b in strings.complement(keys)
+            if (intersection := strings.intersection(a, b)) is not None
+        ]
     return left
 
 
-def _declare(a: Objects, order: Sequence[str], reach: Emptiness) -> list[Objects]:
+def _with_declared(a: Objects, order: Sequence[str], algebra: NodeAlgebra) -> list[Objects]:
     """`a` with all names of `order` declared."""
     known = a.names
-    fresh = tuple(Property(name, a.value(name)) for name in order if name not in known)
-    return _settle(replace(a, properties=(*a.properties, *fresh)), reach) if fresh else [a]
+    added = tuple(Property(name, a.value(name)) for name in order if name not in known)
+    return _resolve_exists(replace(a, properties=(*a.properties, *added)), algebra) if added else [a]
 
 
-def _settle(a: Objects, reach: Emptiness) -> list[Objects]:
-    """`a` as alternatives in which ``some`` is about keys that are not declared."""
-    for index, (keys, node) in enumerate(a.some):
-        declared = (*a.some[:index], *a.some[index + 1 :])
-        hits = sorted(keys.values) if keys.values is not None else [name for name in a.names if keys.holds(name)]
-        if not hits:
+def _resolve_exists(a: Objects, algebra: NodeAlgebra) -> list[Objects]:
+    """`a` as alternatives in which ``exists`` is about keys that are not declared."""
+    for index, (keys, node) in enumerate(a.exists):
+        declared = (*a.exists[:index], *a.exists[index + 1 :])
+        names_with_key = (
+            sorted(keys.values) if keys.values is not None else [name for name in a.names if keys.contains(name)]
+        )
+        if not names_with_key:
             continue
         pieces = []
-        for name in hits:
-            reach.step()
-            props = tuple(
-                Property(p.name, reach.nodes.both(p.node, node), True) if p.name == name else p for p in a.properties
+        for name in names_with_key:
+            algebra.step()
+            properties = tuple(
+                Property(p.name, algebra.nodes.intersection(p.node, node), True) if p.name == name else p
+                for p in a.properties
             )
             if name not in a.names:
-                props = (*props, Property(name, reach.nodes.both(a.value(name), node), True))
-            pieces += _settle(replace(a, properties=props, some=declared), reach)
+                properties = (*properties, Property(name, algebra.nodes.intersection(a.value(name), node), True))
+            pieces += _resolve_exists(replace(a, properties=properties, exists=declared), algebra)
         if keys.values is None:
-            rare = strings.both(keys, Strings(excluded=frozenset(hits)))
-            if rare is not None:
-                pieces += _settle(replace(a, some=(*declared, (rare, node))), reach)
+            undeclared_keys = strings.intersection(keys, Strings(excluded=frozenset(names_with_key)))
+            if undeclared_keys is not None:
+                pieces += _resolve_exists(replace(a, exists=(*declared, (undeclared_keys, node))), algebra)
         return pieces
     return [a]

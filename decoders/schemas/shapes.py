@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from . import arrays, limits, numbers, objects, strings
+from .algebra import NodeAlgebra
 from .arrays import Arrays
 from .numbers import Numbers
 from .objects import Objects
-from .reach import Emptiness
 from .strings import Strings
 
 T = TypeVar("T", Numbers, Strings, Arrays, Objects)
@@ -39,18 +39,18 @@ NONE = Shapes()
 ALL = Shapes(frozenset(["null", "true", "false"]), (Numbers(),), (Strings(),), (Arrays(),), (Objects(),))
 
 
-def both(a: Shapes, b: Shapes, reach: Emptiness) -> Shapes:
+def intersection(a: Shapes, b: Shapes, algebra: NodeAlgebra) -> Shapes:
     """What is of `a` and of `b`."""
     return Shapes(
         a.units & b.units,
-        _pairs(a.numbers, b.numbers, lambda x, y: _one(numbers.both(x, y)), Numbers(), reach),
-        _pairs(a.strings, b.strings, lambda x, y: _one(strings.both(x, y)), Strings(), reach),
-        _pairs(a.arrays, b.arrays, lambda x, y: _one(arrays.both(x, y, reach)), Arrays(), reach),
-        _pairs(a.objects, b.objects, lambda x, y: objects.both(x, y, reach), Objects(), reach),
+        _intersections(a.numbers, b.numbers, lambda x, y: _listed(numbers.intersection(x, y)), Numbers(), algebra),
+        _intersections(a.strings, b.strings, lambda x, y: _listed(strings.intersection(x, y)), Strings(), algebra),
+        _intersections(a.arrays, b.arrays, lambda x, y: _listed(arrays.intersection(x, y, algebra)), Arrays(), algebra),
+        _intersections(a.objects, b.objects, lambda x, y: objects.intersection(x, y, algebra), Objects(), algebra),
     )
 
 
-def either(*several: Shapes) -> Shapes:
+def union(*several: Shapes) -> Shapes:
     """What is of any of `several`."""
     strings = [one for shapes in several for one in shapes.strings]
     texts = [one.values for one in strings if one.values is not None and not one.formats]
@@ -65,7 +65,7 @@ def either(*several: Shapes) -> Shapes:
     )
 
 
-def minus(a: Shapes, b: Shapes, reach: Emptiness) -> Shapes:
+def difference(a: Shapes, b: Shapes, algebra: NodeAlgebra) -> Shapes:
     """What is of `a` and not of `b`.
 
     Raises:
@@ -73,68 +73,84 @@ def minus(a: Shapes, b: Shapes, reach: Emptiness) -> Shapes:
     """
     return Shapes(
         a.units - b.units,
-        _less(a.numbers, b.numbers, numbers.others, lambda x, y: _one(numbers.both(x, y)), Numbers(), reach),
-        _less(a.strings, b.strings, strings.others, lambda x, y: _one(strings.both(x, y)), Strings(), reach),
-        _less(
+        _difference(
+            a.numbers,
+            b.numbers,
+            numbers.complement,
+            lambda x, y: _listed(numbers.intersection(x, y)),
+            Numbers(),
+            algebra,
+        ),
+        _difference(
+            a.strings,
+            b.strings,
+            strings.complement,
+            lambda x, y: _listed(strings.intersection(x, y)),
+            Strings(),
+            algebra,
+        ),
+        _difference(
             a.arrays,
             b.arrays,
-            lambda x: arrays.others(x, reach),
-            lambda x, y: _one(arrays.both(x, y, reach)),
+            lambda x: arrays.complement(x, algebra),
+            lambda x, y: _listed(arrays.intersection(x, y, algebra)),
             Arrays(),
-            reach,
+            algebra,
         ),
-        _less(
+        _difference(
             a.objects,
             b.objects,
-            lambda x: objects.others(x, reach),
-            lambda x, y: objects.both(x, y, reach),
+            lambda x: objects.complement(x, algebra),
+            lambda x, y: objects.intersection(x, y, algebra),
             Objects(),
-            reach,
+            algebra,
         ),
     )
 
 
-def _one(piece: T | None) -> list[T]:
+def _listed(piece: T | None) -> list[T]:
     return [] if piece is None else [piece]
 
 
-def _pairs(
-    a: Iterable[T], b: Iterable[T], meet: Callable[[T, T], list[T]], every: T, reach: Emptiness
+def _intersections(
+    a: Iterable[T], b: Iterable[T], intersect: Callable[[T, T], list[T]], all_values: T, algebra: NodeAlgebra
 ) -> tuple[T, ...]:
     left, right = tuple(a), tuple(b)
-    if left == (every,):
+    if left == (all_values,):
         return right
-    if right == (every,):
+    if right == (all_values,):
         return left
-    reach.step(len(left) * len(right))
-    return _union([piece for x in left for y in right for piece in meet(x, y)], every)
+    algebra.step(len(left) * len(right))
+    return _union([piece for x in left for y in right for piece in intersect(x, y)], all_values)
 
 
-def _union(pieces: Iterable[T], every: T) -> tuple[T, ...]:
+def _union(pieces: Iterable[T], all_values: T) -> tuple[T, ...]:
     distinct = list(dict.fromkeys(pieces))
-    if every in distinct:  # alternatives that have evaluated something still count
-        plain = getattr(every, "seen", None)
-        distinct = [piece for piece in distinct if piece == every or getattr(piece, "seen", None) != plain]
-    if len(distinct) > (limits.VALUES if isinstance(every, Numbers) else limits.ALTERNATIVES):
+    if all_values in distinct:  # alternatives that have evaluated something still count
+        nothing_evaluated = getattr(all_values, "evaluated", None)
+        distinct = [
+            piece for piece in distinct if piece == all_values or getattr(piece, "evaluated", None) != nothing_evaluated
+        ]
+    if len(distinct) > (limits.VALUES if isinstance(all_values, Numbers) else limits.ALTERNATIVES):
         limits.exceeded("ALTERNATIVES", limits.ALTERNATIVES, f"{len(distinct)} alternatives of one type at one place")
     return tuple(distinct)
 
 
-def _less(
-    left: tuple[T, ...], right: tuple[T, ...], negate: Callable[[T], list[T]], meet: Callable[[T, T], list[T]], every: T,
-    reach: Emptiness,
+def _difference(
+    left: tuple[T, ...], right: tuple[T, ...], complement_of: Callable[[T], list[T]], intersect: Callable[[T, T], list[T]],
+    all_values: T, algebra: NodeAlgebra,
 ) -> tuple[T, ...]:  # fmt: skip
     for piece in right:
-        if not left or piece == every:
+        if not left or piece == all_values:
             return ()
         remaining: list[T] = []
         for alternative in left:
-            reach.step()
-            if alternative == every:
-                remaining += negate(piece)
-            elif meet(alternative, piece):
-                remaining += [rest for other in negate(piece) for rest in meet(alternative, other)]
+            algebra.step()
+            if alternative == all_values:
+                remaining += complement_of(piece)
+            elif intersect(alternative, piece):
+                remaining += [rest for other in complement_of(piece) for rest in intersect(alternative, other)]
             else:
                 remaining.append(alternative)
-        left = _union(remaining, every)
+        left = _union(remaining, all_values)
     return left

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..errors import GrammarError
 from ..patterns import automata
 from ..patterns import limits as pattern_limits
-from ..patterns.tree import NOTHING, Rx, words
+from ..patterns.tree import NOTHING, Pattern, words
 
 if TYPE_CHECKING:
     from interegular.fsm import FSM
@@ -28,25 +28,25 @@ class Strings:
         excluded: none of these.
     """
 
-    conditions: frozenset[tuple[Rx, bool]] = frozenset()
-    formats: frozenset[Rx] = frozenset()
+    conditions: frozenset[tuple[Pattern, bool]] = frozenset()
+    formats: frozenset[Pattern] = frozenset()
     low: int = 0
     high: int | None = None
     values: frozenset[str] | None = None
     excluded: frozenset[str] = field(default=frozenset())
 
     @property
-    def free(self) -> bool:
+    def unconstrained(self) -> bool:
         """Whether every string is among them."""
         return self == ALL
 
-    def holds(self, text: str) -> bool:
+    def contains(self, text: str) -> bool:
         """Whether `text` is among them, formats aside."""
         if self.values is not None:
             return text in self.values
         if text in self.excluded or len(text) < self.low or (self.high is not None and len(text) > self.high):
             return False
-        return all(automata.matches(rx, text) is good for rx, good in self.conditions)
+        return all(automata.matches(pattern, text) is good for pattern, good in self.conditions)
 
     @property
     def written(self) -> Strings | None:
@@ -56,11 +56,13 @@ class Strings:
             GrammarError: they are too many conditions for an automaton, formats among them.
         """
         if self.values is not None:
-            matching = (text for text in self.values if all(automata.matches(rx, text) for rx in self.formats))
-            return Strings(values=frozenset(matching)).tidy()
-        conditions = self.conditions | {(rx, True) for rx in self.formats}
+            matching = (
+                text for text in self.values if all(automata.matches(pattern, text) for pattern in self.formats)
+            )
+            return Strings(values=frozenset(matching)).simplified()
+        conditions = self.conditions | {(pattern, True) for pattern in self.formats}
         try:
-            return replace(self, conditions=conditions, formats=frozenset()).tidy()
+            return replace(self, conditions=conditions, formats=frozenset()).simplified()
         except GrammarError as problem:  # without formats there was none
             raise GrammarError(str(problem), "format" if self.formats else None) from problem
 
@@ -72,18 +74,18 @@ class Strings:
         """
         return _automaton(self)
 
-    def tidy(self) -> Strings | None:
+    def simplified(self) -> Strings | None:
         """The same set, None if it is empty."""
         if self.values is not None:
             return self if self.values else None
         if self.high is not None and self.low > self.high:
             return None
         if self.high == 0:
-            return replace(_ONLY_EMPTY, formats=self.formats) if self.holds("") else None
+            return replace(_ONLY_EMPTY, formats=self.formats) if self.contains("") else None
         if len(self.conditions) == 1 and not (self.low or self.high or self.excluded):
-            ((rx, good),) = self.conditions
+            ((pattern, good),) = self.conditions
             if good:  # trees leave out what cannot match
-                return None if rx == NOTHING else self
+                return None if pattern == NOTHING else self
         return None if self.conditions and _nothing(self) else self
 
 
@@ -91,31 +93,34 @@ ALL = Strings()
 _ONLY_EMPTY = Strings(values=frozenset([""]))
 
 
-def both(a: Strings, b: Strings) -> Strings | None:
+def intersection(a: Strings, b: Strings) -> Strings | None:
     """Strings of `a` and of `b`; None if there are none."""
-    if a == b or b.free:
+    if a == b or b.unconstrained:
         return a
-    if a.free:
+    if a.unconstrained:
         return b
     if a.values is not None or b.values is not None:
         few, other = (a, b) if a.values is not None else (b, a)
-        matching = frozenset(text for text in few.values or () if other.holds(text))
-        return replace(few, values=matching, formats=a.formats | b.formats).tidy()
+        matching = frozenset(text for text in few.values or () if other.contains(text))
+        return replace(few, values=matching, formats=a.formats | b.formats).simplified()
     highs = [x.high for x in (a, b) if x.high is not None]
     return Strings(
         a.conditions | b.conditions, a.formats | b.formats, max(a.low, b.low), min(highs, default=None), None,
         a.excluded | b.excluded,
-    ).tidy()  # fmt: skip
+    ).simplified()  # fmt: skip
 
 
-def others(a: Strings) -> list[Strings]:
+def complement(a: Strings) -> list[Strings]:
     """Strings that are not of `a`."""
     if a.values is not None:
         return [Strings(excluded=a.values)]
-    left = [Strings(high=a.low - 1).tidy()] if a.low else []
+    left = [Strings(high=a.low - 1).simplified()] if a.low else []
     if a.high is not None:
         left.append(Strings(low=a.high + 1))
-    left += [Strings(conditions=frozenset([(rx, not good)])).tidy() for rx, good in sorted(a.conditions, key=repr)]
+    left += [
+        Strings(conditions=frozenset([(pattern, not good)])).simplified()
+        for pattern, good in sorted(a.conditions, key=repr)
+    ]
     if a.excluded:
         left.append(Strings(values=a.excluded))
     return [piece for piece in left if piece is not None]

@@ -8,7 +8,7 @@ from ..errors import GrammarError
 from . import json_text, limits, notation, number_text
 from .array_text import write_array
 from .nodes import FALSE, Node
-from .normal import Normal
+from .normaliser import Normaliser
 from .notation import NOTHING, Expr, RuleReference, Terminal, Word, alt, text
 from .object_text import write_object
 from .shapes import Shapes
@@ -51,8 +51,8 @@ class Writer:
         warnings: what has been left out on the way, one sentence each.
     """
 
-    def __init__(self, normal: Normal, blanks: Whitespace, closed: bool = False) -> None:
-        self.normal, self.blanks, self.closed = normal, blanks, closed
+    def __init__(self, normaliser: Normaliser, whitespace: Whitespace, closed: bool = False) -> None:
+        self.normaliser, self.whitespace, self.closed = normaliser, whitespace, closed
         self.rules: dict[str, Expr] = {}
         self.todo: list[Node] = []
         self.places: set[Node] = set()
@@ -63,14 +63,16 @@ class Writer:
         self.rules["start"] = self.place(root)
         while self.todo:
             node = self.todo.pop()
-            shapes = self.normal.shapes(node)
+            shapes = self.normaliser.shapes(node)
             try:
-                self.rule(f"n{node}", self.ways(node, shapes))
+                self.rule(f"n{node}", self.alternatives_of(node, shapes))
             except GrammarError as problem:
-                raise (problem if problem.path is not None else self.normal.blamed(node, problem)) from problem
+                raise (
+                    problem if problem.path is not None else self.normaliser.with_location(node, problem)
+                ) from problem
         return notation.prune(self.rules)
 
-    def ways(self, node: Node, shapes: Shapes) -> Expr:
+    def alternatives_of(self, node: Node, shapes: Shapes) -> Expr:
         """Every alternative of every type."""
         alternatives: list[Expr] = [text(unit) for unit in ("null", "true", "false") if unit in shapes.units]
         written = [(one, number_text.expression(one)) for one in shapes.numbers]
@@ -111,7 +113,7 @@ class Writer:
         if text not in self.warnings:
             self.warnings.append(text)
 
-    def call(self, name: str) -> Expr:
+    def reference(self, name: str) -> Expr:
         """The rule of that name, written or to be written."""
         return RuleReference(name)
 
@@ -147,16 +149,16 @@ class _Expression:
 
 def _simple(strings: Strings) -> str | None:
     """Strings under at most one condition, as an expression; None for others."""
-    if strings.free:
+    if strings.unconstrained:
         return json_text.FREE_STRING
     if strings.values is not None:
         return "|".join(json_text.literal(json_text.quoted(value)) for value in sorted(strings.values))
     if not strings.conditions and not strings.excluded:
         return f'"{json_text.length(strings.low, strings.high)}"'
-    ((rx, good),) = strings.conditions if len(strings.conditions) == 1 else ((None, False),)
-    if rx is not None and good and not strings.excluded and strings.low == 0 and strings.high is None:
-        tree = json_text.tree(rx)
-        return None if tree is None else f'"(?:{tree})"'
+    ((pattern, good),) = strings.conditions if len(strings.conditions) == 1 else ((None, False),)
+    if pattern is not None and good and not strings.excluded and strings.low == 0 and strings.high is None:
+        inside = json_text.inside(pattern)
+        return None if inside is None else f'"(?:{inside})"'
     return None
 
 
@@ -171,12 +173,12 @@ def _regex(strings: Strings) -> str | None:
 def _lark(strings: Strings) -> str | None:
     """The definition of a terminal; None if nothing can be written."""
     parts = [_slashed(f'"{json_text.length(strings.low, strings.high)}"')]
-    for rx, good in sorted(strings.conditions, key=repr):
-        tree = json_text.tree(rx)
-        if tree is None and good:
+    for pattern, good in sorted(strings.conditions, key=repr):
+        inside = json_text.inside(pattern)
+        if inside is None and good:
             return None
-        if tree is not None:
-            parts.append(("" if good else "~") + _slashed(f'"(?:{tree})"'))
+        if inside is not None:
+            parts.append(("" if good else "~") + _slashed(f'"(?:{inside})"'))
     if strings.excluded:
         names = "|".join(json_text.literal(json_text.quoted(value)) for value in sorted(strings.excluded))
         parts.append("~" + _slashed(names))

@@ -18,8 +18,7 @@ from ..errors import SettingsError, UnsupportedError
 from ..settings import Settings
 from ..strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy
 from ..tree import TreeTensors
-from .draft_model import require_coupled
-from .draft_tree import DynamicTree, StaticTree
+from .draft_tree import Beam, Children, DynamicTree, NodeBudget, StaticTree
 from .feature_drafter import FeatureWindow, shape_of
 
 
@@ -40,9 +39,9 @@ class DFlashSettings(Settings):
         description="none: the best token of every place, a chain. static: the best ones of every place, in a tree of one shape. "
         "dynamic: the likeliest paths through them, chosen in every step.",
     )
-    nodes: int = Field(32, ge=1, le=256, description="Node budget of a tree, root excluded.")
-    children: int = Field(4, ge=1, le=32, description="Most continuations of a node of a tree.")
-    beam: int = Field(4, ge=1, le=32, description="Nodes of a dynamic tree that are continued per level.")
+    nodes: NodeBudget = 32
+    children: Children = 4
+    beam: Beam = 4
 
 
 @dataclass
@@ -98,8 +97,6 @@ class DFlash(Strategy):
 
     def start(self, context: Context) -> _State:
         s: DFlashSettings = self.settings
-        if s.tree == "dynamic":
-            require_coupled(context, self.name)
         config, network = load_network(self._folder, context.device, _dtype_of(context))
         _check_fit(config, context, self._folder)
         most = config.block_size - 1
@@ -107,7 +104,7 @@ class DFlash(Strategy):
         if length > most:
             raise SettingsError(f"dflash: length is {length}, and the draft model was trained to draft {most} tokens")
         children = min(s.children, context.vocab_size)
-        tree = shape_of(s.tree, length, children, s.nodes, s.beam, context)
+        tree = shape_of(self.name, s.tree, length, children, s.nodes, s.beam, context)
         drafter = DFlashDrafter(
             context, config, network, length, tree.children if isinstance(tree, StaticTree) else children
         )

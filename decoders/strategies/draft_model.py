@@ -11,6 +11,7 @@ from ..errors import UnsupportedError
 from ..settings import Settings
 from ..strategy import Context, Strategy
 from .budget import draft_budget
+from .draft_tree import Beam
 
 #: Nodes of a tree where nothing says otherwise, root excluded.
 TREE_NODES = 24
@@ -42,7 +43,7 @@ class TreeSettings(Settings):
         description="Node budget of a tree, root excluded. None: what the measured costs of a step allow, 24 where none are known.",
     )
     children: int = Field(4, ge=2, le=32, description="Most continuations of a node of a tree.")
-    beam: int = Field(4, ge=1, le=32, description="Nodes of a dynamic tree that are continued per level.")
+    beam: Beam = 4
 
 
 class DraftTreeSettings(TreeSettings, DraftModelSettings):

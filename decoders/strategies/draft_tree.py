@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from ..drafting import Drafter
@@ -15,6 +17,17 @@ from ..tree import Topology, TreeTensors
 #: How often the target's token is the draft's best, second best … draft token: the shape of the default tree rests on this
 #: draft token (Chen et al. 2024, "Sequoia", measure such a vector and build the best tree for it).
 RANK_SHARES = (0.66, 0.14, 0.06, 0.035, 0.02, 0.015, 0.01, 0.01)
+
+# Settings that strategies with trees share; each has its own defaults.
+TreeForm = Annotated[
+    Literal["none", "static", "dynamic"],
+    Field(
+        description="none: a chain. static: a tree of one shape. dynamic: the likeliest nodes, chosen in every step."
+    ),
+]
+NodeBudget = Annotated[int, Field(ge=1, le=256, description="Node budget of a tree, root excluded.")]
+Children = Annotated[int, Field(ge=1, le=32, description="Most continuations of a node of a tree.")]
+Beam = Annotated[int, Field(ge=1, le=32, description="Nodes of a dynamic tree that are continued per level.")]
 
 
 def likely_paths(depth: int, children: int, nodes: int) -> tuple[tuple[int, ...], ...]:
@@ -39,6 +52,9 @@ class StaticTree:
 
     Args:
         paths: the tree in Medusa's notation, see :meth:`Topology.from_paths`.
+
+    Attributes:
+        ahead: most slots that a draft model writes behind a row.
     """
 
     def __init__(self, paths: Sequence[Sequence[int]], rows: int, device: torch.device) -> None:
@@ -46,6 +62,7 @@ class StaticTree:
         self.topology, picks = Topology.from_paths(paths)
         self.children = max(rank for _, rank in picks) + 1
         self.depth = self.topology.max_depth
+        self.ahead = len(self.topology)
         parents, offsets = self.topology.parents, self.topology.offsets
         inner = [0, *sorted(set(parents[1:]) - {0})]  # by depth, as the nodes are
         inner_tree = Topology.from_parents([-1] + [inner.index(parents[node]) for node in inner[1:]])
@@ -88,10 +105,14 @@ class DynamicTree:
         beam: nodes expanded per level.
         nodes: budget of the tree, root excluded.
         compile: see :class:`~decoders.strategy.Context`.
+
+    Attributes:
+        ahead: most slots that a draft model writes behind a row.
     """
 
     def __init__(self, depth: int, beam: int, nodes: int, compile: Callable[[Callable], Callable]) -> None:
         self.depth, self.beam, self.nodes = depth, beam, nodes
+        self.ahead = beam * depth + 1
         self._bound = depth_bound(depth)
         self._frontier, self._expanded, self._best = compile(frontier), compile(expanded), compile(best_nodes)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -17,8 +17,7 @@ from ..errors import SettingsError, UnsupportedError
 from ..settings import Settings
 from ..strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy
 from ..tree import TreeTensors
-from .draft_model import require_coupled
-from .draft_tree import DynamicTree, StaticTree
+from .draft_tree import Beam, Children, DynamicTree, NodeBudget, StaticTree, TreeForm
 from .feature_drafter import FeatureDrafter, shape_of, tokens_from
 
 
@@ -36,13 +35,10 @@ class Eagle3Settings(Settings):
         "config says, else the authors' choice for the target's depth.",
     )
     length: int = Field(5, ge=1, le=32, description="Tokens drafted per path; the depth of a tree.")
-    tree: Literal["none", "static", "dynamic"] = Field(
-        "dynamic",
-        description="none: a chain. static: a tree of one shape. dynamic: the likeliest nodes, chosen in every step.",
-    )
-    nodes: int = Field(24, ge=1, le=256, description="Node budget of a tree, root excluded.")
-    children: int = Field(8, ge=1, le=32, description="Most continuations of a node of a tree.")
-    beam: int = Field(8, ge=1, le=32, description="Nodes of a dynamic tree that are continued per level.")
+    tree: TreeForm = "dynamic"
+    nodes: NodeBudget = 24
+    children: Children = 8
+    beam: Beam = 8
 
 
 @dataclass
@@ -76,17 +72,14 @@ class Eagle3(Strategy):
 
     def start(self, context: Context) -> _State:
         s: Eagle3Settings = self.settings
-        if s.tree == "dynamic":
-            require_coupled(context, self.name)
         config = context.model.config
         folder = find_head(s.head, config)
         files = load_head(folder, context.device, _dtype_of(context))
         _check_fit(files, context, len(self.layers_for(config, context.decoder_layers)), folder)
         children = min(s.children, len(files.vocabulary))
-        tree = shape_of(s.tree, s.length, children, s.nodes, s.beam, context)
+        tree = shape_of(self.name, s.tree, s.length, children, s.nodes, s.beam, context)
         most = tree.children if isinstance(tree, StaticTree) else children
-        ahead = len(tree.topology) if isinstance(tree, StaticTree) else s.beam * s.length + 1
-        return _State(Eagle3Drafter(context, files, s.length, most, ahead), tree)
+        return _State(Eagle3Drafter(context, files, s.length, most, tree.ahead), tree)
 
     def prefill(self, state: _State, chunk: PromptChunk) -> None:
         state.drafter.prefill(chunk, features(chunk))

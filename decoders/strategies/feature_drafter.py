@@ -16,6 +16,7 @@ from torch import Tensor
 from ..drafting import Drafter, DraftVocabulary, Expansion
 from ..strategy import Context, Draft, PromptChunk, Sequences, Step
 from ..tree import TreeTensors
+from .draft_model import require_coupled
 from .draft_tree import DynamicTree, StaticTree, likely_paths
 
 
@@ -134,9 +135,16 @@ def tokens_from(sequences: Sequences, start: Tensor, count: int) -> Tensor:
     return sequences.tokens.gather(1, torch.minimum(places, sequences.length[:, None] - 1).clamp(min=0))
 
 
-def shape_of(tree: str, depth: int, children: int, nodes: int, beam: int, context: Context) -> StaticTree | DynamicTree:
-    """What is drafted: a chain (``"none"``), a tree of one shape, or one chosen in every step."""
+def shape_of(
+    strategy: str, tree: str, depth: int, children: int, nodes: int, beam: int, context: Context
+) -> StaticTree | DynamicTree:
+    """What is drafted: a chain (``"none"``), a tree of one shape, or one chosen in every step.
+
+    Raises:
+        UnsupportedError: a tree that is chosen by what was drawn would change the distribution.
+    """
     if tree == "dynamic":
+        require_coupled(context, strategy)
         return DynamicTree(depth, beam, nodes, context.compile)
     paths = [(0,) * (level + 1) for level in range(depth)] if tree == "none" else likely_paths(depth, children, nodes)
     return StaticTree(paths, context.rows, context.device)

@@ -6,7 +6,7 @@ import copy
 import functools
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import Field
@@ -17,8 +17,7 @@ from ..errors import SettingsError, UnsupportedError
 from ..settings import Settings
 from ..strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy
 from ..tree import TreeTensors
-from .draft_model import require_coupled
-from .draft_tree import DynamicTree, StaticTree
+from .draft_tree import Beam, Children, DynamicTree, NodeBudget, StaticTree, TreeForm
 from .feature_drafter import FeatureDrafter, shape_of, tokens_from
 
 if TYPE_CHECKING:
@@ -39,13 +38,10 @@ class MtpSettings(Settings):
         le=32,
         description="Tokens drafted per path; None: as many as the model has layers for, which is the most.",
     )
-    tree: Literal["none", "static", "dynamic"] = Field(
-        "none",
-        description="none: a chain. static: a tree of one shape. dynamic: the likeliest nodes, chosen in every step.",
-    )
-    nodes: int = Field(16, ge=1, le=256, description="Node budget of a tree, root excluded.")
-    children: int = Field(4, ge=1, le=32, description="Most continuations of a node of a tree.")
-    beam: int = Field(4, ge=1, le=32, description="Nodes of a dynamic tree that are continued per level.")
+    tree: TreeForm = "none"
+    nodes: NodeBudget = 16
+    children: Children = 4
+    beam: Beam = 4
 
 
 @dataclass
@@ -76,12 +72,9 @@ class Mtp(Strategy):
         depth = s.length or layers.num_mtp_layers
         if depth > layers.num_mtp_layers:
             raise SettingsError(f"mtp: length is {depth}, and the model predicts {layers.num_mtp_layers} tokens ahead")
-        if s.tree == "dynamic":
-            require_coupled(context, self.name)
-        tree = shape_of(s.tree, depth, s.children, s.nodes, s.beam, context)
+        tree = shape_of(self.name, s.tree, depth, s.children, s.nodes, s.beam, context)
         children = tree.children if isinstance(tree, StaticTree) else s.children
-        ahead = len(tree.topology) if isinstance(tree, StaticTree) else s.beam * depth + 1
-        drafter = MtpDrafter(context, layers, depth, children, ahead)
+        drafter = MtpDrafter(context, layers, depth, children, tree.ahead)
         if isinstance(tree, StaticTree) and tree.children > drafter.children:
             raise SettingsError(
                 f"mtp: a node has {tree.children} continuations; the vocabulary has {context.vocab_size}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
@@ -9,13 +10,16 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from ..drafting import Drafter
-from ..errors import SettingsError
+from ..drafting import Drafter, OtherVocabulary
+from ..errors import SettingsError, UnsupportedError
 from ..settings import Settings
 from ..strategy import Context, Draft, Sequences, Step
 from .draft_model import DraftModelSettings, DraftModelStrategy, TreeSettings, require_coupled
-from .draft_tree import DynamicTree, StaticTree, likely_paths
+from .draft_tree import DynamicTree, StaticTree, TreeForm, likely_paths
+from .text_drafter import TextDrafter
 
+#: Share of the target's tokens under which a draft model drafts text.
+FEW_SHARED = 0.5
 #: Log-probabilities between which a draft token's grade goes up by one.
 GRADES = torch.tensor([0.3, 0.6, 0.9, 0.98]).log()
 
@@ -32,10 +36,7 @@ class ShapeSettings(TreeSettings):
         "(transformers' rule). Chains only.",
     )
     max_length: int = Field(16, ge=1, le=32, description="Most tokens that schedule heuristic drafts per step.")
-    tree: Literal["none", "static", "dynamic"] = Field(
-        "none",
-        description="none: a chain. static: a tree of one shape. dynamic: the likeliest nodes, chosen in every step.",
-    )
+    tree: TreeForm = "none"
     template: tuple[tuple[int, ...], ...] | None = Field(
         None, description="Shape of a static tree: paths of ranks, level by level, as Medusa writes them."
     )
@@ -50,19 +51,28 @@ class ShapeSettings(TreeSettings):
 
 
 class SpeculativeSettings(ShapeSettings, DraftModelSettings):
-    """How much the draft model proposes, and in which shape."""
+    """How much the draft model proposes, in which shape, and what it shares with the target."""
+
+    alignment: Literal["auto", "tokens", "strings"] = Field(
+        "auto",
+        description="How a draft model with another vocabulary drafts. tokens: through the tokens that both have (token-level "
+        "intersection). strings: it drafts text, a chain of its likeliest tokens, which is written anew in the target's. auto: "
+        "strings for chains where it has less than half of the target's tokens.",
+    )
 
 
 @dataclass
 class _State:
-    """`lengths`: tokens that each row drafts (schedule heuristic). `limit`: most of them in the next draft."""
+    """`lengths`: tokens that each row drafts (schedule heuristic). `limit`: most of them in the next draft. `other`: what the draft
+    model's tokens are, where they are others than the target's."""
 
-    drafter: Drafter
+    drafter: Drafter | TextDrafter
     tree: StaticTree | DynamicTree | None
     lengths: Tensor
     own_nodes: int = 1
     limit: int | None = None
     grades: Tensor | None = None
+    other: OtherVocabulary | None = None
 
 
 class Speculative(DraftModelStrategy):
@@ -86,25 +96,55 @@ class Speculative(DraftModelStrategy):
 
     def start(self, context: Context) -> _State:
         s: ShapeSettings = self.settings
+        other = self._other_vocabulary(context)
+        if other is not None and self._alignment(other) == "strings":
+            most = s.length if s.schedule == "constant" else max(s.length, s.max_length)
+            lengths = torch.full((context.rows,), s.length, device=context.device)
+            return _State(TextDrafter(context, other, most), None, lengths, other=other)
         tree: StaticTree | DynamicTree | None = None
         ahead, children = s.length if s.schedule == "constant" else max(s.length, s.max_length), 1
         if s.tree == "static":
             paths = s.template or likely_paths(s.length, s.children, self.tree_nodes(context))
             tree = StaticTree(paths, context.rows, context.device)
-            ahead, children = len(tree.topology), tree.children
+            ahead, children = tree.ahead, tree.children
         elif s.tree == "dynamic":
             require_coupled(context, self.name)
             tree = DynamicTree(s.length, s.beam, self.tree_nodes(context), context.compile)
-            ahead, children = s.beam * s.length + 1, s.children
+            ahead, children = tree.ahead, s.children
         drafter = context.draft(self.draft_model(context), ahead=ahead, children=children)
         if isinstance(tree, StaticTree) and tree.children > drafter.children:
             raise SettingsError(
                 f"the template takes the {tree.children} best continuations of a node; the vocabulary has {drafter.vocab_size}"
             )
-        return _State(drafter, tree, torch.full((context.rows,), s.length, device=context.device))
+        return _State(drafter, tree, torch.full((context.rows,), s.length, device=context.device), other=other)
+
+    def _other_vocabulary(self, context: Context) -> OtherVocabulary | None:
+        """What the draft model's tokens are, if they are not the target's."""
+        return (
+            context.vocabulary_of(self.draft_model(context))
+            if "alignment" in type(self.settings).model_fields
+            else None
+        )
+
+    def _alignment(self, other: OtherVocabulary) -> str:
+        """``"tokens"`` or ``"strings"``.
+
+        Raises:
+            UnsupportedError: strings and a tree.
+        """
+        s: SpeculativeSettings = self.settings
+        if s.alignment == "strings" and s.tree != "none":
+            raise UnsupportedError(
+                "a draft model that drafts text (alignment='strings') drafts a chain: take tree='none'"
+            )
+        if s.alignment != "auto":
+            return s.alignment
+        return "strings" if s.tree == "none" and other.shared < FEW_SHARED else "tokens"
 
     def rebatch(self, state: _State, rows: Tensor, context: Context) -> _State:
         s: ShapeSettings = self.settings
+        if isinstance(state.drafter, TextDrafter):
+            return self.start(context)  # the rows' texts are written in the draft's tokens again
         if isinstance(state.tree, StaticTree):
             state.tree = StaticTree(state.tree.paths, context.rows, context.device)
         lengths = state.lengths[rows.clamp(min=0)] if len(state.lengths) else rows
@@ -113,6 +153,8 @@ class Speculative(DraftModelStrategy):
 
     def propose(self, state: _State, sequences: Sequences) -> Draft:
         drafter = state.drafter
+        if isinstance(drafter, TextDrafter):
+            return self._text(state, drafter, sequences)
         drafter.begin(sequences)
         draft = self._chain(state, sequences) if state.tree is None else state.tree.draft(drafter)
         state.own_nodes = draft.tokens.shape[1] + 1
@@ -121,7 +163,8 @@ class Speculative(DraftModelStrategy):
     def observe(self, state: _State, step: Step) -> None:
         s: ShapeSettings = self.settings
         own_nodes = state.own_nodes if step.own_nodes is None else step.own_nodes
-        state.drafter.observe(step, own_nodes, displaced=state.tree.depth if state.tree is not None else 0)
+        if not isinstance(state.drafter, TextDrafter):
+            state.drafter.observe(step, own_nodes, displaced=state.tree.depth if state.tree is not None else 0)
         if s.schedule == "heuristic":
             whole = step.accepted >= state.lengths
             state.lengths = torch.where(whole, state.lengths + 2, state.lengths - 1).clamp(1, s.max_length)
@@ -131,13 +174,29 @@ class Speculative(DraftModelStrategy):
         if state.grades is None:
             state.grades = GRADES.to(state.lengths.device)
 
+    def details(self, state: _State) -> Mapping[str, Any]:
+        if state.other is None:
+            return {}
+        facts = {"alignment": self._alignment(state.other), "shared_tokens": round(state.other.shared, 3)}
+        return facts | ({"draft_passes": state.drafter.passes} if isinstance(state.drafter, TextDrafter) else {})
+
+    def _length(self, state: _State, sequences: Sequences) -> int:
+        """Draft passes of the next round."""
+        s: ShapeSettings = self.settings
+        length = s.length
+        if s.schedule == "heuristic":  # the host decides how many passes to make
+            length = int(torch.where(sequences.finished, 1, state.lengths).max())
+        return length if state.limit is None else min(length, state.limit)
+
+    def _text(self, state: _State, drafter: TextDrafter, sequences: Sequences) -> Draft:
+        draft = drafter.draft(sequences, self._length(state, sequences))
+        state.own_nodes = draft.tokens.shape[1] + 1
+        return draft
+
     def _chain(self, state: _State, sequences: Sequences) -> Draft:
         s: ShapeSettings = self.settings
-        length, varies = s.length, s.schedule == "heuristic"
-        if varies:  # the host decides how many passes to make
-            length = int(torch.where(sequences.finished, 1, state.lengths).max())
-        if state.limit is not None:
-            length = min(length, state.limit)
+        length, varies = self._length(state, sequences), s.schedule == "heuristic"
+        assert isinstance(state.drafter, Drafter)
         passes = [state.drafter.extend() for _ in range(length)]
         tokens = state.drafter.drafted(length)
         if varies:

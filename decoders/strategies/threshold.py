@@ -90,7 +90,7 @@ class Threshold(DraftModelStrategy):
         if s.tree == "dynamic":
             require_coupled(context, self.name)
             tree = DynamicTree(length, s.beam, self.tree_nodes(context), context.compile)
-            ahead, children = length * s.beam + 1, s.children
+            ahead, children = tree.ahead, s.children
         else:
             ahead = length = draft_budget(context, s.max_length, LENGTH, MOST_LENGTH)
         drafter = context.draft(self.draft_model(context), ahead=ahead, children=children)

@@ -22,6 +22,7 @@ from decoders.bench.shapes import SHAPES, RandomShape
 from decoders.cli import app
 from decoders.cli.prompts import read_prompts
 from decoders.demo import Prompt
+from decoders.errors import SettingsError
 from decoders.settings import RuntimeSettings
 from decoders.testing import tiny_model
 
@@ -91,6 +92,32 @@ def test_bench_measures_dtypes_side_by_side_and_passes_settings_on() -> None:
         (d, c) for d in ("float32", "bfloat16") for c in ("transformers", "prompt_lookup")
     ]
     assert records[1]["settings"] == {"prompt_lookup": {"length": 3}}
+
+
+@pytest.mark.usefixtures("tiny_demo")
+def test_bench_hands_a_drafts_tokenizer_on(tokenizer: Any, tmp_path: Path) -> None:
+    tokenizer.save_pretrained(tmp_path / "other")
+    methods: list[bench.Method] = []
+
+    def measure(chosen: list[bench.Method], *_: Any, **__: Any) -> Any:
+        methods.extend(chosen)
+        raise SettingsError("enough")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench, "measure", measure)
+        run(
+            *BENCH,
+            "-s",
+            "prompt_lookup,speculative",
+            "--assistant-tokenizer",
+            str(tmp_path / "other"),
+            "--prompts",
+            "copy",
+        )
+    given = {method.name: "assistant_tokenizer" in method.arguments for method in methods}
+    assert given == {"transformers": False, "prompt_lookup": False, "speculative": True}
+    done = run(*BENCH, "--assistant-tokenizer", str(tmp_path / "nowhere"))
+    assert done.exit_code == 2 and "cannot be loaded" in done.output
 
 
 @pytest.mark.usefixtures("tiny_demo")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from decoders.constraints.base import Language, mask_words, unpack
 from decoders.constraints.table import Table, TableGrammar
 from decoders.constraints.table.backend import STATES
-from decoders.constraints.table.determinise import Bytes, determinise
+from decoders.constraints.table.determinise import ByteAutomaton, determinise
 from decoders.constraints.table.lexicon import Lexicon
 from decoders.constraints.table.masks import masks
 from decoders.constraints.table.minimise import columns, minimise
@@ -30,11 +30,11 @@ BYTES = byte_vocabulary()
 MERGED = merged_vocabulary()
 
 
-def automaton(regex: str) -> Bytes:
+def automaton(regex: str) -> ByteAutomaton:
     return minimise(determinise(regex))
 
 
-def accepts(machine: Bytes, text: bytes) -> bool:
+def accepts(machine: ByteAutomaton, text: bytes) -> bool:
     state = machine.start
     for byte in text:
         state = machine.next[state, byte]
@@ -86,7 +86,7 @@ def test_last_code_point_cannot_follow_where_the_text_may_end():
     assert accepts(automaton(".*"), "\U0010fffe\U0003ffff".encode())
 
 
-def moore(machine: Bytes) -> int:
+def moore(machine: ByteAutomaton) -> int:
     """Classes of states that texts tell apart, by rounds of refinement over all states; the dead one among them."""
     label = machine.accepting.astype(np.int64)
     while True:
@@ -133,7 +133,7 @@ def test_states_that_never_end_are_dead():
     dead_loop = np.zeros((5, 256), np.int32)
     dead_loop[1, ord("a")], dead_loop[1, ord("b")] = 2, 3
     dead_loop[3, ord("x")], dead_loop[4, ord("x")] = 4, 3  # round and round
-    machine = minimise(Bytes(dead_loop, np.array([False, False, True, False, False]), 1))
+    machine = minimise(ByteAutomaton(dead_loop, np.array([False, False, True, False, False]), 1))
     assert len(machine.next) == 3
     assert not accepts(machine, b"bxx")
     assert accepts(machine, b"a")
@@ -359,7 +359,7 @@ def test_masks_that_are_kept_are_those_that_were_given(sets):
         rows.fill(number, out[number])
     assert torch.equal(out, given) and torch.equal(rows.all(), given)
     for row, tokens in zip(rows.each, sets, strict=True):
-        assert {token for token in range(32 * 50) if row.holds(token)} == tokens
+        assert {token for token in range(32 * 50) if row.allows(token)} == tokens
 
 
 def test_memory_follows_the_tokens_that_masks_allow_not_the_vocabulary():

@@ -103,12 +103,34 @@ def test_simulated_drafts_are_those_of_a_chain_with_a_cache(model, norm_output) 
                 torch.testing.assert_close(simulated[row, t], expected, atol=2e-5, rtol=1e-4)
 
 
-def test_gradients_are_those_of_the_sum_of_all_losses(model) -> None:
+def test_chains_of_some_positions_are_those_of_all(model) -> None:
+    head, _ = a_head(model)
+    generator = torch.Generator().manual_seed(5)
+    features, embedded = torch.randn(2, 9, 96, generator=generator), torch.randn(2, 12, 32, generator=generator)
+    some = torch.tensor([0, 4, 7])
+    with torch.no_grad():
+        every = list(unrolled(head, embedded, features, 4))
+        chosen = list(unrolled(head, embedded, features, 4, some))
+    torch.testing.assert_close(chosen[0], every[0])
+    for k in (1, 2, 3):
+        torch.testing.assert_close(chosen[k], every[k][:, some], atol=2e-6, rtol=1e-5)
+
+
+def test_every_step_simulates_chains_at_positions_of_its_own(model) -> None:
+    learner = a_learner(model, run(length=20, chains=0.25), rows=2)
+    first, again, other = learner._chains(0), learner._chains(0), learner._chains(1)
+    assert first.tolist() == again.tolist() == sorted(first.tolist()) != other.tolist()
+    assert len(first) == round(0.25 * (20 - learner.training.depth))
+    assert a_learner(model, run(length=20), rows=2)._chains(0) is None
+
+
+@pytest.mark.parametrize("chains", [None, [0, 3, 4]])
+def test_gradients_are_those_of_the_sum_of_all_losses(model, chains) -> None:
     """Against the loss in one piece, through chains that are run one by one."""
     learner = a_learner(model, run(draft_vocab=60, length=8), rows=2)
     head, depth = learner.model, 3
     lesson = learner.teacher.lesson(learner.train, ())
-    total = learner.backward(lesson)
+    total = learner.backward(lesson, None if chains is None else torch.tensor(chains))
     gradients = {name: p.grad.clone() for name, p in head.named_parameters()}
     head.zero_grad()
     losses, counts = torch.zeros(depth), torch.zeros(depth)
@@ -117,7 +139,7 @@ def test_gradients_are_those_of_the_sum_of_all_losses(model) -> None:
             own = slice(row, row + 1)
             states = a_chain(head, lesson.embedded[own, 1:], lesson.features[own, : t + 1], depth)
             scores = head.lm_head(head.norm(states))
-            for k in range(depth):
+            for k in range(depth if chains is None or t in chains else 1):
                 target = lesson.logits[row, t + k + 1]
                 if target.argmax() < 60:
                     losses[k] = losses[k] - (target[:60].softmax(-1) * scores[k].log_softmax(-1)).sum()

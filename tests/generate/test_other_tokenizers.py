@@ -62,7 +62,7 @@ def test_tokens_with_the_same_bytes_are_mapped_and_the_others_are_read_by_their_
 def test_the_draft_says_in_the_targets_ids_what_it_says_in_its_own():
     target, draft, own, other = pair()
     tokens = token_map(own, len(own), other, len(other))
-    twin = translated(draft, target, own, other)
+    twin = translated(draft, target, tokens)
     ids = torch.tensor([own(TEXT)["input_ids"][:20]])
     with torch.no_grad():
         logits, expected = twin(ids).logits, draft(tokens.read[ids]).logits
@@ -133,6 +133,6 @@ def test_vocabularies_with_too_little_in_common_are_refused() -> None:
     letters = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocab, [])), eos_token="<end>")
     letters.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     letters.backend_tokenizer.decoder = token_decoders.ByteLevel()
-    options = dict(strategy="speculative", assistant_model=draft, assistant_tokenizer=letters, max_new_tokens=8)
+    options = dict(strategy="threshold", assistant_model=draft, assistant_tokenizer=letters, max_new_tokens=8)
     with pytest.raises(UnsupportedError, match="has 1% of the target's tokens, which is too few"):
         target.generate(torch.arange(9)[None], decoders_config=EAGER, **options)

@@ -40,7 +40,7 @@ def test_found_where_re_finds_it(pattern: str, text: str) -> None:
     assert all(automata.matches(rx, text) is good for rx, good in conditions) is found
     written = json.dumps(text, ensure_ascii=False)[1:-1]
     expression = json_text.expression(automata.automaton(conditions))
-    tree = json_text.tree(conditions[0][0])
+    tree = json_text.inside(conditions[0][0])
     assert expression is not None
     assert tree is not None
     assert bool(re.fullmatch(expression, written)) is found

@@ -38,10 +38,10 @@ def text(value: Fraction) -> str:
 
 
 def holds(found: Numbers, value: Fraction) -> bool:
-    tidy = found.tidy()
-    expression = number_text.expression(tidy) if tidy is not None else r"(?!)"
+    simplified = found.simplified()
+    expression = number_text.expression(simplified) if simplified is not None else r"(?!)"
     if expression is None:
-        return found.holds(value)  # llguidance counts remainders itself: tests of keywords
+        return found.contains(value)  # llguidance counts remainders itself: tests of keywords
     return re.fullmatch(expression, text(value)) is not None
 
 
@@ -50,31 +50,31 @@ def holds(found: Numbers, value: Fraction) -> bool:
 def test_expression_holds_what_the_set_holds(found: Numbers, value: Fraction, nudge: int) -> None:
     near = [b + Fraction(nudge, 1000) for b in (found.low, found.high) if b is not None]
     for candidate in (value, *near):
-        assert holds(found, candidate) is found.holds(candidate), (found, candidate)
+        assert holds(found, candidate) is found.contains(candidate), (found, candidate)
 
 
 @settings(max_examples=200, deadline=None)
 @given(sets(), sets(), decimals)
 def test_intersection_and_complement(a: Numbers, b: Numbers, value: Fraction) -> None:
-    shared = numbers.both(a, b)
-    assert (shared is not None and shared.holds(value)) is (a.holds(value) and b.holds(value))
-    tidy = a.tidy()
-    if a.multiple is None and tidy is not None:
-        assert any(piece.holds(value) for piece in numbers.others(tidy)) is not a.holds(value)
+    shared = numbers.intersection(a, b)
+    assert (shared is not None and shared.contains(value)) is (a.contains(value) and b.contains(value))
+    simplified = a.simplified()
+    if a.multiple is None and simplified is not None:
+        assert any(piece.contains(value) for piece in numbers.complement(simplified)) is not a.contains(value)
 
 
 @settings(max_examples=200, deadline=None)
 @given(sets(), st.from_regex(r"-?(0|[1-9][0-9]{0,3})(\.[0-9]{1,20})?", fullmatch=True))
 def test_what_matches_is_in_the_set_after_rounding_to_a_float(found: Numbers, digits: str) -> None:
-    tidy = found.tidy()
-    expression = number_text.expression(tidy) if tidy is not None else None
+    simplified = found.simplified()
+    expression = number_text.expression(simplified) if simplified is not None else None
     if expression is not None and re.fullmatch(expression, digits) and found.multiple is None:
-        assert found.holds(numbers.fraction(json.loads(digits)))
+        assert found.contains(numbers.fraction(json.loads(digits)))
 
 
 @pytest.mark.parametrize("bound", [0.1, 1e-7, 123456.789, 1e20, 9007199254740993])
 def test_bounds_are_exact(bound: float) -> None:
-    least = Numbers(low=numbers.fraction(bound)).tidy()
+    least = Numbers(low=numbers.fraction(bound)).simplified()
     assert least is not None
     expression = number_text.expression(least)
     assert expression is not None
@@ -100,12 +100,12 @@ def test_what_is_written_is_in_the_set_as_json_reads_it(
     low: float | None, high: float | None, is_open: bool, kind: str, other: float, near: tuple[str, str]
 ) -> None:
     """JSON's readers make a float of what has a point: no rounding may carry it out of the set, however large it is."""
-    tidy = Numbers(
+    simplified = Numbers(
         None if low is None else numbers.fraction(low), is_open, None if high is None else numbers.fraction(high), is_open,
         kind,
-    ).tidy()  # fmt: skip
-    expression = number_text.expression(tidy) if tidy is not None else None
-    if tidy is None or not expression:
+    ).simplified()  # fmt: skip
+    expression = number_text.expression(simplified) if simplified is not None else None
+    if simplified is None or not expression:
         return
     assert not re.fullmatch(expression, "") and not re.fullmatch(expression, "-")
     for point in (low or 0, high or 0, other):
@@ -128,7 +128,7 @@ def test_point_is_written_as_json_reads_it(value: float) -> None:
 
 
 def test_interval_without_a_number_that_can_be_written_has_no_texts() -> None:
-    between = Numbers(numbers.fraction(0.3), True, numbers.fraction(0.30000000000000004), True).tidy()
+    between = Numbers(numbers.fraction(0.3), True, numbers.fraction(0.30000000000000004), True).simplified()
     assert between is not None
     assert number_text.expression(between) == ""
 

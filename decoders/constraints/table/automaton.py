@@ -14,7 +14,7 @@ from .rows import MaskRows
 
 
 @dataclass(frozen=True)
-class Automaton:
+class MaskedAutomaton:
     """What :class:`Tables` are made of, and what the tensors of the step do not need.
 
     Attributes:
@@ -36,12 +36,18 @@ class Automaton:
 
     @staticmethod
     def of(
-        after: NDArray[np.int32], kind: NDArray[np.int64], accepting: NDArray[np.bool_], start: int, masks: StateMasks
-    ) -> Automaton:
+        transitions: NDArray[np.int32],
+        byte_class: NDArray[np.int64],
+        accepting: NDArray[np.bool_],
+        start: int,
+        masks: StateMasks,
+    ) -> MaskedAutomaton:
         """From arrays ``[S, C]``, ``[256]``, ``[S]``; adds the state after a stop token."""
-        next = np.concatenate([after, np.zeros((1, after.shape[1]), np.int32)])
+        next = np.concatenate([transitions, np.zeros((1, transitions.shape[1]), np.int32)])
         mask_of = np.concatenate([masks.of, [masks.stops]])
-        return Automaton(next, kind, mask_of, masks.rows, np.concatenate([accepting, [True]]), start, len(after))
+        return MaskedAutomaton(
+            next, byte_class, mask_of, masks.rows, np.concatenate([accepting, [True]]), start, len(transitions)
+        )
 
     @property
     def nbytes(self) -> int:
@@ -53,6 +59,6 @@ class Automaton:
         next, classes, mask_of = map(torch.from_numpy, (self.next, self.classes, self.mask_of))
         return Tables(next, classes, mask_of, self.rows.all(), start=self.start, stopped=self.stopped)
 
-    def with_masks(self, rows: MaskRows, mask_of: NDArray[np.int64]) -> Automaton:
+    def with_masks(self, rows: MaskRows, mask_of: NDArray[np.int64]) -> MaskedAutomaton:
         """The same automaton with other masks."""
         return replace(self, rows=rows, mask_of=mask_of)

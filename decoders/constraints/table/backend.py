@@ -7,7 +7,7 @@ import numpy as np
 from ...errors import GrammarError
 from ..base import Backend, Language, Policy
 from ..vocabulary import Vocabulary
-from .automaton import Automaton
+from .automaton import MaskedAutomaton
 from .determinise import determinise
 from .grammar import TableGrammar
 from .lexicon import Lexicon
@@ -42,15 +42,15 @@ class Table(Backend):
                 f'{language.name}: its automaton has {len(minimal.next)} states, the limit of backend="table" is {STATES}; '
                 'backend="llguidance" would handle it'
             )
-        after, kind = columns(minimal.next)
-        state_masks = masks(after, kind, minimal.accepting, Lexicon.of(vocabulary))
+        transitions, byte_class = columns(minimal.next)
+        state_masks = masks(transitions, byte_class, minimal.accepting, Lexicon.of(vocabulary))
         if not state_masks.alive[minimal.start]:
             have = Lexicon.of(vocabulary).single
             missing = bytes(np.flatnonzero(minimal.next.any(0) & ~have).astype(np.uint8))
             raise GrammarError(
                 f"{language.name}: no text can be written with this vocabulary, which lacks tokens of the bytes {missing!r}"
             )
-        automaton = Automaton.of(after, kind, minimal.accepting, minimal.start, state_masks)
+        automaton = MaskedAutomaton.of(transitions, byte_class, minimal.accepting, minimal.start, state_masks)
         return TableGrammar(language, vocabulary, policy, automaton)
 
     def restore(

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import GrammarError
-from ...patterns.rust import check_part, shown, unread
+from ...patterns.rust import check_part, not_read, shown
 
 #: Longest regular expression, in characters.
 LONGEST = 200_000
@@ -69,7 +69,7 @@ os._exit(0)  # nothing is tidied up
 
 
 @dataclass(frozen=True)
-class Bytes:
+class ByteAutomaton:
     """A byte automaton. State 0 is dead; the language is empty if `start` is 0.
 
     Attributes:
@@ -82,7 +82,7 @@ class Bytes:
     start: int
 
 
-def determinise(regex: str) -> Bytes:
+def determinise(regex: str) -> ByteAutomaton:
     """The automaton of the whole texts that match `regex`, neither minimal nor trimmed.
 
     Raises:
@@ -92,66 +92,59 @@ def determinise(regex: str) -> Bytes:
         raise GrammarError(f"a regex of {len(regex)} characters; {_limit(f'{LONGEST} characters')}")
     check_part(regex)
     pattern = f"{BEGIN}(?:{regex}){END.decode()}|"
-    spec = importlib.util.find_spec("outlines_core")
-    if spec is None or spec.origin is None:
+    module_spec = importlib.util.find_spec("outlines_core")
+    if module_spec is None or module_spec.origin is None:
         raise GrammarError('backend="table" needs outlines_core, which is not installed')
-    where = str(Path(spec.origin).parent.parent)
+    site_packages = str(Path(module_spec.origin).parent.parent)
     try:
         text = pattern.encode()
     except UnicodeEncodeError as error:
         raise GrammarError(f"a regex with half a character (a lone surrogate) at {error.start}") from error
     try:
-        done = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", _CHILD, where, str(MEGABYTES << 20), str(RAW_STATES)],
+        child = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", _CHILD, site_packages, str(MEGABYTES << 20), str(RAW_STATES)],
             input=text, capture_output=True, timeout=SECONDS, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         raise GrammarError(f"the automaton of {shown(regex)} is too large; {_limit(f'{SECONDS} s')}") from error
-    if done.returncode:
-        raise GrammarError(_reason(regex, done.stderr.decode(errors="replace")))
-    return _ended(_read(done.stdout))
+    if child.returncode:
+        raise GrammarError(_reason(regex, child.stderr.decode(errors="replace")))
+    return _without_end(_parsed(child.stdout))
 
 
-def _read(raw: bytes) -> Bytes:
+def _parsed(raw: bytes) -> ByteAutomaton:
     """The child's answer as dense tables; state 0 is dead, the others are numbered in its order."""
-    states, transitions, finals = (int(n) for n in np.frombuffer(raw, np.uint64, 3))
-    words = np.frombuffer(raw, np.uint32, 2 * states + transitions + finals, offset=24)
-    names, counts, targets, ends = np.split(words, np.cumsum([states, states, transitions]))
-    symbols = np.frombuffer(raw, np.uint16, transitions, offset=24 + words.nbytes)
-    every = np.unique(np.concatenate([names, targets, ends]))
-    after = np.zeros((len(every) + 1, 256), np.int32)
-    real = symbols < 256  # the 257th is outlines_core's own end of a final state
-    sources = (np.searchsorted(every, np.repeat(names, counts)) + 1)[real]
-    goals = (np.searchsorted(every, targets) + 1)[real]
-    after[sources, symbols[real]] = goals
-    accepting = np.zeros(len(every) + 1, np.bool_)
-    accepting[np.searchsorted(every, ends) + 1] = True
+    states, moves, finals = (int(n) for n in np.frombuffer(raw, np.uint64, 3))
+    words = np.frombuffer(raw, np.uint32, 2 * states + moves + finals, offset=24)
+    names, counts, targets, ends = np.split(words, np.cumsum([states, states, moves]))
+    symbols = np.frombuffer(raw, np.uint16, moves, offset=24 + words.nbytes)
+    all_states = np.unique(np.concatenate([names, targets, ends]))
+    transitions = np.zeros((len(all_states) + 1, 256), np.int32)
+    is_byte = symbols < 256  # the 257th is outlines_core's own end of a final state
+    sources = (np.searchsorted(all_states, np.repeat(names, counts)) + 1)[is_byte]
+    destinations = (np.searchsorted(all_states, targets) + 1)[is_byte]
+    transitions[sources, symbols[is_byte]] = destinations
+    accepting = np.zeros(len(all_states) + 1, np.bool_)
+    accepting[np.searchsorted(all_states, ends) + 1] = True
     # Nothing leads to where the first byte of BEGIN has led.
-    begun = np.setdiff1d(sources, goals)
-    return Bytes(after, accepting, int(after[begun[0], ord(BEGIN[1])]) if len(begun) else 0)
+    first_states = np.setdiff1d(sources, destinations)
+    start = int(transitions[first_states[0], ord(BEGIN[1])]) if len(first_states) else 0
+    return ByteAutomaton(transitions, accepting, start)
 
 
-def _ended(automaton: Bytes) -> Bytes:
+def _without_end(automaton: ByteAutomaton) -> ByteAutomaton:
     """Where the end may follow, the text may end; the end itself is taken out of the automaton.
 
     Only there: elsewhere the states within that character are those of other characters too.
     """
-    after = automaton.next.copy()
-    reached = np.arange(len(after))
+    transitions = automaton.next.copy()
+    reached = np.arange(len(transitions))
     for byte in END[:-1]:
-        reached = after[reached, byte]
-    accepting = automaton.accepting[after[reached, END[-1]]]
+        reached = transitions[reached, byte]
+    accepting = automaton.accepting[transitions[reached, END[-1]]]
     accepting[0] = False
-    after[reached[accepting], END[-1]] = 0
-    return Bytes(after, accepting, automaton.start)
-
-
-#: What automata cannot express, or a whole text does not need.
-_FOREIGN = {
-    r"\(\?<?[=!]": "look-around",
-    r"\\[1-9]|\\k|\(\?P=": "back-references",
-    r"\(\?>|[*+?}]\+": "atomic groups and possessive quantifiers",
-}
+    transitions[reached[accepting], END[-1]] = 0
+    return ByteAutomaton(transitions, accepting, automaton.start)
 
 
 def _reason(regex: str, message: str) -> str:
@@ -166,12 +159,9 @@ def _reason(regex: str, message: str) -> str:
         return f"{shown(regex)} is no regular expression: {error}"
     except (OverflowError, RecursionError) as error:
         return f"the regex {shown(regex)} is too large: {error}"
-    plain = re.sub(r"\\\\|\[(\\.|[^\]\\])+\]", "", regex)
-    constructs = [what for pattern, what in _FOREIGN.items() if re.search(pattern, plain)]
     if "no transitions from state" in message:
-        return unread(regex, "a part of it matches nothing at all")
-    reason = "no automaton has " + " or ".join(constructs) if constructs else message[9:].strip()
-    return unread(regex, reason)
+        return not_read(regex, "a part of it matches nothing at all")
+    return not_read(regex, message[9:].strip())
 
 
 def _limit(limit: str) -> str:

@@ -27,27 +27,27 @@ class EquivalentStates:
         final: no bytes tell apart what is in one part.
     """
 
-    after: Ints
+    transitions: Ints
     strings: NDArray[np.int64]
     part: NDArray[np.int64]
     depth: int = 0
     final: bool = False
 
     @staticmethod
-    def of(after: Ints, strings: NDArray[np.int64]) -> EquivalentStates:
+    def of(transitions: Ints, strings: NDArray[np.int64]) -> EquivalentStates:
         """Without a byte: dead, in a class of strings, or neither."""
         part = np.where(strings < 0, strings.max() + 2, strings + 1)
         part[0] = 0
-        return EquivalentStates(after, strings, part)
+        return EquivalentStates(transitions, strings, part)
 
     def finer(self) -> EquivalentStates:
         """By more bytes."""
         others = np.flatnonzero(self.strings < 0)[1:]
-        after, part, known = self.after[others], self.part, self.strings.max() + 2
+        transitions, part, known = self.transitions[others], self.part, self.strings.max() + 2
         depth = 2 * self.depth or FIRST
         for _ in range(depth - self.depth):
             before, part = part, part.copy()
-            part[others] = known + distinct(before.astype(np.int32)[after])[0]
+            part[others] = known + distinct(before.astype(np.int32)[transitions])[0]
             if part.max() == before.max():
-                return EquivalentStates(self.after, self.strings, part, depth, final=True)
-        return EquivalentStates(self.after, self.strings, part, depth)
+                return EquivalentStates(self.transitions, self.strings, part, depth, final=True)
+        return EquivalentStates(self.transitions, self.strings, part, depth)

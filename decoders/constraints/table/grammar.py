@@ -1,4 +1,4 @@
-"""A regular language compiled for a vocabulary: its tables, and the tokens' ways through them as far as they were asked."""
+"""A regular language compiled for a vocabulary: its tables, and the steps that were asked for, remembered."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ..base import Language, Policy, Tables, Tabulated
 from ..vocabulary import Vocabulary
-from .automaton import Automaton
+from .automaton import MaskedAutomaton
 from .matcher import TableMatcher
 from .rows import MaskRows, Row
 from .serialize import dumped
@@ -23,7 +23,7 @@ class TableGrammar(Tabulated):
 
     backend = "table"
 
-    def __init__(self, language: Language, vocabulary: Vocabulary, policy: Policy, automaton: Automaton) -> None:
+    def __init__(self, language: Language, vocabulary: Vocabulary, policy: Policy, automaton: MaskedAutomaton) -> None:
         """Of an automaton with the masks of the full policy."""
         self.language, self.vocabulary, self.policy = language, vocabulary, policy
         self.first, self.stopped = automaton.start, automaton.stopped
@@ -56,10 +56,10 @@ class TableGrammar(Tabulated):
 
     def step(self, state: int, token: int) -> int:
         """The state after a token; 0 if it is illegal, as everything is after that."""
-        known = self._steps[state]
-        after = known.get(token)
+        remembered = self._steps[state]
+        after = remembered.get(token)
         if after is None:
-            after = self._fold(state, token)
+            after = self._walk(state, token)
             if self._remembered >= STEPS:
                 self._steps = [{} for _ in self._steps]
                 self._remembered = 0
@@ -72,17 +72,17 @@ class TableGrammar(Tabulated):
         text = self._forced.get(state)
         if text is None:
             forced, position = bytearray(), state
-            while not self.accepting[position] and (byte := self._only[position]) >= 0:
+            while not self.accepting[position] and (byte := self._forced_byte[position]) >= 0:
                 forced.append(byte)
                 position = self._after[position * self._classes + self._kind[byte]]
             text = self._forced[state] = bytes(forced)
         return text
 
-    def _fold(self, state: int, token: int) -> int:
-        """Along the bytes of a token that the mask allows."""
+    def _walk(self, state: int, token: int) -> int:
+        """The state after the bytes of a token, if the mask allows it."""
         if not state or state == self.stopped or not 0 <= token < len(self.vocabulary):
             return 0
-        if not self.rows.each[self.mask_rows[state]].holds(token):
+        if not self.rows.each[self.mask_rows[state]].allows(token):
             return 0
         if token in self._stops:
             return self.stopped
@@ -91,19 +91,19 @@ class TableGrammar(Tabulated):
         return state
 
     @cached_property
-    def _only(self) -> list[int]:
-        """The only byte that may follow each state; -1 if there is a choice, or none."""
+    def _forced_byte(self) -> list[int]:
+        """``[S]``: the only byte that may follow each state; -1 if there are several, or none."""
         bytes_of: list[list[int]] = [[] for _ in range(self._classes)]
         for byte, kind in enumerate(self._kind):
             bytes_of[kind].append(byte)
-        only = []
+        forced = []
         for row in self.automaton.next.tolist():
             kinds = [kind for kind, after in enumerate(row) if after]
             single = len(kinds) == 1 and len(bytes_of[kinds[0]]) == 1
-            only.append(bytes_of[kinds[0]][0] if single else -1)
-        return only
+            forced.append(bytes_of[kinds[0]][0] if single else -1)
+        return forced
 
-    def _canonical(self, automaton: Automaton) -> tuple[MaskRows, NDArray[np.int64]]:
+    def _canonical(self, automaton: MaskedAutomaton) -> tuple[MaskRows, NDArray[np.int64]]:
         """Masks and their numbers, of one token where bytes are forced: that with which the tokenizer begins them."""
         rows: dict[int, int] = {}
         of = automaton.mask_of.copy()
@@ -111,10 +111,10 @@ class TableGrammar(Tabulated):
             first = self.vocabulary.canonical(self.forced_bytes(state))[:1]
             if first:
                 of[state] = rows.setdefault(first[0], len(automaton.rows) + len(rows))
-        every = [*automaton.rows.each]
+        rows_of_masks = [*automaton.rows.each]
         for token in rows:
             mask = np.zeros(automaton.rows.width, np.uint32)
             mask[token >> 5] = 1 << (token & 31)
-            every.append(Row.of(mask.view(np.int32)))
+            rows_of_masks.append(Row.of(mask.view(np.int32)))
         used, numbers = np.unique(of, return_inverse=True)
-        return MaskRows(automaton.rows.width, [every[number] for number in used.tolist()]), numbers
+        return MaskRows(automaton.rows.width, [rows_of_masks[number] for number in used.tolist()]), numbers

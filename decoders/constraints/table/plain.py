@@ -64,22 +64,22 @@ class Room:
         return known
 
 
-def room(after: NDArray[np.int32], kind: NDArray[np.int64], longest: int) -> Room:
+def room(transitions: NDArray[np.int32], byte_class: NDArray[np.int64], longest: int) -> Room:
     """Room for up to `longest` plain characters in the states of an automaton ``[S, C]``.
 
     Followed as long as all plain characters lead from a state to the same state, as they do in strings.
     """
-    low = np.full(len(after), len(after), np.int64)
-    high = np.zeros(len(after), np.int64)
+    low = np.full(len(transitions), len(transitions), np.int64)
+    high = np.zeros(len(transitions), np.int64)
     for ranges in _RANGES:
-        least = most = np.arange(len(after))
+        least = most = np.arange(len(transitions))
         for first, last in reversed(ranges):
-            targets = after[:, np.unique(kind[first : last + 1])]
+            targets = transitions[:, np.unique(byte_class[first : last + 1])]
             least, most = least[targets].min(1), most[targets].max(1)
         low, high = np.minimum(low, least), np.maximum(high, most)
     same = low == high
-    count = np.zeros(len(after), np.int64)
-    state = np.arange(len(after))
+    count = np.zeros(len(transitions), np.int64)
+    state = np.arange(len(transitions))
     for _ in range(longest):
         following = np.where(same[state], low[state], 0)
         if not following.any():

@@ -45,7 +45,7 @@ class Row:
         """The mask to `out`, ``[W]`` zeros."""
         out[slice(None) if self.places is None else self.places] = self.words
 
-    def holds(self, token: int) -> bool:
+    def allows(self, token: int) -> bool:
         """Whether the mask allows `token`."""
         place = token >> 5
         if self.places is not None:

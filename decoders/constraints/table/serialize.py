@@ -9,7 +9,7 @@ from safetensors import torch as tensors
 from ...errors import GrammarError
 from ..base import mask_words
 from ..vocabulary import Vocabulary
-from .automaton import Automaton
+from .automaton import MaskedAutomaton
 from .rows import MaskRows, Row
 
 _TYPES = {
@@ -18,7 +18,7 @@ _TYPES = {
 }  # fmt: skip
 
 
-def dumped(automaton: Automaton) -> bytes:
+def dumped(automaton: MaskedAutomaton) -> bytes:
     """`automaton` as bytes."""
     tables = automaton.tables()
     return tensors.save(
@@ -29,7 +29,7 @@ def dumped(automaton: Automaton) -> bytes:
     )  # fmt: skip
 
 
-def restored(content: bytes, vocabulary: Vocabulary) -> Automaton:
+def restored(content: bytes, vocabulary: Vocabulary) -> MaskedAutomaton:
     """The automaton that was dumped as `content`.
 
     Raises:
@@ -57,4 +57,4 @@ def restored(content: bytes, vocabulary: Vocabulary) -> Automaton:
     start, stopped = ends.tolist()
     rows = MaskRows(masks.shape[1], map(Row.of, masks.numpy()))
     classes, mask_of, accepting = (parts[name].numpy() for name in ("classes", "mask_of", "accepting"))
-    return Automaton(next.numpy(), classes, mask_of, rows, accepting, start, stopped)
+    return MaskedAutomaton(next.numpy(), classes, mask_of, rows, accepting, start, stopped)

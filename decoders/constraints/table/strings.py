@@ -39,20 +39,20 @@ class StringStates:
     lexicon: Lexicon
 
     @staticmethod
-    def of(after: Ints, kind: NDArray[np.int64], lexicon: Lexicon) -> StringStates:
-        """The strings of an automaton of UTF-8 ``[S, C]`` with columns `kind` ``[256]``; every state but 0 is alive."""
-        space = room(after, kind, lexicon.longest)
+    def of(transitions: Ints, byte_class: NDArray[np.int64], lexicon: Lexicon) -> StringStates:
+        """The strings of an automaton of UTF-8 ``[S, C]`` with columns `byte_class` ``[256]``; every state but 0 is alive."""
+        space = room(transitions, byte_class, lexicon.longest)
         states = np.flatnonzero(space.exact & (space.least > 0))
-        number, legal = _rests(after, kind, space.reached(states), lexicon)
+        number, legal = _legal_rests(transitions, byte_class, space.reached(states), lexicon)
         sets = np.full((len(states), lexicon.longest + 1), -1, np.int32)
         reached = states
         for length in range(lexicon.longest + 1):
             sets[:, length] = np.where(length <= space.least[states], number[reached], -1)
             reached = space.next[reached]
-        same, first = distinct(sets)
-        class_of = np.full(len(after), -1, np.int64)
-        class_of[states] = same
-        return StringStates(class_of, space.least[states[first]], sets[first], legal, lexicon)
+        classes, first_of_class = distinct(sets)
+        class_of = np.full(len(transitions), -1, np.int64)
+        class_of[states] = classes
+        return StringStates(class_of, space.least[states[first_of_class]], sets[first_of_class], legal, lexicon)
 
     def masks(self) -> list[NDArray[np.int32]]:
         """The mask ``[W]`` of each class."""
@@ -79,29 +79,29 @@ class StringStates:
         place = np.repeat(np.arange(len(nodes)), count)
         text = np.arange(len(place)) + (low - np.cumsum(count) + count)[place]
         length = lexicon.length[text] - trie.characters[nodes][place]
-        good = self.legal[self.sets[classes[place], length], lexicon.rest[text]]
-        return place[good], lexicon.tokens[text[good]]
+        is_legal = self.legal[self.sets[classes[place], length], lexicon.rest[text]]
+        return place[is_legal], lexicon.tokens[text[is_legal]]
 
 
-def _rests(
-    after: Ints, kind: NDArray[np.int64], states: NDArray[np.int64], lexicon: Lexicon
+def _legal_rests(
+    transitions: Ints, byte_class: NDArray[np.int64], states: NDArray[np.int64], lexicon: Lexicon
 ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
     """``[S]``: which set of rests is legal in each of `states`; the sets, see :class:`StringStates`."""
-    known: dict[bytes, int] = {}
+    set_numbers: dict[bytes, int] = {}
     sets: list[NDArray[np.int32]] = []
-    number = np.zeros(len(after), np.int32)
+    number = np.zeros(len(transitions), np.int32)
     for begin in range(0, len(states), CHUNK):
         part = states[begin : begin + CHUNK]
-        paths = lexicon.ends.walk(after, kind, part)
+        paths = lexicon.ends.walk(transitions, byte_class, part)
         order = np.lexsort((paths.token, paths.row))
         rest = paths.token[order]
-        cuts = np.searchsorted(paths.row[order], np.arange(len(part) + 1)).tolist()
+        bounds = np.searchsorted(paths.row[order], np.arange(len(part) + 1)).tolist()
         for place, state in enumerate(part.tolist()):
-            legal_rests = rest[cuts[place] : cuts[place + 1]]
-            chosen = number[state] = known.setdefault(legal_rests.tobytes(), len(sets))
-            if chosen == len(sets):
+            legal_rests = rest[bounds[place] : bounds[place + 1]]
+            set_number = number[state] = set_numbers.setdefault(legal_rests.tobytes(), len(sets))
+            if set_number == len(sets):
                 sets.append(legal_rests)
     legal = np.zeros((len(sets) + 1, len(lexicon.rests)), np.bool_)
-    for chosen, legal_rests in enumerate(sets):
-        legal[chosen, legal_rests] = legal[chosen, 0] = True
+    for set_number, legal_rests in enumerate(sets):
+        legal[set_number, legal_rests] = legal[set_number, 0] = True
     return number, legal

@@ -87,22 +87,22 @@ class Trie:
 
     def walk(
         self,
-        after: Ints,
-        kind: NDArray[np.int64],
+        transitions: Ints,
+        byte_class: NDArray[np.int64],
         starts: NDArray[np.integer[Any]],
         strings: NDArray[np.bool_] | None = None,
     ) -> TokenPaths:
         """All tokens that an automaton can take from some of its states.
 
         Args:
-            after: ``[S, C]``, 0 is dead.
-            kind: ``[256]``, the column of each byte.
+            transitions: ``[S, C]``, 0 is dead.
+            byte_class: ``[256]``, the column of each byte.
             starts: states.
             strings: ``[S]``: states inside strings. They are not gone on from where plain characters have led to them.
         """
-        columns = after.shape[1]
-        table = after.ravel()
-        column = kind.astype(np.int32)[self.byte]
+        columns = transitions.shape[1]
+        table = transitions.ravel()
+        column = byte_class.astype(np.int32)[self.byte]
         row = np.arange(len(starts), dtype=np.int32)
         state, node = starts.astype(np.int32), np.zeros(len(starts), np.int32)
         outside = np.ones(len(starts), np.bool_)

@@ -1,4 +1,4 @@
-"""From schemas to shapes: every keyword is a set of values, and a schema is what they have in common."""
+"""From schemas to shapes: every keyword is a set of values, and a schema is the intersection of its keywords."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 from ..errors import GrammarError
 from . import arrays, keywords, limits, objects, shapes
+from .algebra import NodeAlgebra
 from .document import Place
 from .nodes import FALSE, TRUE, Node, Nodes
 from .objects import Objects, Property
-from .reach import Emptiness
 from .shapes import ALL, NONE, Shapes
 from .strings import Strings
 
@@ -21,11 +21,11 @@ _LOOK_AHEAD = 3
 
 
 class _CycleError(Exception):
-    """What a node is depends on what it is."""
+    """A node refers to itself with nothing in between."""
 
 
-class Normal(Emptiness):
-    """Finds the shapes of nodes, each once.
+class Normaliser(NodeAlgebra):
+    """Computes the shapes of nodes, each once.
 
     Args:
         dropped: (path, keyword) of keywords that are not read, oneOf as if it were anyOf.
@@ -66,41 +66,41 @@ class Normal(Emptiness):
             return False
         self.depth += 1
         try:
-            return self.normal(node).empty
+            return self.normalise(node).empty
         except _CycleError:
             return False
         finally:
             self.depth -= 1
 
     def shapes(self, node: Node) -> Shapes:
-        """What is of `node`.
+        """The values of `node`.
 
         Raises:
             GrammarError: it cannot be expressed.
         """
         try:
-            return self.normal(node)
+            return self.normalise(node)
         except (_CycleError, RecursionError) as problem:
             term = self.nodes.terms[node][1]
             path = term.path if isinstance(term, Place) else "$"
             raise GrammarError(f"{path}: $ref refers to itself without anything in between", "$ref", path) from problem
 
-    def blamed(self, node: Node, problem: GrammarError) -> GrammarError:
+    def with_location(self, node: Node, problem: GrammarError) -> GrammarError:
         """`problem` of writing `node`, with the place of its keyword; that of the node if it has none."""
-        seen, walk, nearest = {node}, [node], None
-        for visited in walk:
-            term = self.nodes.terms[visited]
+        seen, queue, nearest = {node}, [node], None
+        for queued in queue:
+            term = self.nodes.terms[queued]
             if term[0] == "schema":
                 path = term[1].path
                 if problem.keyword in term[1].schema:
                     return GrammarError(f"{path}: {problem.keyword}: {problem}", problem.keyword, path)
                 nearest = nearest or path
-            parts = {*self.within.get(visited, ()), *(term[1] if term[0] in ("all", "any") else [])}
-            walk += sorted(parts - seen)
+            parts = {*self.within.get(queued, ()), *(term[1] if term[0] in ("all", "any") else [])}
+            queue += sorted(parts - seen)
             seen |= parts
         return problem if nearest is None else GrammarError(f"{nearest}: {problem}", problem.keyword, nearest)
 
-    def normal(self, node: Node) -> Shapes:
+    def normalise(self, node: Node) -> Shapes:
         if self.active:
             self.within.setdefault(self.active[-1], set()).add(node)
         if node in self.known:
@@ -109,13 +109,13 @@ class Normal(Emptiness):
             raise _CycleError
         self.active.append(node)
         try:
-            current = self._find(node)
+            current = self._compute(node)
         finally:
             self.active.pop()
         self.known[node] = current
         return current
 
-    def _find(self, node: Node) -> Shapes:
+    def _compute(self, node: Node) -> Shapes:
         kind, content = self.nodes.terms[node]
         match kind:
             case "false":
@@ -127,41 +127,41 @@ class Normal(Emptiness):
             case "value":
                 return keywords.of_value(content, self.value)
             case "not":
-                return shapes.minus(ALL, self.normal(content), self)
+                return shapes.difference(ALL, self.normalise(content), self)
             case "any":
-                return shapes.either(*map(self.normal, content))
+                return shapes.union(*map(self.normalise, content))
         current = ALL
         for part in sorted(content, key=lambda part: self.nodes.terms[part][0] == "not"):
             if self.nodes.terms[part][0] == "not":
-                current = shapes.minus(current, self.normal(self.nodes.terms[part][1]), self)
+                current = shapes.difference(current, self.normalise(self.nodes.terms[part][1]), self)
             else:
-                current = shapes.both(current, self.normal(part), self)
+                current = shapes.intersection(current, self.normalise(part), self)
         return current
 
     def schema(self, place: Place) -> Shapes:
-        """What is of the schema at `place`."""
+        """The values that the schema at `place` allows."""
         schema = place.schema
 
         def read(keyword: str) -> bool:
             return keyword in schema and (place.path, keyword) not in self.dropped
 
         if read("$ref") and place.year <= 2018:  # nothing stands beside it
-            with self.blame(place, "$ref"):
-                return self.normal(self.place(place.follow(schema["$ref"])))
+            with self.locating_errors(place, "$ref"):
+                return self.normalise(self.place(place.follow(schema["$ref"])))
         current = self.types(place, read)
         for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
             if read(keyword):
-                with self.blame(place, keyword):
-                    current = self.both(current, self.place(place.follow(schema[keyword], keyword)))
+                with self.locating_errors(place, keyword):
+                    current = self.intersect(current, self.place(place.follow(schema[keyword], keyword)))
         for keyword, combine in _COMBINATIONS.items():
             if read(keyword) or (keyword == "oneOf" and "oneOf" in schema):
-                with self.blame(place, keyword):
+                with self.locating_errors(place, keyword):
                     current = combine(self, place, current)
         return current
 
     @contextmanager
-    def blame(self, place: Place, keyword: str) -> Iterator[None]:
-        """Says where it happened, in errors that do not know."""
+    def locating_errors(self, place: Place, keyword: str) -> Iterator[None]:
+        """Adds keyword and place to errors that have none."""
         try:
             yield
         except GrammarError as problem:
@@ -169,7 +169,7 @@ class Normal(Emptiness):
                 raise
             raise GrammarError(f"{place.path}: {keyword}: {problem}", keyword, place.path) from problem
 
-    def inside(self, place: Place) -> keywords.Inside:
+    def node_of(self, place: Place) -> keywords.NodeOf:
         """Makes nodes of the schemas under keys of `place`."""
 
         def node(*keys: str | int) -> Node:
@@ -177,50 +177,60 @@ class Normal(Emptiness):
 
         return node
 
-    def both(self, current: Shapes, node: Node) -> Shapes:
-        return current if current.empty else shapes.both(current, self.normal(node), self)
+    def intersect(self, current: Shapes, node: Node) -> Shapes:
+        return current if current.empty else shapes.intersection(current, self.normalise(node), self)
 
     def types(self, place: Place, read: Callable[[str], bool]) -> Shapes:
-        """What the keywords leave that are about values themselves."""
+        """The values that the keywords about single types, ``type``, ``const`` and ``enum`` allow."""
         schema, current = place.schema, ALL
         if read("type"):
-            with self.blame(place, "type"):
+            with self.locating_errors(place, "type"):
                 names = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-                current = shapes.either(*map(keywords.of_type, names))
+                current = shapes.union(*map(keywords.of_type, names))
         for keyword in ("const", "enum"):
             if read(keyword) and (keyword == "enum" or place.year >= 2017):
-                with self.blame(place, keyword):
+                with self.locating_errors(place, keyword):
                     values = schema[keyword] if keyword == "enum" else [schema[keyword]]
-                    current = shapes.both(current, self.values(values), self)
-        inside = self.inside(place)
+                    current = shapes.intersection(current, self.values(values), self)
+        node_of = self.node_of(place)
 
-        def some(names: tuple[str, ...]) -> str:
+        def first_read(names: tuple[str, ...]) -> str:
             return next((name for name in names if read(name)), "")
 
-        plain = {key: value for key, value in schema.items() if read(key)}
-        if current.numbers and (keyword := some(keywords.NUMBERS)):
-            with self.blame(place, keyword):
-                points = keywords.of_numbers(plain)
-                current = shapes.both(current, replace(ALL, numbers=() if points is None else (points,)), self)
-        if current.strings and (keyword := some(keywords.STRINGS)):
-            with self.blame(place, keyword):
-                texts = keywords.of_strings(plain)
-                current = shapes.both(current, replace(ALL, strings=() if texts is None else (texts,)), self)
-        if current.arrays and (keyword := some(keywords.ARRAYS)):
-            with self.blame(place, keyword):
-                lists = keywords.of_arrays(place, plain, inside, self)
-                current = shapes.both(current, replace(ALL, arrays=() if lists is None else (self.plain(lists),)), self)
-        if current.objects and (keyword := some(keywords.OBJECTS)):
-            with self.blame(place, keyword):
-                dicts = keywords.of_objects(place, plain, inside, self, self.normal)
-                current = shapes.both(
-                    current, replace(ALL, objects=() if dicts is None else (self.plain(dicts),)), self
+        read_keywords = {key: value for key, value in schema.items() if read(key)}
+        if current.numbers and (keyword := first_read(keywords.NUMBERS)):
+            with self.locating_errors(place, keyword):
+                numbers_allowed = keywords.of_numbers(read_keywords)
+                current = shapes.intersection(
+                    current, replace(ALL, numbers=() if numbers_allowed is None else (numbers_allowed,)), self
+                )
+        if current.strings and (keyword := first_read(keywords.STRINGS)):
+            with self.locating_errors(place, keyword):
+                strings_allowed = keywords.of_strings(read_keywords)
+                current = shapes.intersection(
+                    current, replace(ALL, strings=() if strings_allowed is None else (strings_allowed,)), self
+                )
+        if current.arrays and (keyword := first_read(keywords.ARRAYS)):
+            with self.locating_errors(place, keyword):
+                arrays_allowed = keywords.of_arrays(place, read_keywords, node_of, self)
+                current = shapes.intersection(
+                    current,
+                    replace(ALL, arrays=() if arrays_allowed is None else (self.without_evaluated(arrays_allowed),)),
+                    self,
+                )
+        if current.objects and (keyword := first_read(keywords.OBJECTS)):
+            with self.locating_errors(place, keyword):
+                objects_allowed = keywords.of_objects(place, read_keywords, node_of, self, self.normalise)
+                current = shapes.intersection(
+                    current,
+                    replace(ALL, objects=() if objects_allowed is None else (self.without_evaluated(objects_allowed),)),
+                    self,
                 )
         return current
 
-    def plain(self, shape: Any) -> Any:
-        """`shape` without what has been evaluated, where nobody asks."""
-        return shape if self.evaluation else replace(shape, seen=type(shape)().seen)
+    def without_evaluated(self, shape: Any) -> Any:
+        """`shape` without what has been evaluated, where no keyword asks for that."""
+        return shape if self.evaluation else replace(shape, evaluated=type(shape)().evaluated)
 
     def values(self, values: Any) -> Shapes:
         """Enumerated values."""
@@ -231,10 +241,10 @@ class Normal(Emptiness):
         texts = [value for value in values if isinstance(value, str)]
         current = Shapes(strings=(Strings(values=frozenset(texts)),) if texts else ())
         rest = (keywords.of_value(value, self.value) for value in values if not isinstance(value, str))
-        return shapes.either(current, *rest)
+        return shapes.union(current, *rest)
 
 
-def _parts(self: Normal, place: Place, keyword: str) -> list[Node]:
+def _parts(self: Normaliser, place: Place, keyword: str) -> list[Node]:
     """The schemas in a list.
 
     Raises:
@@ -245,86 +255,86 @@ def _parts(self: Normal, place: Place, keyword: str) -> list[Node]:
     return [self.place(place.child(keyword, index)) for index in range(len(place.schema[keyword]))]
 
 
-def _all_of(self: Normal, place: Place, current: Shapes) -> Shapes:
+def _all_of(self: Normaliser, place: Place, current: Shapes) -> Shapes:
     for part in _parts(self, place, "allOf"):
-        current = self.both(current, part)
+        current = self.intersect(current, part)
     return current
 
 
-def _any_of(self: Normal, place: Place, current: Shapes, keyword: str = "anyOf") -> Shapes:
+def _any_of(self: Normaliser, place: Place, current: Shapes, keyword: str = "anyOf") -> Shapes:
     union = NONE
     for node in _parts(self, place, keyword):
-        part = self.both(current, node)
-        # Whatever holds has evaluated: alternatives that hold together are alternatives of their own.
-        together = shapes.both(union, part, self) if self.evaluation else NONE
-        union = shapes.either(shapes.either(union, part), together)
+        part = self.intersect(current, node)
+        # All alternatives that hold have evaluated something: those that hold together are alternatives of their own.
+        together = shapes.intersection(union, part, self) if self.evaluation else NONE
+        union = shapes.union(shapes.union(union, part), together)
     return union
 
 
-def _one_of(self: Normal, place: Place, current: Shapes) -> Shapes:
+def _one_of(self: Normaliser, place: Place, current: Shapes) -> Shapes:
     if (place.path, "oneOf") in self.dropped:
         return _any_of(self, place, current, "oneOf")
-    parts = [self.both(current, node) for node in _parts(self, place, "oneOf")]
+    parts = [self.intersect(current, node) for node in _parts(self, place, "oneOf")]
     union = NONE
     for index, part in enumerate(parts):
         for other in parts[:index] + parts[index + 1 :]:
-            part = shapes.minus(part, other, self)
-        union = shapes.either(union, part)
+            part = shapes.difference(part, other, self)
+        union = shapes.union(union, part)
     return union
 
 
-def _not(self: Normal, place: Place, current: Shapes) -> Shapes:
-    return shapes.minus(current, self.normal(self.place(place.child("not"))), self)
+def _not(self: Normaliser, place: Place, current: Shapes) -> Shapes:
+    return shapes.difference(current, self.normalise(self.place(place.child("not"))), self)
 
 
-def _if(self: Normal, place: Place, current: Shapes) -> Shapes:
+def _if(self: Normaliser, place: Place, current: Shapes) -> Shapes:
     schema = place.schema
     if place.year < 2018 or ("then" not in schema and "else" not in schema and not self.evaluation):
         return current
     condition = self.place(place.child("if"))
-    then = self.both(current, condition)
+    then = self.intersect(current, condition)
     if "then" in schema:
-        then = self.both(then, self.place(place.child("then")))
-    otherwise = shapes.minus(current, self.normal(condition), self)
+        then = self.intersect(then, self.place(place.child("then")))
+    otherwise = shapes.difference(current, self.normalise(condition), self)
     if "else" in schema:
-        otherwise = self.both(otherwise, self.place(place.child("else")))
-    return shapes.either(then, otherwise)
+        otherwise = self.intersect(otherwise, self.place(place.child("else")))
+    return shapes.union(then, otherwise)
 
 
-def _dependent(keyword: str) -> Callable[[Normal, Place, Shapes], Shapes]:
-    def combine(self: Normal, place: Place, current: Shapes) -> Shapes:
+def _dependent(keyword: str) -> Callable[[Normaliser, Place, Shapes], Shapes]:
+    def combine(self: Normaliser, place: Place, current: Shapes) -> Shapes:
         if not isinstance(place.schema[keyword], dict):
             raise GrammarError(f"{keyword} is an object, not {place.schema[keyword]!r}", keyword)
         for name, needs in place.schema[keyword].items():
             absent = replace(ALL, objects=(Objects((Property(name, FALSE),)),))
             present = Shapes(objects=(Objects((Property(name, TRUE, True),)),))
-            with_it = shapes.both(current, present, self)
+            with_name = shapes.intersection(current, present, self)
             if isinstance(needs, list):
                 required = Objects(tuple(Property(need, TRUE, True) for need in needs))
-                with_it = shapes.both(with_it, Shapes(objects=(required,)), self)
+                with_name = shapes.intersection(with_name, Shapes(objects=(required,)), self)
             else:
-                with_it = self.both(with_it, self.place(place.child(keyword, name)))
-            current = shapes.either(shapes.both(current, absent, self), with_it)
+                with_name = self.intersect(with_name, self.place(place.child(keyword, name)))
+            current = shapes.union(shapes.intersection(current, absent, self), with_name)
         return current
 
     return combine
 
 
-def _unevaluated(keyword: str) -> Callable[[Normal, Place, Shapes], Shapes]:
-    def combine(self: Normal, place: Place, current: Shapes) -> Shapes:
+def _unevaluated(keyword: str) -> Callable[[Normaliser, Place, Shapes], Shapes]:
+    def combine(self: Normaliser, place: Place, current: Shapes) -> Shapes:
         if place.year < 2019:
             return current
         node = self.place(place.child(keyword))
         if keyword == "unevaluatedItems":
-            lists = [arrays.evaluate(shape, node, self) for shape in current.arrays]
-            return replace(current, arrays=tuple(dict.fromkeys(shape for shape in lists if shape is not None)))
-        dicts = [objects.evaluate(shape, node, self) for shape in current.objects]
-        return replace(current, objects=tuple(dict.fromkeys(shape for shape in dicts if shape is not None)))
+            arrays_allowed = [arrays.evaluate(shape, node, self) for shape in current.arrays]
+            return replace(current, arrays=tuple(dict.fromkeys(shape for shape in arrays_allowed if shape is not None)))
+        objects_allowed = [objects.evaluate(shape, node, self) for shape in current.objects]
+        return replace(current, objects=tuple(dict.fromkeys(shape for shape in objects_allowed if shape is not None)))
 
     return combine
 
 
-_COMBINATIONS: dict[str, Callable[[Normal, Place, Shapes], Shapes]] = {
+_COMBINATIONS: dict[str, Callable[[Normaliser, Place, Shapes], Shapes]] = {
     "allOf": _all_of,
     "anyOf": _any_of,
     "oneOf": _one_of,

@@ -1,0 +1,211 @@
+"""Reading sets of characters: classes in brackets, and escapes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from . import characters, writer
+from .characters import Ranges
+from .dialect import Dialect, Problem, Set
+from .tree import Anchor, Chars, Class
+
+_BRACED = re.compile(r"\{([^{}]*)\}")
+_HEXADECIMAL = re.compile(r"[0-9A-Fa-f]+")
+_LOW_SURROGATE = re.compile(r"\\u([dD][c-fC-F][0-9A-Fa-f]{2})")
+_CLASS_BEGIN = re.compile(r"\[\^?\]?")
+#: Digits of a code point without braces.
+_CODE_DIGITS = {"x": 2, "u": 4, "U": 8}
+
+
+class ClassReader:
+    """The part of the reader that finds what one character may be.
+
+    Attributes:
+        pattern: what is read.
+        place: where it is read next.
+        dialect: as what it is read.
+    """
+
+    def __init__(self, pattern: str, dialect: Dialect) -> None:
+        self.pattern, self.place, self.dialect = pattern, 0, dialect
+
+    def refuse(self, problem: Problem, what: str, place: int) -> None:
+        """Raises the error that `what` at `place` is, if it is one in this dialect."""
+        message = self.dialect.messages.get(problem)
+        if message is not None:
+            raise self.dialect.error(self.pattern, problem, what, message.format(what=what), place)
+
+    def peek(self, text: str) -> bool:
+        """Whether `text` comes next."""
+        return self.pattern.startswith(text, self.place)
+
+    def take(self, text: str) -> bool:
+        """Reads `text`, if it comes next."""
+        if self.peek(text):
+            self.place += len(text)
+            return True
+        return False
+
+    def in_braces(self) -> str | None:
+        """Reads braces and what is in them, which is returned; None if none come next."""
+        braces = _BRACED.match(self.pattern, self.place)
+        if braces is None:
+            return None
+        self.place = braces.end()
+        return braces[1]
+
+    # Classes.
+
+    def character_class(self, begin: int) -> Set:
+        """Reads a class in brackets at `begin`."""
+        if self.dialect.nested_classes:
+            return self.nested_class(begin)
+        self.place = begin + 1
+        negated = self.take("^")
+        first = self.place
+        members: list[Set] = []
+        while not (self.peek("]") and (self.place > first or self.dialect.empty_classes)):
+            members.append(self.member(begin))
+        self.place += 1
+        ranges = characters.ranges(pair for member in members if isinstance(member, Chars) for pair in member.ranges)
+        named = [member.text for member in members if isinstance(member, Class)]
+        if named:
+            return Class(writer.joined_class(ranges, named, negated), place=begin)
+        return Chars(characters.complement(ranges) if negated else ranges, place=begin)
+
+    def nested_class(self, begin: int) -> Class:
+        """Reads a class that may contain classes, to be kept as it is written."""
+        depth = 0
+        while self.place < len(self.pattern):
+            if opened := _CLASS_BEGIN.match(self.pattern, self.place):
+                depth += 1
+                self.place = opened.end()  # a bracket that comes first stands for itself
+                continue
+            depth -= self.peek("]")
+            self.place += 2 if self.peek("\\") else 1
+            if not depth:
+                break
+        return Class(self.pattern[begin : self.place], place=begin)
+
+    def member(self, class_begin: int) -> Set:
+        """Reads a character or a range in the class that begins at `class_begin`."""
+        begin = self.place
+        for operation in self.dialect.class_operations:
+            if self.peek(operation):
+                self.refuse("class operation", operation, begin)
+        low = self.single(class_begin)
+        if not self.peek("-") or self.pattern[self.place + 1 : self.place + 2] in self.dialect.no_range_before:
+            return low
+        self.place += 1
+        high = self.single(class_begin)
+        text = self.pattern[begin : self.place]
+        first, last = _point(low), _point(high)
+        if first is None or last is None:
+            self.refuse("range of classes", text, begin)  # elsewhere the hyphen stands for itself
+            return Chars(characters.ranges([*_ranges(low), *_ranges(high), (0x2D, 0x2D)]), place=begin)
+        if first > last:
+            self.refuse("range reversed", text, begin)
+        return Chars(((first, last),), place=begin)
+
+    def single(self, class_begin: int) -> Set:
+        """Reads a character, or an escape, in the class that begins at `class_begin`."""
+        begin = self.place
+        if begin >= len(self.pattern):
+            self.refuse("unclosed class", "[", class_begin)
+        if self.peek("\\"):
+            escaped = self.escaped(in_class=True)
+            assert not isinstance(escaped, Anchor), "no dialect has anchors in classes"
+            return escaped
+        if self.peek("["):
+            self.refuse("class in a class", "[", begin)
+        self.place += 1
+        return Chars(characters.of(self.pattern[begin]), place=begin)
+
+    # Escapes.
+
+    def escaped(self, in_class: bool) -> Set | Anchor:
+        """Reads a backslash and what belongs to it."""
+        begin, dialect = self.place, self.dialect
+        letter = self.pattern[begin + 1 : begin + 2]
+        if not letter:
+            self.refuse("backslash at the end", "\\", begin)
+        self.place += 2
+        special = dialect.escapes_in_class if in_class else dialect.escapes_outside
+        meaning = special.get(letter, dialect.escapes.get(letter))
+        follows = self.pattern[self.place : self.place + 1]
+        if letter == "0" and follows.isdigit():
+            self.refuse("octal escape", "\\0", begin)
+        if isinstance(meaning, str):
+            self.refuse(meaning, "\\" + letter, begin)
+        elif isinstance(meaning, Anchor):
+            return Anchor(meaning.end, place=begin)
+        elif isinstance(meaning, Chars):
+            return Chars(meaning.ranges, place=begin)
+        elif meaning is not None:
+            return Class(meaning.text, place=begin)
+        if letter and letter in "pP" and (named := self.property(letter, begin)) is not None:
+            return named
+        if letter and letter in dialect.codes:
+            return self.code_point(letter, begin)
+        if dialect.control_letters and letter == "c" and follows.isalpha():
+            self.place += 1
+            return Chars(characters.of(chr(ord(follows) % 32)), place=begin)
+        if dialect.is_reserved(letter):
+            self.refuse("unknown escape", "\\" + letter, begin)
+            return Class(self.pattern[begin : self.place], place=begin)
+        return Chars(characters.of(letter), place=begin)
+
+    def property(self, letter: str, begin: int) -> Set | None:
+        """Reads the rest of a property of Unicode; None if it is not one."""
+        name = self.in_braces()
+        if name is None and self.dialect.short_properties:
+            name = self.pattern[self.place : self.place + 1]
+            self.place += 1
+        if name is None:
+            return None
+        named = self.dialect.named_property(name, letter == "P")
+        if named is None:
+            self.refuse("unknown property", name, begin)
+            return None
+        return replace(named, place=begin)
+
+    def code_point(self, letter: str, begin: int) -> Set:
+        """Reads the digits of a character's escape."""
+        point = self.digits(letter)
+        if self.dialect.surrogate_pairs and point is not None and 0xD800 <= point < 0xDC00:
+            low = _LOW_SURROGATE.match(self.pattern, self.place)
+            if low is not None:
+                self.place = low.end()
+                point = 0x10000 + ((point - 0xD800) << 10) + (int(low[1], 16) - 0xDC00)
+        text = self.pattern[begin : self.place]
+        if point is None:
+            self.refuse("no digits", text, begin)
+        elif point > characters.LAST or (
+            characters.contains(characters.SURROGATES, point) and not self.dialect.surrogate_pairs
+        ):
+            self.refuse("no character", text, begin)
+        else:
+            return Chars(((point, point),), place=begin)
+        return Class(text, place=begin)
+
+    def digits(self, letter: str) -> int | None:
+        digits = self.in_braces() if letter in self.dialect.codes_in_braces else None
+        if digits is None:
+            count = _CODE_DIGITS[letter]
+            digits = self.pattern[self.place : self.place + count]
+            self.place += len(digits)
+            if len(digits) < count:
+                return None
+        return int(digits, 16) if _HEXADECIMAL.fullmatch(digits) else None
+
+
+def _point(one: Set) -> int | None:
+    """The only character of `one`; None if there are several."""
+    if isinstance(one, Chars) and len(one.ranges) == 1 and one.ranges[0][0] == one.ranges[0][1]:
+        return one.ranges[0][0]
+    return None
+
+
+def _ranges(one: Set) -> Ranges:
+    return one.ranges if isinstance(one, Chars) else ()

@@ -1,0 +1,231 @@
+"""A draft model whose tokens are few of the target's drafts *text*: string-level alignment, as in transformers' universal assisted
+decoding and Timor et al. 2025 (arXiv 2502.05202, string-level exact match).
+
+The committed text is written in the draft's tokens, the draft model goes on with it greedily, and what it adds is written in the
+target's tokens. Only the end of a text is encoded anew in a round. What a round proposes is a chain without probabilities, like that of
+prompt lookup: wrong borders between tokens cost acceptance, never the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..constraints.vocabulary import Vocabulary
+from ..drafting import ModulePasses, OtherVocabulary
+from ..errors import UnsupportedError
+from ..strategy import Context, Draft, Sequences
+
+#: Tokens before a text's end that are written anew with what follows, and those before them that show where both ways meet.
+LOOKBEHIND, ANCHOR = 8, 8
+#: Most tokens of a prompt that one pass of the draft model reads.
+CHUNK = 512
+#: Bytes 10xxxxxx go on with a character.
+_CONTINUATION = range(0x80, 0xC0)
+
+
+class RowText:
+    """A row's text in the draft's tokens.
+
+    Args:
+        own, other: vocabularies of target and draft.
+        begin: the draft's tokens in front of every text.
+
+    Attributes:
+        tokens: of the target, as far as they have been read.
+        text: their bytes. ids: the same text in the draft's tokens.
+        valid: of how many `ids` the draft model's keys and values are there.
+    """
+
+    def __init__(self, own: Vocabulary, other: Vocabulary, begin: Sequence[int]) -> None:
+        self.own, self.other = own, other
+        self.tokens: list[int] = []
+        self.text = b""
+        self.ids, self._ends = list(begin), [0] * len(begin)
+        self._begin, self.valid = len(begin), 0
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Appends committed tokens of the target."""
+        self.tokens += tokens
+        self.text += self.own.spell(tokens)
+        # Where the last tokens end, their characters may go on; a token may be joined with what follows.
+        first = self._boundary(max(len(self.ids) - LOOKBEHIND - ANCHOR, self._begin))
+        start = self._ends[first - 1] if first else 0
+        new = self.other.encoded(self.text[start:])
+        ends = [start + end for end in accumulate(len(self.other.tokens[token] or b"") for token in new)]
+        kept, taken = self._meeting(first, ends)
+        while kept < len(self.ids) and taken < len(new) and self.ids[kept] == new[taken]:
+            kept, taken = kept + 1, taken + 1
+        self.ids[kept:], self._ends[kept:] = new[taken:], ends[taken:]
+        self.valid = min(self.valid, kept)
+
+    @property
+    def pending(self) -> bytes:
+        """The end of the text that the draft's tokens do not have: the beginning of a character."""
+        return self.text[self._ends[-1] if self._ends else 0 :]
+
+    def proposed(self, drafted: Sequence[int]) -> list[int]:
+        """The target's tokens for what the draft model has added."""
+        text = b""
+        for token in drafted:
+            piece = self.other.tokens[token]
+            if piece is None:  # an end, or another token that is no text
+                break
+            text += piece
+        if not text.startswith(self.pending):
+            return []
+        text = text[len(self.pending) :]
+        first = max(len(self.tokens) - ANCHOR, 0)
+        before = self.own.spell(self.tokens[first:])
+        while before and before[0] in _CONTINUATION:
+            first += 1
+            before = self.own.spell(self.tokens[first:])
+        size = 0
+        tokens = self.own.encoded(before + text)
+        for count, token in enumerate(tokens):
+            if size == len(before):
+                return tokens[count:]
+            size += len(self.own.tokens[token] or b"")
+        return self.own.encoded(text)  # the tokenizer would have joined what is committed with what follows
+
+    def _boundary(self, place: int) -> int:
+        """The last place of `ids` up to `place` at which a character begins."""
+        while place > self._begin and self.text[self._ends[place - 1]] in _CONTINUATION:
+            place -= 1
+        return place
+
+    def _meeting(self, first: int, ends: Sequence[int]) -> tuple[int, int]:
+        """Places in `ids` and in what was encoded from `first` on up to which the old tokens stay: a border of both ways."""
+        old = {end: place + 1 for place, end in enumerate(self._ends) if place >= first}
+        for place, end in enumerate(ends):
+            kept = old.get(end)
+            if kept is not None and kept - first >= ANCHOR // 2 and kept <= len(self.ids) - LOOKBEHIND // 2:
+                return kept, place + 1
+        return first, 0
+
+
+class TextDrafter:
+    """A draft model for the length of a call, beside rows in another vocabulary.
+
+    Args:
+        length: most tokens of its own that it drafts in a round.
+
+    Attributes:
+        passes: of the draft model so far.
+    """
+
+    def __init__(self, context: Context, vocabularies: OtherVocabulary, length: int) -> None:
+        if context.level > 0:
+            raise UnsupportedError("a draft model with a vocabulary of its own drafts for the target, not as a stage")
+        self.vocabularies, self.device = vocabularies, context.device
+        self.rows = [RowText(vocabularies.own, vocabularies.other, vocabularies.begin) for _ in range(context.rows)]
+        self.capacity = context.slots
+        self.module: ModulePasses = context.module(
+            passes_of(vocabularies.model), ahead=length + 2, on_device=False,
+            example=(torch.zeros(1, 1, dtype=torch.int64, device=context.device),),
+        )  # fmt: skip
+
+    @property
+    def passes(self) -> int:
+        return self.module.passes
+
+    def draft(self, sequences: Sequences, length: int) -> Draft:
+        """A chain for every row, ``length`` draft passes long. It waits for the device twice."""
+        lengths, finished = sequences.length.tolist(), sequences.finished.tolist()
+        first = min(len(row.tokens) for row in self.rows)
+        tokens = sequences.tokens[:, first : max(lengths)].tolist()
+        for row, written, end in zip(self.rows, tokens, lengths, strict=True):
+            if end > len(row.tokens):
+                row.read(written[len(row.tokens) - first : end - first])
+        # A coarse target token may be many of the draft's; beyond the cache of a device nothing is drafted.
+        open_rows = [
+            not ended and bool(row.ids) and (self.device.type == "cpu" or len(row.ids) < self.capacity)
+            for row, ended in zip(self.rows, finished, strict=True)
+        ]
+        if not any(open_rows):
+            return Draft.chain(torch.full((len(self.rows), 1), -1, device=self.device))
+        drafted = self._run(length).tolist()
+        proposals = [
+            row.proposed(ids)[: 2 * length] if going else []
+            for row, ids, going in zip(self.rows, drafted, open_rows, strict=True)
+        ]
+        width = max(1, *map(len, proposals))
+        padded = [[*ids, *[-1] * (width - len(ids))] for ids in proposals]
+        return Draft.chain(torch.tensor(padded, device=self.device))
+
+    def _run(self, length: int) -> Tensor:
+        """``[B, length]`` int64: what the draft model adds to the rows greedily."""
+        rows = self.rows
+        while (missing := max(len(row.ids) - row.valid for row in rows)) > CHUNK:
+            taken = min(missing - 1, CHUNK)
+            starts = [min(row.valid, max(len(row.ids) - 1, 0)) for row in rows]
+            self.module(*self._window(starts, taken), last=True)
+            for row, start in zip(rows, starts, strict=True):
+                row.valid = min(start + taken, max(len(row.ids) - 1, 0))
+        width = max(2, missing)
+        starts = [max(len(row.ids) - width, 0) for row in rows]
+        best = self.module(*self._window(starts, width), last=False)
+        ends = torch.tensor([max(len(row.ids) - 1, 0) for row in rows], device=self.device)
+        last = torch.tensor([row.ids[-1] if row.ids else 0 for row in rows], device=self.device)[:, None]
+        place = ends - torch.tensor(starts, device=self.device)
+        drafted = [best.gather(1, place[:, None])]
+        for step in range(1, length):
+            # Two tokens: one alone would be another graph. The first is read again.
+            best = self.module(ends + step - 1, torch.cat([last, drafted[-1]], dim=1), last=False)
+            last = drafted[-1]
+            drafted.append(best[:, 1:])
+        for row in rows:
+            row.valid = len(row.ids)
+        return torch.cat(drafted, dim=1)
+
+    def _window(self, starts: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
+        """Where a pass begins in every row, ``[B]``, and what it reads, ``[B, count]``; behind a row's end stands some token."""
+        ids = [row.ids[start : start + count] for row, start in zip(self.rows, starts, strict=True)]
+        padded = [[*some, *[0] * (count - len(some))] for some in ids]
+        return torch.tensor(list(starts), device=self.device), torch.tensor(padded, device=self.device)
+
+
+class _Passes(nn.Module):
+    """A language model whose passes give the likeliest next token of every node."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        config = model.config.get_text_config(decoder=True)
+        self.positions = getattr(config, "max_position_embeddings", None) or 1 << 30
+
+    def forward(
+        self, tokens: Tensor, *, attention_mask: Tensor, position_ids: Tensor, past_key_values: Any, last: bool = False
+    ) -> Tensor:  # fmt: skip
+        """``[B, N]`` int64; of the last node alone with `last`, for text of which nothing more is wanted."""
+        logits = self.model(
+            input_ids=tokens, attention_mask=attention_mask, position_ids=position_ids.clamp(max=self.positions - 1),
+            past_key_values=past_key_values, use_cache=True, logits_to_keep=1 if last else 0,
+        ).logits  # fmt: skip
+        return logits.argmax(-1)
+
+
+_ATTRIBUTE = "_decoders_text_passes"
+
+
+def passes_of(model: PreTrainedModel) -> nn.Module:
+    """The module that :attr:`Context.module` is given, the same for the same model."""
+    kept = vars(model).get(_ATTRIBUTE)
+    if kept is None or kept.passes is None:
+        kept = vars(model)[_ATTRIBUTE] = _Kept(_Passes(model))
+    return kept.passes
+
+
+class _Kept:
+    """Beside a model, not a part of it: it goes with the model, and copies of the model have none."""
+
+    def __init__(self, passes: _Passes | None = None) -> None:
+        self.passes: Any = passes
+
+    def __reduce__(self) -> tuple:
+        return _Kept, ()

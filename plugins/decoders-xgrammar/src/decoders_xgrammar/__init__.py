@@ -1,0 +1,140 @@
+"""xgrammar as a grammar backend of hf-decoders: regular expressions, masks made on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import xgrammar
+from torch import Tensor
+
+from decoders import hookimpl
+from decoders.constraints.base import Backend, CompiledGrammar, Language, Matcher, Policy
+from decoders.constraints.vocabulary import Vocabulary
+from decoders.errors import GrammarError
+
+__all__ = ["XGrammar", "XGrammarGrammar", "XGrammarMatcher"]
+
+
+class XGrammar(Backend):
+    """Compiles the regular expression of a language. Only the policy ``full``."""
+
+    name = "xgrammar"
+    summary = "pushdown automaton with masks prepared per rule; regular expressions only, masks on the host"
+
+    def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> XGrammarGrammar:
+        """`language` for `vocabulary`.
+
+        Raises:
+            GrammarError: it has no regular expression, xgrammar does not read it, or the policy is another one than ``full``.
+        """
+        if language.regex is None:
+            raise GrammarError(
+                f'{language.name}: backend="xgrammar" reads regular expressions only; llguidance would handle it'
+            )
+        if policy != "full":
+            raise GrammarError(f'{language.name}: backend="xgrammar" has no policy {policy!r}')
+        try:
+            compiled = self.compiled(_compiler(vocabulary), language.regex)
+        except RuntimeError as error:
+            raise GrammarError(
+                f"{language.name}: xgrammar does not read it: {str(error).strip().splitlines()[-1]}"
+            ) from error
+        return XGrammarGrammar(language, vocabulary, compiled)
+
+    def compiled(self, compiler: Any, regex: str) -> Any:
+        """What xgrammar makes of a language."""
+        return compiler.compile_regex(regex)
+
+
+@lru_cache(maxsize=4)
+def _compiler(vocabulary: Vocabulary) -> Any:
+    """Vocabularies are compared by identity; caching is off, so that compiling again is measured as such."""
+    tokens = [token or b"" for token in vocabulary.tokens]  # an empty token never stands in a text
+    info = xgrammar.TokenizerInfo(tokens, vocab_size=len(tokens), stop_token_ids=list(vocabulary.stops))
+    return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+
+class XGrammarGrammar(CompiledGrammar):
+    """A language that xgrammar has compiled.
+
+    Attributes:
+        compiled: the ``CompiledGrammar`` of xgrammar.
+    """
+
+    backend = XGrammar.name
+
+    def __init__(self, language: Language, vocabulary: Vocabulary, compiled: Any) -> None:
+        self.language, self.vocabulary, self.policy = language, vocabulary, "full"
+        self.compiled = compiled
+
+    def start(self) -> XGrammarMatcher:
+        return XGrammarMatcher(self)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.compiled.memory_size_bytes)
+
+
+class XGrammarMatcher(Matcher):
+    """A position in a text. Text tokens go to xgrammar; whether the text has ended is kept here."""
+
+    def __init__(self, grammar: XGrammarGrammar) -> None:
+        self.grammar: XGrammarGrammar = grammar
+        self._inner = xgrammar.GrammarMatcher(grammar.compiled)
+        self._count = 0
+        self._ended = False
+
+    @property
+    def accepting(self) -> bool:
+        return self._ended or bool(self._inner.is_completed())
+
+    def advance(self, tokens: Sequence[int]) -> int:
+        vocabulary = self.grammar.vocabulary
+        for taken, token in enumerate(tokens):
+            if self._ended or not 0 <= token < len(vocabulary):
+                return taken
+            if token in vocabulary.stops:
+                if not self._inner.is_completed():
+                    return taken
+                self._ended = True
+            elif vocabulary.tokens[token] is None or not self._inner.accept_token(token):
+                return taken
+            else:
+                self._count += 1
+        return len(tokens)
+
+    def rollback(self, count: int) -> None:
+        held = self._count + self._ended
+        if not 0 <= count <= held:
+            raise ValueError(f"{count} tokens to give back, and {held} have been taken")
+        if count and self._ended:
+            self._ended = False
+            count -= 1
+        if count:
+            self._inner.rollback(count)
+            self._count -= count
+
+    def fill_mask(self, out: Tensor) -> None:
+        if not self._ended:
+            self._inner.fill_next_token_bitmask(out[None])
+            return
+        out.zero_()
+        for stop in self.grammar.vocabulary.stops:
+            bit = torch.tensor(1 << (stop % 32)).to(torch.int32)  # the last bit is the sign
+            out[stop // 32] |= bit
+
+    def forced_bytes(self) -> bytes:
+        if self._ended:
+            return b""
+        try:
+            return str(self._inner.find_jump_forward_string()).encode()
+        except UnicodeDecodeError:  # within a character: xgrammar gives text, not bytes
+            return b""
+
+
+@hookimpl
+def decoders_grammar_backends() -> Iterable[type[Backend]]:
+    return [XGrammar]

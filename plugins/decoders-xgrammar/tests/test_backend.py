@@ -1,0 +1,62 @@
+"""What the kit for backends says of it: where xgrammar 0.2.8 deviates is listed, and must still be so."""
+
+from __future__ import annotations
+
+import pytest
+from decoders_xgrammar import XGrammar
+
+import decoders
+import decoders.plugins
+from decoders.constraints.base import Language
+from decoders.errors import GrammarError
+from decoders.testing.grammars import CHECKS, check_grammar
+from decoders.testing.languages import Reference, byte_vocabulary, references
+
+#: Languages and checks that fail, and why.
+DEVIATIONS = {
+    ("long characters", "check_forced"): "what is forced within a character is not told",
+    ("any character but one", "check_masks"): "bytes of halves of surrogate pairs are let through",
+    ("any text", "check_masks"): "bytes of halves of surrogate pairs are let through",
+}
+REGULAR = [reference for reference in references() if reference.language.regex is not None]
+
+
+@pytest.mark.parametrize("reference", REGULAR, ids=lambda each: f"{each.language.name}-{len(each.vocabulary)}")
+def test_passes_the_kit_but_for_the_deviations(reference: Reference) -> None:
+    language = Language(reference.language.name, regex=reference.language.regex)
+    if language.name == "control characters":
+        with pytest.raises(GrammarError, match="null characters"):
+            XGrammar().compile(language, reference.vocabulary)
+        return
+    grammar = XGrammar().compile(language, reference.vocabulary)
+    for check in CHECKS:
+        if (language.name, check.__name__) not in DEVIATIONS:
+            check_grammar(grammar, reference, checks=[check])
+
+
+def test_the_deviations_are_still_there() -> None:
+    deviating = set()
+    for reference in REGULAR:
+        for name, check in DEVIATIONS:
+            if name == reference.language.name:
+                grammar = XGrammar().compile(Language(name, regex=reference.language.regex), reference.vocabulary)
+                try:
+                    check_grammar(grammar, reference, checks=[one for one in CHECKS if one.__name__ == check])
+                except AssertionError:
+                    deviating.add((name, check))
+    assert deviating == set(DEVIATIONS)
+
+
+def test_what_it_does_not_read_is_refused() -> None:
+    vocabulary = byte_vocabulary()
+    for spec, policy in (
+        (decoders.grammar('start: "a"'), "full"),
+        (decoders.regex("a"), "canonical"),
+        (decoders.regex(r"\p{Greek}"), "full"),
+    ):
+        with pytest.raises(GrammarError):
+            XGrammar().compile(spec.language(), vocabulary, policy)
+
+
+def test_calls_take_it_by_name() -> None:
+    assert decoders.plugins.registry().grammar_backend("xgrammar") is XGrammar

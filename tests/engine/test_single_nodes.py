@@ -1,0 +1,25 @@
+"""Several rows of one node each: their graph is made behind the one for any number of nodes, and gives the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import decoders
+from decoders.engine import tiers
+from decoders.testing import decode, prompts, tiny_model
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_plain_steps_of_several_rows_get_a_graph_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "FORWARD_SECONDS", 0.0)
+    model, inputs = decoders.enable(tiny_model("llama").bfloat16()), prompts(3)
+    passes = vars(model)["generate"].engine().forward
+    compiled = dict(max_new_tokens=8, decoders_config={"compile": True})
+    padded = decode(model, inputs, "autoregressive", **compiled)
+    assert padded.report.nodes >= 3 and passes._single.job is not None and passes._single.job.wait()
+    single = decode(model, inputs, "autoregressive", **compiled)
+    assert single.report.nodes == 1 and single.report.compiled_steps == single.report.steps
+    assert torch.equal(padded.sequences, single.sequences)
+    drafted = decode(model, inputs, "prompt_lookup", **compiled)
+    assert torch.equal(drafted.sequences, single.sequences)

@@ -1,0 +1,176 @@
+"""A draft model that drafts text, which is written anew in the target's tokens."""
+
+from __future__ import annotations
+
+import functools
+import json
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import decoders as token_decoders
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+import decoders
+from decoders.constraints.vocabulary import Vocabulary
+from decoders.errors import UnsupportedError
+from decoders.strategies import Speculative, text_drafter
+from decoders.strategies.text_drafter import RowText
+from decoders.testing.models import ARCHITECTURES, Architecture
+
+TEXT = "def load(path): return path.read() # load the path, größer als 1€, and return all data of the file\n"
+EAGER = {"compile": False}
+
+
+@functools.cache
+def tokenizer(size: int, text: str) -> PreTrainedTokenizerFast:
+    """Byte-level BPE with `size` tokens, trained on `text`."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = token_decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=["<end>"], show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )  # fmt: skip
+    bpe.train_from_iterator([text], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<end>", bos_token="<end>")
+
+
+def bytes_of(tokens: PreTrainedTokenizerFast) -> Vocabulary:
+    return Vocabulary.of(tokens, len(tokens), [])
+
+
+def model(vocab: int, seed: int, architecture: str = "llama") -> PreTrainedModel:
+    torch.manual_seed(seed)
+    options = dict(ARCHITECTURES[architecture].options) | {"vocab_size": vocab}
+    return Architecture(architecture, MappingProxyType(options))()
+
+
+@functools.cache
+def pair() -> tuple[PreTrainedModel, PreTrainedModel, Any, Any]:
+    own, other = tokenizer(340, TEXT), tokenizer(290, "a file is a file, and a path a path")
+    return decoders.enable(model(len(own), 0), own), model(len(other), 1), own, other
+
+
+@pytest.mark.parametrize("piece", [1, 2, 5])
+def test_a_text_that_grows_is_written_as_the_draft_would_write_it(piece: int) -> None:
+    own, other = bytes_of(tokenizer(340, TEXT)), bytes_of(tokenizer(290, "a file is a file"))
+    tokens, row = own.encoded((TEXT * 4).encode()), RowText(own, other, (0,))
+    for first in range(0, len(tokens), piece):
+        row.read(tokens[first : first + piece])
+        written = own.spell(tokens[: first + piece])
+        assert other.spell(row.ids) + row.pending == written == row.text
+        assert len(row.pending) < 4
+        row.valid = len(row.ids)
+    assert row.ids == [0, *other.encoded((TEXT * 4).encode())]
+
+
+def test_a_row_keeps_what_the_draft_model_has_read_of_it() -> None:
+    own, other = bytes_of(tokenizer(340, TEXT)), bytes_of(tokenizer(290, "a file is a file"))
+    tokens, row = own.encoded((TEXT * 4).encode()), RowText(own, other, ())
+    row.read(tokens[:60])
+    row.valid = len(row.ids)
+    before = list(row.ids)
+    row.read(tokens[60:62])
+    assert row.valid > len(before) - 8 and row.ids[: row.valid] == before[: row.valid]
+
+
+def test_what_is_drafted_comes_back_in_the_targets_tokens() -> None:
+    own, other = bytes_of(tokenizer(340, TEXT)), bytes_of(tokenizer(290, "a file is a file"))
+    tokens = own.encoded(TEXT.encode())
+    for cut in range(1, len(tokens)):
+        row = RowText(own, other, ())
+        row.read(tokens[:cut])
+        rest = row.pending + TEXT.encode()[len(row.text) :]
+        assert own.spell(row.proposed(other.encoded(rest))) == TEXT.encode()[len(row.text) :]
+    row = RowText(own, other, ())
+    row.read(tokens[:20])
+    assert row.proposed(other.encoded(TEXT.encode()[len(row.text) :])) == tokens[20:]
+    assert row.proposed([0, *other.encoded(b"more")]) == []  # its end token ends a draft
+
+
+@pytest.mark.in_turns(2)
+@pytest.mark.parametrize("strategy", ["speculative", "suffix+speculative", "auto"])
+@pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "seed": 3}], ids=["greedy", "sampled"])
+def test_the_text_is_that_of_plain_decoding(strategy: str, sampling: dict[str, Any]) -> None:
+    target, draft, own, other = pair()
+    ids = torch.tensor([own(TEXT)["input_ids"][:16], own(TEXT)["input_ids"][4:20]])
+    options = dict(max_new_tokens=24, decoders_config=EAGER, **sampling)
+    plain = target.generate(ids, strategy="autoregressive", **options)
+    config = {"alignment": "strings"} if "+" not in strategy else {"speculative": {"alignment": "strings"}}
+    if strategy == "auto":
+        config = {}
+    drafted = target.generate(
+        ids, strategy=strategy, strategy_config=config, assistant_model=draft, assistant_tokenizer=other, **options
+    )
+    assert drafted.tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "gemma2"])
+def test_drafts_of_other_designs(architecture: str) -> None:
+    """Learned positions; layers with a window."""
+    target, _, own, other = pair()
+    ids = torch.tensor([own(TEXT * 2)["input_ids"][:50]])
+    options = dict(max_new_tokens=12, do_sample=False, decoders_config=EAGER)
+    drafted = target.generate(
+        ids, strategy="speculative", strategy_config={"alignment": "strings"}, assistant_model=model(len(other), 1, architecture),
+        assistant_tokenizer=other, **options,
+    )  # fmt: skip
+    assert drafted.tolist() == target.generate(ids, strategy="autoregressive", **options).tolist()
+
+
+def test_a_draft_with_the_targets_own_weights_is_accepted_and_the_report_says_how_it_drafts(monkeypatch) -> None:
+    """The same model with its tokens, single bytes, in another order; prompts of one pass and of several."""
+    own = tokenizer(257, TEXT)
+    target = decoders.enable(model(len(own), 0), own)
+    order = [*range(1, len(own)), 0]
+    parts = json.loads(own.backend_tokenizer.to_str())
+    parts["model"]["vocab"] = {token: order.index(id) for token, id in parts["model"]["vocab"].items()}
+    parts["added_tokens"] = []
+    shuffled = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(parts)), eos_token="<end>", bos_token="<end>"
+    )
+    draft, names = model(len(own), 0), bytes_of(own).tokens
+    # What is no ASCII is never written: a text of invalid characters has no way to be encoded that both agree on.
+    foreign = torch.tensor([name is None or name >= b"\x80" for name in names])
+    with torch.no_grad():
+        for layer in (m.get_output_embeddings() for m in (target, draft)):
+            layer.weight[foreign] = 0
+        for layer in (draft.get_input_embeddings(), draft.get_output_embeddings()):
+            layer.weight.copy_(layer.weight[torch.tensor(order)].clone())
+    monkeypatch.setattr(text_drafter, "CHUNK", 64)
+    for size in (25, 400):
+        prompt = torch.tensor([own(TEXT * 9)["input_ids"][:size]])
+        out = target.generate(
+            prompt, strategy=Speculative(alignment="strings", length=4), assistant_model=draft,
+            assistant_tokenizer=shuffled, max_new_tokens=20, do_sample=False, eos_token_id=None, return_dict_in_generate=True,
+            decoders_config=EAGER,
+        )  # fmt: skip
+        assert out.report.details["alignment"] == "strings" and out.report.details["shared_tokens"] == 1.0
+        assert out.report.mean_accepted_length > 3
+
+
+def test_few_common_tokens_choose_strings_and_many_tokens() -> None:
+    target, draft, own, other = pair()
+    letters = tokenizer(257, "x")
+    small = model(len(letters), 1)
+    ids = torch.tensor([own(TEXT)["input_ids"][:16]])
+    options = dict(
+        strategy="speculative", max_new_tokens=6, do_sample=False, return_dict_in_generate=True, decoders_config=EAGER
+    )
+    many = target.generate(ids, assistant_model=draft, assistant_tokenizer=other, **options)
+    assert many.report.details["alignment"] == "tokens"
+    few = target.generate(ids, assistant_model=small, assistant_tokenizer=letters, **options)
+    shared = few.report.details["shared_tokens"]
+    assert few.report.details["alignment"] == ("strings" if shared < 0.5 else "tokens")
+    assert few.sequences.tolist() == many.sequences.tolist()
+
+
+def test_strings_and_a_tree_are_refused() -> None:
+    target, draft, _, other = pair()
+    with pytest.raises(UnsupportedError, match="take tree='none'"):
+        target.generate(
+            torch.arange(9)[None], strategy=Speculative(alignment="strings", tree="static"), assistant_model=draft,
+            assistant_tokenizer=other, max_new_tokens=4, decoders_config=EAGER,
+        )  # fmt: skip
