@@ -113,7 +113,7 @@ def check(target: Target, length: int = 40, comparisons: int | None = None) -> I
         length: of the text, in tokens.
         comparisons: how many are made; None is all.
     """
-    compared = {}
+    compared: dict[str, bool] = {}
     for what, left, right in islice(_comparisons(target, length), comparisons):
         compared[what] = compared.get(what, True) and torch.equal(left, right)
     alone = compared.pop(ALONE, False)
