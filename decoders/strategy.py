@@ -187,6 +187,13 @@ class Strategy(Configured, ABC):
         """
         return self.start(context)
 
+    def keeps_rows(self, state: Any) -> bool:
+        """Whether :meth:`rebatch` keeps the state of rows that stay. If not, the loop ends it and starts anew, draft models included.
+
+        By default where it is overridden; a strategy that is built of others asks them.
+        """
+        return type(self).rebatch is not Strategy.rebatch
+
     def limit(self, state: Any, tokens: int) -> None:
         """Says how many tokens deep the next draft is wanted at most; strategies to which a token costs something obey."""
 

@@ -15,14 +15,15 @@ from ..drafting import Advance, Drafter, Expansion
 from ..errors import UnsupportedError
 from ..report import Stage
 from ..sampling.processors import Masks
-from ..strategy import Context, Sequences, Step, Strategy, finishing, no_costs, no_memory
+from ..strategy import Context, Sequences, Step, Strategy, finish_all, finishing, no_costs, no_memory
 from ..tree import TreeTensors
 from .blocks import NodeBlock
-from .buckets import node_bucket, slots_for
+from .buckets import slots_for
 from .call_settings import CallSettings
 from .draft_counts import DraftCounts
 from .draft_rows import seat_rows
 from .grammar.guide import Guide
+from .pending import PendingTokens
 from .pool import RowPool
 from .rows import Rows
 from .session import OpenSession, Session
@@ -30,9 +31,6 @@ from .static_inputs import SameObject
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-#: Fewest tokens that are run before the root: smaller sizes would get graphs of their own.
-MIN_PENDING = 2
 
 
 class ModelDrafter(Drafter):
@@ -77,15 +75,13 @@ class ModelDrafter(Drafter):
             self._seat(context, [-1] * len(call.request.prompts))
         self.blocks = self.session.blocks
         self.guide = guide.ahead() if guide is not None else None
-        self._ranges = {MIN_PENDING: torch.arange(MIN_PENDING, device=target.device)}
         self._functions: dict[str, Callable] = {}
         self._begun = self.rows.length.clone()
         self._reach = max(map(len, call.request.prompts))
-        self._pending = self.level
+        self._pending = PendingTokens(self.level, target.static, target.device)
         self._drafting = False
         self._deepest = 0
         self.proposed: int | None = None
-        self._pending_before = 0
         self.counts = DraftCounts(target.device)
         self._name = model if isinstance(model, str) else model.config.name_or_path or type(model).__name__
         self.inner: list[ModelDrafter] = []
@@ -124,6 +120,19 @@ class ModelDrafter(Drafter):
         self._begun = self.rows.length.clone()
         self._reach = max(map(len, call.request.prompts))
         self._drafting = False
+        if self.stage is not None:
+            self._rebatch_stage(self.stage, rows, self._context(context))
+
+    def _rebatch_stage(self, stage: Strategy, rows: Sequence[int], context: Context) -> None:
+        """Tells the strategy that drafts for this model, and its draft models, as :meth:`rebatch` was told."""
+        if not stage.keeps_rows(self._stage_state):
+            finish_all([(stage, self._stage_state)])
+            self.inner.clear()
+            self._stage_state = stage.start(context)
+            return
+        for drafter in list(self.inner):
+            drafter.rebatch(rows, self._inner_call, context, self.guide)
+        self._stage_state = stage.rebatch(self._stage_state, torch.tensor(rows, device=self.length.device), context)
 
     def _seat(self, context: Context, rows: Sequence[int]) -> None:
         assert isinstance(self.session, RowPool) and context.sequences is not None
@@ -175,7 +184,7 @@ class ModelDrafter(Drafter):
             self.guide.follow()
 
     def extend(self) -> Expansion:
-        expansion = self._run("extend", self.rows, self._view(1)[0], self._range(), *self._masks())
+        expansion = self._run("extend", self.rows, self._view(1)[0], self._pending.range(self._reach), *self._masks())
         if self.guide is not None:
             self.guide.append(expansion.tokens[:, 0, 0])
         return expansion
@@ -192,7 +201,9 @@ class ModelDrafter(Drafter):
             masks = None
             if self.guide is not None:
                 draft_tokens, masks = self.guide.block(draft_tokens, draft.topology, draft.levels)
-        out, expansion = self._run("advance", NodeBlock(draft_tokens, tree, view, masks), self.rows, self._range())
+        out, expansion = self._run(
+            "advance", NodeBlock(draft_tokens, tree, view, masks), self.rows, self._pending.range(self._reach)
+        )
         with self.counts.clock("stage", self.call.report.timings):
             if self.guide is not None:
                 self.guide.accept(out)
@@ -202,7 +213,7 @@ class ModelDrafter(Drafter):
         return Advance(out.path, out.summary[0], expansion)
 
     def root(self) -> Expansion:
-        return self._run("root", self.rows, self._view(1)[0], self._range(), *self._masks())
+        return self._run("root", self.rows, self._view(1)[0], self._pending.range(self._reach), *self._masks())
 
     def expand(self, nodes: Tensor, tree: TreeTensors) -> Expansion:
         if nodes.shape[1] == 1:  # one node would get a graph of its own
@@ -230,13 +241,13 @@ class ModelDrafter(Drafter):
         else:
             others = step.nodes.shape[1] != self.call.block_size(own_nodes)
         behind = step.nodes.shape[1] - 1 if others else displaced
-        self._pending = self.level + behind
+        self._pending.after_step(behind)
         for drafter in self.inner:
             drafter.fall_behind(behind)
 
     def fall_behind(self, tokens: int) -> None:
         """The model that this one drafts for has committed so many tokens that were not its own."""
-        self._pending += tokens
+        self._pending.count += tokens
         for drafter in self.inner:
             drafter.fall_behind(tokens)
 
@@ -256,7 +267,7 @@ class ModelDrafter(Drafter):
 
     def recording(self) -> None:
         """What follows is a round that is recorded: Python runs, and the device does not."""
-        self._pending_before = self._pending
+        self._pending.recording()
         self.counts.recording()
         for drafter in self.inner:
             drafter.recording()
@@ -265,7 +276,7 @@ class ModelDrafter(Drafter):
         """The round has been recorded, or not; nothing has been run."""
         self.counts.recorded()
         if not worked:
-            self._pending = self._pending_before
+            self._pending.not_recorded()
         for drafter in self.inner:
             drafter.recorded(worked)
 
@@ -292,7 +303,7 @@ class ModelDrafter(Drafter):
         with self.counts.clock("forward", self.call.report.timings):
             result = self._functions[method](*arguments)
         self.counts.passes += 1
-        self._pending = 0
+        self._pending.count = 0
         return result
 
     def _masks(self) -> tuple[Masks, ...]:
@@ -307,15 +318,6 @@ class ModelDrafter(Drafter):
         seen = tree.visible[:, before:].tril(before - 1)
         index = torch.arange(len(tree), device=seen.device)
         return (self.guide.expand(nodes, torch.where(seen, index, 0).amax(-1), before),)
-
-    def _range(self) -> Tensor:
-        """``[U]``: as many entries as tokens are pending."""
-        pending = max(min(self._pending, self._reach), MIN_PENDING)  # no row is longer than the reach
-        if self.engine.target.static:  # with the last token they are a block
-            pending = node_bucket(pending + 1) - 1
-        if pending not in self._ranges:
-            self._ranges[pending] = torch.arange(pending, device=self.rows.tokens.device)
-        return self._ranges[pending]
 
     def _view(self, nodes: int) -> tuple[Tensor, Sequences]:
         """What covers a block of so many nodes behind the tokens written so far in this round."""
@@ -334,8 +336,12 @@ class ModelDrafter(Drafter):
             compile=self.call.compiler(self.engine), sequences=self.session.view(self._reach)[1], guide=self.guide,
             costs=no_costs, memory=no_memory, decoder_layers=0,
         )  # fmt: skip
-        call = replace(self.call, longest=self.call.longest + self.ahead, block_size=self.blocks.size)
-        return replace(context, draft=opener(call, context, self.guide, self.inner))
+        return replace(context, draft=opener(self._inner_call, context, self.guide, self.inner))
+
+    @property
+    def _inner_call(self) -> CallSettings:
+        """What holds for the draft models of the stage."""
+        return replace(self.call, longest=self.call.longest + self.ahead, block_size=self.blocks.size)
 
 
 def opener(

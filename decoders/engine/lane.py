@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from ..constraints.base import CompiledGrammar
-from ..strategy import Strategy, finish_all
+from ..strategy import finish_all
 from .admission import Admission, Seat
 from .buckets import row_bucket, slots_for
 from .engine import Engine
@@ -226,7 +226,7 @@ class Lane:
         """Tells the strategy and its draft models which rows there are now."""
         call, strategy = self.call, self.template.strategy
         call.where, call.resources.costs = "rebatch", None
-        if restart or type(strategy).rebatch is Strategy.rebatch:
+        if restart or not strategy.keeps_rows(call.state):
             self._finish()
             call.resources.close()
             call.state = strategy.start(call.resources.context())

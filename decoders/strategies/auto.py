@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from pydantic import Field, field_validator
+from torch import Tensor
 
 from ..costs.steps import StepCosts
 from ..errors import DecodersError, SettingsError
@@ -156,6 +157,23 @@ class Auto(Strategy):
         rates = [AcceptanceRates(common) for _ in range(context.rows)] if context.rows > 1 else [common]
         costs = context.costs(measure=True) or _Flat()
         return _State(candidates, left_out, costs, [Follower(r) for r in rates], clock=context.clock)
+
+    def keeps_rows(self, state: _State) -> bool:
+        return all(candidate.strategy.keeps_rows(candidate.state) for candidate in state.candidates)
+
+    def rebatch(self, state: _State, rows: Tensor, context: Context) -> _State:
+        """Rows that stay keep their rates of acceptance; those of all calls are what is expected of new ones."""
+        memory: _Memory = context.memory("rates", _Memory)
+        before, costs = state.rows, context.costs(measure=True) or _Flat()
+        for candidate in state.candidates:
+            candidate.state = candidate.strategy.rebatch(candidate.state, rows, context.part(candidate.strategy))
+        # The rate is of as many rows as there were, whose steps cost what these did.
+        state.tokens *= context.rows / len(before)
+        state.seconds *= costs.step(1) / state.costs.step(1)
+        state.costs = costs
+        state.rows = [before[row] if row >= 0 else Follower(AcceptanceRates(memory.rates)) for row in rows.tolist()]
+        state.proposals = []
+        return state
 
     def finish(self, state: _State) -> None:
         finish_all((candidate.strategy, candidate.state) for candidate in state.candidates)

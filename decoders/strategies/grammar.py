@@ -8,6 +8,7 @@ and which ones the target prefers is for it to say. They are drafted in the toke
 from __future__ import annotations
 
 from pydantic import Field
+from torch import Tensor
 
 from ..drafting import Forced
 from ..errors import UnsupportedError
@@ -36,6 +37,10 @@ class Grammar(Strategy):
         if context.sequences is not None:
             context.guide.expect(context.sequences)
         return context.guide
+
+    def rebatch(self, state: Forced, rows: Tensor, context: Context) -> Forced:
+        """The guide of the rows as they are now knows all."""
+        return self.start(context)
 
     def propose(self, state: Forced, sequences: Sequences) -> Draft:
         return Draft.chain(state.forced(sequences, self.settings.length))

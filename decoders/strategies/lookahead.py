@@ -108,14 +108,28 @@ class Lookahead(Strategy):
         if text is None:
             raise UnsupportedError("lookahead begins with the prompt: give the Context its sequences")
         shape = block_shape(context, s)
-        window = first_window(text.tokens, text.length, shape.window, shape.ngram)
-        # No more than the pool can hold: each is compared with each, and long prompts would take long.
-        new, valid = last_ngrams(text.tokens, text.length, shape.ngram, min(text.tokens.shape[1], s.capacity))
-        pool = make_pool(new, valid & s.seed_from_prompt, shape.candidates, s.capacity).contiguous()
-        candidates = recall(pool, text.last, shape.candidates)
-        block = torch.cat([window.flatten(1)[:, 1:], candidates.flatten(1)], 1)
+        block, pool = self._first(text.tokens, text.length, shape)
         advance = context.compile(advance_for(shape.window, shape.ngram, s.keep_output))
         return LookaheadState(block, pool, advance, shape)
+
+    def rebatch(self, state: LookaheadState, rows: Tensor, context: Context) -> LookaheadState:
+        """Rows that stay keep their windows and pools."""
+        text, new = context.sequences, rows < 0
+        assert text is not None
+        state.block, state.pool = state.block[rows.clamp(min=0)], state.pool[rows.clamp(min=0)]
+        if bool(new.any()):
+            state.block[new], state.pool[new] = self._first(text.tokens[new], text.length[new], state.shape)
+        return state
+
+    def _first(self, tokens: Tensor, length: Tensor, shape: BlockShape) -> tuple[Tensor, Tensor]:
+        """The first block of rows, and the pool that their texts give. tokens: ``[B, L]``, length: ``[B]``."""
+        s: LookaheadSettings = self.settings
+        window = first_window(tokens, length, shape.window, shape.ngram)
+        # No more than the pool can hold: each is compared with each, and long prompts would take long.
+        new, valid = last_ngrams(tokens, length, shape.ngram, min(tokens.shape[1], s.capacity))
+        pool = make_pool(new, valid & s.seed_from_prompt, shape.candidates, s.capacity).contiguous()
+        candidates = recall(pool, tokens.gather(1, length[:, None] - 1), shape.candidates)
+        return torch.cat([window.flatten(1)[:, 1:], candidates.flatten(1)], 1), pool
 
     def propose(self, state: LookaheadState, sequences: Sequences) -> Draft:
         # A copy, since `observe` writes the next block in place.

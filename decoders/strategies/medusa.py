@@ -118,6 +118,13 @@ class Medusa(Strategy):
             predict=context.compile(draft_tokens),
         )
 
+    def rebatch(self, state: _State, rows: Tensor, context: Context) -> _State:
+        """Rows that stay keep what the heads read; for new ones nothing is known before their first step."""
+        before = rows.clamp(min=0)
+        state.hidden, state.known = state.hidden[before], state.known[before] & (rows >= 0)[:, None]
+        state.sampling = context.sampling
+        return state
+
     def propose(self, state: _State, sequences: Sequences) -> Draft:
         positions = (sequences.length - sequences.prompt_length)[:, None] + state.ahead
         best, scores = state.predict(

@@ -104,6 +104,15 @@ class Merged(Strategy):
             raise
         return state
 
+    def keeps_rows(self, state: MergedState) -> bool:
+        return all(part.keeps_rows(own) for part, own in zip(self.parts, state.parts, strict=True))
+
+    def rebatch(self, state: MergedState, rows: Tensor, context: Context) -> MergedState:
+        state.parts = [
+            part.rebatch(own, rows, context.part(part)) for part, own in zip(self.parts, state.parts, strict=True)
+        ]
+        return state
+
     def prefill(self, state: MergedState, chunk: PromptChunk) -> None:
         for part, own in zip(self.parts, state.parts, strict=True):
             if part.reads_prompt:

@@ -78,6 +78,9 @@ class Staged(DraftModelStrategy):
             fixed = Topology.from_paths([(0,) * j + (r,) for j in range(s.length) for r in range(children)])[0]
         return _State(drafter, context.compile(collect), context.compile(path_with_leaves), fixed, nodes)
 
+    def rebatch(self, state: _State, rows: Tensor, context: Context) -> _State:
+        return state  # all that belongs to rows is the drafter's
+
     def propose(self, state: _State, sequences: Sequences) -> Draft:
         s: StagedSettings = self.settings
         drafter = state.drafter

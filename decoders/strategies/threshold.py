@@ -98,6 +98,14 @@ class Threshold(DraftModelStrategy):
         threshold = torch.full((context.rows,), s.threshold, device=context.device)
         return _State(drafter, tree, calibration, threshold, length, waits=context.device.type != "cpu")
 
+    def rebatch(self, state: _State, rows: Tensor, context: Context) -> _State:
+        """Rows that stay keep their thresholds."""
+        s: ThresholdSettings = self.settings
+        state.threshold = torch.where(rows >= 0, state.threshold[rows.clamp(min=0)], s.threshold)
+        if state.calibration is not None:
+            state.calibration.rows = context.rows
+        return state
+
     def propose(self, state: _State, sequences: Sequences) -> Draft:
         if state.calibration is not None:
             state.calibration.drafting()

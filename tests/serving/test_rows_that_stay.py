@@ -1,0 +1,104 @@
+"""When requests come and go, strategies keep what they know of the rows that stay: drafts are those of a request by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from decoders.medusa.config import HeadsConfig
+from decoders.medusa.files import save_heads
+from decoders.medusa.heads import MedusaHeads
+from decoders.strategies import Auto, Lookahead, Medusa, PromptLookup, Speculative, Staged, Suffix, Threshold
+from decoders.strategies.merged import Merged, MergedState
+from decoders.strategy import Context, Strategy
+
+from .conftest import SIZE
+
+#: Lengths of prompts and new tokens.
+RAGGED = [(5, 19), (17, 4), (40, 14), (2, 25), (9, 2), (23, 16)]
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory, llama: PreTrainedModel) -> str:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("heads")
+    tree = tuple((i,) for i in range(40)) + tuple((i, j) for i in range(4) for j in range(12))
+    save_heads(MedusaHeads(HeadsConfig(heads=2, layers=1, hidden_size=32, vocab_size=SIZE, tree=tree)), folder)
+    return str(folder)
+
+
+def counting(strategy: Strategy, starts: list[int]) -> Strategy:
+    """The same, noting how many rows there were whenever it started."""
+
+    class Counting(type(strategy)):  # type: ignore[misc]
+        def start(self, context: Context) -> Any:
+            starts.append(context.rows)
+            return super().start(context)
+
+    return Counting(strategy.parts) if isinstance(strategy, Merged) else Counting(strategy.settings)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda heads: Lookahead(window=2, ngram=3),
+        lambda heads: Medusa(heads=heads),
+        lambda heads: Threshold(threshold=0.2),
+        lambda heads: Threshold(tree="dynamic", max_length=4),
+        lambda heads: Staged(passes=2, length=6),
+        lambda heads: Staged(passes=2, length=6, stage="lookahead", stage_config={"window": 2, "ngram": 3}),
+        lambda heads: Staged(passes=2, length=6, stage="prompt_lookup+suffix"),
+        lambda heads: Merged([PromptLookup(length=3), Medusa(heads=heads)]),
+        lambda heads: Merged([Suffix(remember=0), Speculative(length=3)]),
+    ],
+    ids=["lookahead", "medusa", "threshold", "tree", "staged", "staged-lookahead", "staged-merged", "with-medusa", "with-model"],
+)  # fmt: skip
+def test_drafts_are_those_of_a_request_by_itself(
+    llama: PreTrainedModel, draft: PreTrainedModel, heads: str, scheduler_of: Any, text_of: Any, make: Callable
+) -> None:
+    strategy, starts = make(heads), []
+    options: dict[str, Any] = {"strategy": counting(strategy, starts)}
+    if strategy.needs_assistant:
+        options["assistant_model"] = draft
+
+    def booked(rows: int) -> list[tuple]:
+        with scheduler_of(llama, rows=rows, **options) as scheduler:
+            asked = [scheduler.submit(text_of(n, p), max_new_tokens=new) for n, (p, new) in enumerate(RAGGED)]
+            for generation in asked:
+                generation.result(120)
+        reports = [generation.report for generation in asked]
+        return [
+            (report.steps, report.drafted, report.accepted, tuple(g.tokens))
+            for report, g in zip(reports, asked, strict=True)
+        ]
+
+    alone = booked(1)
+    del starts[:]
+    assert booked(3) == alone
+    assert len(starts) == 1, "it started anew when rows came or went"
+    assert sum(accepted for _, _, accepted, _ in alone) > 0, "nothing was accepted, so nothing was tested"
+
+
+def test_auto_keeps_the_rates_of_rows_that_stay(llama: PreTrainedModel, scheduler_of: Any, text_of: Any) -> None:
+    starts: list[int] = []
+    with scheduler_of(
+        llama, rows=3, strategy=counting(Auto(candidates=("suffix", "prompt_lookup")), starts)
+    ) as scheduler:
+        asked = [scheduler.submit(text_of(n, p), max_new_tokens=new) for n, (p, new) in enumerate(RAGGED)]
+        for generation in asked:
+            generation.result(120)
+    assert len(starts) == 1
+
+
+def test_strategies_say_whether_they_keep_rows() -> None:
+    class Forgets(PromptLookup):
+        rebatch = Strategy.rebatch
+
+    state = MergedState([None, None], [], 8)
+    assert PromptLookup().keeps_rows(None) and not Forgets().keeps_rows(None)
+    assert Merged([Suffix(), PromptLookup()]).keeps_rows(state)
+    assert not Merged([Suffix(), Forgets()]).keeps_rows(state)
