@@ -131,7 +131,9 @@ def test_who_asks_for_nothing_gets_nothing_and_runs_the_pass_of_all(llama) -> No
     assert engine.passes(Reader()) is not engine.forward
     # Nor do those that ask leave anything on the pass of all: it has the hook of the output head alone.
     decode(llama, Reader())
-    hooked = [name for name, part in engine.target.model.named_modules() if part._forward_hooks or part._forward_pre_hooks]
+    hooked = [
+        name for name, part in engine.target.model.named_modules() if part._forward_hooks or part._forward_pre_hooks
+    ]
     assert hooked == ["lm_head"] and engine.target.layers == ()
 
 
