@@ -122,6 +122,14 @@ class ForwardPass:
             self._report.timings.background += job.seconds
             self._report.compilations += 1
 
+    def compile_single(self, report: Report) -> bool:
+        """As :meth:`compile` for passes over several rows, with the graph for one node in each as well."""
+        if not self.compile(True, report):
+            return False
+        if self._single.job is None:
+            self._single.job = self._compilation(3, 1)
+        return self._single.job.wait()
+
     def steady_tiers(self, mode: Compile) -> set[bool] | None:
         """In which tiers a call that begins now may run compiled; None: whenever that is ready."""
         if mode != "auto" or self._steady:
