@@ -7,7 +7,7 @@ import itertools
 import os
 import tempfile
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -18,15 +18,13 @@ os.environ.setdefault(
 )  # else it compiles a program for each of the processor's vector units
 
 import pytest
-import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from tokenizers import decoders as token_decoders
-from transformers import PreTrainedTokenizerFast
+
+# torch and transformers are imported where they are used: the process that only hands tests to others needs neither.
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 _costs, _numbers = tempfile.TemporaryDirectory(), itertools.count()  # not the user's own
 os.environ.setdefault("DECODERS_COST_CACHE", _costs.name)
-
-torch.set_num_threads(1)
 
 gc.set_threshold(20_000, 20, 20)  # the collector is busy enough with what torch makes
 
@@ -37,6 +35,9 @@ MANY_OBJECTS = 50_000
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Processes that share the tests must call them the same."""
+    import torch
+
+    torch.set_num_threads(1)
     seen: dict[tuple[str, tuple[str, ...]], list[tuple[int, ...]]] = {}
     for item in items:
         turns = item.get_closest_marker("in_turns")
@@ -100,6 +101,8 @@ def only_trace() -> Callable[[pytest.MonkeyPatch], None]:
 
     For tests of what is compiled when, and how often. What inductor makes of the graphs is tested without it.
     """
+    import torch
+
     compile: Callable[..., Any] = torch.compile
 
     def trace(model: Any = None, *, backend: Any = "inductor", options: Any = None, **more: Any) -> Any:
@@ -131,6 +134,9 @@ _last_module: list[object] = [None]
 @pytest.fixture(scope="session")
 def word_tokenizer() -> PreTrainedTokenizerFast:
     """A word for every token of the tiny models; 0 is the end."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     vocab = {"<end>": 0} | {f"w{i}": i for i in range(1, 128)}
     words = Tokenizer(models.WordLevel(vocab, unk_token="w1"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -146,12 +152,14 @@ def counting_texts() -> list[str]:
 @pytest.fixture(scope="session")
 def byte_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
     """Makes tokenizers with the named tokens first, then one for each byte: ``byte_tokenizer(["<pad>"], pad_token="<pad>")``."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
 
     def make(names: list[str], **roles: str) -> PreTrainedTokenizerFast:
         vocab = {name: i for i, name in enumerate([*names, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
         backend = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token=roles.get("unk_token")))
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        backend.decoder = token_decoders.ByteLevel()
+        backend.decoder = decoders.ByteLevel()
         return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **roles)
 
     return make

@@ -1,11 +1,11 @@
 """A model of the Llama design as a GGUF file, in the number formats that llama.cpp and OpenVINO read.
 
-Both engines get the very weights that are measured here. Prompts and texts travel as token ids, so the file holds no tokenizer.
+Both engines get the very weights that are measured here. Prompts and texts travel as token ids, so the file need not hold a tokenizer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,8 +52,13 @@ def check_exportable(model: PreTrainedModel) -> None:
             raise ExportError(f"{config.name_or_path or 'the model'} cannot be written as GGUF: {reason}")
 
 
-def write(model: PreTrainedModel, path: Path, number_format: str) -> None:
+def write(
+    model: PreTrainedModel, path: Path, number_format: str, tokens: Sequence[str] = (), merges: Sequence[str] = ()
+) -> None:
     """Writes `model` to `path` with its matrices in `number_format` and its norms in float32.
+
+    Args:
+        tokens, merges: of a byte-level tokenizer, in its own spelling; without them the file holds none.
 
     Raises:
         UnknownNameError: no such number format.
@@ -81,7 +86,11 @@ def write(model: PreTrainedModel, path: Path, number_format: str) -> None:
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
     writer.add_file_type(int(gguf.LlamaFileType[_FILE_TYPES[number_format]]))
-    writer.add_tokenizer_model("no_vocab")
+    writer.add_tokenizer_model("gpt2" if tokens else "no_vocab")
+    if tokens:
+        writer.add_token_list(list(tokens))
+        writer.add_token_types([gguf.TokenType.NORMAL] * len(tokens))
+        writer.add_token_merges(list(merges))
     for name, values in _tensors(model, head):
         if values.ndim < 2 or number_format == "f32":
             writer.add_tensor(name, values)

@@ -120,7 +120,7 @@ class Vocabulary:
         Tokens that might be joined with what follows are left out: those behind which the rest of the bytes is the
         beginning of a longer token.
         """
-        if not forced:
+        if not _decodable(forced):  # none, or the end of a character that has begun: a tokenizer writes whole ones
             return []
         tokens = self.encoded(forced)
         begin = 0

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
+import os
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,13 +75,9 @@ def read_sources(root: Path | None = None) -> list[Source]:
     root = stdlib_root() if root is None else root
     seen: set[bytes] = set()
     sources = []
-    for file in sorted(root.rglob("*.py"), key=lambda file: file.relative_to(root).as_posix()):
-        relative = file.relative_to(root)
-        path = relative.as_posix()
-        if _SKIPPED_DIRECTORIES & set(relative.parts) or any(fnmatch.fnmatchcase(path, p) for p in _SKIPPED_FILES):
-            continue
+    for path in sorted(_python_files(root)):
         try:
-            text = file.read_bytes().decode("utf-8").replace("\r\n", "\n")
+            text = (root / path).read_bytes().decode("utf-8").replace("\r\n", "\n")
         except UnicodeDecodeError:
             continue
         digest = hashlib.sha256(text.encode()).digest()
@@ -88,6 +86,16 @@ def read_sources(root: Path | None = None) -> list[Source]:
         seen.add(digest)
         sources.append(Source(path, text))
     return sources
+
+
+def _python_files(root: Path) -> Iterator[str]:
+    """Paths below `root` with slashes. Skipped folders, site-packages among them, are not even listed."""
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in _SKIPPED_DIRECTORIES]
+        for name in files:
+            path = Path(folder, name).relative_to(root).as_posix()
+            if name.endswith(".py") and not any(fnmatch.fnmatchcase(path, pattern) for pattern in _SKIPPED_FILES):
+                yield path
 
 
 def split(sources: list[Source]) -> tuple[list[Source], list[Source]]:

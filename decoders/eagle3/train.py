@@ -179,7 +179,10 @@ def begin_with(given: Eagle3Files, config: Eagle3Config, ids: Tensor) -> tuple[E
             "eagle3: the head to begin with is of another shape, or reads other layers, than the one to train"
         )
     head = copy.deepcopy(given.head).requires_grad_(True)
-    head.head_config = replace(other, layers=config.layers)
+    layer = copy.deepcopy(other.layer)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # a checkpoint of a head need not say them
+        setattr(layer, name, getattr(config.layer, name))
+    head.head_config = replace(other, layers=config.layers, layer=layer)
     return head, given.vocabulary.ids.cpu() if given.vocabulary.ids is not None else ids
 
 

@@ -47,7 +47,7 @@ class Blocks:
     Attributes:
         exact: whether blocks have the nodes that are proposed and no others. Several rows are many enough for kernels that give
             every row the same bits; compiled code is made for blocks of some nodes.
-        single: the same for blocks of one node.
+        single: the same for blocks of one node; with quantized weights also in one row.
     """
 
     def __init__(self, rows: int, device: torch.device, static: bool = False, multiple: int = 1) -> None:

@@ -12,7 +12,8 @@ slots           256, 512, 1024, …                           few multiples of 6
 prefill chunk   32, 64, … up to the call's chunk            as they are
 ==============  ==========================================  =================================
 
-In low precision nodes and chunks on the CPU come in multiples of 4, and views there are of few sizes (:mod:`.invariance`).
+In low precision nodes and chunks on the CPU come in multiples of 4, and views there are of few sizes (:mod:`.invariance`). Plain steps
+of several rows, or with quantized weights, run one node where that has the same bits.
 """
 
 from __future__ import annotations

@@ -18,11 +18,12 @@ from ..sampling.processors import Masks
 from ..strategy import Context, Sequences, Step, Strategy, finish_all, finishing, no_costs, no_memory
 from ..tree import TreeTensors
 from .blocks import NodeBlock
-from .buckets import node_bucket, slots_for
+from .buckets import slots_for
 from .call_settings import CallSettings
 from .draft_counts import DraftCounts
 from .draft_rows import seat_rows
 from .grammar.guide import Guide
+from .pending import PendingTokens
 from .pool import RowPool
 from .rows import Rows
 from .session import OpenSession, Session
@@ -30,9 +31,6 @@ from .static_inputs import SameObject
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-#: Fewest tokens that are run before the root: smaller sizes would get graphs of their own.
-MIN_PENDING = 2
 
 
 class ModelDrafter(Drafter):
@@ -77,15 +75,13 @@ class ModelDrafter(Drafter):
             self._seat(context, [-1] * len(call.request.prompts))
         self.blocks = self.session.blocks
         self.guide = guide.ahead() if guide is not None else None
-        self._ranges = {MIN_PENDING: torch.arange(MIN_PENDING, device=target.device)}
         self._functions: dict[str, Callable] = {}
         self._begun = self.rows.length.clone()
         self._reach = max(map(len, call.request.prompts))
-        self._pending = self.level
+        self._pending = PendingTokens(self.level, target.static, target.device)
         self._drafting = False
         self._deepest = 0
         self.proposed: int | None = None
-        self._pending_before = 0
         self.counts = DraftCounts(target.device)
         self._name = model if isinstance(model, str) else model.config.name_or_path or type(model).__name__
         self.inner: list[ModelDrafter] = []
@@ -188,7 +184,7 @@ class ModelDrafter(Drafter):
             self.guide.follow()
 
     def extend(self) -> Expansion:
-        expansion = self._run("extend", self.rows, self._view(1)[0], self._range(), *self._masks())
+        expansion = self._run("extend", self.rows, self._view(1)[0], self._pending.range(self._reach), *self._masks())
         if self.guide is not None:
             self.guide.append(expansion.tokens[:, 0, 0])
         return expansion
@@ -205,7 +201,9 @@ class ModelDrafter(Drafter):
             masks = None
             if self.guide is not None:
                 draft_tokens, masks = self.guide.block(draft_tokens, draft.topology, draft.levels)
-        out, expansion = self._run("advance", NodeBlock(draft_tokens, tree, view, masks), self.rows, self._range())
+        out, expansion = self._run(
+            "advance", NodeBlock(draft_tokens, tree, view, masks), self.rows, self._pending.range(self._reach)
+        )
         with self.counts.clock("stage", self.call.report.timings):
             if self.guide is not None:
                 self.guide.accept(out)
@@ -215,7 +213,7 @@ class ModelDrafter(Drafter):
         return Advance(out.path, out.summary[0], expansion)
 
     def root(self) -> Expansion:
-        return self._run("root", self.rows, self._view(1)[0], self._range(), *self._masks())
+        return self._run("root", self.rows, self._view(1)[0], self._pending.range(self._reach), *self._masks())
 
     def expand(self, nodes: Tensor, tree: TreeTensors) -> Expansion:
         if nodes.shape[1] == 1:  # one node would get a graph of its own
@@ -243,13 +241,13 @@ class ModelDrafter(Drafter):
         else:
             others = step.nodes.shape[1] != self.call.block_size(own_nodes)
         behind = step.nodes.shape[1] - 1 if others else displaced
-        self._pending = self.level + behind
+        self._pending.after_step(behind)
         for drafter in self.inner:
             drafter.fall_behind(behind)
 
     def fall_behind(self, tokens: int) -> None:
         """The model that this one drafts for has committed so many tokens that were not its own."""
-        self._pending += tokens
+        self._pending.count += tokens
         for drafter in self.inner:
             drafter.fall_behind(tokens)
 
@@ -269,7 +267,7 @@ class ModelDrafter(Drafter):
 
     def recording(self) -> None:
         """What follows is a round that is recorded: Python runs, and the device does not."""
-        self._pending_before = self._pending
+        self._pending.recording()
         self.counts.recording()
         for drafter in self.inner:
             drafter.recording()
@@ -278,7 +276,7 @@ class ModelDrafter(Drafter):
         """The round has been recorded, or not; nothing has been run."""
         self.counts.recorded()
         if not worked:
-            self._pending = self._pending_before
+            self._pending.not_recorded()
         for drafter in self.inner:
             drafter.recorded(worked)
 
@@ -305,7 +303,7 @@ class ModelDrafter(Drafter):
         with self.counts.clock("forward", self.call.report.timings):
             result = self._functions[method](*arguments)
         self.counts.passes += 1
-        self._pending = 0
+        self._pending.count = 0
         return result
 
     def _masks(self) -> tuple[Masks, ...]:
@@ -320,15 +318,6 @@ class ModelDrafter(Drafter):
         seen = tree.visible[:, before:].tril(before - 1)
         index = torch.arange(len(tree), device=seen.device)
         return (self.guide.expand(nodes, torch.where(seen, index, 0).amax(-1), before),)
-
-    def _range(self) -> Tensor:
-        """``[U]``: as many entries as tokens are pending."""
-        pending = max(min(self._pending, self._reach), MIN_PENDING)  # no row is longer than the reach
-        if self.engine.target.static:  # with the last token they are a block
-            pending = node_bucket(pending + 1) - 1
-        if pending not in self._ranges:
-            self._ranges[pending] = torch.arange(pending, device=self.rows.tokens.device)
-        return self._ranges[pending]
 
     def _view(self, nodes: int) -> tuple[Tensor, Sequences]:
         """What covers a block of so many nodes behind the tokens written so far in this round."""

@@ -156,9 +156,12 @@ class Call:
         self.where = "propose"
         draft = self.propose(state, max(self.lengths))
         if not self.target.static:
-            several = self.batch > 1 and not self.target.rounds
-            self.blocks.exact = several and not self.passes.compiles(several=True)
-            self.blocks.single = several and self.passes.runs_single()
+            exact = self.batch > 1 and not self.target.rounds
+            self.blocks.exact = exact and not self.passes.compiles(several=True)
+            again = (
+                self.pending and self.report.steps
+            )  # a multiple of tokens in front of a block, which then is one as well
+            self.blocks.single = not again and self.passes.runs_single(self.batch)
             # Other verifiers, and strategies that observe, see the draft as it is.
             if self.verifier is None and not self.request.strategy.observes:
                 draft = cut(draft, self.width, self.rows.finished, self.batch, self.worth)
@@ -181,8 +184,8 @@ class Call:
         else:
             core = stopwatch.next()
             timings.core += core
-            if self.batch > 1 and not draft.tokens.shape[1]:
-                self.passes.book_single(core)
+            if not draft.tokens.shape[1]:
+                self.passes.book_single(core, self.batch)
             if self.worth is not None:
                 self.worth.observe(self.batch, block.draft_tokens.shape[1] + 1, core, outcome.drafted, outcome.accepted)
             if self.resources.costs is not None:

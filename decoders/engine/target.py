@@ -126,7 +126,7 @@ class Target:
             invariance.align_activations(self.model)
         check_tree_logits(self, model, plain_layout)
         # Where bits matter, a brief look; `decoders doctor MODEL` makes every comparison.
-        self.invariance = invariance.check(self, length=16, comparisons=3) if self.multiple > 1 else None
+        self.invariance = invariance.check(self, length=16, comparisons=4) if self.multiple > 1 else None
 
     @functools.cached_property
     def decoder_layers(self) -> int:
@@ -140,6 +140,10 @@ class Target:
             *(weight.packed for weight in self.packing.weights),
             *(tensor for weight in self.quantized.weights for tensor in weight.tensors),
         ]
+
+    def takes_single_nodes(self, rows: int) -> bool:
+        """Whether blocks of so many rows may have one node in each, which then has the bits that it has in longer blocks."""
+        return (rows > 1 and not self.rounds) or (self.invariance is not None and self.invariance.alone)
 
     @property
     def static_slots(self) -> bool:

@@ -65,7 +65,7 @@ class ForwardPass:
     def forget(self) -> None:
         """Drops compiled code; a compilation under way is left to end by itself."""
         self._tiers = {False: _Tier(), True: _Tier()}
-        self._single = _Tier()
+        self._single = {False: _Tier(), True: _Tier()}
         self._regional: RegionalForward | None = None
         self._settle = CompiledFunction(settle)
 
@@ -98,28 +98,31 @@ class ForwardPass:
         """Whether the next pass over one row, or over `several`, may run compiled."""
         return bool(self._mode) and (self._mode is True or self.ready(several))
 
-    def runs_single(self) -> bool:
-        """Whether the next pass over several rows may have one node in each: uncompiled, or by a graph of its own.
+    def runs_single(self, rows: int) -> bool:
+        """Whether the next pass may have one node in each of its rows: uncompiled, or by a graph of its own.
 
         The graph for any number of nodes is made for three and more, and dynamic sizes leave one out. One node has the same bits in
         both (:mod:`.invariance`), so that a call may take whichever is there.
         """
-        if not self.compiles(several=True):
+        if not self.target.takes_single_nodes(rows):
+            return False
+        if not self.compiles(rows > 1):
             return True
-        job = self._single.job
+        job = self._single[rows > 1].job
         return job is not None and job.poll()
 
-    def book_single(self, seconds: float) -> None:
-        """Notes a step of several rows with one node each, padded or not; once these have taken long enough, they get a graph."""
-        if not self._mode or self.target.rounds or not self.ready(several=True):
+    def book_single(self, seconds: float, rows: int) -> None:
+        """Notes a step with one node per row, padded or not; once these have taken long enough, they get a graph."""
+        several = rows > 1
+        if not self._mode or not self.target.takes_single_nodes(rows) or not self.ready(several):
             return
-        self._single.seconds += seconds
-        if self._single.job is None and worth_compiling(self._single.seconds, FORWARD_SECONDS):
-            self._single.job = self._compilation(3, 1)
-        job = self._single.job
-        if job is not None and job.ready and not self._single.booked:
-            self._single.booked = True
-            self._report.timings.background += job.seconds
+        tier = self._single[several]
+        tier.seconds += seconds
+        if tier.job is None and worth_compiling(tier.seconds, FORWARD_SECONDS):
+            tier.job = self._compilation(3 if several else 1, 1)
+        if tier.job is not None and tier.job.ready and not tier.booked:
+            tier.booked = True
+            self._report.timings.background += tier.job.seconds
             self._report.compilations += 1
 
     def compile_single(self, report: Report) -> bool:

@@ -114,7 +114,7 @@ def minimal(machine: FSM) -> FSM:
 
 
 class _ConditionAutomaton:
-    """One condition: Thompson's automaton, made deterministic as far as it is walked."""
+    """Thompson's automaton of one condition, made deterministic on the fly."""
 
     def __init__(self, tree: Pattern, symbols: Symbols) -> None:
         self.symbols = symbols
@@ -169,7 +169,7 @@ class _ConditionAutomaton:
         return node
 
     def close(self, nodes: list[int]) -> frozenset[int]:
-        """`nodes` and what is reached without a character; only those that matter later."""
+        """The closure of `nodes` under empty moves, reduced to nodes that read a character or are final."""
         seen = set(nodes)
         while nodes:
             for node in self.silent[nodes.pop()]:
@@ -197,7 +197,7 @@ def _part(tree: Pattern) -> _ConditionAutomaton:
 
 
 def matches(tree: Pattern, text: str) -> bool:
-    """Whether `text` as a whole is of `tree`; in linear time."""
+    """Whether `tree` matches the whole of `text`, in time linear in its length."""
     part = _part(tree)
     state = part.start
     for character in text:

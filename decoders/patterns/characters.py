@@ -50,7 +50,7 @@ def complement(chars: Ranges) -> Ranges:
 
 
 def common(a: Ranges, b: Ranges) -> Ranges:
-    """Characters of both."""
+    """The characters of both sets."""
     return complement(ranges((*complement(a), *complement(b))))
 
 

@@ -1,4 +1,4 @@
-"""States of a deterministic automaton that mean the same, of one over bytes as of one over characters."""
+"""Equivalent states of a deterministic automaton, by refinement of partitions."""
 
 from __future__ import annotations
 

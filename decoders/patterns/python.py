@@ -92,7 +92,7 @@ PYTHON = Dialect(
 
 
 def whole_text(pattern: str) -> str:
-    """`pattern` in Rust's notation, without what a match of the whole text makes idle: anchors at its ends, laziness, captures.
+    """`pattern` in Rust's notation, without what has no effect in a match of the whole text: anchors at its ends, laziness, captures.
 
     Raises:
         GrammarError: it is no regular expression in the sense of the theory, or not well formed; names what and where.
@@ -109,7 +109,7 @@ def whole_text(pattern: str) -> str:
 
 
 def _check_anchors(pattern: str, tree: Pattern) -> None:
-    """Whether all anchors of `tree` are at the ends of the text, where a match of the whole text makes them idle.
+    """Checks that all anchors of `tree` are at the ends of the text, where they have no effect.
 
     Raises:
         GrammarError: one is not.

@@ -1,4 +1,4 @@
-"""Expressions of Rust's ``regex`` that become a part of a longer one: what would mean something else there."""
+"""The dialect of Rust's ``regex``, and the check that an expression can be embedded in a longer one."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ RUST = Dialect(
 
 
 def check_part(regex: str) -> None:
-    """Whether `regex` can stand between other parts, all of a text. Whether it is well formed is for Rust to say.
+    """Checks that `regex` can be embedded between other parts. Whether it is well formed is checked by Rust.
 
     Raises:
         GrammarError: a parenthesis closes what `regex` has not opened, there is the option ``x``, or something that no automaton has.
@@ -58,7 +58,7 @@ def check_part(regex: str) -> None:
 
 
 def not_read(regex: str, reason: str) -> str:
-    """The message that automata do not express something of `regex`."""
+    """The message that `regex` is not read, with the reason."""
     return f"{shown(regex)} is not a regular expression that is read here: {reason}"
 
 

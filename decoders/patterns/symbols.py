@@ -1,4 +1,4 @@
-"""Unicode in as few symbols as possible: characters that no set of some trees tells apart are one."""
+"""An alphabet of as few symbols as possible: characters that are in the same sets of some trees are one symbol."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Symbols:
 
     @property
     def alphabet(self) -> Alphabet:
-        """The same for interegular: each range of characters, and the number of its symbol."""
+        """The symbols as interegular's alphabet of ranges of characters."""
         from interegular.fsm import Alphabet  # most schemas have no automata
 
         afters = [*self.borders[1:], characters.LAST + 1]

@@ -1,4 +1,4 @@
-"""Sets of arrays: what stands at each position, how many, how many of a kind, all different or not."""
+"""Sets of arrays: the item at each position, the number of items, of items of a kind, and whether all are different."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class Arrays:
     evaluated: Items = Items()
 
     def item_at(self, position: int) -> Node:
-        """What stands at `position`."""
+        """The node of the item at `position`."""
         return self.prefix[position] if position < len(self.prefix) else self.rest
 
     def simplified(self, algebra: NodeAlgebra) -> Arrays | None:
-        """The same set without positions that cannot be reached; None if it is empty for all one can tell."""
+        """The same set without positions that cannot be reached; None if it is known to be empty."""
         high = self.high
         for position, node in enumerate(self.prefix):
             if (high is None or position < high) and algebra.empty(node):
@@ -75,7 +75,7 @@ class Arrays:
 
 
 def intersection(a: Arrays, b: Arrays, algebra: NodeAlgebra) -> Arrays | None:
-    """Arrays of `a` and of `b`; None if there are none."""
+    """The arrays of both `a` and `b`; None if there are none."""
     nodes = algebra.nodes
     prefix = tuple(nodes.intersection(a.item_at(i), b.item_at(i)) for i in range(max(len(a.prefix), len(b.prefix))))
     highs = [x.high for x in (a, b) if x.high is not None]
@@ -90,7 +90,7 @@ def intersection(a: Arrays, b: Arrays, algebra: NodeAlgebra) -> Arrays | None:
 
 
 def complement(a: Arrays, algebra: NodeAlgebra) -> list[Arrays]:
-    """Arrays that are not of `a`.
+    """The arrays that are not of `a`, as alternatives.
 
     Raises:
         GrammarError: arrays in which something occurs twice are among them.

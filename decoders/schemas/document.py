@@ -54,7 +54,7 @@ class Place:
 
     @property
     def scope(self) -> tuple[str, ...]:
-        """What tells places apart that have one schema: the documents on the way, if dynamic references look there."""
+        """Distinguishes places that share a schema: the identifiers on the way to it, if dynamic references depend on them."""
         if not self.dynamic:
             return ()
         return tuple(dict.fromkeys(reversed([uri for uri, _ in self.resolver.dynamic_scope()])))

@@ -7,7 +7,7 @@ from .normaliser import Normaliser
 
 
 def values(normaliser: Normaliser, node: Node, most: int) -> list[Node] | None:
-    """The values of `node`, each a node; None if there are more than `most` or they cannot be told."""
+    """The values of `node`, each a node; None if there are more than `most`, or they cannot be enumerated."""
     shapes = normaliser.shapes(node)
     known_values: list[object] = [{"null": None, "true": True, "false": False}[unit] for unit in sorted(shapes.units)]
     for numbers in shapes.numbers:

@@ -1,7 +1,7 @@
-"""How strings are written in JSON: character sets, trees and automata as regular expressions over the text.
+"""Strings as JSON writes them: sets of characters, trees and automata as regular expressions over the text.
 
-Strings under a condition are written in one way: characters stand for themselves, those that JSON does not let stand for
-themselves have a two-character escape. Other control characters do not occur in them.
+A string under a condition is written in one way: a character stands for itself or, where JSON requires an escape, has that of two
+characters. Other control characters do not occur.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FREE = (
     r"|[dD][89abAB]" + _HEX + r"{2}\\u[dD][c-fC-F]" + _HEX + "{2})))"
 )
 FREE_STRING = f'"{_FREE}*"'
-#: What stands for more than itself, or is not shown.
+#: Characters that are not written as they are.
 _SPECIAL = re.compile(r"""[^\w !"%',:;<=>@`/]""")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _JSON, _ASCII_JSON = json.JSONEncoder(ensure_ascii=False), json.JSONEncoder()

@@ -1,4 +1,4 @@
-"""What the keywords about one type say of values of that type."""
+"""The values that the keywords about numbers, strings, arrays and objects allow."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def of_value(value: Any, leaf: Callable[[Any], Node]) -> Shapes:
 
 
 def of_numbers(schema: dict[str, Any]) -> Numbers | None:
-    """What the keywords about numbers leave."""
+    """The numbers that `schema` allows; None if there are none."""
     result: Numbers | None = Numbers()
     pieces = []
     for keyword, low in (("minimum", True), ("maximum", False)):
@@ -83,7 +83,7 @@ def of_numbers(schema: dict[str, Any]) -> Numbers | None:
 
 
 def of_strings(schema: dict[str, Any]) -> Strings | None:
-    """What the keywords about strings leave."""
+    """The strings that `schema` allows; None if there are none."""
     result = Strings(low=_count(schema, "minLength") or 0, high=_count(schema, "maxLength")).simplified()
     if result is not None and "pattern" in schema:
         result = strings.intersection(result, _pattern(schema["pattern"]))
@@ -94,7 +94,7 @@ def of_strings(schema: dict[str, Any]) -> Strings | None:
 
 
 def of_arrays(place: Place, schema: dict[str, Any], node_of: NodeOf, algebra: NodeAlgebra) -> Arrays | None:
-    """What the keywords about arrays leave; `schema` has those that are read."""
+    """The arrays that `schema`, the keywords that are read, allows; None if there are none."""
     prefix: tuple[Node, ...] = ()
     rest, evaluated = TRUE, Items()
     listed = next((k for k in ("prefixItems", "items") if isinstance(schema.get(k), list)), None)
@@ -121,7 +121,7 @@ def of_arrays(place: Place, schema: dict[str, Any], node_of: NodeOf, algebra: No
 def of_objects(
     place: Place, schema: dict[str, Any], node_of: NodeOf, algebra: NodeAlgebra, normalise: Callable[[Node], Shapes]
 ) -> Objects | None:
-    """What the keywords about objects leave; `normalise` gives the shapes of a node."""
+    """The objects that `schema` allows; None if there are none. `normalise` gives the shapes of a node."""
     nodes = algebra.nodes
     named: dict[str, Node] = {name: node_of("properties", name) for name in _object(schema, "properties")}
     if len(named) > limits.PROPERTIES:
@@ -176,7 +176,7 @@ def _number(schema: dict[str, Any], keyword: str) -> int | float:
 
 
 def _count(schema: dict[str, Any], keyword: str) -> int | None:
-    """A number of things."""
+    """The value of a keyword that counts something; None if it is absent."""
     if keyword not in schema:
         return None
     value = _number(schema, keyword)

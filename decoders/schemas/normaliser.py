@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import GrammarError
-from . import arrays, keywords, limits, objects, shapes
+from . import keywords, limits, shapes
 from .algebra import NodeAlgebra
+from .applicators import APPLICATORS
 from .document import Place
 from .nodes import FALSE, TRUE, Node, Nodes
-from .objects import Objects, Property
 from .shapes import ALL, NONE, Shapes
 from .strings import Strings
 
@@ -86,7 +86,7 @@ class Normaliser(NodeAlgebra):
             raise GrammarError(f"{path}: $ref refers to itself without anything in between", "$ref", path) from problem
 
     def with_location(self, node: Node, problem: GrammarError) -> GrammarError:
-        """`problem` of writing `node`, with the place of its keyword; that of the node if it has none."""
+        """`problem`, which arose in writing `node`, with the place of its keyword, or of the node if the keyword is not found."""
         seen, queue, nearest = {node}, [node], None
         for queued in queue:
             term = self.nodes.terms[queued]
@@ -153,7 +153,7 @@ class Normaliser(NodeAlgebra):
             if read(keyword):
                 with self.locating_errors(place, keyword):
                     current = self.intersect(current, self.place(place.follow(schema[keyword], keyword)))
-        for keyword, combine in _COMBINATIONS.items():
+        for keyword, combine in APPLICATORS.items():
             if read(keyword) or (keyword == "oneOf" and "oneOf" in schema):
                 with self.locating_errors(place, keyword):
                     current = combine(self, place, current)
@@ -242,107 +242,3 @@ class Normaliser(NodeAlgebra):
         current = Shapes(strings=(Strings(values=frozenset(texts)),) if texts else ())
         rest = (keywords.of_value(value, self.value) for value in values if not isinstance(value, str))
         return shapes.union(current, *rest)
-
-
-def _parts(self: Normaliser, place: Place, keyword: str) -> list[Node]:
-    """The schemas in a list.
-
-    Raises:
-        GrammarError: there is no list.
-    """
-    if not isinstance(place.schema[keyword], list):
-        raise GrammarError(f"{keyword} is a list of schemas, not {place.schema[keyword]!r}", keyword)
-    return [self.place(place.child(keyword, index)) for index in range(len(place.schema[keyword]))]
-
-
-def _all_of(self: Normaliser, place: Place, current: Shapes) -> Shapes:
-    for part in _parts(self, place, "allOf"):
-        current = self.intersect(current, part)
-    return current
-
-
-def _any_of(self: Normaliser, place: Place, current: Shapes, keyword: str = "anyOf") -> Shapes:
-    union = NONE
-    for node in _parts(self, place, keyword):
-        part = self.intersect(current, node)
-        # All alternatives that hold have evaluated something: those that hold together are alternatives of their own.
-        together = shapes.intersection(union, part, self) if self.evaluation else NONE
-        union = shapes.union(shapes.union(union, part), together)
-    return union
-
-
-def _one_of(self: Normaliser, place: Place, current: Shapes) -> Shapes:
-    if (place.path, "oneOf") in self.dropped:
-        return _any_of(self, place, current, "oneOf")
-    parts = [self.intersect(current, node) for node in _parts(self, place, "oneOf")]
-    union = NONE
-    for index, part in enumerate(parts):
-        for other in parts[:index] + parts[index + 1 :]:
-            part = shapes.difference(part, other, self)
-        union = shapes.union(union, part)
-    return union
-
-
-def _not(self: Normaliser, place: Place, current: Shapes) -> Shapes:
-    return shapes.difference(current, self.normalise(self.place(place.child("not"))), self)
-
-
-def _if(self: Normaliser, place: Place, current: Shapes) -> Shapes:
-    schema = place.schema
-    if place.year < 2018 or ("then" not in schema and "else" not in schema and not self.evaluation):
-        return current
-    condition = self.place(place.child("if"))
-    then = self.intersect(current, condition)
-    if "then" in schema:
-        then = self.intersect(then, self.place(place.child("then")))
-    otherwise = shapes.difference(current, self.normalise(condition), self)
-    if "else" in schema:
-        otherwise = self.intersect(otherwise, self.place(place.child("else")))
-    return shapes.union(then, otherwise)
-
-
-def _dependent(keyword: str) -> Callable[[Normaliser, Place, Shapes], Shapes]:
-    def combine(self: Normaliser, place: Place, current: Shapes) -> Shapes:
-        if not isinstance(place.schema[keyword], dict):
-            raise GrammarError(f"{keyword} is an object, not {place.schema[keyword]!r}", keyword)
-        for name, needs in place.schema[keyword].items():
-            absent = replace(ALL, objects=(Objects((Property(name, FALSE),)),))
-            present = Shapes(objects=(Objects((Property(name, TRUE, True),)),))
-            with_name = shapes.intersection(current, present, self)
-            if isinstance(needs, list):
-                required = Objects(tuple(Property(need, TRUE, True) for need in needs))
-                with_name = shapes.intersection(with_name, Shapes(objects=(required,)), self)
-            else:
-                with_name = self.intersect(with_name, self.place(place.child(keyword, name)))
-            current = shapes.union(shapes.intersection(current, absent, self), with_name)
-        return current
-
-    return combine
-
-
-def _unevaluated(keyword: str) -> Callable[[Normaliser, Place, Shapes], Shapes]:
-    def combine(self: Normaliser, place: Place, current: Shapes) -> Shapes:
-        if place.year < 2019:
-            return current
-        node = self.place(place.child(keyword))
-        if keyword == "unevaluatedItems":
-            arrays_allowed = [arrays.evaluate(shape, node, self) for shape in current.arrays]
-            return replace(current, arrays=tuple(dict.fromkeys(shape for shape in arrays_allowed if shape is not None)))
-        objects_allowed = [objects.evaluate(shape, node, self) for shape in current.objects]
-        return replace(current, objects=tuple(dict.fromkeys(shape for shape in objects_allowed if shape is not None)))
-
-    return combine
-
-
-_COMBINATIONS: dict[str, Callable[[Normaliser, Place, Shapes], Shapes]] = {
-    "allOf": _all_of,
-    "anyOf": _any_of,
-    "oneOf": _one_of,
-    "not": _not,
-    "if": _if,
-    "dependencies": _dependent("dependencies"),
-    "dependentRequired": _dependent("dependentRequired"),
-    "dependentSchemas": _dependent("dependentSchemas"),
-    "unevaluatedItems": _unevaluated("unevaluatedItems"),
-    "unevaluatedProperties": _unevaluated("unevaluatedProperties"),
-}

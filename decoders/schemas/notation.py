@@ -121,7 +121,7 @@ class _Constant:
 
 
 def prune(rules: dict[str, Expr]) -> dict[str, Expr]:
-    """`rules` without what no text comes from, hence without dead ends, and without what ``start`` does not lead to."""
+    """`rules` without alternatives that have no text, which would be dead ends, and without rules that ``start`` does not use."""
     callers = _callers(rules)
     alive: set[str] = set()
     waiting = list(rules)
@@ -153,7 +153,7 @@ def calls(expr: Expr) -> list[str]:
 
 
 def _callers(rules: dict[str, Expr]) -> dict[str, list[str]]:
-    """For every rule those that refer to it."""
+    """For every rule, the rules that use it."""
     callers: dict[str, list[str]] = {}
     for name, rule in rules.items():
         for callee in calls(rule):
@@ -227,7 +227,7 @@ def _size(regex: str) -> int:
 
 
 def _recursive(rules: dict[str, Expr]) -> bool:
-    """Whether some rule comes to itself: whether taking out rules that call none that is left leaves some."""
+    """Whether some rule uses itself: whether some are left after removing, again and again, rules that use none of those left."""
     open_calls = {name: set(calls(rule)) for name, rule in rules.items()}
     callers = _callers(rules)
     done = [name for name, called in open_calls.items() if not called]

@@ -1,4 +1,4 @@
-"""How numbers of a set are written: exact regular expressions over decimal digits.
+"""Sets of numbers as JSON writes them: exact regular expressions over decimal digits.
 
 Integers are written without a fraction (``1``, not ``1.0``). Numbers between bounds have no exponent, and where rounding
 to a float could carry them over a bound, or make them integers, few enough digits that it cannot.
@@ -16,14 +16,12 @@ from typing import Any
 from ..errors import GrammarError
 from ..patterns import automata, ecma
 from . import json_text, limits
+from .digits import DIGITS, EXPONENT, decimals, integers
 from .numbers import Numbers, intersection
 
-INTEGER = "-?(?:0|[1-9][0-9]*)"
-_EXPONENT = r"[eE][+\-]?0*(?:[1-9]?[0-9]|[12][0-9][0-9]|30[0-7])"
 #: Any number; with an exponent only in scientific notation, and one that a float has.
-NUMBER = rf"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]+)?|[0-9](?:\.[0-9]+)?{_EXPONENT})"
-_DIGITS = 15  # decimal digits that a float keeps apart
-_LARGE = 10**_DIGITS
+NUMBER = rf"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]+)?|[0-9](?:\.[0-9]+)?{EXPONENT})"
+_LARGE = 10**DIGITS
 _LARGEST = int(sys.float_info.max)
 _FRACTION = r"-?(?:0\.[0-9]{0,14}[1-9]|[1-9][0-9]{0,7}\.[0-9]{0,6}[1-9]|[1-9][0-9]{8,12}\.[0-9]?[1-9])"  # at most 15
 _LARGEST_INLINE = 2**62  # bounds that llguidance keeps in 64 bits
@@ -47,7 +45,7 @@ def expression(numbers: Numbers) -> str | None:
         return _plain(numbers.low)
     if numbers.kind == "fraction":
         are_small = all(bound is None or abs(bound) <= 10**8 for bound in (numbers.low, numbers.high))
-        return _between(_within(numbers, 10**8 if are_small else 10 ** (_DIGITS - 1)))
+        return _between(_within(numbers, 10**8 if are_small else 10 ** (DIGITS - 1)))
     if _rounds(numbers.low, numbers.open_low) or _rounds(numbers.high, numbers.open_high):
         high, low = Numbers(low=Fraction(_LARGE), kind="integer"), Numbers(high=Fraction(-_LARGE), kind="integer")
         ranges = [intersection(numbers, high), _within(numbers, _LARGE), intersection(numbers, low)]
@@ -75,7 +73,7 @@ def _between(numbers: Numbers | None) -> str:
     alternatives = []
     if numbers.low is None or numbers.low < 0:
         high = Fraction(0) if numbers.high is None or numbers.high > 0 else numbers.high
-        alternatives += ["-" + text for text in _decimals(
+        alternatives += ["-" + text for text in decimals(
             -high, high == 0 or numbers.open_high, None if numbers.low is None else -numbers.low, numbers.open_low,
             numbers.kind,
         )]  # fmt: skip
@@ -83,7 +81,7 @@ def _between(numbers: Numbers | None) -> str:
         low, open_low = (
             (Fraction(0), False) if numbers.low is None or numbers.low < 0 else (numbers.low, numbers.open_low)
         )
-        alternatives += _decimals(low, open_low, numbers.high, numbers.open_high, numbers.kind)
+        alternatives += decimals(low, open_low, numbers.high, numbers.open_high, numbers.kind)
     return "|".join(alternatives)
 
 
@@ -93,7 +91,7 @@ def _multiples_between(numbers: Numbers, step: Fraction) -> str | None:
         values = [low + step * i for i in range(int((high - low) / step) + 1)]
         return "|".join(_plain(value) for value in values if numbers.contains(value)) or None
     if step == 1 and numbers.kind == "integer":
-        return _integers(None if low is None else int(low), None if high is None else int(high))
+        return integers(None if low is None else int(low), None if high is None else int(high))
     multiples = _multiples(step) or _remainders(step)
     if multiples is None or (low is None and high is None and numbers.kind != "fraction"):
         return multiples
@@ -113,8 +111,8 @@ def schema(numbers: Numbers) -> dict[str, Any]:
         raise GrammarError(f"multiples of {numbers.multiple} that are no integers; strict=False works", "multipleOf")
     if numbers.step.numerator > limits.STEP:  # its automaton has a state per remainder
         limits.exceeded("STEP", limits.STEP, f"multipleOf {numbers.step}", "multipleOf")
-    if numbers.step.denominator > 10**_DIGITS:
-        limits.exceeded("decimal places", _DIGITS, "multipleOf", "multipleOf")
+    if numbers.step.denominator > 10**DIGITS:
+        limits.exceeded("decimal places", DIGITS, "multipleOf", "multipleOf")
     keywords: dict[str, Any] = {"type": "integer" if numbers.step.denominator == 1 else "number"}
     keywords["multipleOf"] = _json_number(numbers.step)
     for keyword, bound in (("minimum", numbers.low), ("maximum", numbers.high)):
@@ -175,155 +173,10 @@ def _multiples(step: Fraction) -> str | None:
     if last is None:
         return None
     shorter = f"[0-9]{{1,{places - 1}}}|" if places > 1 else ""
-    return rf"-?(?:0|[1-9][0-9]*)(?:\.(?:{shorter}[0-9]{{{places - 1}}}{last}0{{0,{_DIGITS}}}))?"
+    return rf"-?(?:0|[1-9][0-9]*)(?:\.(?:{shorter}[0-9]{{{places - 1}}}{last}0{{0,{DIGITS}}}))?"
 
 
 def _plain(value: Fraction) -> str:
     """One number as JSON writes it, as an expression."""
     text = str(value.numerator) if value.denominator == 1 else json.dumps(float(value))
     return text.replace(".", r"\.").replace("+", r"\+").replace("-", r"\-")
-
-
-def _integers(low: int | None, high: int | None) -> str:
-    if low is None and high is None:
-        return INTEGER
-    alternatives = []
-    if low is None or low < 0:
-        alternatives += [
-            "-" + text for text in _magnitudes(1 if high is None or high >= 0 else -high, None if low is None else -low)
-        ]
-    if high is None or high >= 0:
-        alternatives += _magnitudes(max(low or 0, 0), high)
-    return "|".join(alternatives)
-
-
-def _magnitudes(low: int, high: int | None) -> list[str]:
-    """Integers from `low` to `high`, none below zero."""
-    if max(len(str(low)), len(str(high or 0))) > 400:
-        limits.exceeded("digits of a bound", 400, "a bound of numbers", "minimum")
-    if high is None:
-        size = len(str(low))
-        more = f"[1-9][0-9]{{{size},}}"
-        if low == 0:
-            return ["0", "[1-9][0-9]*"]
-        return [*_same_size(str(low), "9" * size), more]
-    alternatives: list[str] = []
-    for size in range(len(str(low)), len(str(high)) + 1):
-        first = max(low, 10 ** (size - 1) if size > 1 else 0)
-        last = min(high, 10**size - 1)
-        if first <= last:
-            alternatives += _same_size(str(first), str(last))
-    return alternatives
-
-
-def _same_size(low: str, high: str) -> list[str]:
-    """Digit strings from `low` to `high`, all of one size."""
-    if not low:
-        return [""]
-    rest = len(low) - 1
-    if low == "0" * len(low) and high == "9" * len(high):
-        return [_digits(len(low))]
-    if low[0] == high[0]:
-        return [low[0] + text for text in _same_size(low[1:], high[1:])]
-    first, last = int(low[0]), int(high[0])
-    alternatives = []
-    if low[1:] != "0" * rest:
-        alternatives += [low[0] + text for text in _same_size(low[1:], "9" * rest)]
-        first += 1
-    if high[1:] != "9" * rest:
-        alternatives += [high[0] + text for text in _same_size("0" * rest, high[1:])]
-        last -= 1
-    if first <= last:
-        alternatives.append(_span(first, last) + _digits(rest))
-    return alternatives
-
-
-def _digits(count: int) -> str:
-    return "" if count == 0 else "[0-9]" if count == 1 else f"[0-9]{{{count}}}"
-
-
-def _span(first: int, last: int) -> str:
-    return str(first) if first == last else f"[{first}-{last}]"
-
-
-def _decimals(low: Fraction, open_low: bool, high: Fraction | None, open_high: bool, kind: str) -> list[str]:
-    """Decimals from `low` to `high`, none below zero."""
-    near = [low] * (open_low or kind == "fraction") + [high or Fraction(0)] * (open_high or kind == "fraction")
-    most = max(1, _DIGITS - len(str(int(max(near))))) if near else None
-    open_low = open_low or (kind == "fraction" and low.denominator == 1)
-    some = _fractions("", kind == "fraction", None, False, most)
-    floor = int(low)
-    alternatives = []
-    if high is None:
-        if low == 0 and kind == "any":
-            lead = "[1-9]" if open_low else "[0-9]"
-            alternatives.append(rf"{lead}(?:\.[0-9]+)?{_EXPONENT}")
-        alternatives.append(_with(_integers(floor + 1, None), some))
-        return [*alternatives, _with(str(floor), _fractions(_places(low), open_low, None, False, most))]
-    ceiling = int(high)
-    if floor == ceiling:
-        text = _with(str(floor), _fractions(_places(low), open_low, _places(high), open_high, most))
-        return [text] if text else []
-    alternatives.append(_with(str(floor), _fractions(_places(low), open_low, None, False, most)))
-    if floor + 1 <= ceiling - 1:
-        alternatives.append(_with(_integers(floor + 1, ceiling - 1), some))
-    alternatives.append(_with(str(ceiling), _fractions("", kind == "fraction", _places(high), open_high, most)))
-    return [text for text in alternatives if text]
-
-
-def _with(integer: str, fractions: tuple[bool, list[str]]) -> str:
-    """`integer` with one of `fractions` (whether there may be none, and what may follow the point)."""
-    none, alternatives = fractions
-    if not none and not alternatives:
-        return ""
-    tail = rf"\.(?:{'|'.join(alternatives)})" if alternatives else ""
-    return f"(?:{integer})" + (f"(?:{tail})?" if none and tail else tail)
-
-
-def _fractions(low: str, open_low: bool, high: str | None, open_high: bool, most: int | None) -> tuple[bool, list[str]]:
-    """Digits d such that 0.d is from 0.`low` to 0.`high` (None: below 1), at most `most` of them; may they be left out?"""
-    none = low == "" and not open_low and not (high == "" and open_high)
-    return none, [text for text in _after(low, open_low, high, open_high, most, True) if text]
-
-
-def _after(low: str, open_low: bool, high: str | None, open_high: bool, most: int | None, first: bool) -> list[str]:
-    """The digits that may come, at least one if `first`. `low` and `high` have no zeros at their end."""
-    if most is not None and most <= 0:
-        return [""] if low == "" and not open_low and not (high == "" and open_high) else []
-    rest = "*" if most is None else f"{{0,{most - 1}}}"
-    every = "[0-9]+" if most is None else f"[0-9]{{1,{most}}}"
-    if high is None and low == "":
-        if not open_low:
-            return [every] if first else [every, ""]
-        return [f"0*[1-9][0-9]{rest}"] if most is None else [f"[0-9]{{0,{most - 1}}}[1-9]"]
-    if high == "" and not (low == "" and not open_low):
-        return []
-    if high == "":
-        zeros = "0+" if most is None else f"0{{1,{most}}}"
-        return [] if open_high else [zeros] if first else [zeros, ""]
-    alternatives = [] if first or low or open_low else [""]
-    bottom, top = int(low[:1] or 0), 9 if high is None else int(high[0])
-    fewer = None if most is None else most - 1
-    if bottom == top:
-        tails = _after(low[1:], open_low, None if high is None else high[1:], open_high, fewer, False)
-        return alternatives + [str(bottom) + tail for tail in tails]
-    alternatives += [str(bottom) + tail for tail in _after(low[1:], open_low, None, False, fewer, False)]
-    if bottom + 1 <= top - 1 or (high is None and bottom + 1 <= top):
-        last = top if high is None else top - 1
-        alternatives.append(_span(bottom + 1, last) + f"[0-9]{rest}")
-    if high is not None:
-        alternatives += [str(top) + tail for tail in _after("", False, high[1:], open_high, fewer, False)]
-    return alternatives
-
-
-def _places(value: Fraction) -> str:
-    """The digits behind the point of `value`."""
-    part = value - int(value)
-    digits = ""
-    while part:
-        part *= 10
-        digits += str(int(part))
-        part -= int(part)
-        if len(digits) > 400:
-            limits.exceeded("digits of a bound", 400, "a bound of numbers", "minimum")
-    return digits

@@ -82,7 +82,7 @@ class Numbers:
 
 
 def intersection(a: Numbers, b: Numbers) -> Numbers | None:
-    """Numbers of `a` and of `b`; None if there are none."""
+    """The numbers of both `a` and `b`; None if there are none."""
     kind = b.kind if a.kind == "any" else a.kind
     if b.kind not in ("any", kind):
         return None
@@ -96,7 +96,7 @@ def intersection(a: Numbers, b: Numbers) -> Numbers | None:
 
 
 def complement(a: Numbers) -> list[Numbers]:
-    """Numbers that are not of `a`.
+    """The numbers that are not of `a`, as alternatives.
 
     Raises:
         GrammarError: they are those that are not multiples of something.

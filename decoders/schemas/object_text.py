@@ -1,7 +1,8 @@
-"""Objects as rules: declared properties in their order, then others; how many, and what must occur somewhere.
+"""Objects as rules: declared properties in their order, then others; their number, and required members with undeclared keys.
 
-A grammar does not know which keys it has written. Declared ones stand in their order, so none occurs twice; others may, and
-whoever reads the text takes the last one. So of others only one is sure to count, and what the last ones fulfil.
+A grammar cannot tell which keys have been written. Declared properties have a fixed order, so none occurs twice. Other keys may
+occur twice, and a reader of the text keeps the last value: so only one of them is counted, and conditions are fulfilled by the last
+members.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class _ObjectWriter:
         return alt(*empty, seq(text(rf"\{{{whitespace.opened}"), inside, text(rf"{whitespace.closing}\}}")))
 
     def declared(self, position: int, count: int) -> Expr:
-        """What may follow, from the property at `position`, after `count` members (as far as that matters)."""
+        """The rest of the object, from the property at `position` on, after `count` members (at most `last` are counted)."""
         if position == len(self.members):
             return self.undeclared_members(count, frozenset())
         if self.high is None and count == self.last:  # only whether they are there
@@ -110,7 +111,7 @@ class _ObjectWriter:
         return seq(text(key), self.writer.place(prop.node))
 
     def undeclared_members(self, count: int, fulfilled: frozenset[int]) -> Expr:
-        """Members that are not declared; `met`: conditions of ``exists`` that are fulfilled."""
+        """Members that are not declared; `fulfilled`: indices of the conditions of ``exists`` that are."""
         shape = self.shape
         if self.low - count > 1:
             return self.several_undeclared()
@@ -127,7 +128,7 @@ class _ObjectWriter:
         return seq(item, rep(seq(self.comma, item), max(0, needed - 1), None if left is None else left - 1))
 
     def several_undeclared(self) -> Expr:
-        """Several members that are not declared, as many as are asked for: they may have the same key.
+        """Nothing: of several undeclared members, as ``minProperties`` would need them, two may have the same key.
 
         Raises:
             GrammarError: too few are declared to do without.
@@ -143,7 +144,7 @@ class _ObjectWriter:
         return NOTHING
 
     def members_fulfilling(self, count: int, fulfilled: frozenset[int]) -> Expr:
-        """Members that fulfil something stand behind all that do not, and none has a key with which one before fulfils."""
+        """Undeclared members: first those that fulfil no condition, then those that do, whose keys fulfil no earlier condition."""
         unfulfilled = [index for index in range(len(self.shape.exists)) if index not in fulfilled]
         comma = [self.comma] if count else []
         alternatives: list[Expr] = [EMPTY] if not unfulfilled and count >= max(1, self.low) else []
@@ -161,7 +162,7 @@ class _ObjectWriter:
         return seq(rep(repeated, 0, None) if repeated is not None else EMPTY, alt(*alternatives))
 
     def item(self, taken: tuple[int, ...], fulfilled: frozenset[int] = frozenset()) -> Expr:
-        """A member that is not declared and fulfils the conditions `taken`, with a key that is of none that are `met`."""
+        """An undeclared member that fulfils the conditions `taken`, with a key of none of the conditions `fulfilled`."""
         nodes, alternatives = self.writer.normaliser.nodes, []
         for keys, node in self.rest:
             allowed_keys: Strings | None = (

@@ -1,4 +1,4 @@
-"""Sets of objects: declared properties in their order, classes of other keys, how many, and what must occur somewhere."""
+"""Sets of objects: declared properties in their order, classes of other keys, counts, and required undeclared members."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .strings import Strings
 
 @dataclass(frozen=True)
 class Property:
-    """A declared property; if it is not required and of ``FALSE`` it must be absent."""
+    """A declared property. One of ``FALSE`` that is not required must be absent."""
 
     name: str
     node: Node
@@ -54,11 +54,11 @@ class Objects:
         return {prop.name: prop for prop in self.properties}
 
     def value(self, name: str) -> Node:
-        """What the value of a key is that is not declared."""
+        """The node of the value of an undeclared key."""
         return next((node for keys, node in self.rest if keys.contains(name)), FALSE)
 
     def simplified(self, algebra: NodeAlgebra) -> Objects | None:
-        """The same set without properties that cannot be there; None if it is empty for all one can tell."""
+        """The same set without properties that cannot occur; None if it is known to be empty."""
         declared = list(self.properties)
         rest = []
         for keys, node in self.rest:
@@ -95,7 +95,7 @@ class Objects:
 
 
 def intersection(a: Objects, b: Objects, algebra: NodeAlgebra) -> list[Objects]:
-    """Objects of `a` and of `b`, as alternatives."""
+    """The objects of both `a` and `b`, as alternatives."""
     pieces = []
     order = list(dict.fromkeys((*a.names, *b.names)))
     for left, right in product(_with_declared(a, order, algebra), _with_declared(b, order, algebra)):
@@ -129,7 +129,7 @@ def intersection(a: Objects, b: Objects, algebra: NodeAlgebra) -> list[Objects]:
 
 
 def complement(a: Objects, algebra: NodeAlgebra) -> list[Objects]:
-    """Objects that are not of `a`."""
+    """The objects that are not of `a`, as alternatives."""
     complement_of = algebra.nodes.complement
     left: list[Objects] = []
     for prop in a.properties:
@@ -178,7 +178,7 @@ def evaluate(a: Objects, node: Node, algebra: NodeAlgebra) -> Objects | None:
 
 
 def _complement_of_all(classes: Sequence[Strings]) -> list[Strings]:
-    """Strings of none of `classes`."""
+    """The strings of none of `classes`, as alternatives."""
     left = [strings.ALL]
     for keys in classes:
         left = [

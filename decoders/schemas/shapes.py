@@ -1,4 +1,4 @@
-"""What stands at a place of a text: for each type of JSON, alternatives. The algebra of these."""
+"""Shapes: sets of JSON values, as alternatives for each type, with intersection, union and difference."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ALL = Shapes(frozenset(["null", "true", "false"]), (Numbers(),), (Strings(),), (
 
 
 def intersection(a: Shapes, b: Shapes, algebra: NodeAlgebra) -> Shapes:
-    """What is of `a` and of `b`."""
+    """The values of both `a` and `b`."""
     return Shapes(
         a.units & b.units,
         _intersections(a.numbers, b.numbers, lambda x, y: _listed(numbers.intersection(x, y)), Numbers(), algebra),
@@ -51,7 +51,7 @@ def intersection(a: Shapes, b: Shapes, algebra: NodeAlgebra) -> Shapes:
 
 
 def union(*several: Shapes) -> Shapes:
-    """What is of any of `several`."""
+    """The values of any of `several`."""
     strings = [one for shapes in several for one in shapes.strings]
     texts = [one.values for one in strings if one.values is not None and not one.formats]
     joined = [Strings(values=frozenset[str]().union(*texts))] if texts else []
@@ -66,7 +66,7 @@ def union(*several: Shapes) -> Shapes:
 
 
 def difference(a: Shapes, b: Shapes, algebra: NodeAlgebra) -> Shapes:
-    """What is of `a` and not of `b`.
+    """The values of `a` that are not of `b`.
 
     Raises:
         GrammarError: it cannot be expressed.

@@ -57,7 +57,7 @@ def _array(normaliser: Normaliser, shape: Arrays, value: list[Any]) -> str | Non
 
 
 def _counted(normaliser: Normaliser, shape: Arrays, value: list[Any]) -> list[Node]:
-    """What stands at each position where the first items of a kind are those that count: keys have the order of that."""
+    """The node of each position of `value`, where the first items of a kind are those that are counted."""
     nodes = [shape.item_at(position) for position in range(len(value))]
     for count in shape.counts:
         so_far = 0
@@ -98,7 +98,7 @@ def _object(normaliser: Normaliser, shape: Objects, value: dict[str, Any]) -> st
 
 
 def _fulfilling(normaliser: Normaliser, shape: Objects, members: dict[str, Any]) -> list[str] | None:
-    """The names that meet ``exists``, in an order in which none has a key that one before it is for; None if there are none."""
+    """Names of members that fulfil ``exists``, ordered so that no key fulfils an earlier one's condition; None if there are none."""
     choices = [
         [name for name in members if keys.contains(name) and spell(normaliser, kind, members[name]) is not None]
         for keys, kind in shape.exists

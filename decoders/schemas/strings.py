@@ -50,7 +50,7 @@ class Strings:
 
     @property
     def written(self) -> Strings | None:
-        """The strings that are written: formats are conditions here.
+        """The strings that the grammar writes, for which formats are conditions; None if there are none.
 
         Raises:
             GrammarError: they are too many conditions for an automaton, formats among them.
@@ -94,7 +94,7 @@ _ONLY_EMPTY = Strings(values=frozenset([""]))
 
 
 def intersection(a: Strings, b: Strings) -> Strings | None:
-    """Strings of `a` and of `b`; None if there are none."""
+    """The strings of both `a` and `b`; None if there are none."""
     if a == b or b.unconstrained:
         return a
     if a.unconstrained:
@@ -111,7 +111,7 @@ def intersection(a: Strings, b: Strings) -> Strings | None:
 
 
 def complement(a: Strings) -> list[Strings]:
-    """Strings that are not of `a`."""
+    """The strings that are not of `a`, as alternatives."""
     if a.values is not None:
         return [Strings(excluded=a.values)]
     left = [Strings(high=a.low - 1).simplified()] if a.low else []

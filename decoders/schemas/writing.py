@@ -59,7 +59,7 @@ class Writer:
         self.warnings: list[str] = []
 
     def write(self, root: Node) -> dict[str, Expr]:
-        """The rules, ``start`` first; none if nothing is of `root`."""
+        """The rules, ``start`` first; none if `root` has no values."""
         self.rules["start"] = self.place(root)
         while self.todo:
             node = self.todo.pop()
@@ -73,7 +73,7 @@ class Writer:
         return notation.prune(self.rules)
 
     def alternatives_of(self, node: Node, shapes: Shapes) -> Expr:
-        """Every alternative of every type."""
+        """The texts of `shapes`, which are those of `node`."""
         alternatives: list[Expr] = [text(unit) for unit in ("null", "true", "false") if unit in shapes.units]
         written = [(one, number_text.expression(one)) for one in shapes.numbers]
         plain = "|".join(expression for _, expression in written if expression)
@@ -102,7 +102,7 @@ class Writer:
         return RuleReference(f"n{node}")
 
     def rule(self, name: str, expr: Expr) -> Expr:
-        """A rule of that name."""
+        """Adds a rule, and returns a reference to it."""
         self.rules[name] = expr
         if len(self.rules) > limits.RULES:
             limits.exceeded("RULES", limits.RULES, "the grammar", path="$")
@@ -114,11 +114,11 @@ class Writer:
             self.warnings.append(text)
 
     def reference(self, name: str) -> Expr:
-        """The rule of that name, written or to be written."""
+        """A reference to the rule of that name, which may be added later."""
         return RuleReference(name)
 
     def string(self, strings: Strings, behind: str = "") -> Expr:
-        """Strings, and what follows their closing quotation mark."""
+        """The texts of `strings` in quotes, followed by what the regular expression `behind` matches."""
         written = strings.written
         if written is None:
             return NOTHING
@@ -148,7 +148,7 @@ class _Expression:
 
 
 def _simple(strings: Strings) -> str | None:
-    """Strings under at most one condition, as an expression; None for others."""
+    """The regular expression of strings under at most one condition; None for others."""
     if strings.unconstrained:
         return json_text.FREE_STRING
     if strings.values is not None:

@@ -104,7 +104,12 @@ class MtpDrafter(FeatureDrafter):
         super().__init__(context, width, depth + 1, depth - 1, DraftVocabulary(context.vocab_size), children)
         self.depth, self.head = depth, context.head
         example = torch.zeros(1, 1, dtype=torch.int64, device=context.device), self.window[:1, :1]
-        self.passes: ModulePasses = context.module(passes_of(layers), ahead=ahead + self.width, example=example)
+        try:
+            self.passes: ModulePasses = context.module(passes_of(layers), ahead=ahead + self.width, example=example)
+        except (TypeError, ValueError, AttributeError) as error:  # what transformers built does not fit the design
+            raise UnsupportedError(
+                f"mtp: transformers' MtpModel cannot run its layers of {type(context.model).__name__}: {error}"
+            ) from error
 
     def own_parts(self) -> Any:
         return self.depth, self.passes

@@ -18,8 +18,8 @@ from .draft_model import DraftModelSettings, DraftModelStrategy, TreeSettings, r
 from .draft_tree import DynamicTree, StaticTree, TreeForm, likely_paths
 from .text_drafter import TextDrafter
 
-#: Share of the target's tokens under which a draft model drafts text.
-FEW_SHARED = 0.5
+#: Share of the target's tokens from which on a draft model drafts through these: then its texts have the target's token borders.
+NEARLY_ALL = 0.98
 #: Log-probabilities between which a draft token's grade goes up by one.
 GRADES = torch.tensor([0.3, 0.6, 0.9, 0.98]).log()
 
@@ -57,7 +57,7 @@ class SpeculativeSettings(ShapeSettings, DraftModelSettings):
         "auto",
         description="How a draft model with another vocabulary drafts. tokens: through the tokens that both have (token-level "
         "intersection). strings: it drafts text, a chain of its likeliest tokens, which is written anew in the target's. auto: "
-        "strings for chains where it has less than half of the target's tokens.",
+        "strings for chains, unless it has all but a few of the target's tokens.",
     )
 
 
@@ -139,7 +139,7 @@ class Speculative(DraftModelStrategy):
             )
         if s.alignment != "auto":
             return s.alignment
-        return "strings" if s.tree == "none" and other.shared < FEW_SHARED else "tokens"
+        return "strings" if s.tree == "none" and other.shared < NEARLY_ALL else "tokens"
 
     def rebatch(self, state: _State, rows: Tensor, context: Context) -> _State:
         s: ShapeSettings = self.settings

@@ -169,16 +169,17 @@ class TextDrafter:
                 row.valid = min(start + taken, max(len(row.ids) - 1, 0))
         width = max(2, missing)
         starts = [max(len(row.ids) - width, 0) for row in rows]
-        best = self.module(*self._window(starts, width), last=False)
         ends = torch.tensor([max(len(row.ids) - 1, 0) for row in rows], device=self.device)
         last = torch.tensor([row.ids[-1] if row.ids else 0 for row in rows], device=self.device)[:, None]
+        # Logits are wanted after every row's last token alone, which is the window's last but in short rows.
+        even = all(len(row.ids) >= width for row in rows)
+        best = self.module(*self._window(starts, width), last=even)
         place = ends - torch.tensor(starts, device=self.device)
-        drafted = [best.gather(1, place[:, None])]
+        drafted = [best if even else best.gather(1, place[:, None])]
         for step in range(1, length):
             # Two tokens: one alone would be another graph. The first is read again.
-            best = self.module(ends + step - 1, torch.cat([last, drafted[-1]], dim=1), last=False)
-            last = drafted[-1]
-            drafted.append(best[:, 1:])
+            read, last = torch.cat([last, drafted[-1]], dim=1), drafted[-1]
+            drafted.append(self.module(ends + step - 1, read, last=True))
         for row in rows:
             row.valid = len(row.ids)
         return torch.cat(drafted, dim=1)
@@ -202,7 +203,7 @@ class _Passes(nn.Module):
     def forward(
         self, tokens: Tensor, *, attention_mask: Tensor, position_ids: Tensor, past_key_values: Any, last: bool = False
     ) -> Tensor:  # fmt: skip
-        """``[B, N]`` int64; of the last node alone with `last`, for text of which nothing more is wanted."""
+        """``[B, N]`` int64; of the last node alone with `last`."""
         logits = self.model(
             input_ids=tokens, attention_mask=attention_mask, position_ids=position_ids.clamp(max=self.positions - 1),
             past_key_values=past_key_values, use_cache=True, logits_to_keep=1 if last else 0,

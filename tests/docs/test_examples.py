@@ -144,9 +144,23 @@ LONG = {"docs/plugins/writing-a-grammar-backend.md"}
 WHOLE_KIT = {"docs/plugins/writing-a-strategy.md"}
 
 
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=[pytest.mark.slow] * (page in LONG)) for page in pages_with("python")]
+#: Pages about the demo model, which run with it where it is, and with a tiny one.
+DEMO = (
+    "docs/tutorial.md",
+    "docs/how-to/grammars.md",
+    "docs/how-to/sampling.md",
+    "docs/how-to/train-medusa-heads.md",
+    "docs/how-to/train-eagle3-heads.md",
 )
+
+
+def python_pages() -> Iterator[Any]:
+    for page in pages_with("python"):
+        slow = page in LONG or (page in DEMO and demo.available())
+        yield pytest.param(page, marks=[pytest.mark.slow] * slow)
+
+
+@pytest.mark.parametrize("page", list(python_pages()))
 def test_python_blocks_run(page: str, checkpoint: Path, reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if page in WHOLE_KIT:
         monkeypatch.setattr(kit, "CHECKS", kit.CHECKS[:6])
@@ -166,16 +180,7 @@ def test_python_blocks_run_with_the_whole_kit(
 
 
 @pytest.mark.skipif(not demo.available(), reason="the demo models are not in this checkout")
-@pytest.mark.parametrize(
-    "page",
-    [
-        "docs/tutorial.md",
-        "docs/how-to/grammars.md",
-        "docs/how-to/sampling.md",
-        "docs/how-to/train-medusa-heads.md",
-        "docs/how-to/train-eagle3-heads.md",
-    ],
-)
+@pytest.mark.parametrize("page", DEMO)
 def test_pages_about_the_demo_model_run_with_it(
     page: str, checkpoint: Path, reader: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

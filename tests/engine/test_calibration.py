@@ -13,6 +13,7 @@ from decoders.costs import store
 from decoders.engine.calibration import subject_of
 from decoders.engine.engine import Engine
 from decoders.errors import SettingsError
+from decoders.hf import calibration
 from decoders.testing import tiny_model
 
 
@@ -56,7 +57,8 @@ def test_measuring_leaves_no_text_behind(engine: Engine, tmp_path: Path) -> None
     assert all(not len(text.tokens) for session in engine.sessions._free for text in session.texts)
 
 
-def test_calibrate_says_what_strategies_cost(tmp_path: Path) -> None:
+def test_calibrate_says_what_strategies_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "TOKENS", 8)
     model = tiny_model("llama")
     done = decoders.calibrate(
         model, rows=[1], contexts=[16], assistant_model=tiny_model("llama", seed=1),

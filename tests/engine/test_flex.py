@@ -7,9 +7,6 @@ from types import SimpleNamespace
 import pytest
 import sympy
 import torch
-from torch._inductor.kernel.flex.flex_decoding import _use_flex_decoding
-from torch._inductor.sizevars import SizeVarAllocator
-from torch._inductor.virtualized import V
 
 import decoders
 from decoders.engine import flex
@@ -62,6 +59,10 @@ def test_packed_queries_are_found_again(group: int, nodes: int) -> None:
 @pytest.mark.parametrize(("group", "nodes"), LAYOUTS)
 def test_every_tree_gets_the_kernel_that_splits_the_cache(group: int, nodes: int) -> None:
     """By torch's own rule, and with a size of tile that the kernel has a configuration for."""
+    from torch._inductor.kernel.flex.flex_decoding import _use_flex_decoding
+    from torch._inductor.sizevars import SizeVarAllocator
+    from torch._inductor.virtualized import V
+
     packing = PackedMask.of(2 * group, 2, nodes)
     query, value = _sizes(1, 2 * packing.parts, packing.rows, 64), _sizes(1, 2, 1024, 64)
     with V.set_graph_handler(SimpleNamespace(sizevars=SizeVarAllocator())):

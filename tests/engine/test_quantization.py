@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 import decoders
-from decoders.engine import cache, invariance, quantized, self_check, target
+from decoders.engine import cache, invariance, quantized, self_check, target, tiers
 from decoders.engine.cache import CacheBuffers, LayerSpec, SlotCache
 from decoders.engine.quantization import Precision, QuantizedWeight, quantize
 from decoders.engine.target import Target
@@ -180,3 +180,43 @@ def test_compiled_steps_write_the_same_tokens(settings: dict[str, str]) -> None:
         compiled = write(model, settings | {"compile": True}, strategy)
         assert compiled.report.compiled
         assert torch.equal(compiled.sequences, expected.sequences)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_a_plain_step_of_one_row_runs_one_node_with_the_bits_of_longer_blocks(
+    scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, settings = decoders.enable(tiny_model("llama").bfloat16()), AS_IT_IS | {"weights": scheme}
+    options: dict[str, Any] = dict(max_new_tokens=16, output_logits=True)
+    single = decode(model, prompts(1, length=30), "autoregressive", decoders_config=settings, **options)
+    assert single.report.nodes == 1
+    monkeypatch.setattr(target.Target, "takes_single_nodes", lambda self, rows: False)
+    padded = decode(model, prompts(1, length=30), "autoregressive", decoders_config=settings, **options)
+    assert padded.report.nodes == 4
+    for one, several in zip(single.logits, padded.logits, strict=True):
+        assert torch.equal(one, several)
+
+
+def test_a_plain_step_of_one_row_is_padded_where_one_node_has_other_bits() -> None:
+    model = decoders.enable(tiny_model("llama"))
+    assert (
+        write_one(model, {"weights": "int4"}).report.nodes == 4
+    )  # float32: attention sums few queries in another order
+    dense = decoders.enable(tiny_model("llama").bfloat16())
+    assert write_one(dense, {}).report.nodes == 4
+
+
+def write_one(model: PreTrainedModel, settings: dict[str, Any]) -> Any:
+    return decode(model, prompts(1, length=30), "autoregressive", max_new_tokens=6, decoders_config=AS_IT_IS | settings)
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_a_compiled_step_of_one_row_and_node_gets_a_graph_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "FORWARD_SECONDS", 0.0)
+    model, settings = decoders.enable(tiny_model("llama").bfloat16()), {"weights": "int4", "compile": True}
+    padded = decode(model, prompts(1), "autoregressive", max_new_tokens=8, decoders_config=settings)
+    job = vars(model)["generate"].engine(weights="int4").forward._single[False].job
+    assert padded.report.nodes >= 3 and job is not None and job.wait()
+    single = decode(model, prompts(1), "autoregressive", max_new_tokens=8, decoders_config=settings)
+    assert single.report.nodes == 1 and single.report.compiled_steps == single.report.steps
+    assert torch.equal(padded.sequences, single.sequences)

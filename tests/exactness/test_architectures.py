@@ -20,7 +20,7 @@ from decoders.strategies import Autoregressive, Lookahead, PromptLookup
 from decoders.strategy import Strategy
 from decoders.testing import ARCHITECTURES, UNSUPPORTED, Replay, assert_same_tokens, decode, prompts, tiny_model
 
-NEW = 30
+NEW = 20
 EAGER = {"compile": False, "prefill_chunk": 8}
 COMPILED = {"compile": True, "prefill_chunk": 8}
 #: The most awkward one: windows, experts and sinks. The plainest is compiled in tests/generate.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import decoders
 from decoders.strategies import Speculative, Staged, Threshold
 from decoders.strategy import Strategy
 from decoders.testing import assert_same_tokens, decode, prompts, tiny_draft, tiny_model
-from decoders.testing.models import ARCHITECTURES, Architecture
 
 #: For each strategy a first call, and later ones that differ in what may vary without a new graph.
 CASES: dict[str, tuple[Strategy, list[Strategy]]] = {
@@ -39,15 +37,19 @@ CASES: dict[str, tuple[Strategy, list[Strategy]]] = {
     ),
 }
 
-#: Only traced in the quick run; to compile them takes as long as to compile all other tests' models. With a grammar's masks,
-#: a chain in a batch is compiled in test_compiled_grammar.py, where a second call compiles nothing.
-TRACED = [("dynamic tree", 4), ("staged", 4)]
+# One of them is traced in the quick run; to compile them takes as long as to compile all other tests' models. With a grammar's
+# masks, a chain in a batch is compiled in test_compiled_grammar.py, where a second call compiles nothing; the functions that make
+# dynamic trees are traced in tests/strategies/test_compiled_trees.py.
 COMPILED = dict(decoders_config={"compile": True})
+
+
+def two_models() -> tuple[PreTrainedModel, PreTrainedModel]:
+    return decoders.enable(tiny_model("llama")), tiny_draft("llama")
 
 
 @pytest.fixture(scope="module")
 def pair() -> tuple[PreTrainedModel, PreTrainedModel]:
-    return decoders.enable(tiny_model("llama")), tiny_draft("llama")
+    return two_models()
 
 
 # The compiler itself warns about deprecated parts of torch.
@@ -61,20 +63,12 @@ def test_later_calls_compile_nothing(pair, kind, rows):
     assert_later_calls_compile_nothing(pair, kind, rows)
 
 
-def shallow(noise: float = 0.0) -> PreTrainedModel:
-    """A model of one layer, which takes less time to trace; with `noise` a draft for the one without."""
-    model = Architecture("llama", MappingProxyType(dict(ARCHITECTURES["llama"].options) | {"num_hidden_layers": 1}))(0)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1 + noise * torch.randn(parameter.shape, generator=generator))
-    return model
-
-
 @pytest.mark.usefixtures("traced_only")
-@pytest.mark.parametrize(("kind", "rows"), TRACED)
+@pytest.mark.parametrize(
+    ("kind", "rows"), [("staged", 4), pytest.param("dynamic tree", 4, marks=pytest.mark.slow)], ids=str
+)
 def test_later_calls_trace_nothing(kind, rows):
-    assert_later_calls_compile_nothing((decoders.enable(shallow()), shallow(0.05)), kind, rows)
+    assert_later_calls_compile_nothing(two_models(), kind, rows)
 
 
 def assert_later_calls_compile_nothing(pair, kind, rows):

@@ -129,6 +129,10 @@ def test_who_asks_for_nothing_gets_nothing_and_runs_the_pass_of_all(llama) -> No
     engine = vars(llama)["generate"].engine()
     assert engine.passes(PromptLookup()) is engine.passes(Plain()) is engine.forward
     assert engine.passes(Reader()) is not engine.forward
+    # Nor do those that ask leave anything on the pass of all: it has the hook of the output head alone.
+    decode(llama, Reader())
+    hooked = [name for name, part in engine.target.model.named_modules() if part._forward_hooks or part._forward_pre_hooks]
+    assert hooked == ["lm_head"] and engine.target.layers == ()
 
 
 @pytest.mark.parametrize("layers, message", [((2,), "layers 0 … 1"), ((-3,), "layer -3"), ([0], "tuple of integers")])

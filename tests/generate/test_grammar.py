@@ -62,7 +62,7 @@ STRATEGIES: dict[str, Any] = {
     "chain": Speculative(length=4),
     "static tree": Speculative(tree="static"),
     "dynamic tree": Speculative(tree="dynamic", nodes=8),
-    "threshold": Threshold(),
+    "threshold": Threshold(max_length=6),
     "threshold tree": Threshold(tree="dynamic"),
     "staged": Staged(),
     "grammar drafts for the draft": Staged(stage="grammar"),

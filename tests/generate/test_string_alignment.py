@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -151,20 +153,51 @@ def test_a_draft_with_the_targets_own_weights_is_accepted_and_the_report_says_ho
         assert out.report.mean_accepted_length > 3
 
 
-def test_few_common_tokens_choose_strings_and_many_tokens() -> None:
+def test_auto_drafts_text_in_chains_unless_nearly_all_tokens_are_common() -> None:
     target, draft, own, other = pair()
-    letters = tokenizer(257, "x")
-    small = model(len(letters), 1)
     ids = torch.tensor([own(TEXT)["input_ids"][:16]])
-    options = dict(
-        strategy="speculative", max_new_tokens=6, do_sample=False, return_dict_in_generate=True, decoders_config=EAGER
+    options = dict(max_new_tokens=6, do_sample=False, return_dict_in_generate=True, decoders_config=EAGER)
+    chosen = {}
+    for tree in ("none", "dynamic"):
+        out = target.generate(
+            ids, strategy=Speculative(tree=tree, nodes=6), assistant_model=draft, assistant_tokenizer=other, **options
+        )
+        chosen[tree] = out.report.details["alignment"]
+        assert 0.5 < out.report.details["shared_tokens"] < 0.98
+    assert chosen == {"none": "strings", "dynamic": "tokens"}
+    more = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(own.backend_tokenizer.to_str()), eos_token="<end>"
     )
-    many = target.generate(ids, assistant_model=draft, assistant_tokenizer=other, **options)
-    assert many.report.details["alignment"] == "tokens"
-    few = target.generate(ids, assistant_model=small, assistant_tokenizer=letters, **options)
-    shared = few.report.details["shared_tokens"]
-    assert few.report.details["alignment"] == ("strings" if shared < 0.5 else "tokens")
-    assert few.sequences.tolist() == many.sequences.tolist()
+    more.add_special_tokens({"pad_token": "<pad>", "mask_token": "<mask>"})
+    names = {token: id + 2 for token, id in more.get_vocab().items()} | {"<pad>": 0, "<mask>": 1}
+    parts = json.loads(own.backend_tokenizer.to_str())
+    parts["model"]["vocab"] = {token: names[token] for token in parts["model"]["vocab"]}
+    parts["added_tokens"] = []
+    moved = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(parts)), eos_token="<end>")
+    out = target.generate(
+        ids, strategy="speculative", assistant_model=model(len(own) + 2, 1), assistant_tokenizer=moved, **options
+    )
+    assert out.report.details["alignment"] == "tokens"
+
+
+def real_model(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = Path(os.environ["DECODERS_REAL_MODELS"]) / name
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.real
+def test_gemma_drafts_text_for_smollm() -> None:
+    target, tokenizer = real_model("smollm2-135m", torch.float32)
+    draft, other = real_model("gemma3-270m", torch.bfloat16)
+    decoders.enable(target, tokenizer)
+    inputs = tokenizer("1, 2, 3, 4, 5, 6, 7,", return_tensors="pt")
+    options = dict(max_new_tokens=24, do_sample=False, return_dict_in_generate=True, decoders_config=EAGER)
+    plain = target.generate(**inputs, strategy="autoregressive", **options)
+    out = target.generate(**inputs, strategy="speculative", assistant_model=draft, assistant_tokenizer=other, **options)
+    assert out.sequences.tolist() == plain.sequences.tolist()
+    assert out.report.details["alignment"] == "strings" and out.report.mean_accepted_length > 2
 
 
 def test_strings_and_a_tree_are_refused() -> None:

@@ -11,6 +11,8 @@ import pytest
 
 from decoders.constraints.json_schema import JsonSchema
 from decoders.errors import GrammarError
+from decoders.patterns import limits as patterns
+from decoders.schemas import limits as schemas
 
 REFS = {f"d{i}": {"properties": {"l": {"$ref": f"#/$defs/d{(i * 7 + 1) % 40}"}, "r": {"$ref": f"#/$defs/d{(i * 3 + 2) % 40}"}}}
         for i in range(40)}  # fmt: skip
@@ -51,7 +53,19 @@ def many_properties(count: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+#: Those that take seconds to reach: in the quick run the limit itself is lower.
+DISTANT = {"a pattern of many characters": (patterns, "MOVES"), "products of references": (schemas, "STEPS")}
+
+
+@pytest.mark.parametrize("name", DISTANT)
+def test_a_distant_limit_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, limit = DISTANT[name]
+    monkeypatch.setattr(place, limit, getattr(place, limit) // 10)
+    with pytest.raises(GrammarError, match=limit):
+        JsonSchema(HOSTILE[name][0]).language()
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in DISTANT)) for n in HOSTILE])
 def test_limit_is_named_in_time(name: str) -> None:
     schema, limit = HOSTILE[name]
     begin = time.process_time()

@@ -11,7 +11,17 @@ from pydantic import ConfigDict, Field
 
 from decoders.plugins import registry
 from decoders.settings import Settings
-from decoders.strategies import Lookahead, Ngram, PromptLookup, Speculative, Staged, Suffix, Threshold, TokenRecycling
+from decoders.strategies import (
+    EarlyExit,
+    Lookahead,
+    Ngram,
+    PromptLookup,
+    Speculative,
+    Staged,
+    Suffix,
+    Threshold,
+    TokenRecycling,
+)
 from decoders.strategies.merged import Merged
 from decoders.strategy import Draft, Sequences, Step, Strategy
 from decoders.testing import CHECKS, Replay, check_strategy, checks_for, parametrize_with_checks, tiny_model
@@ -21,24 +31,31 @@ from decoders.tree import Topology, TreeTensors
 
 from .conftest import of_variants
 
+#: Strategies that draft as "speculative" does, and differ in where a draft ends and whose layers write it.
+ALIKE = ("threshold", "early_exit")
 #: Medusa, MTP, EAGLE-3 and DFlash need heads, layers and networks, and are tested with some in files of their own.
 BUILT_IN = [
     e.cls
     for e in registry().strategies().values()
-    if e.provider == "hf-decoders" and e.name not in ("medusa", "mtp", "eagle3", "dflash")
+    if e.provider == "hf-decoders" and e.name not in ("medusa", "mtp", "eagle3", "dflash", *ALIKE)
 ]
 
 
+#: With fewer passes of the draft model than by default.
+SHORT: dict[str, Strategy] = {"speculative": Speculative(length=3), "staged": Staged(passes=2, length=8)}
 VARIANTS = [
     PromptLookup(length=4, branches=3),
     PromptLookup(max_ngram=1, length=1),
     Lookahead(window=4, ngram=3, candidates=3),
     Ngram(widths=(3, 2, 1)),
-    Speculative(length=3),
+    Speculative(),
     Speculative(tree="static"),
     Speculative(tree="dynamic", nodes=8),
     Speculative(schedule="heuristic"),
+    Threshold(),
     Threshold(tree="dynamic"),
+    EarlyExit(),
+    Staged(),
     Staged(stage="prompt_lookup"),
     Staged(stage="prompt_lookup", children=1),
     Suffix(alpha=16, nodes=6, occurrences=2, remember=0),
@@ -47,7 +64,7 @@ VARIANTS = [
 ]
 
 
-@parametrize_with_checks(BUILT_IN)
+@parametrize_with_checks([SHORT.get(cls.name, cls) for cls in BUILT_IN])
 def test_strategy_conforms(strategy, check):
     check(strategy)
 

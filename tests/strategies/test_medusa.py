@@ -57,11 +57,11 @@ def test_medusa_conforms_beside_another_drafter(strategy, check):
 @pytest.mark.parametrize("design", DESIGNS)
 def test_tokens_are_those_of_plain_decoding(design, rows):
     model, inputs = decoders.enable(tiny_model(design)), prompts(rows)
-    greedy = decode(model, inputs, medusa(), max_new_tokens=40, **EAGER)
-    assert_same_tokens(model, inputs, decode(model, inputs, max_new_tokens=40).sequences, greedy.sequences, design)
+    greedy = decode(model, inputs, medusa(), max_new_tokens=24, **EAGER)
+    assert_same_tokens(model, inputs, decode(model, inputs, max_new_tokens=24).sequences, greedy.sequences, design)
     assert greedy.report.accepted > 0 and greedy.report.exact, "nothing was accepted, so nothing was tested"
     plain, drawn = (
-        decode(model, inputs, s, max_new_tokens=40, **SAMPLED, **EAGER) for s in ("autoregressive", medusa())
+        decode(model, inputs, s, max_new_tokens=24, **SAMPLED, **EAGER) for s in ("autoregressive", medusa())
     )
     assert_same_tokens(model, inputs, plain.sequences, drawn.sequences, f"{design}, sampling")
     assert drawn.report.accepted > 0

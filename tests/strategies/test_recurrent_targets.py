@@ -14,6 +14,7 @@ import decoders
 from decoders.errors import UnsupportedError
 from decoders.strategies import Eagle3, EarlyExit, Medusa, Mtp, PromptLookup
 from decoders.strategies.merged import Merged
+from decoders.strategies.mtp import use_mtp_layers
 from decoders.strategy import Strategy
 from decoders.testing import RECURRENT, Replay, assert_same_tokens, decode, prompts, tiny_model
 from decoders.testing.models import Architecture
@@ -21,6 +22,10 @@ from decoders.testing.models import Architecture
 from .conftest import random_heads
 from .test_eagle3 import written
 
+modeling = pytest.importorskip("transformers.modeling_layers")
+needs_mtp = pytest.mark.skipif(
+    not hasattr(getattr(modeling, "MtpModel", None), "forward_layer"), reason="this transformers builds no MTP layers"
+)
 NEW = 16
 EAGER = {"compile": False, "prefill_chunk": 7}
 SAMPLING: dict[str, Any] = dict(do_sample=True, seed=5, temperature=0.8, top_k=40)
@@ -115,6 +120,52 @@ def test_a_design_whose_own_paths_differ_is_decoded_as_its_own_generate_does() -
 def test_a_head_that_cannot_tell_the_layers_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="Zamba2ForCausalLM has no list of decoder layers"):
         decode(enabled("zamba2"), prompts(), drafter("eagle3 chain"), max_new_tokens=4, decoders_config=EAGER)
+
+
+def with_layers(name: str, **options: Any) -> PreTrainedModel:
+    """A target with one random layer that predicts a token more."""
+    architecture = RECURRENT[name]
+    model: Any = Architecture(architecture.model_type, MappingProxyType(dict(architecture.options) | options))(0)
+    config = model.config.get_text_config(decoder=True)
+    config.num_mtp_layers, config.mtp_layer_types, config.mtp_mlp_layer_types = 1, ["full_attention"], ["dense"]
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(1)
+        layers = modeling.MtpModel(model, 1).eval()
+        for parameter in layers.layers.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.3)
+    use_mtp_layers(model, layers)
+    return decoders.enable(model)
+
+
+@needs_mtp
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3_next",
+        *(
+            pytest.param(n, marks=pytest.mark.slow)
+            for n in ("qwen3_5", "olmo_hybrid", "granitemoehybrid", "kimi_linear")
+        ),
+    ],
+)
+def test_layers_for_further_tokens_draft_for_recurrent_targets(name: str) -> None:
+    """Where these layers have attention; that of Qwen3-Next's last layer says which norms they get."""
+    ends_in_attention = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+    dense = dict(mlp_layer_types=["dense", "sparse"]) if name == "kimi_linear" else {}
+    model, inputs = with_layers(name, **ends_in_attention, **dense), prompts(3)
+    for sampling in ({}, SAMPLING):
+        plain = decode(model, inputs, "autoregressive", max_new_tokens=NEW, decoders_config=EAGER, **sampling)
+        for settings in ({}, dict(tree="static", nodes=4)):
+            out = decode(model, inputs, Mtp(**settings), max_new_tokens=NEW, decoders_config=EAGER, **sampling)
+            assert_same_tokens(model, inputs, plain.sequences, out.sequences, f"{name}, mtp, {settings}")
+            assert out.report.drafted > 0
+
+
+@needs_mtp
+def test_layers_that_transformers_builds_wrong_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="MtpModel cannot run its layers of Qwen3NextForCausalLM"):
+        decode(with_layers("qwen3_next"), prompts(), Mtp(), max_new_tokens=4, decoders_config=EAGER)
 
 
 def test_layers_with_a_state_are_refused_as_drafts() -> None:

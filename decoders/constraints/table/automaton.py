@@ -1,4 +1,4 @@
-"""A compiled language: the arrays that are kept."""
+"""A compiled language as arrays: the automaton and its masks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .rows import MaskRows
 
 @dataclass(frozen=True)
 class MaskedAutomaton:
-    """What :class:`Tables` are made of, and what the tensors of the step do not need.
+    """A byte automaton with a mask for each state; :class:`Tables` are made of it.
 
     Attributes:
         next: ``[S, C]`` int32.
@@ -55,7 +55,7 @@ class MaskedAutomaton:
         return sum(part.nbytes for part in (self.next, self.classes, self.mask_of, self.rows, self.accepting))
 
     def tables(self) -> Tables:
-        """As tensors, the masks written out: these are made anew."""
+        """The automaton as tensors; the masks are expanded anew by each call."""
         next, classes, mask_of = map(torch.from_numpy, (self.next, self.classes, self.mask_of))
         return Tables(next, classes, mask_of, self.rows.all(), start=self.start, stopped=self.stopped)
 

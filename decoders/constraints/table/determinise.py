@@ -113,7 +113,7 @@ def determinise(regex: str) -> ByteAutomaton:
 
 
 def _parsed(raw: bytes) -> ByteAutomaton:
-    """The child's answer as dense tables; state 0 is dead, the others are numbered in its order."""
+    """The child's output as dense arrays; state 0 is dead, the others are numbered in its order."""
     states, moves, finals = (int(n) for n in np.frombuffer(raw, np.uint64, 3))
     words = np.frombuffer(raw, np.uint32, 2 * states + moves + finals, offset=24)
     names, counts, targets, ends = np.split(words, np.cumsum([states, states, moves]))
@@ -133,7 +133,7 @@ def _parsed(raw: bytes) -> ByteAutomaton:
 
 
 def _without_end(automaton: ByteAutomaton) -> ByteAutomaton:
-    """Where the end may follow, the text may end; the end itself is taken out of the automaton.
+    """`automaton` without :data:`END`: states after which END may follow are accepting.
 
     Only there: elsewhere the states within that character are those of other characters too.
     """
@@ -148,7 +148,7 @@ def _without_end(automaton: ByteAutomaton) -> ByteAutomaton:
 
 
 def _reason(regex: str, message: str) -> str:
-    """What to tell of a child that gave no automaton."""
+    """The reason why the child has returned no automaton."""
     if message.startswith("states: "):
         return f"the automaton of {shown(regex)} has {message[8:].strip()} states; {_limit(f'{RAW_STATES} states')}"
     if not message.startswith("refused: "):

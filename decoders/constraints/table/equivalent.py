@@ -1,4 +1,4 @@
-"""States that some bytes do not tell apart: one of them is walked for all."""
+"""Partitions of states by bounded look-ahead: one state of each part is walked for all."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class EquivalentStates:
 
     @staticmethod
     def of(transitions: Ints, strings: NDArray[np.int64]) -> EquivalentStates:
-        """Without a byte: dead, in a class of strings, or neither."""
+        """The partition at depth 0: dead, in a class of strings, or neither."""
         part = np.where(strings < 0, strings.max() + 2, strings + 1)
         part[0] = 0
         return EquivalentStates(transitions, strings, part)
 
     def finer(self) -> EquivalentStates:
-        """By more bytes."""
+        """The partition at twice the depth."""
         others = np.flatnonzero(self.strings < 0)[1:]
         transitions, part, known = self.transitions[others], self.part, self.strings.max() + 2
         depth = 2 * self.depth or FIRST

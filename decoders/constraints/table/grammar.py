@@ -19,12 +19,12 @@ STEPS = 1 << 17
 
 
 class TableGrammar(Tabulated):
-    """Immutable but for what it remembers. States are numbers; 0: illegal."""
+    """Immutable apart from its cache of steps. A state is a number, 0 the illegal one."""
 
     backend = "table"
 
     def __init__(self, language: Language, vocabulary: Vocabulary, policy: Policy, automaton: MaskedAutomaton) -> None:
-        """Of an automaton with the masks of the full policy."""
+        """`automaton` has the masks of the policy ``full``."""
         self.language, self.vocabulary, self.policy = language, vocabulary, policy
         self.first, self.stopped = automaton.start, automaton.stopped
         self.accepting: list[bool] = automaton.accepting.tolist()
@@ -68,7 +68,7 @@ class TableGrammar(Tabulated):
         return after
 
     def forced_bytes(self, state: int) -> bytes:
-        """The bytes that every text goes on with."""
+        """The bytes that every text continues with."""
         text = self._forced.get(state)
         if text is None:
             forced, position = bytearray(), state
@@ -104,7 +104,7 @@ class TableGrammar(Tabulated):
         return forced
 
     def _canonical(self, automaton: MaskedAutomaton) -> tuple[MaskRows, NDArray[np.int64]]:
-        """Masks and their numbers, of one token where bytes are forced: that with which the tokenizer begins them."""
+        """The masks of the policy ``canonical``, and the row of each state: one token where bytes are forced, the tokenizer's own."""
         rows: dict[int, int] = {}
         of = automaton.mask_of.copy()
         for state in range(1, self.stopped):

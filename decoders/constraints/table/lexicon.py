@@ -1,4 +1,4 @@
-"""A vocabulary sorted for automata: by spelling, and by how tokens go on after plain characters. Made once for each."""
+"""A vocabulary sorted by spelling, with what follows the plain characters of each token. Made once per vocabulary."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Lexicon:
 
     @staticmethod
     def of(vocabulary: Vocabulary) -> Lexicon:
-        """The lexicon of a vocabulary; kept as long as that lives."""
+        """The lexicon of a vocabulary, cached as long as the vocabulary lives."""
         lexicon = _LEXICONS.get(vocabulary)
         if lexicon is None:
             ids = vocabulary.ids
@@ -90,13 +90,13 @@ class Lexicon:
 
     @cached_property
     def trie(self) -> Trie:
-        """All spellings."""
+        """A trie of all spellings."""
         plain = [len(text) - len(self.rests[rest]) for text, rest in zip(self.texts, self.rest.tolist(), strict=True)]
         return Trie.of(self.texts, self.tokens.astype(np.int32), np.array(plain, np.int64))
 
     @cached_property
     def ends(self) -> Trie:
-        """The rests, by their numbers instead of tokens."""
+        """A trie of the rests, with their numbers in the place of tokens."""
         count = len(self.rests)
         return Trie.of(self.rests[1:], np.arange(1, count, dtype=np.int32), np.zeros(count - 1, np.int64))
 

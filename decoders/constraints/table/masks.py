@@ -90,7 +90,7 @@ def _by_classes(
 def _walk_states(
     transitions: Ints, byte_class: NDArray[np.int64], states: NDArray[np.int64], strings: StringStates
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]]:
-    """Some of `states` at a time, how many bytes were read from each outside of strings, and their masks ``[n, W]``."""
+    """Yields batches of `states`, the number of bytes read outside of strings from each, and their masks ``[n, W]``."""
     lexicon = strings.lexicon
     # Tokens that begin with a byte that is legal: no walk meets more.
     most = np.cumsum((transitions[states][:, byte_class] > 0) @ lexicon.beginning)
@@ -114,7 +114,7 @@ def _by_walking(
     alive: NDArray[np.bool_],
     lexicon: Lexicon,
 ) -> StateMasks:
-    """Masks where some bytes have no token of their own: token by token, and only those that lead to living states."""
+    """Masks where some bytes have no token of their own: only tokens that lead to states from which a text can be ended."""
     starts = np.flatnonzero(alive)
     rows = _Distinct(lexicon)
     of = np.zeros(len(transitions), np.int64)
@@ -149,7 +149,7 @@ def _walk_batches(
     alive: NDArray[np.bool_],
     lexicon: Lexicon,
 ) -> Iterator[tuple[slice, NDArray[np.int32]]]:
-    """Masks of the tokens that lead from `starts` to living states, some of the starts at a time."""
+    """Yields batches of `starts` and their masks, of the tokens that lead to states that are alive."""
     for begin in range(0, len(starts), CHUNK):
         part = slice(begin, min(begin + CHUNK, len(starts)))
         paths = lexicon.trie.walk(transitions, byte_class, starts[part])

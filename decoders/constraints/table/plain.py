@@ -55,7 +55,7 @@ class Room:
     next: NDArray[np.int64]
 
     def reached(self, states: NDArray[np.int64]) -> NDArray[np.int64]:
-        """`states` and those that plain characters lead to from them, as far as there is room: all that tokens end in."""
+        """`states` and all states that plain characters lead to from them, as far as there is room."""
         known = states
         while len(states):
             states = np.setdiff1d(self.next[states], known)

@@ -1,4 +1,4 @@
-"""Packed masks as they are kept: most allow few tokens, and of these only the words that are not zero."""
+"""Packed masks in memory: of masks that allow few tokens, only the words that are not zero."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States inside strings: which tokens are legal there, told from how many plain characters there is room for.
+"""States inside strings: their legal tokens, from the number of plain characters that may follow.
 
 Any plain character leads to the same state there, so what matters of a token is how many it begins with and what is left
 of it; only that rest is walked, and many tokens share it.
