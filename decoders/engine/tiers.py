@@ -118,8 +118,10 @@ class ForwardPass:
             return
         tier = self._single[several]
         tier.seconds += seconds
-        if tier.job is None and worth_compiling(tier.seconds, FORWARD_SECONDS):
+        if tier.job is None and (self._mode is True or worth_compiling(tier.seconds, FORWARD_SECONDS)):
             tier.job = self._compilation(3 if several else 1, 1)
+            if self._mode is True:
+                self._wait(tier, self._report)
         if tier.job is not None and tier.job.ready and not tier.booked:
             tier.booked = True
             self._report.timings.background += tier.job.seconds
@@ -158,11 +160,17 @@ class ForwardPass:
 
     def compile(self, several: bool, report: Report) -> bool:
         """Compiles passes over one row, or over `several`, waits for it, and says whether it succeeded."""
+        self._begin(several)
+        return self._wait(self._tiers[several], report)
+
+    def _wait(self, tier: _Tier, report: Report) -> bool:
+        """Waits for the compilation of `tier`, books it, and says whether it succeeded."""
+        assert tier.job is not None
         started = time.perf_counter()
-        ready = self._begin(several).wait()
+        ready = tier.job.wait()
         report.timings.compile += time.perf_counter() - started
-        report.compilations += not self._tiers[several].booked
-        self._tiers[several].booked = True
+        report.compilations += not tier.booked
+        tier.booked = True
         return ready
 
     def ready(self, several: bool) -> bool:
