@@ -30,7 +30,7 @@ STATIONS = (
     ("hf.call", "GenerateCall._decode"),
     ("hf.prepared", "plan_sampling"),
     ("hf.wrapper", "Generate.engine"),
-    ("engine.engine", "Engine.refresh"),
+    ("engine.engine", "Engine.serves"),
     ("hf.grammars", "Grammars.of"),
     ("engine.fixed_batch", "decode"),
     ("engine.session", "Sessions.open"),

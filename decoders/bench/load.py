@@ -66,18 +66,20 @@ class LoadResult:
 
 
 def arrivals(
-    prompts: Sequence[list[int]], count: int, median: float, longest: int, rate: float | None = None, seed: int = 0
-) -> list[Arrival]:
+    prompts: Sequence[list[int]], count: int, median: float, longest: int, rate: float | None = None, seed: int = 0,
+    spread: float = SPREAD,
+) -> list[Arrival]:  # fmt: skip
     """`count` requests with lengths from a log-normal distribution.
 
     Args:
         prompts: taken in turns.
         median, longest: of the new tokens.
         rate: arrivals per second, a Poisson process; None: all come at once.
+        spread: standard deviation of the logarithm of the lengths; 0: all are the median.
     """
     drawn, now, requests = random.Random(seed), 0.0, []
     for number in range(count):
-        new_tokens = min(max(round(median * drawn.lognormvariate(0, SPREAD)), 1), longest)
+        new_tokens = min(max(round(median * drawn.lognormvariate(0, spread)), 1), longest)
         requests.append(Arrival(now, prompts[number % len(prompts)], new_tokens))
         now += drawn.expovariate(rate) if rate is not None else 0.0
     return requests

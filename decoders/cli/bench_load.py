@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,7 +13,11 @@ from ..errors import UnknownNameError
 from .bench_options import pieces
 from .bench_output import conclude, progress_bar
 
-METHODS = ("scheduler", "batches", "transformers", "transformers-continuous")
+if TYPE_CHECKING:
+    from ..bench.load import Arrival
+
+CONTINUOUS = "transformers-continuous"
+METHODS = ("scheduler", "batches", "transformers", CONTINUOUS)
 
 
 def load(
@@ -30,6 +35,10 @@ def load(
     ] = None,
     new_tokens: Annotated[int, typer.Option("--new-tokens", "-n", min=1, help="Median of the new tokens.")] = 28,
     longest: Annotated[int, typer.Option(min=1, help="Most new tokens.")] = 128,
+    spread: Annotated[
+        float, typer.Option(min=0, help="Standard deviation of the logarithm of the lengths; 0: all are the median.")
+    ] = 0.9,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of every method, in turns; the median one counts.")] = 1,
     prompt_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of a prompt.")] = 64,
     within: Annotated[float, typer.Option(min=0, help="Seconds in which a request counts as served in time.")] = 10.0,
     dtype: Annotated[str, typer.Option(help="Precision of the model.")] = "auto",
@@ -57,9 +66,10 @@ def load(
 
     import decoders
 
-    from ..bench.load import arrivals, continuous, in_batches, scheduled
+    from ..bench.load import LoadResult, arrivals, continuous, in_batches, scheduled
     from ..bench.load_tables import load_table
     from ..bench.prompts import INSTRUCTIONS, encode, instructions
+    from ..report import Report
     from . import models
 
     if threads is not None:
@@ -70,7 +80,7 @@ def load(
     loaded.generation_config.eos_token_id = None
     every = [content for kind in INSTRUCTIONS for _, _, content in instructions(kind)]
     prompts = [encode(tokenizer, content)[:prompt_tokens] for content in every]
-    waves = arrivals(prompts, requests, new_tokens, longest, rate, seed)
+    waves = arrivals(prompts, requests, new_tokens, longest, rate, seed, spread)
     # Every prompt is read, whatever was read before.
     options = {"decoders_config": {"compile": compile, "memory": False, "reuse": False}, "pad_token_id": 0}
     first = [replace(request, seconds=0.0, new_tokens=4) for request in waves[:rows]]  # packs, compiles
@@ -79,23 +89,28 @@ def load(
         for method in chosen
         for strategy in (named if not method.startswith("transformers") else [None])
     ]
-    results = []
-    with progress_bar(progress_console, len(runs)) as advance:
-        for method, strategy in runs:
-            if method == "scheduler":
-                assert strategy is not None
-                scheduled(loaded, strategy, first, rows, options)
-                results.append(scheduled(loaded, strategy, waves, rows, options))
-            elif method == "transformers-continuous":
-                results.append(continuous(loaded, waves))
-            else:
-                in_batches(loaded, strategy, first, rows, options)
-                results.append(in_batches(loaded, strategy, waves, rows, options))
-            advance(results[-1].method)
+
+    def run_of(method: str, strategy: str | None, load: Sequence[Arrival]) -> LoadResult:
+        if method == "scheduler":
+            assert strategy is not None
+            return scheduled(loaded, strategy, load, rows, options)
+        return continuous(loaded, load) if method == CONTINUOUS else in_batches(loaded, strategy, load, rows, options)
+
+    if compile and rows > 1 and loaded.device.type == "cpu":
+        vars(loaded)["generate"].engine().forward.compile_single(True, Report(""))
+    all_runs: list[list[LoadResult]] = [[] for _ in runs]
+    with progress_bar(progress_console, repeats * len(runs)) as advance:
+        for repeat in range(repeats):
+            for (method, strategy), done in zip(runs, all_runs, strict=True):
+                if repeat == 0 and method != CONTINUOUS:
+                    run_of(method, strategy, first)
+                done.append(run_of(method, strategy, waves))
+                advance(done[-1].method)
+    results = [sorted(done, key=lambda result: result.seconds)[len(done) // 2] for done in all_runs]
     come = "at once" if rate is None else f"{rate:g} per second"
     console.print(load_table(results, within, f"{model}, {requests} requests, {come}, {rows} rows"))
     run = {
         "model": model, "dtype": dtype, "requests": requests, "rows": rows, "rate": rate, "new_tokens": new_tokens,
-        "longest": longest, "seed": seed, "compile": compile,
+        "longest": longest, "spread": spread, "repeats": repeats, "seed": seed, "compile": compile,
     }  # fmt: skip
     conclude(console, json_file, run, results=[asdict(result) for result in results])

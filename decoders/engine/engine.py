@@ -104,6 +104,18 @@ class Engine:
                 self.sessions.forget()
             return True
 
+    def serves(
+        self, model: PreTrainedModel, attention: str, precision: Precision, weights: Literal["keep", "packed"]
+    ) -> bool:
+        """Whether :meth:`refresh` and :meth:`settle_originals` would find nothing to do; asked without waiting for whoever decodes.
+
+        Where processes share the weights, they have to talk to each other about it.
+        """
+        same = (attention, precision, weights == "packed") == (self.attention, self.precision, self._freed is not None)
+        if not same or self.target.ranks.several:
+            return False
+        return WeightState.of(model) == self.target.weights and not self.target.samples.changed
+
     def active(self) -> AbstractContextManager:
         """Within it, the model's device is the current one: kernels, streams and graphs are made for that."""
         return current(self.target.device)

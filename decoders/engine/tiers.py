@@ -118,14 +118,22 @@ class ForwardPass:
             return
         tier = self._single[several]
         tier.seconds += seconds
-        if tier.job is None and (self._mode is True or worth_compiling(tier.seconds, FORWARD_SECONDS)):
+        if tier.job is None and self._mode is True:
+            self.compile_single(several, self._report)
+        elif tier.job is None and worth_compiling(tier.seconds, FORWARD_SECONDS):
             tier.job = self._compilation(3 if several else 1, 1)
-            if self._mode is True:
-                self._wait(tier, self._report)
         if tier.job is not None and tier.job.ready and not tier.booked:
             tier.booked = True
             self._report.timings.background += tier.job.seconds
             self._report.compilations += 1
+
+    def compile_single(self, several: bool, report: Report) -> bool:
+        """As :meth:`compile`, with the graph for one node per row as well."""
+        if not self.compile(several, report):
+            return False
+        tier = self._single[several]
+        tier.job = tier.job or self._compilation(3 if several else 1, 1)
+        return self._wait(tier, report)
 
     def steady_tiers(self, mode: Compile) -> set[bool] | None:
         """In which tiers a call that begins now may run compiled; None: whenever that is ready."""

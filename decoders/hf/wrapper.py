@@ -72,6 +72,11 @@ class Generate:
         precision = Precision(
             weights if weights in ("int8", "int4") else None, kv_cache if kv_cache != "keep" else None
         )
+        originals: Literal["keep", "packed"] = "packed" if weights == "packed" else "keep"
+        present = self._engine
+        # A scheduler holds the lock for a step at a time: requests that are submitted need not wait for each.
+        if present is not None and not self._remembered and present.serves(self.model, attention, precision, originals):
+            return present
         with self._lock:
             if self._engine is not None and not self._engine.refresh(self.model, attention, precision):
                 self._drop()
@@ -80,7 +85,7 @@ class Generate:
             if self._remembered:
                 self._engine.remember(self._remembered)
                 self._remembered = {}
-            self._engine.settle_originals(self.model, "packed" if weights == "packed" else "keep")
+            self._engine.settle_originals(self.model, originals)
             return self._engine
 
     def release(self) -> None:

@@ -21,6 +21,7 @@ def test_a_load_is_the_same_in_every_run_and_has_the_lengths_asked_for():
     assert load == arrivals([[1], [2]], 400, median=20, longest=100) != arrivals([[1], [2]], 400, 20, 100, seed=1)
     lengths = [request.new_tokens for request in load]
     assert 17 <= median(lengths) <= 23 and max(lengths) == 100 and min(lengths) >= 1
+    assert {r.new_tokens for r in arrivals([[1]], 9, median=20, longest=100, spread=0)} == {20}
     assert [request.prompt for request in load[:3]] == [[1], [2], [1]] and {r.seconds for r in load} == {0.0}
 
 
@@ -55,7 +56,7 @@ def test_every_method_decodes_the_whole_load(rate):
 def test_the_command_writes_what_it_measured():
     done = CliRunner().invoke(
         app, ["bench", "load", "--requests", "3", "--rows", "2", "-n", "3", "--longest", "4", "--prompt-tokens", "8",
-              "--dtype", "float32", "--method", "scheduler,batches", "--json", "-"],
+              "--dtype", "float32", "--repeats", "2", "--method", "scheduler,batches", "--json", "-"],
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     written = json.loads(done.stdout)

@@ -1,0 +1,52 @@
+"""Requests are submitted without waiting for the step that is running."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+
+def test_a_request_is_submitted_while_the_model_is_busy(
+    llama: PreTrainedModel, scheduler_of: Any, text_of: Any
+) -> None:
+    engine = vars(llama)["generate"].engine()
+    held, free = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with engine.lock:
+            held.set()
+            free.wait(60)
+
+    with scheduler_of(llama) as scheduler:
+        holder = threading.Thread(target=hold)
+        holder.start()
+        held.wait(60)
+        submitted: list[Any] = []
+        asks = threading.Thread(target=lambda: submitted.append(scheduler.submit(text_of(0, 5), max_new_tokens=3)))
+        asks.start()
+        asks.join(30)
+        try:
+            assert submitted and not submitted[0].done()
+        finally:
+            free.set()
+            holder.join()
+        assert len(submitted[0].result(60)[0]) == 8
+
+
+def test_weights_that_were_written_to_are_seen_by_the_next_request(
+    llama: PreTrainedModel, scheduler_of: Any, text_of: Any
+) -> None:
+    with scheduler_of(llama) as scheduler:
+        before = scheduler.submit(text_of(0, 5), max_new_tokens=8).result(60)
+        weight = llama.lm_head.weight
+        kept = weight.detach().clone()
+        with torch.no_grad():
+            weight.copy_(weight.flip(0))
+        changed = scheduler.submit(text_of(0, 5), max_new_tokens=8).result(60)
+        with torch.no_grad():
+            weight.copy_(kept)
+        assert not torch.equal(before, changed)
+        assert torch.equal(before, scheduler.submit(text_of(0, 5), max_new_tokens=8).result(60))
