@@ -158,9 +158,8 @@ class Call:
         if not self.target.static:
             exact = self.batch > 1 and not self.target.rounds
             self.blocks.exact = exact and not self.passes.compiles(several=True)
-            again = (
-                self.pending and self.report.steps
-            )  # a multiple of tokens in front of a block, which then is one as well
+            # Text that is run again in front of a block is a multiple of nodes, and then the block is one as well.
+            again = self.pending and self.report.steps
             self.blocks.single = not again and self.passes.runs_single(self.batch)
             # Other verifiers, and strategies that observe, see the draft as it is.
             if self.verifier is None and not self.request.strategy.observes:
