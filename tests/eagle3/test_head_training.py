@@ -276,7 +276,9 @@ def test_interrupted_run_ends_where_a_whole_one_does(tmp_path, model, tokenizer,
 def test_training_goes_on_with_a_head_that_exists(tmp_path, model, tokenizer, texts, form) -> None:
     train_eagle3(model, tokenizer, texts, tmp_path / "first", run=run(draft_vocab=90), form=form, dtype=FULL)
     still = run(draft_vocab=90, rate=0.0, tokens=400)
-    train_eagle3(model, tokenizer, texts[::-1], tmp_path / "on", run=still, start=tmp_path / "first", dtype=FULL)
+    train_eagle3(
+        model, tokenizer, texts[::-1], tmp_path / "on", run=still, form=form, start=tmp_path / "first", dtype=FULL
+    )
     assert (tmp_path / "on" / "config.json").read_text() == (tmp_path / "first" / "config.json").read_text()
     first, on = load_head(tmp_path / "first", CPU, FULL), load_head(tmp_path / "on", CPU, FULL)
     assert torch.equal(first.vocabulary.ids, on.vocabulary.ids)
