@@ -9,6 +9,8 @@ import weakref
 from contextlib import suppress
 from types import TracebackType
 
+from .openmp import release_threads
+
 
 class CallLock:
     """A re-entrant lock. In a child made by ``os.fork`` nobody holds it: the thread that did exists in the parent only."""
@@ -22,6 +24,7 @@ class CallLock:
         if not self._lock.acquire(blocking=False):
             me = threading.get_ident()
             self._waiting.add(me)
+            release_threads()  # another thread decodes now
             try:
                 self._lock.acquire()
             finally:
@@ -38,6 +41,8 @@ class CallLock:
             time.sleep(0.0002)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._waiting:
+            release_threads()
         with suppress(RuntimeError):  # a child that was forked within a call has not acquired its new lock
             self._lock.release()
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..constraints.specs import Regex
 from ..engine.layout import context_length
+from ..engine.openmp import release_threads
 from ..errors import CancelledError
 from ..generate import enable
 from ..plugins import resolve_strategy
@@ -68,6 +69,7 @@ class Service:
         )
         self.metrics = Metrics(self.pool, limits.rows)
         self.conversations = Conversations(tokenizer, chat_template)
+        release_threads()  # of the thread that has loaded the model, which decodes nothing
         self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="decoders-prepare")
         self.created, self.draining = int(time.time()), False
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..engine.openmp import release_threads
 from ..engine.ranks import Ranks
 from ..errors import (
     CancelledError,
@@ -93,6 +94,7 @@ class Scheduler:
         self._admitting: Generation | None = None  # neither waiting nor active
         self._closing = False
         self.steps = 0
+        release_threads()
         self._thread = threading.Thread(target=_work, args=(weakref.ref(self),), name="decoders-scheduler", daemon=True)
         self._thread.start()
         _open.add(self)
@@ -126,6 +128,7 @@ class Scheduler:
             call = replace(call, request=replace(call.request, top_logprobs=top_logprobs))
         tokenizer = (arguments.get("tokenizer") or self._generate.tokenizer) if text else None
         generation = Generation(call, tokenizer, priority, deadline, self._cancel)
+        release_threads()  # loading, packing, other calls: from here on the scheduler's thread decodes
         with self._changed:
             while wait and len(self._waiting) >= self.queue and not self._closing:
                 self._changed.wait()
@@ -223,6 +226,7 @@ class Scheduler:
         """Waits for something to do; false once there is nothing to do any more."""
         with self._changed:
             if not (self._waiting or self.running or self._closing):
+                release_threads()
                 self._changed.wait(seconds)
             return bool(self._waiting or self.running or not self._closing)
 

@@ -1,0 +1,73 @@
+"""Teams of OpenMP threads end with the work of the thread that they belong to."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from decoders.engine import locks, openmp
+from decoders.engine.locks import CallLock
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    openmp.release_threads()
+    torch.set_num_threads(before)
+
+
+def tasks() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def becomes(condition: Callable[[], bool]) -> bool:
+    until = time.monotonic() + 5
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.01)
+    return condition()
+
+
+def run_parallel() -> torch.Tensor:
+    return torch.arange(1 << 20, dtype=torch.float32).exp_()
+
+
+@pytest.mark.skipif(openmp._pause() is None, reason="OpenMP is not libgomp here")
+def test_a_thread_gives_its_team_back_and_gets_another_one(two_threads: None) -> None:
+    expected, busy = run_parallel(), tasks()
+    openmp.release_threads()
+    assert becomes(lambda: tasks() == busy - 1)
+    before = tasks()
+    assert torch.equal(run_parallel(), expected)
+    assert tasks() == before + 1
+    openmp.release_threads()
+    assert becomes(lambda: tasks() == before)
+
+
+def test_wheels_for_linux_have_the_openmp_that_is_expected() -> None:
+    maps = Path("/proc/self/maps")
+    loaded = maps.read_text() if maps.exists() else ""
+    assert (openmp._pause() is not None) == ("libgomp" in loaded and "libiomp" not in loaded)
+
+
+def test_who_waits_for_a_model_and_who_leaves_it_to_others_give_their_teams_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    released: list[str] = []
+    monkeypatch.setattr(locks, "release_threads", lambda: released.append(threading.current_thread().name))
+    lock = CallLock()
+    with lock:
+        pass
+    assert not released  # nobody else decodes: the team is kept
+    with lock:
+        other = threading.Thread(target=lambda: lock.__enter__() and lock.__exit__(None, None, None), name="other")
+        other.start()
+        assert becomes(lambda: "other" in released)
+    other.join()
+    assert released == ["other", threading.current_thread().name]
