@@ -1,9 +1,9 @@
 """The threads that OpenMP keeps for a thread of ours.
 
 libgomp, the OpenMP of PyTorch's wheels for Linux, keeps a team of threads for every thread that has run parallel code. Where these
-are more than there are cores, it puts each to sleep at every barrier, and a decoding step has hundreds of them: SmolLM2-135M with 8 rows
-in bfloat16 took 70 ms in place of 41 on two cores once two threads had decoded. So whoever stops decoding while another thread goes on
-gives its team back.
+are more than there are cores, it puts each to sleep at every barrier, and a decoding step has hundreds of them: SmolLM2-135M with 8
+rows in bfloat16 took 70 ms in place of 41 on two cores once two threads had decoded. So whoever stops decoding while another thread
+goes on gives its team back.
 """
 
 from __future__ import annotations

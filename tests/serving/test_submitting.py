@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
+import pytest
 import torch
 from transformers import PreTrainedModel
+
+from decoders.serving import scheduler as scheduler_module
 
 
 def test_a_request_is_submitted_while_the_model_is_busy(
@@ -50,3 +54,18 @@ def test_weights_that_were_written_to_are_seen_by_the_next_request(
             weight.copy_(kept)
         assert not torch.equal(before, changed)
         assert torch.equal(before, scheduler.submit(text_of(0, 5), max_new_tokens=8).result(60))
+
+
+def test_who_submits_and_a_scheduler_that_rests_give_their_openmp_threads_back(
+    llama: PreTrainedModel, scheduler_of: Any, text_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released: list[str] = []
+    monkeypatch.setattr(scheduler_module, "release_threads", lambda: released.append(threading.current_thread().name))
+    with scheduler_of(llama) as scheduler:
+        released.clear()
+        scheduler.submit(text_of(0, 5), max_new_tokens=3).result(60)
+        assert threading.current_thread().name in released
+        until = time.monotonic() + 10
+        while "decoders-scheduler" not in released and time.monotonic() < until:
+            time.sleep(0.01)
+        assert "decoders-scheduler" in released
