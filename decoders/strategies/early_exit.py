@@ -40,3 +40,6 @@ class EarlyExit(Speculative):
             raise UnsupportedError(f"{self.name!r} leaves the target early and cannot be the stage of a draft model")
         layer = self.settings.exit_layer
         return context.first_layers(max(context.decoder_layers // 4, 1) if layer is None else layer)
+
+    def other_vocabulary(self, context: Context) -> None:
+        """The first layers have the target's."""

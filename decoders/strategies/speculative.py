@@ -96,7 +96,7 @@ class Speculative(DraftModelStrategy):
 
     def start(self, context: Context) -> _State:
         s: ShapeSettings = self.settings
-        other = self._other_vocabulary(context)
+        other = self.other_vocabulary(context)
         if other is not None and self._alignment(other) == "strings":
             most = s.length if s.schedule == "constant" else max(s.length, s.max_length)
             lengths = torch.full((context.rows,), s.length, device=context.device)
@@ -118,13 +118,9 @@ class Speculative(DraftModelStrategy):
             )
         return _State(drafter, tree, torch.full((context.rows,), s.length, device=context.device), other=other)
 
-    def _other_vocabulary(self, context: Context) -> OtherVocabulary | None:
+    def other_vocabulary(self, context: Context) -> OtherVocabulary | None:
         """What the draft model's tokens are, if they are not the target's."""
-        return (
-            context.vocabulary_of(self.draft_model(context))
-            if "alignment" in type(self.settings).model_fields
-            else None
-        )
+        return context.vocabulary_of(self.draft_model(context))
 
     def _alignment(self, other: OtherVocabulary) -> str:
         """``"tokens"`` or ``"strings"``.
@@ -141,10 +137,11 @@ class Speculative(DraftModelStrategy):
             return s.alignment
         return "strings" if s.tree == "none" and other.shared < NEARLY_ALL else "tokens"
 
+    def keeps_rows(self, state: _State) -> bool:
+        return not isinstance(state.drafter, TextDrafter)  # its cache is of the rows that there were
+
     def rebatch(self, state: _State, rows: Tensor, context: Context) -> _State:
         s: ShapeSettings = self.settings
-        if isinstance(state.drafter, TextDrafter):
-            return self.start(context)  # the rows' texts are written in the draft's tokens again
         if isinstance(state.tree, StaticTree):
             state.tree = StaticTree(state.tree.paths, context.rows, context.device)
         lengths = state.lengths[rows.clamp(min=0)] if len(state.lengths) else rows
@@ -154,9 +151,10 @@ class Speculative(DraftModelStrategy):
     def propose(self, state: _State, sequences: Sequences) -> Draft:
         drafter = state.drafter
         if isinstance(drafter, TextDrafter):
-            return self._text(state, drafter, sequences)
-        drafter.begin(sequences)
-        draft = self._chain(state, sequences) if state.tree is None else state.tree.draft(drafter)
+            draft = drafter.draft(sequences, self._length(state, sequences))
+        else:
+            drafter.begin(sequences)
+            draft = self._chain(state, drafter, sequences) if state.tree is None else state.tree.draft(drafter)
         state.own_nodes = draft.tokens.shape[1] + 1
         return draft
 
@@ -188,17 +186,11 @@ class Speculative(DraftModelStrategy):
             length = int(torch.where(sequences.finished, 1, state.lengths).max())
         return length if state.limit is None else min(length, state.limit)
 
-    def _text(self, state: _State, drafter: TextDrafter, sequences: Sequences) -> Draft:
-        draft = drafter.draft(sequences, self._length(state, sequences))
-        state.own_nodes = draft.tokens.shape[1] + 1
-        return draft
-
-    def _chain(self, state: _State, sequences: Sequences) -> Draft:
+    def _chain(self, state: _State, drafter: Drafter, sequences: Sequences) -> Draft:
         s: ShapeSettings = self.settings
         length, varies = self._length(state, sequences), s.schedule == "heuristic"
-        assert isinstance(state.drafter, Drafter)
-        passes = [state.drafter.extend() for _ in range(length)]
-        tokens = state.drafter.drafted(length)
+        passes = [drafter.extend() for _ in range(length)]
+        tokens = drafter.drafted(length)
         if varies:
             index = torch.arange(length, device=tokens.device)
             tokens = torch.where(index < state.lengths[:, None], tokens, -1)

@@ -153,7 +153,7 @@ def test_a_call_changes_over_between_two_steps_when_the_compiler_is_ready(monkey
             steps += 1
             if steps == 4:
                 passes = vars(model)["generate"].engine().forward
-                assert passes._tiers[False].job.wait()
+                assert passes._tiers[False, False].job.wait()
             return super().propose(state, sequences)
 
     out = decode(model, inputs, Waits(), max_new_tokens=12, decoders_config={"compile": "auto"})
@@ -169,7 +169,7 @@ def test_in_lower_precision_a_call_ends_in_the_tier_in_which_it_began(monkeypatc
     model, inputs = decoders.enable(tiny_model("llama").bfloat16()), prompts()
     auto = dict(max_new_tokens=8, decoders_config={"compile": "auto"})
     first = decode(model, inputs, "autoregressive", **auto)
-    assert vars(model)["generate"].engine().forward._tiers[False].job.wait()
+    assert vars(model)["generate"].engine().forward._tiers[False, False].job.wait()
     second = decode(model, inputs, "autoregressive", **auto)
     assert (first.report.compiled_steps, second.report.compiled_steps) == (
         0,

@@ -3,47 +3,28 @@
 from __future__ import annotations
 
 import functools
-from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers import decoders as token_decoders
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import decoders
 from decoders.errors import UnsupportedError
 from decoders.hf.translation import ABSENT, token_map, translated
-from decoders.testing.models import ARCHITECTURES, Architecture
+
+from .vocabularies import model, tokenizer
 
 TEXT = "def load(path): return path.read() # load the path of the data and return all data of the file "
 EAGER = {"compile": False}
 
 
 @functools.cache
-def tokenizer(size: int, seed: str) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with `size` tokens, trained on some text."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = token_decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=["<end>", *(["<pad>"] if seed else [])], show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
-    bpe.train_from_iterator([TEXT + seed], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<end>", bos_token="<end>")
-
-
-def model(vocab: int, seed: int) -> PreTrainedModel:
-    torch.manual_seed(seed)
-    options = dict(ARCHITECTURES["llama"].options) | {"vocab_size": vocab}
-    return Architecture("llama", MappingProxyType(options))()
-
-
-@functools.cache
 def pair() -> tuple[PreTrainedModel, PreTrainedModel, Any, Any]:
-    own, other = tokenizer(300, ""), tokenizer(290, "a file is a file, and a path a path")
+    own = tokenizer(300, TEXT)
+    other = tokenizer(290, TEXT + "a file is a file, and a path a path", "<pad>")
     return decoders.enable(model(len(own), 0), own), model(len(other), 1), own, other
 
 
@@ -99,7 +80,7 @@ def test_other_verifiers_see_the_restricted_distribution(verifier: str) -> None:
 
 def test_a_draft_with_the_targets_own_weights_is_accepted() -> None:
     """The same model with its tokens in another order: what it drafts is right."""
-    own = tokenizer(300, "")
+    own = tokenizer(300, TEXT)
     target = decoders.enable(model(len(own), 0), own)
     order = list(range(1, len(own))) + [0]
     vocab = {token: order.index(id) for token, id in own.get_vocab().items()}

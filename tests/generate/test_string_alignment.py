@@ -6,47 +6,28 @@ import functools
 import json
 import os
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from tokenizers import decoders as token_decoders
+from tokenizers import Tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import decoders
 from decoders.constraints.vocabulary import Vocabulary
+from decoders.engine.resources import CallResources
 from decoders.errors import UnsupportedError
 from decoders.strategies import Speculative, text_drafter
 from decoders.strategies.text_drafter import RowText
-from decoders.testing.models import ARCHITECTURES, Architecture
+
+from .vocabularies import model, tokenizer
 
 TEXT = "def load(path): return path.read() # load the path, größer als 1€, and return all data of the file\n"
 EAGER = {"compile": False}
 
 
-@functools.cache
-def tokenizer(size: int, text: str) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with `size` tokens, trained on `text`."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = token_decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=["<end>"], show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
-    )  # fmt: skip
-    bpe.train_from_iterator([text], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<end>", bos_token="<end>")
-
-
 def bytes_of(tokens: PreTrainedTokenizerFast) -> Vocabulary:
     return Vocabulary.of(tokens, len(tokens), [])
-
-
-def model(vocab: int, seed: int, architecture: str = "llama") -> PreTrainedModel:
-    torch.manual_seed(seed)
-    options = dict(ARCHITECTURES[architecture].options) | {"vocab_size": vocab}
-    return Architecture(architecture, MappingProxyType(options))()
 
 
 @functools.cache
@@ -207,3 +188,33 @@ def test_strings_and_a_tree_are_refused() -> None:
             torch.arange(9)[None], strategy=Speculative(alignment="strings", tree="static"), assistant_model=draft,
             assistant_tokenizer=other, max_new_tokens=4, decoders_config=EAGER,
         )  # fmt: skip
+
+
+def test_a_scheduler_has_one_cache_of_the_draft_model_while_requests_come_and_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target, draft, own, other = pair()
+    opened: list[int] = []
+    module = CallResources._module
+    monkeypatch.setattr(
+        CallResources, "_module", lambda self, *a, **k: (module(self, *a, **k), opened.append(len(self.modules)))[0]
+    )
+    ids, lengths = own(TEXT)["input_ids"], (9, 3, 14, 5)
+    with decoders.Scheduler(
+        target, strategy=Speculative(alignment="strings", length=3), rows=2, slots=128, assistant_model=draft,
+        assistant_tokenizer=other, decoders_config=EAGER,
+    ) as scheduler:  # fmt: skip
+        asked = [
+            scheduler.submit(ids[n : n + 12], max_new_tokens=new, do_sample=False) for n, new in enumerate(lengths)
+        ]
+        written = [generation.result(60).flatten().tolist() for generation in asked]
+    assert len(opened) > 1 and set(opened) == {1}
+    for n, (tokens, new) in enumerate(zip(written, lengths, strict=True)):
+        plain = target.generate(
+            torch.tensor([ids[n : n + 12]]),
+            strategy="autoregressive",
+            max_new_tokens=new,
+            do_sample=False,
+            decoders_config=EAGER,
+        )
+        assert tokens == plain[0].tolist()
