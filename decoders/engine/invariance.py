@@ -86,12 +86,12 @@ class Invariance:
     Attributes:
         holds: whether strategies that draft chains write the tokens of plain decoding, bit for bit.
         differs: the comparisons in which some bits were not the same; one of other branches does not count for `holds`.
-        alone: whether a block may have one node in one row; false where that was not compared.
+        single: whether a block may have one node in one row; false where that was not compared.
     """
 
     holds: bool
     differs: tuple[str, ...] = ()
-    alone: bool = False
+    single: bool = False
 
     def __str__(self) -> str:
         if not self.differs:
@@ -102,7 +102,7 @@ class Invariance:
 #: The comparison of branches, whose nodes lie in other slots.
 BRANCHES = "the branch of a tree"
 #: That of a block of one node in one row, which quantized weights alone may have.
-ALONE = "whether a block has one node"
+SINGLE = "whether a block has one node"
 
 
 @torch.no_grad()
@@ -116,9 +116,9 @@ def check(target: Target, length: int = 40, comparisons: int | None = None) -> I
     compared: dict[str, bool] = {}
     for what, left, right in islice(_comparisons(target, length), comparisons):
         compared[what] = compared.get(what, True) and torch.equal(left, right)
-    alone = compared.pop(ALONE, False)
+    single = compared.pop(SINGLE, False)
     differs = tuple(what for what, equal in compared.items() if not equal)
-    return Invariance(not set(differs) - {BRANCHES}, differs, alone)
+    return Invariance(not set(differs) - {BRANCHES}, differs, single)
 
 
 def _comparisons(target: Target, length: int) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -139,10 +139,11 @@ def _comparisons(target: Target, length: int) -> Iterator[tuple[str, Tensor, Ten
         return buffers
 
     def run(
-        buffers: CacheBuffers, tree: Topology, path: list[int], rows: int = 1, spare: int = 0, alone: bool = False
+        buffers: CacheBuffers, tree: Topology, path: list[int], rows: int = 1, spare: int = 0, padded: bool = True
     ) -> Tensor:
         """Logits ``[D, V]`` along `path`, whose nodes hold the text from `length` on."""
-        tree = tree if alone else tree.padded(round_up(max(len(tree), 3), multiple))
+        if padded:
+            tree = tree.padded(round_up(max(len(tree), 3), multiple))
         nodes = torch.arange(len(tree), device=device)[None] % target.embeddings
         nodes[0, path] = text[0, length : length + len(path)]
         base = torch.full((rows,), length, device=device)
@@ -158,7 +159,7 @@ def _comparisons(target: Target, length: int) -> Iterator[tuple[str, Tensor, Ten
     yield "how text is divided into passes", cached(read(12, length - 12)), cached(plain)
     chained = run(plain, chain, depths)
     if target.quantized.layers and target.dtype != torch.float32:  # there attention is not given spare queries
-        yield ALONE, run(plain, Topology.chain(0), [0], alone=True), chained[:1]
+        yield SINGLE, run(plain, Topology.chain(0), [0], padded=False), chained[:1]
     yield "the size of the block", run(plain, Topology.chain(11), depths), chained
     yield "the number of rows", run(read(length, rows=3), chain, depths, rows=3), chained
     yield "the number of rows", cached(read(length, rows=3)), cached(plain)

@@ -143,7 +143,7 @@ class Target:
 
     def takes_single_nodes(self, rows: int) -> bool:
         """Whether blocks of so many rows may have one node in each, which then has the bits that it has in longer blocks."""
-        return (rows > 1 and not self.rounds) or (self.invariance is not None and self.invariance.alone)
+        return (rows > 1 and not self.rounds) or (self.invariance is not None and self.invariance.single)
 
     @property
     def static_slots(self) -> bool:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
+from itertools import product
 from typing import Any, Literal
 
 import torch
@@ -64,8 +65,8 @@ class ForwardPass:
 
     def forget(self) -> None:
         """Drops compiled code; a compilation under way is left to end by itself."""
-        self._tiers = {False: _Tier(), True: _Tier()}
-        self._single = {False: _Tier(), True: _Tier()}
+        # By whether there are several rows, and whether each has one node.
+        self._tiers = {key: _Tier() for key in product((False, True), repeat=2)}
         self._regional: RegionalForward | None = None
         self._settle = CompiledFunction(settle)
 
@@ -106,40 +107,27 @@ class ForwardPass:
         """
         if not self.target.takes_single_nodes(rows):
             return False
-        if not self.compiles(rows > 1):
-            return True
-        job = self._single[rows > 1].job
-        return job is not None and job.poll()
+        return not self.compiles(rows > 1) or self.ready(rows > 1, single=True)
 
     def book_single(self, seconds: float, rows: int) -> None:
         """Notes a step with one node per row, padded or not; once these have taken long enough, they get a graph."""
         several = rows > 1
         if not self._mode or not self.target.takes_single_nodes(rows) or not self.ready(several):
             return
-        tier = self._single[several]
+        tier = self._tiers[several, True]
         tier.seconds += seconds
-        if tier.job is None and self._mode is True:
-            self.compile_single(several, self._report)
-        elif tier.job is None and worth_compiling(tier.seconds, FORWARD_SECONDS):
-            tier.job = self._compilation(3 if several else 1, 1)
-        if tier.job is not None and tier.job.ready and not tier.booked:
-            tier.booked = True
-            self._report.timings.background += tier.job.seconds
-            self._report.compilations += 1
-
-    def compile_single(self, several: bool, report: Report) -> bool:
-        """As :meth:`compile`, with the graph for one node per row as well."""
-        if not self.compile(several, report):
-            return False
-        tier = self._single[several]
-        tier.job = tier.job or self._compilation(3 if several else 1, 1)
-        return self._wait(tier, report)
+        if self._mode is True and tier.job is None:
+            self.compile(several, self._report, single=True)
+        elif worth_compiling(tier.seconds, FORWARD_SECONDS):
+            self._begin(several, single=True)
+        if tier.job is not None and tier.job.ready:
+            self._book(tier)
 
     def steady_tiers(self, mode: Compile) -> set[bool] | None:
         """In which tiers a call that begins now may run compiled; None: whenever that is ready."""
         if mode != "auto" or self._steady:
             return None
-        return {several for several in self._tiers if self.ready(several)}
+        return {several for several in (False, True) if self.ready(several)}
 
     def __call__(
         self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor
@@ -151,17 +139,21 @@ class ForwardPass:
             return ForwardResult(*self._regional(nodes, base, laid_out(tree), buffers, view))
         started = time.perf_counter()
         result = self.target.forward(nodes, base, tree, buffers, view)
-        self._tiers[len(nodes) > 1].seconds += time.perf_counter() - started
+        self._tiers[len(nodes) > 1, False].seconds += time.perf_counter() - started
         return result
 
     def settle(self, nodes: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         """:func:`decoders.engine.core.settle` in the tier of the passes."""
         return (self._settle if self._compiled(len(nodes) > 1) else settle)(nodes, *arguments)
 
-    def compile(self, several: bool, report: Report) -> bool:
-        """Compiles passes over one row, or over `several`, waits for it, and says whether it succeeded."""
-        self._begin(several)
-        return self._wait(self._tiers[several], report)
+    def compile(self, several: bool, report: Report, single: bool = False) -> bool:
+        """Compiles passes over one row, or over `several`, waits for it, and says whether it succeeded.
+
+        Args:
+            single: compile those with one node in each row as well.
+        """
+        ready = self._wait(self._begin(several), report)
+        return self._wait(self._begin(several, single), report) if ready and single else ready
 
     def _wait(self, tier: _Tier, report: Report) -> bool:
         """Waits for the compilation of `tier`, books it, and says whether it succeeded."""
@@ -173,14 +165,21 @@ class ForwardPass:
         tier.booked = True
         return ready
 
-    def ready(self, several: bool) -> bool:
-        """Whether passes over one row, or over `several`, have been compiled."""
-        job = self._tiers[several].job
+    def _book(self, tier: _Tier) -> None:
+        """Books a compilation that is over and that nobody has waited for."""
+        if tier.job is not None and not tier.booked:
+            tier.booked = True
+            self._report.timings.background += tier.job.seconds
+            self._report.compilations += 1
+
+    def ready(self, several: bool, single: bool = False) -> bool:
+        """Whether passes over one row, or over `several`, have been compiled; for one node in each with `single`."""
+        job = self._tiers[several, single].job
         return job is not None and job.poll()
 
     def _compiled(self, several: bool) -> bool:
         """Whether a pass of this call is to run compiled; begins to compile when that is due."""
-        tier = self._tiers[several]
+        tier = self._tiers[several, False]
         if not self._mode:
             return False
         if tier.job is None or not (tier.job.ready or tier.job.failed):
@@ -189,17 +188,14 @@ class ForwardPass:
             if tier.job is None and worth_compiling(tier.seconds, FORWARD_SECONDS):
                 self._begin(several)
             return False
-        if not tier.booked:
-            tier.booked = True
-            self._report.timings.background += tier.job.seconds
-            self._report.compilations += 1
+        self._book(tier)
         return tier.job.poll() and (self._allowed is None or several in self._allowed)
 
-    def _begin(self, several: bool) -> BackgroundCompile:
-        tier = self._tiers[several]
+    def _begin(self, several: bool, single: bool = False) -> _Tier:
+        tier = self._tiers[several, single]
         if tier.job is None:
-            tier.job = self._compilation(3 if several else 1, 11)
-        return tier.job
+            tier.job = self._compilation(3 if several else 1, 1 if single else 11)
+        return tier
 
     def _compilation(self, rows: int, count: int) -> BackgroundCompile:
         """Begins to compile for so many rows and nodes, see :func:`examples`."""
@@ -231,7 +227,7 @@ def regional(target: Target) -> RegionalForward:
     return RegionalForward(forward, twin.model, target.matrices)
 
 
-def examples(target: Target, rows: int, count: int = 11) -> tuple[Tensor, Tensor, TreeTensors, CacheBuffers, Tensor]:
+def examples(target: Target, rows: int, count: int) -> tuple[Tensor, Tensor, TreeTensors, CacheBuffers, Tensor]:
     """Arguments to compile for: sizes that may differ are pairwise different, or Dynamo would take one for another.
 
     The block is the end of its tree, as where a tree is drafted level by level; one graph serves that and whole trees. A single

@@ -215,7 +215,7 @@ def test_a_compiled_step_of_one_row_and_node_gets_a_graph_of_its_own(monkeypatch
     monkeypatch.setattr(tiers, "FORWARD_SECONDS", 0.0)
     model, settings = decoders.enable(tiny_model("llama").bfloat16()), {"weights": "int4", "compile": True}
     padded = decode(model, prompts(1), "autoregressive", max_new_tokens=8, decoders_config=settings)
-    job = vars(model)["generate"].engine(weights="int4").forward._single[False].job
+    job = vars(model)["generate"].engine(weights="int4").forward._tiers[False, True].job
     assert padded.report.nodes >= 3 and job is not None and job.wait()
     single = decode(model, prompts(1), "autoregressive", max_new_tokens=8, decoders_config=settings)
     assert single.report.nodes == 1 and single.report.compiled_steps == single.report.steps

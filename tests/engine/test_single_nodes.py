@@ -17,7 +17,9 @@ def test_plain_steps_of_several_rows_get_a_graph_of_their_own(monkeypatch: pytes
     passes = vars(model)["generate"].engine().forward
     compiled = dict(max_new_tokens=8, decoders_config={"compile": True})
     padded = decode(model, inputs, "autoregressive", **compiled)
-    assert padded.report.nodes >= 3 and passes._single[True].job is not None and passes._single[True].job.wait()
+    assert (
+        padded.report.nodes >= 3 and passes._tiers[True, True].job is not None and passes._tiers[True, True].job.wait()
+    )
     single = decode(model, inputs, "autoregressive", **compiled)
     assert single.report.nodes == 1 and single.report.compiled_steps == single.report.steps
     assert torch.equal(padded.sequences, single.sequences)
