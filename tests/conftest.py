@@ -13,9 +13,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of compilers beside every worker
-os.environ.setdefault(
-    "TORCHINDUCTOR_VEC_ISA_OK", "1"
-)  # else it compiles a program for each of the processor's vector units
+# Else inductor compiles a program for each of the processor's vector units.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import pytest
 

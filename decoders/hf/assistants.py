@@ -27,7 +27,7 @@ class Assistants:
 
     def __init__(self) -> None:
         self._loaded: dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase | None]] = {}
-        self._translations: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, Any, Any, PreTrainedModel]] = (
+        self._translations: weakref.WeakKeyDictionary[PreTrainedModel, tuple[TokenMap, Any, PreTrainedModel]] = (
             weakref.WeakKeyDictionary()
         )
         self._maps: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, Any, TokenMap]] = weakref.WeakKeyDictionary()
@@ -144,13 +144,14 @@ class Assistants:
         ends = (_weight(model.get_input_embeddings()), _weight(model.get_output_embeddings()))
         state = [(weight.data_ptr(), weight._version) for weight in ends]
         kept = self._translations.get(model)
-        if kept is not None and kept[0] is tokenizer and kept[1] is other and kept[2] == state:
-            return kept[3]
         try:
-            twin = translated(model, target, self._tokens(model, target, tokenizer, other))
+            tokens = self._tokens(model, target, tokenizer, other)
+            if kept is not None and kept[0] is tokens and kept[1] == state:
+                return kept[2]
+            twin = translated(model, target, tokens)
         except UnsupportedError as error:
             raise UnsupportedError(f"{difference}: {error}") from difference
-        self._translations[model] = tokenizer, other, state, twin
+        self._translations[model] = tokens, state, twin
         return twin
 
     def _load(self, path: str, target: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:

@@ -32,6 +32,11 @@ def single(character: str) -> Chars:
     return Chars(characters.of(character))
 
 
+def property_in_rust(name: str, negated: bool) -> Class | None:
+    """A property of Unicode as Rust writes it, which also judges whether it exists; None without a name."""
+    return Class(rf"\{'P' if negated else 'p'}{{{name}}}") if name else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
     """A table of differences.
@@ -58,6 +63,7 @@ class Dialect:
         class_operations: operators between classes, which are refused.
         nested_classes: whether classes may stand in classes; they are kept verbatim then.
         named_group: the beginning of a group with a name.
+        comments: whether ``(?#…)`` is one.
         look_aheads: whether ``(?=`` and ``(?!`` are read.
         other_groups: groups of other kinds by how they begin, the first that fits counts.
         nesting_limited: whether groups may be nested only as deep as :data:`limits.NESTING` says.
@@ -84,6 +90,7 @@ class Dialect:
     class_operations: tuple[str, ...] = ()
     nested_classes: bool = False
     named_group: re.Pattern[str] = re.compile(r"\(\?P?<([A-Za-z_]\w*)>")
+    comments: bool = False
     look_aheads: bool = False
     other_groups: tuple[tuple[re.Pattern[str], Problem], ...] = ()
     nesting_limited: bool = False

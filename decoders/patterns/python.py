@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from ..errors import GrammarError
 from . import characters
-from .dialect import Dialect, Problem, single
+from .dialect import Dialect, Problem, property_in_rust, single
 from .reader import read
 from .tree import Anchor, Cat, Class, Or, Pattern
 from .writer import write
@@ -79,10 +79,11 @@ PYTHON = Dialect(
     },
     escapes_in_class={"b": single("\b")},
     is_reserved=_is_ascii_letter,
-    named_property=lambda name, negated: Class(rf"\{'P' if negated else 'p'}{{{name}}}") if name else None,
+    named_property=property_in_rust,
     short_properties=True,
     most_digits=len(str(REPETITIONS)),
     class_operations=("&&", "--", "~~"),
+    comments=True,
     other_groups=(
         (re.compile(r"\(\?P="), "back-reference"),
         (re.compile(r"\(\?[aiLmsuxRU-]+[:)]"), "options"),
@@ -114,20 +115,14 @@ def _check_anchors(pattern: str, tree: Pattern) -> None:
     Raises:
         GrammarError: one is not.
     """
-    todo: list[tuple[Pattern, bool, int | None]] = [
-        (tree, True, None)
-    ]  # whether it comes first, and where text follows it
+    # Whether a part comes first, and where text follows it.
+    todo: list[tuple[Pattern, bool, int | None]] = [(tree, True, None)]
     while todo:
         node, first, following = todo.pop()
         match node:
             case Anchor(end=True) if following is not None:
-                raise _error(
-                    pattern,
-                    "anchor",
-                    "$",
-                    f"text follows it at character {following}, so nothing can match",
-                    node.place,
-                )
+                reason = f"text follows it at character {following}, so nothing can match"
+                raise _error(pattern, "anchor", "$", reason, node.place)
             case Anchor(end=False) if not first:
                 what = pattern[node.place : node.place + (2 if pattern[node.place] == "\\" else 1)]
                 reason = "the whole text must match anyway, and it stands inside of it: drop it"

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 from ..errors import shortened
 from . import characters, limits
 from .classes import ClassReader
-from .dialect import Dialect
+from .dialect import Dialect, Problem
 from .tree import Anchor, Cat, Chars, Look, Or, Pattern, Repeat, Verbatim
 
 _COUNT = re.compile(r"\{([0-9]*)(,?)([0-9]*)\}")
@@ -22,6 +22,12 @@ _COMMENT = "(?#"
 
 #: What a quantifier would repeat: nothing, a part, one that is already repeated, an anchor, a group that contains anchors.
 _Last: TypeAlias = Literal["nothing", "part", "repeated", "anchor", "anchored group"]
+_UNREPEATABLE: dict[_Last, Problem] = {
+    "nothing": "nothing to repeat",
+    "repeated": "repeated twice",
+    "anchor": "repeated anchor",
+    "anchored group": "repeated group with anchors",
+}
 
 
 def read(pattern: str, dialect: Dialect) -> Pattern:
@@ -137,7 +143,7 @@ class _Reader(ClassReader):
         elif named := self.dialect.named_group.match(self.pattern, begin):
             self.place = named.end()
             self.push(_Group(begin))
-        elif "unclosed comment" in self.dialect.messages and self.take(_COMMENT):
+        elif self.dialect.comments and self.take(_COMMENT):
             self.place = self.pattern.find(")", begin) + 1
             if not self.place:
                 self.refuse("unclosed comment", _COMMENT, begin)
@@ -194,14 +200,8 @@ class _Reader(ClassReader):
             self.place += 1
             self.literal("{", begin)
             return
-        if last == "nothing":
-            self.refuse("nothing to repeat", text, begin)
-        elif last == "repeated":
-            self.refuse("repeated twice", text, begin)
-        elif last == "anchor":
-            self.refuse("repeated anchor", text, begin)
-        elif last == "anchored group":
-            self.refuse("repeated group with anchors", text, begin)
+        if last != "part":
+            self.refuse(_UNREPEATABLE[last], text, begin)
         self.place += len(text)
         low, high = _MARKS.get(text) or self.bounds(text, begin)
         if not self.take("?") and self.peek("+"):  # lazy or not, the same whole texts match

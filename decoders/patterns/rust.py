@@ -6,9 +6,8 @@ import re
 
 from ..errors import GrammarError
 from . import characters
-from .dialect import Dialect, Problem
+from .dialect import Dialect, Problem, property_in_rust
 from .reader import read
-from .tree import Class
 
 
 def _error(pattern: str, problem: Problem, what: str, reason: str, place: int) -> GrammarError:
@@ -36,7 +35,7 @@ RUST = Dialect(
         **dict.fromkeys("123456789k", "back-reference"),
     },
     is_reserved=lambda _: True,
-    named_property=lambda name, negated: Class(rf"\{'P' if negated else 'p'}{{{name}}}") if name else None,
+    named_property=property_in_rust,
     short_properties=True,
     nested_classes=True,
     other_groups=(

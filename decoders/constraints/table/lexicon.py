@@ -107,12 +107,14 @@ class Lexicon:
 
     def mask(self, tokens: NDArray[np.integer[Any]] | tuple[int, ...]) -> NDArray[np.int32]:
         """``[W]``: the packed mask of some first tokens."""
-        allowed = np.zeros((1, 32 * self.words), np.uint8)
-        allowed[0, list(tokens) if isinstance(tokens, tuple) else tokens] = 1
-        return self.pack(allowed)[0]
+        return self.packed(1, 0, list(tokens) if isinstance(tokens, tuple) else tokens)[0]
 
-    def pack(self, allowed: NDArray[np.uint8]) -> NDArray[np.int32]:
-        """``[R, 32·W]`` zeros and ones, of first tokens, as masks ``[R, W]`` of all tokens."""
+    def packed(
+        self, count: int, row: NDArray[np.integer[Any]] | int, token: NDArray[np.integer[Any]] | list[int]
+    ) -> NDArray[np.int32]:
+        """``[count, W]``: masks of all tokens, of which each pair of `row` and first `token` is legal."""
+        allowed = np.zeros((count, 32 * self.words), np.uint8)
+        allowed[row, token] = 1
         allowed[:, self.twins[1]] = allowed[:, self.twins[0]]
         return np.packbits(allowed, axis=1, bitorder="little").view("<i4")
 

@@ -102,9 +102,9 @@ def _walk_states(
         token = np.concatenate([paths.token[single], reached])
         for begin in range(0, len(part), CHUNK):
             in_chunk = (row >= begin) & (row < begin + CHUNK)
-            allowed = np.zeros((min(CHUNK, len(part) - begin), 32 * lexicon.words), np.uint8)
-            allowed[row[in_chunk] - begin, token[in_chunk]] = 1
-            yield part[begin : begin + CHUNK], paths.deep[begin : begin + CHUNK], lexicon.pack(allowed)
+            chunk = part[begin : begin + CHUNK]
+            allowed = lexicon.packed(len(chunk), row[in_chunk] - begin, token[in_chunk])
+            yield chunk, paths.deep[begin : begin + CHUNK], allowed
 
 
 def _by_walking(
@@ -154,9 +154,7 @@ def _walk_batches(
         part = slice(begin, min(begin + CHUNK, len(starts)))
         paths = lexicon.trie.walk(transitions, byte_class, starts[part])
         alive_ends = alive[paths.state]
-        allowed = np.zeros((part.stop - begin, 32 * lexicon.words), np.uint8)
-        allowed[paths.row[alive_ends], paths.token[alive_ends]] = 1
-        yield part, lexicon.pack(allowed)
+        yield part, lexicon.packed(part.stop - begin, paths.row[alive_ends], paths.token[alive_ends])
 
 
 def _alive(
