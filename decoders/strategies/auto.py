@@ -8,12 +8,10 @@ while ``P`` exceeds ``R`` times the seconds that it adds (Dinkelbach 1967 for th
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from pydantic import Field, field_validator
 from torch import Tensor
 
@@ -21,8 +19,8 @@ from ..costs.steps import StepCosts
 from ..errors import DecodersError, SettingsError
 from ..settings import Settings, Table
 from ..strategy import Context, Draft, Sequences, Step, Strategy, finish_all
-from ..tree import TreeTensors
 from .acceptance import AcceptanceRates, Follower, Proposals
+from .auto_plan import AutoState, Plan
 from .candidates import Candidate, Experience, missing, refuse_unfit
 from .draft_model import require_coupled
 
@@ -30,8 +28,6 @@ from .draft_model import require_coupled
 LONG = {"prompt_lookup": {"length": 24}, "ngram": {"widths": (2, 1, 1, 1, 1, 1, 1, 1)}, "speculative": {"length": 12}}
 #: Weight of the newest step in tokens and seconds of the present rate.
 NEWEST = 1 / 32
-#: Most entries of a report's history.
-LONGEST_HISTORY = 1000
 
 
 class AutoSettings(Settings):
@@ -56,58 +52,11 @@ class AutoSettings(Settings):
 
 
 @dataclass
-class Choice:
-    """What was verified in some steps that follow each other.
-
-    Attributes:
-        step: the first of them.
-        steps: how many.
-        strategies: whose draft tokens, "+" between them; "" for none.
-        nodes: draft tokens per row and step.
-        expected, tokens: per step, all rows: tokens that were expected, and written.
-    """
-
-    step: int
-    strategies: str
-    steps: int = 0
-    nodes: float = 0.0
-    expected: float = 0.0
-    tokens: float = 0.0
-
-
-@dataclass
 class _Memory:
     """What is kept between calls: how often the drafters were right, what they cost, and the rate, all of the last calls."""
 
     rates: AcceptanceRates = field(default_factory=AcceptanceRates)
     experience: dict[str, Experience] = field(default_factory=dict)
-
-
-@dataclass
-class _State:
-    """`tokens`, `seconds`: of the present rate. `width`: draft tokens per row that are verified. `chain`: bits of the drafters of
-    whose chains these are the first.
-    """
-
-    candidates: list[Candidate]
-    left_out: dict[str, str]
-    costs: StepCosts
-    rows: list[Follower]
-    proposals: list[Proposals] = field(default_factory=list)
-    tokens: float = 0.0
-    seconds: float = 0.0
-    width: int = 0
-    chain: int = 0
-    begun: float = 0.0
-    proposed: float = 0.0
-    history: list[Choice] = field(default_factory=list)
-    steps: int = 0
-    clock: Callable[[], float] = time.perf_counter
-
-    @property
-    def rate(self) -> float:
-        """Tokens per second, all rows."""
-        return self.tokens / self.seconds
 
 
 class Auto(Strategy):
@@ -124,7 +73,7 @@ class Auto(Strategy):
     timed = True
     on_device = False  # the host weighs what to verify
 
-    def start(self, context: Context) -> _State:
+    def start(self, context: Context) -> AutoState:
         require_coupled(context, self.name)
         memory: _Memory = context.memory("rates", _Memory)
         candidates: list[Candidate] = []
@@ -156,12 +105,12 @@ class Auto(Strategy):
         common = memory.rates
         rates = [AcceptanceRates(common) for _ in range(context.rows)] if context.rows > 1 else [common]
         costs = context.costs(measure=True) or _Flat()
-        return _State(candidates, left_out, costs, [Follower(r) for r in rates], clock=context.clock)
+        return AutoState(candidates, left_out, costs, [Follower(r) for r in rates], clock=context.clock)
 
-    def keeps_rows(self, state: _State) -> bool:
+    def keeps_rows(self, state: AutoState) -> bool:
         return all(candidate.strategy.keeps_rows(candidate.state) for candidate in state.candidates)
 
-    def rebatch(self, state: _State, rows: Tensor, context: Context) -> _State:
+    def rebatch(self, state: AutoState, rows: Tensor, context: Context) -> AutoState:
         """Rows that stay keep their rates of acceptance; those of all calls are what is expected of new ones."""
         memory: _Memory = context.memory("rates", _Memory)
         before, costs = state.rows, context.costs(measure=True) or _Flat()
@@ -175,16 +124,16 @@ class Auto(Strategy):
         state.proposals = []
         return state
 
-    def finish(self, state: _State) -> None:
+    def finish(self, state: AutoState) -> None:
         finish_all((candidate.strategy, candidate.state) for candidate in state.candidates)
 
-    def propose(self, state: _State, sequences: Sequences) -> Draft:
+    def propose(self, state: AutoState, sequences: Sequences) -> Draft:
         state.begun = state.clock()
         active = [row for row, ended in enumerate(sequences.finished.tolist()) if not ended]
         if not state.seconds:
             state.tokens, state.seconds = float(len(active)), state.costs.step(1)
         state.proposals = [Proposals() for _ in state.rows]
-        plan = _Plan(state, active, self.settings.nodes)
+        plan = Plan(state, active, self.settings.nodes)
         for candidate in state.candidates:
             limit = None
             if candidate.limited:
@@ -203,7 +152,7 @@ class Auto(Strategy):
         state.proposed = state.clock()
         return draft
 
-    def observe(self, state: _State, step: Step) -> None:
+    def observe(self, state: AutoState, step: Step) -> None:
         seconds = state.clock() - state.begun
         emitted = step.emitted.tolist()
         written = step.chosen.gather(1, step.path).tolist()
@@ -234,7 +183,7 @@ class Auto(Strategy):
         state.tokens += newest * (total - state.tokens)
         state.seconds += newest * (seconds - state.seconds)
 
-    def details(self, state: _State) -> Mapping[str, Any]:
+    def details(self, state: AutoState) -> Mapping[str, Any]:
         return {
             "choices": [
                 {
@@ -249,103 +198,6 @@ class Auto(Strategy):
             },
             "left_out": state.left_out,
         }  # fmt: skip
-
-
-class _Plan:
-    """What to verify in one step.
-
-    Attributes:
-        worth: expected tokens beyond those that the step's time would bring at the present rate.
-    """
-
-    def __init__(self, state: _State, active: list[int], most: int) -> None:
-        self.state, self.active, self.most = state, active, most
-        self.costs, self.rate = state.costs, state.rate
-        self._plain = self.costs.step(1)
-        self.count = 0
-        self.gain = 0.0
-        self.worth = 0.0
-        self._ranked: dict[int, list[tuple[float, int]]] = {row: [] for row in active}
-
-    def weigh(self) -> None:
-        """Finds the number of draft tokens per row that is worth most."""
-        state = self.state
-        gains: list[float] = []
-        for row in self.active:
-            ranked = self._ranked[row] = state.proposals[row].ranked(state.rows[row].rates)
-            gains.extend([0.0] * (len(ranked) - len(gains)))
-            for place, (likely, _) in enumerate(ranked):
-                gains[place] += likely
-        self.count, self.gain, self.worth, gain = 0, 0.0, 0.0, 0.0
-        for count, more in enumerate(gains[: self.most], 1):
-            gain += more
-            worth = gain - self.rate * (self.costs.step(count + 1) - self._plain)
-            if worth > self.worth:
-                self.count, self.gain, self.worth = count, gain, worth
-
-    def depth_of(self, candidate: Candidate) -> int:
-        """How many tokens a drafter is to draft to which each costs time; 0 if none is worth it beside what there is."""
-        best, depth, worth = self.worth, 0, 0.0
-        likely = [1.0] * len(self.active)
-        if not candidate.experience.runs:
-            return 2
-        gain = 0.0
-        for count in range(1, candidate.depth + 1):
-            for index, row in enumerate(self.active):
-                likely[index] *= self.state.rows[row].rates.rate_of(candidate.bit, count)
-            gain += sum(likely)
-            seconds = self.costs.step(count + 1) - self._plain + count * candidate.experience.cost
-            worth = gain - self.rate * seconds
-            if worth > best:
-                best, depth = worth, count
-            if sum(likely) < 0.05 * len(likely):
-                break
-        return depth
-
-    def draft(self, device: torch.device) -> Draft:
-        """The draft of all rows; each has the nodes that are likeliest there."""
-        rows = len(self.state.rows)
-        self.state.width = self.state.chain = 0
-        if not self.count:
-            return Draft.nothing(rows, device)
-        chosen = {row: sorted(node for _, node in self._ranked[row][: self.count]) for row in self.active}
-        proposals = self.state.proposals
-        width = max(len(nodes) for nodes in chosen.values())
-        tokens = [[-1] * width for _ in range(rows)]
-        parents = [[-1] * (width + 1) for _ in range(rows)]
-        chain, sources = True, -1
-        for row, nodes in chosen.items():
-            own = proposals[row]
-            place = {0: 0}
-            for index, node in enumerate(nodes):
-                tokens[row][index] = own.tokens[node]
-                parents[row][index + 1] = place[own.parents[node]]
-                chain = chain and parents[row][index + 1] == index
-                place[node] = index + 1
-                sources &= own.sources[node]
-        made = torch.tensor(tokens, device=device)
-        self.state.width = width
-        if chain:
-            self.state.chain = sources
-            return Draft.chain(made)
-        depth = max(proposals[row].depths[node] for row, nodes in chosen.items() for node in nodes)
-        return Draft(made, TreeTensors.from_parents(torch.tensor(parents, device=device), depth), depth=depth)
-
-    def note(self) -> None:
-        """Adds the choice to the history."""
-        state, sources = self.state, 0
-        for row in self.active:
-            for _, node in self._ranked[row][: self.count]:
-                sources |= state.proposals[row].sources[node]
-        name = "+".join(c.name for c in state.candidates if c.bit & sources)
-        history = state.history
-        if not history or (history[-1].strategies != name and len(history) < LONGEST_HISTORY):
-            history.append(Choice(state.steps, name))
-        last = history[-1]
-        last.steps += 1
-        last.nodes += self.count
-        last.expected += len(self.active) + self.gain
-        state.steps += 1
 
 
 class _Flat(StepCosts):

@@ -1,0 +1,171 @@
+"""What `auto` verifies in one step: of all that was proposed, as much as pays."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from ..costs.steps import StepCosts
+from ..strategy import Draft
+from ..tree import TreeTensors
+from .acceptance import Follower, Proposals
+from .candidates import Candidate
+
+#: Most entries of a report's history.
+LONGEST_HISTORY = 1000
+
+
+@dataclass
+class Choice:
+    """What was verified in some steps that follow each other.
+
+    Attributes:
+        step: the first of them.
+        steps: how many.
+        strategies: whose draft tokens, "+" between them; "" for none.
+        nodes: draft tokens per row and step.
+        expected, tokens: per step, all rows: tokens that were expected, and written.
+    """
+
+    step: int
+    strategies: str
+    steps: int = 0
+    nodes: float = 0.0
+    expected: float = 0.0
+    tokens: float = 0.0
+
+
+@dataclass
+class AutoState:
+    """What `auto` knows of a call.
+
+    Attributes:
+        candidates, left_out: the drafters, and why others are not among them.
+        costs: of a step, by its nodes.
+        rows, proposals: what is known of each row's text, and what was proposed for it in this step.
+        tokens, seconds: of the present rate.
+        width: draft tokens per row that are verified.
+        chain: bits of the drafters of whose chains these are the first.
+        begun, proposed: when this step began, and when its draft was chosen.
+        history, steps: what was verified so far, and in how many steps.
+    """
+
+    candidates: list[Candidate]
+    left_out: dict[str, str]
+    costs: StepCosts
+    rows: list[Follower]
+    proposals: list[Proposals] = field(default_factory=list)
+    tokens: float = 0.0
+    seconds: float = 0.0
+    width: int = 0
+    chain: int = 0
+    begun: float = 0.0
+    proposed: float = 0.0
+    history: list[Choice] = field(default_factory=list)
+    steps: int = 0
+    clock: Callable[[], float] = time.perf_counter
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second, all rows."""
+        return self.tokens / self.seconds
+
+
+class Plan:
+    """What to verify in one step.
+
+    Attributes:
+        worth: expected tokens beyond those that the step's time would bring at the present rate.
+    """
+
+    def __init__(self, state: AutoState, active: list[int], most: int) -> None:
+        self.state, self.active, self.most = state, active, most
+        self.costs, self.rate = state.costs, state.rate
+        self._plain = self.costs.step(1)
+        self.count = 0
+        self.gain = 0.0
+        self.worth = 0.0
+        self._ranked: dict[int, list[tuple[float, int]]] = {row: [] for row in active}
+
+    def weigh(self) -> None:
+        """Finds the number of draft tokens per row that is worth most."""
+        state = self.state
+        gains: list[float] = []
+        for row in self.active:
+            ranked = self._ranked[row] = state.proposals[row].ranked(state.rows[row].rates)
+            gains.extend([0.0] * (len(ranked) - len(gains)))
+            for place, (likely, _) in enumerate(ranked):
+                gains[place] += likely
+        self.count, self.gain, self.worth, gain = 0, 0.0, 0.0, 0.0
+        for count, more in enumerate(gains[: self.most], 1):
+            gain += more
+            worth = gain - self.rate * (self.costs.step(count + 1) - self._plain)
+            if worth > self.worth:
+                self.count, self.gain, self.worth = count, gain, worth
+
+    def depth_of(self, candidate: Candidate) -> int:
+        """How many tokens a drafter is to draft to which each costs time; 0 if none is worth it beside what there is."""
+        best, depth, worth = self.worth, 0, 0.0
+        likely = [1.0] * len(self.active)
+        if not candidate.experience.runs:
+            return 2
+        gain = 0.0
+        for count in range(1, candidate.depth + 1):
+            for index, row in enumerate(self.active):
+                likely[index] *= self.state.rows[row].rates.rate_of(candidate.bit, count)
+            gain += sum(likely)
+            seconds = self.costs.step(count + 1) - self._plain + count * candidate.experience.cost
+            worth = gain - self.rate * seconds
+            if worth > best:
+                best, depth = worth, count
+            if sum(likely) < 0.05 * len(likely):
+                break
+        return depth
+
+    def draft(self, device: torch.device) -> Draft:
+        """The draft of all rows; each has the nodes that are likeliest there."""
+        rows = len(self.state.rows)
+        self.state.width = self.state.chain = 0
+        if not self.count:
+            return Draft.nothing(rows, device)
+        chosen = {row: sorted(node for _, node in self._ranked[row][: self.count]) for row in self.active}
+        proposals = self.state.proposals
+        width = max(len(nodes) for nodes in chosen.values())
+        tokens = [[-1] * width for _ in range(rows)]
+        parents = [[-1] * (width + 1) for _ in range(rows)]
+        chain, sources = True, -1
+        for row, nodes in chosen.items():
+            own = proposals[row]
+            place = {0: 0}
+            for index, node in enumerate(nodes):
+                tokens[row][index] = own.tokens[node]
+                parents[row][index + 1] = place[own.parents[node]]
+                chain = chain and parents[row][index + 1] == index
+                place[node] = index + 1
+                sources &= own.sources[node]
+        made = torch.tensor(tokens, device=device)
+        self.state.width = width
+        if chain:
+            self.state.chain = sources
+            return Draft.chain(made)
+        depth = max(proposals[row].depths[node] for row, nodes in chosen.items() for node in nodes)
+        return Draft(made, TreeTensors.from_parents(torch.tensor(parents, device=device), depth), depth=depth)
+
+    def note(self) -> None:
+        """Adds the choice to the history."""
+        state, sources = self.state, 0
+        for row in self.active:
+            for _, node in self._ranked[row][: self.count]:
+                sources |= state.proposals[row].sources[node]
+        name = "+".join(c.name for c in state.candidates if c.bit & sources)
+        history = state.history
+        if not history or (history[-1].strategies != name and len(history) < LONGEST_HISTORY):
+            history.append(Choice(state.steps, name))
+        last = history[-1]
+        last.steps += 1
+        last.nodes += self.count
+        last.expected += len(self.active) + self.gain
+        state.steps += 1
