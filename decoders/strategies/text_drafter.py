@@ -8,6 +8,8 @@ prompt lookup: wrong borders between tokens cost acceptance, never the text.
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -196,7 +198,8 @@ class _Passes(nn.Module):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self.model = model
+        self.model = copy.copy(model)  # another object with the same modules, so that the model may go
+        vars(self.model).pop("generate", None)
         config = model.config.get_text_config(decoder=True)
         self.positions = getattr(config, "max_position_embeddings", None) or 1 << 30
 
@@ -211,22 +214,11 @@ class _Passes(nn.Module):
         return logits.argmax(-1)
 
 
-_ATTRIBUTE = "_decoders_text_passes"
+_passes: weakref.WeakKeyDictionary[PreTrainedModel, nn.Module] = weakref.WeakKeyDictionary()
 
 
 def passes_of(model: PreTrainedModel) -> nn.Module:
     """The module that :attr:`Context.module` is given, the same for the same model."""
-    kept = vars(model).get(_ATTRIBUTE)
-    if kept is None or kept.passes is None:
-        kept = vars(model)[_ATTRIBUTE] = _Kept(_Passes(model))
-    return kept.passes
-
-
-class _Kept:
-    """Beside a model, not a part of it: it goes with the model, and copies of the model have none."""
-
-    def __init__(self, passes: _Passes | None = None) -> None:
-        self.passes: Any = passes
-
-    def __reduce__(self) -> tuple:
-        return _Kept, ()
+    if model not in _passes:
+        _passes[model] = _Passes(model)
+    return _passes[model]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -218,3 +220,19 @@ def test_a_scheduler_has_one_cache_of_the_draft_model_while_requests_come_and_go
             decoders_config=EAGER,
         )
         assert tokens == plain[0].tolist()
+
+
+def test_a_draft_model_that_drafted_text_goes_with_its_last_reference_and_is_as_it_was() -> None:
+    target, _, own, other = pair()
+    draft = decoders.enable(model(len(other), 2), other)
+    before = set(vars(draft))
+    target.generate(
+        torch.tensor([own(TEXT)["input_ids"][:16]]), strategy=Speculative(alignment="strings"), assistant_model=draft,
+        assistant_tokenizer=other, max_new_tokens=4, decoders_config=EAGER,
+    )  # fmt: skip
+    assert set(vars(draft)) == before
+    gone = weakref.ref(draft)
+    del draft
+    decoders.release(target)
+    gc.collect()
+    assert gone() is None
