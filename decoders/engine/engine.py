@@ -24,9 +24,10 @@ from .core import Core, Passes
 from .draft_core import DraftCore
 from .features import OutputHead, layer_indices
 from .first_layers import first_layers
+from .freed import FreedParameter, FreedWeights, free_originals, restore_originals
 from .locks import CallLock
 from .modules import ModuleTwin
-from .packing import FreedParameter, FreedWeights, free_originals, freed_error, restore_originals
+from .packing import freed_error
 from .quantization import Precision
 from .session import Sessions
 from .static import WholeStep

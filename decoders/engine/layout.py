@@ -12,6 +12,8 @@ from transformers import PreTrainedModel
 from ..errors import UnsupportedError
 from . import attention, flex
 from .cache import LayerSpec, LayoutProbe
+from .fused import Group, SharedInputs
+from .packing import packable
 from .state_probe import Recurrent, StateProbe, may_keep_states
 from .transformers_compat import keeps_recurrent_state
 
@@ -37,19 +39,10 @@ def context_length(model: PreTrainedModel) -> int:
 def probe_layout(model: PreTrainedModel, kinds: int, packed: bool) -> tuple[list[LayerSpec], set[int], list[Recurrent]]:
     """What each layer stores, how many query heads share a key head, and what keeps states, learnt by running one token."""
     probe = StateProbe(model) if may_keep_states(model) else LayoutProbe()
-    device = model.device
-    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    mask = torch.zeros(1, kinds, 1, 1, dtype=dtype, device=device)
-    if packed:
-        one = torch.ones(1, 1, 1, dtype=torch.bool, device=device)
-        mask = flex.pack_mask(torch.zeros(1, dtype=torch.int64, device=device), one[0].long() - 1, one)
-    token = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    shape = attention.Probe()
-    attention.tell_shape(mask, shape)
     name = type(model).__name__
     with probe.watching(model):
         try:
-            model(input_ids=token, attention_mask=mask, position_ids=token, past_key_values=probe, use_cache=True)
+            shape = _run_one_token(model, kinds, packed, probe)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             if not isinstance(probe, StateProbe):
                 raise
@@ -72,3 +65,31 @@ def probe_layout(model: PreTrainedModel, kinds: int, packed: bool) -> tuple[list
     nothing = LayerSpec.without_keys(next(iter(layouts.values())))
     layers = range(1 + max(*layouts, *states, -1))
     return [replace(layouts.get(i, nothing), states=states.get(i, ())) for i in layers], shape.groups, found
+
+
+@torch.no_grad()
+def shared_inputs(model: PreTrainedModel, kinds: int, packed: bool) -> list[Group]:
+    """Which of its plain linear layers read the same input, learnt by running one token that is not multiplied."""
+    layers = {path: module for path, module in model.named_modules() if packable(module, smallest=0)}
+    if not layers or may_keep_states(model):  # what keeps states may look at values
+        return []
+    with SharedInputs(layers) as shared:
+        _run_one_token(model, kinds, packed, LayoutProbe())
+    return shared.groups()
+
+
+def _run_one_token(
+    model: PreTrainedModel, kinds: int, packed: bool, cache: LayoutProbe | StateProbe
+) -> attention.Probe:
+    """Runs token 0 with `cache`. packed: whether the mask is FlexAttention's."""
+    device = model.device
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    mask = torch.zeros(1, kinds, 1, 1, dtype=dtype, device=device)
+    if packed:
+        one = torch.ones(1, 1, 1, dtype=torch.bool, device=device)
+        mask = flex.pack_mask(torch.zeros(1, dtype=torch.int64, device=device), one[0].long() - 1, one)
+    token = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    shape = attention.Probe()
+    attention.tell_shape(mask, shape)
+    model(input_ids=token, attention_mask=mask, position_ids=token, past_key_values=cache, use_cache=True)
+    return shape

@@ -56,7 +56,7 @@ class ModuleTwin:
         self.packing = pack(self.module)
         if device.type == "cpu":
             use_packed_kernels()
-            fixed(*((weight.packed, tuple(range(weight.packed.dim()))) for weight in self.packing.weights))
+            fixed(*((t, tuple(range(t.dim()))) for weight in self.packing.weights for t in weight.tensors))
         self.dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
         self.layout = self._probe(example)
         self._functions: dict[tuple, Callable] = {}

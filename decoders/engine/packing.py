@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from ..errors import UnsupportedError
 from . import torch_compat
 from .fingerprints import Fingerprint
+from .fused import Group, alike, columns_of, outputs_of, share_of
 
 #: Matrices with fewer elements are left alone: calling oneDNN costs more than its kernel saves.
 SMALLEST = 128 * 128
@@ -44,28 +45,44 @@ def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: 
     return _packed_linear(x, packed, bias, out_features)  # without a second pass through the dispatcher
 
 
-class PackedLinear(nn.Linear):
-    """An ``nn.Linear`` that multiplies by the packed copy of its weight; ``weight`` and ``bias`` stay for those who read them."""
+class _Packed:
+    """What the layers below have in common.
+
+    Attributes:
+        packed: ``[out, in]``, opaque; of several layers where these are multiplied as one (:mod:`.fused`).
+        columns: which outputs of that are this layer's; None is all.
+        packed_bias: ``[out]``, of all of them.
+    """
 
     packed: Tensor
+    columns: tuple[int, int] | None = None
+    packed_bias: Tensor | None = None
+
+    def product(self, x: Tensor, outputs: int) -> Tensor:
+        if self.columns is None:
+            return packed_linear(x, self.packed, self.bias, outputs)  # type: ignore[attr-defined]
+        packed, bias = self.packed, self.packed_bias
+        return share_of(x, packed, self.columns, lambda x: packed_linear(x, packed, bias, packed.shape[0]))
+
+
+class PackedLinear(_Packed, nn.Linear):
+    """An ``nn.Linear`` that multiplies by the packed copy of its weight; ``weight`` and ``bias`` stay for those who read them."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype != self.packed.dtype:
             _refuse_freed(self.weight)
             return F.linear(x, self.weight, self.bias)  # raises PyTorch's own error, or is autocast's business
-        return packed_linear(x, self.packed, self.bias, self.out_features)
+        return self.product(x, self.out_features)
 
 
-class PackedConv1D(Conv1D):
+class PackedConv1D(_Packed, Conv1D):
     """GPT-2's linear layer, whose weight is stored as ``[in, out]``."""
-
-    packed: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype != self.packed.dtype:
             _refuse_freed(self.weight)
             return super().forward(x)
-        return packed_linear(x, self.packed, self.bias, self.nf)
+        return self.product(x, self.nf)
 
 
 #: How a kind of layer is packed: the class that stands in for it, and the matrix ``[out, in]`` that its weight holds.
@@ -76,42 +93,68 @@ _KINDS: dict[type[nn.Module], tuple[type[nn.Module], Callable[[Tensor], Tensor]]
 
 
 class PackedWeight:
-    """One matrix in oneDNN's layout.
+    """A matrix in oneDNN's layout, or several that are multiplied as one, below each other.
 
     Attributes:
-        source: the parameter it was packed from.
+        sources: the parameters it was packed from.
         packed: ``[out, in]``, opaque; the same object for life.
+        bias: ``[out]``, of several layers that have one; likewise.
     """
 
-    def __init__(self, source: Tensor, matrix: Callable[[Tensor], Tensor]) -> None:
-        self.source, self._matrix = source, matrix
-        self.packed = torch_compat.reorder_linear_weight(matrix(source.detach()))
+    def __init__(
+        self, sources: Sequence[Tensor], matrix: Callable[[Tensor], Tensor], biases: Sequence[Tensor] = ()
+    ) -> None:
+        self.sources, self._matrix, self._biases = tuple(sources), matrix, tuple(biases)
+        self._rows = [matrix(source).shape[0] for source in sources]
+        self.packed = self._pack()
+        self.bias = torch.cat([bias.detach() for bias in biases]) if biases else None
         self.settle()
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.packed] if self.bias is None else [self.packed, self.bias]
+
     def settle(self) -> None:
-        """Notes that the packed copy has the parameter's present values, or all that there is if the parameter was freed."""
-        self._packed_from = state_of(self.source)
-        self._sample = Fingerprint(self.source) if self.source.numel() else None
+        """Notes that the packed copy has the parameters' present values, or all that there is if they were freed."""
+        self._packed_from = [state_of(source) for source in (*self.sources, *self._biases)]
+        self._samples = [Fingerprint(source) for source in (*self.sources, *self._biases) if source.numel()]
 
     @property
     def stale(self) -> bool:
-        """Whether the parameter has changed since it was packed."""
-        if state_of(self.source) != self._packed_from:
+        """Whether a parameter has changed since it was packed."""
+        if [state_of(source) for source in (*self.sources, *self._biases)] != self._packed_from:
             return True
-        return self._sample is not None and self._sample.changed
+        return any(sample.changed for sample in self._samples)
 
     def repack(self) -> None:
-        """Packs the parameter's present values into the same tensor: graphs that hold it see them."""
-        self.packed.copy_(torch_compat.reorder_linear_weight(self._matrix(self.source.detach())))
+        """Packs the parameters' present values into the same tensors: graphs that hold them see them."""
+        self.packed.copy_(self._pack())
+        if self.bias is not None:
+            self.bias.copy_(torch.cat([bias.detach() for bias in self._biases]))
         self.settle()
 
-    def dense(self) -> Tensor:
-        """The weight in its original layout, bit for bit."""
-        return self._matrix(self.packed.to_dense()).contiguous()
+    def dense(self) -> list[Tensor]:
+        """The weights in their original layout, bit for bit."""
+        whole = self.packed.to_dense()
+        # Of one matrix no second copy is made, of several each gets memory of its own.
+        parts = [whole] if len(self.sources) == 1 else [part.clone() for part in whole.split(self._rows)]
+        return [self._matrix(part).contiguous() for part in parts]
+
+    def _pack(self) -> Tensor:
+        matrices = [self._matrix(source.detach()) for source in self.sources]
+        return torch_compat.reorder_linear_weight(matrices[0] if len(matrices) == 1 else torch.cat(matrices))
 
 
 #: Packed copies in use anywhere in the process: two engines that share a parameter share its packed copy.
 _in_use: weakref.WeakValueDictionary[tuple, PackedWeight] = weakref.WeakValueDictionary()
+
+
+class PackedLayer(NamedTuple):
+    """A module that was packed, and which of its matrix's sources is its own."""
+
+    module: nn.Module
+    weight: PackedWeight
+    place: int = 0
 
 
 @dataclass
@@ -120,11 +163,11 @@ class Packing:
 
     Attributes:
         weights: one per distinct matrix.
-        layers: every module that was packed, by its path, with its matrix.
+        layers: every module that was packed, by its path.
     """
 
     weights: list[PackedWeight] = field(default_factory=list)
-    layers: dict[str, tuple[nn.Module, PackedWeight]] = field(default_factory=dict)
+    layers: dict[str, PackedLayer] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.weights)
@@ -145,7 +188,7 @@ class Packing:
 
 
 @torch.no_grad()
-def pack(model: nn.Module, smallest: int | None = None) -> Packing:
+def pack(model: nn.Module, smallest: int | None = None, groups: Sequence[Group] = ()) -> Packing:
     """Makes the linear layers of `model`, a private tree, multiply by packed copies of their weights.
 
     Packed are plain linear layers with dense weights on the CPU in a type that oneDNN multiplies on this machine. Left
@@ -154,25 +197,47 @@ def pack(model: nn.Module, smallest: int | None = None) -> Packing:
 
     Args:
         smallest: matrices with fewer elements are left alone; None is :data:`SMALLEST`.
+        groups: layers that read the same input. Those of which all are packed alike are multiplied as one.
     """
     smallest = SMALLEST if smallest is None else smallest
     packing = Packing()
-    distinct: dict[int, PackedWeight] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
+    modules = dict(model.named_modules(remove_duplicate=False))
+    kinds = {path: _kind(modules[path], smallest) for group in groups for path in group}
+    for paths in (paths for group in groups for paths in alike(group, kinds.__getitem__)):
+        layers = {path: modules[path] for path in paths}
+        weights: list[Any] = [cast(Any, module).weight for module in layers.values()]
+        biases: list[Any] = [cast(Any, module).bias for module in layers.values()]
+        kind, matrix = cast(Any, packable(modules[paths[0]], smallest))
+        _stand_in(packing, layers, kind, _shared(weights, matrix, [] if biases[0] is None else biases))
+    known = {id(layer.module): layer for layer in packing.layers.values()}
+    for path, module in modules.items():
         plain = packable(module, smallest)
-        if plain is None:
-            if isinstance(module, PackedLinear | PackedConv1D) and id(module) in distinct:  # one module under two names
-                packing.layers[path] = (module, distinct[id(module)])
-            continue
-        stand_in, matrix = plain
-        weight = _shared(module.weight, matrix)
-        if weight not in packing.weights:
-            packing.weights.append(weight)
-        distinct[id(module)] = weight
-        packing.layers[path] = (module, weight)
-        module.__class__ = stand_in
-        module.packed = weight.packed
+        if plain is not None:
+            stand_in, matrix = plain
+            _stand_in(packing, {path: module}, stand_in, _shared([module.weight], matrix))
+            known[id(module)] = packing.layers[path]
+        elif id(module) in known:  # one module under two names
+            packing.layers[path] = known[id(module)]
     return packing
+
+
+def _kind(module: Any, smallest: int) -> object:
+    """What layers that are packed as one have in common; None for one that is not packed."""
+    kind = packable(module, smallest)
+    return None if kind is None else (kind, module.weight.dtype, module.bias is None)
+
+
+def _stand_in(packing: Packing, layers: dict[str, nn.Module], kind: type[nn.Module], weight: PackedWeight) -> None:
+    """Makes `layers` of `kind`: they multiply by `weight`, which holds the matrices of all."""
+    if weight not in packing.weights:
+        packing.weights.append(weight)
+    columns = columns_of([outputs_of(module) for module in layers.values()])
+    for place, (path, module) in enumerate(layers.items()):
+        packing.layers[path] = PackedLayer(module, weight, place)
+        module.__class__ = kind
+        module.packed = weight.packed
+        if len(layers) > 1:
+            vars(module).update(columns=columns[place], packed_bias=weight.bias)
 
 
 def packable(module: nn.Module, smallest: int) -> tuple[type[nn.Module], Callable[[Tensor], Tensor]] | None:
@@ -189,14 +254,16 @@ def packable(module: nn.Module, smallest: int) -> tuple[type[nn.Module], Callabl
     )
 
 
-def _shared(source: Tensor, matrix: Callable[[Tensor], Tensor]) -> PackedWeight:
-    """The packed copy of `source`, from this process's if there is one."""
-    key = (source.data_ptr(), source.dtype, source.shape, source.stride(), matrix)
+def _shared(sources: list[Tensor], matrix: Callable[[Tensor], Tensor], biases: Sequence[Tensor] = ()) -> PackedWeight:
+    """The packed copy of `sources`, from this process's if there is one."""
+    tensors = (*sources, *biases)
+    key = (matrix, len(sources), *((s.data_ptr(), s.dtype, s.shape, s.stride()) for s in tensors))
     weight = _in_use.get(key)
-    # The copy's own parameter keeps the memory from being used by another, unless its data has been exchanged.
-    if weight is None or weight.stale or weight.source.data_ptr() != source.data_ptr():
+    # The copy's own parameters keep the memory from being used by another, unless their data has been exchanged.
+    moved = weight is not None and [s.data_ptr() for s in weight.sources] != [s.data_ptr() for s in sources]
+    if weight is None or weight.stale or moved:
         with torch.inference_mode(False):
-            weight = PackedWeight(source, matrix)
+            weight = PackedWeight(sources, matrix, biases)
         _in_use[key] = weight
     return weight
 
@@ -204,50 +271,6 @@ def _shared(source: Tensor, matrix: Callable[[Tensor], Tensor]) -> PackedWeight:
 def state_of(source: Tensor) -> tuple:
     """Differs after an in-place change that PyTorch counts."""
     return source.data_ptr(), torch_compat.writes_counted(source)
-
-
-class FreedParameter(nn.Parameter):
-    """Stands in a model where a weight was freed: it tells shape, type and device, and every other use is an error.
-
-    Attributes:
-        freed: true, for those that may not know this class.
-    """
-
-    freed = True
-
-    def __new__(cls, original: nn.Parameter) -> FreedParameter:
-        nothing = torch.full((1, 1), torch.nan, dtype=original.dtype).expand(original.shape)
-        return super().__new__(cls, nothing, original.requires_grad)
-
-    def __init__(self, original: nn.Parameter) -> None: ...
-
-    @classmethod
-    def __torch_function__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
-        name = getattr(func, "__name__", "")
-        if name == "__get__":
-            name = getattr(getattr(func, "__self__", None), "__name__", "")
-        if name not in _TOLD:
-            raise freed_error()
-        with torch_compat.as_plain_tensors():
-            return func(*args, **(kwargs or {}))
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch passes what its own takes
-        return f"FreedParameter(shape={tuple(self.shape)}, dtype={self.dtype})"
-
-    def __deepcopy__(self, memo: dict) -> FreedParameter:
-        raise freed_error()
-
-    def __reduce_ex__(self, protocol: object) -> tuple:
-        raise freed_error()
-
-
-#: What may be asked of a freed weight.
-_TOLD = {
-    "shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad", "grad_fn", "is_leaf", "is_meta", "is_sparse",
-    "is_quantized", "is_nested", "is_cuda", "is_cpu", "is_mkldnn", "names", "itemsize", "nbytes", "_version", "size", "dim",
-    "ndimension", "numel", "nelement", "stride", "element_size", "data_ptr", "storage_offset", "is_contiguous",
-    "is_floating_point", "is_complex", "is_inference", "is_signed", "get_device", "__len__", "__hash__", "untyped_storage",
-}  # fmt: skip
 
 
 def freed_error() -> UnsupportedError:
@@ -261,79 +284,3 @@ def freed_error() -> UnsupportedError:
 def _refuse_freed(weight: Tensor) -> None:
     if weight.stride() == (0, 0):
         raise freed_error()
-
-
-@dataclass
-class FreedWeights:
-    """The dense weights that :func:`free_originals` took from a model, and what is needed to give them back.
-
-    Attributes:
-        places: the module and the name that a weight has there, the parameter, what stands in for it, its packed copy.
-    """
-
-    places: list[tuple[nn.Module, str, nn.Parameter, FreedParameter, PackedWeight]] = field(default_factory=list)
-
-    @property
-    def nbytes(self) -> int:
-        """Memory that the dense weights took."""
-        return sum({id(weight): weight.packed.nbytes for *_, weight in self.places}.values())
-
-
-@torch.no_grad()
-def free_originals(model: nn.Module, packing: Packing) -> FreedWeights:
-    """Frees the dense copy of every weight of `model` that only packed layers use; `packing` is of a twin of its tree.
-
-    Until :func:`restore_originals`, the model itself cannot run, change or be saved: its weights are
-    :class:`FreedParameter`, which say so. Weights that are also looked up (tied embeddings) stay.
-    """
-    users: dict[int, list[tuple[str, nn.Module, str]]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                users.setdefault(parameter.data_ptr(), []).append((path, module, name))
-    freed = FreedWeights()
-    for weight in packing.weights:
-        if weight.stale:
-            weight.repack()
-        places = users.get(weight.source.data_ptr(), [])
-        if not places or any(name != "weight" or path not in packing.layers for path, _, name in places):
-            continue
-        if any(packing.layers[path][1] is not weight for path, *_ in places):
-            continue
-        stands: dict[int, FreedParameter] = {}
-        for path, module, name in places:
-            original = module._parameters[name]
-            if original is None or isinstance(original, FreedParameter):  # one module under two names
-                continue
-            stand_in = stands.setdefault(id(original), FreedParameter(original))
-            freed.places.append((module, name, original, stand_in, weight))
-            module._parameters[name] = stand_in
-            # Layers read the shape, type and device of their weight; the values are never used.
-            twin = packing.layers[path][0]
-            nothing = torch.full((1, 1), torch.nan, dtype=original.dtype).expand(original.shape)
-            twin._parameters[name] = nn.Parameter(nothing, requires_grad=False)
-        for _, _, original, _, freed_weight in freed.places:
-            if freed_weight is weight:
-                with torch.inference_mode(original.is_inference()):
-                    original.data = original.data.new_empty(0)
-        weight.settle()
-    return freed
-
-
-@torch.no_grad()
-def restore_originals(freed: FreedWeights, packing: Packing) -> None:
-    """Gives the model back its parameters, the very objects, with their values bit for bit; others' stay in their places."""
-    dense: dict[int, Tensor] = {}
-    for module, name, original, stand_in, weight in freed.places:
-        with torch.inference_mode(original.is_inference()):
-            if id(weight) not in dense:
-                dense[id(weight)] = weight.dense()
-            original.data = dense[id(weight)]
-        if module._parameters.get(name) is stand_in:
-            module._parameters[name] = original
-    for layer, weight in packing.layers.values():
-        if weight.source.numel():
-            layer._parameters["weight"] = cast(nn.Parameter, weight.source)
-    for *_, weight in freed.places:
-        weight.settle()
-    freed.places.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..errors import UnsupportedError
 from . import torch_compat
+from .fused import Group, alike, columns_of, outputs_of
 from .packing import SMALLEST, packable, state_of
 from .quantized import (
     GROUP,
@@ -105,7 +106,13 @@ class Quantized:
 
 
 @torch.no_grad()
-def quantize(model: nn.Module, scheme: Scheme | None, head: nn.Module | None, smallest: int | None = None) -> Quantized:
+def quantize(
+    model: nn.Module,
+    scheme: Scheme | None,
+    head: nn.Module | None,
+    smallest: int | None = None,
+    groups: Sequence[Group] = (),
+) -> Quantized:
     """Makes layers of `model`, a private tree, multiply by quantized matrices.
 
     Layers whose weights a library has quantized keep those very values and get a kernel for them, if there is one. With a
@@ -114,14 +121,24 @@ def quantize(model: nn.Module, scheme: Scheme | None, head: nn.Module | None, sm
 
     Args:
         smallest: matrices with fewer elements are left alone; None is that of packing.
+        groups: layers that read the same input. Those of which all are quantized alike by the `scheme` are multiplied as one.
     """
     smallest = SMALLEST if smallest is None else smallest
     quantized = Quantized()
     by_module: dict[int, QuantizedWeight] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
+    modules = dict(model.named_modules(remove_duplicate=False))
+    if scheme is not None:
+        kinds = {path: _kind(modules[path], scheme, smallest) for group in groups for path in group}
+        for paths in (paths for group in groups for paths in alike(group, kinds.__getitem__)):
+            members = [modules[path] for path in paths]
+            of_all = cast(QuantizedWeight, _asked_for(members, scheme, smallest))
+            for module, columns in zip(members, columns_of([outputs_of(module) for module in members]), strict=True):
+                by_module[id(module)] = of_all
+                vars(module)["columns"] = columns
+    for path, module in modules.items():
         weight = by_module.get(id(module)) or _given(module)
         if weight is None and scheme is not None:
-            weight = _asked_for(module, "int8" if module is head else scheme, smallest)
+            weight = _asked_for([module], "int8" if module is head else scheme, smallest)
         if weight is None:
             continue
         by_module[id(module)] = weight
@@ -146,31 +163,48 @@ def rounds_activations(model: nn.Module) -> bool:
 def _shared(sources: list[Tensor], key: tuple, make: Callable[[], Made]) -> QuantizedWeight:
     key = (*[(s.data_ptr(), s.dtype, s.shape, s.stride()) for s in sources], *key)
     weight = _in_use.get(key)
-    if weight is None or weight.stale or weight.sources[0].data_ptr() != sources[0].data_ptr():
+    moved = weight is not None and [s.data_ptr() for s in weight.sources] != [s.data_ptr() for s in sources]
+    if weight is None or weight.stale or moved:
         with torch.inference_mode(False):
             weight = _in_use[key] = QuantizedWeight(sources, make)
     return weight
 
 
-def _asked_for(module: nn.Module, scheme: Scheme, smallest: int) -> QuantizedWeight | None:
-    """A quantized copy of a dense layer's weight."""
+def _kind(module: Any, scheme: Scheme, smallest: int) -> tuple | None:
+    """What layers that are quantized as one have in common: how they are packed, their type, whether 4 bits will do."""
     kind = packable(module, smallest)
     if kind is None:
         return None
-    _, matrix = kind
-    source, transposed = cast(Tensor, module.weight), isinstance(module, Conv1D)
-    rows, columns = matrix(source).shape
+    rows, columns = kind[1](module.weight).shape
+    return *kind, module.weight.dtype, scheme == "int4" and rows % 16 == 0 and columns % GROUP == 0
+
+
+def _asked_for(modules: list[nn.Module], scheme: Scheme, smallest: int) -> QuantizedWeight | None:
+    """Quantized copies of dense layers' weights, as one matrix; several layers are of one kind."""
+    kind = _kind(modules[0], scheme, smallest)
+    if kind is None:
+        return None
+    _, matrix, dtype, four_bits = kind
+    sources, transposed = [cast(Tensor, module.weight) for module in modules], isinstance(modules[0], Conv1D)
+
+    def whole() -> Tensor:
+        return (
+            torch.cat([matrix(source.detach()) for source in sources])
+            if len(sources) > 1
+            else matrix(sources[0].detach())
+        )
 
     def int8() -> Made:
-        return _int8(*rounded_to_int8(matrix(source.detach())), source.dtype, transposed)
+        return _int8(*rounded_to_int8(whole()), dtype, transposed)
 
     def int4() -> Made:
-        levels, scales = rounded_to_int4(matrix(source.detach()))
+        levels, scales = rounded_to_int4(whole())
         attributes = dict(packed=torch_compat.reorder_int4(levels.contiguous()), scale=scales, group=GROUP)
         return Made(WeightInt4Conv1D if transposed else WeightInt4Linear, attributes)
 
-    four_bits = scheme == "int4" and rows % 16 == 0 and columns % GROUP == 0
-    return _shared([source], ("int4" if four_bits else "int8", transposed), int4 if four_bits else int8)
+    if four_bits:
+        return _shared(sources, ("int4", transposed), int4)
+    return _shared(sources, ("int8", transposed), int8)
 
 
 def _int8(levels: Tensor, scale: Tensor, dtype: torch.dtype, transposed: bool, given: bool = False) -> Made:

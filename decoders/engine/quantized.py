@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from . import torch_compat
+from .fused import share_of
 
 #: Weights of one row that share a step and an offset: the smallest that the kernel knows.
 GROUP = 32
@@ -102,17 +103,23 @@ def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Quantized:
-    """What the layers below have in common."""
+    """What the layers below have in common.
+
+    Attributes:
+        packed, scale: of several layers where these are multiplied as one (:mod:`.fused`).
+        columns: which outputs of that are this layer's; None is all.
+    """
 
     packed: Tensor
     scale: Tensor
+    columns: tuple[int, int] | None = None
 
     def product(self, x: Tensor) -> Tensor:
         """``[…, in]`` → ``[…, out]``, without the bias."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.product(x)
+        out = self.product(x) if self.columns is None else share_of(x, self.packed, self.columns, self.product)
         return out if self.bias is None else out + self.bias  # type: ignore[attr-defined]
 
 

@@ -82,7 +82,8 @@ class RegionalForward:
             self.regional = False
 
     def _wrap(self) -> Callable:
-        return torch_compat.compiled_whole(private(self.function), dynamic=True, options={"size_asserts": False})
+        options = {"size_asserts": False, "post_grad_custom_pre_pass": torch_compat.EqualOnce()}
+        return torch_compat.compiled_whole(private(self.function), dynamic=True, options=options)
 
 
 def fixed(*sizes: tuple[Tensor, tuple[int, ...]]) -> None:

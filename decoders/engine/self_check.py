@@ -41,7 +41,7 @@ def check_tree_logits(target: Target, model: PreTrainedModel, layout: list[Layer
     target.prefill(torch.tensor([prompt[:-1]], device=device), start, buffers, view, 0)
     ours = target.forward(nodes, start + 2, tree.tensors(1, device), buffers, view).logits[0, -1]
     reference = share_weights(model)  # as in evaluation, whatever mode the user's model is in
-    quantize(reference, target.precision.weights, reference.get_output_embeddings())
+    quantize(reference, target.precision.weights, reference.get_output_embeddings(), groups=target.groups)
     ids = torch.tensor([prompt + branch], device=device)
     plain = reference(input_ids=ids, use_cache=False).logits[0, -1].float()
     gap, scale = (ours - plain).abs().max().item(), max(plain.abs().max().item(), 1.0)

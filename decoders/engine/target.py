@@ -21,7 +21,7 @@ from .cache import CacheBuffers, SlotCache
 from .features import LayerStates, OutputHead
 from .fingerprints import Fingerprints
 from .fitness import refuse_unfit
-from .layout import backbone_of, context_length, embeddings_of, probe_layout
+from .layout import backbone_of, context_length, embeddings_of, probe_layout, shared_inputs
 from .packing import pack
 from .quantization import Precision, quantize, rounds_activations
 from .ranks import Ranks
@@ -59,6 +59,7 @@ class Target:
     Attributes:
         static: whether code is compiled for one size each, so that sizes are rounded to buckets.
         precision: of the matrices and of the cache, where it is not the model's own.
+        groups: layers that read the same input, by path; they are multiplied as one where they are packed or quantized alike.
         packing, quantized: the packed matrices, and those that are quantized.
         weights, samples: what they were packed from.
         rounds: whether activations, keys or values are rounded on the way, so that a last bit may decide about a step of theirs.
@@ -100,8 +101,9 @@ class Target:
         self._layer_states: LayerStates | None = None
         # The hidden states are taken where the head reads them: no model has to be asked how it names or norms them.
         self._watch_head()
-        self.quantized = quantize(self.model, precision.weights, self.model.get_output_embeddings())
-        self.packing = pack(self.model)
+        self.groups = shared_inputs(self.model, len(self.kinds), self.flex)
+        self.quantized = quantize(self.model, precision.weights, self.model.get_output_embeddings(), groups=self.groups)
+        self.packing = pack(self.model, groups=self.groups)
         self.remember(model)
         self.layout, groups, found = probe_layout(self.model, len(self.kinds), self.flex)
         self.recurrent = tuple(entry.layer for entry in found)
@@ -137,7 +139,7 @@ class Target:
     def matrices(self) -> list[Tensor]:
         """The tensors of all packed and quantized matrices."""
         return [
-            *(weight.packed for weight in self.packing.weights),
+            *(tensor for weight in self.packing.weights for tensor in weight.tensors),
             *(tensor for weight in self.quantized.weights for tensor in weight.tensors),
         ]
 

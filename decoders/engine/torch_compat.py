@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
 #: What Dynamo raises where it cannot compile; there is no public class for it.
 COMPILER_ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
@@ -122,6 +123,43 @@ def lower_to_quantized_kernels(int8: Any, weight_int8: Any, int4: Any) -> bool:
     )
 
 
+class EqualOnce(CustomGraphPass):
+    """Leaves one of several calls of our operators that compute the same from the same. Inductor does so for graphs that are
+    trained alone; replaced by its own pass once it runs on others too.
+    """
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        numbers: dict[object, int] = {}
+        number_of: dict[torch.fx.Node, int] = {}
+        first: dict[int, torch.fx.Node] = {}
+        for node in graph.nodes:
+            known = torch.fx.map_arg((node.args, node.kwargs), lambda n: _Number(number_of[n]))
+            # What is no plain function of its arguments equals itself alone.
+            what: object = (node.target, repr(known)) if _is_function(node) else node
+            number = number_of[node] = numbers.setdefault(what, len(numbers))
+            if getattr(node.target, "namespace", None) == "decoders" and first.setdefault(number, node) is not node:
+                node.replace_all_uses_with(first[number])
+        graph.eliminate_dead_code()
+
+    def uuid(self) -> str:
+        return "decoders: equal once, 1"
+
+
+class _Number(int):
+    """A value in the arguments of another."""
+
+    def __repr__(self) -> str:
+        return f"%{int(self)}"
+
+
+def _is_function(node: torch.fx.Node) -> bool:
+    """Whether a node gives the same for the same arguments, and does nothing else."""
+    operator = node.target
+    if node.op != "call_function" or not isinstance(operator, torch._ops.OpOverload):
+        return False
+    return not operator._schema.is_mutable and torch.Tag.nondeterministic_seeded not in operator.tags
+
+
 # Tensors.
 
 
@@ -130,6 +168,8 @@ def writes_counted(tensor: Tensor) -> int:
 
     Autograd's own counter; nothing public tells a write in place.
     """
+    if tensor.is_inference():  # asked first: to raise and catch the error costs 30 microseconds
+        return 0
     try:
         return tensor._version
     except RuntimeError:

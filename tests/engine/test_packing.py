@@ -10,12 +10,8 @@ from torch import nn
 from torch.nn.utils import prune
 from transformers.pytorch_utils import Conv1D
 
-from decoders.engine.packing import (
-    PackedLinear,
-    free_originals,
-    pack,
-    restore_originals,
-)
+from decoders.engine.freed import free_originals, restore_originals
+from decoders.engine.packing import PackedLinear, pack
 from decoders.engine.twin import share_weights
 from decoders.errors import UnsupportedError
 from decoders.testing import tiny_model

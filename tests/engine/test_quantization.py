@@ -26,8 +26,8 @@ AS_IT_IS = {"compile": False, "reuse": False}
 
 @pytest.fixture(autouse=True)
 def tiny_matrices_are_quantized(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target, "quantize", lambda *arguments: quantize(*arguments, smallest=0))
-    monkeypatch.setattr(self_check, "quantize", lambda *arguments: quantize(*arguments, smallest=0))
+    monkeypatch.setattr(target, "quantize", lambda *given, **named: quantize(*given, smallest=0, **named))
+    monkeypatch.setattr(self_check, "quantize", lambda *given, **named: quantize(*given, smallest=0, **named))
 
 
 def write(model: PreTrainedModel, settings: dict[str, Any], strategy: str = "autoregressive", **options: Any) -> Any:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from decoders.engine import torch_compat
 from decoders.engine.background import BackgroundCompile
 from decoders.engine.cache import CacheBuffers
 from decoders.engine.compiler import compilations
@@ -31,11 +32,12 @@ class Pass:
 
     def __init__(self, model) -> None:
         self.target = Target(model)
-        self.packing = pack(self.target.model, smallest=0)
-        self.compiled = RegionalForward(self.run, self.target.model, self.packing)
+        self.packing = pack(self.target.model, smallest=0, groups=self.target.groups)
+        packed = [tensor for weight in self.packing.weights for tensor in weight.tensors]
+        self.compiled = RegionalForward(self.run, self.target.model, packed)
 
     def run(self, nodes, base, tree, buffers, view):
-        result = self.target.forward(nodes, base, tree, buffers, view.shape[0])
+        result = self.target.forward(nodes, base, tree, buffers, view)
         return result.logits, result.hidden
 
     def arguments(self, rows: int, nodes: int = 11, slots: int = 176, view: int = 80, base: int = 19) -> tuple:
@@ -84,6 +86,24 @@ def test_compiled_by_regions_equals_uncompiled(name):
     forward.check(1, 9, 176, 96, 60)
     forward.check(1, 33, 304, 240, 200)
     assert compilations() == before
+
+
+@pytest.mark.slow
+def test_layers_that_read_the_same_are_multiplied_once(monkeypatch):
+    left: list[int] = []
+    plain = torch_compat.EqualOnce.__call__
+
+    def counted(self, graph: torch.fx.Graph) -> None:
+        plain(self, graph)
+        left.append(sum(node.target is torch.ops.decoders.packed_linear.default for node in graph.nodes))
+
+    monkeypatch.setattr(torch_compat.EqualOnce, "__call__", counted)
+    forward = Pass(tiny_model("llama"))
+    with torch._inductor.config.patch(force_disable_caches=True):
+        forward.compiled.compile(*forward.arguments(1))
+    # A layer's: queries, keys and values; the attention's output; gate and up; down. One more for the head. Without the pass, 7.
+    assert left and all(count in (4, 1, 4 + 1, 2 * 4 + 1) for count in left)
+    forward.check(1, 3, 176, 80, 19)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import decoders
 from decoders.engine import packing
-from decoders.engine.packing import FreedParameter
+from decoders.engine.freed import FreedParameter
 from decoders.errors import SettingsError, UnsupportedError
 from decoders.testing import prompts, tiny_model
 

@@ -1,0 +1,220 @@
+"""Layers that read the same input: who they are, one product for all, and each one's share of it."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from decoders.engine import fused, packing, quantized, torch_compat
+from decoders.engine.cache import CacheBuffers
+from decoders.engine.freed import free_originals, restore_originals
+from decoders.engine.packing import pack
+from decoders.engine.quantization import quantize
+from decoders.engine.target import Target
+from decoders.engine.twin import share_weights
+from decoders.testing import tiny_model
+from decoders.tree import Topology
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def tiny_matrices_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "SMALLEST", 0)
+
+
+class Both(nn.Module):
+    """Two layers that read the same, and one that reads what they give."""
+
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(32, 48, bias), nn.Linear(32, 16, bias), nn.Linear(64, 32, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.cat([self.up(x), self.gate(x)], -1))
+
+
+GROUP = [("up", "gate")]
+
+
+@pytest.mark.parametrize(
+    "name, groups",
+    [
+        ("llama", ["q_proj k_proj v_proj", "gate_proj up_proj"]),
+        ("qwen2", ["q_proj k_proj v_proj", "gate_proj up_proj"]),
+        ("phi", ["q_proj k_proj v_proj fc1"]),  # attention and MLP read the same
+        ("cohere", ["q_proj k_proj v_proj gate_proj up_proj"]),
+        ("deepseek_v3", ["q_a_proj kv_a_proj_with_mqa", "gate_proj up_proj"]),
+        ("mixtral", ["q_proj k_proj v_proj"]),
+        ("gpt2", []),
+    ],
+)
+def test_layers_that_read_the_same_are_found(name: str, groups: list[str]) -> None:
+    target = Target(tiny_model(name))
+    first = [group for group in target.groups if ".0." in group[0]]
+    assert [" ".join(path.rsplit(".", 1)[1] for path in group) for group in first] == groups
+
+
+@pytest.mark.parametrize("name", ["llama", "gptj", "cohere", "deepseek_v3"])
+def test_a_pass_makes_every_product_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(tiny_model(name))
+    products: Counter[int] = Counter()
+    multiply = torch_compat.multiply_packed
+
+    def counted(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+        products[id(packed)] += 1
+        return multiply(x, packed, bias)
+
+    monkeypatch.setattr(torch_compat, "multiply_packed", counted)
+    buffers, start = CacheBuffers.allocate(target.layout, 1, 16), torch.zeros(1, dtype=torch.int64)
+    target.forward(torch.arange(5)[None], start, Topology.chain(4).tensors(1, start.device), buffers, torch.arange(8))
+    assert set(products) == {id(weight.packed) for weight in target.packing.weights}
+    assert set(products.values()) == {1}
+    assert len(products) < len(target.packing.layers)
+
+
+def test_only_neighbours_of_a_kind_are_multiplied_as_one() -> None:
+    target = Target(tiny_model("gptj"))  # q, k and v have no bias, the MLP that reads the same has
+    weights = {path.rsplit(".", 1)[1]: layer.weight for path, layer in target.packing.layers.items() if ".h.0." in path}
+    assert weights["q_proj"] is weights["k_proj"] is weights["v_proj"]
+    assert weights["fc_in"] is not weights["q_proj"]
+
+
+def test_a_layer_that_runs_twice_shares_with_none() -> None:
+    module = Both()
+    with fused.SharedInputs(dict(module.named_children())) as shared:
+        x = torch.randn(1, 32)
+        module(x)
+        module.up(x)
+    assert shared.groups() == []
+    assert "forward" not in vars(module.up)
+
+
+def test_groups_that_would_run_at_the_same_time_are_not_both_made() -> None:
+    layers = {name: nn.Linear(8, 8) for name in "abcd"}
+    with fused.SharedInputs(dict(layers)) as shared:
+        left, right = torch.randn(2, 1, 8)
+        for name, x in zip("abcd", (left, right, left, right), strict=True):
+            layers[name](x)
+    assert shared.groups() == [("a", "c")]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_shares_have_the_bits_of_products_of_their_own(dtype: torch.dtype, bias: bool) -> None:
+    plain = Both(bias).to(dtype)
+    alone, together = copy.deepcopy(plain), copy.deepcopy(plain)
+    pack(alone)
+    assert len(pack(together, groups=GROUP)) == 2
+    for rows in (2, 3, 9, 17):
+        x = torch.randn(rows, 32).to(dtype)
+        assert torch.equal(together(x), alone(x))
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_quantized_shares_have_the_bits_of_products_of_their_own(scheme: quantized.Any) -> None:
+    plain = Both(bias=True)
+    alone, together = copy.deepcopy(plain), copy.deepcopy(plain)
+    assert len(quantize(alone, scheme, None, smallest=0).weights) == 3
+    assert len(quantize(together, scheme, None, smallest=0, groups=GROUP).weights) == 2
+    for rows in (1, 2, 9):
+        x = torch.randn(rows, 32)
+        assert torch.equal(together(x), alone(x))
+
+
+def test_another_input_gets_a_product_of_its_own() -> None:
+    module = Both()
+    expected = copy.deepcopy(module)
+    pack(module, groups=GROUP)
+    left, right = torch.randn(2, 3, 32)
+    module.up(left)
+    torch.testing.assert_close(module.gate(right), expected.gate(right))
+    module.up(left)
+    left.mul_(2)
+    torch.testing.assert_close(module.gate(left), expected.gate(left))
+
+
+def test_nothing_is_kept_once_the_last_layer_had_its_share() -> None:
+    module = Both()
+    pack(module, groups=GROUP)
+    module(torch.randn(3, 32))
+    assert vars(fused._latest) == dict(source=None, packed=None, product=None, writes=0)
+
+
+def test_changed_weights_and_biases_are_packed_again() -> None:
+    module = Both(bias=True)
+    twin = share_weights(module)
+    packed = pack(twin, groups=GROUP)
+    tensors = [id(tensor) for weight in packed.weights for tensor in weight.tensors]
+    module.gate.weight.mul_(2)
+    assert packed.repack() == 1
+    module.up.bias.add_(1)
+    assert packed.repack() == 1
+    assert [id(tensor) for weight in packed.weights for tensor in weight.tensors] == tensors
+    x = torch.randn(3, 32)
+    torch.testing.assert_close(twin(x), module(x))
+
+
+def test_freed_weights_of_one_product_come_back_bit_for_bit() -> None:
+    module = Both(bias=True)
+    before, objects = copy.deepcopy(module.state_dict()), dict(module.named_parameters())
+    twin = share_weights(module)
+    packed = pack(twin, groups=GROUP)
+    x = torch.randn(3, 32)
+    expected = twin(x)
+    freed = free_originals(module, packed)
+    assert freed.nbytes == packed.nbytes
+    assert torch.equal(twin(x), expected)
+    restore_originals(freed, packed)
+    assert {name: id(value) for name, value in module.named_parameters()} == {n: id(v) for n, v in objects.items()}
+    assert all(torch.equal(module.state_dict()[name], value) for name, value in before.items())
+    # Each has memory of its own again: what is written to one does not keep the others' alive, nor show in them.
+    assert module.up.weight.untyped_storage().nbytes() == module.up.weight.nbytes
+    assert packed.repack() == 0
+
+
+def traced(function: object, *arguments: Tensor) -> torch.fx.GraphModule:
+    return make_fx(function)(*arguments)  # type: ignore[arg-type]
+
+
+def products(graph: torch.fx.Graph) -> int:
+    return sum(getattr(node.target, "namespace", None) == "decoders" for node in graph.nodes)
+
+
+def test_the_compiler_leaves_one_of_equal_products() -> None:
+    def shares(x: Tensor, other: Tensor, weight: Tensor, scale: Tensor) -> list[Tensor]:
+        # Each layer rounds what it reads by itself: equal values are told by how they are computed.
+        given = [quantized.quantize_activations(t)[0] for t in (x, x, other)]
+        return [torch.ops.decoders.multiply_weight_int8(rows.float(), weight, scale) for rows in given]
+
+    given = (*torch.randn(2, 3, 16), torch.randint(-9, 9, (8, 16), dtype=torch.int8), torch.rand(8))
+    module = traced(shares, *given)
+    assert products(module.graph) == 3
+    torch_compat.EqualOnce()(module.graph)
+    module.recompile()
+    assert products(module.graph) == 2
+    for left, right in zip(module(*given), shares(*given), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_what_is_drawn_or_written_between_is_not_equal() -> None:
+    def shares(x: Tensor, weight: Tensor, scale: Tensor) -> list[Tensor]:
+        multiply = torch.ops.decoders.multiply_weight_int8
+        drawn = [multiply(torch.rand_like(x), weight, scale) for _ in range(2)]
+        before = multiply(x, weight, scale)
+        changed = x.clone()
+        changed.mul_(2)
+        return [*drawn, before, multiply(changed, weight, scale)]
+
+    module = traced(shares, torch.randn(3, 16), torch.randint(-9, 9, (8, 16), dtype=torch.int8), torch.rand(8))
+    torch_compat.EqualOnce()(module.graph)
+    assert products(module.graph) == 4
