@@ -28,7 +28,7 @@ class LlamaCpp:
     def __init__(self, path: Path, mode: str = "", draft: Path | None = None) -> None:
         self.path, self.mode, self.draft = path, mode, draft
         self.llama: Any = None
-        self.batched: _Batched | None = None
+        self.batched: BatchedLlamaCpp | None = None
 
     def generate(
         self, prompts: list[list[int]], new_tokens: int, stops: frozenset[int], on_tokens: OnTokens | None = None
@@ -37,7 +37,7 @@ class LlamaCpp:
         if len(prompts) > 1:
             if self.batched is None or self.batched.rows < len(prompts) or self.batched.room < room:
                 self.close()
-                self.batched = _Batched(self.path, len(prompts), room)
+                self.batched = BatchedLlamaCpp(self.path, len(prompts), room)
             return self.batched.generate(prompts, new_tokens, stops, on_tokens)
         if self.llama is None or self.llama.n_ctx() < room + max(DRAFT_TOKENS.values()):
             self.close()
@@ -112,7 +112,7 @@ def _drafting(small: Any) -> Any:
     return SecondModel()
 
 
-class _Batched:
+class BatchedLlamaCpp:
     """Several rows, one sequence of llama.cpp each."""
 
     def __init__(self, path: Path, rows: int, room: int) -> None:
@@ -136,7 +136,7 @@ class _Batched:
     ) -> Written:
         self.lib.llama_memory_clear(self.lib.llama_get_memory(self.context), True)
         rows: list[list[int]] = [[] for _ in prompts]
-        latest = [self._read_prompt(row, prompt) for row, prompt in enumerate(prompts)]
+        latest = [self.read_prompt(row, prompt) for row, prompt in enumerate(prompts)]
         active = list(range(len(prompts)))
         steps = 1
         while True:
@@ -147,22 +147,21 @@ class _Batched:
             if not active or not go_on:
                 return Written(rows, steps)
             entries = [(latest[row], len(prompts[row]) + len(rows[row]) - 1, row, True) for row in active]
-            chosen = self._decode(entries)
+            chosen = self.decode(entries)
             for row, token in zip(active, chosen, strict=True):
                 latest[row] = token
             steps += 1
 
-    def _read_prompt(self, row: int, prompt: list[int]) -> int:
+    def read_prompt(self, row: int, prompt: list[int]) -> int:
+        """Reads a row's prompt; the likeliest token after it."""
         chosen: list[int] = []
         for start in range(0, len(prompt), 512):
             part = prompt[start : start + 512]
             last = start + len(part) == len(prompt)
-            chosen = self._decode(
-                [(token, start + i, row, last and i == len(part) - 1) for i, token in enumerate(part)]
-            )
+            chosen = self.decode([(token, start + i, row, last and i == len(part) - 1) for i, token in enumerate(part)])
         return chosen[0]
 
-    def _decode(self, entries: list[tuple[int, int, int, bool]]) -> list[int]:
+    def decode(self, entries: list[tuple[int, int, int, bool]]) -> list[int]:
         """The likeliest token after each entry (token, position, sequence, whether to choose) that asks for it."""
         batch = self.batch
         batch.n_tokens = len(entries)
