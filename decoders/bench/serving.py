@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import http.client
 import json
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +39,10 @@ def overhead(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, strategy: str, prompt: str, new_tokens: int, requests: int,
     compile: bool,
 ) -> list[Overhead]:  # fmt: skip
-    """Asks `requests` times with and without a server, in turns, one request after the other, all for the same text."""
+    """Asks `requests` times with and without a server, in turns, one request after the other, all for the same text.
+
+    The client of the server is a process of its own.
+    """
     from ..server.app import make_app
     from ..server.bodies import Message
     from ..server.limits import Limits
@@ -52,44 +57,56 @@ def overhead(
     try:
         while not server.started:
             time.sleep(0.01)
-        connection = http.client.HTTPConnection(*server.bound)
 
-        def alone(ids: list[int]) -> None:
-            told = threading.Event()
+        def alone(ids: list[int]) -> float:
+            told, begun = threading.Event(), time.perf_counter()
             service.pool.submit(None, None, ids, lambda _: told.set(), max_new_tokens=new_tokens, do_sample=False)
             told.wait()
-
-        def asked(path: str, **body: Any) -> None:
-            content = json.dumps({"max_tokens": new_tokens, "temperature": 0, **body})
-            connection.request("POST", path, content, {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            text = response.read()
-            assert response.status == 200, text
+            return time.perf_counter() - begun
 
         ids: list[int] = tokenizer(prompt).input_ids
-        ways: dict[str, tuple[list[int], Callable[[], None]]] = {
-            "completions": (ids, partial(asked, "/v1/completions", prompt=prompt)),
-            "completions, streamed": (ids, partial(asked, "/v1/completions", prompt=prompt, stream=True)),
+        usual: dict[str, Any] = {"max_tokens": new_tokens, "temperature": 0}
+        text = usual | {"prompt": prompt}
+        ways: dict[str, tuple[list[int], str, dict[str, Any]]] = {
+            "completions": (ids, "/v1/completions", text),
+            "completions, streamed": (ids, "/v1/completions", text | {"stream": True}),
         }
         if service.conversations.has_template:
             message = Message(role="user", content=prompt)
             rendered = service.conversations.ids(service.conversations.prompt([message], (), {}))
             messages = [message.model_dump(include={"role", "content"})]
-            ways["chat"] = rendered, partial(asked, "/v1/chat/completions", messages=messages)
+            ways["chat"] = rendered, "/v1/chat/completions", usual | {"messages": messages}
         results = []
-        for name, (tokens, ask) in ways.items():
-            own: list[float] = []
-            whole: list[float] = []
-            for _ in range(requests + 3):
-                for ways_seconds, way in ((own, partial(alone, tokens)), (whole, ask)):
-                    begun = time.perf_counter()
-                    way()
-                    ways_seconds.append(time.perf_counter() - begun)
-            own, whole = own[3:], whole[3:]  # the first ones pack weights and start threads
-            added = [b - a for a, b in zip(own, whole, strict=True)]
-            results.append(Overhead(name, median(own), median(whole), median(added)))
-        connection.close()
+        with client(*server.bound) as asked:
+            for name, (tokens, path, body) in ways.items():
+                pairs = [(alone(tokens), asked(path, body)) for _ in range(requests + 3)]
+                pairs = pairs[3:]  # the first ones pack weights and start threads
+                own, whole = [a for a, _ in pairs], [b for _, b in pairs]
+                results.append(Overhead(name, median(own), median(whole), median(b - a for a, b in pairs)))
     finally:
         server.should_exit = True
         thread.join()
     return results
+
+
+@contextmanager
+def client(host: str, port: int) -> Iterator[Callable[[str, dict[str, Any]], float]]:
+    """A process that asks a server; gives what asks for a path with a body, and returns the seconds that it took."""
+    file = Path(__file__).with_name("http_client.py")
+    command = [sys.executable, "-I", str(file)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
+        sent, received = process.stdin, process.stdout
+        assert sent is not None and received is not None
+        print(json.dumps([host, port]), file=sent, flush=True)
+
+        def asked(path: str, body: dict[str, Any]) -> float:
+            print(json.dumps([path, json.dumps(body)]), file=sent, flush=True)
+            told = json.loads(received.readline() or '"it has ended"')
+            if not isinstance(told, float):
+                raise RuntimeError(f"the client could not ask for {path}: {told}")
+            return told
+
+        try:
+            yield asked
+        finally:
+            sent.close()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
+from types import TracebackType
 from typing import Any
 
 from starlette.responses import Response
 
 from .answers import Answer, Growing
-from .jobs import Choice
 from .limits import Receive, Scope, Send
 from .refusals import Refusal
 
@@ -56,43 +56,74 @@ async def events(answer: Answer) -> AsyncGenerator[bytes]:
     Raises:
         what a request raises.
     """
-    news: asyncio.Queue[tuple[Choice, bool] | BaseException] = asyncio.Queue()
-
-    async def follow(choice: Choice) -> None:
-        try:
-            async with aclosing(choice.generation.batches()) as batches:
-                async for _ in batches:
-                    news.put_nowait((choice, False))
-            news.put_nowait((choice, True))
-        except Exception as error:
-            news.put_nowait(error)
-
-    growing: dict[int, Growing] = {choice.index: answer.growing(choice) for choice in answer.job.choices}
-    followers = [asyncio.ensure_future(follow(choice)) for choice in answer.job.choices]
+    news, choices = asyncio.Event(), answer.job.choices
+    growing: dict[int, Growing] = {choice.index: answer.growing(choice) for choice in choices}
+    running = list(choices)
     try:
-        for choice in answer.job.choices:
-            for part in answer.opening(choice):
-                yield event(answer.chunk([part]))
-        left = len(followers)
-        while left:
-            try:
-                item = await asyncio.wait_for(news.get(), KEEP_ALIVE)
-            except TimeoutError:
-                yield b": waiting\n\n"
-                continue
-            if isinstance(item, BaseException):
-                raise item
-            choice, ended = item
-            left -= ended
-            if parts := answer.pieces(growing[choice.index], ended):
-                yield b"".join(event(answer.chunk([part])) for part in parts)
+        with ExitStack() as stack, KeepAlive(news) as waiting:
+            for choice in choices:
+                stack.enter_context(choice.generation.telling(news.set))
+            for choice in choices:
+                for part in answer.opening(choice):
+                    yield event(answer.chunk([part]))
+            while running:
+                news.clear()
+                content = b""
+                for choice in list(running):
+                    ended = choice.generation.done()  # before the tokens are looked at: then these are all
+                    if ended:
+                        running.remove(choice)
+                        if (error := choice.generation.exception()) is not None:
+                            raise error
+                    parts = answer.pieces(growing[choice.index], ended)
+                    content += b"".join(event(answer.chunk([part])) for part in parts)
+                if content:
+                    waiting.sent()
+                    yield content
+                elif waiting.due:
+                    waiting.sent()
+                    yield b": waiting\n\n"
+                if running:
+                    await news.wait()
         if answer.body.includes_usage:
             yield event(answer.last_chunk())
         yield _DONE
     finally:
-        for follower in followers:
-            follower.cancel()
         answer.job.cancel()
+
+
+class KeepAlive:
+    """Says when nothing has been sent for so long that something should be. One timer, whatever is sent.
+
+    Args:
+        news: set when it is time to look.
+    """
+
+    def __init__(self, news: asyncio.Event) -> None:
+        self._loop, self._news = asyncio.get_running_loop(), news
+        self._last = self._loop.time()
+
+    def __enter__(self) -> KeepAlive:
+        self._timer = self._loop.call_at(self._last + KEEP_ALIVE, self._look)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._timer.cancel()
+
+    def sent(self) -> None:
+        """Something has been sent."""
+        self._last = self._loop.time()
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time to send something."""
+        return self._loop.time() >= self._last + KEEP_ALIVE
+
+    def _look(self) -> None:
+        if self.due:
+            self._news.set()
+        again = self._loop.time() if self.due else self._last
+        self._timer = self._loop.call_at(again + KEEP_ALIVE, self._look)
 
 
 class EventStream(Response):

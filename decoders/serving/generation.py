@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator
-from contextlib import aclosing, suppress
+from contextlib import aclosing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CancelledError
@@ -168,27 +168,19 @@ class Generation:
 
     async def _growth(self) -> AsyncGenerator[tuple[list[int], bool]]:
         """All tokens so far and whether they are all there are, whenever there are more; at last raises what went wrong."""
-        loop, news = asyncio.get_running_loop(), asyncio.Event()
-
-        def listener() -> None:
-            with suppress(RuntimeError):  # the loop has been closed
-                loop.call_soon_threadsafe(news.set)
-
-        self._listen(listener)
+        news = asyncio.Event()
         try:
-            while True:
-                news.clear()
-                tokens, done = self._state()
-                yield tokens, done
-                if done:
-                    break
-                await news.wait()
+            with self.telling(news.set):
+                while True:
+                    news.clear()
+                    tokens, done = self._state()
+                    yield tokens, done
+                    if done:
+                        break
+                    await news.wait()
         except (asyncio.CancelledError, GeneratorExit):  # nobody listens any more
             self.cancel()
             raise
-        finally:
-            with self._changed:
-                self._listeners.remove(listener)
         if self._error is not None:
             raise self._error
 
@@ -211,6 +203,22 @@ class Generation:
             with self._changed:
                 self._listeners.remove(listener)
         return self.result(0)
+
+    @contextmanager
+    def telling(self, function: Callable[[], object]) -> Iterator[None]:
+        """Within it, the running event loop calls `function` soon after there are more tokens, or all: once per step."""
+        loop = asyncio.get_running_loop()
+
+        def listener() -> None:
+            with suppress(RuntimeError):  # the loop has been closed
+                loop.call_soon_threadsafe(function)
+
+        self._listen(listener)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._listeners.remove(listener)
 
     def _listen(self, listener: Callable[[], None]) -> None:
         with self._changed:
