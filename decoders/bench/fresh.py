@@ -278,16 +278,16 @@ def measure(job: Job, progress: Callable[[str], None] = lambda what: None) -> di
 
 def main() -> None:
     """Reads a job from standard input and writes the figures to standard output. What else is printed goes to standard error."""
-    channel = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as channel:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
-    def say(**line: Any) -> None:
-        channel.write(json.dumps(line, default=str) + "\n")
-        channel.flush()
+        def say(**line: Any) -> None:
+            channel.write(json.dumps(line, default=str) + "\n")
+            channel.flush()
 
-    values = json.load(sys.stdin)
-    job = Job(**values | {"prompt_lengths": tuple(values["prompt_lengths"])})
-    say(result=measure(job, lambda what: say(progress=what)))
+        values = json.load(sys.stdin)
+        job = Job(**values | {"prompt_lengths": tuple(values["prompt_lengths"])})
+        say(result=measure(job, lambda what: say(progress=what)))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -117,9 +120,54 @@ def test_a_process_that_dies_says_its_last_words(monkeypatch: pytest.MonkeyPatch
     assert "no_such_module" in processes.in_new_process(job())["error"]
 
 
-def test_the_command_measures_in_processes_of_its_own(tmp_path: Path) -> None:
+def test_a_process_reads_a_job_and_writes_figures_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def noisy(given: Job, progress: Any) -> dict[str, Any]:
+        os.write(sys.stdout.fileno(), b"what a library prints\n")
+        progress("load")
+        return {"subject": given.subject, "lengths": given.prompt_lengths}
+
+    monkeypatch.setattr(fresh, "measure", noisy)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(asdict(job()))))
+    with (tmp_path / "out").open("w") as out, (tmp_path / "errors").open("w") as errors:
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", errors)
+        fresh.main()
+        monkeypatch.undo()
+    assert [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()] == [
+        {"progress": "load"}, {"result": {"subject": "small", "lengths": [8, 24, 999]}}
+    ]  # fmt: skip
+    assert (tmp_path / "errors").read_text() == "what a library prints\n"
+
+
+def test_what_a_process_says_is_read_line_by_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "says.py").write_text(
+        """if __name__ == "__main__":
+    import json, os, sys
+    given = json.load(sys.stdin)
+    for message in ({"progress": "load"}, {"result": {"job": given["subject"], "cache": os.environ["TORCHINDUCTOR_CACHE_DIR"]}}):
+        print(json.dumps(message))
+"""
+    )
+    monkeypatch.setattr(processes, "MODULE", "says")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    said: list[str] = []
+    found = processes.in_new_process(job(), tmp_path / "cache", said.append)
+    assert found == {"job": "small", "cache": str(tmp_path / "cache")} and said == ["load"]
+
+
+@pytest.mark.parametrize(
+    "anew", [pytest.param(True, marks=pytest.mark.slow), False], ids=["new process", "this process"]
+)
+def test_the_command_measures_in_processes_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anew: bool
+) -> None:
     from decoders.testing import tiny_model
 
+    if not anew:  # a new one imports torch and transformers for ten seconds
+        patched = lambda job, cache, progress: measure(job, progress) | {"imported": 1.0}  # noqa: E731
+        monkeypatch.setattr(processes, "in_new_process", patched)
     tiny_model("llama").save_pretrained(tmp_path / "tiny")
     done = CliRunner().invoke(
         app,

@@ -16,8 +16,8 @@ from decoders.testing.models import tiny_model
 
 
 def test_precisions_are_compared_with_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target, "quantize", lambda *arguments: quantize(*arguments, smallest=0))
-    monkeypatch.setattr(self_check, "quantize", lambda *arguments: quantize(*arguments, smallest=0))
+    monkeypatch.setattr(target, "quantize", lambda *given, **more: quantize(*given, **more, smallest=0))
+    monkeypatch.setattr(self_check, "quantize", lambda *given, **more: quantize(*given, **more, smallest=0))
     text = torch.arange(70) * 7 % 90
     own, int8, both = measure(tiny_model("llama"), ["int8", "int4+kv:int8"], [text], [4], 1, compile=False, length=20)
     assert (own.divergence, own.agreement, own.logit_error) == (0, 1, 0)

@@ -189,7 +189,7 @@ def test_classes_are_those_of_python(pattern: str) -> None:
         assert accepts(ours, text) is bool(python.fullmatch(text)), text
 
 
-@settings(max_examples=50, deadline=None, derandomize=True, database=None)
+@settings(max_examples=20, deadline=None, derandomize=True, database=None)
 @given(st.text(st.characters(codec="utf-8"), min_size=1))
 def test_quoted_text_matches_itself_only(text: str) -> None:
     matcher = compiled(quoted(text))

@@ -127,7 +127,7 @@ def test_stream_separates_documents(tokenizer):
 
 
 def test_batch_depends_on_seed_and_step_alone(few, tokenizer):
-    some = few[:25]
+    some = few[:10]
     first = Batches(some, tokenizer, seed=1, rows=4, length=32)
     second = Batches(some, tokenizer, seed=1, rows=4, length=32)
     second.batch(5000)  # another epoch: leaves nothing behind

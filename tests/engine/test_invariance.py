@@ -31,7 +31,7 @@ AS_IT_IS = {"compile": False, "reuse": False}
 
 @pytest.fixture(autouse=True)
 def tiny_matrices_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target, "pack", lambda model: pack(model, smallest=0))
+    monkeypatch.setattr(target, "pack", lambda model, **options: pack(model, **options | {"smallest": 0}))
 
 
 @pytest.mark.parametrize("design", DESIGNS)

@@ -42,6 +42,8 @@ TREES: dict[str, Strategy] = {
 }
 CASES = [("rejection", k) for k in CHAINS] + [("block", k) for k in CHAINS]
 CASES += [("tree_rejection", k) for k in (*CHAINS, *TREES)]
+#: Of the quick run: every drafter with one verifier of chains, in turns, and trees and one chain with that of trees.
+QUICK = CASES[0:4:2] + CASES[5:8:2] + [("tree_rejection", k) for k in ("chain", *TREES)]
 
 
 def small(seed: int, layers: int = 1) -> PreTrainedModel:
@@ -112,8 +114,11 @@ def draw(
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("verifier, kind", CASES)
-@pytest.mark.parametrize("rows", [ROWS, pytest.param(MANY, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "verifier, kind, rows",
+    [pytest.param(*case, ROWS, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
+    + [pytest.param(*case, MANY, marks=pytest.mark.slow) for case in CASES],
+)
 def test_three_tokens_follow_the_target(model, draft, verifier, kind, rows):
     out = draw(model, (CHAINS | TREES)[kind], verifier, draft, num_return_sequences=rows)
     first, second, third = out.sequences[:, PROMPT.shape[1] :].T

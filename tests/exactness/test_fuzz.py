@@ -189,7 +189,7 @@ def check(case: Case, variants: tuple[tuple[str, dict[str, Any]], ...] = VARIANT
         assert_same_tokens(model, inputs, expected, ours(case, strategy, config), f"{name} {config} {case}")
 
 
-QUICK = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 SIZE = int(os.environ.get("FUZZ_EXAMPLES", "2000"))
 
 
@@ -296,5 +296,5 @@ class OneModel(RuleBasedStateMachine):
 
 TestOneModel = OneModel.TestCase
 TestOneModel.settings = settings(
-    max_examples=5, stateful_step_count=10, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=3, stateful_step_count=10, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -16,10 +16,13 @@ from decoders.engine.cache import CacheBuffers
 from decoders.engine.text_blocks import causal_block
 from decoders.report import Report
 from decoders.strategies import PromptLookup
-from decoders.testing import Replay, assert_same_tokens, prompts, reference, tiny_model
+from decoders.testing import Replay, assert_same_tokens, prompts, reference, tiny_draft, tiny_model
 from decoders.testing import decode as decode_once
 from decoders.testing.models import VOCAB
+from decoders.testing.toy_grammar import Matched, TokenAutomaton
 from decoders.tree import Topology
+
+from .test_compiled_drafts import assert_later_calls_compile_nothing
 
 COMPILED = {"compile": True}
 
@@ -36,7 +39,7 @@ def compiled(
 ) -> Iterator[PreTrainedModel]:
     """A model that has generated for one row and for several; all that a process compiles for it. Its matrices are packed.
 
-    Here it is about what is compiled, and when. What inductor writes is run in test_compiled_grammar.py.
+    Here it is about what is compiled, and when. What inductor writes is run in test_compiled_grammar.py, which CI runs.
     """
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "traced":
@@ -122,6 +125,27 @@ def test_processors_on_the_host_use_a_graph_of_the_forward_alone(compiled: PreTr
     first, second = (decode(compiled, prompts(2), "prompt_lookup", **options) for _ in range(2))
     assert torch.equal(first.sequences, plain) and torch.equal(second.sequences, plain)
     assert second.report.compilations == 0
+
+
+@pytest.mark.parametrize(
+    "draw", [{}, dict(do_sample=True, seed=1, temperature=0.3, top_k=0)], ids=["greedy", "sampled"]
+)
+@pytest.mark.parametrize("strategy", ["autoregressive", "prompt_lookup"])
+def test_grammars_take_the_same_graph(compiled: PreTrainedModel, strategy: str, draw: dict[str, Any]) -> None:
+    """One for each row, on the device or on the host, of one size and of another."""
+    stops = [5, 9]
+    for seed, states in ((10, 12), (50, 19)):
+        automata = [TokenAutomaton.random(seed + row, VOCAB, stops, states) for row in range(2)]
+        options = dict(grammar=[automata[0], Matched(automata[1])], eos_token_id=stops, max_new_tokens=16, **draw)
+        out = decode(compiled, prompts(2), strategy, **options)
+        eager = decode(compiled, prompts(2), "autoregressive", decoders_config={"compile": False}, **options)
+        assert out.report.compiled and out.report.compilations == 0
+        assert torch.equal(out.sequences, eager.sequences)
+
+
+def test_draft_models_are_traced_once(compiled: PreTrainedModel) -> None:
+    """The target's graphs are there: the first call traces the draft's, and later ones nothing."""
+    assert_later_calls_compile_nothing((compiled, tiny_draft("llama")), "staged", 1)
 
 
 @pytest.mark.parametrize("rows", [1, 2])

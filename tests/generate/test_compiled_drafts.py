@@ -37,9 +37,9 @@ CASES: dict[str, tuple[Strategy, list[Strategy]]] = {
     ),
 }
 
-# One of them is traced in the quick run; to compile them takes as long as to compile all other tests' models. With a grammar's
-# masks, a chain in a batch is compiled in test_compiled_grammar.py, where a second call compiles nothing; the functions that make
-# dynamic trees are traced in tests/strategies/test_compiled_trees.py.
+# One of them is traced in test_compiled.py, with the model whose graphs are there; to compile them takes as long as to compile all
+# other tests' models. With a grammar's masks, a chain in a batch is compiled in test_compiled_grammar.py, where a second call compiles
+# nothing; the functions that make dynamic trees are traced in tests/strategies/test_compiled_trees.py.
 COMPILED = dict(decoders_config={"compile": True})
 
 
@@ -63,10 +63,9 @@ def test_later_calls_compile_nothing(pair, kind, rows):
     assert_later_calls_compile_nothing(pair, kind, rows)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced_only")
-@pytest.mark.parametrize(
-    ("kind", "rows"), [("staged", 4), pytest.param("dynamic tree", 4, marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.parametrize(("kind", "rows"), [("staged", 4), ("dynamic tree", 4)], ids=str)
 def test_later_calls_trace_nothing(kind, rows):
     assert_later_calls_compile_nothing(two_models(), kind, rows)
 

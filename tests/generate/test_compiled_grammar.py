@@ -54,7 +54,8 @@ def assert_as_eager(pair, strategy: Strategy, rows: int, draw: dict[str, Any]) -
         assert out.report.compiled and (not call or out.report.compilations == 0)
 
 
-# The compiler itself warns about deprecated parts of torch.
+# The compiler itself warns about deprecated parts of torch. CI runs this one; graphs with masks are traced in test_compiled.py.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_a_sampled_draft_in_a_batch(pair):
     """Masks beside noise, where inductor's code must not be compiled as it would be: it crashed the process."""

@@ -73,6 +73,7 @@ def near(ours: Tensor, plain: Tensor) -> bool:
     return bool((ours - plain).abs().max() <= 1e-4 * plain.abs().max().clamp(min=1))
 
 
+@pytest.mark.slow  # in the quick run a compiled module reads what a layer gave
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # the compiler's own
 def test_compiled_steps_hold_what_the_layers_gave(traced_or_compiled: str) -> None:
     check_steps_and_prompts("llama", compile=True)
@@ -292,20 +293,20 @@ class WithModule(Reader):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # the compiler's own
 def test_a_compiled_module_gets_a_slot_cache_and_tree_masks(llama, traced_or_compiled: str) -> None:
-    check_slot_cache_and_tree_masks(llama, compile=True)
+    check_slot_cache_and_tree_masks(llama, compile=True, rows=1)
 
 
 def test_a_module_gets_a_slot_cache_and_tree_masks(llama) -> None:
-    check_slot_cache_and_tree_masks(llama, compile=False)
+    check_slot_cache_and_tree_masks(llama, compile=False, rows=3)
 
 
-def check_slot_cache_and_tree_masks(llama, compile: bool) -> None:
+def check_slot_cache_and_tree_masks(llama, compile: bool, rows: int) -> None:
     torch.manual_seed(0)
     plain = WithModule.module = Layered(llama.config.hidden_size).eval()
     nodes = WithModule.nodes = torch.randn(1, 5, llama.config.hidden_size)
-    out = decode(llama, WithModule(), loop=EAGER | {"compile": compile})
+    out = decode(llama, WithModule(), rows, loop=EAGER | {"compile": compile})
     log = WithModule.log
-    for row, text in enumerate(texts(out)):
+    for row, text in enumerate(texts(out, rows)):
         read = torch.cat([states[row][chunk.valid[row]] for chunk, states in log.read])
         count = len(read)
         embedded = llama.get_input_embeddings()(text[None, :count])

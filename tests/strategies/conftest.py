@@ -26,8 +26,10 @@ from decoders.testing.models import VOCAB
 #: Wide enough for random draft tokens; no rank is skipped.
 WIDE = tuple((i,) for i in range(40)) + tuple((i, j) for i in range(4) for j in range(12)) + ((0, 0, 0), (0, 1, 0))
 
-#: What settings change in every strategy: what is drafted, and the tokens that come of it.
-OF_SETTINGS = ("check_class", "check_settings", "check_drafts", "check_sampling_equals_autoregressive")
+#: What settings change in every strategy.
+OF_SETTINGS = ("check_class", "check_settings")
+#: What is drafted, and the tokens that come of it: every strategy gets one of them, in turns.
+OF_DRAFTS = ("check_drafts", "check_sampling_equals_autoregressive")
 #: The same, of every fourth one.
 IN_TURNS = ("check_on_device", "check_draft_scores")
 
@@ -35,13 +37,14 @@ IN_TURNS = ("check_on_device", "check_draft_scores")
 def of_variants(strategies: Sequence[Strategy]) -> list[Any]:
     """Cases ``strategy, check`` of strategies that pass the whole kit with other settings, or as parts of others.
 
-    Each gets the checks of its settings and every sixth of the others, in turns; the rest is slow.
+    Each gets the checks of its settings, one of its drafts and every eighth of the others, in turns; the rest is slow.
     """
     cases = []
     for turn, strategy in enumerate(strategies):
         for place, check in enumerate(checks_for(strategy)):
-            quick = check.__name__ in OF_SETTINGS or (turn + place) % 6 == 0
-            quick |= check.__name__ in IN_TURNS and (turn + place) % 4 == 0
+            quick = check.__name__ in (*OF_SETTINGS, OF_DRAFTS[turn % 2])
+            if check.__name__ not in OF_DRAFTS:
+                quick |= (turn + place) % (4 if check.__name__ in IN_TURNS else 8) == 0
             name = f"{label(strategy)}-{check.__name__}"
             cases.append(pytest.param(strategy, check, id=name, marks=() if quick else pytest.mark.slow))
     return cases

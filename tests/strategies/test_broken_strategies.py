@@ -401,6 +401,7 @@ def test_what_a_draft_was_drawn_from(broken, reason):
         BY_NAME["check_draft_scores"](broken())
 
 
+@pytest.mark.slow
 def test_such_a_strategy_passes_all_other_checks():
     check_all_but("check_draft_scores", SaysSharper())
 
@@ -577,9 +578,13 @@ class Named(Good):
 
 
 def test_a_part_that_takes_the_block_for_its_own():
-    check_all_but("check_merged", KnowsItsNodesOnly())
     with pytest.raises(RuntimeError, match="must match the size"):
         BY_NAME["check_merged"](KnowsItsNodesOnly())
+
+
+@pytest.mark.slow
+def test_such_a_part_passes_all_other_checks():
+    check_all_but("check_merged", KnowsItsNodesOnly())
 
 
 @pytest.mark.parametrize(
@@ -603,6 +608,11 @@ def test_a_broken_part_is_named(part, check, reason):
         BY_NAME[check](beside(part()))
 
 
+@pytest.mark.slow  # what Repeats is made of passes in test_conformance.py
 def test_what_the_broken_ones_are_made_of_passes():
     check_strategy(Repeats)
+
+
+def test_what_draws_passes():
     BY_NAME["check_draft_scores"](Drawer())  # the others: test_such_a_strategy_passes_all_other_checks
+    check_on_device(Repeats())

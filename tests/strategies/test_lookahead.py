@@ -15,10 +15,11 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 
 import decoders
+from decoders.engine.compiler import CompiledFunction, compilations
 from decoders.errors import SettingsError
 from decoders.sampling.processors import gumbel_noise, row_keys
 from decoders.strategies import Lookahead, PromptLookup
-from decoders.strategies.lookahead import lookahead_block
+from decoders.strategies.lookahead import BlockShape, advance_for, lookahead_block
 from decoders.strategies.merged import Merged, MergedSettings
 from decoders.strategy import Step, Strategy
 from decoders.testing import assert_same_tokens, decode, prompts, tiny_model
@@ -290,6 +291,28 @@ def test_merged_budget_may_cut_candidates_but_not_the_window():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # the compiler's own
+@pytest.mark.usefixtures("traced_only")
+def test_the_update_is_traced_once():
+    # As many rows as columns, candidates and tokens of an n-gram: none of these sizes may be taken for another.
+    strategy, shape, generator = Lookahead(), BlockShape(3, 3, 3), torch.Generator().manual_seed(0)
+    update = advance_for(3, 3, True)
+    compiled, before = CompiledFunction(update), compilations()
+    for rows, slots in ((3, 24), (2, 40), (3, 90)):
+        tokens, length = torch.randint(9, (rows, slots), generator=generator), torch.arange(15, 15 + rows)
+        block, pool = strategy._first(tokens, length, shape)
+        nodes = torch.cat([tokens[:, :1], block], 1)
+        chosen = torch.randint(-1, 9, nodes.shape, generator=generator)
+        logits = torch.rand(*nodes.shape, 9, generator=generator)
+        arguments = nodes, chosen, logits, tokens, length, torch.arange(1, 1 + rows)
+        ours, plain = (block.clone(), pool.clone()), (block.clone(), pool.clone())
+        compiled(*ours, *arguments)
+        update(*plain, *arguments)
+        assert all(map(torch.equal, ours, plain)) and not torch.equal(ours[0], block)
+    assert compilations() - before == 1
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.usefixtures("traced_only")
 def test_a_second_call_traces_nothing():
     assert_a_second_call_compiles_nothing()

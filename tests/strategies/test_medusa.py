@@ -158,8 +158,8 @@ def test_tree_that_skips_a_rank_takes_the_first_draws_under_a_rejection_rule():
 
 def test_typical_acceptance_is_marked_lossy_and_accepts_more():
     model, inputs = decoders.enable(tiny_model("llama")), prompts(4)
-    lossy = decode(model, inputs, medusa(), max_new_tokens=60, verifier="typical", **SAMPLED, **EAGER).report
-    exact = decode(model, inputs, medusa(), max_new_tokens=60, verifier="tree_rejection", **SAMPLED, **EAGER).report
+    lossy = decode(model, inputs, medusa(), max_new_tokens=30, verifier="typical", **SAMPLED, **EAGER).report
+    exact = decode(model, inputs, medusa(), max_new_tokens=30, verifier="tree_rejection", **SAMPLED, **EAGER).report
     assert (lossy.exact, lossy.verifier) == (False, "typical")
     assert exact.exact and exact.verifier == "tree_rejection"
     assert lossy.mean_accepted_length > exact.mean_accepted_length
@@ -230,14 +230,14 @@ def target():
 def test_demo_heads_are_found_beside_the_model_and_pay(target):
     model, tokenizer = target
     lengths = []
-    for prompt in demo.prompts("code")[:3]:
+    for prompt in demo.prompts("code")[:2]:
         inputs = dict(tokenizer(prompt.text, return_tensors="pt"))
-        out = decode(model, inputs, "medusa", max_new_tokens=64, **EAGER)
-        plain = decode(model, inputs, "autoregressive", max_new_tokens=64, **EAGER)
+        out = decode(model, inputs, "medusa", max_new_tokens=40, **EAGER)
+        plain = decode(model, inputs, "autoregressive", max_new_tokens=40, **EAGER)
         assert_same_tokens(model, inputs, plain.sequences, out.sequences, prompt.id)
         lengths.append(out.report.mean_accepted_length)
     assert sum(lengths) / len(lengths) >= 1.8
-    again = decode(model, inputs, Medusa(heads="demo"), max_new_tokens=64, **EAGER)
+    again = decode(model, inputs, Medusa(heads="demo"), max_new_tokens=40, **EAGER)
     assert again.report.mean_accepted_length == lengths[-1]
 
 

@@ -35,13 +35,13 @@ MERGED = ["speculative+prompt_lookup", "prompt_lookup+speculative", "threshold+p
 @pytest.mark.parametrize(
     "rows, strategy",
     [
-        pytest.param(rows, strategy, marks=() if turn % 2 == rows // 4 else pytest.mark.slow)
+        pytest.param(rows, strategy, marks=() if turn == (3 if rows == 1 else 0) else pytest.mark.slow)
         for rows in (1, 4)
         for turn, strategy in enumerate(MERGED)
     ],
 )
 def test_merged_with_other_drafters(target, near, strategy, rows):
-    assert_exact(target, near, strategy, prompts(rows), new=48)
+    assert_exact(target, near, strategy, prompts(rows), new=32)
 
 
 def replay(model: PreTrainedModel, inputs: dict[str, Tensor], sample: bool, **options: Any) -> Replay:

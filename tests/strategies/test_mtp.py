@@ -149,7 +149,8 @@ def test_strategy_conforms(strategy: Mtp, place: int) -> None:
     check = checks_for(Mtp)[place]
     always = ("check_drafts", "check_on_device", "check_draft_scores", "check_prompt_chunks")
     # What all that draft from the target's states share is checked with eagle3; everything is in the slow run.
-    if check.__name__ in always or (strategy.settings.tree == "none" and place % 2 == 0):
+    turn = VARIANTS.index(strategy)
+    if check.__name__ in (always[turn - 1 :: 2] if turn else always) or (not turn and place % 2 == 0):
         check_alone(check, Conditions(models=(with_layers("llama"),)), strategy)
 
 

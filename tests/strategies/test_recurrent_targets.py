@@ -31,6 +31,12 @@ EAGER = {"compile": False, "prefill_chunk": 7}
 SAMPLING: dict[str, Any] = dict(do_sample=True, seed=5, temperature=0.8, top_k=40)
 QUICK = ("qwen3_next", "granitemoehybrid", "lfm2")
 DRAFTERS = ("eagle3 chain", "eagle3 tree", "medusa", "merged")
+QUICK_CASES = (
+    ("qwen3_next", "eagle3 tree"),
+    ("granitemoehybrid", "medusa"),
+    ("lfm2", "eagle3 tree"),
+    ("lfm2", "merged"),
+)
 
 
 @functools.cache
@@ -50,7 +56,7 @@ def drafter(kind: str) -> Strategy:
 
 def cases() -> list[Any]:
     return [
-        pytest.param(name, kind, marks=() if name in QUICK and kind in DRAFTERS[1:3] else pytest.mark.slow)
+        pytest.param(name, kind, marks=() if (name, kind) in QUICK_CASES else pytest.mark.slow)
         for name in RECURRENT
         for kind in DRAFTERS
         if not (name == "zamba2" and kind.startswith("eagle3"))  # layers of two classes
