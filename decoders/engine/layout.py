@@ -74,7 +74,10 @@ def shared_inputs(model: PreTrainedModel, kinds: int, packed: bool) -> list[Grou
     if not layers or may_keep_states(model):  # what keeps states may look at values
         return []
     with SharedInputs(layers) as shared:
-        _run_one_token(model, kinds, packed, LayoutProbe())
+        try:
+            _run_one_token(model, kinds, packed, LayoutProbe())
+        except Exception:  # a model that cannot run on zeros; whether it can run at all is seen by `probe_layout`
+            return []
     return shared.groups()
 
 

@@ -218,3 +218,16 @@ def test_what_is_drawn_or_written_between_is_not_equal() -> None:
     module = traced(shares, torch.randn(3, 16), torch.randint(-9, 9, (8, 16), dtype=torch.int8), torch.rand(8))
     torch_compat.EqualOnce()(module.graph)
     assert products(module.graph) == 4
+
+
+def test_a_model_that_cannot_run_on_zeros_is_left_as_it_is() -> None:
+    model = tiny_model("llama")
+
+    def refuse(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        if not output.any():
+            raise ValueError("nothing but zeros")
+
+    model.model.layers[0].mlp.up_proj.register_forward_hook(refuse)
+    target = Target(model)
+    assert target.groups == []
+    assert len(target.packing.weights) == len(target.packing.layers)
