@@ -615,4 +615,5 @@ def test_what_the_broken_ones_are_made_of_passes():
 
 def test_what_draws_passes():
     BY_NAME["check_draft_scores"](Drawer())  # the others: test_such_a_strategy_passes_all_other_checks
+    BY_NAME["check_calls_share_no_state"](SaysSharper())
     check_on_device(Repeats())
