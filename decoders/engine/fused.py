@@ -10,7 +10,8 @@ import functools
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,10 +67,12 @@ def outputs_of(layer: nn.Module) -> int:
     return int(layer.out_features if isinstance(layer, nn.Linear) else layer.nf)  # type: ignore[arg-type]
 
 
-def alike(group: Group, kind: Callable[[str], object]) -> list[Group]:
-    """The parts of a group that can be multiplied as one: layers in a row of which `kind` tells the same, and not None."""
-    parts = [(what, tuple(paths)) for what, paths in itertools.groupby(group, kind)]
-    return [paths for what, paths in parts if what is not None and len(paths) > 1]
+def alike(groups: Iterable[Group], kind: Callable[[str], object]) -> Iterator[Group]:
+    """The parts of groups that can be multiplied as one: layers in a row of which `kind` tells the same, and not None."""
+    for what, paths in (part for group in groups for part in itertools.groupby(group, kind)):
+        part = tuple(paths)
+        if what is not None and len(part) > 1:
+            yield part
 
 
 def columns_of(sizes: Sequence[int]) -> list[tuple[int, int]]:
@@ -78,16 +81,27 @@ def columns_of(sizes: Sequence[int]) -> list[tuple[int, int]]:
     return [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 
-class _Latest(threading.local):
-    """A thread's product of several layers, until the last of them has its share."""
+class Latest(threading.local):
+    """What a thread last computed of a tensor: layers that read the same one compute it once."""
 
     source: Tensor | None = None
     writes = -1
-    packed: Tensor | None = None
-    product: Tensor | None = None
+    by: object = None
+    result: Any = None
+
+    def of(self, x: Tensor, by: object, compute: Callable[[Tensor], Any]) -> Any:
+        """``compute(x)``, unless it is what was computed last. by: told apart by identity."""
+        writes = torch_compat.writes_counted(x)
+        if self.source is not x or self.by is not by or self.writes != writes:
+            self.source, self.writes, self.by, self.result = x, writes, by, compute(x)
+        return self.result
+
+    def forget(self) -> None:
+        self.source = self.by = self.result = None
 
 
-_latest = _Latest()
+#: Products of several layers, each until the last of these has its share.
+_products = Latest()
 
 
 def share_of(x: Tensor, packed: Tensor, columns: tuple[int, int], multiply: Callable[[Tensor], Tensor]) -> Tensor:
@@ -100,11 +114,7 @@ def share_of(x: Tensor, packed: Tensor, columns: tuple[int, int], multiply: Call
     """
     if torch.compiler.is_dynamo_compiling():  # the compiler leaves one of the equal products
         return multiply(x)[..., columns[0] : columns[1]]
-    latest, writes = _latest, torch_compat.writes_counted(x)
-    product = latest.product
-    if product is None or latest.source is not x or latest.packed is not packed or latest.writes != writes:
-        product = multiply(x)
-        latest.source, latest.writes, latest.packed, latest.product = x, writes, packed, product
+    product: Tensor = _products.of(x, packed, multiply)
     if columns[1] == product.shape[-1]:
-        latest.source = latest.packed = latest.product = None
+        _products.forget()
     return product.narrow(-1, columns[0], columns[1] - columns[0])

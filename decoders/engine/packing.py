@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -202,8 +202,7 @@ def pack(model: nn.Module, smallest: int | None = None, groups: Sequence[Group] 
     smallest = SMALLEST if smallest is None else smallest
     packing = Packing()
     modules = dict(model.named_modules(remove_duplicate=False))
-    kinds = {path: _kind(modules[path], smallest) for group in groups for path in group}
-    for paths in (paths for group in groups for paths in alike(group, kinds.__getitem__)):
+    for paths in alike(groups, lambda path: _kind(modules[path], smallest)):
         layers = {path: modules[path] for path in paths}
         weights: list[Any] = [cast(Any, module).weight for module in layers.values()]
         biases: list[Any] = [cast(Any, module).bias for module in layers.values()]
@@ -256,16 +255,40 @@ def packable(module: nn.Module, smallest: int) -> tuple[type[nn.Module], Callabl
 
 def _shared(sources: list[Tensor], matrix: Callable[[Tensor], Tensor], biases: Sequence[Tensor] = ()) -> PackedWeight:
     """The packed copy of `sources`, from this process's if there is one."""
-    tensors = (*sources, *biases)
-    key = (matrix, len(sources), *((s.data_ptr(), s.dtype, s.shape, s.stride()) for s in tensors))
-    weight = _in_use.get(key)
-    # The copy's own parameters keep the memory from being used by another, unless their data has been exchanged.
-    moved = weight is not None and [s.data_ptr() for s in weight.sources] != [s.data_ptr() for s in sources]
-    if weight is None or weight.stale or moved:
+    key = (matrix, *map(place_of, biases))
+    return shared_copy(_in_use, sources, key, lambda: PackedWeight(sources, matrix, biases))
+
+
+class Copied(Protocol):
+    """What is made of parameters, and goes stale when they change."""
+
+    @property
+    def sources(self) -> Sequence[Tensor]: ...
+
+    @property
+    def stale(self) -> bool: ...
+
+
+Copy = TypeVar("Copy", bound=Copied)
+
+
+def shared_copy(
+    in_use: weakref.WeakValueDictionary[tuple, Copy], sources: Sequence[Tensor], key: tuple, make: Callable[[], Copy]
+) -> Copy:
+    """What `make` makes of `sources`, unless it is in use already. key: what else tells copies of them apart."""
+    key = (*key, len(sources), *map(place_of, sources))
+    copy = in_use.get(key)
+    # The copy's own parameters keep the memory from being used by another, unless their data have been exchanged.
+    moved = copy is not None and [s.data_ptr() for s in copy.sources] != [s.data_ptr() for s in sources]
+    if copy is None or copy.stale or moved:
         with torch.inference_mode(False):
-            weight = PackedWeight(sources, matrix, biases)
-        _in_use[key] = weight
-    return weight
+            copy = in_use[key] = make()
+    return copy
+
+
+def place_of(tensor: Tensor) -> tuple:
+    """Which memory a tensor shows, and how."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def state_of(source: Tensor) -> tuple:

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from ..errors import UnsupportedError
 from . import torch_compat
 from .fused import Group, alike, columns_of, outputs_of
-from .packing import SMALLEST, packable, state_of
+from .packing import SMALLEST, packable, shared_copy, state_of
 from .quantized import (
     GROUP,
     Int8Conv1D,
@@ -128,8 +128,8 @@ def quantize(
     by_module: dict[int, QuantizedWeight] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
     if scheme is not None:
-        kinds = {path: _kind(modules[path], scheme, smallest) for group in groups for path in group}
-        for paths in (paths for group in groups for paths in alike(group, kinds.__getitem__)):
+        asked = scheme
+        for paths in alike(groups, lambda path: _kind(modules[path], asked, smallest)):
             members = [modules[path] for path in paths]
             of_all = cast(QuantizedWeight, _asked_for(members, scheme, smallest))
             for module, columns in zip(members, columns_of([outputs_of(module) for module in members]), strict=True):
@@ -161,13 +161,7 @@ def rounds_activations(model: nn.Module) -> bool:
 
 
 def _shared(sources: list[Tensor], key: tuple, make: Callable[[], Made]) -> QuantizedWeight:
-    key = (*[(s.data_ptr(), s.dtype, s.shape, s.stride()) for s in sources], *key)
-    weight = _in_use.get(key)
-    moved = weight is not None and [s.data_ptr() for s in weight.sources] != [s.data_ptr() for s in sources]
-    if weight is None or weight.stale or moved:
-        with torch.inference_mode(False):
-            weight = _in_use[key] = QuantizedWeight(sources, make)
-    return weight
+    return shared_copy(_in_use, sources, key, lambda: QuantizedWeight(sources, make))
 
 
 def _kind(module: Any, scheme: Scheme, smallest: int) -> tuple | None:

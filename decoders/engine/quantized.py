@@ -17,7 +17,6 @@ as two rows of bytes, which is still the fastest of the products with int8 weigh
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from . import torch_compat
-from .fused import share_of
+from .fused import Latest, share_of
 
 #: Weights of one row that share a step and an offset: the smallest that the kernel knows.
 GROUP = 32
@@ -82,24 +81,18 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
     return (torch.cat([upper, numbers - 256 * upper]) + 128).to(torch.uint8), step
 
 
-class _Latest(threading.local):
-    """The last activations that a thread quantized: layers that read the same ones do it once."""
-
-    source: Tensor | None = None
-    writes = -1
-    quantized: tuple[Tensor, Tensor] | None = None
-
-
-_latest = _Latest()
+_activations = Latest()
 
 
 def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     if torch.compiler.is_dynamo_compiling():  # the compiler sees for itself what is computed twice
-        return quantize_activations(x.reshape(-1, x.shape[-1]))
-    if _latest.source is not x or _latest.writes != torch_compat.writes_counted(x) or _latest.quantized is None:
-        _latest.source, _latest.writes = x, torch_compat.writes_counted(x)
-        _latest.quantized = quantize_activations(x.reshape(-1, x.shape[-1]))
-    return _latest.quantized
+        return _quantized_rows(x)
+    result: tuple[Tensor, Tensor] = _activations.of(x, None, _quantized_rows)
+    return result
+
+
+def _quantized_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    return quantize_activations(x.reshape(-1, x.shape[-1]))
 
 
 class _Quantized:

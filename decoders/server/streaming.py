@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable
 from contextlib import ExitStack, aclosing
-from types import TracebackType
 from typing import Any
 
 from starlette.responses import Response
@@ -58,15 +57,16 @@ async def events(answer: Answer) -> AsyncGenerator[bytes]:
     """
     news, choices = asyncio.Event(), answer.job.choices
     growing: dict[int, Growing] = {choice.index: answer.growing(choice) for choice in choices}
-    running = list(choices)
+    running, clock = list(choices), asyncio.get_running_loop().time
+    sent = clock()
     try:
-        with ExitStack() as stack, KeepAlive(news) as waiting:
+        with ExitStack() as stack:
             for choice in choices:
                 stack.enter_context(choice.generation.telling(news.set))
             for choice in choices:
                 for part in answer.opening(choice):
                     yield event(answer.chunk([part]))
-            while running:
+            while True:
                 news.clear()
                 content = b""
                 for choice in list(running):
@@ -78,52 +78,21 @@ async def events(answer: Answer) -> AsyncGenerator[bytes]:
                     parts = answer.pieces(growing[choice.index], ended)
                     content += b"".join(event(answer.chunk([part])) for part in parts)
                 if content:
-                    waiting.sent()
+                    sent = clock()
                     yield content
-                elif waiting.due:
-                    waiting.sent()
+                if not running:
+                    break
+                try:
+                    async with asyncio.timeout_at(sent + KEEP_ALIVE):
+                        await news.wait()
+                except TimeoutError:  # nothing has been sent for so long, whatever came in
+                    sent = clock()
                     yield b": waiting\n\n"
-                if running:
-                    await news.wait()
         if answer.body.includes_usage:
             yield event(answer.last_chunk())
         yield _DONE
     finally:
         answer.job.cancel()
-
-
-class KeepAlive:
-    """Says when nothing has been sent for so long that something should be. One timer, whatever is sent.
-
-    Args:
-        news: set when it is time to look.
-    """
-
-    def __init__(self, news: asyncio.Event) -> None:
-        self._loop, self._news = asyncio.get_running_loop(), news
-        self._last = self._loop.time()
-
-    def __enter__(self) -> KeepAlive:
-        self._timer = self._loop.call_at(self._last + KEEP_ALIVE, self._look)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._timer.cancel()
-
-    def sent(self) -> None:
-        """Something has been sent."""
-        self._last = self._loop.time()
-
-    @property
-    def due(self) -> bool:
-        """Whether it is time to send something."""
-        return self._loop.time() >= self._last + KEEP_ALIVE
-
-    def _look(self) -> None:
-        if self.due:
-            self._news.set()
-        again = self._loop.time() if self.due else self._last
-        self._timer = self._loop.call_at(again + KEEP_ALIVE, self._look)
 
 
 class EventStream(Response):

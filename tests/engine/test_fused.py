@@ -14,7 +14,7 @@ from decoders.engine import fused, packing, quantized, torch_compat
 from decoders.engine.cache import CacheBuffers
 from decoders.engine.freed import free_originals, restore_originals
 from decoders.engine.packing import pack
-from decoders.engine.quantization import quantize
+from decoders.engine.quantization import Scheme, quantize
 from decoders.engine.target import Target
 from decoders.engine.twin import share_weights
 from decoders.testing import tiny_model
@@ -121,7 +121,7 @@ def test_shares_have_the_bits_of_products_of_their_own(dtype: torch.dtype, bias:
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
-def test_quantized_shares_have_the_bits_of_products_of_their_own(scheme: quantized.Any) -> None:
+def test_quantized_shares_have_the_bits_of_products_of_their_own(scheme: Scheme) -> None:
     plain = Both(bias=True)
     alone, together = copy.deepcopy(plain), copy.deepcopy(plain)
     assert len(quantize(alone, scheme, None, smallest=0).weights) == 3
@@ -147,7 +147,7 @@ def test_nothing_is_kept_once_the_last_layer_had_its_share() -> None:
     module = Both()
     pack(module, groups=GROUP)
     module(torch.randn(3, 32))
-    assert vars(fused._latest) == dict(source=None, packed=None, product=None, writes=0)
+    assert vars(fused._products) == dict(source=None, by=None, result=None, writes=0)
 
 
 def test_changed_weights_and_biases_are_packed_again() -> None:
