@@ -190,6 +190,18 @@ MUTATIONS = (
         ("strategies/test_merged_drafts.py",),
     ),
     Mutation(
+        "a-layer-gets-the-columns-of-its-neighbour", "decoders/engine/fused.py",
+        "return product.narrow(-1, columns[0], columns[1] - columns[0])",
+        "return product.narrow(-1, 0, columns[1] - columns[0])",
+        ("engine/test_fused.py", "engine/test_packing.py"),
+    ),
+    Mutation(
+        "a-product-of-another-input-is-shared", "decoders/engine/fused.py",
+        "if self.source is not x or self.by is not by or self.writes != writes:",
+        "if self.by is not by or self.writes != writes:",
+        ("engine/test_fused.py",),
+    ),
+    Mutation(
         "stale-fingerprint-of-the-weights", "decoders/engine/fingerprints.py",
         "return [look() for look in self._look] != self._content or",
         "return False and",
