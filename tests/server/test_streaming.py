@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("fastapi")
+
 from decoders.server import streaming
 
 
