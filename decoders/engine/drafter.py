@@ -15,13 +15,14 @@ from ..drafting import Advance, Drafter, Expansion
 from ..errors import UnsupportedError
 from ..report import Stage
 from ..sampling.processors import Masks
-from ..strategy import Context, Sequences, Step, Strategy, finish_all, finishing, no_costs, no_memory
+from ..strategy import Context, Sequences, Step, Strategy, no_costs, no_memory
 from ..tree import TreeTensors
 from .blocks import NodeBlock
 from .buckets import slots_for
 from .call_settings import CallSettings
 from .draft_counts import DraftCounts
 from .draft_rows import seat_rows
+from .draft_stage import DraftStage
 from .grammar.guide import Guide
 from .pending import PendingTokens
 from .pool import RowPool
@@ -53,7 +54,7 @@ class ModelDrafter(Drafter):
         self, call: CallSettings, context: Context, guide: Guide | None, model: PreTrainedModel | str, ahead: int,
         children: int = 1, stage: Strategy | None = None,
     ) -> None:  # fmt: skip
-        self.call, self.level, self.ahead, self.stage = call, context.level + 1, ahead, stage
+        self.call, self.level, self.ahead = call, context.level + 1, ahead
         assert call.request.engine_of is not None, "a request with draft models says whose engines serve"
         self.engine = call.request.engine_of(model)
         target = self.engine.target
@@ -89,14 +90,7 @@ class ModelDrafter(Drafter):
             self.session.prefill(opened.lengths, opened.reusable, call.request.prefill_chunk, leave=False)
             # Behind the prompts a draft's slots may hold other nodes than those accepted: they serve no other call.
             call.stack.callback(self.session.keep, [len(prompt) - 1 for prompt in call.request.prompts])
-        self._stage_state: Any = None
-        if stage is not None:
-            if stage.reads_layers or (stage.reads_prompt and not stage.rests):
-                raise UnsupportedError(
-                    f"{stage.name} drafts from the target's hidden states or prompt, which are not handed out for a draft model"
-                )
-            self._stage_state = stage.start(self._context(context))
-            call.stack.enter_context(finishing(stage, lambda: self._stage_state))
+        self.stage = DraftStage(stage, self._context(context), self.inner, call.stack) if stage is not None else None
 
     def _open(self, slots: int) -> OpenSession:
         """A session of the engine's for the length of the call."""
@@ -121,18 +115,7 @@ class ModelDrafter(Drafter):
         self._reach = max(map(len, call.request.prompts))
         self._drafting = False
         if self.stage is not None:
-            self._rebatch_stage(self.stage, rows, self._context(context))
-
-    def _rebatch_stage(self, stage: Strategy, rows: Sequence[int], context: Context) -> None:
-        """Tells the strategy that drafts for this model, and its draft models, as :meth:`rebatch` was told."""
-        if not stage.keeps_rows(self._stage_state):
-            finish_all([(stage, self._stage_state)])
-            self.inner.clear()
-            self._stage_state = stage.start(context)
-            return
-        for drafter in list(self.inner):
-            drafter.rebatch(rows, self._inner_call, context, self.guide)
-        self._stage_state = stage.rebatch(self._stage_state, torch.tensor(rows, device=self.length.device), context)
+            self.stage.rebatch(rows, self._inner_call, self._context(context), self.guide)
 
     def _seat(self, context: Context, rows: Sequence[int]) -> None:
         assert isinstance(self.session, RowPool) and context.sequences is not None
@@ -152,7 +135,7 @@ class ModelDrafter(Drafter):
     @property
     def on_device(self) -> bool:
         """Whether a round never waits for the device."""
-        own = (self.stage is None or self.stage.on_device) and (self.guide is None or self.guide.on_device)
+        own = (self.stage is None or self.stage.strategy.on_device) and (self.guide is None or self.guide.on_device)
         return own and all(drafter.on_device for drafter in self.inner)
 
     @property
@@ -193,11 +176,9 @@ class ModelDrafter(Drafter):
         stage = self.stage
         assert stage is not None, "a drafter without a stage extends"
         with self.counts.clock("stage", self.call.report.timings):
-            draft = stage.propose(self._stage_state, self._view(0)[1])
-            draft_tokens, tree = self.blocks.of(draft, stage.name)
+            draft = stage.propose(self._view(0)[1])
+            draft_tokens, tree = self.blocks.of(draft, stage.strategy.name)
             view, sequences = self._view(draft_tokens.shape[1] + 1)
-            for drafter in self.inner:
-                drafter.proposed = len(draft.topology)
             masks = None
             if self.guide is not None:
                 draft_tokens, masks = self.guide.block(draft_tokens, draft.topology, draft.levels)
@@ -207,8 +188,8 @@ class ModelDrafter(Drafter):
         with self.counts.clock("stage", self.call.report.timings):
             if self.guide is not None:
                 self.guide.accept(out)
-            if type(stage).observe is not Strategy.observe:
-                stage.observe(self._stage_state, out.observed(sequences))
+            if stage.observes:
+                stage.observe(out.observed(sequences))
             self.counts.accepted(out.summary)
         return Advance(out.path, out.summary[0], expansion)
 
@@ -216,14 +197,14 @@ class ModelDrafter(Drafter):
         return self._run("root", self.rows, self._view(1)[0], self._pending.range(self._reach), *self._masks())
 
     def expand(self, nodes: Tensor, tree: TreeTensors) -> Expansion:
-        if nodes.shape[1] == 1:  # one node would get a graph of its own
+        count = nodes.shape[1]
+        if count == 1:  # one node would get a graph of its own
             nodes, tree = torch.cat([nodes, self.blocks.no_draft_token[:, :1]], dim=1), tree.padded(len(tree) + 1)
-            expansion = self._run(
-                "expand", nodes, tree, self.rows, self._view(len(tree))[0], *self._expanded(nodes, tree)
-            )
-            scores = expansion.scores[:, :1] if expansion.scores is not None else None
-            return Expansion(expansion.tokens[:, :1], expansion.weights[:, :1], scores)
-        return self._run("expand", nodes, tree, self.rows, self._view(len(tree))[0], *self._expanded(nodes, tree))
+        expansion = self._run("expand", nodes, tree, self.rows, self._view(len(tree))[0], *self._expanded(nodes, tree))
+        if count == nodes.shape[1]:
+            return expansion
+        scores = expansion.scores[:, :count] if expansion.scores is not None else None
+        return Expansion(expansion.tokens[:, :count], expansion.weights[:, :count], scores)
 
     def drafted(self, count: int) -> Tensor:
         slots = self._begun[:, None] + torch.arange(count, device=self._begun.device)
@@ -262,7 +243,7 @@ class ModelDrafter(Drafter):
         return dict(
             session=SameObject(self.session), slots=self.rows.slots, core=(self.core.plan, self.core.key("root")), ahead=self.ahead,
             level=self.level, begun=self._begun, tally=self.counts.tally, guide=self.guide, inner=self.inner,
-            stage=(type(self.stage), repr(self.stage), self._stage_state),
+            stage=self.stage.static_parts() if self.stage is not None else None,
         )  # fmt: skip
 
     def recording(self) -> None:
@@ -288,7 +269,7 @@ class ModelDrafter(Drafter):
 
     def report(self) -> Stage:
         """What it did in this call. Reads the device: not for use between steps."""
-        stage = self.stage.name if self.stage is not None else None
+        stage = self.stage.strategy.name if self.stage is not None else None
         return self.counts.report(self._name, stage, [drafter.report() for drafter in self.inner])
 
     def grow(self, nodes: Tensor, tree: TreeTensors) -> Expansion:
