@@ -92,6 +92,7 @@ class FixedBatch:
             call.read_prompts(opened.lengths, opened.reusable, leave)
         call.where = "start"
         call.guide = call.new_guide()
+        call.fit_blocks()
         call.state = request.strategy.start(call.resources.context())
         with finishing(request.strategy, lambda: call.state):
             if reads:

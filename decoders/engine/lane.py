@@ -226,6 +226,7 @@ class Lane:
         """Tells the strategy and its draft models which rows there are now."""
         call, strategy = self.call, self.template.strategy
         call.where, call.resources.costs = "rebatch", None
+        call.fit_blocks()
         if restart or not strategy.keeps_rows(call.state):
             self._finish()
             call.resources.close()

@@ -147,6 +147,16 @@ class Call:
     def make_step(self) -> StepFunction:
         return make_step(self.engine, self.passes, self.request, self.verifier, self.members, self.report)
 
+    def fit_blocks(self) -> None:
+        """Says how blocks are padded, by what the next pass runs as. Budgets depend on it: a strategy starts with it."""
+        if self.target.static:
+            return
+        exact = self.batch > 1 and not self.target.rounds
+        self.blocks.exact = exact and not self.passes.compiles(several=True)
+        # Text that is run again in front of a block is a multiple of nodes, and then the block is one as well.
+        again = self.pending and self.report.steps
+        self.blocks.single = not again and self.passes.runs_single(self.batch)
+
     def advance(self) -> None:
         """One step of all rows: propose, mask, forward + verify + commit, observe."""
         state, timings = self.state, self.report.timings
@@ -156,11 +166,7 @@ class Call:
         self.where = "propose"
         draft = self.propose(state, max(self.lengths))
         if not self.target.static:
-            exact = self.batch > 1 and not self.target.rounds
-            self.blocks.exact = exact and not self.passes.compiles(several=True)
-            # Text that is run again in front of a block is a multiple of nodes, and then the block is one as well.
-            again = self.pending and self.report.steps
-            self.blocks.single = not again and self.passes.runs_single(self.batch)
+            self.fit_blocks()
             # Other verifiers, and strategies that observe, see the draft as it is.
             if self.verifier is None and not self.request.strategy.observes:
                 draft = cut(draft, self.width, self.rows.finished, self.batch, self.worth)

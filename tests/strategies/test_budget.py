@@ -10,7 +10,7 @@ import decoders
 from decoders.costs import CostCurve, CostPoint, Subject
 from decoders.costs.steps import StepCosts
 from decoders.engine.calibration import Calibration
-from decoders.strategies import Lookahead, Medusa, PromptLookup, Speculative, Staged, Threshold
+from decoders.strategies import Autoregressive, Lookahead, Medusa, PromptLookup, Speculative, Staged, Threshold
 from decoders.strategies.budget import node_budget
 from decoders.strategies.lookahead import BlockShape, block_shape
 from decoders.strategies.merged import Merged, MergedSettings
@@ -116,3 +116,20 @@ def test_a_window_is_not_cut_by_what_a_step_affords(monkeypatch):
 def test_a_medusa_tree_is_cut_to_what_a_step_affords(monkeypatch):
     strategy = Medusa(heads=random_heads())
     assert nodes(monkeypatch, strategy, STEEP) == 4 < nodes(monkeypatch, strategy, None)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_equal_calls_have_equal_budgets(monkeypatch, rows):
+    """What a call has left behind, such as how its last block was padded, is not what the next one reckons with."""
+    monkeypatch.setattr(Calibration, "known", lambda *_: curve({1: 10.0, 3: 16.0, 65: 42.0}))
+    model, budgets = decoders.enable(tiny_model("llama")), []
+
+    class Reckons(Autoregressive):
+        def start(self, context: Any) -> None:
+            budgets.append(node_budget(context, None, 20))
+
+    for _ in range(2):
+        decode(model, prompts(rows), Reckons(), max_new_tokens=4, decoders_config=EAGER)
+    assert (
+        budgets == [{1: 16, 2: 4}[rows]] * 2
+    )  # one row runs blocks of three nodes and more, several run what they need
