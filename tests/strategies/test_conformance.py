@@ -29,7 +29,7 @@ from decoders.testing.conditions import Conditions
 from decoders.testing.kit import check_alone
 from decoders.tree import Topology, TreeTensors
 
-from .conftest import of_variants
+from .conftest import of_strategies, of_variants
 
 #: Strategies that draft as "speculative" does, and differ in where a draft ends and whose layers write it.
 ALIKE = ("threshold", "early_exit")
@@ -64,9 +64,9 @@ VARIANTS = [
 ]
 
 
-@parametrize_with_checks([SHORT.get(cls.name, cls) for cls in BUILT_IN])
+@pytest.mark.parametrize("strategy, check", of_strategies([SHORT.get(cls.name) or cls() for cls in BUILT_IN]))
 def test_strategy_conforms(strategy, check):
-    check(strategy)
+    check_alone(check, Conditions(), strategy)
 
 
 @pytest.mark.parametrize("strategy, check", of_variants(VARIANTS))
@@ -80,9 +80,16 @@ def test_strategy_conforms_in_every_combination(strategy, check):
     check(strategy)
 
 
-@pytest.mark.parametrize("check", [c for c in CHECKS if c.__name__ != "check_class"], ids=lambda c: c.__name__)
-def test_merged_strategies_conform(check):
-    check(Merged([PromptLookup(length=3, branches=2), Replay(length=2)]))
+@pytest.mark.parametrize(
+    "strategy, check",
+    [
+        case
+        for case in of_strategies([Merged([PromptLookup(length=3, branches=2), Replay(length=2)])])
+        if "check_class" not in case.id
+    ],
+)
+def test_merged_strategies_conform(strategy, check):
+    check_alone(check, Conditions(), strategy)
 
 
 class Good(Strategy):

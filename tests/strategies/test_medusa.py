@@ -13,13 +13,13 @@ from decoders.medusa.trees import DEFAULT_TREE
 from decoders.strategies import Medusa, PromptLookup
 from decoders.strategies.medusa import budgeted, without_gaps
 from decoders.strategies.merged import Merged
-from decoders.testing import parametrize_with_checks, prompts, tiny_model
+from decoders.testing import prompts, tiny_model
 from decoders.testing.conditions import Conditions
 from decoders.testing.exactness import assert_same_tokens, decode
 from decoders.testing.kit import check_alone
 from decoders.tree import Topology
 
-from .conftest import WIDE, of_variants, random_heads
+from .conftest import WIDE, of_strategies, of_variants, random_heads
 
 EAGER = {"decoders_config": {"compile": False}}
 DESIGNS = ("llama", "gemma2", "gpt2", "opt", "phi", "deepseek_v3")
@@ -30,9 +30,9 @@ def medusa(**settings) -> Medusa:
     return Medusa(heads=random_heads(), **settings)
 
 
-@parametrize_with_checks([medusa()])
+@pytest.mark.parametrize("strategy, check", of_strategies([medusa()]))
 def test_medusa_conforms(strategy, check):
-    check(strategy)
+    check_alone(check, Conditions(), strategy)
 
 
 @pytest.mark.parametrize("strategy, check", of_variants([medusa(tree=DEFAULT_TREE, nodes=5)]))
