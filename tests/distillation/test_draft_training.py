@@ -97,7 +97,7 @@ def test_the_loss_and_its_gradient_are_cross_entropy_with_a_distribution() -> No
     torch.testing.assert_close(gradient, scores.grad)
 
 
-@pytest.mark.parametrize("origin", ["layers", "scratch"])
+@pytest.mark.parametrize("origin", ["layers", pytest.param("scratch", marks=pytest.mark.slow)])
 def test_what_is_written_drafts_for_the_target(tmp_path, model, tokenizer, texts, origin) -> None:
     figures = train(
         model,

@@ -342,9 +342,14 @@ CALL = st.tuples(
 )
 
 
-@settings(max_examples=7, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(calls=st.lists(CALL, min_size=2, max_size=5))
-def test_any_calls_write_the_tokens_of_calls_without_reuse(model: PreTrainedModel, calls: list) -> None:
+@pytest.mark.parametrize("examples", [4, pytest.param(40, marks=pytest.mark.slow)])
+def test_any_calls_write_the_tokens_of_calls_without_reuse(model: PreTrainedModel, examples: int) -> None:
+    quick = settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    calls = st.lists(CALL, min_size=2, max_size=5)
+    quick(given(calls)(lambda calls: assert_reuse_changes_nothing(model, calls)))()
+
+
+def assert_reuse_changes_nothing(model: PreTrainedModel, calls: list) -> None:
     decoders.release(model)
     for rows, strategy, chunk, tokens, sampled in calls:
         options: dict = dict(max_new_tokens=tokens)

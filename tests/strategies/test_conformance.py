@@ -48,14 +48,12 @@ VARIANTS = [
     PromptLookup(max_ngram=1, length=1),
     Lookahead(window=4, ngram=3, candidates=3),
     Ngram(widths=(3, 2, 1)),
-    Speculative(),
     Speculative(tree="static"),
     Speculative(tree="dynamic", nodes=8),
     Speculative(schedule="heuristic"),
     Threshold(),
     Threshold(tree="dynamic"),
     EarlyExit(),
-    Staged(),
     Staged(stage="prompt_lookup"),
     Staged(stage="prompt_lookup", children=1),
     Suffix(alpha=16, nodes=6, occurrences=2, remember=0),
@@ -72,6 +70,12 @@ def test_strategy_conforms(strategy, check):
 @pytest.mark.parametrize("strategy, check", of_variants(VARIANTS))
 def test_variant_conforms(strategy, check):
     check_alone(check, Conditions(), strategy)
+
+
+@pytest.mark.slow
+@parametrize_with_checks([*(cls for cls in BUILT_IN if cls.name in SHORT)])
+def test_strategy_conforms_with_as_many_passes_as_by_default(strategy, check):
+    check(strategy)
 
 
 @pytest.mark.slow

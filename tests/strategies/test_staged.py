@@ -79,7 +79,7 @@ def assert_exact(model, strategy, assistant, rows=3, new=30, draws=(SAMPLING, {}
 @pytest.mark.parametrize("children, draw", [(1, SAMPLING), (3, {})], ids=["path, sampled", "tree, greedy"])
 def test_a_draft_of_a_draft(target, near, children, draw):
     smaller = tiny_draft("llama", noise=0.1)
-    report = assert_exact(target, nested(smaller, children=children), near, draws=[draw])
+    report = assert_exact(target, nested(smaller, children=children), near, new=20, draws=[draw])
     outer = report.stages[0]
     assert outer.drafter == "staged" and outer.stages[0].drafter == "prompt_lookup" and not outer.stages[0].stages
     assert report.settings["stage_config"] == {"draft_model": "LlamaForCausalLM", "stage": "prompt_lookup"}, (
@@ -87,16 +87,17 @@ def test_a_draft_of_a_draft(target, near, children, draw):
     )
 
 
+@pytest.mark.slow
 def test_a_draft_of_a_draft_of_a_draft(target, near):
     third = {"draft_model": tiny_model("gpt2", seed=4), "stage": "prompt_lookup", "passes": 2}
     second = {"draft_model": tiny_draft("llama", noise=0.1), "stage": "staged", "stage_config": third}
     assert_exact(target, Staged(stage="staged", stage_config=second), near, rows=2, new=16, draws=[SAMPLING])
 
 
-@pytest.mark.parametrize("stage", ["speculative", "threshold"])
+@pytest.mark.parametrize("stage", ["speculative", pytest.param("threshold", marks=pytest.mark.slow)])
 def test_stages_with_a_model_of_their_own(target, near, stage):
     report = assert_exact(
-        target, Staged(stage=stage, stage_config={"draft_model": tiny_draft("llama", noise=0.1)}), near
+        target, Staged(stage=stage, stage_config={"draft_model": tiny_draft("llama", noise=0.1)}), near, new=20
     )
     assert report.stages[0].accepted > 0
 
