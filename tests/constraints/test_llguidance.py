@@ -242,7 +242,9 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=pytest.mark.slow if k in ("optional parts", "and") else ()) for k in HOSTILE]
+)
 def test_hostile_grammars_are_refused_or_walked_in_bounded_time(vocabulary: Vocabulary, kind: str) -> None:
     begin = time.perf_counter()
     try:

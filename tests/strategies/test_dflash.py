@@ -130,7 +130,12 @@ class Ints(list):
 
 
 @pytest.mark.parametrize(
-    "kind, compile", [*((kind, False) for kind in LAYERS), pytest.param("sliding", True, marks=pytest.mark.slow)]
+    "kind, compile",
+    [
+        ("authors", False),
+        ("sliding", False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("transformers", False), ("sliding", True))),
+    ],
 )
 def test_drafts_are_those_of_transformers(kind: str, compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs, spy = target(), prompts(3), Spy(DFlash(draft_model=written(kind)))

@@ -251,7 +251,7 @@ def test_what_cannot_be_had_says_why(tmp_path: Path) -> None:
         call(Eagle3(head=str(broken)))
 
 
-@pytest.mark.parametrize("kind", ["authors", "speculators"])
+@pytest.mark.parametrize("kind", ["authors", pytest.param("speculators", marks=pytest.mark.slow)])
 def test_heads_draft_for_targets_in_bfloat16(kind: str) -> None:
     """The head is taken in the target's dtype; its chains are the rounded equations', give or take near-ties."""
     options = dict(

@@ -15,7 +15,7 @@ from decoders.strategies.medusa import budgeted, without_gaps
 from decoders.strategies.merged import Merged
 from decoders.testing import prompts, tiny_model
 from decoders.testing.conditions import Conditions
-from decoders.testing.exactness import assert_same_tokens, decode
+from decoders.testing.exactness import assert_same_tokens, decode, reference
 from decoders.testing.kit import check_alone
 from decoders.tree import Topology
 
@@ -58,7 +58,7 @@ def test_medusa_conforms_beside_another_drafter(strategy, check):
 def test_tokens_are_those_of_plain_decoding(design, rows):
     model, inputs = decoders.enable(tiny_model(design)), prompts(rows)
     greedy = decode(model, inputs, medusa(), max_new_tokens=24, **EAGER)
-    assert_same_tokens(model, inputs, decode(model, inputs, max_new_tokens=24).sequences, greedy.sequences, design)
+    assert_same_tokens(model, inputs, reference(model, inputs, max_new_tokens=24).sequences, greedy.sequences, design)
     assert greedy.report.accepted > 0 and greedy.report.exact, "nothing was accepted, so nothing was tested"
     plain, drawn = (
         decode(model, inputs, s, max_new_tokens=24, **SAMPLED, **EAGER) for s in ("autoregressive", medusa())

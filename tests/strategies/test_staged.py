@@ -13,7 +13,7 @@ from decoders.errors import DecodersError, UnsupportedError
 from decoders.strategies import Speculative, Staged
 from decoders.strategies.merged import Merged
 from decoders.strategies.staged import collect, path_with_leaves
-from decoders.testing import Replay, assert_same_tokens, decode, prompts, tiny_draft, tiny_model
+from decoders.testing import Replay, assert_same_tokens, decode, prompts, reference, tiny_draft, tiny_model
 
 EAGER = {"compile": False, "prefill_chunk": 8}
 SAMPLING = dict(do_sample=True, seed=5, temperature=0.8, top_k=40)
@@ -70,7 +70,7 @@ def nested(inner: Any, **options: Any) -> Staged:
 def assert_exact(model, strategy, assistant, rows=3, new=30, draws=(SAMPLING, {})) -> Any:
     for draw in draws:
         options = dict(max_new_tokens=new, decoders_config=EAGER, **draw)
-        expected = decode(model, prompts(rows), "autoregressive", **options).sequences
+        expected = reference(model, prompts(rows), "autoregressive", **options).sequences
         out = decode(model, prompts(rows), strategy, assistant_model=assistant, **options)
         assert_same_tokens(model, prompts(rows), expected, out.sequences, f"{strategy.name}, {draw}")
     return out.report
