@@ -87,7 +87,7 @@ def test_sampled_tokens_depend_on_the_seed_alone(name, rows, kind):
     assert_same_tokens(model, inputs, expected, out.sequences, f"{name}, {kind}, sampled")
 
 
-@pytest.mark.parametrize("tree", ["none", "dynamic"])
+@pytest.mark.parametrize("tree", [pytest.param("none", marks=pytest.mark.slow), "dynamic"])
 def test_a_draft_model_with_attention_only_drafts_for_a_recurrent_target(tree):
     model, inputs = enabled("qwen3_next"), prompts(2)
     strategy = decoders.strategies.Speculative(length=3, tree=tree)

@@ -498,7 +498,7 @@ RECORDED = {
     "dynamic tree": Speculative(tree="dynamic", nodes=8), "staged": Staged(), "merged": "grammar+prompt_lookup",
     "short staged": Staged(stage="prompt_lookup", passes=2),
 }  # fmt: skip
-RECORDED_BY_DEFAULT = ("autoregressive", "grammar")
+RECORDED_BY_DEFAULT = ("grammar",)
 
 
 @pytest.mark.parametrize("strategy", [

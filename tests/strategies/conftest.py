@@ -35,22 +35,36 @@ OF_DRAFTS = ("check_drafts", "check_sampling_equals_autoregressive")
 def of_strategies(strategies: Sequence[Strategy], every: int = 3) -> list[Any]:
     """Cases ``strategy, check``, in which strategies take turns.
 
-    Each gets the checks of its settings, one of its drafts and every third (`every`) of the others; the rest is slow. So each
-    check is made of a third of the strategies.
+    Each gets the checks of its settings, one of its drafts and every third of the others; the rest is slow. So each check is made
+    of a third of the strategies.
     """
-    cases = []
-    for turn, strategy in enumerate(strategies):
-        for place, check in enumerate(checks_for(strategy)):
-            quick = check.__name__ in (*OF_SETTINGS, OF_DRAFTS[turn % 2])
-            if check.__name__ not in OF_DRAFTS:
-                quick |= (turn + place) % every == 0
-            cases.append(_case(strategy, check, quick))
-    return cases
+    return [
+        _case(
+            strategy, check, check.__name__ in (*OF_SETTINGS, OF_DRAFTS[turn % 2]) or _in_turn(check, turn + place, 3)
+        )
+        for turn, strategy in enumerate(strategies)
+        for place, check in enumerate(checks_for(strategy))
+    ]
 
 
 def of_variants(strategies: Sequence[Strategy]) -> list[Any]:
-    """The same for strategies that are there with other settings, too, or as parts of others: every twelfth check."""
-    return of_strategies(strategies, every=12)
+    """The same for strategies that are there with other settings, too, or as parts of others: every twelfth check, and one of the
+    drafts of every other strategy, the first one among them.
+    """
+    return [
+        _case(
+            strategy,
+            check,
+            check.__name__ in (*OF_SETTINGS, *OF_DRAFTS[turn // 2 % 2 :][: 1 - turn % 2])
+            or _in_turn(check, turn + place, 12),
+        )
+        for turn, strategy in enumerate(strategies)
+        for place, check in enumerate(checks_for(strategy))
+    ]
+
+
+def _in_turn(check: Check, place: int, turns: int) -> bool:
+    return check.__name__ not in OF_DRAFTS and place % turns == 0
 
 
 def of_shapes(quick: dict[Strategy, Sequence[str]]) -> list[Any]:

@@ -177,6 +177,7 @@ def test_what_outlives_a_call_is_found_after_other_checks(broken):
     assert_caught(broken, "check_calls_share_no_state", "state leaks")
 
 
+@pytest.mark.slow
 @parametrize_with_checks([RemembersInItsModule()])
 def test_memory_is_found_by_its_own_check_after_all_others(strategy, check, request):
     if "check_calls_share_no_state" in request.node.name:
