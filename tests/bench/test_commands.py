@@ -234,7 +234,7 @@ def test_bench_mistakes_end_in_one_line(arguments: tuple[str, ...], said: str) -
 
 def test_a_plot_is_written(methods: list[Any], tokenizer: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    records = bench.summarise(bench.measure(methods, bench.workloads(tokenizer, TEXTS), new_tokens=4, repeats=1))
+    records = bench.summarise(bench.measure(methods, bench.workloads(tokenizer, TEXTS[:1]), new_tokens=2, repeats=1))
     plot(records, tmp_path / "speed.png")
     assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
 
@@ -260,7 +260,7 @@ def test_demo_reports_identical_output() -> None:
 
 @pytest.mark.usefixtures("tiny_demo")
 def test_demo_shows_few_strategies_and_names_the_others() -> None:
-    common = ("demo", "--no-compile", "-n", "6", "--repeats", "1", "--no-live", "--prompt", "ab ab ab")
+    common = ("demo", "--no-compile", "-n", "2", "--repeats", "1", "--no-live", "--prompt", "ab ab ab")
     listed = json.loads(run(*common, "--json").stdout)["records"]
     assert [r["method"] for r in listed] == [
         "transformers", "transformers-assisted", "autoregressive", "prompt_lookup", "speculative"

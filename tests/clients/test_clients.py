@@ -94,6 +94,7 @@ def test_int8_weights_of_torchao(plain: PreTrainedModel, enabled: PreTrainedMode
     assert decode(enabled, prompts(2), max_new_tokens=NEW).sequences.tolist() == expected.sequences.tolist()
 
 
+@pytest.mark.in_turns(2)
 @needs("torchao")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_the_loss_and_its_gradient_are_cross_entropy_with_a_distribution() -> No
     torch.testing.assert_close(gradient, scores.grad)
 
 
-@pytest.mark.parametrize("origin", ["layers", "scratch"])
+@pytest.mark.parametrize("origin", ["layers", pytest.param("scratch", marks=pytest.mark.slow)])
 def test_what_is_written_drafts_for_the_target(tmp_path, model, tokenizer, texts, origin) -> None:
     figures = train(
         model,
@@ -125,7 +125,7 @@ def test_what_is_written_drafts_for_the_target(tmp_path, model, tokenizer, texts
 
 
 def test_training_teaches(tmp_path, model, tokenizer, texts) -> None:
-    figures = train(model, tokenizer, texts, tmp_path, run(epochs=12, tokens=4000, rate=3e-3, own_share=1.0))
+    figures = train(model, tokenizer, texts, tmp_path, run(epochs=9, tokens=4000, rate=3e-3, own_share=1.0))
     assert figures["agreement"]["own"]["same"] > figures["agreement_before"] + 0.2
     assert figures["greedy"]["tokens_per_step"] > 1.2
 

@@ -160,6 +160,7 @@ def python_pages() -> Iterator[Any]:
         yield pytest.param(page, marks=[pytest.mark.slow] * slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", list(python_pages()))
 def test_python_blocks_run(page: str, checkpoint: Path, reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if page in WHOLE_KIT:
@@ -179,6 +180,7 @@ def test_python_blocks_run_with_the_whole_kit(
     run_page(page, monkeypatch)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not demo.available(), reason="the demo models are not in this checkout")
 @pytest.mark.parametrize("page", DEMO)
 def test_pages_about_the_demo_model_run_with_it(

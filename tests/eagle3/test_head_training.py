@@ -185,7 +185,10 @@ def test_layers_by_depth() -> None:
         run(layers=(6,)).layers_of(6)
 
 
-@pytest.mark.parametrize("form, vocabulary", [("speculators", None), ("authors", 100), ("speculators", 100)])
+@pytest.mark.parametrize(
+    "form, vocabulary",
+    [("speculators", None), ("authors", 100), pytest.param("speculators", 100, marks=pytest.mark.slow)],
+)
 def test_what_is_written_loads_and_drafts(tmp_path, model, tokenizer, texts, form, vocabulary) -> None:
     figures = train_eagle3(
         model, tokenizer, texts, tmp_path, run=run(draft_vocab=vocabulary), test=texts[:6], form=form, dtype=FULL,
@@ -220,7 +223,7 @@ def test_training_teaches_and_the_card_tells_what_decoding_finds(tmp_path, model
     """The share of accepted tokens on the card is that of chains in decoding, on the same text."""
     before = train_eagle3(model, tokenizer, texts, tmp_path / "a", run=run(rate=0.0), dtype=FULL)
     after = train_eagle3(
-        model, tokenizer, texts, tmp_path / "b", run=run(epochs=10, tokens=4000, rate=5e-3, own_share=1.0), dtype=FULL
+        model, tokenizer, texts, tmp_path / "b", run=run(epochs=7, tokens=4000, rate=5e-3, own_share=1.0), dtype=FULL
     )
     assert after["held"]["own"]["tokens_per_step"] > before["held"]["own"]["tokens_per_step"] + 0.2
 
@@ -251,7 +254,7 @@ def test_acceptance_is_that_of_decoding(model) -> None:
     assert outcome.length == pytest.approx(1 + sum(reached) / drafts)
 
 
-@pytest.mark.parametrize("own_share", [0.0, 0.5])
+@pytest.mark.parametrize("own_share", [pytest.param(0.0, marks=pytest.mark.slow), 0.5])
 def test_interrupted_run_ends_where_a_whole_one_does(tmp_path, model, tokenizer, texts, monkeypatch, own_share) -> None:
     training = run(own_share=own_share)
     train_eagle3(model, tokenizer, texts, tmp_path / "whole", run=training, dtype=FULL)
@@ -272,7 +275,7 @@ def test_interrupted_run_ends_where_a_whole_one_does(tmp_path, model, tokenizer,
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
 
 
-@pytest.mark.parametrize("form", ["authors", "speculators"])
+@pytest.mark.parametrize("form", ["authors", pytest.param("speculators", marks=pytest.mark.slow)])
 def test_training_goes_on_with_a_head_that_exists(tmp_path, model, tokenizer, texts, form) -> None:
     train_eagle3(model, tokenizer, texts, tmp_path / "first", run=run(draft_vocab=90), form=form, dtype=FULL)
     still = run(draft_vocab=90, rate=0.0, tokens=400)

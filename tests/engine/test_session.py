@@ -207,14 +207,18 @@ def test_a_session_in_use_is_not_taken_by_a_call_within_the_call(target: Target)
 PROMPT = st.lists(st.integers(3, 5), min_size=1, max_size=14)
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    calls=st.lists(
-        st.tuples(st.lists(PROMPT, min_size=1, max_size=3), st.sampled_from([1, 2, 3, 7, 512]), st.booleans()),
-        min_size=2, max_size=6,
-    )
+CALLS = st.lists(
+    st.tuples(st.lists(PROMPT, min_size=1, max_size=3), st.sampled_from([1, 2, 3, 7, 512]), st.booleans()),
+    min_size=2, max_size=6,
 )  # fmt: skip
-def test_any_sequence_of_calls_holds_what_reading_everything_gives(target: Target, calls: list) -> None:
+
+
+@pytest.mark.parametrize("examples", [12, pytest.param(100, marks=pytest.mark.slow)])
+def test_any_sequence_of_calls_holds_what_reading_everything_gives(target: Target, examples: int) -> None:
+    settings(max_examples=examples, deadline=None)(given(CALLS)(lambda calls: assert_texts_are_kept(target, calls)))()
+
+
+def assert_texts_are_kept(target: Target, calls: list) -> None:
     """Three token ids: prompts begin alike, cross between rows, are each other's beginnings."""
     pool = Sessions(target)
     for rows, chunk, reuse in calls:

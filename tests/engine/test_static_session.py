@@ -127,12 +127,13 @@ def random_calls(count: int) -> Iterator[tuple[Any, dict[str, Any]]]:
         yield choice.choice(strategies), dict(input_ids=ids, attention_mask=torch.ones_like(ids)) | given
 
 
-def test_a_day_of_random_calls(device: TapeRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("number", "least"), [(35, 2), pytest.param(70, 10, marks=pytest.mark.slow)])
+def test_a_day_of_random_calls(device: TapeRecorder, monkeypatch: pytest.MonkeyPatch, number: int, least: int) -> None:
     monkeypatch.setenv("DECODERS_CONSTRAINT_BACKEND", "table")
     options = MappingProxyType(dict(ARCHITECTURES["llama"].options) | {"vocab_size": SIZE, "num_hidden_layers": 1})
     target, draft = Architecture("llama", options)(0), Architecture("llama", options)(1)
     decoders.enable(target, tokenizer=byte_tokenizer())
-    calls = list(random_calls(70))
+    calls = list(random_calls(number))
     with monkeypatch.context() as dynamic:
         dynamic.setattr(devices, "static_shapes", lambda device: False)
         dynamic.setattr(engine, "recorder_of", lambda device: None)
@@ -157,7 +158,7 @@ def test_a_day_of_random_calls(device: TapeRecorder, monkeypatch: pytest.MonkeyP
     plans = 4  # greedy or drawn, with a grammar or without
     assert graphs["step"] <= plans * block_shapes(5, 17, 512)
     assert len(read) <= 2 * prefill_shapes(5, 512, 512)
-    assert reused > 10 and device.recorded < len(calls)
+    assert reused > least and device.recorded < len(calls)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +169,7 @@ def test_a_day_of_random_calls(device: TapeRecorder, monkeypatch: pytest.MonkeyP
         Lookahead(),
         Speculative(length=3),
         Speculative(tree="static"),
-        Staged(),
+        pytest.param(Staged(), marks=pytest.mark.slow),
         FromLayers(),
     ],
     ids=lambda strategy: strategy if isinstance(strategy, str) else type(strategy).__name__,

@@ -85,7 +85,9 @@ def sampled_cases() -> Iterator[Any]:
     for name, kind in itertools.product(ARCHITECTURES, kinds):
         # What is drawn depends on the design through its logits alone, which the greedy calls compare.
         other = list(ARCHITECTURES).index(name) % 2 == 0 and kind == kinds[turn(name, len(kinds))]
-        quick = name in REPRESENTATIVE or other
+        if name in REPRESENTATIVE:
+            other = (REPRESENTATIVE.index(name) + kinds.index(kind)) % 2 == 0
+        quick = other
         yield pytest.param(name, kind, id=f"{name}-{kind}", marks=() if quick else pytest.mark.slow)
 
 
@@ -115,7 +117,7 @@ def test_sampling_is_not_greedy_and_follows_the_seed():
     assert not torch.equal(sampled("llama"), other.sequences)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "gemma3", "gpt2"])
 def test_prompt_lookup_is_accepted_on_these_texts(name):
     model, inputs = enabled(name), prompts(4)
     out = decode(model, inputs, PromptLookup(branches=3), max_new_tokens=120, decoders_config=EAGER)

@@ -63,14 +63,15 @@ def drafter(kind: str, expected: torch.Tensor) -> Strategy:
     return replay(expected, 3 if "3 branches" in kind else 1)
 
 
-def cases() -> Iterator[Any]:
+def cases(quick: str) -> Iterator[Any]:
+    """Three designs in a batch with one kind of draft; the rest is slow."""
     for name, rows, kind in itertools.product(RECURRENT, (1, 4), KINDS):
-        quick = name in QUICK and rows == 4 and kind in ("lookahead", "replay, 3 branches")
+        marks = () if name in QUICK and rows == 4 and kind == quick else pytest.mark.slow
         case = f"{name}-{'alone' if rows == 1 else 'ragged batch'}-{kind}"
-        yield pytest.param(name, rows, kind, id=case, marks=() if quick else pytest.mark.slow)
+        yield pytest.param(name, rows, kind, id=case, marks=marks)
 
 
-@pytest.mark.parametrize("name, rows, kind", list(cases()))
+@pytest.mark.parametrize("name, rows, kind", list(cases(quick="lookahead")))
 def test_greedy_tokens_are_those_of_transformers(name, rows, kind):
     model, inputs, expected = enabled(name), prompts(rows), plain(name, rows)
     out = decode(model, inputs, drafter(kind, expected), max_new_tokens=NEW, decoders_config=EAGER)
@@ -79,14 +80,14 @@ def test_greedy_tokens_are_those_of_transformers(name, rows, kind):
         assert out.report.accepted > NEW * rows // 2  # the drafts were put to the test
 
 
-@pytest.mark.parametrize("name, rows, kind", list(cases()))
+@pytest.mark.parametrize("name, rows, kind", list(cases(quick="replay, 3 branches")))
 def test_sampled_tokens_depend_on_the_seed_alone(name, rows, kind):
     model, inputs, expected = enabled(name), prompts(rows), sampled(name, rows)
     out = decode(model, inputs, drafter(kind, expected), max_new_tokens=NEW, decoders_config=EAGER, **SAMPLING)
     assert_same_tokens(model, inputs, expected, out.sequences, f"{name}, {kind}, sampled")
 
 
-@pytest.mark.parametrize("tree", ["none", "dynamic"])
+@pytest.mark.parametrize("tree", [pytest.param("none", marks=pytest.mark.slow), "dynamic"])
 def test_a_draft_model_with_attention_only_drafts_for_a_recurrent_target(tree):
     model, inputs = enabled("qwen3_next"), prompts(2)
     strategy = decoders.strategies.Speculative(length=3, tree=tree)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 import decoders
 from decoders.strategies import Speculative, Staged, Threshold
 from decoders.strategy import Strategy
-from decoders.testing import assert_same_tokens, decode, prompts, tiny_draft, tiny_model
+from decoders.testing import assert_same_tokens, decode, prompts, reference, tiny_draft, tiny_model
 
 #: For each strategy a first call, and later ones that differ in what may vary without a new graph.
 CASES: dict[str, tuple[Strategy, list[Strategy]]] = {
@@ -76,7 +76,7 @@ def assert_later_calls_compile_nothing(pair, kind, rows):
     def call(strategy: Strategy, length: int = 24, new: int = 20, **options: Any) -> Any:
         inputs = prompts(rows, length)
         out = decode(model, inputs, strategy, assistant_model=draft, max_new_tokens=new, **COMPILED, **options)
-        expected = decode(model, inputs, max_new_tokens=new)
+        expected = reference(model, inputs, max_new_tokens=new)
         assert_same_tokens(model, inputs, expected.sequences, out.sequences, f"{strategy!r}, compiled, batch {rows}")
         assert out.report.compiled and out.report.accepted > 0
         return out.report

@@ -106,6 +106,7 @@ def test_arguments_may_be_positional(fresh: PreTrainedModel) -> None:
     )
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("used", [False, True], ids=["unused", "after a call"])
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
 def test_a_copy_is_enabled_and_independent(fresh: PreTrainedModel, copier: Callable, used: bool) -> None:
@@ -158,7 +159,9 @@ def test_changed_weights_are_seen_by_the_next_call(fresh: PreTrainedModel, chang
     assert torch.equal(after, plainly(fresh))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow), torch.float64], ids=str
+)
 def test_a_cast_between_calls_works(fresh: PreTrainedModel, dtype: torch.dtype) -> None:
     expected = with_strategy(fresh)
     fresh.to(dtype)
@@ -277,11 +280,11 @@ def test_plain_generate_in_another_thread_is_not_disturbed(fresh: PreTrainedMode
     expected, batch = plainly(fresh), plainly(fresh, BATCH)
 
     def plain() -> None:
-        for _ in range(6):
+        for _ in range(3):
             assert torch.equal(fresh.generate(**INPUTS, do_sample=False, max_new_tokens=24), expected)
 
     def ours() -> None:
-        for _ in range(10):
+        for _ in range(5):
             assert torch.equal(with_strategy(fresh, BATCH), batch)
 
     in_threads(plain, ours)
@@ -291,11 +294,11 @@ def test_two_threads_may_use_strategies_at_once(fresh: PreTrainedModel) -> None:
     expected, batch = plainly(fresh), plainly(fresh, BATCH)
 
     def single() -> None:
-        for _ in range(6):
+        for _ in range(3):
             assert torch.equal(with_strategy(fresh), expected)
 
     def several() -> None:
-        for _ in range(6):
+        for _ in range(3):
             assert torch.equal(with_strategy(fresh, BATCH), batch)
 
     in_threads(single, several, single)

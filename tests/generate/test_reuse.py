@@ -34,6 +34,12 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return decoders.enable(tiny_model(request.param))
 
 
+#: Where a window makes no difference.
+WITHOUT_WINDOW = pytest.mark.parametrize(
+    "model", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)], indirect=True, scope="module"
+)
+
+
 @pytest.fixture(scope="module")
 def draft() -> PreTrainedModel:
     return tiny_model("llama", seed=3)
@@ -185,6 +191,7 @@ class Bans(LogitsProcessor):
         return scores.scatter(1, input_ids[:, -1:], -torch.inf)
 
 
+@WITHOUT_WINDOW
 def test_host_processors_see_the_whole_text(model: PreTrainedModel) -> None:
     options = dict(logits_processor=LogitsProcessorList([Bans()]))
     turn = [[*TEXT, 9, 8]]
@@ -194,6 +201,7 @@ def test_host_processors_see_the_whole_text(model: PreTrainedModel) -> None:
     assert out.report.reused[0] > 50 and new(out, turn) == expected
 
 
+@WITHOUT_WINDOW
 def test_a_penalty_on_repetition_counts_tokens_that_were_not_read(model: PreTrainedModel) -> None:
     options = dict(repetition_penalty=1.4)
     turn = [[*TEXT, 9, 8]]
@@ -235,6 +243,7 @@ def fails() -> None:
     raise ZeroDivisionError
 
 
+@WITHOUT_WINDOW
 def test_a_call_that_fails_in_its_streamer_leaves_nothing(model: PreTrainedModel) -> None:
     decoders.release(model)
     call(model, [TEXT])
@@ -245,6 +254,7 @@ def test_a_call_that_fails_in_its_streamer_leaves_nothing(model: PreTrainedModel
     assert new(out, [[*TEXT, 4]]) == plain(model, [[*TEXT, 4]])
 
 
+@WITHOUT_WINDOW
 def test_a_call_that_fails_in_a_hook_leaves_nothing(model: PreTrainedModel) -> None:
     decoders.release(model)
     passes = []
@@ -274,6 +284,7 @@ def test_a_call_within_a_call_leaves_the_outer_one_alone(model: PreTrainedModel)
     assert again.report.reused == [len(TEXT)] and new(again, turn) == plain(model, turn)
 
 
+@WITHOUT_WINDOW
 def test_threads_take_turns(model: PreTrainedModel) -> None:
     turns = [[[*TEXT[:n], n]] for n in (10, 30, 50)]
     expected = [plain(model, turn) for turn in turns]
@@ -315,6 +326,7 @@ def test_a_changed_model_reads_everything_again(fresh: PreTrainedModel, change: 
     assert new(out, [TEXT]) == plain(fresh, [TEXT])
 
 
+@WITHOUT_WINDOW
 def test_without_reuse_nothing_is_taken_over(model: PreTrainedModel) -> None:
     decoders.release(model)
     call(model, [TEXT])
@@ -342,9 +354,14 @@ CALL = st.tuples(
 )
 
 
-@settings(max_examples=7, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(calls=st.lists(CALL, min_size=2, max_size=5))
-def test_any_calls_write_the_tokens_of_calls_without_reuse(model: PreTrainedModel, calls: list) -> None:
+@pytest.mark.parametrize("examples", [4, pytest.param(40, marks=pytest.mark.slow)])
+def test_any_calls_write_the_tokens_of_calls_without_reuse(model: PreTrainedModel, examples: int) -> None:
+    quick = settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    calls = st.lists(CALL, min_size=2, max_size=5)
+    quick(given(calls)(lambda calls: assert_reuse_changes_nothing(model, calls)))()
+
+
+def assert_reuse_changes_nothing(model: PreTrainedModel, calls: list) -> None:
     decoders.release(model)
     for rows, strategy, chunk, tokens, sampled in calls:
         options: dict = dict(max_new_tokens=tokens)

@@ -48,6 +48,7 @@ def transformers_processors(model: PreTrainedModel, inputs: dict[str, Tensor], o
     return model._get_logits_processor(config, prompt, inputs["input_ids"], None, [], device="cpu", model_kwargs=masked)
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("rows", [1, 3], ids=["alone", "ragged"])
 @pytest.mark.parametrize("name", WARPERS)
 def test_scores_are_transformers_processors_applied_to_plain_logits(

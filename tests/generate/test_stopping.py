@@ -179,6 +179,7 @@ class FirstRow(StoppingCriteria):
         return (input_ids[0, -1] == self.token).expand(len(input_ids))
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("stop_token", [None, UNUSED, "written"], ids=["endless", "unused", "stop token"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_criteria_that_remember_or_look_at_other_rows(llama: PreTrainedModel, strategy: str, stop_token: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -50,12 +51,15 @@ def imports(tree: ast.AST, inside_function: bool = False) -> Iterator[tuple[str,
         yield from imports(node, inner)
 
 
-def third_party() -> Iterator[tuple[Path, str, bool]]:
+@functools.cache
+def third_party() -> list[tuple[Path, str, bool]]:
     """(file, package, whether only inside a function) of all imports that are neither ours nor Python's."""
-    for file in sorted(PACKAGE.rglob("*.py")):
-        for package, inside in imports(ast.parse(file.read_text(encoding="utf-8"))):
-            if package not in sys.stdlib_module_names and package != "decoders":
-                yield file.relative_to(PACKAGE), package, inside
+    return [
+        (file.relative_to(PACKAGE), package, inside)
+        for file in sorted(PACKAGE.rglob("*.py"))
+        for package, inside in imports(ast.parse(file.read_text(encoding="utf-8")))
+        if package not in sys.stdlib_module_names and package != "decoders"
+    ]
 
 
 INSTALLED = packages_distributions()

@@ -50,7 +50,7 @@ SCHEMAS = schemas()
 TOO_MUCH = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=TOO_MUCH)
+@settings(max_examples=120, deadline=None, suppress_health_check=TOO_MUCH)
 @given(SCHEMAS, st.lists(INSTANCES, min_size=4, max_size=8))
 def test_accepted_is_valid_and_valid_is_spelled(
     accepts: Callable[..., bool], schema: Any, instances: list[Any]

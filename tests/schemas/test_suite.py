@@ -41,7 +41,7 @@ def judged(groups: Iterable[Any]) -> tuple[float, list[Any]]:
 
 
 @needs_data
-@pytest.mark.parametrize(("draft", "floor"), [("2020-12", 0.89), ("7", 0.93)])
+@pytest.mark.parametrize(("draft", "floor"), [("2020-12", 0.89), pytest.param("7", 0.93, marks=pytest.mark.slow)])
 def test_official_suite(draft: str, floor: float) -> None:
     right, found = judged(report.suite(report.data(), draft))
     assert right >= floor

@@ -94,8 +94,8 @@ def test_requests_write_what_calls_of_their_own_write(
 @pytest.mark.parametrize(
     "values",
     [
-        [{"temperature": 0.7}, {"temperature": 1.3}],
-        [{"top_p": 0.6}, {"top_p": 0.95}],
+        pytest.param([{"temperature": 0.7}, {"temperature": 1.3}], marks=pytest.mark.slow),
+        pytest.param([{"top_p": 0.6}, {"top_p": 0.95}], marks=pytest.mark.slow),
         [{"min_p": 0.02}, {"min_p": 0.3}],
         [{"typical_p": 0.5}, {"typical_p": 0.9}],
         [{"top_k": 3, "top_p": 0.9}, {"top_k": 60, "top_p": 0.5}],
@@ -142,7 +142,11 @@ def test_rows_with_a_grammar_and_rows_without_share_steps(
     assert got == [write_alone(llama, prompt, **arguments) for prompt, arguments in asked]
 
 
-@pytest.mark.parametrize("strategy", ["autoregressive", "prompt_lookup", PromptLookup(branches=2)], ids=str)
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param("autoregressive", marks=pytest.mark.slow), "prompt_lookup", PromptLookup(branches=2)],
+    ids=str,
+)
 def test_in_low_precision_requests_write_what_calls_of_their_own_write(
     letters: PreTrainedTokenizerFast,
     scheduler_of: Any,
@@ -236,7 +240,7 @@ def test_what_a_running_or_finished_request_has_read_is_not_read_again(
     assert [g.report.reused[0] >= 60 for g in generations if g.report] == [False] + [True] * 5
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
         st.tuples(st.integers(1, 30), st.integers(1, 12), st.sampled_from([None, 0.5, 1.2]), st.floats(0, 0.004)),
@@ -483,7 +487,7 @@ def test_a_storm_of_requests_loses_and_mixes_up_none(
     results: dict[int, Any] = {}
 
     def client(first: int, scheduler: decoders.Scheduler) -> None:
-        for number in range(first, 200, 4):
+        for number in range(first, 120, 4):
             p, new = kinds[number % 8]
             generation = scheduler.submit(p, max_new_tokens=new, wait=True)
             if number % 5 == 0:
@@ -496,7 +500,7 @@ def test_a_storm_of_requests_loses_and_mixes_up_none(
             thread.start()
         for thread in threads:
             thread.join()
-    assert len(results) == 200
+    assert len(results) == 120
     for number, generation in results.items():
         error = generation.exception(0)
         if error is None:

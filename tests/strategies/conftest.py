@@ -20,7 +20,7 @@ from decoders.medusa.files import save_heads
 from decoders.medusa.heads import MedusaHeads
 from decoders.strategy import Strategy
 from decoders.testing import checks_for, tiny_draft, tiny_model
-from decoders.testing.kit import label
+from decoders.testing.kit import Check, label
 from decoders.testing.models import VOCAB
 
 #: Wide enough for random draft tokens; no rank is skipped.
@@ -30,24 +30,55 @@ WIDE = tuple((i,) for i in range(40)) + tuple((i, j) for i in range(4) for j in 
 OF_SETTINGS = ("check_class", "check_settings")
 #: What is drafted, and the tokens that come of it: every strategy gets one of them, in turns.
 OF_DRAFTS = ("check_drafts", "check_sampling_equals_autoregressive")
-#: The same, of every fourth one.
-IN_TURNS = ("check_on_device", "check_draft_scores")
+
+
+def of_strategies(strategies: Sequence[Strategy], every: int = 3) -> list[Any]:
+    """Cases ``strategy, check``, in which strategies take turns.
+
+    Each gets the checks of its settings, one of its drafts and every third of the others; the rest is slow. So each check is made
+    of a third of the strategies.
+    """
+    return [
+        _case(
+            strategy, check, check.__name__ in (*OF_SETTINGS, OF_DRAFTS[turn % 2]) or _in_turn(check, turn + place, 3)
+        )
+        for turn, strategy in enumerate(strategies)
+        for place, check in enumerate(checks_for(strategy))
+    ]
 
 
 def of_variants(strategies: Sequence[Strategy]) -> list[Any]:
-    """Cases ``strategy, check`` of strategies that pass the whole kit with other settings, or as parts of others.
-
-    Each gets the checks of its settings, one of its drafts and every eighth of the others, in turns; the rest is slow.
+    """The same for strategies that are there with other settings, too, or as parts of others: every twelfth check, and one of the
+    drafts of every other strategy, the first one among them.
     """
-    cases = []
-    for turn, strategy in enumerate(strategies):
-        for place, check in enumerate(checks_for(strategy)):
-            quick = check.__name__ in (*OF_SETTINGS, OF_DRAFTS[turn % 2])
-            if check.__name__ not in OF_DRAFTS:
-                quick |= (turn + place) % (4 if check.__name__ in IN_TURNS else 8) == 0
-            name = f"{label(strategy)}-{check.__name__}"
-            cases.append(pytest.param(strategy, check, id=name, marks=() if quick else pytest.mark.slow))
-    return cases
+    return [
+        _case(
+            strategy,
+            check,
+            check.__name__ in (*OF_SETTINGS, *OF_DRAFTS[turn // 2 % 2 :][: 1 - turn % 2])
+            or _in_turn(check, turn + place, 12),
+        )
+        for turn, strategy in enumerate(strategies)
+        for place, check in enumerate(checks_for(strategy))
+    ]
+
+
+def _in_turn(check: Check, place: int, turns: int) -> bool:
+    return check.__name__ not in OF_DRAFTS and place % turns == 0
+
+
+def of_shapes(quick: dict[Strategy, Sequence[str]]) -> list[Any]:
+    """Cases ``strategy, check`` of one strategy whose drafts have several shapes: those that are named, and slow all others."""
+    return [
+        _case(strategy, check, check.__name__ in (names if turn else (*OF_SETTINGS, *names)))
+        for turn, (strategy, names) in enumerate(quick.items())
+        for check in checks_for(strategy)
+    ]
+
+
+def _case(strategy: Strategy, check: Check, quick: bool) -> Any:
+    name = f"{label(strategy)}-{check.__name__}"
+    return pytest.param(strategy, check, id=name, marks=() if quick else pytest.mark.slow)
 
 
 @cache

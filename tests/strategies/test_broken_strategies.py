@@ -154,9 +154,7 @@ class OneGenerator(Good):
         (KeepsItsState, "check_drafts", "propose changed its instance: last is new"),
         (Leaks, "check_drafts", "start changed its instance: calls was 0 and is 1; so state leaks"),
         (RemembersInItsClass, "check_calls_share_no_state", "state leaks from call to call"),
-        pytest.param(
-            RemembersInItsModule, "check_calls_share_no_state", "state leaks from call to call", marks=pytest.mark.slow
-        ),  # as the next test in the quick run
+        (RemembersInItsModule, "check_calls_share_no_state", "state leaks from call to call"),
         (RemembersInADefault, "check_calls_share_no_state", "state leaks from call to call"),
         (CountsInItsModule, "check_calls_share_no_state", r"COUNT\[0\] was \d+ and is \d+; state leaks"),
         (CountsInItsClass, "check_calls_share_no_state", r"CountsInItsClass.calls was \d+ and is \d+; state leaks"),
@@ -165,13 +163,21 @@ class OneGenerator(Good):
     ],
 )
 def test_what_outlives_a_call(broken, check, reason):
-    if check == "check_drafts" or broken in (RemembersInItsModule, CountsInItsModule):
-        assert_caught(broken, check, reason)  # all checks before it have run, and warmed what can be warmed
+    if check == "check_drafts":
+        assert_caught(broken, check, reason)
     else:
         with pytest.raises(AssertionError, match=reason):
             BY_NAME[check](broken())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", [RemembersInItsModule, CountsInItsModule])
+def test_what_outlives_a_call_is_found_after_other_checks(broken):
+    """All checks before it have run, and warmed what can be warmed."""
+    assert_caught(broken, "check_calls_share_no_state", "state leaks")
+
+
+@pytest.mark.slow
 @parametrize_with_checks([RemembersInItsModule()])
 def test_memory_is_found_by_its_own_check_after_all_others(strategy, check, request):
     if "check_calls_share_no_state" in request.node.name:

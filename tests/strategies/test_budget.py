@@ -96,7 +96,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch, strategy: Strategy, milliseconds: dic
         (Speculative(tree="dynamic", length=4), 25, 4),
         (Speculative(tree="static", length=4), 25, 4),
         (Threshold(threshold=1e-30, lowest=1e-30), 17, 4),
-        (Threshold(tree="dynamic", max_length=4), 25, 4),
+        pytest.param(Threshold(tree="dynamic", max_length=4), 25, 4, marks=pytest.mark.slow),
         (Staged(), 37, 4),
         (Merged([PromptLookup(length=40, branches=2), Speculative(length=3)]), 64, 4),
     ],

@@ -29,7 +29,7 @@ from decoders.testing.conditions import Conditions
 from decoders.testing.kit import check_alone
 from decoders.tree import Topology, TreeTensors
 
-from .conftest import of_variants
+from .conftest import of_strategies, of_variants
 
 #: Strategies that draft as "speculative" does, and differ in where a draft ends and whose layers write it.
 ALIKE = ("threshold", "early_exit")
@@ -48,14 +48,12 @@ VARIANTS = [
     PromptLookup(max_ngram=1, length=1),
     Lookahead(window=4, ngram=3, candidates=3),
     Ngram(widths=(3, 2, 1)),
-    Speculative(),
     Speculative(tree="static"),
     Speculative(tree="dynamic", nodes=8),
-    Speculative(schedule="heuristic"),
     Threshold(),
-    Threshold(tree="dynamic"),
+    Speculative(schedule="heuristic"),
     EarlyExit(),
-    Staged(),
+    Threshold(tree="dynamic"),
     Staged(stage="prompt_lookup"),
     Staged(stage="prompt_lookup", children=1),
     Suffix(alpha=16, nodes=6, occurrences=2, remember=0),
@@ -64,9 +62,9 @@ VARIANTS = [
 ]
 
 
-@parametrize_with_checks([SHORT.get(cls.name, cls) for cls in BUILT_IN])
+@pytest.mark.parametrize("strategy, check", of_strategies([SHORT.get(cls.name) or cls() for cls in BUILT_IN]))
 def test_strategy_conforms(strategy, check):
-    check(strategy)
+    check_alone(check, Conditions(), strategy)
 
 
 @pytest.mark.parametrize("strategy, check", of_variants(VARIANTS))
@@ -75,14 +73,27 @@ def test_variant_conforms(strategy, check):
 
 
 @pytest.mark.slow
+@parametrize_with_checks([*(cls for cls in BUILT_IN if cls.name in SHORT)])
+def test_strategy_conforms_with_as_many_passes_as_by_default(strategy, check):
+    check(strategy)
+
+
+@pytest.mark.slow
 @parametrize_with_checks([*BUILT_IN, *VARIANTS], thorough=True)
 def test_strategy_conforms_in_every_combination(strategy, check):
     check(strategy)
 
 
-@pytest.mark.parametrize("check", [c for c in CHECKS if c.__name__ != "check_class"], ids=lambda c: c.__name__)
-def test_merged_strategies_conform(check):
-    check(Merged([PromptLookup(length=3, branches=2), Replay(length=2)]))
+@pytest.mark.parametrize(
+    "strategy, check",
+    [
+        case
+        for case in of_strategies([Merged([PromptLookup(length=3, branches=2), Replay(length=2)])])
+        if "check_class" not in case.id
+    ],
+)
+def test_merged_strategies_conform(strategy, check):
+    check_alone(check, Conditions(), strategy)
 
 
 class Good(Strategy):

@@ -22,11 +22,14 @@ from decoders.dflash.network import DFlashConfig, DFlashNetwork
 from decoders.errors import SettingsError, UnsupportedError
 from decoders.strategies import DFlash
 from decoders.strategies.merged import Merged
-from decoders.testing import Replay, check_strategy, checks_for, decode, prompts, tiny_model
+from decoders.strategy import Strategy
+from decoders.testing import Replay, check_strategy, decode, prompts, tiny_model
 from decoders.testing.conditions import Conditions
-from decoders.testing.kit import check_alone
+from decoders.testing.kit import Check, check_alone
 from decoders.testing.models import VOCAB, Architecture
 from decoders.testing.spy import Spy
+
+from .conftest import of_shapes
 
 H, BLOCK, MASK, WINDOW = 32, 6, 3, 14
 SHAPE = dict(
@@ -127,7 +130,12 @@ class Ints(list):
 
 
 @pytest.mark.parametrize(
-    "kind, compile", [*((kind, False) for kind in LAYERS), pytest.param("sliding", True, marks=pytest.mark.slow)]
+    "kind, compile",
+    [
+        ("authors", False),
+        ("sliding", False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("transformers", False), ("sliding", True))),
+    ],
 )
 def test_drafts_are_those_of_transformers(kind: str, compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs, spy = target(), prompts(3), Spy(DFlash(draft_model=written(kind)))
@@ -193,27 +201,23 @@ def test_a_tree_holds_the_chain(tree: str) -> None:
         assert tuple(chain.seen[0].draft.tokens[row].tolist()) in paths
 
 
-VARIANTS = [
-    DFlash(draft_model=written("authors"), tree="dynamic", length=3, nodes=40, children=32),
-    DFlash(draft_model=written("transformers"), tree="static", length=3, nodes=24, children=8),
-    DFlash(draft_model=written("sliding")),
-]
+TREE = DFlash(draft_model=written("authors"), tree="dynamic", length=3, nodes=40, children=32)
+#: What all that draft from the target's states share is checked with eagle3.
+SHAPES: dict[Strategy, tuple[str, ...]] = {
+    TREE: ("check_drafts", "check_report", "check_memory", "check_draft_tokens_are_accepted"),
+    DFlash(draft_model=written("transformers"), tree="static", length=3, nodes=24, children=8): ("check_draft_scores",),
+    DFlash(draft_model=written("sliding")): ("check_on_device",),
+}
 
 
-@pytest.mark.parametrize("strategy", VARIANTS, ids=lambda s: s.settings.tree)
-@pytest.mark.parametrize("place", range(len(checks_for(DFlash))))
-def test_strategy_conforms(strategy: DFlash, place: int) -> None:
-    check = checks_for(DFlash)[place]
-    always = ("check_drafts", "check_on_device", "check_draft_scores", "check_sampling_equals_autoregressive")
-    # What all that draft from the target's states share is checked with eagle3; the first variant has all that is checked here.
-    turn = VARIANTS.index(strategy)
-    if check.__name__ in (always[turn - 1 :: 2] if turn else always) or (not turn and place % 2 == 0):
-        check_alone(check, Conditions(models=(target(),)), strategy)
+@pytest.mark.parametrize("strategy, check", of_shapes(SHAPES))
+def test_strategy_conforms(strategy: DFlash, check: Check) -> None:
+    check_alone(check, Conditions(models=(target(),)), strategy)
 
 
 @pytest.mark.slow
 def test_strategy_conforms_compiled() -> None:
-    check_strategy(VARIANTS[0], models=[target()], compile=True)
+    check_strategy(TREE, models=[target()], compile=True)
 
 
 def test_an_embedding_with_a_norm_of_its_own_is_read_without(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,7 +123,10 @@ def test_it_merges_with_drafters_that_read_layers(folder) -> None:
     assert torch.equal(out.sequences, decode(target(), prompts(2), "autoregressive", max_new_tokens=10).sequences)
 
 
-@pytest.mark.parametrize("name", ["check_drafts", "check_on_device", "check_sampling_equals_autoregressive"])
+@pytest.mark.parametrize(
+    "name",
+    ["check_drafts", pytest.param("check_on_device", marks=pytest.mark.slow), "check_sampling_equals_autoregressive"],
+)
 def test_strategy_conforms(folder, name) -> None:
     if (folder / "bias").exists():
         check = next(check for check in checks_for(Eagle3) if check.__name__ == name)

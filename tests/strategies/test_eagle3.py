@@ -21,11 +21,14 @@ from decoders.eagle3.files import load_head, read_config
 from decoders.errors import SettingsError, UnsupportedError
 from decoders.strategies import Eagle3, PromptLookup
 from decoders.strategies.merged import Merged
-from decoders.testing import check_strategy, checks_for, decode, prompts, tiny_model
+from decoders.strategy import Strategy
+from decoders.testing import check_strategy, decode, prompts, tiny_model
 from decoders.testing.conditions import Conditions
-from decoders.testing.kit import check_alone
+from decoders.testing.kit import Check, check_alone
 from decoders.testing.models import VOCAB, Architecture
 from decoders.testing.spy import Spy
+
+from .conftest import of_shapes
 
 H, HEADS, KV, WIDE = 32, 4, 2, 48
 LAYER = dict(
@@ -187,29 +190,27 @@ def test_a_tree_holds_the_chain(tree: str) -> None:
         assert tuple(by_the_paper(model, text, "authors", 3)) in paths
 
 
-VARIANTS = [
-    Eagle3(head=written("authors"), length=3, nodes=40, children=32, beam=4),
-    Eagle3(head=written("speculators"), tree="static", length=2, nodes=24, children=24),
-    Eagle3(head=written("speculators"), tree="none", length=3),
-]
+TREE = Eagle3(head=written("authors"), length=3, nodes=40, children=32, beam=4)
+#: Each check of what depends on the shape of a draft is made of one shape, and of the first what all that read states share.
+SHAPES: dict[Strategy, tuple[str, ...]] = {
+    TREE: (
+        "check_drafts", "check_copies", "check_prompt_chunks", "check_rows_come_and_go", "check_draft_tokens_are_accepted"
+    ),
+    Eagle3(head=written("speculators"), tree="static", length=2, nodes=24, children=24): ("check_draft_scores",),
+    Eagle3(head=written("speculators"), tree="none", length=3): (
+        "check_on_device", "check_sampling_equals_autoregressive"
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("strategy", VARIANTS, ids=lambda s: s.settings.tree)
-@pytest.mark.parametrize("place", range(len(checks_for(Eagle3))))
-def test_strategy_conforms(strategy: Eagle3, place: int) -> None:
-    check = checks_for(Eagle3)[place]
-    # Chains and static trees: what depends on the shape of a draft, in turns.
-    quick = {
-        "static": ("check_drafts", "check_draft_scores"),
-        "none": ("check_on_device", "check_sampling_equals_autoregressive"),
-    }
-    if check.__name__ in quick.get(strategy.settings.tree, (check.__name__,)):
-        check_alone(check, Conditions(models=(target(),)), strategy)
+@pytest.mark.parametrize("strategy, check", of_shapes(SHAPES))
+def test_strategy_conforms(strategy: Eagle3, check: Check) -> None:
+    check_alone(check, Conditions(models=(target(),)), strategy)
 
 
 @pytest.mark.slow
 def test_strategy_conforms_compiled() -> None:
-    check_strategy(VARIANTS[0], models=[target()], compile=True)
+    check_strategy(TREE, models=[target()], compile=True)
 
 
 def test_what_a_config_says_of_layers() -> None:
@@ -250,7 +251,7 @@ def test_what_cannot_be_had_says_why(tmp_path: Path) -> None:
         call(Eagle3(head=str(broken)))
 
 
-@pytest.mark.parametrize("kind", ["authors", "speculators"])
+@pytest.mark.parametrize("kind", ["authors", pytest.param("speculators", marks=pytest.mark.slow)])
 def test_heads_draft_for_targets_in_bfloat16(kind: str) -> None:
     """The head is taken in the target's dtype; its chains are the rounded equations', give or take near-ties."""
     options = dict(

@@ -15,7 +15,7 @@ EAGER = {"compile": False, "prefill_chunk": 8}
 SAMPLING = dict(do_sample=True, seed=5, temperature=0.8, top_k=40)
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("tree", ["none", "static", "dynamic"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "deepseek_v3"])
 def test_tokens_are_those_of_the_whole_model(name: str, tree: str) -> None:

@@ -13,13 +13,13 @@ from decoders.medusa.trees import DEFAULT_TREE
 from decoders.strategies import Medusa, PromptLookup
 from decoders.strategies.medusa import budgeted, without_gaps
 from decoders.strategies.merged import Merged
-from decoders.testing import parametrize_with_checks, prompts, tiny_model
+from decoders.testing import prompts, tiny_model
 from decoders.testing.conditions import Conditions
-from decoders.testing.exactness import assert_same_tokens, decode
+from decoders.testing.exactness import assert_same_tokens, decode, reference
 from decoders.testing.kit import check_alone
 from decoders.tree import Topology
 
-from .conftest import WIDE, of_variants, random_heads
+from .conftest import WIDE, of_strategies, of_variants, random_heads
 
 EAGER = {"decoders_config": {"compile": False}}
 DESIGNS = ("llama", "gemma2", "gpt2", "opt", "phi", "deepseek_v3")
@@ -30,9 +30,9 @@ def medusa(**settings) -> Medusa:
     return Medusa(heads=random_heads(), **settings)
 
 
-@parametrize_with_checks([medusa()])
+@pytest.mark.parametrize("strategy, check", of_strategies([medusa()]))
 def test_medusa_conforms(strategy, check):
-    check(strategy)
+    check_alone(check, Conditions(), strategy)
 
 
 @pytest.mark.parametrize("strategy, check", of_variants([medusa(tree=DEFAULT_TREE, nodes=5)]))
@@ -58,11 +58,10 @@ def test_medusa_conforms_beside_another_drafter(strategy, check):
 def test_tokens_are_those_of_plain_decoding(design, rows):
     model, inputs = decoders.enable(tiny_model(design)), prompts(rows)
     greedy = decode(model, inputs, medusa(), max_new_tokens=24, **EAGER)
-    assert_same_tokens(model, inputs, decode(model, inputs, max_new_tokens=24).sequences, greedy.sequences, design)
+    assert_same_tokens(model, inputs, reference(model, inputs, max_new_tokens=24).sequences, greedy.sequences, design)
     assert greedy.report.accepted > 0 and greedy.report.exact, "nothing was accepted, so nothing was tested"
-    plain, drawn = (
-        decode(model, inputs, s, max_new_tokens=24, **SAMPLED, **EAGER) for s in ("autoregressive", medusa())
-    )
+    options = dict(max_new_tokens=24, **SAMPLED, **EAGER)
+    plain, drawn = reference(model, inputs, "autoregressive", **options), decode(model, inputs, medusa(), **options)
     assert_same_tokens(model, inputs, plain.sequences, drawn.sequences, f"{design}, sampling")
     assert drawn.report.accepted > 0
 

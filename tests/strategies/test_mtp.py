@@ -16,11 +16,14 @@ from decoders.errors import SettingsError, UnsupportedError
 from decoders.strategies import Mtp, PromptLookup
 from decoders.strategies.merged import Merged
 from decoders.strategies.mtp import ATTRIBUTE, use_mtp_layers
+from decoders.strategy import Strategy
 from decoders.testing import check_strategy, checks_for, decode, prompts, tiny_model
 from decoders.testing.conditions import Conditions
-from decoders.testing.kit import check_alone
+from decoders.testing.kit import Check, check_alone
 from decoders.testing.models import WINDOW, Architecture
 from decoders.testing.spy import Spy
+
+from .conftest import of_shapes
 
 modeling = pytest.importorskip("transformers.modeling_layers")
 if not hasattr(getattr(modeling, "MtpModel", None), "forward_layer"):
@@ -140,18 +143,17 @@ def test_tokens_that_others_have_drafted_leave_no_hole() -> None:
         assert step.draft.tokens[0, 0] == drafted_by_transformers(model, out.sequences[0, : step.lengths[0]])[0]
 
 
-VARIANTS = [Mtp(), Mtp(tree="static", nodes=12), Mtp(tree="dynamic", nodes=8, length=2)]
+#: What all that draft from the target's states share is checked with eagle3.
+SHAPES: dict[Strategy, tuple[str, ...]] = {
+    Mtp(): ("check_drafts", "check_report", "check_prompt_chunks", "check_finished_rows_idle"),
+    Mtp(tree="static", nodes=12): ("check_draft_scores",),
+    Mtp(tree="dynamic", nodes=8, length=2): ("check_on_device",),
+}
 
 
-@pytest.mark.parametrize("strategy", VARIANTS, ids=lambda s: s.settings.tree)
-@pytest.mark.parametrize("place", range(len(checks_for(Mtp))))
-def test_strategy_conforms(strategy: Mtp, place: int) -> None:
-    check = checks_for(Mtp)[place]
-    always = ("check_drafts", "check_on_device", "check_draft_scores", "check_prompt_chunks")
-    # What all that draft from the target's states share is checked with eagle3; everything is in the slow run.
-    turn = VARIANTS.index(strategy)
-    if check.__name__ in (always[turn - 1 :: 2] if turn else always) or (not turn and place % 2 == 0):
-        check_alone(check, Conditions(models=(with_layers("llama"),)), strategy)
+@pytest.mark.parametrize("strategy, check", of_shapes(SHAPES))
+def test_strategy_conforms(strategy: Mtp, check: Check) -> None:
+    check_alone(check, Conditions(models=(with_layers("llama"),)), strategy)
 
 
 @pytest.mark.slow

@@ -100,7 +100,7 @@ def test_draft_tokens_equal_counts_in_plain_python(rows, widths, data):
     assert proposed == [draft_token_in_python(row, tuple(widths), longest, {}) for row in rows]
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(st.lists(texts, min_size=1, max_size=3), st.lists(texts.filter(lambda t: len(t) > 2), min_size=1), st.data())
 def test_draft_tokens_from_text_and_table_equal_counts_in_plain_python(rows, corpus, data):
     longest, kept, weight = (data.draw(st.integers(1, most)) for most in (3, 5, 4))
@@ -110,9 +110,12 @@ def test_draft_tokens_from_text_and_table_equal_counts_in_plain_python(rows, cor
     assert proposed == [draft_token_in_python(row, (3, 2, 1), longest, expected, weight) for row in rows]
 
 
-@settings(deadline=None)
-@given(st.lists(texts, min_size=2, max_size=4))
-def test_rows_do_not_see_each_other(rows):
+@pytest.mark.parametrize("examples", [40, pytest.param(400, marks=pytest.mark.slow)])
+def test_rows_do_not_see_each_other(examples):
+    settings(deadline=None, max_examples=examples)(given(st.lists(texts, min_size=2, max_size=4))(assert_rows_alone))()
+
+
+def assert_rows_alone(rows):
     assert propose(rows) == [propose([row])[0] for row in rows]
 
 

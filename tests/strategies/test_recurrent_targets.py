@@ -29,12 +29,11 @@ needs_mtp = pytest.mark.skipif(
 NEW = 16
 EAGER = {"compile": False, "prefill_chunk": 7}
 SAMPLING: dict[str, Any] = dict(do_sample=True, seed=5, temperature=0.8, top_k=40)
-QUICK = ("qwen3_next", "granitemoehybrid", "lfm2")
+QUICK = ("granitemoehybrid", "lfm2")
 DRAFTERS = ("eagle3 chain", "eagle3 tree", "medusa", "merged")
 QUICK_CASES = (
     ("qwen3_next", "eagle3 tree"),
     ("granitemoehybrid", "medusa"),
-    ("lfm2", "eagle3 tree"),
     ("lfm2", "merged"),
 )
 

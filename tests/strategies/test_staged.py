@@ -13,7 +13,7 @@ from decoders.errors import DecodersError, UnsupportedError
 from decoders.strategies import Speculative, Staged
 from decoders.strategies.merged import Merged
 from decoders.strategies.staged import collect, path_with_leaves
-from decoders.testing import Replay, assert_same_tokens, decode, prompts, tiny_draft, tiny_model
+from decoders.testing import Replay, assert_same_tokens, decode, prompts, reference, tiny_draft, tiny_model
 
 EAGER = {"compile": False, "prefill_chunk": 8}
 SAMPLING = dict(do_sample=True, seed=5, temperature=0.8, top_k=40)
@@ -70,7 +70,7 @@ def nested(inner: Any, **options: Any) -> Staged:
 def assert_exact(model, strategy, assistant, rows=3, new=30, draws=(SAMPLING, {})) -> Any:
     for draw in draws:
         options = dict(max_new_tokens=new, decoders_config=EAGER, **draw)
-        expected = decode(model, prompts(rows), "autoregressive", **options).sequences
+        expected = reference(model, prompts(rows), "autoregressive", **options).sequences
         out = decode(model, prompts(rows), strategy, assistant_model=assistant, **options)
         assert_same_tokens(model, prompts(rows), expected, out.sequences, f"{strategy.name}, {draw}")
     return out.report
@@ -79,7 +79,7 @@ def assert_exact(model, strategy, assistant, rows=3, new=30, draws=(SAMPLING, {}
 @pytest.mark.parametrize("children, draw", [(1, SAMPLING), (3, {})], ids=["path, sampled", "tree, greedy"])
 def test_a_draft_of_a_draft(target, near, children, draw):
     smaller = tiny_draft("llama", noise=0.1)
-    report = assert_exact(target, nested(smaller, children=children), near, draws=[draw])
+    report = assert_exact(target, nested(smaller, children=children), near, new=20, draws=[draw])
     outer = report.stages[0]
     assert outer.drafter == "staged" and outer.stages[0].drafter == "prompt_lookup" and not outer.stages[0].stages
     assert report.settings["stage_config"] == {"draft_model": "LlamaForCausalLM", "stage": "prompt_lookup"}, (
@@ -87,16 +87,17 @@ def test_a_draft_of_a_draft(target, near, children, draw):
     )
 
 
+@pytest.mark.slow
 def test_a_draft_of_a_draft_of_a_draft(target, near):
     third = {"draft_model": tiny_model("gpt2", seed=4), "stage": "prompt_lookup", "passes": 2}
     second = {"draft_model": tiny_draft("llama", noise=0.1), "stage": "staged", "stage_config": third}
     assert_exact(target, Staged(stage="staged", stage_config=second), near, rows=2, new=16, draws=[SAMPLING])
 
 
-@pytest.mark.parametrize("stage", ["speculative", "threshold"])
+@pytest.mark.parametrize("stage", ["speculative", pytest.param("threshold", marks=pytest.mark.slow)])
 def test_stages_with_a_model_of_their_own(target, near, stage):
     report = assert_exact(
-        target, Staged(stage=stage, stage_config={"draft_model": tiny_draft("llama", noise=0.1)}), near
+        target, Staged(stage=stage, stage_config={"draft_model": tiny_draft("llama", noise=0.1)}), near, new=20
     )
     assert report.stages[0].accepted > 0
 

@@ -16,7 +16,7 @@ from decoders.errors import SettingsError
 from decoders.strategies import Threshold
 from decoders.strategies.threshold import _State, first_rejected
 from decoders.strategy import Draft, Sequences, Step
-from decoders.testing import Spy, assert_same_tokens, decode, prompts
+from decoders.testing import Spy, assert_same_tokens, decode, prompts, reference
 from decoders.tree import Topology
 
 EAGER = {"compile": False, "prefill_chunk": 8}
@@ -218,12 +218,13 @@ class Waiting(Threshold):
         return Threshold._kept(products, floor)
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("draw", [{}, SAMPLING], ids=["greedy", "sampled"])
 def test_looking_once_gives_the_same_tokens(target, near, rows, draw):
     strategy = Waiting()
     options = dict(max_new_tokens=50, decoders_config=EAGER, **draw)
-    expected = decode(target, prompts(rows), "autoregressive", **options).sequences
+    expected = reference(target, prompts(rows), "autoregressive", **options).sequences
     out = decode(target, prompts(rows), strategy, assistant_model=near, **options)
     assert_same_tokens(target, prompts(rows), expected, out.sequences, "look once")
     # One call for the look, if there was one, and one for the draft.

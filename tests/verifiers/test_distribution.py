@@ -28,6 +28,7 @@ class OneChild(TreeRejection):
         return super().outcomes(replace(block, siblings=1))
 
 
+@pytest.mark.slow
 def test_passing_over_siblings_is_exact():
     check_verifier(OneChild)
 

@@ -25,6 +25,7 @@ def judge(parents: list[int], drafted: list[int], p: list[list[float]]) -> Outco
     return TypicalAcceptance().outcomes(Block(torch.tensor([[0, *drafted]]), tree, torch.tensor([p]), one_hot))
 
 
+@pytest.mark.slow  # the quick run has it in test_distribution.py
 def test_contract_holds():
     check_verifier(TypicalAcceptance)
 

@@ -114,9 +114,10 @@ def csv_line(row: list[str]) -> str:
     return out.getvalue()
 
 
+@pytest.mark.parametrize("examples", [25, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", WRITTEN)
-def test_what_others_write_is_accepted(name: str, accepts: Accepts) -> None:
-    @settings(max_examples=60, deadline=None, derandomize=True, database=None)
+def test_what_others_write_is_accepted(name: str, accepts: Accepts, examples: int) -> None:
+    @settings(max_examples=examples, deadline=None, derandomize=True, database=None)
     @given(WRITTEN[name])
     def check(text: str) -> None:
         assert accepts(name, text), text
@@ -200,10 +201,11 @@ READ: dict[str, Callable[[str], object]] = {
 }
 
 
+@pytest.mark.parametrize("number", [25, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", READ)
-def test_random_texts_are_read_by_others(name: str, texts: Texts) -> None:
+def test_random_texts_are_read_by_others(name: str, texts: Texts, number: int) -> None:
     closing = {"closing": b" |\n-"} if name == "markdown_table" else {}
-    for text in texts(name, 60, **closing):
+    for text in texts(name, number, **closing):
         try:
             READ[name](text)
         except Exception as error:

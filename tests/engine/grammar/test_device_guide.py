@@ -82,9 +82,12 @@ def walk(data: st.DataObject, mask: torch.Tensor, wild: bool = True) -> int:
     return data.draw(st.sampled_from(ends if kind == "end" and ends else range(V) if kind == "any" else legal))
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.data(), grammars)
-def test_it_says_what_the_host_says(data, rows):
+@pytest.mark.parametrize("examples", [25, pytest.param(200, marks=pytest.mark.slow)])
+def test_it_says_what_the_host_says(examples):
+    settings(max_examples=examples, deadline=None)(given(st.data(), grammars)(assert_says_what_the_host_says))()
+
+
+def assert_says_what_the_host_says(data, rows):
     """Step after step: masks and pruned draft tokens of random trees, then a path is committed and some rows end."""
     host, device = HostGuide.of(rows, V, CPU), on_device(rows)
     ended = [False] * len(rows)
