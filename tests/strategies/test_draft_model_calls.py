@@ -39,11 +39,11 @@ KINDS: dict[str, Strategy] = {
 }
 
 
-def every_kind(turn: int) -> pytest.MarkDecorator:
-    """All kinds, one or two of them in the quick run: tests take turns."""
+def every_kind(quick: str) -> pytest.MarkDecorator:
+    """All kinds, one of them in the quick run: tests take turns."""
     cases = [
-        pytest.param(strategy, id=kind, marks=() if place % 5 == 2 * turn else pytest.mark.slow)
-        for place, (kind, strategy) in enumerate(KINDS.items())
+        pytest.param(strategy, id=kind, marks=() if kind == quick else pytest.mark.slow)
+        for kind, strategy in KINDS.items()
     ]
     return pytest.mark.parametrize("strategy", cases)
 
@@ -75,19 +75,19 @@ def assert_exact(
     return out.report
 
 
-@every_kind(0)
+@every_kind("threshold")
 @pytest.mark.parametrize("lengths", [(1,), (2,), (1, 2, 9)], ids=str)
 def test_prompts_of_one_and_two_tokens(target, near, strategy, lengths):
     assert_exact(target, near, strategy, ids(*lengths), draws=[SAMPLING])
 
 
-@every_kind(1)
+@every_kind("one token")
 def test_one_new_token(target, near, strategy):
     report = assert_exact(target, near, strategy, prompts(3), new=1)
     assert report.steps == 1 and report.new_tokens == [1, 1, 1]
 
 
-@every_kind(2)
+@every_kind("dynamic tree")
 def test_an_end_token_inside_a_draft_ends_its_row_alone(target, strategy):
     """The target drafts for itself: what follows the end token is proposed right, and must not come out."""
     plain = decode(target, prompts(4), max_new_tokens=24).sequences[:, 24:]
@@ -96,7 +96,7 @@ def test_an_end_token_inside_a_draft_ends_its_row_alone(target, strategy):
     assert len(set(report.new_tokens)) > 1
 
 
-@every_kind(0)
+@every_kind("chain")
 def test_a_long_text_outgrows_every_view(target, near, strategy):
     assert_exact(target, near, strategy, prompts(2), new=80, draws=[SAMPLING])
 
@@ -116,7 +116,7 @@ def test_staged_drafts_of_a_repeating_text_stay_within_their_length(looping, len
     assert report.stages[0].tokens <= 2 * report.steps * length
 
 
-@every_kind(1)
+@every_kind("staged")
 def test_a_draft_whose_context_ends_before_the_text_does(target, strategy):
     draft = llama(max_position_embeddings=32)
     draft.load_state_dict(tiny_draft("llama").state_dict())
@@ -130,7 +130,7 @@ def test_a_draft_with_learnt_positions_and_a_short_context(target):
         assert_exact(target, draft, KINDS[kind], prompts(2), new=12, draws=[SAMPLING])
 
 
-@every_kind(2)
+@every_kind("static tree")
 def test_a_draft_with_a_sliding_window(target, strategy):
     draft = tiny_model("mistral")
     draft.load_state_dict(tiny_draft("llama").state_dict())
@@ -138,7 +138,7 @@ def test_a_draft_with_a_sliding_window(target, strategy):
 
 
 @pytest.mark.parametrize("vocab", [112, 160])
-@every_kind(2)
+@every_kind("dynamic tree")
 def test_heads_padded_to_another_size(target, strategy, vocab):
     draft = llama(vocab_size=vocab)
     with torch.no_grad():
@@ -175,13 +175,13 @@ def test_other_verifiers_with_heads_padded_to_another_size(target, verifier, str
     assert torch.equal(*drawn) and int(drawn[0].max()) < VOCAB
 
 
-@every_kind(1)
+@every_kind("staged")
 def test_a_draft_in_bfloat16(target, strategy):
     report = assert_exact(target, tiny_draft("llama").to(torch.bfloat16), strategy, prompts(3))
     assert report.accepted > 0
 
 
-@every_kind(2)
+@every_kind("heuristic chain")
 @pytest.mark.parametrize(
     "options", [dict(repetition_penalty=1.3), dict(min_new_tokens=9, eos_token_id=list(range(40)))], ids=str
 )
@@ -189,7 +189,7 @@ def test_processors(target, near, strategy, options):
     assert_exact(target, near, strategy, prompts(3), draws=[SAMPLING], **options)
 
 
-@every_kind(0)
+@every_kind("threshold tree")
 def test_several_sequences_of_one_prompt_are_drawn_by_themselves(target, near, strategy):
     options = dict(num_return_sequences=3, max_new_tokens=16, decoders_config=EAGER, **SAMPLING)
     expected = decode(target, prompts(2), "autoregressive", **options).sequences
@@ -211,7 +211,7 @@ class Collected:
         self.ended = True
 
 
-@every_kind(1)
+@every_kind("staged chain")
 def test_a_streamer_gets_every_token_once(target, near, strategy):
     streamer = Collected()
     out = target.generate(
@@ -221,7 +221,7 @@ def test_a_streamer_gets_every_token_once(target, near, strategy):
     assert streamer.tokens == out[0].tolist() and streamer.ended
 
 
-@every_kind(2)
+@every_kind("dynamic tree")
 def test_stopping_criteria_are_asked_after_every_token(target, near, strategy):
     seen: list[int] = []
 
