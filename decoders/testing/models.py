@@ -48,9 +48,15 @@ class Architecture:
     embedding: float = 1.0
     seq2seq: bool = False
 
-    def __call__(self, seed: int = 0) -> PreTrainedModel:
-        """The model, in evaluation mode, the same weights for the same seed; the global generator is left alone."""
-        options = dict(vocab_size=VOCAB, bos_token_id=None, eos_token_id=None, pad_token_id=0) | dict(self.options)
+    def __call__(self, seed: int = 0, **others: Any) -> PreTrainedModel:
+        """The model, in evaluation mode, the same weights for the same seed; the global generator is left alone.
+
+        Args:
+            others: config values in the place of the design's own.
+        """
+        options = (
+            dict(vocab_size=VOCAB, bos_token_id=None, eos_token_id=None, pad_token_id=0) | dict(self.options) | others
+        )
         config = AutoConfig.for_model(self.model_type, **options)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -309,8 +315,11 @@ def tiny_draft(name: str, seed: int = 0, noise: float = 0.05) -> PreTrainedModel
     return model
 
 
-def tiny_model(name: str, seed: int = 0) -> PreTrainedModel:
+def tiny_model(name: str, seed: int = 0, **options: Any) -> PreTrainedModel:
     """The tiny random model `name` of :data:`ARCHITECTURES`, :data:`RECURRENT` or :data:`UNSUPPORTED`.
+
+    Args:
+        options: config values in the place of the design's own, such as ``num_hidden_layers=1``.
 
     Raises:
         UnknownNameError: no such model.
@@ -318,4 +327,4 @@ def tiny_model(name: str, seed: int = 0) -> PreTrainedModel:
     every = {**ARCHITECTURES, **RECURRENT, **UNSUPPORTED}
     if name not in every:
         raise UnknownNameError("tiny model", name, every)
-    return every[name](seed)
+    return every[name](seed, **options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from decoders.engine.quantization import Precision, QuantizedWeight, quantize
 from decoders.engine.target import Target
 from decoders.errors import SettingsError, UnsupportedError
 from decoders.testing.exactness import decode, prompts
-from decoders.testing.models import ARCHITECTURES, Architecture, tiny_draft, tiny_model
+from decoders.testing.models import tiny_draft, tiny_model
 
 STRATEGIES = ["prompt_lookup", "lookahead", "speculative"]
 AS_IT_IS = {"compile": False, "reuse": False}
@@ -214,8 +213,7 @@ def write_one(model: PreTrainedModel, settings: dict[str, Any]) -> Any:
 @pytest.mark.usefixtures("traced_only")
 def test_a_compiled_step_of_one_row_and_node_gets_a_graph_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "FORWARD_SECONDS", 0.0)
-    one_layer = MappingProxyType(dict(ARCHITECTURES["llama"].options) | {"num_hidden_layers": 1})
-    model = decoders.enable(Architecture("llama", one_layer)().bfloat16())
+    model = decoders.enable(tiny_model("llama", num_hidden_layers=1).bfloat16())
     settings = {"weights": "int4", "compile": True}
     padded = decode(model, prompts(1), "autoregressive", max_new_tokens=8, decoders_config=settings)
     job = vars(model)["generate"].engine(weights="int4").forward._tiers[False, True].job

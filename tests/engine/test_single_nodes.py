@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from types import MappingProxyType
-
 import pytest
 import torch
 
 import decoders
 from decoders.engine import tiers
-from decoders.testing import decode, prompts
-from decoders.testing.models import ARCHITECTURES, Architecture
+from decoders.testing import decode, prompts, tiny_model
 
 
 @pytest.mark.usefixtures("traced_only")
 def test_plain_steps_of_several_rows_get_a_graph_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "FORWARD_SECONDS", 0.0)
-    one_layer = MappingProxyType(dict(ARCHITECTURES["llama"].options) | {"num_hidden_layers": 1})
-    model, inputs = decoders.enable(Architecture("llama", one_layer)().bfloat16()), prompts(3)
+    model, inputs = decoders.enable(tiny_model("llama", num_hidden_layers=1).bfloat16()), prompts(3)
     passes = vars(model)["generate"].engine().forward
     compiled = dict(max_new_tokens=8, decoders_config={"compile": True})
     padded = decode(model, inputs, "autoregressive", **compiled)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from decoders.report import Report
 from decoders.strategies import PromptLookup
 from decoders.testing import Replay, assert_same_tokens, prompts, reference, tiny_model
 from decoders.testing import decode as decode_once
-from decoders.testing.models import ARCHITECTURES, VOCAB, Architecture
+from decoders.testing.models import VOCAB
 from decoders.testing.toy_grammar import Matched, TokenAutomaton
 from decoders.tree import Topology
 
@@ -27,7 +27,7 @@ from .test_compiled_drafts import assert_later_calls_compile_nothing
 
 COMPILED = {"compile": True}
 #: Dynamo traces layer by layer; how layers share graphs is tested in tests/exactness.
-ONE_LAYER = Architecture("llama", MappingProxyType(dict(ARCHITECTURES["llama"].options) | {"num_hidden_layers": 1}))
+one_layer = functools.partial(tiny_model, "llama", num_hidden_layers=1)
 
 
 def decode(model: PreTrainedModel, inputs: dict, strategy: Any = None, **options: Any) -> Any:
@@ -47,7 +47,7 @@ def compiled(
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "traced":
             only_trace(patch)
-        model = decoders.enable(ONE_LAYER())
+        model = decoders.enable(one_layer())
         with pytest.MonkeyPatch.context() as small:
             small.setattr(packing, "SMALLEST", 0)
             for rows in (1, 2):
@@ -149,7 +149,7 @@ def test_grammars_take_the_same_graph(compiled: PreTrainedModel, strategy: str, 
 @pytest.mark.parametrize("kind", ["chain", pytest.param("staged", marks=pytest.mark.slow)])
 def test_draft_models_are_traced_once(compiled: PreTrainedModel, kind: str) -> None:
     """The target's graphs are there: the first call traces the draft's, and later ones nothing."""
-    assert_later_calls_compile_nothing((compiled, ONE_LAYER()), kind, 1)
+    assert_later_calls_compile_nothing((compiled, one_layer()), kind, 1)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -157,7 +157,7 @@ def test_weights_changed_in_place_are_seen_and_nothing_is_compiled_again(compile
     before = decode(compiled, prompts(rows), "autoregressive", max_new_tokens=12)
     kept = {name: tensor.clone() for name, tensor in compiled.state_dict().items()}
     for seed in (3, 4):  # as an optimizer does, step after step
-        compiled.load_state_dict(ONE_LAYER(seed).state_dict())
+        compiled.load_state_dict(one_layer(seed).state_dict())
         after = decode(compiled, prompts(rows), "autoregressive", max_new_tokens=12)
         assert after.report.compiled and after.report.compilations == 0
         assert not torch.equal(after.sequences, before.sequences)
@@ -170,7 +170,7 @@ def test_weights_changed_in_place_are_seen_and_nothing_is_compiled_again(compile
 @pytest.mark.usefixtures("traced_only")
 def test_a_call_changes_over_between_two_steps_when_the_compiler_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "FORWARD_SECONDS", 0.0)
-    model, inputs = decoders.enable(ONE_LAYER()), prompts()
+    model, inputs = decoders.enable(one_layer()), prompts()
     steps = 0
 
     class Waits(decoders.strategies.Autoregressive):
@@ -194,7 +194,7 @@ def test_a_call_changes_over_between_two_steps_when_the_compiler_is_ready(monkey
 @pytest.mark.usefixtures("traced_only")
 def test_in_lower_precision_a_call_ends_in_the_tier_in_which_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "FORWARD_SECONDS", 0.0)
-    model, inputs = decoders.enable(ONE_LAYER().bfloat16()), prompts()
+    model, inputs = decoders.enable(one_layer().bfloat16()), prompts()
     auto = dict(max_new_tokens=8, decoders_config={"compile": "auto"})
     first = decode(model, inputs, "autoregressive", **auto)
     assert vars(model)["generate"].engine().forward._tiers[False, False].job.wait()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +17,6 @@ from decoders.strategies import PromptLookup
 from decoders.strategies.merged import Merged
 from decoders.strategy import Draft, PromptChunk, Sequences, Step, Strategy
 from decoders.testing import prompts, tiny_model
-from decoders.testing.models import ARCHITECTURES, Architecture
 from decoders.tree import Topology
 
 EAGER = {"compile": False, "prefill_chunk": 7}
@@ -294,8 +293,7 @@ class WithModule(Reader):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # the compiler's own
 def test_a_compiled_module_gets_a_slot_cache_and_tree_masks(traced_or_compiled: str) -> None:
-    one_layer = MappingProxyType(dict(ARCHITECTURES["llama"].options) | {"num_hidden_layers": 1})
-    model = decoders.enable(Architecture("llama", one_layer)())
+    model = decoders.enable(tiny_model("llama", num_hidden_layers=1))
     check_slot_cache_and_tree_masks(model, compile=True, rows=1)
 
 
