@@ -10,7 +10,7 @@ import torch
 
 from ..draft import Draft
 from ..errors import UnsupportedError
-from ..strategy import Context, Sequences, Step, Strategy, finish_all, finishing
+from ..strategy import Context, Sequences, Strategy, finish_all, finishing
 from .call_settings import CallSettings
 from .grammar.guide import Guide
 
@@ -65,14 +65,6 @@ class DraftStage:
         for drafter in self.drafters:
             drafter.proposed = len(draft.topology)
         return draft
-
-    @property
-    def observes(self) -> bool:
-        """Whether the strategy wants to be told what the draft model confirmed."""
-        return type(self.strategy).observe is not Strategy.observe
-
-    def observe(self, step: Step) -> None:
-        self.strategy.observe(self.state, step)
 
     def static_parts(self) -> tuple:
         """What a recorded round reads of it; see :mod:`~decoders.engine.static_inputs`."""

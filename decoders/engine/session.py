@@ -50,7 +50,7 @@ class Session:
     def start(self, prompts: list[Tensor], new_tokens: int, sampling: SamplingInputs) -> None:
         """Puts a call's prompts in the rows; keys and values are still to be computed (:meth:`prefill`)."""
         self.rows = self.rows.started(prompts, new_tokens, sampling)
-        self.blocks.exact = self.blocks.single = False
+        self.blocks.exact = self.blocks.single = False  # how an earlier call padded them
         self._views.clear()
 
     def own(self, sampling: SamplingInputs) -> SamplingInputs:

@@ -306,9 +306,9 @@ UNSUPPORTED: Mapping[str, Architecture] = MappingProxyType(
 
 
 @torch.no_grad()
-def tiny_draft(name: str, seed: int = 0, noise: float = 0.05) -> PreTrainedModel:
-    """A draft for ``tiny_model(name, seed)`` that often agrees with it: its weights, each off by a share `noise`."""
-    model = tiny_model(name, seed)
+def tiny_draft(name: str, seed: int = 0, noise: float = 0.05, **options: Any) -> PreTrainedModel:
+    """A draft for ``tiny_model(name, seed, **options)`` that often agrees with it: its weights, each off by a share `noise`."""
+    model = tiny_model(name, seed, **options)
     generator = torch.Generator().manual_seed(seed + 1)
     for parameter in model.parameters():
         parameter.mul_(1 + noise * torch.randn(parameter.shape, generator=generator))

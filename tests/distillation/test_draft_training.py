@@ -125,7 +125,7 @@ def test_what_is_written_drafts_for_the_target(tmp_path, model, tokenizer, texts
 
 
 def test_training_teaches(tmp_path, model, tokenizer, texts) -> None:
-    figures = train(model, tokenizer, texts, tmp_path, run(epochs=9, tokens=4000, rate=3e-3, own_share=1.0))
+    figures = train(model, tokenizer, texts, tmp_path, run(epochs=12, tokens=4000, rate=3e-3, own_share=1.0))
     assert figures["agreement"]["own"]["same"] > figures["agreement_before"] + 0.2
     assert figures["greedy"]["tokens_per_step"] > 1.2
 

@@ -138,8 +138,6 @@ def run_page(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
             written = stream.getvalue()
 
 
-#: Pages that run a conformance kit for longer than a few seconds.
-LONG = {"docs/plugins/writing-a-grammar-backend.md"}
 #: Pages that check several strategies: the first checks of the kit, all of them in the slow run.
 WHOLE_KIT = {"docs/plugins/writing-a-strategy.md"}
 
@@ -154,14 +152,8 @@ DEMO = (
 )
 
 
-def python_pages() -> Iterator[Any]:
-    for page in pages_with("python"):
-        slow = page in LONG or (page in DEMO and demo.available())
-        yield pytest.param(page, marks=[pytest.mark.slow] * slow)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("page", list(python_pages()))
+@pytest.mark.parametrize("page", pages_with("python"))
 def test_python_blocks_run(page: str, checkpoint: Path, reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if page in WHOLE_KIT:
         monkeypatch.setattr(kit, "CHECKS", kit.CHECKS[:6])

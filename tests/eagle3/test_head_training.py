@@ -223,7 +223,7 @@ def test_training_teaches_and_the_card_tells_what_decoding_finds(tmp_path, model
     """The share of accepted tokens on the card is that of chains in decoding, on the same text."""
     before = train_eagle3(model, tokenizer, texts, tmp_path / "a", run=run(rate=0.0), dtype=FULL)
     after = train_eagle3(
-        model, tokenizer, texts, tmp_path / "b", run=run(epochs=7, tokens=4000, rate=5e-3, own_share=1.0), dtype=FULL
+        model, tokenizer, texts, tmp_path / "b", run=run(epochs=10, tokens=4000, rate=5e-3, own_share=1.0), dtype=FULL
     )
     assert after["held"]["own"]["tokens_per_step"] > before["held"]["own"]["tokens_per_step"] + 0.2
 

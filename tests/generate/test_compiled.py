@@ -17,7 +17,7 @@ from decoders.engine.cache import CacheBuffers
 from decoders.engine.text_blocks import causal_block
 from decoders.report import Report
 from decoders.strategies import PromptLookup
-from decoders.testing import Replay, assert_same_tokens, prompts, reference, tiny_model
+from decoders.testing import Replay, assert_same_tokens, prompts, reference, tiny_draft, tiny_model
 from decoders.testing import decode as decode_once
 from decoders.testing.models import VOCAB
 from decoders.testing.toy_grammar import Matched, TokenAutomaton
@@ -149,7 +149,7 @@ def test_grammars_take_the_same_graph(compiled: PreTrainedModel, strategy: str, 
 @pytest.mark.parametrize("kind", ["chain", pytest.param("staged", marks=pytest.mark.slow)])
 def test_draft_models_are_traced_once(compiled: PreTrainedModel, kind: str) -> None:
     """The target's graphs are there: the first call traces the draft's, and later ones nothing."""
-    assert_later_calls_compile_nothing((compiled, one_layer()), kind, 1)
+    assert_later_calls_compile_nothing((compiled, tiny_draft("llama", num_hidden_layers=1)), kind, 1)
 
 
 @pytest.mark.parametrize("rows", [1, 2])

@@ -280,11 +280,11 @@ def test_plain_generate_in_another_thread_is_not_disturbed(fresh: PreTrainedMode
     expected, batch = plainly(fresh), plainly(fresh, BATCH)
 
     def plain() -> None:
-        for _ in range(3):
+        for _ in range(6):
             assert torch.equal(fresh.generate(**INPUTS, do_sample=False, max_new_tokens=24), expected)
 
     def ours() -> None:
-        for _ in range(5):
+        for _ in range(10):
             assert torch.equal(with_strategy(fresh, BATCH), batch)
 
     in_threads(plain, ours)
@@ -294,11 +294,11 @@ def test_two_threads_may_use_strategies_at_once(fresh: PreTrainedModel) -> None:
     expected, batch = plainly(fresh), plainly(fresh, BATCH)
 
     def single() -> None:
-        for _ in range(3):
+        for _ in range(6):
             assert torch.equal(with_strategy(fresh), expected)
 
     def several() -> None:
-        for _ in range(3):
+        for _ in range(6):
             assert torch.equal(with_strategy(fresh, BATCH), batch)
 
     in_threads(single, several, single)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import functools
-import re
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
 from importlib.metadata import packages_distributions
 from pathlib import Path
+
+from .without_extras import canonical
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "decoders"
@@ -27,13 +28,8 @@ EXTRAS = {
 BEHIND_COMMANDS = {"server"}
 
 
-def normal(name: str) -> str:
-    """A distribution's name as PyPI compares it, without version and extras."""
-    return re.sub(r"[-_.]+", "-", re.split(r"[\s\[<>=!~;]", name)[0]).lower()
-
-
-DEFAULT = {normal(requirement) for requirement in PROJECT["dependencies"]}
-IN_EXTRAS = {normal(r) for extra in PROJECT["optional-dependencies"].values() for r in extra}
+DEFAULT = {canonical(requirement) for requirement in PROJECT["dependencies"]}
+IN_EXTRAS = {canonical(r) for extra in PROJECT["optional-dependencies"].values() for r in extra}
 
 
 def imports(tree: ast.AST, inside_function: bool = False) -> Iterator[tuple[str, bool]]:
@@ -70,7 +66,7 @@ NAMES = {"llama_cpp": ["llama-cpp-python"]}
 
 
 def distributions(package: str) -> set[str]:
-    return {normal(name) for name in INSTALLED.get(package, NAMES.get(package, [package]))}
+    return {canonical(name) for name in INSTALLED.get(package, NAMES.get(package, [package]))}
 
 
 def test_every_import_is_declared() -> None:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def canonical(requirement: str) -> str:
-    """The name of a distribution as PyPI spells it."""
+    """The name of a requirement's distribution as PyPI compares it, without version and extras."""
     name = re.match(r"[\w.-]+", requirement)
     assert name is not None, requirement
     return re.sub(r"[-_.]+", "-", name[0]).lower()

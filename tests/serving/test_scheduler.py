@@ -240,7 +240,7 @@ def test_what_a_running_or_finished_request_has_read_is_not_read_again(
     assert [g.report.reused[0] >= 60 for g in generations if g.report] == [False] + [True] * 5
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
         st.tuples(st.integers(1, 30), st.integers(1, 12), st.sampled_from([None, 0.5, 1.2]), st.floats(0, 0.004)),
@@ -487,7 +487,7 @@ def test_a_storm_of_requests_loses_and_mixes_up_none(
     results: dict[int, Any] = {}
 
     def client(first: int, scheduler: decoders.Scheduler) -> None:
-        for number in range(first, 120, 4):
+        for number in range(first, 200, 4):
             p, new = kinds[number % 8]
             generation = scheduler.submit(p, max_new_tokens=new, wait=True)
             if number % 5 == 0:
@@ -500,7 +500,7 @@ def test_a_storm_of_requests_loses_and_mixes_up_none(
             thread.start()
         for thread in threads:
             thread.join()
-    assert len(results) == 120
+    assert len(results) == 200
     for number, generation in results.items():
         error = generation.exception(0)
         if error is None:

@@ -5,7 +5,7 @@ wide that some draft tokens are right.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,39 +33,32 @@ OF_SETTINGS = ("check_class", "check_settings")
 OF_DRAFTS = ("check_drafts", "check_sampling_equals_autoregressive")
 
 
-def of_strategies(strategies: Sequence[Strategy], every: int = 3) -> list[Any]:
+def of_strategies(strategies: Sequence[Strategy]) -> list[Any]:
     """Cases ``strategy, check``, in which strategies take turns.
 
     Each gets the checks of its settings, one of its drafts and every third of the others; the rest is slow. So each check is made
     of a third of the strategies.
     """
-    return [
-        _case(
-            strategy, check, check.__name__ in (*OF_SETTINGS, OF_DRAFTS[turn % 2]) or _in_turn(check, turn + place, 3)
-        )
-        for turn, strategy in enumerate(strategies)
-        for place, check in enumerate(checks_for(strategy))
-    ]
+    return _in_turns(strategies, 3, lambda turn: OF_DRAFTS[turn % 2 :][:1])
 
 
 def of_variants(strategies: Sequence[Strategy]) -> list[Any]:
     """The same for strategies that are there with other settings, too, or as parts of others: every twelfth check, and one of the
     drafts of every other strategy, the first one among them.
     """
-    return [
-        _case(
-            strategy,
-            check,
-            check.__name__ in (*OF_SETTINGS, *OF_DRAFTS[turn // 2 % 2 :][: 1 - turn % 2])
-            or _in_turn(check, turn + place, 12),
-        )
-        for turn, strategy in enumerate(strategies)
-        for place, check in enumerate(checks_for(strategy))
-    ]
+    return _in_turns(strategies, 12, lambda turn: OF_DRAFTS[turn // 2 % 2 :][: 1 - turn % 2])
 
 
-def _in_turn(check: Check, place: int, turns: int) -> bool:
-    return check.__name__ not in OF_DRAFTS and place % turns == 0
+def _in_turns(strategies: Sequence[Strategy], turns: int, drafts: Callable[[int], tuple[str, ...]]) -> list[Any]:
+    """drafts: which of :data:`OF_DRAFTS` the strategy of a place gets. turns: of how many other checks it gets one."""
+    cases = []
+    for turn, strategy in enumerate(strategies):
+        for place, check in enumerate(checks_for(strategy)):
+            always = check.__name__ in (*OF_SETTINGS, *drafts(turn))
+            cases.append(
+                _case(strategy, check, always or (check.__name__ not in OF_DRAFTS and (turn + place) % turns == 0))
+            )
+    return cases
 
 
 def of_shapes(quick: dict[Strategy, Sequence[str]]) -> list[Any]:

@@ -100,7 +100,7 @@ def test_draft_tokens_equal_counts_in_plain_python(rows, widths, data):
     assert proposed == [draft_token_in_python(row, tuple(widths), longest, {}) for row in rows]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None)
 @given(st.lists(texts, min_size=1, max_size=3), st.lists(texts.filter(lambda t: len(t) > 2), min_size=1), st.data())
 def test_draft_tokens_from_text_and_table_equal_counts_in_plain_python(rows, corpus, data):
     longest, kept, weight = (data.draw(st.integers(1, most)) for most in (3, 5, 4))
