@@ -112,9 +112,8 @@ def check_on_device(strategy: Strategy, conditions: Conditions = Conditions()) -
     eager = replace(conditions, compile=False)
     called, replayed = Replayed(strategy, record=False), Replayed(strategy, record=True)
     with conditions.enabled(name) as model, as_recorded():
-        run(
-            model, name, strategy, inputs, eager, max_new_tokens=2
-        )  # what a first call finds out about a model is no step's
+        # What a first call finds out about a model is no step's.
+        run(model, name, strategy, inputs, eager, max_new_tokens=2)
         try:
             run(model, name, spied(strategy, forbid_host_reads=True), inputs, eager, max_new_tokens=12)
             for twin in (called, replayed):
