@@ -48,7 +48,7 @@ VARIANTS = [
     PromptLookup(max_ngram=1, length=1),
     Lookahead(window=4, ngram=3, candidates=3),
     Ngram(widths=(3, 2, 1)),
-    Speculative(tree="static"),
+    Speculative(tree="static", nodes=16),
     Speculative(tree="dynamic", nodes=8),
     Threshold(),
     Speculative(schedule="heuristic"),
