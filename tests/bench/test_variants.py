@@ -138,6 +138,7 @@ def test_transformers_drafts_exactly_so_many_tokens_per_step(tokens: int, model:
     assert (counter.puts, passes[0]) == (4, 4 * tokens)
 
 
+@pytest.mark.slow
 def test_an_unsure_assistant_is_not_cut_short(model: Any, draft: Any, tokenizer: Any) -> None:
     """Random weights give tokens probabilities below transformers' threshold of confidence."""
     default, constant = bench.transformers_methods(model, draft, ["transformers-assisted", "transformers-assisted[5]"])[

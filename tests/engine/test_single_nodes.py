@@ -10,6 +10,7 @@ from decoders.engine import tiers
 from decoders.testing import decode, prompts, tiny_model
 
 
+@pytest.mark.slow  # of one row: tests/engine/test_quantization.py
 @pytest.mark.usefixtures("traced_only")
 def test_plain_steps_of_several_rows_get_a_graph_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "FORWARD_SECONDS", 0.0)

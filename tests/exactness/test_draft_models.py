@@ -42,13 +42,13 @@ REPRESENTATIVE = ("llama", "gemma2", "gpt2", "deepseek_v3", "gpt_oss", "llama4")
 
 
 def cases(kinds: Iterable[str], turn: int) -> Iterator[Any]:
-    """Every representative with every third one of `kinds`; of the others every second, from `turn` on, with one. The rest is slow."""
+    """Every representative with every fourth one of `kinds`; of the others every second, from `turn` on, with one. The rest is slow."""
     kinds = list(kinds)
     for place, name in enumerate(NAMES):
         for number, kind in enumerate(kinds):
             quick = place % 2 == turn and (number - place // 2) % len(kinds) == 0
             if name in REPRESENTATIVE:
-                quick = (REPRESENTATIVE.index(name) + number) % min(3, len(kinds)) == 0
+                quick = (REPRESENTATIVE.index(name) + number) % min(4, len(kinds)) == 0
             yield pytest.param(name, kind, id=f"{name}-{kind}", marks=() if quick else pytest.mark.slow)
 
 

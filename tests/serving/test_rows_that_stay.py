@@ -47,11 +47,11 @@ def counting(strategy: Strategy, starts: list[int]) -> Strategy:
     [
         pytest.param(lambda heads: Lookahead(window=2, ngram=3), marks=pytest.mark.slow),  # as "staged-lookahead"
         pytest.param(lambda heads: Medusa(heads=heads), marks=pytest.mark.slow),  # as "with-medusa"
-        lambda heads: Threshold(threshold=0.2),
+        pytest.param(lambda heads: Threshold(threshold=0.2), marks=pytest.mark.slow),  # as "tree"
         lambda heads: Threshold(tree="dynamic", max_length=4),
         pytest.param(lambda heads: Staged(passes=2, length=6), marks=pytest.mark.slow),
         lambda heads: Staged(passes=2, length=6, stage="lookahead", stage_config={"window": 2, "ngram": 3}),
-        lambda heads: Staged(passes=2, length=6, stage="prompt_lookup+suffix"),
+        pytest.param(lambda heads: Staged(passes=2, length=6, stage="prompt_lookup+suffix"), marks=pytest.mark.slow),
         lambda heads: Merged([PromptLookup(length=3), Medusa(heads=heads)]),
         lambda heads: Merged([Suffix(remember=0), Speculative(length=3)]),
     ],

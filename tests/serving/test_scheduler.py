@@ -96,7 +96,7 @@ def test_requests_write_what_calls_of_their_own_write(
     [
         pytest.param([{"temperature": 0.7}, {"temperature": 1.3}], marks=pytest.mark.slow),
         pytest.param([{"top_p": 0.6}, {"top_p": 0.95}], marks=pytest.mark.slow),
-        [{"min_p": 0.02}, {"min_p": 0.3}],
+        pytest.param([{"min_p": 0.02}, {"min_p": 0.3}], marks=pytest.mark.slow),
         [{"typical_p": 0.5}, {"typical_p": 0.9}],
         [{"top_k": 3, "top_p": 0.9}, {"top_k": 60, "top_p": 0.5}],
         [{"min_new_tokens": 6, "top_k": 8}, {"min_new_tokens": 2, "top_k": 40}],

@@ -36,17 +36,17 @@ OF_DRAFTS = ("check_drafts", "check_sampling_equals_autoregressive")
 def of_strategies(strategies: Sequence[Strategy]) -> list[Any]:
     """Cases ``strategy, check``, in which strategies take turns.
 
-    Each gets the checks of its settings, one of its drafts and every third of the others; the rest is slow. So each check is made
-    of a third of the strategies.
+    Each gets the checks of its settings, one of its drafts and every fourth of the others; the rest is slow. So each check is made
+    of a quarter of the strategies.
     """
-    return _in_turns(strategies, 3, lambda turn: OF_DRAFTS[turn % 2 :][:1])
+    return _in_turns(strategies, 4, lambda turn: OF_DRAFTS[turn % 2 :][:1])
 
 
 def of_variants(strategies: Sequence[Strategy]) -> list[Any]:
-    """The same for strategies that are there with other settings, too, or as parts of others: every twelfth check, and one of the
+    """The same for strategies that are there with other settings, too, or as parts of others: every sixteenth check, and one of the
     drafts of every other strategy, the first one among them.
     """
-    return _in_turns(strategies, 12, lambda turn: OF_DRAFTS[turn // 2 % 2 :][: 1 - turn % 2])
+    return _in_turns(strategies, 16, lambda turn: OF_DRAFTS[turn // 2 % 2 :][: 1 - turn % 2])
 
 
 def _in_turns(strategies: Sequence[Strategy], turns: int, drafts: Callable[[int], tuple[str, ...]]) -> list[Any]:

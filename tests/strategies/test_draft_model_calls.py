@@ -107,7 +107,7 @@ def test_the_target_as_its_own_draft_is_right_over_the_whole_of_a_long_text(targ
         assert report.accepted_lengths == [0, 0, 0, 0, 40]
 
 
-@pytest.mark.parametrize("length", [1, 16])
+@pytest.mark.parametrize("length", [pytest.param(1, marks=pytest.mark.slow), 16])
 def test_staged_drafts_of_a_repeating_text_stay_within_their_length(looping, length):
     """The stage is right so often that the passes could write many times the length."""
     strategy = Staged(stage="prompt_lookup", stage_config={"length": 64}, passes=6, length=length, children=1)

@@ -125,7 +125,10 @@ def test_it_merges_with_drafters_that_read_layers(folder) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["check_drafts", pytest.param("check_on_device", marks=pytest.mark.slow), "check_sampling_equals_autoregressive"],
+    [
+        "check_drafts",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("check_on_device", "check_sampling_equals_autoregressive")),
+    ],
 )
 def test_strategy_conforms(folder, name) -> None:
     if (folder / "bias").exists():

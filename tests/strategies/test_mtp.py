@@ -145,7 +145,7 @@ def test_tokens_that_others_have_drafted_leave_no_hole() -> None:
 
 #: What all that draft from the target's states share is checked with eagle3.
 SHAPES: dict[Strategy, tuple[str, ...]] = {
-    Mtp(): ("check_drafts", "check_report", "check_prompt_chunks", "check_finished_rows_idle"),
+    Mtp(): ("check_drafts", "check_finished_rows_idle"),
     Mtp(tree="static", nodes=12): ("check_draft_scores",),
     Mtp(tree="dynamic", nodes=8, length=2): ("check_on_device",),
 }
