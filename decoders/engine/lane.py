@@ -227,7 +227,8 @@ class Lane:
         call, strategy = self.call, self.template.strategy
         call.where, call.resources.costs = "rebatch", None
         call.fit_blocks()
-        if restart or not strategy.keeps_rows(call.state):
+        # One that reads prompts has one request at a time, whose prompt is still unread.
+        if restart or strategy.reads_prompt or not strategy.keeps_rows(call.state):
             self._finish()
             call.resources.close()
             call.state = strategy.start(call.resources.context())

@@ -18,7 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 import decoders
 from decoders.engine.lane import Lane
 from decoders.errors import CancelledError, ContextLengthError, DeadlineError, InputError, QueueFull, SettingsError
-from decoders.strategies import Lookahead, PromptLookup, Speculative, Staged, Threshold
+from decoders.strategies import Lookahead, PromptLookup, Speculative, Staged, Threshold, TokenRecycling
 from decoders.strategy import Draft, PromptChunk, Sequences, Step, Strategy
 from decoders.testing import Replay
 
@@ -36,6 +36,7 @@ STRATEGIES: dict[str, Any] = {
     "dynamic": Speculative(length=3, tree="dynamic", nodes=6, children=2, beam=2),
     "threshold": Threshold(),
     "staged": Staged(),
+    "reader": TokenRecycling(prompt_logits=True),
 }
 
 
