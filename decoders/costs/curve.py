@@ -83,12 +83,11 @@ class CostCurve(_Stored):
         merged = {point.place: point for point in (*self.points, *points)}
         return self.model_copy(update={"points": tuple(merged[place] for place in sorted(merged))})
 
-    def covers(self, rows: int, context: int, compiled: bool) -> bool:
-        """Whether so many rows were measured in this tier, at a context at most four times as long or as short."""
-        return any(
-            point.rows == rows and point.compiled == compiled and context <= 4 * point.context <= 16 * context
-            for point in self.points
-        )
+    def context_near(self, rows: int, context: int, compiled: bool) -> int | None:
+        """The nearest context at which so many rows were measured in this tier, at most four times as long or as short."""
+        measured = {point.context for point in self.points if (point.rows, point.compiled) == (rows, compiled)}
+        near = [length for length in measured if context <= 4 * length <= 16 * context]
+        return min(near, key=lambda length: (abs(length - context), length), default=None)
 
     def seconds(self, nodes: int, rows: int, context: int, compiled: bool) -> float:
         """Expected seconds of a step.

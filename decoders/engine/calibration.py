@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -94,15 +95,22 @@ class Calibration:
         """
         curve = self.known(folder) or self._empty()
         compiled = self._compiled(rows, compile)
-        wanted = [(r, c) for r in rows for c in contexts if anew or not curve.covers(r, c, compiled)]
+        places, wanted = {point.place for point in curve.points}, []
+        for row_count, context in itertools.product(rows, contexts):
+            near = curve.context_near(row_count, context, compiled)
+            if anew or near is None:
+                wanted.append((row_count, context, nodes))
+            # Plain steps may have got a graph of their own since then; what was measured is the block in its place.
+            elif (row_count, near, 1, compiled) not in places and self._runs_single(row_count, compile):
+                wanted.append((row_count, near, (1,)))
         if not wanted:
             return curve
         clock = self.engine.target.ranks.clock
         end = clock() + seconds
         points: list[CostPoint] = []
-        for row_count, context in wanted:
+        for row_count, context, sizes in wanted:
             if not points or clock() < end:
-                points += measure(self.engine, row_count, context, nodes, compile, end)
+                points += measure(self.engine, row_count, context, sizes, compile, end)
         self._curve = curve.with_points(points)
         if folder is not None and self.engine.target.ranks.writes:
             write(folder, self._curve)
@@ -110,6 +118,12 @@ class Calibration:
 
     def _empty(self) -> CostCurve:
         return CostCurve(subject=subject_of(self.engine))
+
+    def _runs_single(self, rows: int, compile: Compile) -> bool:
+        """Whether a plain step of a call has one node per row now."""
+        forward = self.engine.forward
+        with forward.during(compile, Report("calibration")):
+            return not self.engine.target.static and forward.runs_single(rows)
 
     def _compiled(self, rows: Sequence[int], compile: Compile) -> bool:
         forward = self.engine.forward
@@ -138,6 +152,7 @@ def measure(
         engine.sessions.open(prompts, max(nodes), sampling, context + 2 * max(nodes), reuse=False) as opened,
     ):
         session = opened.session
+        engine.forward.fit(session.blocks, rows)
         step = engine.whole(engine.core(SamplingPlan()), "step", compile, report)
         sizes = list(dict.fromkeys(session.blocks.size(n) for n in sorted(nodes)))
         for index, size in enumerate(sizes):

@@ -149,13 +149,10 @@ class Call:
 
     def fit_blocks(self) -> None:
         """Says how blocks are padded, by what the next pass runs as. Budgets depend on it: a strategy starts with it."""
-        if self.target.static:
-            return
-        exact = self.batch > 1 and not self.target.rounds
-        self.blocks.exact = exact and not self.passes.compiles(several=True)
+        self.passes.fit(self.blocks, self.batch)
         # Text that is run again in front of a block is a multiple of nodes, and then the block is one as well.
-        again = self.pending and self.report.steps
-        self.blocks.single = not again and self.passes.runs_single(self.batch)
+        if self.pending and self.report.steps:
+            self.blocks.single = False
 
     def advance(self) -> None:
         """One step of all rows: propose, mask, forward + verify + commit, observe."""

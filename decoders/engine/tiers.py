@@ -16,6 +16,7 @@ from ..errors import UnsupportedError
 from ..report import Report
 from ..tree import Topology, TreeTensors
 from .background import BackgroundCompile, worth_compiling
+from .blocks import Blocks
 from .cache import CacheBuffers
 from .compiler import CompiledFunction
 from .core import settle
@@ -108,6 +109,13 @@ class ForwardPass:
         if not self.target.takes_single_nodes(rows):
             return False
         return not self.compiles(rows > 1) or self.ready(rows > 1, single=True)
+
+    def fit(self, blocks: Blocks, rows: int) -> None:
+        """Says how `blocks` of so many rows are padded, by what the next pass runs as."""
+        if self.target.static:
+            return
+        blocks.exact = rows > 1 and not self.target.rounds and not self.compiles(several=True)
+        blocks.single = self.runs_single(rows)
 
     def book_single(self, seconds: float, rows: int) -> None:
         """Notes a step with one node per row, padded or not; once these have taken long enough, they get a graph."""

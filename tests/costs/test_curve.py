@@ -69,9 +69,9 @@ def test_new_points_replace_old_ones_at_their_place() -> None:
 
 def test_it_covers_contexts_up_to_four_times_as_long_or_short() -> None:
     measured = curve(point(3, 1.0, context=100))
-    assert measured.covers(1, 400, False) and measured.covers(1, 25, False)
-    assert not measured.covers(1, 401, False) and not measured.covers(1, 24, False)
-    assert not measured.covers(2, 100, False) and not measured.covers(1, 100, True)
+    assert measured.context_near(1, 400, False) == measured.context_near(1, 25, False) == 100
+    assert measured.context_near(1, 401, False) is measured.context_near(1, 24, False) is None
+    assert measured.context_near(2, 100, False) is measured.context_near(1, 100, True) is None
 
 
 def test_without_points_it_says_what_to_do() -> None:

@@ -32,6 +32,25 @@ def test_points_are_measured_for_every_size_once_and_kept(engine: Engine, tmp_pa
     assert calibration.known(tmp_path) == curve  # 40 tokens are near enough to 32
 
 
+def test_sizes_are_those_of_the_blocks_of_a_call(engine: Engine, tmp_path: Path) -> None:
+    """In a plain step several rows have one node each."""
+    curve = engine.calibration.measured(tmp_path, [4], [16], False)
+    assert [p.nodes for p in curve.points if p.rows == 4] == [1, 2, 3, 5, 9, 17, 33, 65]
+
+
+def test_a_plain_step_that_got_a_graph_of_its_own_is_measured_then(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    single = False
+    monkeypatch.setattr(engine.forward, "runs_single", lambda rows: single)
+    before = engine.calibration.measured(tmp_path, [1], [300], False)
+    assert next(p.nodes for p in before.points if p.context == 300) == 3
+    single = True
+    after = engine.calibration.measured(tmp_path, [1], [290], False)  # at the context of the other sizes
+    assert set(after.points) - set(before.points) == {p for p in after.points if p.context == 300 and p.nodes == 1}
+    assert engine.calibration.measured(tmp_path, [1], [280], False) == after
+
+
 def test_another_process_reads_what_one_has_measured(engine: Engine, tmp_path: Path) -> None:
     curve = engine.calibration.measured(tmp_path, [3], [16], False)
     assert Engine(tiny_model("llama", seed=1)).calibration.known(tmp_path) == store.read(tmp_path, curve.subject)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -204,6 +205,13 @@ def test_a_plain_step_of_one_row_is_padded_where_one_node_has_other_bits() -> No
     )  # float32: attention sums few queries in another order
     dense = decoders.enable(tiny_model("llama").bfloat16())
     assert write_one(dense, {}).report.nodes == 4
+
+
+def test_costs_of_a_row_tell_plain_steps_from_blocks(tmp_path: Path) -> None:
+    model = decoders.enable(tiny_model("llama").bfloat16())
+    engine = vars(model)["generate"].engine(weights="int4")
+    curve = engine.calibration.measured(tmp_path, [1], [30], False)
+    assert [point.nodes for point in curve.points][:2] == [1, 4]
 
 
 def write_one(model: PreTrainedModel, settings: dict[str, Any]) -> Any:
