@@ -11,8 +11,9 @@ from collections.abc import Sequence
 #: Weight of the past when a draft token is judged: half of it is forgotten after some four of its kind. Of the deepest ones many
 #: are judged at once, and only where all before them were right: there it is forgotten slowly.
 KEEP, KEEP_DEEPEST = 0.85, 0.98
-#: What the expectation counts before anything was seen, in draft tokens; and what it is for a first token.
-PRIOR_WEIGHT, PRIOR = 1.0, 0.5
+#: What the expectation counts before anything was seen, in draft tokens; and what it is for a first token. Judging costs nothing,
+#: so it need not be hopeful.
+PRIOR_WEIGHT, PRIOR = 2.0, 0.3
 #: Depths and ranks from here on are one.
 DEEPEST, LOWEST_RANK = 4, 3
 
