@@ -1,6 +1,6 @@
 """The library of ready grammars: ``grammars/`` of the project, shipped with the package.
 
-from decoders import library
+from decoders.constraints import library
 library.read("json.lark")
 """
 

@@ -1,5 +1,5 @@
-"""Models to draft for and to draft with, and Medusa heads for the tiny models: random ones, which draft token badly, in a tree so
-wide that some draft tokens are right.
+"""Models to draft for and to draft with, and Medusa heads for the tiny models: random ones, which draft badly, in a tree so wide
+that some draft tokens are right.
 """
 
 from __future__ import annotations

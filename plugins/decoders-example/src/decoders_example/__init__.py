@@ -14,7 +14,7 @@ __all__ = ["Bigram", "BigramSettings"]
 
 
 class BigramSettings(Settings):
-    """How far ahead to draft token."""
+    """How many tokens to draft per step."""
 
     length: int = Field(4, ge=1, le=64, description="Tokens proposed per step.")
 
