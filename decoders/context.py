@@ -16,9 +16,9 @@ from .errors import UnsupportedError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from .costs.steps import StepCosts
+    from .costs import StepCosts
     from .drafting import Drafter, Forced, ModulePasses, OtherVocabulary
-    from .sampling.processors import SamplingInputs, SamplingPlan
+    from .sampling import SamplingInputs, SamplingPlan
     from .strategy import Strategy
 
 

@@ -20,6 +20,7 @@ import typer
 import decoders
 from decoders import (
     cli,
+    costs,
     demo,
     drafting,
     errors,
@@ -27,6 +28,7 @@ from decoders import (
     plugins,
     report,
     sampling,
+    serving,
     setting_sources,
     settings,
     strategies,
@@ -109,14 +111,16 @@ def api() -> Iterator[str]:
     yield from section("decoders.verifiers", {"normalised": verifier.normalised})
     yield from section("decoders.strategies.ngram_table", {"NgramTable": ngram_table.NgramTable})
     yield from section("decoders.strategies.ngram_training", {"train_table": ngram_training.train_table})
-    yield from section("decoders.sampling", {n: getattr(sampling, n) for n in sampling.__all__ if n != "Masks"})
-    names = ("Drafter", "Expansion", "Advance", "DraftVocabulary", "ModulePasses", "Forced")
+    yield from section("decoders.sampling", {n: getattr(sampling, n) for n in sampling.__all__})
+    names = ("Drafter", "Expansion", "Advance", "DraftVocabulary", "OtherVocabulary", "ModulePasses", "Forced")
     yield from section("decoders.drafting", {n: getattr(drafting, n) for n in names})
+    yield from section("decoders.costs", {n: getattr(costs, n) for n in costs.__all__})
+    yield from section("decoders.serving", {n: getattr(serving, n) for n in serving.__all__})
     yield from section("decoders.demo", {n: getattr(demo, n) for n in demo.__all__})
     for module, names in HEADS.items():
         members = {name: getattr(importlib.import_module(module), name) for name in names}
         yield from section(module, members)
-    names = ("Language", "Backend", "CompiledGrammar", "Matcher", "Tabulated", "Tables", "pack", "unpack")
+    names = ("Policy", "Language", "Backend", "CompiledGrammar", "Matcher", "Tabulated", "Tables", "pack", "unpack")
     yield from section("decoders.constraints.base", {n: getattr(constraints, n) for n in names})
     yield from section("decoders.constraints.vocabulary", {"Vocabulary": vocabulary.Vocabulary})
     yield from section(
@@ -187,6 +191,8 @@ CONSTANTS = {
     "decoders.testing.RECURRENT": "Names of the tiny models with recurrent layers that the loop decodes: {}.",
     "decoders.testing.UNSUPPORTED": "Names of the tiny models that it must refuse: {}.",
     "decoders.demo.MODELS": "Names of the demo models: {}.",
+    "decoders.constraints.base.Policy": "How text that a grammar forces may be spelled: `full` in any tokens, `canonical` only in "
+    "the tokenizer's own; see [grammars](../how-to/grammars.md).",
     "decoders.hookimpl": "Decorator that marks a function of a plugin as the implementation of the [hook](hooks.md) of its name.",
 }
 

@@ -62,6 +62,7 @@ class CostPoint(_Stored):
 
     @property
     def place(self) -> tuple[int, int, int, bool]:
+        """What was measured: rows, context, nodes, compiled."""
         return self.rows, self.context, self.nodes, self.compiled
 
 

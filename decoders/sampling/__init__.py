@@ -1,12 +1,13 @@
 """Choosing a token: processed scores, plus noise that depends on the seed, the row, the position and the token alone.
 
-For strategies that have scores of their own: ``process`` treats them as the target's are treated, ``candidates`` finds the best of them
-without sorting the vocabulary, ``gumbel_noise`` is what the target draws with.
+For strategies that have scores of their own: ``process`` treats them as the target's are treated, ``candidates`` and
+``largest`` find the best of them without sorting the vocabulary, ``gumbel_noise`` is what the target draws with.
 """
 
 from .choice import Candidates, candidates
 from .processors import Masks, SamplingInputs, SamplingPlan, choose, gumbel_noise, mix64, process
+from .selection import largest
 
 __all__ = [
-    "Candidates", "Masks", "SamplingInputs", "SamplingPlan", "candidates", "choose", "gumbel_noise", "mix64", "process",
+    "Candidates", "Masks", "SamplingInputs", "SamplingPlan", "candidates", "choose", "gumbel_noise", "largest", "mix64", "process",
 ]  # fmt: skip

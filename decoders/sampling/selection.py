@@ -70,9 +70,11 @@ def _sure(scores: Tensor, tokens: Tensor) -> Selection:
 
 
 def largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest of every row of ``[R, V]``, in descending order, and their tokens: what ``topk`` gives.
+    """The `count` largest scores of every row of ``[R, V]``, in descending order, and their tokens, ``[R, count]`` int64.
 
-    The `count` largest lie in the `count` blocks with the largest maxima, and maxima are taken at the speed of memory.
+    What ``topk`` gives (of equal scores any may come first, and fewer than `count` come where the vocabulary is smaller), without a
+    pass that sorts: the `count` largest lie in the `count` blocks with the largest maxima, and maxima are taken at the speed of
+    memory. For the CPU; a GPU's own ``topk`` is as quick.
     """
     vocab = scores.shape[-1]
     blocks = vocab // BLOCK
@@ -81,7 +83,7 @@ def largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return top.values, top.indices
     blocked = scores[:, : blocks * BLOCK].unflatten(-1, (blocks, BLOCK))
     best = blocked.amax(-1).topk(count, sorted=False).indices  # [R, count]
-    row = torch.arange(len(scores))[:, None]
+    row = torch.arange(len(scores), device=scores.device)[:, None]
     pool = torch.cat([blocked[row, best].flatten(1), scores[:, blocks * BLOCK :]], -1)
     top = pool.topk(count)
     inside = best.gather(1, (top.indices // BLOCK).clamp(max=count - 1)) * BLOCK + top.indices % BLOCK

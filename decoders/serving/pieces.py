@@ -18,7 +18,10 @@ class TextPieces:
     """Cuts a growing list of tokens into pieces of text; joined they are the text of the whole list.
 
     Each piece is what decoding a few tokens more adds: a tokenizer may write a token in another way at the beginning of a text,
-    so some tokens before it are decoded along with it.
+    so some tokens before it are decoded along with it. One object is for one text.
+
+    Args:
+        tokenizer: decodes them; special tokens are left out.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:

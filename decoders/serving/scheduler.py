@@ -156,6 +156,11 @@ class Scheduler:
         self.close(cancel=error is not None)
 
     @property
+    def alive(self) -> bool:
+        """Whether its thread runs: not after :meth:`close`, nor where an error outside of any request has ended it."""
+        return self._thread.is_alive()
+
+    @property
     def waiting(self) -> int:
         """Requests in the queue."""
         return len(self._waiting)

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import Field, field_validator
 from torch import Tensor
 
-from ..costs.steps import StepCosts
+from ..costs import StepCosts
 from ..errors import DecodersError, SettingsError
 from ..settings import Settings, Table
 from ..strategy import Context, Draft, Sequences, Step, Strategy, finish_all

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..costs.steps import StepCosts
+from ..costs import StepCosts
 from ..strategy import Draft
 from ..tree import TreeTensors
 from .acceptance import Follower, Proposals

@@ -512,6 +512,24 @@ def test_a_storm_of_requests_loses_and_mixes_up_none(
     assert scheduler.waiting == scheduler.running == 0
 
 
+def test_a_scheduler_says_whether_its_thread_runs(
+    scheduler_of: Any, llama: PreTrainedModel, text_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with scheduler_of(llama) as scheduler:
+        assert scheduler.alive
+    assert not scheduler.alive
+
+    def broken(self: decoders.Scheduler) -> None:
+        raise RuntimeError("no lane's fault")
+
+    with scheduler_of(llama) as scheduler:
+        monkeypatch.setattr(decoders.Scheduler, "_sweep", broken)
+        with pytest.raises(RuntimeError, match="no lane's fault"):
+            scheduler.submit(text_of(0, 6), max_new_tokens=2).result(60)
+        scheduler.close()
+        assert not scheduler.alive
+
+
 class Reads(Strategy):
     """Reads prompts and a hidden layer; drafts the last token again."""
 

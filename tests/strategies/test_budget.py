@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 import decoders
-from decoders.costs import CostCurve, CostPoint, Subject
-from decoders.costs.steps import StepCosts
+from decoders.costs import CostCurve, CostPoint, StepCosts, Subject
 from decoders.engine.calibration import Calibration
 from decoders.strategies import Autoregressive, Lookahead, Medusa, PromptLookup, Speculative, Staged, Threshold
 from decoders.strategies.budget import node_budget

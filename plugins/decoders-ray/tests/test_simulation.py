@@ -10,7 +10,7 @@ from decoders_ray.cli import app
 from decoders_ray.simulation import Load, Replica, replicas_for, simulate, sustainable
 from typer.testing import CliRunner
 
-from decoders.costs.curve import CostCurve, CostPoint, Subject
+from decoders.costs import CostCurve, CostPoint, Subject
 
 ALIKE = Load(prompt=64, new=50, spread=0.0)
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from decoders.costs.curve import CostCurve
+from decoders.costs import CostCurve
 
 from .simulation import Load, Replica, replicas_for, sustainable
 

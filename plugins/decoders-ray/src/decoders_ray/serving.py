@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import decoders
-from decoders.serving.pieces import TextPieces
+from decoders.serving import TextPieces
 
 from .resume import Delivered, resumed
 
@@ -89,7 +89,7 @@ class Replica:
 
     def check_health(self) -> None:
         """Serve starts another replica in the place of one whose thread has died."""
-        if not self.scheduler._thread.is_alive():
+        if not self.scheduler.alive:
             raise RuntimeError("the scheduler's thread has ended")
 
 

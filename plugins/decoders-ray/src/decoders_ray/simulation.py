@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from decoders.costs.curve import CostCurve
+from decoders.costs import CostCurve
 
 
 @dataclass(frozen=True)
