@@ -1,4 +1,7 @@
-"""Models enabled, disabled, released, warmed up and calibrated. What ``generate`` does then is in ``hf``."""
+"""Models enabled, disabled, released, warmed up and calibrated. What ``generate`` does then is in ``hf``.
+
+Nothing else imports ``hf``, which a contract checks: what decodes the calls of a model itself gets them from :func:`enabled`.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBa
 from .engine.engine import MemoryKey
 from .errors import UnsupportedError
 from .hf.calibration import Calibration, StrategyCost, calibrate_model
+from .hf.call import PreparedCall
 from .hf.output import DecodersOutput
 from .hf.peft import base_of
 from .hf.warmup import Warmup, WarmupPart, warm
@@ -17,8 +21,8 @@ from .hf.wrapper import Generate
 from .strategy import Strategy
 
 __all__ = [
-    "Calibration", "DecodersOutput", "StrategyCost", "calibrate", "disable", "enable", "forget", "release", "warmup",
-    "Warmup", "WarmupPart",
+    "Calibration", "DecodersOutput", "Generate", "PreparedCall", "StrategyCost", "Warmup", "WarmupPart", "calibrate", "disable",
+    "enable", "enabled", "forget", "memories", "release", "remember", "warmup",
 ]  # fmt: skip
 
 
@@ -47,6 +51,13 @@ def enable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = N
         return model
     vars(model)["generate"] = Generate(base, tokenizer, present, model if model is not base else None)
     return model
+
+
+def enabled(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Generate:
+    """What stands in the place of ``model.generate``, for whoever prepares calls and decodes them; :func:`enable` puts it there."""
+    enable(model, tokenizer)
+    present: Generate = vars(model)["generate"]
+    return present
 
 
 def disable(model: PreTrainedModel) -> PreTrainedModel:
@@ -182,8 +193,7 @@ def warmup(
         UnsupportedError: a model that cannot be decoded, or a strategy that needs `assistant_model`. SettingsError: no
             strategy of the name, or `rows` below one.
     """
-    enable(model, tokenizer)
-    return warm(vars(model)["generate"], strategies, rows, assistant_model, sampling, options)
+    return warm(enabled(model, tokenizer), strategies, rows, assistant_model, sampling, options)
 
 
 def calibrate(
@@ -213,5 +223,4 @@ def calibrate(
     Raises:
         UnsupportedError: a model that cannot be decoded. SettingsError: `rows`, `contexts` or `seconds` out of range.
     """
-    enable(model, tokenizer)
-    return calibrate_model(vars(model)["generate"], rows, contexts, assistant_model, seconds, options)
+    return calibrate_model(enabled(model, tokenizer), rows, contexts, assistant_model, seconds, options)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..checkpoints import load_model, load_tokenizer
 from ..errors import DecodersError, UnknownNameError
-from ..hf.checkpoints import load_model, load_tokenizer
 
 if TYPE_CHECKING:
     import torch

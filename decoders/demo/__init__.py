@@ -12,8 +12,8 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..checkpoints import load_model
 from ..errors import DecodersError, UnknownNameError
-from ..hf.checkpoints import load_model
 
 if TYPE_CHECKING:
     import os

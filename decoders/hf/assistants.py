@@ -9,11 +9,11 @@ from typing import Any, Literal
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..checkpoints import load_model
 from ..drafting import OtherVocabulary
 from ..engine.engine import Engine
 from ..engine.fitness import refuse_unfit
 from ..errors import UnsupportedError
-from .checkpoints import load_model
 from .translation import TokenMap, tokens_of, translated
 
 #: Heads are padded to multiples of up to this many ids; a larger difference means another vocabulary.

@@ -88,6 +88,10 @@ class Generate:
             self._engine.settle_originals(self.model, originals)
             return self._engine
 
+    def give_way(self) -> None:
+        """Lets other threads' calls on the model go first that wait for it; for whoever decodes step after step."""
+        self._lock.give_way()
+
     def release(self) -> None:
         """See :func:`decoders.release`."""
         with self._lock:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ..engine.written import TokenLogprobs, Written
-    from ..hf.call import PreparedCall
+    from ..generate import PreparedCall
 
 
 class Generation:

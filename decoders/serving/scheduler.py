@@ -27,9 +27,7 @@ from ..errors import (
     SettingsError,
     UnsupportedError,
 )
-from ..generate import enable
-from ..hf.call import PreparedCall
-from ..hf.wrapper import Generate
+from ..generate import PreparedCall, enabled
 from ..strategy import Strategy
 from .generation import Generation
 from .lanes import Lanes, is_over, reason
@@ -76,8 +74,7 @@ class Scheduler:
                 raise SettingsError(f"{name} must be a whole number from 1 up, not {value!r}")
         if longest_pause <= 0:
             raise SettingsError(f"longest_pause must be more than 0 seconds, not {longest_pause!r}")
-        enable(model, tokenizer)
-        self._generate: Generate = vars(model)["generate"]
+        self._generate = enabled(model, tokenizer)
         if (ranks := Ranks.of(model)).several:
             raise UnsupportedError(
                 f"{ranks.size} processes share this model, and a request that reaches one of them is unknown to the others: call "
@@ -240,7 +237,7 @@ class Scheduler:
         self._sweep()
         self._admit()
         self.steps += self._lanes.advance()
-        self._generate._lock.give_way()
+        self._generate.give_way()
 
     def _sweep(self) -> None:
         """Ends requests that were cancelled or whose time is over."""

@@ -20,7 +20,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = {
     "bench": {"psutil", "matplotlib", "gguf", "llama_cpp", "openvino", "openvino_genai", "openvino_tokenizers"},
     "testing": {"pytest"},
-    "hf": {"gguf", "accelerate"},
+    "checkpoints.py": {"gguf", "accelerate"},
     "server": {"fastapi", "starlette", "uvicorn", "prometheus_client"},
     "cli": {"fastapi", "uvicorn", "prometheus_client"},
 }

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from ..errors import DecodersError
+from .errors import DecodersError
 
 if TYPE_CHECKING:
     import torch
