@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +32,8 @@ def load_model(path: str | os.PathLike[str], dtype: torch.dtype | str) -> PreTra
     """
     from transformers import AutoModelForCausalLM
 
+    from .transformers_compat import without_progress_bars
+
     folder, arguments = _source(path)
     if arguments:
         _need_gguf(path)
@@ -41,7 +42,7 @@ def load_model(path: str | os.PathLike[str], dtype: torch.dtype | str) -> PreTra
             from transformers.utils.quantization_config import GgufConfig
 
             arguments["quantization_config"] = GgufConfig(dequantize=True)
-    with _quiet():
+    with without_progress_bars():
         return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **arguments).eval()
 
 
@@ -53,10 +54,12 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     """
     from transformers import AutoTokenizer
 
+    from .transformers_compat import without_progress_bars
+
     folder, arguments = _source(path)
     if arguments:
         _need_gguf(path)
-    with _quiet():
+    with without_progress_bars():
         return AutoTokenizer.from_pretrained(folder, **arguments)
 
 
@@ -81,22 +84,3 @@ def _need_gguf(path: str | os.PathLike[str]) -> None:
             f"{os.fspath(path)} is a GGUF file, and reading one needs {' and '.join(missing)}: "
             "pip install 'hf-decoders[gguf]'"
         )
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bars of transformers, that of its reader of GGUF files, which is tqdm's own, among them."""
-    from functools import partial
-
-    from transformers import modeling_gguf_pytorch_utils as reader
-    from transformers.utils import logging
-
-    bar, tqdm = logging.is_progress_bar_enabled(), reader.tqdm
-    logging.disable_progress_bar()
-    reader.tqdm = partial(tqdm, disable=True)
-    try:
-        yield
-    finally:
-        reader.tqdm = tqdm
-        if bar:
-            logging.enable_progress_bar()

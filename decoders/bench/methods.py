@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from transformers import CompileConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..constraints.base import CompiledGrammar
 from ..constraints.constructors import regex
@@ -19,6 +19,7 @@ from ..plugins import grammar_or_file, registry, resolve_strategy, resolve_verif
 from ..registry.names import canonical
 from ..setting_sources import load_settings
 from ..settings import RuntimeSettings
+from ..transformers_compat import compiled_on_any_device
 from .grammar_subjects import subjects
 from .variants import Variant, assistant_tokens, parse
 
@@ -150,9 +151,7 @@ def transformers_methods(
     """
     dtype = dtype or str(model.dtype).removeprefix("torch.")
     one_row = "transformers' assisted generation takes one row"
-    compile_everywhere = CompileConfig()
-    # A private field, and the only way to make transformers compile off CUDA; it is declared as None alone.
-    setattr(compile_everywhere, "_compile_all_devices", True)  # noqa: B010
+    compile_everywhere = compiled_on_any_device()
     available = {
         BASELINE: Method(BASELINE, dtype, model),
         "transformers-static": Method(

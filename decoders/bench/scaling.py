@@ -23,7 +23,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.initialization import no_init_weights
 
 from .padding import Padding
@@ -77,7 +77,7 @@ def scaled(
     wide_config.cost_scaled_from = config.name_or_path or "a model"
     wide_config.cost_scaled_vocabulary = small.vocabulary
     with no_init_weights():
-        wide = LlamaForCausalLM._from_config(wide_config, dtype=dtype or model.dtype).eval()
+        wide = AutoModelForCausalLM.from_config(wide_config, dtype=dtype or model.dtype).eval()
     wide.tie_weights()
     wide.generation_config = model.generation_config
     wide.config.name_or_path = config.name_or_path

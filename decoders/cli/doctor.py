@@ -95,19 +95,18 @@ def device() -> Iterator[Finding]:
 
 def compiler() -> Iterator[Finding]:
     """Whether torch.compile can build kernels, and where it keeps them."""
-    from torch._inductor import cpp_builder, exc
-    from torch._inductor.runtime.runtime_utils import cache_dir
+    from ..engine.torch_compat import cpp_compiler, kernel_folder
 
-    try:
-        yield Finding("compiler", "ok", cpp_builder.get_cpp_compiler())
-    except exc.InvalidCxxCompiler:
+    if (program := cpp_compiler()) is not None:
+        yield Finding("compiler", "ok", program)
+    else:
         yield Finding(
             "compiler",
             "warning",
             "no C++ compiler found, so torch.compile cannot work on the CPU: install g++ or clang, set CXX, or run "
             "uncompiled with DECODERS_COMPILE=0 (slower)",
         )
-    yield Finding("cache", "ok", f"{cache_dir()} (TORCHINDUCTOR_CACHE_DIR)")
+    yield Finding("cache", "ok", f"{kernel_folder()} (TORCHINDUCTOR_CACHE_DIR)")
 
 
 def plugins() -> Iterator[Finding]:

@@ -10,6 +10,8 @@ from transformers import LlamaConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
 
+from ..transformers_compat import attention_of
+
 
 @dataclass(frozen=True)
 class DFlashConfig:
@@ -101,7 +103,7 @@ class _Attention(nn.Module):
     def forward(self, states: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor, cache: Any) -> Tensor:
         queries = _turned(self.q_norm(self._heads(self.q_proj(states))), rotary)
         keys, values = self.remember(states, rotary, cache)
-        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        attend = ALL_ATTENTION_FUNCTIONS[attention_of(self.config)]
         attended, _ = attend(self, queries, keys, values, mask, scaling=self.head_dim**-0.5, dropout=0.0)
         return self.o_proj(attended.flatten(2))
 

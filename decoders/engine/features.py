@@ -11,6 +11,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ..errors import SettingsError, UnsupportedError
 from ..layers import decoder_layers
+from .torch_compat import remove_hooks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,8 +58,7 @@ class LayerStates:
     def unwatch(self, model: nn.Module) -> None:
         """Removes these hooks from a copy of the tree."""
         for module in model.modules():
-            for name in self._ids:
-                module._forward_hooks.pop(name, None)
+            remove_hooks(module, self._ids)
 
     def taken(self) -> Tensor:
         """``[B, N, T, H]``, what the layers gave in the pass before, in the order asked for."""

@@ -8,8 +8,8 @@ import types
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedError
+from ..transformers_compat import keeps_recurrent_state
 from .ranks import Ranks
-from .transformers_compat import keeps_recurrent_state
 
 
 def refuse_unfit(model: PreTrainedModel) -> None:

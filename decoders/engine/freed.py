@@ -9,8 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from . import torch_compat
 from .packing import PackedWeight, Packing, freed_error
+from .torch_compat import WRITE_COUNTER, as_plain_tensors, own_parameters
 
 
 class FreedParameter(nn.Parameter):
@@ -35,7 +35,7 @@ class FreedParameter(nn.Parameter):
             name = getattr(getattr(func, "__self__", None), "__name__", "")
         if name not in _TOLD:
             raise freed_error()
-        with torch_compat.as_plain_tensors():
+        with as_plain_tensors():
             return func(*args, **(kwargs or {}))
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch passes what its own takes
@@ -51,7 +51,7 @@ class FreedParameter(nn.Parameter):
 #: What may be asked of a freed weight.
 _TOLD = {
     "shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad", "grad_fn", "is_leaf", "is_meta", "is_sparse",
-    "is_quantized", "is_nested", "is_cuda", "is_cpu", "is_mkldnn", "names", "itemsize", "nbytes", "_version", "size", "dim",
+    "is_quantized", "is_nested", "is_cuda", "is_cpu", "is_mkldnn", "names", "itemsize", "nbytes", WRITE_COUNTER, "size", "dim",
     "ndimension", "numel", "nelement", "stride", "element_size", "data_ptr", "storage_offset", "is_contiguous",
     "is_floating_point", "is_complex", "is_inference", "is_signed", "get_device", "__len__", "__hash__", "untyped_storage",
 }  # fmt: skip
@@ -83,7 +83,7 @@ def free_originals(model: nn.Module, packing: Packing) -> FreedWeights:
     """
     users: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        for name, parameter in module._parameters.items():
+        for name, parameter in own_parameters(module).items():
             if parameter is not None:
                 users.setdefault(parameter.data_ptr(), []).append((path, module, name))
     freed = FreedWeights()
@@ -97,16 +97,16 @@ def free_originals(model: nn.Module, packing: Packing) -> FreedWeights:
             continue
         stands: dict[int, FreedParameter] = {}
         for path, module, name in places:
-            original = module._parameters[name]
+            original = own_parameters(module)[name]
             if original is None or isinstance(original, FreedParameter):  # one module under two names
                 continue
             stand_in = stands.setdefault(id(original), FreedParameter(original))
             twin, _, place = packing.layers[path]
             freed.places.append((module, name, original, stand_in, weight, place))
-            module._parameters[name] = stand_in
+            own_parameters(module)[name] = stand_in
             # Layers read the shape, type and device of their weight; the values are never used.
             nothing = torch.full((1, 1), torch.nan, dtype=original.dtype).expand(original.shape)
-            twin._parameters[name] = nn.Parameter(nothing, requires_grad=False)
+            own_parameters(twin)[name] = nn.Parameter(nothing, requires_grad=False)
         for _, _, original, _, freed_weight, _ in freed.places:
             if freed_weight is weight:
                 with torch.inference_mode(original.is_inference()):
@@ -124,11 +124,11 @@ def restore_originals(freed: FreedWeights, packing: Packing) -> None:
             if id(weight) not in dense:
                 dense[id(weight)] = weight.dense()
             original.data = dense[id(weight)][place]
-        if module._parameters.get(name) is stand_in:
-            module._parameters[name] = original
+        if own_parameters(module).get(name) is stand_in:
+            own_parameters(module)[name] = original
     for layer, weight, place in packing.layers.values():
         if weight.sources[place].numel():
-            layer._parameters["weight"] = cast(nn.Parameter, weight.sources[place])
+            own_parameters(layer)["weight"] = cast(nn.Parameter, weight.sources[place])
     for *_, weight, _ in freed.places:
         weight.settle()
     freed.places.clear()

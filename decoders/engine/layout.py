@@ -10,12 +10,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedError
+from ..transformers_compat import keeps_recurrent_state
 from . import attention, flex
 from .cache import LayerSpec, LayoutProbe
 from .fused import Group, SharedInputs
 from .packing import packable
 from .state_probe import Recurrent, StateProbe, may_keep_states
-from .transformers_compat import keeps_recurrent_state
 
 
 def backbone_of(model: PreTrainedModel) -> nn.Module:

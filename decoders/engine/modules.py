@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 from .. import devices
 from ..drafting import ModulePasses
 from ..errors import UnsupportedError
+from ..transformers_compat import set_attention
 from ..tree import TreeTensors
 from . import attention, attention_functions
 from .buckets import slots_for, view_bucket
@@ -47,7 +48,7 @@ class ModuleTwin:
         self.module, self.device, self.name = share_weights(module), device, name
         configs = _configs(self.module)
         for config in configs:
-            config._attn_implementation = attention.NAME
+            set_attention(config, attention.NAME)
         self.kinds, kind_of_layer = attention.layer_kinds(configs[0]) if configs else ((attention.LayerKind(),), (0,))
         for part in self.module.modules():
             layer = getattr(part, "layer_idx", None)

@@ -242,7 +242,7 @@ def _stand_in(packing: Packing, layers: dict[str, nn.Module], kind: type[nn.Modu
 def packable(module: nn.Module, smallest: int) -> tuple[type[nn.Module], Callable[[Tensor], Tensor]] | None:
     """The class that stands in for a plain layer, and how to get its matrix; None for whatever is no plain layer."""
     kind = _KINDS.get(type(module))
-    weight = module._parameters.get("weight")  # a parametrized or pruned weight is no parameter
+    weight = torch_compat.own_parameters(module).get("weight")  # of a parametrized or pruned one none
     if kind is None or weight is None or "forward" in vars(module):
         return None
     plain = type(weight) in (nn.Parameter, Tensor) and weight.layout == torch.strided and weight.device.type == "cpu"

@@ -152,7 +152,7 @@ def rounds_activations(model: nn.Module) -> bool:
     """Whether a library's layers of `model` round what they read: to int8, say."""
     quantized = ("act_quant_kwargs", "activation_quantization")
     for module in model.modules():
-        weight = module._parameters.get("weight")
+        weight = torch_compat.own_parameters(module).get("weight")
         if weight is not None and type(weight) is not nn.Parameter:
             asked = any(getattr(weight, name, None) is not None for name in quantized)
             if asked or (weight.dtype == torch.int8 and not hasattr(weight, "qdata")):
@@ -222,7 +222,7 @@ def _given(module: nn.Module) -> QuantizedWeight | None:
 
     Told by what the weight holds: ``qdata``, ``scale`` and ``block_size``, as torchao's do, and no quantized activations.
     """
-    weight: Any = module._parameters.get("weight") if isinstance(module, nn.Linear) else None
+    weight: Any = torch_compat.own_parameters(module).get("weight") if isinstance(module, nn.Linear) else None
     levels, scale = getattr(weight, "qdata", None), getattr(weight, "scale", None)
     if type(weight) in (nn.Parameter, Tensor) or not isinstance(levels, Tensor) or not isinstance(scale, Tensor):
         return None

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from ..errors import RanksError, UnsupportedError
 from ..strategy import Draft
+from ..transformers_compat import device_mesh_of
 from ..tree import Topology
 from . import torch_compat
 
@@ -73,7 +74,7 @@ class Ranks:
                 f"{name} is sharded by FSDP, whose processes hold different batches; the shared loop decodes where all of them hold "
                 f"the same one. {advice}"
             )
-        mesh = getattr(model, "_device_mesh", None)
+        mesh = device_mesh_of(model)
         sizes = dict(zip(getattr(mesh, "mesh_dim_names", None) or (), getattr(mesh, "shape", ()), strict=False))
         for part, what in (("pp", "its layers are divided between processes"), ("fsdp", "it is sharded by FSDP")):
             if sizes.get(part, 1) > 1:

@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
 
 from ..errors import UnsupportedError
+from ..transformers_compat import keeps_recurrent_state
 from . import hoisting
 from .cache import LayoutProbe, StateSpec
 from .recurrent import CONTINUES_ATTRIBUTE, LAYER_ATTRIBUTE, by_node, cache_of, on_others, states_in, tokens_of
-from .transformers_compat import keeps_recurrent_state
 
 #: Tokens that a layer is tried on, and how far two ways of reading them may differ, relative to the largest number.
 TRIED, TOLERANCE, LOW_TOLERANCE = 6, 1e-3, 0.1

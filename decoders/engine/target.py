@@ -28,6 +28,7 @@ from .ranks import Ranks
 from .self_check import check_tree_logits
 from .state_probe import adopt
 from .text_blocks import causal_block
+from .torch_compat import remove_hooks
 from .twin import WeightState, share_weights, tensors_of
 
 
@@ -170,7 +171,7 @@ class Target:
     def _copied(self) -> PreTrainedModel:
         """Another module tree, which nothing watches."""
         model = share_weights(self.model, self.matrices)
-        model.get_output_embeddings()._forward_pre_hooks.pop(self._head_hook.id)
+        remove_hooks(model.get_output_embeddings(), [self._head_hook.id])
         if self._layer_states is not None:
             self._layer_states.unwatch(model)
         return model

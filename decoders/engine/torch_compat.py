@@ -1,16 +1,18 @@
-"""Private parts of torch that the engine uses: each with why, and what would replace it. Nothing else imports them.
+"""Private parts of torch that we use: each with why, and what would replace it. Nothing else reads them.
 
-tests/engine/test_compat.py tries every one, so that a version of torch that moves one says which.
+The engine uses nearly all of them, and what is above it the rest; nothing below it needs one. tests/engine/test_compat.py tries every
+one, so that a version of torch that moves one says which.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from inspect import signature
+from operator import attrgetter
 from typing import Any, cast
 from unittest import mock
 
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 #: What Dynamo raises where it cannot compile; there is no public class for it.
 COMPILER_ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
@@ -157,10 +160,51 @@ def _is_function(node: torch.fx.Node) -> bool:
     operator = node.target
     if node.op != "call_function" or not isinstance(operator, torch._ops.OpOverload):
         return False
-    return not operator._schema.is_mutable and torch.Tag.nondeterministic_seeded not in operator.tags
+    return not schema_of(operator).is_mutable and torch.Tag.nondeterministic_seeded not in operator.tags
+
+
+# Operators. torch documents ``TorchDispatchMode`` itself, in a private module, and in its notes only.
+
+
+def waiting_operators() -> tuple[Any, ...]:
+    """Operators that wait for the device, behind public functions with other names: ``item()`` and ``unique()``."""
+    return torch.ops.aten._local_scalar_dense, torch.ops.aten._unique2
+
+
+def schema_of(operator: Any) -> torch.FunctionSchema:
+    """What an operator writes to and gives back. ``torch.library`` takes schemas and gives none."""
+    return operator._schema
+
+
+# Modules.
+
+#: The hooks of a module by their ids, those after its forward pass and those before. Nothing public lists them. Asked once per
+#: module in every call, hence no function of Python.
+hooks_of: Callable[[nn.Module], tuple[Mapping[int, Any], Mapping[int, Any]]] = attrgetter(
+    "_forward_hooks", "_forward_pre_hooks"
+)
+
+
+def remove_hooks(module: nn.Module, ids: Iterable[int]) -> None:
+    """Removes hooks from a copy of the module that they were registered on, which their handles do not know."""
+    for hooks in hooks_of(module):
+        for name in ids:
+            cast(dict, hooks).pop(name, None)
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The parameters of a module itself, in the dict that it keeps them in: what is put there is not registered anew.
+
+    A parametrized or pruned weight is not in it, though ``module.weight`` is there. ``register_parameter`` would run hooks of others,
+    and refuses tensors that stand for parameters.
+    """
+    return module._parameters
 
 
 # Tensors.
+
+#: Name of autograd's counter, for those who let through what is asked of a tensor.
+WRITE_COUNTER = "_version"
 
 
 def writes_counted(tensor: Tensor) -> int:
@@ -268,3 +312,23 @@ def flex_decoding_takes_several_programs() -> bool:
         return math.prod(int(size) for size in programs) == 2
     except Exception:  # no answer is no
         return False
+
+
+# The compiler's surroundings. Replaced by a public way to ask what a compilation would use.
+
+
+def cpp_compiler() -> str | None:
+    """The C++ compiler that inductor would run, None where it finds none."""
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        return cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler:
+        return None
+
+
+def kernel_folder() -> str:
+    """The folder that inductor keeps what it compiles in."""
+    from torch._inductor.runtime.runtime_utils import cache_dir
+
+    return cache_dir()

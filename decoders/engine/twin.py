@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from .torch_compat import local_part, writes_counted
+from ..transformers_compat import SET_BY_GENERATE
+from .torch_compat import hooks_of, local_part, writes_counted
 
 _INTERNAL = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -24,15 +25,7 @@ _HELPERS = 3
 
 
 #: Attributes that generating sets: no part of the network.
-_OF_GENERATION = {
-    "generate",
-    "generation_config",
-    "_cache",
-    "_compiled_call",
-    "_last_compile_config",
-    "_previous_max_cache_length",
-}
-
+_OF_GENERATION = SET_BY_GENERATE | {"generate", "generation_config"}
 
 Tree = TypeVar("Tree", bound=nn.Module)
 
@@ -184,7 +177,8 @@ class WeightState:
         modules: list[object] = []
         held: list[object] = []
         for module in model.modules():
-            modules += [id(module), *module._forward_hooks, *module._forward_pre_hooks]
+            after, before = hooks_of(module)
+            modules += [id(module), *after, *before]
             for name, value in vars(module).items():
                 if name in _INTERNAL or _foreign(name):
                     continue

@@ -13,6 +13,7 @@ from ..checkpoints import load_model
 from ..drafting import OtherVocabulary
 from ..engine.engine import Engine
 from ..engine.fitness import refuse_unfit
+from ..engine.torch_compat import writes_counted
 from ..errors import UnsupportedError
 from .translation import TokenMap, tokens_of, translated
 
@@ -142,7 +143,7 @@ class Assistants:
         if tokenizer is None or other is None:
             raise difference
         ends = (_weight(model.get_input_embeddings()), _weight(model.get_output_embeddings()))
-        state = [(weight.data_ptr(), weight._version) for weight in ends]
+        state = [(weight.data_ptr(), writes_counted(weight)) for weight in ends]
         kept = self._translations.get(model)
         try:
             tokens = self._tokens(model, target, tokenizer, other)

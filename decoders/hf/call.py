@@ -21,10 +21,10 @@ from ..costs.store import default_folder
 from ..engine.engine import Engine
 from ..engine.fixed_batch import decode
 from ..engine.request import Decoded, Request
-from ..engine.transformers_compat import pad_token_of
 from ..errors import UnsupportedError
 from ..registry.registry import registry
 from ..registry.resolve import resolve_strategy
+from ..transformers_compat import pad_token_of
 from .arguments import HINTS, TRANSLATED, first_of, resolve_seed
 from .assistants import Assistants
 from .grammars import Grammars

@@ -11,8 +11,8 @@ from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..engine.request import Decoded
-from ..engine.transformers_compat import pad_token_of
 from ..report import Report
+from ..transformers_compat import pad_token_of
 
 
 @dataclass

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..engine.torch_compat import hooks_of
+from ..transformers_compat import attention_of
 from .models import VOCAB
 from .toy_grammar import Matched, TokenAutomaton
 
@@ -81,13 +83,13 @@ def _fingerprint(model: PreTrainedModel) -> tuple:
         raise _NotComparable
     digest = hashlib.blake2b(digest_size=16)
     for module in model.modules():
-        if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+        if any(hooks_of(module)) or "forward" in vars(module):
             raise _NotComparable
     for name, weight in weights.items():
         digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
         digest.update(weight.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     settings = model.config.to_json_string(use_diff=False), model.generation_config.to_json_string(use_diff=False)
-    attention = model.config._attn_implementation
+    attention = attention_of(model.config)
     return type(model), model.training, str(model.device), attention, settings, digest.digest()
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..engine.torch_compat import TorchDispatchMode, waiting_operators
 
 aten = torch.ops.aten
 #: Functions that make the host wait for the device, or whose result has a size only the device knows.
@@ -25,8 +26,8 @@ HOST_DATA = "a tensor is made of data of the host, whose copy would have to be w
 #: Operations that wait for the device, or whose result has a size that only the device knows.
 WAITING = frozenset(
     {
-        aten._local_scalar_dense, aten.is_nonzero, aten.equal, aten.nonzero, aten.masked_select, aten._unique2,
-        aten.unique_dim, aten.unique_consecutive, aten.bincount,
+        *waiting_operators(), aten.is_nonzero, aten.equal, aten.nonzero, aten.masked_select, aten.unique_dim,
+        aten.unique_consecutive, aten.bincount,
     }
 )  # fmt: skip
 INDEXING = frozenset({aten.index, aten.index_put, aten.index_put_})

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..engine.torch_compat import TorchDispatchMode, schema_of
 from .syncs import NoHostData, refuse_host_data, refuse_waiting
 
 
@@ -32,7 +32,7 @@ class Tape(TorchDispatchMode):
         written = list(_masks_of(func, args, kwargs))
         self._before += [(tensor, tensor.clone()) for tensor in written]
         result = func(*args, **kwargs)
-        if written or not any(r.alias_info for r in func._schema.returns):  # a view needs no second look
+        if written or not any(r.alias_info for r in schema_of(func).returns):  # a view needs no second look
             outputs = [] if written else [t for t in _flat(result) if isinstance(t, Tensor)]
             self._operations.append((func, args, kwargs, outputs))
         return result
@@ -53,7 +53,7 @@ class Tape(TorchDispatchMode):
 
 
 def _masks_of(func: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:
-    for index, argument in enumerate(func._schema.arguments):
+    for index, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[index] if index < len(args) else kwargs.get(argument.name)
             yield from (t for t in _flat(value) if isinstance(t, Tensor))

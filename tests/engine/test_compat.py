@@ -1,20 +1,27 @@
-"""Every private part of torch and transformers that the engine uses, one test each: a version that moves one fails here first."""
+"""Every private part of torch and transformers that we use, one test each: a version that moves one fails here first."""
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig
+import transformers
+from transformers import CompileConfig, DynamicCache, GenerationConfig, StaticCache
 
 import decoders
-from decoders.engine import torch_compat, transformers_compat
+from decoders import transformers_compat
+from decoders.engine import torch_compat
 from decoders.testing import tiny_model
 
 PACKAGE = Path(decoders.__file__).parent
 VERSION = f"torch {torch.__version__}"
+TRANSFORMERS = f"transformers {transformers.__version__}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -133,6 +140,61 @@ def test_flex_decoding_uses_several_programs_where_torch_does() -> None:
     assert torch_compat.flex_decoding_takes_several_programs() or not newer, VERSION
 
 
+def test_operators_tell_what_they_write_to_and_which_wait() -> None:
+    assert torch_compat.schema_of(torch.ops.aten.add_.Tensor).arguments[0].alias_info.is_write, VERSION
+    assert not torch_compat.schema_of(torch.ops.aten.add.Tensor).is_mutable, VERSION
+    seen = set()
+
+    class Notes(torch_compat.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+            seen.add(func.overloadpacket)
+            return func(*args, **(kwargs or {}))
+
+    with Notes():
+        torch.tensor(3).item()
+        torch.tensor([3, 3]).unique()
+    assert set(torch_compat.waiting_operators()) <= seen, VERSION
+
+
+def test_hooks_are_listed_and_removed_from_copies() -> None:
+    module = torch.nn.Linear(2, 2)
+    after, before = module.register_forward_hook(print), module.register_forward_pre_hook(print)
+    assert [list(hooks) for hooks in torch_compat.hooks_of(module)] == [[after.id], [before.id]], VERSION
+    twin = deepcopy(module)
+    torch_compat.remove_hooks(twin, [after.id, before.id])
+    assert not any(torch_compat.hooks_of(twin)), VERSION
+    assert all(torch_compat.hooks_of(module)), VERSION
+
+
+def test_parameters_of_a_module_itself() -> None:
+    module = torch.nn.Linear(2, 2, bias=False)
+    assert torch_compat.own_parameters(module) == {"weight": module.weight, "bias": None}, VERSION
+    other = torch.nn.Parameter(torch.zeros(2, 2))
+    torch_compat.own_parameters(module)["weight"] = other
+    assert module.weight is other, VERSION
+    torch.nn.utils.parametrizations.orthogonal(module)
+    assert "weight" not in torch_compat.own_parameters(module), VERSION
+
+
+def test_the_counter_of_writes_has_the_name_that_is_let_through() -> None:
+    tensor = torch.zeros(1)
+    assert getattr(tensor, torch_compat.WRITE_COUNTER) == torch_compat.writes_counted(tensor), VERSION
+
+
+def test_the_compiler_and_its_folder_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from torch._inductor import cpp_builder, exc
+
+    def missing() -> str:
+        raise exc.InvalidCxxCompiler
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert torch_compat.kernel_folder() == str(tmp_path), VERSION
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", lambda: "c++")
+    assert torch_compat.cpp_compiler() == "c++", VERSION
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", missing)
+    assert torch_compat.cpp_compiler() is None, VERSION
+
+
 def test_prepared_configs_tell_the_token_that_fills_ended_rows() -> None:
     model = tiny_model("llama")
     config = GenerationConfig(eos_token_id=[5, 6])
@@ -152,30 +214,180 @@ def test_recurrent_designs_are_told_from_others() -> None:
     assert not transformers_compat.keeps_recurrent_state(tiny_model("llama"))
 
 
-#: Files of the engine room and of hf that may name private parts.
-COMPAT = ("torch_compat.py", "transformers_compat.py")
+def test_what_generating_leaves_on_a_model_is_known() -> None:
+    model = tiny_model("llama")
+    before = set(vars(model))
+    tokens, cache = torch.ones(1, 3, dtype=torch.int64), {"cache_implementation": "static", "disable_compile": True}
+    model.generate(tokens, max_new_tokens=2, pad_token_id=0, **cache)
+    left = set(vars(model)) - before
+    assert left, f"{TRANSFORMERS} keeps its static cache elsewhere"
+    assert left <= transformers_compat.SET_BY_GENERATE, TRANSFORMERS
 
 
-def test_no_other_file_of_engine_hf_and_sampling_names_a_private_part() -> None:
-    found = []
-    for path in [
-        p for room in ("engine", "hf", "sampling", "strategies", "registry") for p in (PACKAGE / room).rglob("*.py")
-    ]:
-        if path.name in COMPAT:
-            continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
-                root = node.value
-                while isinstance(root, ast.Attribute):
-                    root = root.value
-                if isinstance(root, ast.Name) and root.id in ("torch", "transformers"):
-                    found.append(f"{path.name}:{node.lineno} {node.attr}")
-            if (
-                isinstance(node, ast.ImportFrom)
-                and node.module
-                and node.module.split(".")[0] in ("torch", "transformers")
-            ):
-                found += [
-                    f"{path.name}:{node.lineno} {node.module}" for part in node.module.split(".") if part[0] == "_"
-                ]
+def test_transformers_compiles_on_any_device_where_it_is_asked_to() -> None:
+    model, cache = tiny_model("llama"), {"past_key_values": StaticCache(tiny_model("llama").config, 8)}
+    asked = GenerationConfig(compile_config=transformers_compat.compiled_on_any_device())
+    assert model._valid_auto_compile_criteria(cache, asked), TRANSFORMERS
+    assert not model._valid_auto_compile_criteria(cache, GenerationConfig()), (
+        "compiles by itself: nothing need be asked"
+    )
+
+
+def test_the_attention_of_a_config_is_told_and_set() -> None:
+    model = tiny_model("llama")
+    model.set_attn_implementation("sdpa")
+    assert transformers_compat.attention_of(model.config) == "sdpa", TRANSFORMERS
+    transformers_compat.set_attention(model.config, "eager")
+    assert transformers_compat.attention_of(model.config) == "eager", TRANSFORMERS
+
+
+def test_a_model_of_one_process_has_no_mesh() -> None:
+    model = tiny_model("llama")
+    assert hasattr(type(model), "_device_mesh"), f"{TRANSFORMERS} keeps the mesh of a divided model elsewhere"
+    assert transformers_compat.device_mesh_of(model) is None
+
+
+def test_loading_shows_no_progress_and_leaves_the_bars_as_they_were() -> None:
+    from transformers import modeling_gguf_pytorch_utils as reader
+    from transformers.utils import logging
+
+    enabled, bar = logging.is_progress_bar_enabled(), reader.tqdm
+    logging.enable_progress_bar()
+    try:
+        with transformers_compat.without_progress_bars():
+            assert not logging.is_progress_bar_enabled(), TRANSFORMERS
+            assert reader.tqdm(range(3)).disable, TRANSFORMERS
+        assert logging.is_progress_bar_enabled()
+        assert reader.tqdm is bar
+    finally:
+        if not enabled:
+            logging.disable_progress_bar()
+
+
+#: Files that may name private parts of torch and transformers.
+COMPAT = {PACKAGE / "engine" / "torch_compat.py", PACKAGE / "transformers_compat.py"}
+#: Public in spite of their names: Python documents them.
+NAMED_TUPLES = {"_fields", "_asdict", "_replace", "_make"}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name != "_" and name not in NAMED_TUPLES
+
+
+@cache
+def theirs() -> frozenset[str]:
+    """Private attributes of what torch and transformers hand out: tensors, modules, models, configs, operators, caches."""
+    model = tiny_model("llama")
+    objects = (
+        model, model.config, model.generation_config, torch.zeros(1), torch.nn.Parameter(torch.zeros(1)), torch.nn.Linear(1, 1),
+        torch.ops.aten.add, torch.ops.aten.add.Tensor, torch.ops.aten, CompileConfig(), DynamicCache(), torch.Generator(),
+    )  # fmt: skip
+    return frozenset(name for thing in objects for name in dir(thing) if is_private(name))
+
+
+def defined(tree: ast.AST) -> set[str]:
+    """Private names that a file gives to something itself: functions, classes, variables, attributes of ``self``."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_own(node.value):
+            names.add(node.attr)
+    return {name for name in names if is_private(name)}
+
+
+def is_own(value: ast.expr) -> bool:
+    return isinstance(value, ast.Name) and value.id in ("self", "cls")
+
+
+def root_of(node: ast.expr) -> str:
+    """The name that a chain of attributes begins with."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def paths_of(node: ast.Import | ast.ImportFrom) -> list[str]:
+    """What a line imports of torch and transformers, with its module: ``torch.nn.Module``."""
+    if isinstance(node, ast.ImportFrom):
+        paths = [f"{node.module}.{alias.name}" for alias in node.names] if node.level == 0 else []
+    else:
+        paths = [alias.name for alias in node.names]
+    return [path for path in paths if path.split(".")[0] in ("torch", "transformers")]
+
+
+def imported(tree: ast.AST) -> set[str]:
+    """Names that a file imports from inside of torch and transformers: who sets an attribute of one changes it for everybody."""
+    lines = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and paths_of(node)]
+    return {alias.asname or alias.name for node in lines for alias in node.names}
+
+
+def private_parts(tree: ast.AST, ours: set[str]) -> Iterator[tuple[int, str]]:
+    """(line, name) of all private parts of torch and transformers that a file names.
+
+    Args:
+        ours: private names that the package defines anywhere. One that theirs have as well is ours on ``self``, in a file that
+            defines it.
+    """
+    here, foreign, modules = defined(tree), theirs(), imported(tree)
+    parts_of_texts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            if is_own(node.value) and node.attr in here:
+                continue
+            if root_of(node) in ("torch", "transformers") or node.attr in foreign or node.attr not in ours:
+                yield node.lineno, node.attr
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and root_of(node) in modules:
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and is_private(node.value):
+            # For getattr, setattr, vars(…)[…], and in lists of names.
+            if node.value in foreign - here and id(node) not in parts_of_texts:
+                yield node.lineno, node.value
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from ((node.lineno, part) for path in paths_of(node) for part in path.split(".") if is_private(part))
+
+
+def test_no_other_file_names_a_private_part() -> None:
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
+    ours = set().union(*map(defined, trees.values()))
+    found = [
+        f"{path.relative_to(PACKAGE)}:{line} {name}"
+        for path, tree in trees.items()
+        if path not in COMPAT
+        for line, name in private_parts(tree, ours)
+    ]
     assert found == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "module._forward_hooks.pop(name)",
+        "module._parameters[name] = stand_in",
+        "self._parameters",
+        "weight._version",
+        "func._schema",
+        "aten._unique2",
+        "torch._check(True)",
+        "torch.ops.aten._anything",
+        "config._attn_implementation",
+        "LlamaForCausalLM._from_config(config)",
+        "getattr(model, '_device_mesh', None)",
+        "setattr(config, '_compile_all_devices', True)",
+        "vars(model)['_modules']",
+        "NAMES = ('shape', '_version')",
+        "import torch._dynamo",
+        "from torch._inductor import cpp_builder",
+        "from torch.utils._python_dispatch import TorchDispatchMode",
+        "from transformers import reader\nreader.tqdm = None",
+    ],
+)
+def test_a_private_part_is_found_however_it_is_named(line: str) -> None:
+    assert list(private_parts(ast.parse(line), set()))
+
+
+def test_what_is_our_own_is_no_private_part() -> None:
+    text = "class A:\n  def __init__(self):\n    self._modules = []\n  def f(self, other):\n    return self._modules, other._places"
+    assert list(private_parts(ast.parse(text), {"_places"})) == []

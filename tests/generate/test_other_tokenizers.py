@@ -117,3 +117,15 @@ def test_vocabularies_with_too_little_in_common_are_refused() -> None:
     options = dict(strategy="threshold", assistant_model=draft, assistant_tokenizer=letters, max_new_tokens=8)
     with pytest.raises(UnsupportedError, match="has 1% of the target's tokens, which is too few"):
         target.generate(torch.arange(9)[None], decoders_config=EAGER, **options)
+
+
+def test_a_draft_made_in_inference_mode_has_no_counters_and_needs_none() -> None:
+    target, _, own, other = pair()
+    with torch.inference_mode():
+        draft = model(len(other), 1)
+    ids = torch.tensor([own(TEXT)["input_ids"][:16]])
+    options = dict(max_new_tokens=6, do_sample=False, eos_token_id=None, decoders_config=EAGER)
+    want = target.generate(ids, strategy="autoregressive", **options)
+    for _ in range(2):
+        out = target.generate(ids, strategy="speculative", assistant_model=draft, assistant_tokenizer=other, **options)
+        assert out.tolist() == want.tolist()

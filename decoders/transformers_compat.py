@@ -1,0 +1,94 @@
+"""Private parts of transformers that we use: each with why, and what would replace it. Nothing else reads them.
+
+It stands on the lowest floor, torch's in the engine: networks beside a target read configs as well, and must not know the engine.
+tests/engine/test_compat.py tries every part, so that a version of transformers that moves one says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import nn
+from transformers import CompileConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+# What generating leaves behind.
+
+#: Attributes that ``generate`` sets on a model: caches and compiled calls, which are no part of the network. Goes once these are kept
+#: in an object of their own.
+SET_BY_GENERATE = frozenset({"_cache", "_compiled_call", "_last_compile_config", "_previous_max_cache_length"})
+
+
+def keeps_recurrent_state(model: PreTrainedModel) -> bool:
+    """Whether the design keeps a state that cannot be rolled back. transformers asks the same where it refuses assisted generation."""
+    return bool(getattr(model, "_is_stateful", False))
+
+
+def pad_token_of(config: GenerationConfig) -> int:
+    """The token that fills ended rows, in a config that ``generate`` has prepared: as given, else the first that ends a text, else 0.
+
+    The prepared values stand in private tensors; the public fields hold what the user gave.
+    """
+    pad, stops = getattr(config, "_pad_token_tensor", None), getattr(config, "_eos_token_tensor", None)
+    return int(pad) if pad is not None else int(stops[0]) if stops is not None else 0
+
+
+def compiled_on_any_device() -> CompileConfig:
+    """A config with which transformers compiles its static-cache decoding on a CPU, too; by itself it does so on CUDA alone.
+
+    Replaced by a public field; this one is declared as None alone.
+    """
+    config = CompileConfig()
+    setattr(config, "_compile_all_devices", True)  # noqa: B010
+    return config
+
+
+# Attention.
+
+
+def attention_of(config: PreTrainedConfig) -> str | None:
+    """Name of the attention function that a model of `config` runs. Read by every modeling file; there is no public way to ask."""
+    return config._attn_implementation
+
+
+def set_attention(config: PreTrainedConfig, name: str) -> None:
+    """Makes modules of `config` run the attention function `name`.
+
+    ``set_attn_implementation`` is for whole models; layers by themselves, which a drafter is made of, have a config only.
+    """
+    config._attn_implementation = name
+
+
+# Several processes.
+
+
+def device_mesh_of(model: nn.Module) -> Any:
+    """The mesh of devices that ``from_pretrained`` has divided `model` over, None where it has not. Only its size along one axis is
+    public.
+    """
+    return getattr(model, "_device_mesh", None)
+
+
+# Loading.
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """No progress bars of transformers, that of its reader of GGUF files among them.
+
+    That one is tqdm's own and has no switch: the reader's name for it is replaced. Goes once the reader takes transformers' own bar.
+    """
+    from transformers import modeling_gguf_pytorch_utils as reader
+    from transformers.utils import logging
+
+    bar, tqdm = logging.is_progress_bar_enabled(), reader.tqdm
+    logging.disable_progress_bar()
+    reader.tqdm = partial(tqdm, disable=True)
+    try:
+        yield
+    finally:
+        reader.tqdm = tqdm
+        if bar:
+            logging.enable_progress_bar()
