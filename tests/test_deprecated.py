@@ -9,10 +9,13 @@ import pytest
 import torch
 
 import decoders
+from decoders import Context, Draft, Sequences, Step, Strategy, Topology
 from decoders.constraints import base
 from decoders.deprecated import MODULES
+from decoders.drafting import Drafter
 from decoders.report import GrammarUse
 from decoders.strategies import Lookahead
+from decoders.testing import prompts, tiny_draft, tiny_model
 from decoders.verifiers import Block
 
 
@@ -63,6 +66,46 @@ def test_functions_that_read_settings_have_moved() -> None:
     for name in ("load_settings", "unknown_variables"):
         with pytest.warns(FutureWarning, match=f"setting_sources.{name}"):
             assert getattr(settings, name) is getattr(setting_sources, name)
+
+
+class Pairs(Strategy):
+    """Drafts the best token, and the best after it, with `method` of the drafter."""
+
+    name = "pairs"
+    summary = "Drafts two tokens."
+    needs_assistant = True
+
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        self.method = method
+
+    def start(self, context: Context) -> Drafter:
+        return context.draft(context.assistant_model, ahead=2)
+
+    def propose(self, state: Drafter, sequences: Sequences) -> Draft:
+        state.begin(sequences)
+        first = state.root().tokens[:, 0, :1]
+        chain = Topology.chain(1).tensors(len(first), first.device)
+        return Draft.chain(torch.cat([first, getattr(state, self.method)(first, chain).tokens[:, 0, :1]], dim=1))
+
+    def observe(self, state: Drafter, step: Step) -> None:
+        state.observe(step, own_nodes=3)
+
+
+def test_an_old_method_of_drafters() -> None:
+    target, draft = decoders.enable(tiny_model("llama")), tiny_draft("llama")
+    options = dict(
+        max_new_tokens=8,
+        do_sample=False,
+        assistant_model=draft,
+        decoders_config={"compile": False},
+        return_dict_in_generate=True,
+    )
+    new = target.generate(**prompts(2), strategy=Pairs("expand"), **options)
+    with pytest.warns(FutureWarning, match=r"Drafter\.grow goes in the next version: use Drafter\.expand"):
+        old = target.generate(**prompts(2), strategy=Pairs("grow"), **options)
+    assert torch.equal(old.sequences, new.sequences)
+    assert old.report.accepted == new.report.accepted
 
 
 def test_attributes_that_never_were_are_still_unknown() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..training.cards import command_lines
 from .acceptance import Measurement
 from .recipe import DraftTraining
 
@@ -40,7 +41,7 @@ Distillation: cross entropy against the target's distribution after every token.
 {run.length}, {run.own_share:.0%} of the rows continued by the target itself (greedily); {figures["steps"]:,} steps of {run.rows}
 rows, Muon and AdamW, peak rate {run.rate:g}, linear decay; the weights with the best held-out agreement are kept. Seed {run.seed}.
 {figures["seconds"] / 60:.0f} minutes of steps.
-{_command(command)}
+{command_lines(command)}
 ## Acceptance
 `speculative` with {measurement.length} drafted tokens a step, on {figures["prompts"]} beginnings of held-out text,
 {measurement.new_tokens} tokens each. Tokens per step include the target's own; plain decoding has 1.
@@ -53,10 +54,6 @@ rows, Muon and AdamW, peak rate {run.rate:g}, linear decay; the weights with the
 
 Before training the same token was chosen {figures["agreement_before"]:.1%} of the time.
 """
-
-
-def _command(command: str | None) -> str:
-    return f"\n```sh\n{command}\n```\n" if command else ""
 
 
 def _acceptance(figures: Mapping[str, Any], length: int) -> str:

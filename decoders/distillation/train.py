@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..training import Step, Trainer
+from ..training import Trainer
+from ..training.progress import log_scores
 from ..training.texts import Texts, TextStore, held_out_rows, workplace
 from . import card
 from .acceptance import Measurement, measure
@@ -76,7 +77,7 @@ def train_draft(
     before = agreement(learner, judged.part(0, learner.training.rows))
     trainer.train(
         "draft", work / "checkpoint.pt", resume=resume, checkpoint_minutes=checkpoint_minutes, console=console,
-        on_step=partial(_log_scores, console),
+        on_step=partial(log_scores, console, _in_words),
     )  # fmt: skip
     _write(draft.to(dtype), tokenizer, out, dtype)  # type: ignore[arg-type]
     draft.float()  # figures are of the weights as written
@@ -84,18 +85,12 @@ def train_draft(
     figures: dict[str, Any] = {
         "run": asdict(run), "steps": trainer.step, "tokens": train.ids.numel(), "seconds": round(trainer.seconds, 1),
         "parameters": sum(p.numel() for p in draft.parameters()), "target_parameters": sum(p.numel() for p in model.parameters()),
-        "agreement_before": before[0], "agreement": by_kind(learner, judged),
+        "agreement_before": before[0], "agreement": judged.by_kind(partial(_agreement, learner)),
         **measure(model, draft, tokenizer, prompted, measurement),
     }  # fmt: skip
     (out / "README.md").write_text(card.text(draft, model, run, measurement, figures, command), encoding="utf-8")
     shutil.rmtree(work)
     return figures
-
-
-def by_kind(learner: DraftLearner, texts: Texts) -> dict[str, Any]:
-    """Agreement in the files' text and in the target's own."""
-    figures = {kind: agreement(learner, rows) for kind, rows in texts.by_kind().items()}
-    return {kind: {"same": same, "overlap": overlap} for kind, (same, overlap) in figures.items()}
 
 
 def _write(draft: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path, dtype: torch.dtype) -> None:
@@ -111,7 +106,11 @@ def _write(draft: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path
     partial_folder.rmdir()
 
 
-def _log_scores(console: Console | None, step: Step) -> None:
-    if step.scores is not None and console is not None:
-        same, overlap = step.scores
-        console.log(f"step {step.done}: loss {step.loss:.3f}, same token {same:.1%}, overlap {overlap:.1%}")
+def _agreement(learner: DraftLearner, texts: Texts) -> dict[str, float]:
+    same, overlap = agreement(learner, texts)
+    return {"same": same, "overlap": overlap}
+
+
+def _in_words(scores: Sequence[float]) -> str:
+    same, overlap = scores
+    return f"same token {same:.1%}, overlap {overlap:.1%}"

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..training.cards import command_lines
 from .head import Eagle3Config
 from .recipe import HeadTraining
 
@@ -39,7 +40,7 @@ what the head gave for the one before; cross entropy against the model's distrib
 {figures["tokens"]:,} tokens in rows of {run.length}, {run.own_share:.0%} of the rows continued by the model itself (greedily);
 {figures["steps"]:,} steps of {run.rows} rows, Muon and AdamW, peak rate {run.rate:g}, linear decay; the weights with the best held-out
 acceptance are kept. Seed {run.seed}. {figures["seconds"] / 60:.0f} minutes of steps.
-{_command(command)}
+{command_lines(command)}
 ## Held-out figures
 Of chains that are drafted at every position: the share whose first tokens are all accepted when greedy, up to the token named.
 
@@ -52,10 +53,6 @@ How likely a drafted token is accepted when sampling at temperature 1 with the b
 "files" is the text of the files, "own" is what the model itself writes (greedily) after their beginnings. Only there are the
 chains those of decoding; in other text a draft is judged after tokens that the model would not have written.
 """
-
-
-def _command(command: str | None) -> str:
-    return f"\n```sh\n{command}\n```\n" if command else ""
 
 
 def _table(figures: Mapping[str, Any], depth: int, name: str, sums: bool = False) -> str:

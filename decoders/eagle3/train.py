@@ -16,8 +16,9 @@ from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..errors import SettingsError
 from ..layers import decoder_layers
-from ..training import Step, Trainer, TrainingError
-from ..training.texts import Texts, TextStore, digest, held_out_rows, stop_tokens, workplace
+from ..training import Trainer, TrainingError
+from ..training.progress import log_scores
+from ..training.texts import TextStore, digest, held_out_rows, stop_tokens, workplace
 from . import card
 from .files import Eagle3Files, load_head
 from .head import Eagle3Config, Eagle3Head
@@ -97,14 +98,14 @@ def train_eagle3(
     trainer = Trainer(learner, learner.run(identity))
     trainer.train(
         "head", work / "checkpoint.pt", resume=resume, checkpoint_minutes=checkpoint_minutes, console=console,
-        on_step=partial(_log_scores, console),
+        on_step=partial(log_scores, console, _in_words),
     )  # fmt: skip
     head.load_state_dict({name: tensor.to(dtype) for name, tensor in head.state_dict().items()})  # as written
     config = head.head_config
     figures: dict[str, Any] = {
         "run": asdict(run), "steps": trainer.step, "tokens": train.ids.numel(), "seconds": round(trainer.seconds, 1),
         "parameters": sum(p.numel() for p in head.parameters()),
-        **{name: by_kind(learner, texts) for name, texts in sets.items()},
+        **{name: texts.by_kind(lambda rows: acceptance(learner, rows).facts()) for name, texts in sets.items()},
     }  # fmt: skip
     whole = config.draft_vocab_size == config.layer.vocab_size
     save_head(head, None if whole else ids, out, model, run.depth, form, dtype)
@@ -193,15 +194,6 @@ def draft_vocabulary(ids: Tensor, size: int, vocab: int, always: Sequence[int] =
     return counts.sort(descending=True, stable=True).indices[:size].sort().values
 
 
-def by_kind(learner: HeadLearner, texts: Texts) -> dict[str, Any]:
-    """Acceptance in the files' text and in the model's own."""
-    return {kind: acceptance(learner, rows).facts() for kind, rows in texts.by_kind().items()}
-
-
-def _log_scores(console: Console | None, step: Step) -> None:
-    if step.scores is not None and console is not None:
-        shares = ", ".join(f"{share:.1%}" for share in step.scores)
-        console.log(
-            f"step {step.done}: loss {step.loss:.3f}, drafts accepted up to token 1, 2, …: {shares}; "
-            f"{1 + sum(step.scores):.2f} tokens a step"
-        )
+def _in_words(scores: Sequence[float]) -> str:
+    shares = ", ".join(f"{share:.1%}" for share in scores)
+    return f"drafts accepted up to token 1, 2, …: {shares}; {1 + sum(scores):.2f} tokens a step"

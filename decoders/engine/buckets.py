@@ -18,8 +18,6 @@ of several rows, or with quantized weights, run one node where that has the same
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -99,17 +97,6 @@ def prefill_chunks(tokens: int, chunk: int, static: bool = True) -> list[tuple[i
     return passes
 
 
-def block_shapes(rows: int, nodes: int, slots: int) -> int:
-    """How many (rows, nodes, slots) a step can be compiled for, given the most of each that calls ask for."""
-    return _rungs(row_bucket, rows) * _rungs(node_bucket, nodes) * _rungs(slot_bucket, slots)
-
-
-def prefill_shapes(rows: int, chunk: int, slots: int) -> int:
-    """The same for passes over prompts: (rows, chunk, slots)."""
-    sizes = {size for tokens in range(1, chunk + 1) for _, size in prefill_chunks(tokens, chunk)}
-    return _rungs(row_bucket, rows) * len(sizes) * _rungs(slot_bucket, slots)
-
-
 def pad_block(draft_tokens: Tensor, tree: Topology | TreeTensors, nodes: int) -> tuple[Tensor, Topology | TreeTensors]:
     """A block filled up to `nodes` nodes with "no draft token".
 
@@ -122,15 +109,6 @@ def pad_block(draft_tokens: Tensor, tree: Topology | TreeTensors, nodes: int) ->
     """
     missing = nodes - 1 - draft_tokens.shape[1]
     return (F.pad(draft_tokens, (0, missing), value=-1), tree.padded(nodes)) if missing > 0 else (draft_tokens, tree)
-
-
-def _rungs(bucket: Callable[[int], int], most: int) -> int:
-    """How many rungs there are up to that of `most`."""
-    count, size = 0, 0
-    while size < bucket(most):
-        size = bucket(size + 1)
-        count += 1
-    return count
 
 
 def _power_of_two(size: int) -> int:

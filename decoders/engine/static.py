@@ -55,9 +55,6 @@ class PerShape:
         """Keys seen so far, those that could not be compiled included."""
         return len(self._compiled)
 
-    def is_compiled(self, key: Hashable) -> bool:
-        return self._compiled.get(key) is not None
-
     def __call__(self, key: Hashable, *args: Any) -> Any:
         """Runs the function of `key`, which must tell apart everything in `args` that the compiled code depends on."""
         if key not in self._compiled:

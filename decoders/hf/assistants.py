@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -19,8 +19,6 @@ from .translation import TokenMap, tokens_of, translated
 
 #: Heads are padded to multiples of up to this many ids; a larger difference means another vocabulary.
 PADDING = 256
-
-Attention = Literal["auto", "sdpa", "flex"]
 
 
 class Assistants:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..training import Step, Trainer, TrainingError
-from ..training.progress import progress_bar
+from ..training import Trainer, TrainingError
+from ..training.progress import log_scores, progress_bar
 from ..training.texts import TextStore, digest, held_out_rows, hold_out, stop_tokens, workplace
 from . import card
 from .calibration import HiddenStates, labels_of
@@ -97,7 +97,7 @@ def train_medusa(
         trainer = Trainer(learner, learner.run({"text": sets["train"].texts.digest(), "model": digest(model)}))
         trainer.train(
             "heads", work / "checkpoint.pt", resume=resume, checkpoint_minutes=checkpoint_minutes, console=console,
-            on_step=partial(_log_scores, console),
+            on_step=partial(log_scores, console, _in_words),
         )  # fmt: skip
         heads, steps, seconds = learner.model, trainer.step, trainer.seconds
     else:
@@ -163,7 +163,5 @@ class _TextSet:
         return measured
 
 
-def _log_scores(console: Console | None, step: Step) -> None:
-    if step.scores is not None and console is not None:
-        shares = ", ".join(f"{share:.1%}" for share in step.scores)
-        console.log(f"step {step.done}: loss {step.loss:.3f}, held-out accuracy of the heads {shares}")
+def _in_words(scores: Sequence[float]) -> str:
+    return "held-out accuracy of the heads " + ", ".join(f"{share:.1%}" for share in scores)

@@ -14,8 +14,6 @@ from typing import NamedTuple
 ORDERS = (4, 2, 1)
 #: Bits of a token in a key.
 BITS = 22
-#: Most bytes that a token takes, the chains' dictionaries included: measured, where no n-gram repeats itself; 100 in English text.
-BYTES_PER_TOKEN = 256
 
 _MASKS = tuple((1 << BITS * order) - 1 for order in ORDERS)
 

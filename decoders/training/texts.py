@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from .trainer import TrainingError
 if TYPE_CHECKING:
     from rich.console import Console
 
+T = TypeVar("T")
 #: Rows that are generated at once.
 ROWS = 32
 #: Share of the text that is kept for early stop and the figures.
@@ -59,9 +60,9 @@ class Texts:
         own = self.own < self.ids.shape[1]
         return {kind: rows for kind, rows in (("text", ~own), ("own", own)) if rows.any()}
 
-    def by_kind(self) -> dict[str, Texts]:
-        """The rows of each of :meth:`kinds`."""
-        return {kind: self.chosen(rows) for kind, rows in self.kinds().items()}
+    def by_kind(self, judge: Callable[[Texts], T]) -> dict[str, T]:
+        """What `judge` says of the rows of each of :meth:`kinds`."""
+        return {kind: judge(self.chosen(rows)) for kind, rows in self.kinds().items()}
 
 
 def read_files(paths: Sequence[Path]) -> list[str]:
