@@ -12,6 +12,7 @@ Needs torch and transformers only; :func:`parametrize_with_checks` also needs py
 
 from __future__ import annotations
 
+from .contexts import context
 from .exactness import assert_same_tokens, decode, prompts, reference
 from .grammars import check_backend
 from .kit import CHECKS, check_strategy, checks_for, parametrize_with_checks
@@ -22,6 +23,6 @@ from .verifiers import check_verifier
 
 __all__ = [
     "ARCHITECTURES", "CHECKS", "RECURRENT", "Replay", "ReplaySettings", "Spy", "UNSUPPORTED", "assert_same_tokens", "check_backend",
-    "check_strategy", "check_verifier", "checks_for", "decode", "parametrize_with_checks", "prompts", "reference", "tiny_draft",
-    "tiny_model",
+    "check_strategy", "check_verifier", "checks_for", "context", "decode", "parametrize_with_checks", "prompts", "reference",
+    "tiny_draft", "tiny_model",
 ]  # fmt: skip

@@ -13,6 +13,7 @@ import torch
 from decoders.costs import CostCurve, CostPoint, StepCosts, Subject
 from decoders.strategies import Auto
 from decoders.strategy import Context, Draft, Sequences, Step, Strategy
+from decoders.testing import context
 
 #: Milliseconds of a step by nodes: as of a model whose step is all memory traffic, and of one that pays for every node.
 FLAT = {1: 10.0, 9: 10.5, 17: 11.0, 65: 13.0}
@@ -138,25 +139,23 @@ def choosing(world: World, drafters: list[Scripted], milliseconds: dict[int, flo
     """`auto` among `drafters`, where a step costs as said."""
     costs = StepCosts(curve(milliseconds), 1, 64)
     by_name = {drafter.name: drafter for drafter in drafters}
-    context = Context(
-        model=None, tokenizer=None, assistant_model=None, rows=1, slots=4096, device=torch.device("cpu"), vocab_size=1000,
-        compile=lambda function: function, strategy=lambda name, settings: by_name[name], costs=lambda measure: costs,
+    made = context(
+        slots=4096,
+        strategy=lambda name, settings: by_name[name],
+        costs=lambda measure: costs,
         clock=world.clock.perf_counter,
-    )  # type: ignore[arg-type]  # fmt: skip
-    return Auto(candidates=tuple(by_name)), context, costs
+    )
+    return Auto(candidates=tuple(by_name)), made, costs
 
 
 def best_fixed(world: World, drafter: Scripted, milliseconds: dict[int, float], tokens: int) -> float:
     """Seconds that `drafter` takes by itself with the best of several fixed lengths."""
     costs = StepCosts(curve(milliseconds), 1, 64)
-    context = Context(
-        model=None, tokenizer=None, assistant_model=None, rows=1, slots=4096, device=torch.device("cpu"), vocab_size=1000,
-        compile=lambda function: function, clock=world.clock.perf_counter,
-    )  # type: ignore[arg-type]  # fmt: skip
+    alone = context(slots=4096, clock=world.clock.perf_counter)
     seconds = []
     for length in (1, 2, 3, 4, 6, 8, 12, 16):
         drafter.length, drafter.wanted = length, length
-        seconds.append(decode(world, drafter, context, costs, tokens)[0])
+        seconds.append(decode(world, drafter, alone, costs, tokens)[0])
     drafter.length = drafter.wanted = 16
     return min(seconds)
 

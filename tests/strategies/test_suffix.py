@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from decoders import enable
+from decoders import enable, testing
 from decoders.strategies import Suffix
 from decoders.strategies.suffix_memory import TextMemory
 from decoders.strategy import Context, Draft, Sequences
@@ -30,10 +30,7 @@ def context(rows: int = 1, memory: TextMemory | None = None, level: int = 0) -> 
     def remember(*arguments: Any) -> Any:
         return kept.setdefault("memory", memory if memory is not None else arguments[-1]())
 
-    return Context(
-        model=None, tokenizer=None, assistant_model=None, rows=rows, slots=256, device=torch.device("cpu"), vocab_size=1000,
-        compile=lambda function: function, level=level, memory=remember,
-    )  # type: ignore[arg-type]  # fmt: skip
+    return testing.context(rows, level=level, memory=remember)
 
 
 def propose(*rows: list[int], memory: TextMemory | None = None, **settings: Any) -> Draft:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from decoders_example import Bigram
 
+from decoders import Sequences
 from decoders.plugins import registry
-from decoders.strategy import Context, Sequences
-from decoders.testing import check_strategy
+from decoders.testing import check_strategy, context
 
 
 def propose(rows: list[list[int]], length: int) -> list[list[int]]:
@@ -17,13 +17,8 @@ def propose(rows: list[list[int]], length: int) -> list[list[int]]:
     lengths = torch.tensor([len(row) for row in rows])
     zeros = torch.zeros_like(lengths)
     strategy = Bigram(length=length)
-    context = Context(
-        model=None,  # type: ignore[arg-type]
-        tokenizer=None, assistant_model=None, rows=len(rows), slots=longest, device=tokens.device, vocab_size=10,
-        compile=lambda function: function,
-    )  # fmt: skip
     sequences = Sequences(tokens, lengths, lengths, zeros.bool(), zeros)
-    return strategy.propose(strategy.start(context), sequences).tokens.tolist()
+    return strategy.propose(strategy.start(context(len(rows), slots=longest, vocab_size=10)), sequences).tokens.tolist()
 
 
 def test_passes_the_conformance_kit() -> None:
