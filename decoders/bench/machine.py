@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 
-from ..devices import cpu_name
+from ..common.devices import cpu_name
 from .memory import resident
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..common.transformers_compat import compiled_on_any_device
 from ..constraints.base import CompiledGrammar
 from ..constraints.constructors import regex
 from ..constraints.specs import Spec
@@ -19,7 +20,6 @@ from ..plugins import grammar_or_file, registry, resolve_strategy, resolve_verif
 from ..registry.names import canonical
 from ..setting_sources import load_settings
 from ..settings import RuntimeSettings
-from ..transformers_compat import compiled_on_any_device
 from .grammar_subjects import subjects
 from .variants import Variant, assistant_tokens, parse
 

@@ -11,8 +11,8 @@ import json
 import warnings
 from pathlib import Path
 
+from ..common.files import write_whole
 from ..errors import GrammarError
-from ..files import write_whole
 from .base import Backend, CompiledGrammar, Language, Policy
 from .vocabulary import Vocabulary
 

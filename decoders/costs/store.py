@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from ..files import write_whole
+from ..common.files import write_whole
 from .curve import VERSION, CostCurve, Subject
 
 SUFFIX = ".costs.json"

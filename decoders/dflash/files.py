@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
+from ..common.weights import Stamp, filled, read_json, read_tensors, stamp_of
 from ..errors import SettingsError, UnsupportedError
-from ..weights import Stamp, filled, read_json, read_tensors, stamp_of
 from .network import DFlashConfig, DFlashNetwork
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
 
-from ..transformers_compat import attention_of
+from ..common.transformers_compat import attention_of
 
 
 @dataclass(frozen=True)

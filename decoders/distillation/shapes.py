@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..common.layers import decoder_layers
 from ..errors import SettingsError
-from ..layers import decoder_layers
 from ..training import TrainingError
 from .recipe import DraftTraining
 

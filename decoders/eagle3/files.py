@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
+from ..common.weights import Stamp, filled, read_json, read_tensors, stamp_of
 from ..drafting import DraftVocabulary
 from ..errors import SettingsError, UnsupportedError
-from ..weights import Stamp, filled, read_json, read_tensors, stamp_of
 from .eagle1 import EagleConfig, EagleHead
 from .head import Eagle3Config, Eagle3Head
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..layers import decoder_layers
+from ..common.layers import decoder_layers
 from ..training import TrainingError
 from ..training.texts import Texts, counted
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..common.layers import decoder_layers
 from ..errors import SettingsError
-from ..layers import decoder_layers
 from ..training import Trainer, TrainingError
 from ..training.progress import log_scores
 from ..training.texts import TextStore, digest, held_out_rows, stop_tokens, workplace

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..files import write_whole
+from ..common.files import write_whole
 from .files import CONFIG, WEIGHTS
 from .head import Eagle3Head
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ..devices import host_reads
+from ..common.devices import host_reads
 
 if TYPE_CHECKING:
     from .recurrent import StatePass

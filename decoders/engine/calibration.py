@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..common.devices import processor_name
 from ..costs.curve import CostCurve, CostPoint, Subject
 from ..costs.store import read, write
-from ..devices import processor_name
 from ..report import Report
 from ..sampling.processors import SamplingPlan
 from ..tree import Topology

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..devices import host_reads
+from ..common.devices import host_reads
 from ..drafting import Expansion
 from ..sampling.choice import Candidates, candidates
 from ..sampling.processors import Masks, SamplingPlan, grammar_first

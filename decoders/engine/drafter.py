@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..common.devices import host_reads
 from ..deprecated import warn
-from ..devices import host_reads
 from ..drafting import Advance, Drafter, Expansion
 from ..errors import UnsupportedError
 from ..report import Stage

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from ..common.layers import decoder_layers
 from ..errors import SettingsError, UnsupportedError
-from ..layers import decoder_layers
 from .torch_compat import remove_hooks
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ import types
 
 from transformers import PreTrainedModel
 
+from ..common.transformers_compat import keeps_recurrent_state
 from ..errors import UnsupportedError
-from ..transformers_compat import keeps_recurrent_state
 from .ranks import Ranks
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..common.transformers_compat import keeps_recurrent_state
 from ..errors import UnsupportedError
-from ..transformers_compat import keeps_recurrent_state
 from . import attention, flex
 from .cache import LayerSpec, LayoutProbe
 from .fused import Group, SharedInputs

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from .. import devices
+from ..common import devices
+from ..common.transformers_compat import set_attention
 from ..drafting import ModulePasses
 from ..errors import UnsupportedError
-from ..transformers_compat import set_attention
 from ..tree import TreeTensors
 from . import attention, attention_functions
 from .buckets import slots_for, view_bucket

@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..common.transformers_compat import device_mesh_of
 from ..errors import RanksError, UnsupportedError
 from ..strategy import Draft
-from ..transformers_compat import device_mesh_of
 from ..tree import Topology
 from . import torch_compat
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..layers import decoder_layers
+from ..common.layers import decoder_layers
 from . import torch_compat
 from .compiler import private
 from .quantized import use_quantized_kernels

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
 
+from ..common.transformers_compat import keeps_recurrent_state
 from ..errors import UnsupportedError
-from ..transformers_compat import keeps_recurrent_state
 from . import hoisting
 from .cache import LayoutProbe, StateSpec
 from .recurrent import CONTINUES_ATTRIBUTE, LAYER_ATTRIBUTE, by_node, cache_of, on_others, states_in, tokens_of

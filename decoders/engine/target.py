@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .. import devices
+from ..common import devices
+from ..common.layers import decoder_layers
 from ..errors import UnsupportedError
-from ..layers import decoder_layers
 from ..tree import TreeTensors
 from . import attention, attention_functions, buckets, flex, invariance, recurrent
 from .cache import CacheBuffers, SlotCache

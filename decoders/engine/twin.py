@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from ..transformers_compat import SET_BY_GENERATE
+from ..common.transformers_compat import SET_BY_GENERATE
 from .torch_compat import hooks_of, local_part, writes_counted
 
 _INTERNAL = frozenset(vars(nn.Module()))

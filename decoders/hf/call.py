@@ -17,6 +17,7 @@ from transformers import (
     StopStringCriteria,
 )
 
+from ..common.transformers_compat import pad_token_of
 from ..costs.store import default_folder
 from ..engine.engine import Engine
 from ..engine.fixed_batch import decode
@@ -24,7 +25,6 @@ from ..engine.request import Decoded, Request
 from ..errors import UnsupportedError
 from ..registry.registry import registry
 from ..registry.resolve import resolve_strategy
-from ..transformers_compat import pad_token_of
 from .arguments import HINTS, TRANSLATED, first_of, resolve_seed
 from .assistants import Assistants
 from .grammars import Grammars

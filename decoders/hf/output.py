@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from ..common.transformers_compat import pad_token_of
 from ..engine.request import Decoded
 from ..report import Report
-from ..transformers_compat import pad_token_of
 
 
 @dataclass

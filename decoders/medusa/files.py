@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..common.weights import Stamp, stamp_of
 from ..errors import SettingsError, UnsupportedError
-from ..weights import Stamp, stamp_of
 from .config import HeadsConfig
 from .heads import MedusaHeads
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..devices import host_reads
+from ..common.devices import host_reads
 from .processors import (
     GOLDEN,
     MIX_1,

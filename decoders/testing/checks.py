@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from pydantic import ValidationError
 
-from ..devices import as_recorded
+from ..common.devices import as_recorded
 from ..errors import SettingsError
 from ..settings import Settings
 from ..strategy import Strategy

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..common.transformers_compat import attention_of
 from ..engine.torch_compat import hooks_of
-from ..transformers_compat import attention_of
 from .models import VOCAB
 from .toy_grammar import Matched, TokenAutomaton
 

@@ -15,7 +15,7 @@ import transformers
 from transformers import CompileConfig, DynamicCache, GenerationConfig, StaticCache
 
 import decoders
-from decoders import transformers_compat
+from decoders.common import transformers_compat
 from decoders.engine import torch_compat
 from decoders.testing import tiny_model
 
@@ -265,7 +265,7 @@ def test_loading_shows_no_progress_and_leaves_the_bars_as_they_were() -> None:
 
 
 #: Files that may name private parts of torch and transformers.
-COMPAT = {PACKAGE / "engine" / "torch_compat.py", PACKAGE / "transformers_compat.py"}
+COMPAT = {PACKAGE / "engine" / "torch_compat.py", PACKAGE / "common" / "transformers_compat.py"}
 #: Public in spite of their names: Python documents them.
 NAMED_TUPLES = {"_fields", "_asdict", "_replace", "_make"}
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from decoders.common.layers import decoder_layers
 from decoders.engine import torch_compat
 from decoders.engine.background import BackgroundCompile
 from decoders.engine.cache import CacheBuffers
@@ -13,7 +14,6 @@ from decoders.engine.compiler import compilations
 from decoders.engine.packing import pack
 from decoders.engine.regions import RegionalForward, fixed, layers_as_regions
 from decoders.engine.target import Target
-from decoders.layers import decoder_layers
 from decoders.testing import tiny_model
 from decoders.testing.models import ARCHITECTURES
 from decoders.tree import Topology

@@ -16,7 +16,7 @@ from tokenizers import decoders as token_decoders
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, StoppingCriteriaList
 
 import decoders
-from decoders import devices
+from decoders.common import devices
 from decoders.engine import capture, engine
 from decoders.engine.target import Target
 from decoders.strategies import Lookahead, Mtp, PromptLookup, Speculative, Staged

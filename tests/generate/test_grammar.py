@@ -26,7 +26,7 @@ from transformers import (
 )
 
 import decoders
-from decoders import devices
+from decoders.common import devices
 from decoders.constraints.base import CompiledGrammar
 from decoders.constraints.compiled import compiled, forget
 from decoders.engine import engine, loop

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import devices
+from ...common import devices
 from ...constraints.base import CompiledGrammar, Tabulated, mask_words, unpack
 from ...constraints.token_table import TokenTable
 from ...errors import GrammarError

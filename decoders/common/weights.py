@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .errors import SettingsError
+from ..errors import SettingsError
 
 Network = TypeVar("Network", bound=nn.Module)
 #: Name, time and size of files: what has changed is read again.
