@@ -16,6 +16,9 @@ from .candidates import Candidate
 
 #: Most entries of a report's history.
 LONGEST_HISTORY = 1000
+#: How many times the tokens that its time would bring a node has to be expected to bring. The nodes that seem to pay are, on
+#: average, those whose chances are overrated.
+CAUTION = 1.15
 
 
 @dataclass
@@ -78,12 +81,13 @@ class Plan:
     """What to verify in one step.
 
     Attributes:
-        worth: expected tokens beyond those that the step's time would bring at the present rate.
+        price: tokens that a node must be expected to bring per second that it takes.
+        worth: expected tokens beyond that price.
     """
 
     def __init__(self, state: AutoState, active: list[int], most: int) -> None:
         self.state, self.active, self.most = state, active, most
-        self.costs, self.rate = state.costs, state.rate
+        self.costs, self.price = state.costs, CAUTION * state.rate
         self._plain = self.costs.step(1)
         self.count = 0
         self.gain = 0.0
@@ -102,7 +106,7 @@ class Plan:
         self.count, self.gain, self.worth, gain = 0, 0.0, 0.0, 0.0
         for count, more in enumerate(gains[: self.most], 1):
             gain += more
-            worth = gain - self.rate * (self.costs.step(count + 1) - self._plain)
+            worth = gain - self.price * (self.costs.step(count + 1) - self._plain)
             if worth > self.worth:
                 self.count, self.gain, self.worth = count, gain, worth
 
@@ -118,7 +122,7 @@ class Plan:
                 likely[index] *= self.state.rows[row].rates.rate_of(candidate.bit, count)
             gain += sum(likely)
             seconds = self.costs.step(count + 1) - self._plain + count * candidate.experience.cost
-            worth = gain - self.rate * seconds
+            worth = gain - self.price * seconds
             if worth > best:
                 best, depth = worth, count
             if sum(likely) < 0.05 * len(likely):
