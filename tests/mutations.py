@@ -322,13 +322,13 @@ MUTATIONS = (
         ("server/test_refusals.py",),
     ),
     Mutation(
-        "log-probabilities-of-nodes-that-were-not-taken", "decoders/engine/written.py",
+        "log-probabilities-of-nodes-that-were-not-taken", "decoders/engine/request_output.py",
         "logits = out.logits[first + row, out.path[first + row, :count]]",
         "logits = out.logits[first + row, :count]",
         ("serving/test_scheduler.py",),
     ),
     Mutation(
-        "the-targets-own-token-counts-as-drafted", "decoders/engine/written.py",
+        "the-targets-own-token-counts-as-drafted", "decoders/engine/request_output.py",
         "[True] * accepted + [False] * (count - accepted)",
         "[True] * count",
         ("serving/test_scheduler.py",),

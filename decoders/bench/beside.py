@@ -35,7 +35,7 @@ class EngineMissingError(DecodersError, ImportError):
 
 
 @dataclass(frozen=True)
-class Written:
+class EngineOutput:
     """What an engine wrote.
 
     Attributes:
@@ -56,7 +56,7 @@ class Engine(Protocol):
 
     def generate(
         self, prompts: list[list[int]], new_tokens: int, stops: frozenset[int], on_tokens: OnTokens | None = None
-    ) -> Written:
+    ) -> EngineOutput:
         """At most `new_tokens` for each of `prompts`."""
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .beside import DRAFT, LOOKUP, OnTokens, Written
+from .beside import DRAFT, LOOKUP, EngineOutput, OnTokens
 
 #: Draft tokens per step: llama-cpp-python's documentation recommends 10 without a GPU it says 2; the default is 10.
 DRAFT_TOKENS = {LOOKUP: 10, DRAFT: 4}
@@ -32,7 +32,7 @@ class LlamaCpp:
 
     def generate(
         self, prompts: list[list[int]], new_tokens: int, stops: frozenset[int], on_tokens: OnTokens | None = None
-    ) -> Written:
+    ) -> EngineOutput:
         room = max(map(len, prompts)) + new_tokens
         if len(prompts) > 1:
             if self.batched is None or self.batched.rows < len(prompts) or self.batched.room < room:
@@ -50,7 +50,7 @@ class LlamaCpp:
             tokens.append(token)
             if (on_tokens is not None and not on_tokens([token])) or token in stops or len(tokens) == new_tokens:
                 break
-        return Written([tokens], self.evaluations)
+        return EngineOutput([tokens], self.evaluations)
 
     def close(self) -> None:
         if self.llama is not None:
@@ -133,7 +133,7 @@ class BatchedLlamaCpp:
 
     def generate(
         self, prompts: list[list[int]], new_tokens: int, stops: frozenset[int], on_tokens: OnTokens | None
-    ) -> Written:
+    ) -> EngineOutput:
         self.lib.llama_memory_clear(self.lib.llama_get_memory(self.context), True)
         rows: list[list[int]] = [[] for _ in prompts]
         latest = [self.read_prompt(row, prompt) for row, prompt in enumerate(prompts)]
@@ -145,7 +145,7 @@ class BatchedLlamaCpp:
             go_on = on_tokens is None or on_tokens(latest)
             active = [row for row in active if latest[row] not in stops and len(rows[row]) < new_tokens]
             if not active or not go_on:
-                return Written(rows, steps)
+                return EngineOutput(rows, steps)
             entries = [(latest[row], len(prompts[row]) + len(rows[row]) - 1, row, True) for row in active]
             chosen = self.decode(entries)
             for row, token in zip(active, chosen, strict=True):

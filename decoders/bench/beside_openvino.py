@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .beside import DRAFT, LOOKUP, OnTokens, Written
+from .beside import DRAFT, LOOKUP, EngineOutput, OnTokens
 
 #: Draft tokens per step, and the longest n-gram that is looked up: the values in GenAI's own samples.
 DRAFT_TOKENS = 5
@@ -41,7 +41,7 @@ class OpenVino:
 
     def generate(
         self, prompts: list[list[int]], new_tokens: int, stops: frozenset[int], on_tokens: OnTokens | None = None
-    ) -> Written:
+    ) -> EngineOutput:
         import openvino as ov
 
         config = self.genai.GenerationConfig()
@@ -60,7 +60,7 @@ class OpenVino:
         # Of several rows nothing is told before the end.
         streamer = _streamer(self.genai, on_tokens) if on_tokens is not None and len(prompts) == 1 else None
         result = self.pipeline.generate(inputs, config, streamer)
-        return Written([list(row) for row in result.tokens], self._steps(result) if len(prompts) == 1 else None)
+        return EngineOutput([list(row) for row in result.tokens], self._steps(result) if len(prompts) == 1 else None)
 
     def close(self) -> None:
         self.pipeline = None

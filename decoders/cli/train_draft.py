@@ -20,7 +20,7 @@ from .training_options import (
     Patience,
     Rate,
     Resume,
-    Rows,
+    RowsPerStep,
     Seed,
     Tokens,
     command_line,
@@ -60,7 +60,7 @@ def draft(
         float, typer.Option(min=0, max=1, help="Share of the rows that the target continues itself.")
     ] = DEFAULTS.own_share,
     epochs: Epochs = DEFAULTS.epochs,
-    rows: Rows = DEFAULTS.rows,
+    rows: RowsPerStep = DEFAULTS.rows,
     rate: Rate = DEFAULTS.rate,
     checks: Annotated[int, typer.Option(min=1, help="Checks of held-out agreement per epoch.")] = DEFAULTS.checks,
     patience: Patience = DEFAULTS.patience,

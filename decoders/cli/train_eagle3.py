@@ -23,7 +23,7 @@ from .training_options import (
     Patience,
     Rate,
     Resume,
-    Rows,
+    RowsPerStep,
     Seed,
     TestText,
     Tokens,
@@ -64,7 +64,7 @@ def eagle3(
     length: Length = DEFAULTS.length,
     own_share: OwnShare = DEFAULTS.own_share,
     epochs: Epochs = DEFAULTS.epochs,
-    rows: Rows = DEFAULTS.rows,
+    rows: RowsPerStep = DEFAULTS.rows,
     rate: Rate = DEFAULTS.rate,
     chains: Annotated[
         float,

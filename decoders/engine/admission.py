@@ -12,7 +12,7 @@ from .pool import RowPool
 from .prefixes import NOTHING, KeptText
 from .reading import Reading
 from .request import Request
-from .written import Written
+from .request_output import RequestOutput
 
 
 @dataclass(eq=False)
@@ -26,7 +26,7 @@ class Seat:
         turns: passes that it had, and those that others had had when it came; who has had fewest is next.
     """
 
-    member: Written
+    member: RequestOutput
     place: int
     reading: Reading | None = None
     passes: list[tuple[int, int]] = field(default_factory=list)
@@ -72,11 +72,11 @@ class Admission:
     def read(self, pause: float) -> None:
         """Reads prompts, pass by pass in turns; at least one pass, and all of them if nobody waits meanwhile."""
         begun, first = time.perf_counter(), True
-        while unread := [seat for seat in self.seats if seat.row is None and not seat.ready]:
+        while waiting := [seat for seat in self.seats if seat.row is None and not seat.ready]:
             started = time.perf_counter()
             if self.batch and not first and started - begun >= pause:
                 return
-            seat, first = min(unread, key=lambda each: each.turns), False  # the first of equals
+            seat, first = min(waiting, key=lambda each: each.turns), False  # the first of equals
             if seat.reading is None:
                 self._start_reading(seat, pause)
             if seat.passes:

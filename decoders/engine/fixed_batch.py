@@ -13,8 +13,8 @@ from .engine import Engine
 from .loop import Call
 from .recording import CallRecording, recordable
 from .request import Decoded, Request
+from .request_output import RequestOutput
 from .rows import sampling_inputs
-from .written import Written
 
 
 def decode(engine: Engine, request: Request) -> Decoded:
@@ -47,7 +47,7 @@ class FixedBatch:
     def __init__(self, engine: Engine, request: Request, stack: ExitStack) -> None:
         self.engine, self.request, self.stack = engine, request, stack
         self.call = Call(engine, request, stack)
-        self.written = Written(request, self.call.report, engine.target.ranks)
+        self.written = RequestOutput(request, self.call.report, engine.target.ranks)
         self.call.members.append((self.written, 0))
 
     def run(self) -> Decoded:

@@ -67,7 +67,7 @@ def outputs_of(layer: nn.Module) -> int:
     return int(layer.out_features if isinstance(layer, nn.Linear) else layer.nf)  # type: ignore[arg-type]
 
 
-def alike(groups: Iterable[Group], kind: Callable[[str], object]) -> Iterator[Group]:
+def same_kind(groups: Iterable[Group], kind: Callable[[str], object]) -> Iterator[Group]:
     """The parts of groups that can be multiplied as one: layers in a row of which `kind` tells the same, and not None."""
     for what, paths in (part for group in groups for part in itertools.groupby(group, kind)):
         part = tuple(paths)

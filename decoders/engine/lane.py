@@ -19,9 +19,9 @@ from .grammar.host_guide import HostGuide
 from .loop import Call
 from .pool import RowPool
 from .request import Request
+from .request_output import RequestOutput, empty_report
 from .sharing import sampling_of, share_steps
 from .worth import DraftWorth
-from .written import Written, empty_report
 
 #: Slots of a new pool; it grows with its texts.
 FIRST_SLOTS = 256
@@ -74,18 +74,18 @@ class Lane:
         """Whether a request can share steps with those that are here."""
         return engine is self.engine and share_steps(self.template, request)
 
-    def offer(self, request: Request) -> Written:
+    def offer(self, request: Request) -> RequestOutput:
         """Gives a request of one row a place; its prompt is read in the next steps."""
         assert len(request.prompts) == 1 and self.free > 0
         if not self.seats:
             self._begin()
-        member = Written(request, empty_report(request, self.engine.target))
+        member = RequestOutput(request, empty_report(request, self.engine.target))
         seat = Seat(member, self.admission.place_for(request))
         seat.turns = min((other.turns for other in self.seats if other.row is None), default=0)
         self.seats.append(seat)
         return member
 
-    def advance(self, pause: float) -> list[Written]:
+    def advance(self, pause: float) -> list[RequestOutput]:
         """Reads prompts for about `pause` seconds, makes one step, and gives those that have ended; an error is theirs.
 
         What belongs to all, a strategy that raises, say, is raised.
@@ -97,7 +97,7 @@ class Lane:
                 self.call.advance()
             return self._leave()
 
-    def remove(self, member: Written) -> None:
+    def remove(self, member: RequestOutput) -> None:
         """Takes a request out; what it has written stays with it. Between two steps."""
         with self._running():
             self._part([seat for seat in self.seats if seat.member is member])
@@ -141,7 +141,7 @@ class Lane:
         if new:
             self._rebatch([*self.admission.batch, *new])
 
-    def _leave(self) -> list[Written]:
+    def _leave(self) -> list[RequestOutput]:
         """Those that have ended leave the batch."""
         ended = [seat for seat in self.seats if seat.member.ended or seat.member.error is not None]
         self._part(ended)

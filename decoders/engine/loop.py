@@ -25,17 +25,17 @@ from .grammar.guide import Guide
 from .guard import check_tree, untouched
 from .invariance import branch_length
 from .request import Request
+from .request_output import RequestOutput, empty_report
 from .resources import CallResources
 from .rows import Rows
 from .session import Session
 from .steps import StepFunction, make_step
 from .verify import step_keys
 from .worth import DraftWorth
-from .written import Written, empty_report
 
 
 class Call:
-    """Rows that are decoded together, and what belongs to their steps; what belongs to a request is its :class:`Written`.
+    """Rows that are decoded together, and what belongs to their steps; what belongs to a request is its :class:`RequestOutput`.
 
     In :class:`~decoders.engine.fixed_batch.FixedBatch` it is one request whose rows come and go together. In
     :class:`~decoders.engine.lane.Lane` requests of one row come and go between two steps.
@@ -74,7 +74,7 @@ class Call:
         self.verifier = None if built_in else chosen
         self.where = "while the prompt was read"  # for notes on errors
         self.report = empty_report(request, self.target)
-        self.members: list[tuple[Written, int]] = []
+        self.members: list[tuple[RequestOutput, int]] = []
         self.held = [1] * len(request.prompts)
         self.isolates, self.capacity = False, 0
         self.worth: DraftWorth | None = None
@@ -224,7 +224,7 @@ class Call:
             self.rows.sampling.keys.copy_(step_keys(self.noise_keys, self.rows.length))
 
     @contextmanager
-    def callback_of(self, member: Written) -> Iterator[None]:
+    def callback_of(self, member: RequestOutput) -> Iterator[None]:
         """Where requests share steps, what a callback raises ends the request that it belongs to."""
         try:
             yield

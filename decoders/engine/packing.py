@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from ..errors import UnsupportedError
 from . import torch_compat
 from .fingerprints import Fingerprint
-from .fused import Group, alike, columns_of, outputs_of, share_of
+from .fused import Group, columns_of, outputs_of, same_kind, share_of
 
 #: Matrices with fewer elements are left alone: calling oneDNN costs more than its kernel saves.
 SMALLEST = 128 * 128
@@ -202,7 +202,7 @@ def pack(model: nn.Module, smallest: int | None = None, groups: Sequence[Group] 
     smallest = SMALLEST if smallest is None else smallest
     packing = Packing()
     modules = dict(model.named_modules(remove_duplicate=False))
-    for paths in alike(groups, lambda path: _kind(modules[path], smallest)):
+    for paths in same_kind(groups, lambda path: _kind(modules[path], smallest)):
         layers = {path: modules[path] for path in paths}
         weights: list[Any] = [cast(Any, module).weight for module in layers.values()]
         biases: list[Any] = [cast(Any, module).bias for module in layers.values()]

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..errors import UnsupportedError
 from . import torch_compat
-from .fused import Group, alike, columns_of, outputs_of
+from .fused import Group, columns_of, outputs_of, same_kind
 from .packing import SMALLEST, packable, shared_copy, state_of
 from .quantized import (
     GROUP,
@@ -129,7 +129,7 @@ def quantize(
     modules = dict(model.named_modules(remove_duplicate=False))
     if scheme is not None:
         asked = scheme
-        for paths in alike(groups, lambda path: _kind(modules[path], asked, smallest)):
+        for paths in same_kind(groups, lambda path: _kind(modules[path], asked, smallest)):
             members = [modules[path] for path in paths]
             of_all = cast(QuantizedWeight, _asked_for(members, scheme, smallest))
             for module, columns in zip(members, columns_of([outputs_of(module) for module in members]), strict=True):

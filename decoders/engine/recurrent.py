@@ -27,13 +27,13 @@ LAYER_ATTRIBUTE = "decoders_recurrent_layer"
 CONTINUES_ATTRIBUTE = "decoders_continues_text"
 
 #: Runs a module on some of the tokens that it was called with, ``[M, n, …]`` each, with a cache of its own.
-Run = Callable[[Callable[[Tensor], Tensor], Cache], Tensor]
+RunPart = Callable[[Callable[[Tensor], Tensor], Cache], Tensor]
 
 
 class StatePass(Protocol):
     """How recurrent layers run in one pass of the model."""
 
-    def run(self, layer: int, tokens: Tensor, module: nn.Module, call: Run) -> Tensor:
+    def run(self, layer: int, tokens: Tensor, module: nn.Module, call: RunPart) -> Tensor:
         """What `module` gives for all `tokens` of the pass, ``[B, N, H]``; its states are kept."""
         ...
 
@@ -93,7 +93,7 @@ class NodePass:
         self.fresh = fresh if bool(fresh.any()) else None
         states.nodes.clear()
 
-    def run(self, layer: int, tokens: Tensor, module: nn.Module, call: Run) -> Tensor:
+    def run(self, layer: int, tokens: Tensor, module: nn.Module, call: RunPart) -> Tensor:
         rows, n = tokens.shape[:2]
         specs, behind = self.specs[layer], []
         for state in self.states.layers[layer]:
@@ -134,7 +134,7 @@ class TextPass:
             if count > 0:
                 states.reached[row] = start + count
 
-    def run(self, layer: int, tokens: Tensor, module: nn.Module, call: Run) -> Tensor:
+    def run(self, layer: int, tokens: Tensor, module: nn.Module, call: RunPart) -> Tensor:
         specs, out = self.specs[layer], None
         own_states = self.states.layers[layer]
         for row, (start, count) in enumerate(zip(self.begin, self.counts, strict=True)):

@@ -22,14 +22,14 @@ from .tiers import ForwardPass
 
 if TYPE_CHECKING:
     from .request import Request
-    from .written import Written
+    from .request_output import RequestOutput
 
 #: (draft, block, rows) → what became of them; the block holds the draft's tokens and tree as the target runs them.
 StepFunction = Callable[[Draft, NodeBlock, Rows], StepOutput]
 
 
 def make_step(
-    engine: Engine, passes: ForwardPass, request: Request, verifier: Verifier | None, members: Sequence[tuple[Written, int]],
+    engine: Engine, passes: ForwardPass, request: Request, verifier: Verifier | None, members: Sequence[tuple[RequestOutput, int]],
     report: Report,
 ) -> StepFunction:  # fmt: skip
     """The step of one call.
@@ -63,7 +63,7 @@ def choose_of_all(
     tree: TreeTensors,
     logits: Tensor,
     rows: Rows,
-    members: Sequence[tuple[Written, int]],
+    members: Sequence[tuple[RequestOutput, int]],
     request: Request,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`choose_along_path` of every request by itself, in the form of the whole batch.

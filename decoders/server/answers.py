@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..engine.written import TokenLogprobs
+from ..engine.request_output import TokenLogprobs
 from .bodies import Body
 from .jobs import Choice, Job
 from .service import Service

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..engine.written import TokenLogprobs
+from ..engine.request_output import TokenLogprobs
 from .answers import Answer, Growing, joined
 from .bodies import CompletionBody
 from .formats import spec_of

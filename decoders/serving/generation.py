@@ -16,7 +16,7 @@ from .pieces import TextPieces
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..engine.written import TokenLogprobs, Written
+    from ..engine.request_output import RequestOutput, TokenLogprobs
     from ..generate import PreparedCall
 
 
@@ -39,7 +39,7 @@ class Generation:
         self.submitted = time.monotonic()
         self.expires = self.submitted + deadline if deadline is not None else None
         self.waited: float | None = None
-        self.member: Written | None = None
+        self.member: RequestOutput | None = None
         self.cancelled = False
         self._on_cancel = on_cancel
         self._changed = threading.Condition()
@@ -151,8 +151,8 @@ class Generation:
 
     async def __aiter__(self) -> AsyncIterator[Any]:
         seen, pieces = 0, self._new_pieces()
-        async with aclosing(self._growth()) as growth:
-            async for tokens, done in growth:
+        async with aclosing(self._news()) as news:
+            async for tokens, done in news:
                 for piece in _cut(tokens, seen, done, pieces):
                     yield piece
                 seen = len(tokens)
@@ -160,13 +160,13 @@ class Generation:
     async def batches(self) -> AsyncGenerator[list[int]]:
         """The new token ids, those that came together in one list. Otherwise as ``async for``."""
         seen = 0
-        async with aclosing(self._growth()) as growth:
-            async for tokens, _ in growth:
+        async with aclosing(self._news()) as news:
+            async for tokens, _ in news:
                 if len(tokens) > seen:
                     yield tokens[seen:]
                 seen = len(tokens)
 
-    async def _growth(self) -> AsyncGenerator[tuple[list[int], bool]]:
+    async def _news(self) -> AsyncGenerator[tuple[list[int], bool]]:
         """All tokens so far and whether they are all there are, whenever there are more; at last raises what went wrong."""
         news = asyncio.Event()
         try:

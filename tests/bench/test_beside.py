@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from decoders import bench, demo
 from decoders.bench import beside, gguf_files
-from decoders.bench.beside import EngineMissingError, Request, Written, beside_methods, check_installed, requests
+from decoders.bench.beside import EngineMissingError, EngineOutput, Request, beside_methods, check_installed, requests
 from decoders.bench.tables import identical
 from decoders.errors import SettingsError, UnknownNameError
 
@@ -216,12 +216,12 @@ class Counting:
     def __init__(self) -> None:
         self.closed = False
 
-    def generate(self, prompts: Any, new_tokens: int, stops: Any, on_tokens: Any = None) -> Written:
+    def generate(self, prompts: Any, new_tokens: int, stops: Any, on_tokens: Any = None) -> EngineOutput:
         rows = [[(prompt[-1] + i) % 7 for i in range(new_tokens)] for prompt in prompts]
         for tokens in zip(*rows, strict=True):
             if on_tokens is not None and not on_tokens(list(tokens)):
                 break
-        return Written(rows, steps=2)
+        return EngineOutput(rows, steps=2)
 
     def close(self) -> None:
         self.closed = True

@@ -46,7 +46,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
 
 
-class Written:
+class RequestOutput:
     """What a request has come to.
 
     Attributes:
