@@ -63,8 +63,9 @@ class Context:
         coupled: whether target and drafts share their noise, so that a draft token drawn with it is likely the target's token. If
             not, a draft says what it was drawn from (:attr:`Draft.scores`).
         level: 0 if the strategy drafts for the target, 1 if it drafts for the target's draft model, and so on.
-        plan, sampling: what the target's logits go through before a token is chosen
-            (:func:`decoders.sampling.process`), for strategies that have scores of their own. None: greedy, as they are.
+        plan: what the target's logits go through before a token is chosen (:func:`decoders.sampling.process`), for strategies that
+            have scores of their own. None: greedy, as they are.
+        sampling: the rows' values for that plan.
         guide: where the rows stand in their grammars, and what these force them to write; None without ``grammar=``. Illegal
             draft tokens need not be looked for: the loop takes them out.
         decoder_layers: how many the target has, of which :attr:`Strategy.hidden_layers` may name some.

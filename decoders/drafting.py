@@ -125,7 +125,8 @@ class OtherVocabulary:
 
     Attributes:
         model: it.
-        own, other: the target's tokens and its own, in bytes.
+        own: the target's tokens, in bytes.
+        other: its own tokens, in bytes.
         begin: its tokens in front of every text.
         shared: share of the target's text tokens that it has.
     """

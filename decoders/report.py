@@ -13,10 +13,16 @@ from .deprecated import renamed
 class Timings:
     """Seconds spent in each part of all steps.
 
-    ``prefill`` is reading the prompt, with the core of a first step that reads the prompt's end. ``core`` is forward + verify +
-    commit, ``mask`` walking the grammars of the rows, ``host`` what is left. ``pack`` is making
-    the model ready in the first call, its weights packed; ``compile`` what the call waited for; ``background`` compiling beside
-    the steps.
+    Attributes:
+        prefill: reading the prompt, with the core of a first step that reads the prompt's end.
+        propose: in the strategy's ``propose``.
+        mask: walking the grammars of the rows.
+        core: forward, verify and commit.
+        observe: in the strategy's ``observe``.
+        host: what is left.
+        compile: compilations that the call waited for.
+        pack: making the model ready in the first call, its weights packed.
+        background: compiling beside the steps.
     """
 
     prefill: float = 0.0
@@ -58,7 +64,8 @@ class Stage:
         drafter: strategy that drafts for this model, None if it writes token by token.
         passes: forward passes of this model, its prefill excluded.
         tokens: tokens it wrote with its drafter's help, all rows.
-        drafted, accepted: draft tokens of the drafter that were put to it, and those that it confirmed.
+        drafted: draft tokens of the drafter that were put to it.
+        accepted: those that it confirmed.
         accepted_lengths: histogram of tokens per row and pass, as in the report.
         forward_seconds: in its passes.
         drafter_seconds: in its drafter, which holds the passes of `stages`.
@@ -120,10 +127,12 @@ class Report:
         reused: per row, prompt tokens that were not read, since an earlier call had left their keys and values.
         same_bits: in low precision on a CPU, whether a token has the same bits in every block, so that drafts change nothing
             at near-ties either: a brief check when the model was made ready. None where it is not checked.
-        weights, kv_cache: "int8" or "int4" where the engine was told to compute with quantized copies of the model's weights, or
-            to keep keys and values in lower precision; "keep": in the model's own.
+        weights: "int8" or "int4" where the engine was told to compute with quantized copies of the model's weights; "keep": the
+            model's own.
+        kv_cache: "int8" where it was told to keep keys and values in lower precision; "keep": in the model's own.
         rows: batch size.
-        prompt_tokens, new_tokens: per row.
+        prompt_tokens: per row.
+        new_tokens: per row.
         steps: target forwards that commit tokens.
         prefill_steps: how many of them, 0 or 1, read the end of the prompt as well; their core is timed as
             ``timings.prefill``.

@@ -34,7 +34,8 @@ class PrecisionCost:
         divergence: KL divergence from the model's own next-token distribution, in nats, mean over the tokens.
         agreement: share of the tokens after which the most likely token is the same.
         logit_error: root mean square of the log probabilities' differences, their mean taken out.
-        matrix_bytes, slot_bytes: of the matrices, and of the keys and values of one token.
+        matrix_bytes: of the matrices.
+        slot_bytes: of the keys and values of one token.
         same_bits: whether a token has the same bits in every block; None where it is not checked.
         step_seconds: median of a step of so many nodes.
     """

@@ -75,7 +75,9 @@ class CompiledGrammar(ABC):
     """A language compiled for a vocabulary. Immutable; shared by all calls.
 
     Attributes:
-        language, vocabulary, policy: what it was compiled from and for.
+        language: what it was compiled from.
+        vocabulary: what it was compiled for.
+        policy: which spellings of a text are legal.
         backend: name of what compiled it.
     """
 

@@ -22,7 +22,8 @@ class StateSpec:
     """One recurrent state of a layer: what it keeps per row, however long the text is.
 
     Attributes:
-        part, index: where transformers' ``LinearAttentionLayer`` has it.
+        part: the list of transformers' ``LinearAttentionLayer`` that has it.
+        index: its place there.
         shape: of one row.
     """
 
@@ -38,8 +39,12 @@ class LayerSpec:
     """What one layer stores, per token and per row.
 
     Attributes:
-        key_heads, key_dim, value_heads, value_dim: head counts and widths of keys and values, 0 where a layer has none.
-        dtype, device: of what the layer computes.
+        key_heads: heads of the keys, 0 where a layer stores none.
+        key_dim: width of a head's keys.
+        value_heads: heads of the values.
+        value_dim: width of a head's values.
+        dtype: of what the layer computes.
+        device: likewise.
         quantized: whether keys and values are kept as int8, with a scale of `dtype` per head and slot.
         states: its recurrent states (:mod:`.recurrent`).
     """
@@ -88,8 +93,10 @@ class CacheBuffers:
     """Keys and values of every layer: ``[B, heads, L, dim]`` each, ``L`` slots.
 
     Attributes:
-        keys, values: one per layer; int8 if they are quantized.
-        key_scales, value_scales: ``[B, heads, L, 1]``, what 1 stands for in a slot of a head. Empty if nothing is quantized.
+        keys: one tensor per layer; int8 if they are quantized.
+        values: likewise.
+        key_scales: ``[B, heads, L, 1]``, what 1 stands for in a slot of a head. Empty if nothing is quantized.
+        value_scales: likewise.
         states: the recurrent states of every layer, where there are any.
     """
 

@@ -107,7 +107,13 @@ def recorder_of(device: torch.device) -> Recorder | None:
 
 @dataclass(frozen=True)
 class RecordedCapacity:
-    """What a recording was made for: rows, nodes of a block, slots that a row may fill. It writes one block further, no more."""
+    """What a recording was made for. It writes one block behind its slots, no more.
+
+    Attributes:
+        rows: of the batch.
+        nodes: of a block.
+        slots: that a row may fill.
+    """
 
     rows: int
     nodes: int
@@ -120,7 +126,13 @@ class RecordedCapacity:
 
 @dataclass
 class _PinnedBuffer:
-    """Host memory for one step's results, and the event that says they have arrived."""
+    """Host memory for one step's results.
+
+    Attributes:
+        summary: as in :class:`~decoders.engine.core.StepOutput`.
+        new: as there.
+        arrived: says that both are here.
+    """
 
     summary: Tensor
     new: Tensor
@@ -182,7 +194,8 @@ class Recordings:
     With weights or attention changed there is a new engine, with new sessions.
 
     Attributes:
-        recorded, reused: how often a call had to record, and how often it could do without.
+        recorded: how often a call had to record.
+        reused: how often it could do without.
     """
 
     def __init__(self, recorder: Recorder, most: int = MOST_RECORDINGS) -> None:

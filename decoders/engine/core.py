@@ -27,7 +27,9 @@ class StepOutput:
     """Device results of a step.
 
     Attributes:
-        nodes, chosen, path: as in :class:`decoders.strategy.Step`.
+        nodes: as in :class:`decoders.strategy.Step`.
+        chosen: as there.
+        path: as there.
         new: ``[B, N]`` int64, tokens in order of commitment.
         summary: ``[4, B]`` int64 for the host: tokens emitted, draft tokens accepted, draft tokens made, finished.
         logits: ``[B, N, V]``.

@@ -49,7 +49,8 @@ class Call:
         resources: what the strategy may use.
         where: what is being done, for notes on errors.
         step: forward, verification and commit of a block.
-        session, blocks: where the rows' tokens, keys and values are, and the sizes of their blocks.
+        session: where the rows' tokens, keys and values are.
+        blocks: the sizes of their blocks.
         longest: most tokens that a row can come to.
         noise_keys: ``[B]``, the keys of the rows' noise.
 

@@ -99,7 +99,8 @@ class _Quantized:
     """What the layers below have in common.
 
     Attributes:
-        packed, scale: of several layers where these are multiplied as one (:mod:`.fused`).
+        packed: the matrix; of several layers where these are multiplied as one (:mod:`.fused`).
+        scale: what its numbers stand for, of the same layers.
         columns: which outputs of that are this layer's; None is all.
     """
 

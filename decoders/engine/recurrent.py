@@ -43,7 +43,9 @@ class Level:
     """Nodes that run at once, because all that they continue has been run.
 
     Attributes:
-        nodes: places in ``[B·N]``. parents, places: of what they continue and of themselves in ``[B·(N+1)]``.
+        nodes: places in ``[B·N]``.
+        parents: places of what they continue in ``[B·(N+1)]``.
+        places: their own places in ``[B·(N+1)]``.
     """
 
     nodes: Tensor

@@ -57,7 +57,8 @@ class RequestOutput:
         finished: per row.
         drafted: per row and token, whether a draft had it.
         logprobs: per row and token, if asked for.
-        logits, scores: per row and token, if asked for.
+        logits: per row and token, if asked for.
+        scores: per row and token, if asked for.
         prefixes: the rows as transformers would show them.
         criteria: asked on the host, None if there are none.
         error: what a callback of this request has raised, where that ends this request alone.

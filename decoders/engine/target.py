@@ -61,8 +61,10 @@ class Target:
         static: whether code is compiled for one size each, so that sizes are rounded to buckets.
         precision: of the matrices and of the cache, where it is not the model's own.
         groups: layers that read the same input, by path; they are multiplied as one where they are packed or quantized alike.
-        packing, quantized: the packed matrices, and those that are quantized.
-        weights, samples: what they were packed from.
+        packing: the packed matrices.
+        quantized: the quantized ones.
+        weights: what they were packed from.
+        samples: fingerprints of these values, by which a change is noticed.
         rounds: whether activations, keys or values are rounded on the way, so that a last bit may decide about a step of theirs.
         layers: decoder layers whose outputs its results hold, see :meth:`watching`.
         recurrent: the layers that keep a state per row (:mod:`.recurrent`); such a model runs uncompiled.

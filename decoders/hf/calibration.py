@@ -31,7 +31,8 @@ class StrategyCost:
 
     Attributes:
         strategy: name.
-        propose, observe: seconds per step; `propose` holds the passes of a draft model.
+        propose: seconds per step, the passes of a draft model included.
+        observe: seconds per step.
         step: seconds of the whole step.
     """
 

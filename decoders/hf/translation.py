@@ -34,7 +34,8 @@ class TokenMap:
         read: ``[V]`` int64, what the draft reads in its place: the same, or the last token of the draft's own way to write it, so that
             every token of the text has one slot in either cache.
         shared: share of the target's text tokens that the draft has.
-        own, other: the tokens of both in bytes.
+        own: the target's tokens in bytes.
+        other: the draft's tokens in bytes.
     """
 
     written: Tensor

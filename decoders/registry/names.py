@@ -25,9 +25,14 @@ class PluginInfo:
 
     Attributes:
         name: entry-point name.
-        version, provider: of the distribution it comes with.
+        version: of the distribution it comes with.
+        provider: the name of that distribution.
         hooks: hooks it implements.
-        strategies, verifiers, grammar_backends, grammars, observers: names it claims, usable or not.
+        strategies: names it claims, usable or not.
+        verifiers: likewise.
+        grammar_backends: likewise.
+        grammars: likewise.
+        observers: likewise.
         status: "loaded", "blocked" (by a list), "failed" (nothing of it is used), "conflict" (a name is also claimed by
             another plugin; its other names are usable).
         error: why it is not simply loaded.

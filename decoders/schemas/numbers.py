@@ -18,7 +18,8 @@ class Numbers:
     """The numbers between `low` and `high` (None: no bound) that are of a kind.
 
     Attributes:
-        open_low, open_high: the bound itself is not among them.
+        open_low: `low` itself is not among them.
+        open_high: `high` itself is not among them.
         kind: "any", "integer" (1.0 is one), "fraction" for all but integers.
         multiple: all are multiples of it; None where that is no condition.
     """

@@ -23,7 +23,8 @@ class Strings:
         conditions: trees, each to be met (True) or not.
         formats: trees of ``format``, met by what is written. A format is a condition to some and an annotation to
             others: nothing is concluded from one, so that both are satisfied.
-        low, high: length in characters.
+        low: least length in characters.
+        high: greatest length, None if there is no bound.
         values: none but these, if given; all other conditions are dealt with then.
         excluded: none of these.
     """

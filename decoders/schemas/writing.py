@@ -22,7 +22,8 @@ class Whitespace:
     Attributes:
         opened: after an opening bracket.
         closing: before a closing one, if anything is inside.
-        comma, colon: the sign and what may follow it.
+        comma: the sign and what may follow it.
+        colon: likewise.
     """
 
     opened: str

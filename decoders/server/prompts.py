@@ -22,7 +22,8 @@ class CallStyle:
     """How a model writes a call of a function: ``prefix{"name": …, "arguments": …}suffix``.
 
     Attributes:
-        prefix, suffix: around the JSON, both empty where the template says nothing of calls.
+        prefix: before the JSON, empty where the template says nothing of calls.
+        suffix: after it, likewise.
         arguments: name of the key.
         reads_tools: whether the template shows the model which functions there are.
         reads_calls: whether it takes messages with calls, and answers of tools.

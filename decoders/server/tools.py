@@ -156,7 +156,8 @@ class CallSpec(Spec):
 
     Attributes:
         schema: of a call, as JSON.
-        prefix, suffix: around a call.
+        prefix: before a call.
+        suffix: after a call.
         text: whether free text is an answer, too.
         several: whether there may be more than one call.
     """

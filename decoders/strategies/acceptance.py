@@ -83,7 +83,9 @@ class Proposals:
     """What all drafters propose for one row, as one tree: what several propose stands in it once.
 
     Attributes:
-        tokens, parents, depths: per node; node 0 is the row's last token.
+        tokens: per node; node 0 is the row's last token.
+        parents: per node, the node that it continues.
+        depths: per node.
         sources: per node, bits of the drafters that propose it.
         ranks: per node, its place among the siblings of the drafter that ranks it highest.
         grades: per node, the best that one of the drafters gives it.

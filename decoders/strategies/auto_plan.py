@@ -30,7 +30,8 @@ class Choice:
         steps: how many.
         strategies: whose draft tokens, "+" between them; "" for none.
         nodes: draft tokens per row and step.
-        expected, tokens: per step, all rows: tokens that were expected, and written.
+        expected: tokens that were expected, all rows and steps.
+        tokens: tokens that were written.
     """
 
     step: int
@@ -46,14 +47,20 @@ class AutoState:
     """What `auto` knows of a call.
 
     Attributes:
-        candidates, left_out: the drafters, and why others are not among them.
+        candidates: the drafters.
+        left_out: why others are not among them, by name.
         costs: of a step, by its nodes.
-        rows, proposals: what is known of each row's text, and what was proposed for it in this step.
-        tokens, seconds: of the present rate.
+        rows: what is known of each row's text.
+        proposals: what was proposed for each row in this step.
+        tokens: of the present rate, per step.
+        seconds: of the present rate, per step.
         width: draft tokens per row that are verified.
         chain: bits of the drafters of whose chains these are the first.
-        begun, proposed: when this step began, and when its draft was chosen.
-        history, steps: what was verified so far, and in how many steps.
+        begun: when this step began.
+        proposed: when its draft was chosen.
+        history: what was verified so far.
+        steps: how many there were.
+        clock: seconds, the call's.
     """
 
     candidates: list[Candidate]

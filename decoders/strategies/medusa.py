@@ -46,12 +46,13 @@ class _State:
     """What a call keeps.
 
     Attributes:
-        level, rank: ``[N-1]`` int64, whose draft token each node takes.
+        level: ``[N-1]`` int64, the head whose draft token each node takes.
+        rank: ``[N-1]`` int64, the place of that token among the head's.
         ranks: a number of draft tokens that covers all of them.
         hidden: ``[B, H]``, what the heads read: the hidden state that gave the next block's root.
         known: ``[B, 1]`` bool, whether there is one yet.
         ahead: ``[K]`` int64, 0 … K-1.
-        draft token: :func:`draft_tokens`, compiled.
+        predict: :func:`draft_tokens`, compiled.
     """
 
     topology: Topology

@@ -35,7 +35,14 @@ class MergedSettings(Settings):
 
 @dataclass
 class MergedState:
-    """State of every part, its nodes in the joint block, how many nodes this may have, and the hidden layers that each part reads."""
+    """What a call keeps.
+
+    Attributes:
+        parts: state of every part.
+        owned: each part's nodes in the joint block.
+        nodes: how many the joint block may have.
+        layers: the hidden layers that each part reads.
+    """
 
     parts: list[Any]
     owned: list[range]

@@ -63,8 +63,17 @@ class SpeculativeSettings(ShapeSettings, DraftModelSettings):
 
 @dataclass
 class _State:
-    """`lengths`: tokens that each row drafts (schedule heuristic). `limit`: most of them in the next draft. `other`: what the draft
-    model's tokens are, where they are others than the target's."""
+    """What a call keeps.
+
+    Attributes:
+        drafter: the draft model.
+        tree: the shape of drafts, None for chains.
+        lengths: ``[B]`` int64, tokens that each row drafts (schedule heuristic).
+        own_nodes: of the last draft, root included.
+        limit: most tokens of the next draft, None for no limit.
+        grades: bounds between the grades of draft tokens, once somebody asks for grades.
+        other: what the draft model's tokens are, where they are others than the target's.
+    """
 
     drafter: Drafter | TextDrafter
     tree: StaticTree | DynamicTree | None

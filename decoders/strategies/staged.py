@@ -42,8 +42,16 @@ class StagedSettings(DraftModelSettings):
 
 @dataclass
 class _State:
-    """`collect` and `leaves` are the functions of this file, compiled. `fixed`: the tree's shape if it does not vary.
-    `nodes`: budget of one that does."""
+    """What a call keeps.
+
+    Attributes:
+        drafter: the draft model.
+        collect: the function of this file, compiled.
+        leaves: likewise.
+        fixed: the tree's shape if it does not vary.
+        nodes: budget of a tree that does.
+        own_nodes: of the last draft, root included.
+    """
 
     drafter: Drafter
     collect: Callable[..., tuple[Tensor, Tensor, Tensor | None]]

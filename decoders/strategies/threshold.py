@@ -57,8 +57,19 @@ class ThresholdSettings(DraftTreeSettings):
 
 @dataclass
 class _State:
-    """`threshold`: ``[B]`` float32. `length`: most tokens of a draft. `weights`: ``[B, n]``, log-probability reached at each
-    node of the last draft."""
+    """What a call keeps.
+
+    Attributes:
+        drafter: the draft model.
+        tree: the shape of drafts, None for chains.
+        calibration: of the rule that is calibrated.
+        threshold: ``[B]`` float32.
+        length: most tokens of a draft.
+        waits: whether looking at the rows means waiting for the device: then the host looks once per step.
+        bucket: passes that are made before that look.
+        weights: ``[B, n]``, log-probability reached at each node of the last draft.
+        draft: the last one.
+    """
 
     drafter: Drafter
     tree: DynamicTree | None

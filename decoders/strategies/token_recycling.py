@@ -52,7 +52,9 @@ class _State:
         matrix: ``[V + 1, k]`` int32, the likeliest successors of every token, best first, -1 where there are none; the last row is that
             of no token.
         levels: per level of the tree, which nodes of the level before its nodes continue, and with which rank, int64.
-        fill, learn: the functions of this file, compiled.
+        topology: of the tree.
+        fill: :func:`fill`, compiled.
+        learn: :func:`learn`, compiled.
     """
 
     matrix: Tensor

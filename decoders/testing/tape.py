@@ -70,7 +70,9 @@ class TapeRecorder:
         late: let nothing happen until somebody waits for it, as if the device were slow.
 
     Attributes:
-        recorded, replayed: how often. waited: how often the host has waited.
+        recorded: how often something was recorded.
+        replayed: how often a recording was replayed.
+        waited: how often the host has waited.
     """
 
     def __init__(self, late: bool = False) -> None:

@@ -21,7 +21,8 @@ class MaskedAutomaton:
         next: ``[S, C]`` int32.
         classes: ``[256]`` int64.
         mask_of: ``[S]`` int64.
-        start, stopped: see :class:`Tables`; `stopped` is the last state.
+        start: see :class:`Tables`.
+        stopped: likewise; it is the last state.
         rows: the masks.
         accepting: ``[S]`` bool.
     """

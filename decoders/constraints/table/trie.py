@@ -17,8 +17,10 @@ class TokenPaths:
     """Tokens that an automaton can take from some states.
 
     Attributes:
-        row, node, state, token: ``[n]`` int32: a node of the trie takes the automaton from the start ``row`` to a state, and is
-            the end of a token; or (token -1) it was not gone on from.
+        row: ``[n]`` int32, the start from which each path goes.
+        node: ``[n]`` int32, the node of the trie that it has come to.
+        state: ``[n]`` int32, the automaton's state there.
+        token: ``[n]`` int32, the token that ends there; -1 where the walk stopped without one.
         deep: ``[starts]`` int64, how many bytes were read outside of strings.
     """
 
@@ -35,9 +37,11 @@ class Trie:
 
     Attributes:
         byte: ``[M]`` uint8, the byte that leads to each node.
-        first, count: ``[M]`` int32, its children.
+        first: ``[M]`` int32, its first child.
+        count: ``[M]`` int32, how many children it has.
         token: ``[M]`` int32, the token that ends at each node, -1 if none.
-        low, high: ``[M]`` int32, the texts that begin with the bytes down to each node.
+        low: ``[M]`` int32, the first of the texts that begin with the bytes down to each node.
+        high: ``[M]`` int32, the one after the last of them.
         characters: ``[M]`` int32, how many plain characters these bytes are; -1 if they are anything else.
     """
 
