@@ -77,6 +77,7 @@ def test_rename_changes_the_name_and_nothing_else():
     )
 
 
+@pytest.mark.slow
 def test_edit_tasks_parse_and_undo(few):
     functions = edits.functions(few)
     names = edits.new_names(functions)

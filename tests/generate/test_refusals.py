@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 import decoders
+from decoders.engine.fitness import refuse_unfit
 from decoders.errors import ContextLengthError, DecodersError, SettingsError, UnknownNameError, UnsupportedError
 from decoders.strategies import Autoregressive, PromptLookup
 from decoders.testing import UNSUPPORTED, prompts, tiny_model
@@ -206,3 +208,13 @@ def test_only_generating_models_can_be_enabled() -> None:
         decoders.enable(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match="LlamaModel"):
         decoders.enable(tiny_model("llama").model)
+
+
+def test_several_devices_without_tensor_parallelism_are_refused_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = decoders.enable(tiny_model("llama"))
+    elsewhere = SimpleNamespace(device=torch.device("cuda:1"), is_meta=False)
+    monkeypatch.setattr(model, "parameters", lambda: iter([torch.zeros(1), elsewhere]))
+    with pytest.raises(UnsupportedError, match=r'spread over cpu, cuda:1.*torchrun.*tp_plan="auto"'):
+        refuse_unfit(model)
