@@ -333,6 +333,18 @@ MUTATIONS = (
         "[True] * count",
         ("serving/test_scheduler.py",),
     ),
+    Mutation(
+        "prompt-of-the-next-request-is-not-read", "decoders/engine/lane.py",
+        "if restart or strategy.reads_prompt or not strategy.keeps_rows(call.state):",
+        "if restart or not strategy.keeps_rows(call.state):",
+        ("serving/test_scheduler.py",),
+    ),
+    Mutation(
+        "plain-steps-cost-as-much-as-blocks", "decoders/engine/calibration.py",
+        "        engine.forward.fit(session.blocks, rows)\n",
+        "",
+        ("engine/test_calibration.py",),
+    ),
 )  # fmt: skip
 
 
