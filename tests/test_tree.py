@@ -110,7 +110,7 @@ def test_head_keeps_the_first_nodes(parents, nodes):
     assert kept.offsets == tree.offsets[:nodes]
 
 
-def test_head_forgets_sight_of_what_is_gone():
+def test_head_forgets_visibility_of_what_is_gone():
     tree = Topology((-1, -1, -1), (0, 1, 2), ((), (0, 2), (0,)))
     assert tree.head(2).extra_visible == ((), (0,))
 
@@ -147,7 +147,7 @@ def test_path_without_its_parent_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("parents", "offsets", "sight", "message"),
+    ("parents", "offsets", "extra_visible", "message"),
     [
         ((), (), (), "node 0 must be the root"),
         ((0,), (0,), (), "node 0 must be the root"),
@@ -164,9 +164,9 @@ def test_path_without_its_parent_is_refused():
         ((-1, -1), (0, 1), ((1,), ()), "may see its own ancestors only"),
     ],
 )
-def test_broken_topology_is_refused(parents, offsets, sight, message):
+def test_broken_topology_is_refused(parents, offsets, extra_visible, message):
     with pytest.raises(DraftError, match=message):
-        Topology(parents, offsets, sight)
+        Topology(parents, offsets, extra_visible)
 
 
 @pytest.mark.parametrize("parents", [[-1, 1], [-1, 5], [-1, -2]])

@@ -183,11 +183,11 @@ def _by_row(
     for kind in range(len(kinds)):
         rows = (kind_of == kind).nonzero()[:, 0]
         one, stops = int(rows[0]), inputs.stop_tokens
-        alike = SamplingInputs(inputs.values[one], inputs.keys[rows], stops[one] if stops.dim() > 1 else stops)
+        shared = SamplingInputs(inputs.values[one], inputs.keys[rows], stops[one] if stops.dim() > 1 else stops)
         own_masks = Masks(masks.allowed[rows]) if masks is not None else None
         if len(kinds) == 1:
-            return candidates(logits, plan, alike, positions, masks, at_least)
-        parts.append(candidates(logits[rows], plan, alike, positions[rows], own_masks, at_least).settled())
+            return candidates(logits, plan, shared, positions, masks, at_least)
+        parts.append(candidates(logits[rows], plan, shared, positions[rows], own_masks, at_least).settled())
         places.append(rows)
     place, vocab = torch.cat(places).argsort(), logits.shape[-1]
     if any(part.tokens is None for part in parts):

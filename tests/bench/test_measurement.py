@@ -237,7 +237,7 @@ def test_unknown_names_and_settings_end_the_run_before_it_starts(model: Any) -> 
         bench.transformers_methods(model, names=["transformers-statc"])
 
 
-def test_the_yardstick_ignores_a_default_strategy(
+def test_the_baseline_ignores_a_default_strategy(
     monkeypatch: pytest.MonkeyPatch, methods: list[Any], tokenizer: Any
 ) -> None:
     monkeypatch.setenv("DECODERS_STRATEGY", "prompt_lookup")

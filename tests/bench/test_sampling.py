@@ -26,7 +26,7 @@ def measured(
     return bench.summarise(bench.measure(methods, work, **{"new_tokens": 8, "repeats": 2, **options}))
 
 
-def test_plain_decoding_joins_as_the_yardstick(model: Any) -> None:
+def test_plain_decoding_joins_as_the_baseline(model: Any) -> None:
     made = bench.strategy_methods(model, ["prompt_lookup"], sampling=bench.Sampling())
     assert [c.name for c in made] == ["autoregressive", "prompt_lookup"]
     assert [c.name for c in bench.strategy_methods(model, ["prompt_lookup"])] == ["prompt_lookup"]

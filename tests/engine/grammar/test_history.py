@@ -27,7 +27,7 @@ def spelled(text: list[int], forced: bytes, policy="full", limit: int = 8) -> li
     return history.spell(forced, VOCABULARY, policy, limit)
 
 
-def test_as_the_tokenizer_writes_it_where_the_row_has_no_habit():
+def test_as_the_tokenizer_writes_it_where_the_row_has_no_history():
     assert spelled([QUOTE], b'key":') == [KEY, QUOTE, COLON]
     assert spelled([QUOTE], b'key":', limit=2) == [KEY, QUOTE]
     assert spelled([QUOTE], b"") == []
@@ -43,11 +43,11 @@ def test_what_followed_the_same_token_comes_before_what_began_with_the_byte():
 
 
 def test_else_what_began_with_the_same_byte_last():
-    """Nothing has followed "1"; the text begins "k" with a token of its own, and goes on from there by habit."""
+    """Nothing has followed "1"; the text begins "k" with a token of its own, and goes on from there by its history."""
     assert spelled([QUOTE, KE, ONE, K, E, ODD, ONE], b'key"') == [K, E, Y, QUOTE]
 
 
-def test_a_habit_that_does_not_fit_is_left():
+def test_a_history_that_does_not_fit_is_left():
     assert spelled([QUOTE, ODD, QUOTE], b"key:") == [KEY, COLON], "a token without text is no spelling"
     assert spelled([QUOTE, ONE, QUOTE], b"key:") == [KEY, COLON], "other text"
     assert spelled([QUOTE, K, E, YONE, QUOTE], b"key:") == [K, E], (
