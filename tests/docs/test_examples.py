@@ -35,7 +35,10 @@ from decoders.settings import RuntimeSettings
 from decoders.testing import ARCHITECTURES, kit
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted(p.relative_to(ROOT).as_posix() for p in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted(
+    p.relative_to(ROOT).as_posix()
+    for p in [ROOT / "README.md", ROOT / "grammars" / "README.md", *(ROOT / "docs").rglob("*.md")]
+)
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,7 @@ def run_page(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
             with contextlib.redirect_stdout(stream), warnings.catch_warnings():
                 # transformers warns about random models' generation flags; what readers see is no matter of a test.
                 warnings.simplefilter("ignore")
+                warnings.simplefilter("error", FutureWarning)  # examples use no name that is going away
                 torch.manual_seed(0)
                 # Blank lines in front make line numbers in a traceback those of the page.
                 code = compile("\n" * block.line + block.text, where, "exec", dont_inherit=True)
