@@ -123,7 +123,7 @@ class Calibration:
         """Whether a plain step of a call has one node per row now."""
         forward = self.engine.forward
         with forward.during(compile, Report("calibration")):
-            return not self.engine.target.static and forward.runs_single(rows)
+            return forward.runs_single(rows)
 
     def _compiled(self, rows: Sequence[int], compile: Compile) -> bool:
         forward = self.engine.forward

@@ -147,7 +147,12 @@ class Target:
         ]
 
     def takes_single_nodes(self, rows: int) -> bool:
-        """Whether blocks of so many rows may have one node in each, which then has the bits that it has in longer blocks."""
+        """Whether blocks of so many rows may have one node in each, which then has the bits that it has in longer blocks.
+
+        Where sizes are static they are those of buckets.
+        """
+        if self.static:
+            return False
         return (rows > 1 and not self.rounds) or (self.invariance is not None and self.invariance.single)
 
     @property

@@ -112,9 +112,7 @@ class ForwardPass:
 
     def fit(self, blocks: Blocks, rows: int) -> None:
         """Says how `blocks` of so many rows are padded, by what the next pass runs as."""
-        if self.target.static:
-            return
-        blocks.exact = rows > 1 and not self.target.rounds and not self.compiles(several=True)
+        blocks.exact = rows > 1 and not (self.target.static or self.target.rounds or self.compiles(several=True))
         blocks.single = self.runs_single(rows)
 
     def book_single(self, seconds: float, rows: int) -> None:
