@@ -77,9 +77,9 @@ def overhead(
             messages = [message.model_dump(include={"role", "content"})]
             ways["chat"] = rendered, "/v1/chat/completions", usual | {"messages": messages}
         results = []
-        with client(*server.bound) as asked:
+        with client(*server.bound) as request_seconds:
             for name, (tokens, path, body) in ways.items():
-                pairs = [(alone(tokens), asked(path, body)) for _ in range(requests + 3)]
+                pairs = [(alone(tokens), request_seconds(path, body)) for _ in range(requests + 3)]
                 pairs = pairs[3:]  # the first ones pack weights and start threads
                 own, whole = [a for a, _ in pairs], [b for _, b in pairs]
                 results.append(Overhead(name, median(own), median(whole), median(b - a for a, b in pairs)))
@@ -99,7 +99,7 @@ def client(host: str, port: int) -> Iterator[Callable[[str, dict[str, Any]], flo
         assert sent is not None and received is not None
         print(json.dumps([host, port]), file=sent, flush=True)
 
-        def asked(path: str, body: dict[str, Any]) -> float:
+        def request_seconds(path: str, body: dict[str, Any]) -> float:
             print(json.dumps([path, json.dumps(body)]), file=sent, flush=True)
             told = json.loads(received.readline() or '"it has ended"')
             if not isinstance(told, float):
@@ -107,6 +107,6 @@ def client(host: str, port: int) -> Iterator[Callable[[str, dict[str, Any]], flo
             return told
 
         try:
-            yield asked
+            yield request_seconds
         finally:
             sent.close()

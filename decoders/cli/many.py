@@ -46,7 +46,7 @@ def complete_file(
     from ..serving.many import generate_many
 
     total = sum(1 for _ in input_lines(input))
-    asked: dict[int, tuple[int, str, Any]] = {}
+    pending: dict[int, tuple[int, str, Any]] = {}
     failed, tokens, row_steps, begun = 0, 0, 0, time.perf_counter()
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with OutputLines(output) as out, Progress(*columns, console=console) as progress:
@@ -56,13 +56,13 @@ def complete_file(
         def prompts() -> Iterator[dict[str, Any]]:
             for place, (number, line) in enumerate(_left(input, out, total)):
                 item = _item(input, number, line, tokenizer, chat, arguments)
-                asked[place] = number, mark(line), item.pop("id", None)
+                pending[place] = number, mark(line), item.pop("id", None)
                 yield item
 
         for done in generate_many(
             model, prompts(), tokenizer=tokenizer, rows=rows, slots=slots, ordered=ordered, errors="keep", **arguments
         ):
-            number, own_mark, name = asked.pop(done.index)
+            number, own_mark, name = pending.pop(done.index)
             out.write(_line(number, own_mark, name, done))
             failed += done.error is not None
             tokens += len(done.tokens)

@@ -176,7 +176,8 @@ def tree_attention(
 
     Args:
         query: ``[B, Hq, N, D]``.
-        key, value: ``[B, Hkv, view, D]``.
+        key: ``[B, Hkv, view, D]``.
+        value: likewise.
         attention_mask: ``[B, T, N, view]`` additive, or ``[B, T, group·N, view]`` (:func:`repeat_for_group`).
         softcap: ``cap·tanh(scores/cap)`` before the mask (gemma2).
         s_aux: ``[Hq]`` attention sinks (gpt-oss).

@@ -42,7 +42,8 @@ class Blocks:
     A session has one: recorded steps read the tensors that are kept here.
 
     Args:
-        static, multiple: of the :class:`Target`, see there.
+        static: of the :class:`Target`, see there.
+        multiple: likewise.
 
     Attributes:
         exact: whether blocks have the nodes that are proposed and no others. Several rows are many enough for kernels that give

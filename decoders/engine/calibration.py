@@ -65,7 +65,7 @@ def subject_of(engine: Engine) -> Subject:
     )  # fmt: skip
 
 
-class Calibration:
+class Calibrator:
     """What is known of the costs of one engine's steps: in memory, and in a folder that outlives the process."""
 
     def __init__(self, engine: Engine) -> None:

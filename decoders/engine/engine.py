@@ -18,7 +18,7 @@ from ..report import Report
 from ..sampling.processors import SamplingPlan
 from ..strategy import Strategy
 from . import compiler
-from .calibration import Calibration
+from .calibration import Calibrator
 from .capture import recorder_of
 from .core import Core, Passes
 from .draft_core import DraftCore
@@ -80,7 +80,7 @@ class Engine:
         self._cut: dict[int, PreTrainedModel] = {}
         self._modules: weakref.WeakKeyDictionary[nn.Module, ModuleTwin] = weakref.WeakKeyDictionary()
         self._head: OutputHead | None = None
-        self.calibration = Calibration(self)
+        self.calibration = Calibrator(self)
         self._whole: dict[tuple, WholeStep] = {}
         self._memories: dict[MemoryKey, Any] = {}
         self._functions: dict[Callable, TieredFunction] = {}

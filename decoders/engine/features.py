@@ -29,16 +29,16 @@ def layer_indices(target: Target, strategy: Strategy) -> tuple[int, ...]:
     name, count = type(target.model).__name__, target.decoder_layers
     if not count:
         raise UnsupportedError(f"{strategy.name} reads hidden layers, and {name} has no list of decoder layers")
-    asked = strategy.layers_for(target.model.config, count)
-    if not isinstance(asked, tuple) or not all(isinstance(i, int) and not isinstance(i, bool) for i in asked):
-        raise SettingsError(f"{strategy.name}: hidden_layers is a tuple of integers, not {asked!r}")
-    wrong = [i for i in asked if not -count <= i < count]
+    named = strategy.layers_for(target.model.config, count)
+    if not isinstance(named, tuple) or not all(isinstance(i, int) and not isinstance(i, bool) for i in named):
+        raise SettingsError(f"{strategy.name}: hidden_layers is a tuple of integers, not {named!r}")
+    wrong = [i for i in named if not -count <= i < count]
     if wrong:
         raise SettingsError(
             f"{strategy.name}: hidden_layers asks for layer {wrong[0]}; {name} has layers 0 … {count - 1}, or -{count} … -1 from the "
             "end"
         )
-    return tuple(i % count for i in asked)
+    return tuple(i % count for i in named)
 
 
 class LayerStates:

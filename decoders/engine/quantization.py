@@ -128,8 +128,8 @@ def quantize(
     by_module: dict[int, QuantizedWeight] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
     if scheme is not None:
-        asked = scheme
-        for paths in same_kind(groups, lambda path: _kind(modules[path], asked, smallest)):
+        required = scheme
+        for paths in same_kind(groups, lambda path: _kind(modules[path], required, smallest)):
             members = [modules[path] for path in paths]
             of_all = cast(QuantizedWeight, _asked_for(members, scheme, smallest))
             for module, columns in zip(members, columns_of([outputs_of(module) for module in members]), strict=True):
@@ -154,8 +154,8 @@ def rounds_activations(model: nn.Module) -> bool:
     for module in model.modules():
         weight = torch_compat.own_parameters(module).get("weight")
         if weight is not None and type(weight) is not nn.Parameter:
-            asked = any(getattr(weight, name, None) is not None for name in quantized)
-            if asked or (weight.dtype == torch.int8 and not hasattr(weight, "qdata")):
+            rounds = any(getattr(weight, name, None) is not None for name in quantized)
+            if rounds or (weight.dtype == torch.int8 and not hasattr(weight, "qdata")):
                 return True
     return False
 

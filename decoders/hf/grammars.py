@@ -34,13 +34,13 @@ class Grammars:
 
     @staticmethod
     def of(
-        asked: Any, rows: int, per_prompt: int, tokenizer: PreTrainedTokenizerBase | None, size: int,
+        given: Any, rows: int, per_prompt: int, tokenizer: PreTrainedTokenizerBase | None, size: int,
         stops: Sequence[int], runtime: RuntimeSettings,
     ) -> Grammars:  # fmt: skip
         """Compiles what the user asked for, or finds it compiled.
 
         Args:
-            asked: the value of ``grammar=``, see :func:`~decoders.constraints.coerce.as_specs`.
+            given: the value of ``grammar=``, see :func:`~decoders.constraints.coerce.as_specs`.
             rows: of the batch.
             per_prompt: how many rows in succession share a prompt.
             size: of the logits.
@@ -48,12 +48,12 @@ class Grammars:
         Raises:
             GrammarError, UnknownNameError, UnsupportedError.
         """
-        if asked is None:
+        if given is None:
             return Grammars()
         grammars: list[CompiledGrammar | None] = []
         uses: list[GrammarUse | None] = []
         vocabulary: Vocabulary | None = None
-        for wanted in as_specs(asked, rows // per_prompt, per_prompt, resolve_grammar):
+        for wanted in as_specs(given, rows // per_prompt, per_prompt, resolve_grammar):
             if wanted is None:
                 grammars.append(None)
                 uses.append(None)

@@ -70,10 +70,10 @@ _BY_ROW = (stopping_criteria.StopStringCriteria, stopping_criteria.MaxTimeCriter
 
 def host_criteria(criteria: StoppingCriteriaList) -> Criteria | None:
     """The criteria that the step does not decide itself."""
-    asked = StoppingCriteriaList(c for c in criteria if type(c) not in _INSIDE)
-    if not asked:
+    on_host = StoppingCriteriaList(c for c in criteria if type(c) not in _INSIDE)
+    if not on_host:
         return None
-    by_row = all(type(c) in _BY_ROW for c in asked)
+    by_row = all(type(c) in _BY_ROW for c in on_host)
     # transformers' own test: rows that were told to stop are padded if any criterion has such an attribute.
     ends_rows = any(hasattr(c, "eos_token_id") for c in criteria)
-    return Criteria(cast(Callable[..., Tensor], asked), by_row, ends_rows)
+    return Criteria(cast(Callable[..., Tensor], on_host), by_row, ends_rows)

@@ -74,7 +74,7 @@ def largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
     What ``topk`` gives (of equal scores any may come first, and fewer than `count` come where the vocabulary is smaller), without a
     pass that sorts: the `count` largest lie in the `count` blocks with the largest maxima, and maxima are taken at the speed of
-    memory. For the CPU; a GPU's own ``topk`` is as quick.
+    memory. Made for the CPU.
     """
     vocab = scores.shape[-1]
     blocks = vocab // BLOCK

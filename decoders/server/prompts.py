@@ -120,7 +120,7 @@ class Conversations:
         user: dict[str, Any] = {"role": "user", "content": "probe"}
         tool = {"type": "function", "function": {"name": _NAME, "description": "", "parameters": {"type": "object"}}}
         try:
-            asked = self._render([user], None, True, {})
+            prompt = self._render([user], None, True, {})
         except Exception:
             return CallStyle()
         try:
@@ -132,24 +132,24 @@ class Conversations:
             answered = self._render([user, {"role": "assistant", "content": "", "tool_calls": [call]}], None, False, {})
         except Exception:
             answered = ""
-        found = _find_call(answered, asked)
+        found = _find_call(answered, prompt)
         if found is None:
             return CallStyle(reads_tools=reads_tools)
         begin, end, key = found
-        prefix, suffix = answered[len(asked) : begin], answered[end:]
+        prefix, suffix = answered[len(prompt) : begin], answered[end:]
         specials = [token for token in self.tokenizer.all_special_tokens if token]
         cut = min((place for token in specials if (place := suffix.find(token)) >= 0), default=len(suffix))
         special = any(token in prefix for token in specials)
         return CallStyle(prefix, suffix[:cut].rstrip(), key, reads_tools, True, special)
 
 
-def _find_call(text: str, asked: str) -> tuple[int, int, str] | None:
-    """Begin and end of the probe's JSON behind `asked`, and the key of its arguments."""
+def _find_call(text: str, prompt: str) -> tuple[int, int, str] | None:
+    """Begin and end of the probe's JSON behind `prompt`, and the key of its arguments."""
     place = text.find(_NAME)
-    if place < 0 or not text.startswith(asked):
+    if place < 0 or not text.startswith(prompt):
         return None
     begin = place
-    while (begin := text.rfind("{", len(asked), begin)) >= 0:
+    while (begin := text.rfind("{", len(prompt), begin)) >= 0:
         try:
             value, end = json.JSONDecoder().raw_decode(text, begin)
         except ValueError:

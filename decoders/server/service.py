@@ -153,16 +153,16 @@ class Service:
             most = min(limits.prompt_tokens, self.slots - 1)
             message = f"the prompt has {len(prompt)} tokens; the limit is {most}"
             raise Refusal(400, message, param="prompt", code="context_length_exceeded")
-        asked = body.most_tokens
-        if asked is None:
+        wanted = body.most_tokens
+        if wanted is None:
             return min(default or limits.new_tokens, limits.new_tokens, left)
-        if asked > limits.new_tokens:
-            message = f"max_tokens is {asked}; the limit is {limits.new_tokens}"
+        if wanted > limits.new_tokens:
+            message = f"max_tokens is {wanted}; the limit is {limits.new_tokens}"
             raise Refusal(400, message, param="max_tokens", code="invalid_value")
-        if asked > left:
-            message = f"{len(prompt)} prompt tokens and {asked} new ones exceed the context of {self.slots}: max_tokens can be {left}"
+        if wanted > left:
+            message = f"{len(prompt)} prompt tokens and {wanted} new ones exceed the context of {self.slots}: max_tokens can be {left}"
             raise Refusal(400, message, param="max_tokens", code="context_length_exceeded")
-        return asked
+        return wanted
 
     def refused(self, endpoint: str, error: BaseException) -> Refusal:
         """What a client is told of `error`, counted."""

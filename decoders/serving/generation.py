@@ -151,8 +151,8 @@ class Generation:
 
     async def __aiter__(self) -> AsyncIterator[Any]:
         seen, pieces = 0, self._new_pieces()
-        async with aclosing(self._news()) as news:
-            async for tokens, done in news:
+        async with aclosing(self._progress()) as progress:
+            async for tokens, done in progress:
                 for piece in _cut(tokens, seen, done, pieces):
                     yield piece
                 seen = len(tokens)
@@ -160,13 +160,13 @@ class Generation:
     async def batches(self) -> AsyncGenerator[list[int]]:
         """The new token ids, those that came together in one list. Otherwise as ``async for``."""
         seen = 0
-        async with aclosing(self._news()) as news:
-            async for tokens, _ in news:
+        async with aclosing(self._progress()) as progress:
+            async for tokens, _ in progress:
                 if len(tokens) > seen:
                     yield tokens[seen:]
                 seen = len(tokens)
 
-    async def _news(self) -> AsyncGenerator[tuple[list[int], bool]]:
+    async def _progress(self) -> AsyncGenerator[tuple[list[int], bool]]:
         """All tokens so far and whether they are all there are, whenever there are more; at last raises what went wrong."""
         news = asyncio.Event()
         try:

@@ -104,7 +104,7 @@ class Scheduler:
 
         Args:
             prompt: text, or token ids ``[P]`` or ``[1, P]``.
-            priority: requests with a higher one go first; among equals, who came first.
+            priority: requests with a higher one go first; ties are served in order of arrival.
             deadline: seconds from now after which it is given up.
             wait: whether to wait for room in a full queue.
             top_logprobs: note the log probability of every token and of that many likeliest ones, in

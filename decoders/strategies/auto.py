@@ -139,7 +139,7 @@ class Auto(Strategy):
             if candidate.limited:
                 plan.weigh()
                 limit = plan.depth_of(candidate)
-            candidate.asked = 0
+            candidate.requested_depth = 0
             if not (limit or candidate.due(state.rate)):
                 candidate.skip()
                 continue
@@ -168,8 +168,10 @@ class Auto(Strategy):
             for token in tokens[:count]:
                 right |= follower.write(token)
         for candidate in state.candidates:
-            if candidate.asked:
-                candidate.judge(credit[candidate.bit], state.rate * candidate.experience.cost * candidate.asked)
+            if candidate.requested_depth:
+                candidate.judge(
+                    credit[candidate.bit], state.rate * candidate.experience.cost * candidate.requested_depth
+                )
             if candidate.bit & right:
                 candidate.was_right()
             if candidate.observes:

@@ -22,16 +22,16 @@ CAUTION = 1.15
 
 
 @dataclass
-class Choice:
+class Phase:
     """What was verified in some steps that follow each other.
 
     Attributes:
         step: the first of them.
         steps: how many.
         strategies: whose draft tokens, "+" between them; "" for none.
-        nodes: draft tokens per row and step.
+        nodes: draft tokens per row, all steps.
         expected: tokens that were expected, all rows and steps.
-        tokens: tokens that were written.
+        tokens: tokens that were written, likewise.
     """
 
     step: int
@@ -74,7 +74,7 @@ class AutoState:
     chain: int = 0
     begun: float = 0.0
     proposed: float = 0.0
-    history: list[Choice] = field(default_factory=list)
+    history: list[Phase] = field(default_factory=list)
     steps: int = 0
     clock: Callable[[], float] = time.perf_counter
 
@@ -174,7 +174,7 @@ class Plan:
         name = "+".join(c.name for c in state.candidates if c.bit & sources)
         history = state.history
         if not history or (history[-1].strategies != name and len(history) < LONGEST_HISTORY):
-            history.append(Choice(state.steps, name))
+            history.append(Phase(state.steps, name))
         last = history[-1]
         last.steps += 1
         last.nodes += self.count

@@ -15,7 +15,7 @@ from ..strategy import Step
 WINDOW, ENOUGH = 32, 3
 
 
-class Calibration:
+class CalibratedThreshold:
     """The threshold on the probability of a draft token that gives most tokens per second.
 
     Another draft token costs ``c`` seconds to draft and ``v`` to verify and brings, with cumulative probability ``P``, ``P``

@@ -55,7 +55,7 @@ class Candidate:
         proposed: how many draft tokens it made.
         right: how often the token that was written next stood where it had proposed it.
         seconds: of all its runs.
-        asked: how deep it was asked to draft in this step; 1 if it knows no limit, 0 if it was left out.
+        requested_depth: how deep it was told to draft in this step; 1 if it knows no limit, 0 if it was left out.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Candidate:
         self.limited = type(strategy).limit is not Strategy.limit
         self.observes = type(strategy).observe is not Strategy.observe
         self.runs = self.proposed = self.right = 0
-        self.seconds, self.asked = 0.0, 0
+        self.seconds, self.requested_depth = 0.0, 0
         self.experience = experience
         self._waited = 0
         self._patience = 0 if experience.runs else PATIENCE
@@ -103,7 +103,7 @@ class Candidate:
         known = self.experience
         known.cost = cost if known.runs < 2 else known.cost + NEWEST * (min(cost, 4 * known.cost) - known.cost)
         known.runs += 1
-        self.runs, self.asked = self.runs + 1, limit or 1
+        self.runs, self.requested_depth = self.runs + 1, limit or 1
         self.seconds += seconds
         self.proposed += sum(token >= 0 for row in tokens for token in row)
         self._waited, self._patience = 0, self._patience - 1

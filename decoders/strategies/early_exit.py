@@ -21,7 +21,7 @@ class EarlyExitSettings(ShapeSettings):
 class EarlyExit(Speculative):
     """The target cut off behind its first layers, with its own norm and head, drafts a chain or a tree as a draft model does.
 
-    It pays where these layers were trained to be left early: others seldom agree with the whole model.
+    It pays where the model was trained for early exit: other models' first layers seldom agree with the whole model.
     """
 
     name = "early_exit"

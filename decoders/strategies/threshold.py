@@ -13,7 +13,7 @@ from ..drafting import Drafter
 from ..strategy import Context, Draft, Sequences, Step
 from ..tree import Topology
 from .budget import draft_budget
-from .calibration import Calibration
+from .calibration import CalibratedThreshold
 from .draft_model import DraftModelStrategy, DraftTreeSettings, require_coupled
 from .draft_tree import DynamicTree
 
@@ -73,7 +73,7 @@ class _State:
 
     drafter: Drafter
     tree: DynamicTree | None
-    calibration: Calibration | None
+    calibration: CalibratedThreshold | None
     threshold: Tensor
     length: int
     waits: bool
@@ -105,7 +105,7 @@ class Threshold(DraftModelStrategy):
         else:
             ahead = length = draft_budget(context, s.max_length, LENGTH, MOST_LENGTH)
         drafter = context.draft(self.draft_model(context), ahead=ahead, children=children)
-        calibration = Calibration(context.rows, context.clock) if s.rule == "calibrated" else None
+        calibration = CalibratedThreshold(context.rows, context.clock) if s.rule == "calibrated" else None
         threshold = torch.full((context.rows,), s.threshold, device=context.device)
         return _State(drafter, tree, calibration, threshold, length, waits=context.device.type != "cpu")
 

@@ -169,7 +169,7 @@ def test_drafters_that_are_never_right_cost_three_percent_at_most(world: World, 
     auto, context, costs = choosing(world, drafters, milliseconds)
     seconds, steps = decode(world, auto, context, costs, 500)
     assert seconds <= 500 * milliseconds[1] / 1e3 / 0.97
-    if milliseconds is STEEP:  # else a node is free, and so is a draft token
+    if milliseconds is STEEP:  # else nodes are free, and wrong draft tokens cost nothing
         assert sum(drafted for _, drafted in steps[20:]) <= 0.05 * len(steps)
 
 

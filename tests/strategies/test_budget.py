@@ -8,7 +8,7 @@ import pytest
 
 import decoders
 from decoders.costs import CostCurve, CostPoint, StepCosts, Subject
-from decoders.engine.calibration import Calibration
+from decoders.engine.calibration import Calibrator
 from decoders.strategies import Autoregressive, Lookahead, Medusa, PromptLookup, Speculative, Staged, Threshold
 from decoders.strategies.budget import node_budget
 from decoders.strategies.lookahead import BlockShape, block_shape
@@ -80,7 +80,7 @@ def test_the_lookahead_block_fills_what_a_step_affords(milliseconds, settings, s
 def nodes(monkeypatch: pytest.MonkeyPatch, strategy: Strategy, milliseconds: dict[int, float] | None) -> int:
     """Nodes of the largest block of a call whose model has such a cost curve."""
     known = None if milliseconds is None else curve(milliseconds)
-    monkeypatch.setattr(Calibration, "known", lambda *_: known)
+    monkeypatch.setattr(Calibrator, "known", lambda *_: known)
     model = decoders.enable(tiny_model("llama"))
     draft = {"assistant_model": tiny_model("llama")} if strategy.needs_assistant else {}
     expected = decode(model, prompts(1), max_new_tokens=20).sequences
@@ -120,7 +120,7 @@ def test_a_medusa_tree_is_cut_to_what_a_step_affords(monkeypatch):
 @pytest.mark.parametrize("rows", [1, 2])
 def test_equal_calls_have_equal_budgets(monkeypatch, rows):
     """What a call has left behind, such as how its last block was padded, is not what the next one reckons with."""
-    monkeypatch.setattr(Calibration, "known", lambda *_: curve({1: 10.0, 3: 16.0, 65: 42.0}))
+    monkeypatch.setattr(Calibrator, "known", lambda *_: curve({1: 10.0, 3: 16.0, 65: 42.0}))
     model, budgets = decoders.enable(tiny_model("llama")), []
 
     class Reckons(Autoregressive):

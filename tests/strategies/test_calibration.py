@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from decoders.strategies import Threshold
-from decoders.strategies.calibration import ENOUGH, Calibration
+from decoders.strategies.calibration import ENOUGH, CalibratedThreshold
 from decoders.testing import assert_same_tokens, decode, prompts
 
 
@@ -28,7 +28,9 @@ def clock() -> Clock:
     return Clock()
 
 
-def step(clock: Clock, c: Calibration, draft: float, verify: float, nodes: int, emitted: int, **known: Any) -> Any:
+def step(
+    clock: Clock, c: CalibratedThreshold, draft: float, verify: float, nodes: int, emitted: int, **known: Any
+) -> Any:
     """One step of as many passes as draft tokens; gives the threshold."""
     rows = c.rows
     c.drafting()
@@ -45,7 +47,7 @@ def step(clock: Clock, c: Calibration, draft: float, verify: float, nodes: int, 
 
 
 def test_nothing_is_said_while_too_little_is_known(clock):
-    c = Calibration(1, clock)
+    c = CalibratedThreshold(1, clock)
     known = [step(clock, c, 0.001, 0.01, nodes, 2) for nodes in (3, 4, 5, 6, 7)]
     assert known[:ENOUGH] == [None] * ENOUGH and None not in known[ENOUGH:], "the first step does not count"
 
@@ -53,7 +55,7 @@ def test_nothing_is_said_while_too_little_is_known(clock):
 @pytest.mark.parametrize("rows", [1, 4])
 def test_the_threshold_is_the_price_of_a_draft_token_in_tokens(clock, rows):
     """A pass takes 1 ms and a node 0.5 ms of a target step of 10 ms; every step brings 2 tokens per row."""
-    c, seconds = Calibration(rows, clock), 0.0
+    c, seconds = CalibratedThreshold(rows, clock), 0.0
     step(clock, c, 5.0, 5.0, 3, 2 * rows)  # compiles
     for nodes in (3, 5, 7, 9):
         value = step(clock, c, 0.001, 0.010 + 0.0005 * nodes, nodes, 2 * rows)
@@ -65,7 +67,7 @@ def test_the_threshold_is_the_price_of_a_draft_token_in_tokens(clock, rows):
 def test_a_draft_that_is_wrong_more_often_than_it_thinks_must_be_surer(clock):
     values = []
     for expected in (2.0, 4.0):
-        c = Calibration(1, clock)
+        c = CalibratedThreshold(1, clock)
         for nodes in (3, 3, 5, 7, 9):
             value = step(clock, c, 0.001, 0.010 + 0.0005 * nodes, nodes, 3, accepted=2, expected=expected)
         values.append(value)
@@ -74,7 +76,7 @@ def test_a_draft_that_is_wrong_more_often_than_it_thinks_must_be_surer(clock):
 
 def test_blocks_of_one_size_and_faster_large_blocks_cost_nothing_per_node(clock):
     for sizes, verify in (((4, 4, 4, 4, 4), (0.01,) * 5), ((3, 3, 5, 7, 9), (0.05, 0.05, 0.04, 0.03, 0.02))):
-        c, seconds = Calibration(1, clock), 0.0
+        c, seconds = CalibratedThreshold(1, clock), 0.0
         for turn, (nodes, took) in enumerate(zip(sizes, verify, strict=True)):
             value = step(clock, c, 0.001, took, nodes, 2)
             seconds += (0.001 * (nodes - 1) + took) if turn else 0.0
@@ -85,18 +87,18 @@ def test_blocks_of_one_size_and_faster_large_blocks_cost_nothing_per_node(clock)
     "known", [dict(accepted=0, expected=0.0), dict(accepted=0, expected=3.0), dict(accepted=3, expected=0.0)], ids=str
 )
 def test_nothing_accepted_or_nothing_expected(clock, known):
-    c = Calibration(1, clock)
+    c = CalibratedThreshold(1, clock)
     values = [step(clock, c, 0.001, 0.01, nodes, 1, **known) for nodes in (3, 4, 5, 6, 7)]
     assert values[-1] is not None and 0 < values[-1] < 100
 
 
 def test_a_clock_that_stands_still(clock):
-    c = Calibration(1, clock)
+    c = CalibratedThreshold(1, clock)
     assert [step(clock, c, 0.0, 0.0, nodes, 2) for nodes in (3, 4, 5, 6, 7)] == [None] * 5
 
 
 def test_rows_that_have_all_ended_say_nothing(clock):
-    c = Calibration(1, clock)
+    c = CalibratedThreshold(1, clock)
     assert [step(clock, c, 0.001, 0.01, nodes, 0) for nodes in (3, 4, 5, 6, 7)] == [None] * 5
 
 
