@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import os
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -27,8 +29,8 @@ os.environ.setdefault("DECODERS_COST_CACHE", _costs.name)
 
 gc.set_threshold(20_000, 20, 20)  # the collector is busy enough with what torch makes
 
-#: Objects that Python's collector looks through before a module's survivors are set aside.
-MANY_OBJECTS = 50_000
+#: Modules imported since the survivors of the collector were set aside last.
+MANY_MODULES = 100
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -77,14 +79,23 @@ def _places(item: Any, seen: dict[tuple[str, tuple[str, ...]], list[tuple[int, .
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Sets aside what outlives a module: torch, transformers and the compiler are a million objects, which every collection
+    """Sets aside what imports leave behind: torch, transformers and the compiler are a million objects, which every collection
     would look through again, and some code under test collects in every call.
     """
-    if item.fspath != _last_module[0]:
-        _last_module[0] = item.fspath
-        if len(gc.get_objects()) > MANY_OBJECTS:
-            gc.collect()
-            gc.freeze()
+    if len(sys.modules) - _modules_seen[0] > MANY_MODULES:
+        _modules_seen[0] = len(sys.modules)
+        gc.collect()
+        gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def commands_are_built_once() -> Iterator[None]:
+    """typer builds all commands anew for each one that is invoked, which takes longer than most of them do here."""
+    import typer.testing
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.testing, "_get_command", functools.cache(typer.testing._get_command))
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -127,7 +138,7 @@ def traced_or_compiled(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-_last_module: list[object] = [None]
+_modules_seen = [0]
 
 
 @pytest.fixture(scope="session")
