@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _costs, _numbers = tempfile.TemporaryDirectory(), itertools.count()  # not the user's own
 os.environ.setdefault("DECODERS_COST_CACHE", _costs.name)
 
-gc.set_threshold(20_000, 20, 20)  # the collector is busy enough with what torch makes
+gc.disable()  # nothing that is imported for the tests is garbage
 
 #: Modules imported since the survivors of the collector were set aside last.
 MANY_MODULES = 100
@@ -39,6 +39,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
     torch.set_num_threads(1)
+    gc.set_threshold(20_000, 20, 20)  # the collector is busy enough with what torch makes
+    gc.enable()
     seen: dict[tuple[str, tuple[str, ...]], list[tuple[int, ...]]] = {}
     for item in items:
         turns = item.get_closest_marker("in_turns")

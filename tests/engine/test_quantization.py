@@ -218,6 +218,7 @@ def write_one(model: PreTrainedModel, settings: dict[str, Any]) -> Any:
     return decode(model, prompts(1, length=30), "autoregressive", max_new_tokens=6, decoders_config=AS_IT_IS | settings)
 
 
+@pytest.mark.slow  # .ci/run runs it
 @pytest.mark.usefixtures("traced_only")
 def test_a_compiled_step_of_one_row_and_node_gets_a_graph_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "FORWARD_SECONDS", 0.0)

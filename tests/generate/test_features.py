@@ -291,6 +291,7 @@ class WithModule(Reader):
         state.branches.append(state.passes(base, given[:, 3:], given[:, 3:], tree=tree))
 
 
+@pytest.mark.slow  # .ci/run runs it traced
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # the compiler's own
 def test_a_compiled_module_gets_a_slot_cache_and_tree_masks(traced_or_compiled: str) -> None:
     model = decoders.enable(tiny_model("llama", num_hidden_layers=1))

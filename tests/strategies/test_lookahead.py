@@ -290,6 +290,7 @@ def test_merged_budget_may_cut_candidates_but_not_the_window():
             merged(nodes, *parts)
 
 
+@pytest.mark.slow  # .ci/run runs it
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # the compiler's own
 @pytest.mark.usefixtures("traced_only")
 def test_the_update_is_traced_once():
