@@ -151,6 +151,10 @@ class CacheBuffers:
         states = self.states.of_rows(begin, end) if self.states is not None else None
         return self._each(lambda tensor: tensor[begin:end], states)
 
+    def first_layers(self, count: int) -> CacheBuffers:
+        """The same tensors, those of the first `count` layers."""
+        return CacheBuffers(self.keys[:count], self.values[:count], self.key_scales[:count], self.value_scales[:count])
+
     def copy_row(self, row: int, source: CacheBuffers, source_row: int, count: int) -> None:
         """The first `count` slots of a row of `source`, and its states, become those of `row`."""
         for own, other in zip(self.tensors, source.tensors, strict=True):

@@ -10,6 +10,7 @@ from ..report import Report
 from ..sampling.processors import SamplingInputs, SamplingPlan
 from .engine import Engine
 from .request import Request
+from .session import Session
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,9 @@ class CallSettings:
 
     Attributes:
         request: the call.
+        engine: of the target.
+        session: of the target's rows.
+        unread: tokens of each row in front of its last one that the target reads in its first step.
         longest: most tokens that a row can come to.
         plan: what runs on the draft's logits; scores are kept if the verifier asks for the draft's distribution.
         sampling: parameters, noise keys (the very tensor of the call: fresh keys show up in it) and stop tokens.
@@ -28,6 +32,9 @@ class CallSettings:
     """
 
     request: Request
+    engine: Engine
+    session: Session
+    unread: int
     longest: int
     plan: SamplingPlan
     sampling: SamplingInputs

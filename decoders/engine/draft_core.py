@@ -11,6 +11,7 @@ from ..sampling.choice import Candidates, candidates
 from ..sampling.processors import Masks, SamplingPlan, grammar_first
 from ..tree import TreeTensors
 from .blocks import NodeBlock
+from .buckets import LEAST_NODES, node_bucket
 from .core import Core, Passes, StepOutput
 from .rows import Rows
 from .target import ForwardResult, Target
@@ -22,7 +23,8 @@ class DraftCore(Core):
 
     A block starts before its root, with the row's last ``U`` committed tokens besides it. Their keys and values may be
     missing: the last token of a fully accepted draft was never run, and accepted nodes of a tree lie in other slots.
-    Running a few tokens more costs a forward pass next to nothing, and there is no hole and nothing to move.
+    Running a few tokens more costs a forward pass next to nothing, and there is no hole and nothing to move. With the target's own
+    slots (:mod:`.shared_slots`) nothing is missing: then a block that would be too small is filled up behind its root.
 
     Args:
         vocab: size of the target's vocabulary. What the draft's head has beyond it is padding and never proposed.
@@ -44,7 +46,7 @@ class DraftCore(Core):
         return self.plan, self.vocab, self.padding, 1 if method == "extend" else self.children
 
     def extend(self, rows: Rows, view_range: Tensor, pending: Tensor, masks: Masks | None = None) -> Expansion:
-        """Appends the draft's own choice to every row. pending: ``[U]``, any values, ``U >= 2``. ``C`` and ``Q`` are 1."""
+        """Appends the draft's own choice to every row. pending: ``[U]``, any values. ``C`` and ``Q`` are 1."""
         result = self._read(rows, view_range, pending)
         positions = (rows.length - rows.prompt_length)[:, None]
         left = self._process(result.logits, rows, positions, masks)
@@ -105,11 +107,15 @@ class DraftCore(Core):
 
     def _read(self, rows: Rows, view_range: Tensor, pending: Tensor) -> ForwardResult:
         """Runs the end of every row; results ``[B, 1, …]`` of its last token."""
-        nodes = self._tail(rows, pending)
+        nodes, root = self._tail(rows, pending), pending.shape[0]
+        if root + 1 < LEAST_NODES:
+            size = node_bucket(root + 1, self.target.static, self.target.multiple)
+            nodes = torch.nn.functional.pad(nodes, (0, size - root - 1), value=-1)
         block = causal_block(nodes.shape[0], nodes.shape[1], nodes.device)
-        base = rows.length - 1 - pending.shape[0]
+        base = rows.length - 1 - root
         result = self.run(nodes, base, block, rows.buffers, view_range)
-        return ForwardResult(result.logits[:, -1:, : self.vocab], result.hidden[:, -1:])
+        last = slice(root, root + 1)
+        return ForwardResult(result.logits[:, last, : self.vocab], result.hidden[:, last])
 
     @staticmethod
     def _tail(rows: Rows, pending: Tensor) -> Tensor:

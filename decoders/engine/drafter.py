@@ -28,6 +28,7 @@ from .pending import PendingTokens
 from .pool import RowPool
 from .rows import Rows
 from .session import OpenSession, Session
+from .shared_slots import SharedSlots, fits
 from .static_inputs import SameObject
 
 if TYPE_CHECKING:
@@ -68,9 +69,16 @@ class ModelDrafter(Drafter):
         call.stack.enter_context(self.engine.forward.during(call.request.compile, call.report))
         # How far a row may be drafted is set anew in every round, as its length is.
         slots = (call.longest if target.static else context.slots) + 2 * ahead
-        opened = self._open(slots) if call.capacity == 0 else None
-        if opened is not None:
-            self.session: Session = opened.session
+        layouts = target.layout, call.engine.target.layout
+        shared = context.level == 0 and call.engine.is_part(model) and fits(*layouts)
+        opened = self._open(slots) if call.capacity == 0 and not shared else None
+        self.session: Session
+        if shared:
+            self.session = SharedSlots.of(target, call.session)
+            if target.static_slots:
+                self.session.reserve(call.longest + 2 * ahead)
+        elif opened is not None:
+            self.session = opened.session
         else:
             self.session = RowPool(target, call.capacity, slots_for(slots, target.static_slots))
             self._seat(context, [-1] * len(call.request.prompts))
@@ -79,7 +87,7 @@ class ModelDrafter(Drafter):
         self._functions: dict[str, Callable] = {}
         self._begun = self.rows.length.clone()
         self._reach = max(map(len, call.request.prompts))
-        self._pending = PendingTokens(self.level, target.static, target.device)
+        self._pending = PendingTokens(self.level, target.static, target.device, shared, call.unread)
         self._drafting = False
         self._deepest = 0
         self.proposed: int | None = None
@@ -118,6 +126,9 @@ class ModelDrafter(Drafter):
             self.stage.rebatch(rows, self._inner_call, self._context(context), self.guide)
 
     def _seat(self, context: Context, rows: Sequence[int]) -> None:
+        if isinstance(self.session, SharedSlots):
+            self.session.follow()
+            return
         assert isinstance(self.session, RowPool) and context.sequences is not None
         # Ids that only the target has would be out of range.
         most = self.vocab_size - 1 if self.core.padding else None
@@ -140,8 +151,9 @@ class ModelDrafter(Drafter):
 
     @property
     def nbytes(self) -> int:
-        """Memory of its cache and those of its drafter."""
-        return self.rows.buffers.nbytes + sum(drafter.nbytes for drafter in self.inner)
+        """Memory of its cache and those of its drafter; the target's slots are the target's."""
+        own = 0 if isinstance(self.session, SharedSlots) else self.rows.buffers.nbytes
+        return own + sum(drafter.nbytes for drafter in self.inner)
 
     @property
     def length(self) -> Tensor:
@@ -149,6 +161,10 @@ class ModelDrafter(Drafter):
 
     def begin(self, sequences: Sequences) -> None:
         self._reach = sequences.tokens.shape[1]
+        if isinstance(self.session, SharedSlots):
+            self.session.follow()
+            if host_reads(sequences.length):  # no more of the target's slots than are needed
+                self._reach = int(sequences.length.max())
         if self.engine.target.static:  # the target's rows have room that they will not use
             self._reach = min(self._reach, self.rows.slots)
         else:
@@ -228,7 +244,7 @@ class ModelDrafter(Drafter):
 
     def fall_behind(self, tokens: int) -> None:
         """The model that this one drafts for has committed so many tokens that were not its own."""
-        self._pending.count += tokens
+        self._pending.more(tokens)
         for drafter in self.inner:
             drafter.fall_behind(tokens)
 

@@ -213,6 +213,10 @@ class Engine:
                 self._cut[count] = first_layers(model, count)
             return self._cut[count]
 
+    def is_part(self, model: object) -> bool:
+        """Whether `model` is what :meth:`first_layers` has made."""
+        return any(part is model for part in self._cut.values())
+
     def core(self, plan: SamplingPlan, passes: ForwardPass | None = None) -> Core:
         passes = passes or self.forward
         return Core(passes.target, plan, self._run(passes))

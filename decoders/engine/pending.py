@@ -17,24 +17,31 @@ class PendingTokens:
     Args:
         level: how many tokens are pending after a step that has accepted what was drafted.
         static: whether passes have one of a few sizes.
+        shared: whether the model that verifies computes what is committed for the draft as well; in its first step it still has to
+            read `unread` tokens.
 
     Attributes:
         count: tokens that are pending.
     """
 
-    def __init__(self, level: int, static: bool, device: torch.device) -> None:
-        self.count, self.level, self.static, self.device = level, level, static, device
+    def __init__(self, level: int, static: bool, device: torch.device, shared: bool = False, unread: int = 0) -> None:
+        self.level, self.static, self.device, self.shared = level, static, device, shared
+        self.count = unread if shared else level
         self._ranges: dict[int, Tensor] = {MIN_PENDING: torch.arange(MIN_PENDING, device=device)}
         self._before = 0
 
     def after_step(self, behind: int) -> None:
         """A step has committed tokens, `behind` of them after the last that was drafted."""
-        self.count = self.level + behind
+        self.count = 0 if self.shared else self.level + behind
+
+    def more(self, tokens: int) -> None:
+        """A step has committed `tokens` that were not drafted."""
+        self.count = 0 if self.shared else self.count + tokens
 
     def range(self, reach: int) -> Tensor:
         """``[U]`` int64, 0 … U-1: an entry for each pending token, and some more. No row is longer than `reach`."""
-        pending = max(min(self.count, reach), MIN_PENDING)
-        if self.static:  # with the last token they are a block
+        pending = max(min(self.count, reach), 0 if self.shared else MIN_PENDING)
+        if self.static and pending:  # with the last token they are a block
             pending = node_bucket(pending + 1) - 1
         if pending not in self._ranges:
             self._ranges[pending] = torch.arange(pending, device=self.device)

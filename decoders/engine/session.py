@@ -35,6 +35,7 @@ class Session:
         blocks: drafts as the core wants them.
         recordings: steps that work on these very tensors; None where nothing can be recorded.
         texts: per row, what the slots hold while no call uses the session.
+        shared: sessions of drafts that are so many of the target's first layers (:mod:`.shared_slots`).
     """
 
     def __init__(self, target: Target, batch: int, slots: int, recorder: Recorder | None = None) -> None:
@@ -44,6 +45,7 @@ class Session:
         self.blocks = Blocks(batch, target.device, target.static, target.multiple)
         self.recordings = Recordings(recorder) if recorder is not None else None
         self.texts = [NOTHING] * batch
+        self.shared: dict[int, Session] = {}
         self._views: dict[int, tuple[Tensor, Sequences]] = {}
         self._sampling: dict[tuple[int, int], SamplingInputs] = {}
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
 import decoders
 from decoders.engine.first_layers import first_layers
+from decoders.engine.shared_slots import SharedSlots
 from decoders.errors import SettingsError, UnsupportedError
+from decoders.generate import disable
 from decoders.strategies import EarlyExit
 from decoders.testing import assert_same_tokens, decode, prompts, tiny_model
 
@@ -39,6 +43,104 @@ def test_the_first_layers_are_the_whole_model_where_later_ones_add_nothing(name:
     model = decoders.enable(model)
     out = decode(model, prompts(2), EarlyExit(exit_layer=1, length=4), max_new_tokens=20, decoders_config=EAGER)
     assert out.report.mean_accepted_length > 4
+
+
+class Watched(EarlyExit):
+    """Looks at the target's keys before and after each draft, and at whose they are."""
+
+    def start(self, context):
+        state = super().start(context)
+        self.drafter = state.drafter
+        return state
+
+    def propose(self, state, sequences):
+        session = state.drafter.session
+        assert isinstance(session, SharedSlots)
+        unread = state.drafter._pending.count  # the end of the prompts, which the target's first step reads
+        before = [tensor.clone() for tensor in session.owner.rows.buffers.tensors]
+        draft = super().propose(state, sequences)
+        buffers = session.owner.rows.buffers
+        for old, new in zip(before, buffers.tensors, strict=True):
+            for row, length in enumerate(sequences.length.tolist()):
+                assert torch.equal(old[row, :, : length - 1 - unread], new[row, :, : length - 1 - unread])
+        assert all(own is whole for own, whole in zip(session.rows.buffers.keys, buffers.keys, strict=False))
+        return draft
+
+
+@pytest.mark.parametrize("tree", ["none", "static", "dynamic"])
+@pytest.mark.parametrize("loop", [{}, {"kv_cache": "int8"}, {"prefill_chunk": 512}], ids=str)
+def test_drafts_stand_in_the_targets_slots_and_what_is_committed_stays(tree: str, loop: dict) -> None:
+    model, inputs = decoders.enable(tiny_model("llama")), prompts(3, length=40)
+    strategy, loop = Watched(exit_layer=1, length=3, tree=tree), EAGER | loop
+    plain = decode(model, inputs, "autoregressive", max_new_tokens=40, decoders_config=loop)
+    out = decode(model, inputs, strategy, max_new_tokens=40, decoders_config=loop)
+    assert torch.equal(out.sequences, plain.sequences)
+    assert strategy.drafter.nbytes == 0 and out.report.peak_memory == plain.report.peak_memory
+
+
+@pytest.mark.parametrize("tree", ["none", "dynamic"])
+def test_drafts_are_those_of_a_draft_model_of_these_layers(tree: str) -> None:
+    """With slots and a prompt of its own."""
+    model = tiny_model("llama")
+    draft = disable(copy.deepcopy(first_layers(model, 1)))
+    settings = dict(length=4, tree=tree)
+    for length in (3, 50):
+        inputs = prompts(2, length=length)
+        own = decode(
+            decoders.enable(model), inputs, "speculative", strategy_config=settings, assistant_model=draft,
+            max_new_tokens=40, decoders_config=EAGER,
+        )  # fmt: skip
+        out = decode(model, inputs, EarlyExit(exit_layer=1, **settings), max_new_tokens=40, decoders_config=EAGER)
+        assert out.report.accepted_lengths == own.report.accepted_lengths
+        assert [stage.passes for stage in out.report.stages] == [stage.passes for stage in own.report.stages]
+
+
+def test_slots_that_become_too_few_grow_with_what_they_hold() -> None:
+    model, inputs = decoders.enable(tiny_model("llama")), prompts(2)
+    expected = decode(model, inputs, max_new_tokens=70).sequences
+    for length in (4, 32):  # longer drafts than there is room for behind the text
+        strategy = Watched(exit_layer=1, length=length)
+        out = decode(model, inputs, strategy, max_new_tokens=70, decoders_config=EAGER)
+        assert torch.equal(out.sequences, expected)
+
+
+def test_a_later_call_continues_what_an_earlier_one_has_left() -> None:
+    model, inputs = decoders.enable(tiny_model("llama")), prompts(2, length=30)
+    first = decode(model, inputs, EarlyExit(exit_layer=1), max_new_tokens=20, decoders_config=EAGER).sequences
+    ids = torch.cat([first, torch.full((2, 3), 7)], 1)
+    longer = {"input_ids": ids, "attention_mask": torch.nn.functional.pad(inputs["attention_mask"], (0, 23), value=1)}
+    out = decode(model, longer, Watched(exit_layer=1), max_new_tokens=20, decoders_config=EAGER)
+    assert min(out.report.reused) > 30
+    assert torch.equal(out.sequences, decode(model, longer, max_new_tokens=20).sequences)
+
+
+def test_requests_that_come_and_go_draft_in_the_pools_slots() -> None:
+    model = decoders.enable(tiny_model("llama"))
+    texts = [prompts(1, length=length, seed=length)["input_ids"] for length in (5, 31, 12, 8)]
+    expected = [decode(model, {"input_ids": text}, max_new_tokens=9 + 8 * i).sequences for i, text in enumerate(texts)]
+    strategy = Watched(exit_layer=1, length=3)
+    with decoders.Scheduler(model, strategy=strategy, rows=2, decoders_config=EAGER) as scheduler:
+        requests = [scheduler.submit(text[0], max_new_tokens=9 + 8 * i) for i, text in enumerate(texts)]
+        for request, whole in zip(requests, expected, strict=True):
+            assert torch.equal(request.result(60), whole)
+
+
+def test_steps_may_go_without_its_draft() -> None:
+    model, inputs = decoders.enable(tiny_model("llama")), prompts(2)
+    expected = decode(model, inputs, max_new_tokens=40).sequences
+    for strategy in ("early_exit+prompt_lookup", "auto"):
+        settings = {"candidates": ("early_exit", "prompt_lookup")} if strategy == "auto" else {}
+        out = decode(
+            model, inputs, strategy, strategy_config=settings, max_new_tokens=40, decoders_config=EAGER
+        )  # fmt: skip
+        assert torch.equal(out.sequences, expected)
+
+
+def test_in_bfloat16_tokens_are_those_of_plain_decoding() -> None:
+    model, inputs = decoders.enable(tiny_model("llama").bfloat16()), prompts(1, length=40)
+    plain = decode(model, inputs, "autoregressive", max_new_tokens=60, decoders_config=EAGER)
+    out = decode(model, inputs, Watched(exit_layer=1, length=3), max_new_tokens=60, decoders_config=EAGER)
+    assert torch.equal(out.sequences, plain.sequences)
 
 
 def test_the_cut_model_shares_weights_and_leaves_the_target_as_it_is() -> None:
