@@ -90,7 +90,8 @@ class Context:
         clock: seconds, for strategies that decide by time (:attr:`Strategy.timed`). Where several processes share the target, all of
             them see the first one's clock, and each has to ask as often as the others.
         first_layers: the target cut off behind its first layers, ``first_layers(count)``, with its own last norm and head: a draft
-            model for :attr:`draft` that shares all weights.
+            model for :attr:`draft` that shares all weights, and the target's slots: it reads no prompt. A drafter's round has to end
+            before another one's begins.
     """
 
     model: PreTrainedModel

@@ -19,7 +19,7 @@ import decoders
 from decoders.common import devices
 from decoders.engine import capture, engine
 from decoders.engine.target import Target
-from decoders.strategies import Lookahead, Mtp, PromptLookup, Speculative, Staged
+from decoders.strategies import EarlyExit, Lookahead, Mtp, PromptLookup, Speculative, Staged
 from decoders.strategies.mtp import use_mtp_layers
 from decoders.strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy
 from decoders.testing import decode, prompts, tiny_model
@@ -171,6 +171,8 @@ def test_a_day_of_random_calls(device: TapeRecorder, monkeypatch: pytest.MonkeyP
         Speculative(tree="static"),
         pytest.param(Staged(), marks=pytest.mark.slow),
         FromLayers(),
+        EarlyExit(length=3),
+        pytest.param(EarlyExit(tree="dynamic"), marks=pytest.mark.slow),
     ],
     ids=lambda strategy: strategy if isinstance(strategy, str) else type(strategy).__name__,
 )
@@ -244,6 +246,14 @@ def test_rows_that_grow_and_weights_that_move_drop_what_was_recorded(device: Tap
     target.model.norm.weight.data = target.model.norm.weight.data.clone()
     run(8)
     assert kept.recorded == 3
+
+
+def test_a_draft_in_slots_that_grow_is_recorded_anew(device: TapeRecorder) -> None:
+    target, strategy = model(), EarlyExit(length=3)
+    for new in (8, 300, 300, 300):
+        out = decode(target, prompts(2), strategy, max_new_tokens=new)
+        assert torch.equal(out.sequences, decode(target, prompts(2), max_new_tokens=new).sequences)
+    assert device.recorded == 3 and sum(kept.reused for kept in recordings(target)) == 1
 
 
 def test_a_step_that_cannot_be_compiled_runs_as_it_is(device: TapeRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
