@@ -6,10 +6,16 @@ from collections.abc import Callable
 
 from .curve import CostCurve
 
-#: Weight of the newest step in the mean ratio of observed to expected seconds, over all sizes and of one.
+#: Weight of the newest step in the mean ratio of observed to expected seconds, over all sizes and, at least, of one.
 QUICK, SLOW = 1 / 8, 1 / 32
+#: The curve counts as much as so many steps of a size.
+TRUST = 8
 #: A step that takes this many times longer or shorter than expected counts as one that takes so many times longer or shorter.
 OUTLIER = 3.0
+
+#: By nodes of a block: mean ratio of observed to measured seconds beside that of all sizes, and of how many steps.
+SizeRatios = dict[int, tuple[float, int]]
+KNOWN = (1.0, 0)
 
 
 class StepCosts:
@@ -20,22 +26,28 @@ class StepCosts:
         rows: of the call.
         context: tokens per row at the start.
         size: nodes of the block that holds so many of a draft, root included: blocks come in sizes that suit the kernels.
+        ratios: what earlier calls have learnt, by tier; goes on there.
     """
 
     def __init__(
-        self, curve: CostCurve, rows: int, context: int, size: Callable[[int], int] = lambda nodes: nodes
-    ) -> None:
+        self, curve: CostCurve, rows: int, context: int, size: Callable[[int], int] = lambda nodes: nodes,
+        ratios: dict[bool, SizeRatios] | None = None,
+    ) -> None:  # fmt: skip
         self.curve, self.rows, self.size = curve, rows, size
         self.context, self.compiled = max(context, 1), False
         self._scale = 1.0
-        self._of_size: dict[int, float] = {}
+        self._ratios = {} if ratios is None else ratios
         self._expected: dict[int, float] = {}
         self.observed = 0
 
     def step(self, nodes: int) -> float:
         """Expected seconds of a step whose draft has so many nodes, the root included."""
         size = self.size(nodes)
-        return self._curve(size) * self._scale * self._of_size.get(size, 1.0)
+        return self._curve(size) * self._scale * self._of_size.get(size, KNOWN)[0]
+
+    @property
+    def _of_size(self) -> SizeRatios:
+        return self._ratios.setdefault(self.compiled, {})
 
     def affordable(self, share: float) -> int:
         """Most nodes, up to 256, whose step costs at most ``1 + share`` times the step without a draft."""
@@ -55,19 +67,16 @@ class StepCosts:
         """
         # The curve is straight between its contexts: it need not be asked at every token.
         if compiled != self.compiled or context > 1.25 * self.context:
-            changed, self.compiled = compiled != self.compiled, compiled
-            self.context = context
+            self.compiled, self.context = compiled, context
             self._expected.clear()
-            if changed:
-                self._of_size.clear()
+        own, steps = self._of_size.get(nodes, KNOWN)
+        expected = self._curve(nodes) * own
         if not self.observed:
-            self._scale = seconds / self._curve(nodes)  # another machine's load, another sampling plan
-        ratio = seconds / self._curve(nodes) / self._scale
-        ratio = min(max(ratio, 1 / OUTLIER), OUTLIER)
+            self._scale = seconds / expected  # another machine's load, another sampling plan
+        ratio = min(max(seconds / expected / self._scale, 1 / OUTLIER), OUTLIER)
         self.observed += 1
         self._scale *= 1 + QUICK * (ratio - 1)
-        own = self._of_size.get(nodes, 1.0)
-        self._of_size[nodes] = own + SLOW * (ratio - own)
+        self._of_size[nodes] = own * (1 + max(SLOW, 1 / (TRUST + steps)) * (ratio - 1)), steps + 1
 
     def _curve(self, nodes: int) -> float:
         if nodes not in self._expected:

@@ -12,6 +12,7 @@ import torch
 
 from ..common.devices import processor_name
 from ..costs.curve import CostCurve, CostPoint, Subject
+from ..costs.steps import SizeRatios
 from ..costs.store import read, write
 from ..report import Report
 from ..sampling.processors import SamplingPlan
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 #: Nodes of a block, the root included: 0, 1, 2, 4, … draft tokens.
 NODES = (1, 2, 3, 5, 9, 17, 33, 65)
-#: Steps of one size: the first of them is not counted.
+#: Steps of one size that count.
 REPEATS = 5
 
 
@@ -72,6 +73,11 @@ class Calibrator:
         self.engine = engine
         self._curve: CostCurve | None = None
         self._read: set[Path | None] = set()
+        self._ratios: dict[int, dict[bool, SizeRatios]] = {}
+
+    def ratios(self, rows: int) -> dict[bool, SizeRatios]:
+        """How steps of so many rows differ from the curve, by tier; written to by who sees steps. Not kept in files."""
+        return self._ratios.setdefault(rows, {})
 
     def known(self, folder: Path | None) -> CostCurve | None:
         """The curve as far as it was ever measured; None if it has no points. folder: None reads no files."""
@@ -111,6 +117,7 @@ class Calibrator:
         for row_count, context, sizes in wanted:
             if not points or clock() < end:
                 points += measure(self.engine, row_count, context, sizes, compile, end)
+                self._ratios.pop(row_count, None)
         self._curve = curve.with_points(points)
         if folder is not None and self.engine.target.ranks.writes:
             write(folder, self._curve)
@@ -134,10 +141,11 @@ class Calibrator:
 def measure(
     engine: Engine, rows: int, context: int, nodes: Sequence[int], compile: Compile, end: float
 ) -> list[CostPoint]:
-    """Median seconds of steps of a greedy call, one point per size; sizes that come after `end`, a time of
+    """Median seconds of steps of a greedy call, one point per size. Sizes for which there is no time until `end`, of
     ``engine.target.ranks.clock``, are left out but for the smallest and one more.
 
-    Keys and values of the rows are never computed: what they are does not change how long a step takes.
+    The sizes take turns, so that a machine that is slower for a while does not make one of them look dear. Keys and values of the
+    rows are never computed: what they are does not change how long a step takes.
     """
     target, device, clock = engine.target, engine.target.device, engine.target.ranks.clock
     rows = row_bucket(rows, target.static)
@@ -155,22 +163,33 @@ def measure(
         engine.forward.fit(session.blocks, rows)
         step = engine.whole(engine.core(SamplingPlan()), "step", compile, report)
         sizes = list(dict.fromkeys(session.blocks.size(n) for n in sorted(nodes)))
-        for index, size in enumerate(sizes):
-            if index >= 2 and clock() > end:
-                break
+        session.reserve(context + max(sizes))
+
+        def seconds(size: int) -> float:
             tree = session.blocks.tensors(Topology.chain(size - 1))
             draft = torch.full((rows, size - 1), -1, dtype=torch.int64, device=device)
-            session.reserve(context + size)
             block = NodeBlock(draft, tree, session.view(context + size)[0])
-            times, passes = [], engine.compiled_passes
-            for _ in range(REPEATS + 1):
-                session.rows.length.fill_(context)
-                session.rows.finished.fill_(False)
-                begun = clock()
-                step(block, session.rows).summary.tolist()  # waits for the device, as a call does
-                times.append(clock() - begun)
-            compiled = engine.compiled_passes - passes > REPEATS
+            session.rows.length.fill_(context)
+            session.rows.finished.fill_(False)
+            begun = clock()
+            step(block, session.rows).summary.tolist()  # waits for the device, as a call does
+            return clock() - begun
+
+        times: dict[int, list[float]] = {}
+        compiled: dict[int, bool] = {}
+        for index, size in enumerate(sizes):
+            needed = (REPEATS - 1) * sum(first for first, *_ in times.values())
+            if index >= 2 and clock() + needed > end:
+                break
+            seconds(size)  # what compiles compiles
+            passes = engine.compiled_passes
+            times[size] = [seconds(size)]
+            compiled[size] = engine.compiled_passes > passes
+        for _ in range(REPEATS - 1):
+            for size, taken in times.items():
+                taken.append(seconds(size))
+        for size, taken in times.items():
             points.append(
-                CostPoint(rows=rows, context=context, nodes=size, compiled=compiled, seconds=median(times[1:]))
+                CostPoint(rows=rows, context=context, nodes=size, compiled=compiled[size], seconds=median(taken))
             )
     return points

@@ -39,6 +39,7 @@ class CallResources:
         self.drafters: list[ModelDrafter] = []
         self.modules: list[SlotPasses] = []
         self.costs: StepCosts | None = None
+        self._measured = False
 
     def close(self) -> None:
         """Gives back what the strategy has opened; it may open more afterwards."""
@@ -91,7 +92,7 @@ class CallResources:
 
     def _costs(self, measure: bool = False) -> StepCosts | None:
         """See :attr:`Context.costs`."""
-        if self.costs is None:
+        if self.costs is None or (measure and not self._measured):
             call = self.call
             calibration, compile, folder = call.engine.calibration, call.request.compile, call.request.cost_folder
             context = max(call.lengths)
@@ -99,7 +100,9 @@ class CallResources:
             if measure:
                 known = calibration.measured(folder, [call.width], [context], compile)
             if known is not None:
-                self.costs = StepCosts(known, call.width, context, call.blocks.size)
+                # Budgets of equal calls are equal: only who watches the clock learns from other calls.
+                ratios = calibration.ratios(call.width) if measure else None
+                self.costs, self._measured = StepCosts(known, call.width, context, call.blocks.size, ratios), measure
         return self.costs
 
     @property

@@ -41,6 +41,29 @@ def test_a_size_that_costs_more_than_measured_is_learnt() -> None:
     assert costs.step(9) == pytest.approx(0.038, rel=0.1)
 
 
+def test_a_size_that_was_measured_wrong_is_noticed_within_some_steps() -> None:
+    costs = StepCosts(curve(*LADDER), 1, 64)
+    for _ in range(10):
+        for _ in range(3):
+            costs.observe(3, 0.013, 64, False)
+        costs.observe(9, 0.038, 64, False)
+    assert costs.step(9) / costs.step(3) > 0.75 * 38 / 13
+
+
+def test_what_a_call_learns_of_sizes_serves_later_calls_and_no_others() -> None:
+    ratios: dict = {}
+    first = StepCosts(curve(*LADDER), 1, 64, ratios=ratios)
+    for _ in range(100):
+        first.observe(3, 0.013, 64, False)
+        first.observe(9, 0.038, 64, False)
+    later = StepCosts(curve(*LADDER), 1, 64, ratios=ratios)
+    later.observe(3, 0.026, 64, False)  # a slower machine
+    assert later.step(9) / later.step(3) == pytest.approx(38 / 13, rel=0.1)
+    assert StepCosts(curve(*LADDER), 1, 64).step(9) == pytest.approx(0.019)
+    later.observe(9, 0.019, 64, True)
+    assert set(ratios) == {False, True}
+
+
 def test_the_compiled_tier_is_taken_when_steps_run_compiled() -> None:
     both = [*LADDER, *(point(p.nodes, p.seconds / 2, compiled=True) for p in LADDER)]
     costs = StepCosts(curve(*both), 1, 64)

@@ -43,6 +43,7 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "speculative": ("speculative", {"length": 4}),
     "speculative tree": ("speculative", {"tree": "dynamic", "length": 4, "nodes": 8}),
     "speculative heuristic": ("speculative", {"schedule": "heuristic", "length": 2}),
+    "early exit": ("early_exit", {"length": 3}),
     "threshold": ("threshold", {}),
     "threshold calibrated": ("threshold", {"rule": "calibrated"}),
     "staged": ("staged", {"passes": 2, "stage": "prompt_lookup", "nodes": 12}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from decoders.engine.calibration import subject_of
 from decoders.engine.engine import Engine
 from decoders.errors import SettingsError
 from decoders.hf import calibration
-from decoders.testing import tiny_model
+from decoders.strategies import Speculative
+from decoders.testing import decode, prompts, tiny_draft, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +61,45 @@ def test_another_process_reads_what_one_has_measured(engine: Engine, tmp_path: P
 def test_little_time_leaves_sizes_out(tmp_path: Path) -> None:
     curve = Engine(tiny_model("llama")).calibration.measured(tmp_path, [1], [16, 500], False, seconds=1e-9)
     assert [p.nodes for p in curve.points] == [3, 5]
+
+
+def test_a_machine_that_is_slow_for_a_while_makes_no_size_dear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps of each size come first; of those that follow, a stretch as long as all steps of one size is slow."""
+    engine, now, sizes = Engine(tiny_model("llama")), [0.0], []
+    forward = engine.target.forward
+
+    def timed(nodes: torch.Tensor, *args: Any) -> Any:
+        sizes.append(nodes.shape[1])
+        now[0] += 0.1 if 14 <= len(sizes) < 20 else 0.001 * (10 + nodes.shape[1])
+        return forward(nodes, *args)
+
+    monkeypatch.setattr(type(engine.target.ranks), "clock", lambda self: now[0])
+    monkeypatch.setattr(engine.target, "forward", timed)
+    points = engine.calibration.measured(None, [1], [16], False).points
+    assert sizes[12:18] == [3, 5, 9, 17, 33, 65]
+    assert [p.seconds for p in points] == pytest.approx([0.001 * (10 + p.nodes) for p in points])
+
+
+def test_what_steps_show_of_sizes_is_kept_until_they_are_measured_anew(tmp_path: Path) -> None:
+    model = decoders.enable(tiny_model("llama"))
+    loop = {"compile": False, "cost_cache": str(tmp_path)}
+    for _ in range(2):
+        decode(model, prompts(), "auto", max_new_tokens=8, decoders_config=loop)
+    calibration = vars(model)["generate"].engine().calibration
+    steps = sum(count for _, count in calibration.ratios(1)[False].values())
+    assert steps >= 8
+    decode(model, prompts(), "autoregressive", max_new_tokens=8, decoders_config=loop)
+    decode(
+        model,
+        prompts(),
+        Speculative(tree="dynamic"),
+        assistant_model=tiny_draft("llama"),
+        max_new_tokens=8,
+        decoders_config=loop,
+    )
+    assert sum(count for _, count in calibration.ratios(1)[False].values()) == steps  # equal calls have equal budgets
+    calibration.measured(tmp_path, [1], [24], False, anew=True)
+    assert not calibration.ratios(1)
 
 
 def test_what_the_curve_depends_on_is_in_its_subject(engine: Engine) -> None:
