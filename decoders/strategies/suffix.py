@@ -106,7 +106,8 @@ class Suffix(Strategy):
         return _draft(trees, sequences.length.device)
 
     def observe(self, state: _State, step: Step) -> None:
-        _read(state, step.sequences)
+        if any(step.sequences.finished.tolist()):  # the rows that go on are read before the next draft
+            _read(state, step.sequences)
 
     def rebatch(self, state: _State, rows: Tensor, context: Context) -> _State:
         """Rows have come or gone: those that stay keep their texts, what the others wrote is remembered."""
