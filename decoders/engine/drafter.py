@@ -127,7 +127,7 @@ class ModelDrafter(Drafter):
 
     def _seat(self, context: Context, rows: Sequence[int]) -> None:
         if isinstance(self.session, SharedSlots):
-            self.session.follow()
+            self.session.restart()
             return
         assert isinstance(self.session, RowPool) and context.sequences is not None
         # Ids that only the target has would be out of range.

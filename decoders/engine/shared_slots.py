@@ -35,8 +35,14 @@ class SharedSlots(Session):
         known = owner.shared.get(layers)
         if not isinstance(known, SharedSlots) or known.target is not target:
             known = owner.shared[layers] = SharedSlots(target, owner)
-        known.follow()
+        known.restart()
         return known
+
+    def restart(self) -> None:
+        """The target's rows are others: these have their texts."""
+        self.follow()
+        for own, theirs in ((self.rows.tokens, self.owner.rows.tokens), (self.rows.length, self.owner.rows.length)):
+            own.copy_(theirs)
 
     def follow(self) -> None:
         """Takes over what has become of the target's rows: others, or the same with more room."""
@@ -48,8 +54,7 @@ class SharedSlots(Session):
             self.batch, device = count, self.target.device
             self.blocks = Blocks(count, device, self.target.static, self.target.multiple)
             tokens, length, finished, limit, faults = (
-                torch.zeros_like(t)
-                for t in (theirs.tokens, theirs.length, theirs.finished, theirs.limit, theirs.faults)
+                t.clone() for t in (theirs.tokens, theirs.length, theirs.finished, theirs.limit, theirs.faults)
             )
         else:
             own = self.rows

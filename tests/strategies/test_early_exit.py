@@ -12,7 +12,7 @@ from decoders.engine.first_layers import first_layers
 from decoders.engine.shared_slots import SharedSlots
 from decoders.errors import SettingsError, UnsupportedError
 from decoders.generate import disable
-from decoders.strategies import EarlyExit
+from decoders.strategies import EarlyExit, Staged
 from decoders.testing import assert_same_tokens, decode, prompts, tiny_model
 
 EAGER = {"compile": False, "prefill_chunk": 8}
@@ -134,6 +134,25 @@ def test_steps_may_go_without_its_draft() -> None:
             model, inputs, strategy, strategy_config=settings, max_new_tokens=40, decoders_config=EAGER
         )  # fmt: skip
         assert torch.equal(out.sequences, expected)
+
+
+class StagedExit(Staged):
+    """The first layers verify drafts of their own before the whole model does."""
+
+    name = "staged_exit"
+    needs_assistant = False
+
+    def draft_model(self, context):
+        return context.first_layers(1)
+
+
+def test_first_layers_may_have_a_stage_of_their_own() -> None:
+    model, inputs = decoders.enable(tiny_model("llama")), prompts(2)
+    for options in ({}, dict(do_sample=True, seed=3, top_k=0)):
+        plain = decode(model, inputs, "autoregressive", max_new_tokens=40, decoders_config=EAGER, **options)
+        strategy = StagedExit(stage="suffix", passes=2, length=8)
+        out = decode(model, inputs, strategy, max_new_tokens=40, decoders_config=EAGER, **options)
+        assert torch.equal(out.sequences, plain.sequences)
 
 
 def test_in_bfloat16_tokens_are_those_of_plain_decoding() -> None:
