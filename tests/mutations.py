@@ -70,6 +70,24 @@ MUTATIONS = (
         ("exactness/test_architectures.py",),
     ),
     Mutation(
+        "a-draft-in-shared-slots-runs-what-is-committed-again", "decoders/engine/pending.py",
+        "pending = max(min(self.count, reach), 0 if self.shared else MIN_PENDING)",
+        "pending = max(min(self.count, reach), MIN_PENDING)",
+        ("strategies/test_early_exit.py",),
+    ),
+    Mutation(
+        "a-draft-in-shared-slots-does-not-see-the-end-of-the-prompt", "decoders/engine/pending.py",
+        "self.count = unread if shared else level",
+        "self.count = 0 if shared else level",
+        ("strategies/test_early_exit.py",),
+    ),
+    Mutation(
+        "what-steps-show-of-costs-is-forgotten", "decoders/engine/calibration.py",
+        "return self._ratios.setdefault(rows, {})",
+        "return {}",
+        ("engine/test_calibration.py",),
+    ),
+    Mutation(
         "stale-slot-of-the-cache-is-read", "decoders/engine/cache.py",
         "buffer[rows, :, target] = buffer[rows, :, source]",
         "buffer[rows, :, target[:, :-1]] = buffer[rows, :, source[:, :-1]]",
