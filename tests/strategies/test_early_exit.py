@@ -50,7 +50,14 @@ class Watched(EarlyExit):
 
     def start(self, context):
         state = super().start(context)
-        self.drafter = state.drafter
+        self.drafter, self.begins = state.drafter, []
+        core, run = state.drafter.core, state.drafter.core.run
+
+        def watched(nodes, base, *rest):
+            self.begins.append(base)
+            return run(nodes, base, *rest)
+
+        core.run = watched
         return state
 
     def propose(self, state, sequences):
@@ -58,7 +65,9 @@ class Watched(EarlyExit):
         assert isinstance(session, SharedSlots)
         unread = state.drafter._pending.count  # the end of the prompts, which the target's first step reads
         before = [tensor.clone() for tensor in session.owner.rows.buffers.tensors]
+        self.begins.clear()
         draft = super().propose(state, sequences)
+        assert self.begins and all((begin >= sequences.length - 1 - unread).all() for begin in self.begins)
         buffers = session.owner.rows.buffers
         for old, new in zip(before, buffers.tensors, strict=True):
             for row, length in enumerate(sequences.length.tolist()):
