@@ -281,14 +281,14 @@ MUTATIONS = (
     ),
     Mutation(
         "drafter-reads-too-few-pending-tokens", "decoders/engine/pending.py",
-        "self.count = self.level + behind\n",
-        "self.count = self.level\n",
+        "self.count = 0 if self.shared else self.level + behind\n",
+        "self.count = 0 if self.shared else self.level\n",
         ("strategies/test_draft_model_calls.py",),
     ),
     Mutation(
         "drafter-reads-two-pending-tokens-too-few", "decoders/engine/pending.py",
-        "self.count = self.level + behind\n",
-        "self.count = self.level + behind - 2\n",
+        "self.count = 0 if self.shared else self.level + behind\n",
+        "self.count = 0 if self.shared else self.level + behind - 2\n",
         ("strategies/test_draft_model_calls.py",),
     ),
     Mutation(
