@@ -76,9 +76,9 @@ MUTATIONS = (
         ("strategies/test_early_exit.py",),
     ),
     Mutation(
-        "a-draft-in-shared-slots-does-not-see-the-end-of-the-prompt", "decoders/engine/pending.py",
-        "self.count = unread if shared else level",
-        "self.count = 0 if shared else level",
+        "a-draft-in-shared-slots-does-not-see-the-end-of-the-prompt", "decoders/engine/drafter.py",
+        "            call.read_rest()\n",
+        "",
         ("strategies/test_early_exit.py",),
     ),
     Mutation(

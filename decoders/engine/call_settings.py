@@ -21,7 +21,7 @@ class CallSettings:
         request: the call.
         engine: of the target.
         session: of the target's rows.
-        unread: tokens of each row in front of its last one that the target reads in its first step.
+        read_rest: makes the target read the end of the prompts now, if it was left to the first step.
         longest: most tokens that a row can come to.
         plan: what runs on the draft's logits; scores are kept if the verifier asks for the draft's distribution.
         sampling: parameters, noise keys (the very tensor of the call: fresh keys show up in it) and stop tokens.
@@ -34,7 +34,7 @@ class CallSettings:
     request: Request
     engine: Engine
     session: Session
-    unread: int
+    read_rest: Callable[[], None]
     longest: int
     plan: SamplingPlan
     sampling: SamplingInputs

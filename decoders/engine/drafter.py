@@ -74,6 +74,7 @@ class ModelDrafter(Drafter):
         opened = self._open(slots) if call.capacity == 0 and not shared else None
         self.session: Session
         if shared:
+            call.read_rest()
             self.session = SharedSlots.of(target, call.session)
             if target.static_slots:
                 self.session.reserve(call.longest + 2 * ahead)
@@ -87,7 +88,7 @@ class ModelDrafter(Drafter):
         self._functions: dict[str, Callable] = {}
         self._begun = self.rows.length.clone()
         self._reach = max(map(len, call.request.prompts))
-        self._pending = PendingTokens(self.level, target.static, target.device, shared, call.unread)
+        self._pending = PendingTokens(self.level, target.static, target.device, shared)
         self._drafting = False
         self._deepest = 0
         self.proposed: int | None = None

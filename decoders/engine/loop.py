@@ -133,6 +133,14 @@ class Call:
         self.pending = self.prompt_left = left  # tokens of the prompts that the first step reads
         self.report.reused = reused[: self.batch]
 
+    def read_rest(self) -> None:
+        """Reads what was left to the first step: a draft in the target's own slots begins behind it."""
+        if not self.prompt_left:
+            return
+        begin = (self.rows.length - 1 - self.prompt_left).clamp(min=0)
+        self.session.read(self.rows, begin, max(max(self.lengths) - 1 - self.prompt_left, 0), 0, self.prompt_left)
+        self.pending = self.prompt_left = 0
+
     def _show(self, tokens: Tensor, begin: Tensor, view: Tensor, latest: int) -> None:
         """Runs a stretch of the prompts and hands it to the strategy. tokens: ``[B, N]`` from slots `begin` ``[B]`` on."""
         strategy, rows = self.request.strategy, self.rows

@@ -17,16 +17,15 @@ class PendingTokens:
     Args:
         level: how many tokens are pending after a step that has accepted what was drafted.
         static: whether passes have one of a few sizes.
-        shared: whether the model that verifies computes what is committed for the draft as well; in its first step it still has to
-            read `unread` tokens.
+        shared: whether the model that verifies computes what is committed for the draft as well.
 
     Attributes:
         count: tokens that are pending.
     """
 
-    def __init__(self, level: int, static: bool, device: torch.device, shared: bool = False, unread: int = 0) -> None:
+    def __init__(self, level: int, static: bool, device: torch.device, shared: bool = False) -> None:
         self.level, self.static, self.device, self.shared = level, static, device, shared
-        self.count = unread if shared else level
+        self.count = 0 if shared else level
         self._ranges: dict[int, Tensor] = {MIN_PENDING: torch.arange(MIN_PENDING, device=device)}
         self._before = 0
 

@@ -52,7 +52,7 @@ class CallResources:
         """What holds for all models that take part."""
         call, request, rows = self.call, self.call.request, self.call.rows
         return CallSettings(
-            request=request, engine=call.engine, session=call.session, unread=call.pending, longest=call.longest,
+            request=request, engine=call.engine, session=call.session, read_rest=call.read_rest, longest=call.longest,
             plan=replace(request.plan, keep_scores=call.verifier is not None and request.plan.sample), sampling=rows.sampling,
             block_size=call.blocks.size, report=call.report, stack=self._stack, capacity=call.capacity,
         )  # fmt: skip
