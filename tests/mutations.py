@@ -71,7 +71,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a-draft-in-shared-slots-runs-what-is-committed-again", "decoders/engine/pending.py",
-        "pending = max(min(self.count, reach), 0 if self.shared else MIN_PENDING)",
+        "pending = 0 if self.shared else max(min(self.count, reach), MIN_PENDING)",
         "pending = max(min(self.count, reach), MIN_PENDING)",
         ("strategies/test_early_exit.py",),
     ),
@@ -281,14 +281,14 @@ MUTATIONS = (
     ),
     Mutation(
         "drafter-reads-too-few-pending-tokens", "decoders/engine/pending.py",
-        "self.count = 0 if self.shared else self.level + behind\n",
-        "self.count = 0 if self.shared else self.level\n",
+        "self.count = self.level + behind\n",
+        "self.count = self.level\n",
         ("strategies/test_draft_model_calls.py",),
     ),
     Mutation(
         "drafter-reads-two-pending-tokens-too-few", "decoders/engine/pending.py",
-        "self.count = 0 if self.shared else self.level + behind\n",
-        "self.count = 0 if self.shared else self.level + behind - 2\n",
+        "self.count = self.level + behind\n",
+        "self.count = self.level + behind - 2\n",
         ("strategies/test_draft_model_calls.py",),
     ),
     Mutation(

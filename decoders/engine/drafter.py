@@ -245,7 +245,7 @@ class ModelDrafter(Drafter):
 
     def fall_behind(self, tokens: int) -> None:
         """The model that this one drafts for has committed so many tokens that were not its own."""
-        self._pending.more(tokens)
+        self._pending.count += tokens
         for drafter in self.inner:
             drafter.fall_behind(tokens)
 

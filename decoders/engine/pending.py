@@ -17,7 +17,7 @@ class PendingTokens:
     Args:
         level: how many tokens are pending after a step that has accepted what was drafted.
         static: whether passes have one of a few sizes.
-        shared: whether the model that verifies computes what is committed for the draft as well.
+        shared: whether the model that verifies computes what is committed for the draft as well: none of it is read again.
 
     Attributes:
         count: tokens that are pending.
@@ -25,21 +25,17 @@ class PendingTokens:
 
     def __init__(self, level: int, static: bool, device: torch.device, shared: bool = False) -> None:
         self.level, self.static, self.device, self.shared = level, static, device, shared
-        self.count = 0 if shared else level
+        self.count = level
         self._ranges: dict[int, Tensor] = {MIN_PENDING: torch.arange(MIN_PENDING, device=device)}
         self._before = 0
 
     def after_step(self, behind: int) -> None:
         """A step has committed tokens, `behind` of them after the last that was drafted."""
-        self.count = 0 if self.shared else self.level + behind
-
-    def more(self, tokens: int) -> None:
-        """A step has committed `tokens` that were not drafted."""
-        self.count = 0 if self.shared else self.count + tokens
+        self.count = self.level + behind
 
     def range(self, reach: int) -> Tensor:
         """``[U]`` int64, 0 … U-1: an entry for each pending token, and some more. No row is longer than `reach`."""
-        pending = max(min(self.count, reach), 0 if self.shared else MIN_PENDING)
+        pending = 0 if self.shared else max(min(self.count, reach), MIN_PENDING)
         if self.static and pending:  # with the last token they are a block
             pending = node_bucket(pending + 1) - 1
         if pending not in self._ranges:

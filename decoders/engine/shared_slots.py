@@ -68,10 +68,6 @@ class SharedSlots(Session):
         self._followed = theirs
         self._views.clear()
 
-    def reserve(self, length: int) -> None:
-        self.owner.reserve(length)
-        self.follow()
-
     def grow(self, slots: int) -> None:
         self.owner.grow(slots)
         self.follow()
