@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
@@ -222,6 +223,11 @@ class Target:
         """Notes the present weights of `model` as those that were packed."""
         self.weights, self.samples = WeightState.of(model), Fingerprints(tensors_of(model))
 
+    def _quick(self) -> AbstractContextManager:
+        """Inference mode for a pass that neither the compiler nor a recording sees: operations cost less there."""
+        seen = self.static or self.flex or torch.compiler.is_dynamo_compiling()
+        return nullcontext() if seen else torch.inference_mode()  # mode=False would switch gradients on
+
     def forward(
         self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor
     ) -> ForwardResult:
@@ -234,8 +240,9 @@ class Target:
                 the nodes in front of position 0 are run for nothing, in slots counted from the end of the cache.
             view: ``[view]``, any values: its length is the number of slots that attention looks at, at least ``base + N``.
         """
-        output = self.model(**self._inputs(nodes, base, tree, buffers, view))
-        return ForwardResult(output.logits.float(), self._head_inputs.pop(), self._taken())
+        with self._quick():
+            output = self.model(**self._inputs(nodes, base, tree, buffers, view))
+        return self._result(output.logits)
 
     def read(
         self,
@@ -252,19 +259,19 @@ class Target:
         Args:
             latest: largest entry of `base`.
         """
-        inputs = self._inputs(tokens, base, tree, buffers, view, (latest, tokens.shape[1] - keep))
-        output = self.model(**inputs, logits_to_keep=keep)
-        layers = self._taken()
-        layers = layers[:, -keep:] if layers is not None else None
-        return ForwardResult(output.logits.float(), self._head_inputs.pop(), layers)
+        with self._quick():
+            inputs = self._inputs(tokens, base, tree, buffers, view, (latest, tokens.shape[1] - keep))
+            output = self.model(**inputs, logits_to_keep=keep)
+        return self._result(output.logits).ending(keep)
 
     def prefill(self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int) -> None:
         """Writes the keys and values of ``tokens`` ``[B, N]`` to slots ``start …`` without computing logits."""
-        tree = causal_block(tokens.shape[0], tokens.shape[1], tokens.device)
-        inputs = self._inputs(
-            tokens, start, tree, buffers, view, (latest, tokens.shape[1]), self._text(tokens, start, buffers)
-        )
-        self.backbone(**inputs)
+        with self._quick():
+            tree = causal_block(tokens.shape[0], tokens.shape[1], tokens.device)
+            inputs = self._inputs(
+                tokens, start, tree, buffers, view, (latest, tokens.shape[1]), self._text(tokens, start, buffers)
+            )
+            self.backbone(**inputs)
 
     def features(
         self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int, logits: bool,
@@ -282,15 +289,17 @@ class Target:
         # Comes after the hook that notes what the head reads.
         cut = None if logits else head.register_forward_pre_hook(lambda _, args: (args[0][:, :1], *args[1:]))
         try:
-            output = self.model(**inputs)
+            with self._quick():
+                output = self.model(**inputs)
         finally:
             if cut is not None:
                 cut.remove()
-        return ForwardResult(output.logits.float(), self._head_inputs.pop(), self._taken())
+        return self._result(output.logits)
 
-    def _taken(self) -> Tensor | None:
-        """What the watched layers gave in this pass."""
-        return self._layer_states.taken() if self._layer_states is not None else None
+    def _result(self, logits: Tensor) -> ForwardResult:
+        """What the pass that is just over gave, as tensors that strategies and compiled functions may do anything with."""
+        layers = self._layer_states.taken() if self._layer_states is not None else None
+        return ForwardResult(_ordinary(logits.float()), _ordinary(self._head_inputs.pop()), layers)
 
     def _text(
         self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, valid: Tensor | None = None
@@ -329,3 +338,9 @@ class Target:
             past_key_values=SlotCache(buffers, slots, view.shape[0], states),
             use_cache=True,
         )
+
+
+def _ordinary(tensor: Tensor) -> Tensor:
+    """`tensor`, or a copy if it was made in inference mode."""
+    made = not torch.compiler.is_dynamo_compiling() and tensor.is_inference()
+    return tensor.clone() if made else tensor

@@ -48,7 +48,7 @@ def test_the_page_shows_a_text_with_its_drafted_tokens(client: Any) -> None:
             assert page.evaluate("document.activeElement.id") == "prompt"
             page.keyboard.press("Control+A")
             page.keyboard.type("abcabcabcabc")
-            page.select_option("#strategy", "prompt_lookup")
+            page.select_option("#strategy", "lookahead")  # whose drafts are verified whole, whatever steps cost
             page.fill("#tokens", "80")
             page.keyboard.press("Control+Enter")
             page.wait_for_selector("#status:has-text('steps')")

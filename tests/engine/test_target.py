@@ -1,0 +1,57 @@
+"""Passes of the target by itself."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from decoders.engine.cache import CacheBuffers
+from decoders.engine.target import ForwardResult, Target
+from decoders.engine.text_blocks import causal_block
+from decoders.testing import tiny_model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inference_mode_changes_no_bit_and_does_not_show(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(tiny_model("llama").to(dtype)).watching((0, 1))
+    tokens = torch.arange(24).view(2, 12) % target.vocab_size
+    start, block, view = torch.zeros(2, dtype=torch.int64), causal_block(2, 4, target.device), torch.arange(64)
+
+    def results() -> list[tuple[ForwardResult, CacheBuffers]]:
+        buffers = [CacheBuffers.allocate(target.layout, 2, 128) for _ in range(3)]
+        target.prefill(tokens[:, :8], start, buffers[0], view, 0)
+        given = [
+            target.forward(tokens[:, 8:], start + 8, block, buffers[0], view),
+            target.read(tokens, start, causal_block(2, 12, target.device), buffers[1], view, 0, keep=4),
+            target.features(tokens, start, buffers[2], view, 0, logits=True),
+        ]
+        return list(zip(given, buffers, strict=True))
+
+    with torch.no_grad():
+        quick = results()
+        monkeypatch.setattr(Target, "_quick", lambda self: nullcontext())
+        plain = results()
+    for (result, buffers), (expected, cached) in zip(quick, plain, strict=True):
+        for name in ("logits", "hidden", "layers"):
+            own = getattr(result, name)
+            assert torch.equal(own, getattr(expected, name)), name
+            assert not own.is_inference()
+        for own, other in zip(buffers.tensors, cached.tensors, strict=True):
+            assert torch.equal(own, other) and not own.is_inference()
+    assert torch.equal(quick[0][0].logits.argmax(-1), quick[1][0].logits.argmax(-1))
+
+
+def test_passes_run_in_inference_mode_where_no_one_records_or_compiles_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, seen = Target(tiny_model("llama")), []
+    target.model.get_output_embeddings().register_forward_hook(
+        lambda *_: seen.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+    )
+    buffers, view = CacheBuffers.allocate(target.layout, 1, 128), torch.arange(64)
+    tokens, start = torch.tensor([[1, 2, 3, 4]]), torch.zeros(1, dtype=torch.int64)
+    with torch.no_grad():
+        target.forward(tokens, start, causal_block(1, 4, target.device), buffers, view)
+        monkeypatch.setattr(target, "static", True)
+        target.forward(tokens, start, causal_block(1, 4, target.device), buffers, view)
+    assert seen == [(True, False), (False, False)]
