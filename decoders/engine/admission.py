@@ -63,8 +63,7 @@ class Admission:
     def place_for(self, request: Request) -> int:
         """A free place: that which holds most of the prompt, or else the one that was used least recently."""
         taken = {seat.place for seat in self.seats}
-        begin = self.reserved or len(self.batch)
-        free = [place for place in range(begin, self.pool.batch) if place not in taken]
+        free = [place for place in range(self.reserved, self.pool.batch) if place not in taken]
         prompt = request.prompts[0].cpu()
         shared = {place: self.pool.texts[place].shared_with(prompt) if request.reuse else 0 for place in free}
         return max(free, key=lambda place: (shared[place], -self.pool.used[place], -place))

@@ -136,13 +136,14 @@ class Lane:
         self._tiers = self.call.passes.steady_tiers(self.template.compile)
 
     def _settle(self) -> None:
-        """Those whose prompts are read join the batch."""
+        """Those whose prompts are read join the batch, in the rows of those that have left it if there are any."""
+        staying = [seat for seat in self.admission.batch if seat in self.seats]
         new = [seat for seat in self.seats if seat.row is None and seat.ready]
-        if new:
-            self._rebatch([*self.admission.batch, *new])
+        if new or len(staying) < len(self.admission.batch):
+            self._rebatch(in_place([*staying, *new]))
 
     def _leave(self) -> list[RequestOutput]:
-        """Those that have ended leave the batch."""
+        """Those that have ended leave; their rows go before the next step, in which others may have them."""
         ended = [seat for seat in self.seats if seat.member.ended or seat.member.error is not None]
         self._part(ended)
         return [seat.member for seat in ended]
@@ -157,9 +158,8 @@ class Lane:
                 self.pool.texts[seat.place] = self.admission.held(seat)
                 self._clock += 1
                 self.pool.used[seat.place] = self._clock
-        staying = [seat for seat in self.admission.batch if seat not in leaving]
-        if len(staying) < len(self.admission.batch):
-            self._rebatch(staying)
+        if not self.seats:
+            self._rebatch([])
 
     def _rebatch(self, seats: list[Seat]) -> None:
         """Makes `seats` the rows of the batch, in this order, and tells the strategy."""
@@ -241,3 +241,10 @@ class Lane:
         for drafter in drafters:
             drafter.rebatch(sources, call.resources.settings, context, call.guide)
         call.state = strategy.rebatch(call.state, torch.tensor(sources, device=self.engine.target.device), context)
+
+
+def in_place(seats: list[Seat]) -> list[Seat]:
+    """`seats` as rows of a batch, with those whose place is a row of it there: what they hold need not be moved."""
+    at = {seat.place: seat for seat in seats if seat.place < len(seats)}
+    others = iter(seat for seat in seats if seat.place >= len(seats))
+    return [at[row] if row in at else next(others) for row in range(len(seats))]

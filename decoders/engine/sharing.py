@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..sampling.processors import SamplingInputs, row_keys
+from ..sampling.processors import SamplingInputs, first_keys
 from ..strategy import Strategy
 from .request import Request
 from .rows import stop_tensor
@@ -37,13 +37,13 @@ def sampling_of(requests: list[Request], added: int, device: torch.device) -> Sa
         values = values[:1]
     if len(set(stops)) == 1:
         stops = stops[:1]
-    keys = [row_keys(request.seed, 1, device) for request in requests]
+    keys = first_keys([request.seed for request in [*requests, *requests[:1] * added]], device)
     several = len(values) > 1 or len(stops) > 1
     return SamplingInputs(
         torch.tensor(
             values + [values[0]] * added if len(values) > 1 else values[0], dtype=torch.float32, device=device
         ),
-        torch.cat([*keys, *keys[:1] * added]),
+        keys,
         stop_tensor(stops + [stops[0]] * added, device)
         if several and len(stops) > 1
         else stop_tensor(stops, device)[0],

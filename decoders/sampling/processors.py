@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -88,8 +88,12 @@ def mix64(z: Tensor) -> Tensor:
 def row_keys(seed: int, rows: int, device: torch.device) -> Tensor:
     """``[B]`` int64 noise keys of the rows of a batch, from one seed."""
     index = torch.arange(1, rows + 1, dtype=torch.int64, device=device)
-    start = torch.full((rows,), seed, dtype=torch.int64, device=device)
-    return mix64(mix64(start) + index * GOLDEN)
+    return mix64(mix64(torch.full((rows,), seed, dtype=torch.int64, device=device)) + index * GOLDEN)
+
+
+def first_keys(seeds: Sequence[int], device: torch.device) -> Tensor:
+    """``[B]`` int64: for every seed the key that :func:`row_keys` gives the first row."""
+    return mix64(mix64(torch.tensor(seeds, dtype=torch.int64, device=device)) + GOLDEN)
 
 
 def gumbel_noise(keys: Tensor, positions: Tensor, vocab: int) -> Tensor:
