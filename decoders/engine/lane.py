@@ -91,6 +91,8 @@ class Lane:
         What belongs to all, a strategy that raises, say, is raised.
         """
         with self._running():
+            if self.template.compile is True and not self._begun:
+                self.call.passes.compile_for(self.capacity, self.call.report)
             self.admission.read(pause)
             self._settle()
             if self.admission.batch:

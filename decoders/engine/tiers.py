@@ -161,6 +161,12 @@ class ForwardPass:
         ready = self._wait(self._begin(several), report)
         return self._wait(self._begin(several, single), report) if ready and single else ready
 
+    def compile_for(self, rows: int, report: Report) -> None:
+        """Compiles what a batch may need that has up to so many rows at a time, before the first step holds anybody up."""
+        if not self.target.static:
+            for several in (True, False) if rows > 1 else (False,):
+                self.compile(several, report, single=self.target.takes_single_nodes(1 + several))
+
     def _wait(self, tier: _Tier, report: Report) -> bool:
         """Waits for the compilation of `tier`, books it, and says whether it succeeded."""
         assert tier.job is not None

@@ -88,7 +88,8 @@ def mix64(z: Tensor) -> Tensor:
 def row_keys(seed: int, rows: int, device: torch.device) -> Tensor:
     """``[B]`` int64 noise keys of the rows of a batch, from one seed."""
     index = torch.arange(1, rows + 1, dtype=torch.int64, device=device)
-    return mix64(mix64(torch.full((rows,), seed, dtype=torch.int64, device=device)) + index * GOLDEN)
+    start = torch.full((rows,), seed, dtype=torch.int64, device=device)
+    return mix64(mix64(start) + index * GOLDEN)
 
 
 def first_keys(seeds: Sequence[int], device: torch.device) -> Tensor:
