@@ -51,14 +51,17 @@ class Admission:
 
     Attributes:
         seats: the requests that are here, in the order in which they came.
-        batch: those of them that are rows of the batch, in its order.
     """
 
     def __init__(self, call: Call, pool: RowPool, reserved: int) -> None:
         self.call, self.pool, self.reserved = call, pool, reserved
         self.seats: list[Seat] = []
-        self.batch: list[Seat] = []
         self._pace = 0.0  # seconds per prompt token, as measured
+
+    @property
+    def _decoding(self) -> bool:
+        """Whether rows wait while prompts are read."""
+        return any(seat.row is not None for seat in self.seats)
 
     def place_for(self, request: Request) -> int:
         """A free place: that which holds most of the prompt, or else the one that was used least recently."""
@@ -73,7 +76,7 @@ class Admission:
         begun, first = time.perf_counter(), True
         while waiting := [seat for seat in self.seats if seat.row is None and not seat.ready]:
             started = time.perf_counter()
-            if self.batch and not first and started - begun >= pause:
+            if self._decoding and not first and started - begun >= pause:
                 return
             seat, first = min(waiting, key=lambda each: each.turns), False  # the first of equals
             if seat.reading is None:
@@ -98,10 +101,8 @@ class Admission:
         kept = self.pool.take_over(seat.place, prompt, self._texts(seat)) if request.reuse else 0
         self.pool.drop(seat.place)
         chunk = request.prefill_chunk
-        if self.batch and self._pace:
-            chunk = min(chunk, max(int(pause / self._pace), 32))
-        elif self.batch:
-            chunk = min(chunk, 128)
+        if self._decoding:
+            chunk = min(chunk, max(int(pause / self._pace), 32) if self._pace else 128)
         seat.reading = Reading.of([len(prompt)], [kept], chunk, self.pool.target, leave=False)
         seat.passes = list(seat.reading.passes)
         seat.member.report.reused = [seat.reading.starts[0]]

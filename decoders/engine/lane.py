@@ -40,6 +40,7 @@ class Lane:
 
     Attributes:
         admission: where they wait until their prompts are read.
+        batch: the rows of the call, in its order; those that have left go before the next step.
     """
 
     def __init__(self, engine: Engine, request: Request, capacity: int) -> None:
@@ -55,6 +56,7 @@ class Lane:
         call.session, call.blocks = self.pool, self.pool.blocks
         call.held = []
         self.admission = Admission(call, self.pool, reserved)
+        self.batch: list[Seat] = []
         self._weights = engine.target.weights
         self._tiers: set[bool] | None = None
         self._clock = 0
@@ -95,7 +97,7 @@ class Lane:
                 self.call.passes.compile_for(self.capacity, self.call.report)
             self.admission.read(pause)
             self._settle()
-            if self.admission.batch:
+            if self.batch:
                 self.call.advance()
             return self._leave()
 
@@ -139,10 +141,9 @@ class Lane:
 
     def _settle(self) -> None:
         """Those whose prompts are read join the batch, in the rows of those that have left it if there are any."""
-        staying = [seat for seat in self.admission.batch if seat in self.seats]
-        new = [seat for seat in self.seats if seat.row is None and seat.ready]
-        if new or len(staying) < len(self.admission.batch):
-            self._rebatch(in_place([*staying, *new]))
+        rows = in_place([seat for seat in self.seats if seat.row is not None or seat.ready])
+        if rows != self.batch:
+            self._rebatch(rows)
 
     def _leave(self) -> list[RequestOutput]:
         """Those that have ended leave; their rows go before the next step, in which others may have them."""
@@ -176,7 +177,7 @@ class Lane:
             seat.row = row
             pool.stored.tokens[row, : len(texts[row])] = texts[row]
             pool.drop(row)
-        self.admission.batch = seats
+        self.batch = seats
         call.members[:] = [(seat.member, row) for row, seat in enumerate(seats)]
         call.held = [1] * len(seats)
         if not seats:

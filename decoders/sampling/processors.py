@@ -88,13 +88,16 @@ def mix64(z: Tensor) -> Tensor:
 def row_keys(seed: int, rows: int, device: torch.device) -> Tensor:
     """``[B]`` int64 noise keys of the rows of a batch, from one seed."""
     index = torch.arange(1, rows + 1, dtype=torch.int64, device=device)
-    start = torch.full((rows,), seed, dtype=torch.int64, device=device)
-    return mix64(mix64(start) + index * GOLDEN)
+    return _keys(torch.full((rows,), seed, dtype=torch.int64, device=device), index)
 
 
 def first_keys(seeds: Sequence[int], device: torch.device) -> Tensor:
     """``[B]`` int64: for every seed the key that :func:`row_keys` gives the first row."""
-    return mix64(mix64(torch.tensor(seeds, dtype=torch.int64, device=device)) + GOLDEN)
+    return _keys(torch.tensor(seeds, dtype=torch.int64, device=device), 1)
+
+
+def _keys(start: Tensor, index: Tensor | int) -> Tensor:
+    return mix64(mix64(start) + index * GOLDEN)
 
 
 def gumbel_noise(keys: Tensor, positions: Tensor, vocab: int) -> Tensor:
