@@ -222,16 +222,34 @@ def test_long_prompts_are_read_in_chunks_while_others_go_on(
         assert written(first, text_of(0, 4)) == write_alone(llama, text_of(0, 4), max_new_tokens=100)
 
 
-def test_a_short_prompt_waits_for_one_piece_of_a_long_one(llama: PreTrainedModel, text_of: Any) -> None:
-    config = {"compile": False, "prefill_chunk": 8, "reuse": False}
+@pytest.fixture
+def in_pieces(llama: PreTrainedModel, text_of: Any) -> Callable[[int, int], Any]:
+    """A call with so many prompt tokens, read in pieces of 8, and new ones."""
 
     def call(length: int, new: int) -> Any:
         return vars(decoders.enable(llama))["generate"].prepared(
             input_ids=torch.tensor([text_of(length, length)]), strategy="autoregressive", max_new_tokens=new, pad_token_id=0,
-            decoders_config=config,
+            decoders_config={"compile": False, "prefill_chunk": 8, "reuse": False},
         )  # fmt: skip
 
-    running, long, short = call(4, 100), call(200, 3), call(5, 3)
+    return call
+
+
+def test_a_prompt_is_read_at_once_where_no_row_waits(in_pieces: Callable[[int, int], Any]) -> None:
+    short, long = in_pieces(4, 2), in_pieces(200, 1)
+    lane = Lane(short.engine, short.request, 3)
+    first = lane.offer(short.request)
+    lane.advance(1e-9)
+    second = lane.offer(long.request)
+    lane.advance(1e-9)
+    assert first.ended and not second.generated[0]  # one piece, while the first had a step to go
+    lane.advance(1e-9)
+    assert second.ended
+    lane.close()
+
+
+def test_a_short_prompt_waits_for_one_piece_of_a_long_one(in_pieces: Callable[[int, int], Any]) -> None:
+    running, long, short = in_pieces(4, 100), in_pieces(200, 3), in_pieces(5, 3)
     lane = Lane(running.engine, running.request, 3)
     lane.offer(running.request)
     lane.advance(1e-9)
