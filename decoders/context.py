@@ -84,7 +84,8 @@ class Context:
         module: makes a drafter that is no language model ready for this call: ``module(module, ahead=K, example=(…))`` gives
             :class:`~decoders.drafting.ModulePasses`, with a slot cache, tree masks and packed weights like a draft model's, compiled
             where the call compiles. `module` is called with its inputs and ``attention_mask``, ``position_ids`` and
-            ``past_key_values``, all ready, which it hands to attention layers of transformers (``LlamaDecoderLayer``, say).
+            ``cache`` (or ``past_key_values``, if its ``forward`` has that), all ready, which it hands to attention layers of
+            transformers (``LlamaDecoderLayer``, say; :func:`~decoders.drafting.cache_keyword` has the name that they take it by).
             `example`: what it reads of one node, ``[1, 1, …]`` each. `ahead`: most nodes that a step writes behind a row.
             With ``on_device=False`` a step is not recorded, because what drafts with the module waits for the device.
         clock: seconds, for strategies that decide by time (:attr:`Strategy.timed`). Where several processes share the target, all of

@@ -18,6 +18,7 @@ from .sampling.processors import SamplingInputs, SamplingPlan
 from .tree import TreeTensors
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedModel
 
     from .constraints.vocabulary import Vocabulary
@@ -161,6 +162,17 @@ class ModulePasses(ABC):
                 Here `visible` is free: nodes may see each other in both directions. `ancestors` and `parents` are not looked at.
             options: keywords that `module` is called with as well, few different ones; compiled passes are made for each.
         """
+
+
+def cache_keyword(module: nn.Module) -> str:
+    """The keyword by which `module` takes its key-value cache, ``cache`` or ``past_key_values``, for calls of layers of transformers.
+
+    transformers 5.24 renamed it, and modeling code of a checkpoint may know the other name: it is the one that ``module.forward``
+    names, else that of the installed transformers. Ask once, where a module is made, not in each pass.
+    """
+    from .common import transformers_compat
+
+    return transformers_compat.cache_keyword(module)
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ def api() -> Iterator[str]:
     yield from section("decoders.strategies.ngram_training", {"train_table": ngram_training.train_table})
     yield from section("decoders.sampling", {n: getattr(sampling, n) for n in sampling.__all__})
     names = ("Drafter", "Expansion", "Advance", "DraftVocabulary", "OtherVocabulary", "ModulePasses", "Forced")
-    yield from section("decoders.drafting", {n: getattr(drafting, n) for n in names})
+    yield from section("decoders.drafting", {n: getattr(drafting, n) for n in (*names, "cache_keyword")})
     yield from section("decoders.costs", {n: getattr(costs, n) for n in costs.__all__})
     yield from section("decoders.serving", {n: getattr(serving, n) for n in serving.__all__})
     yield from section("decoders.demo", {n: getattr(demo, n) for n in demo.__all__})

@@ -6,13 +6,16 @@ tests/engine/test_compat.py tries every part, so that a version of transformers 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
 from torch import nn
 from transformers import CompileConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 # What generating leaves behind.
 
@@ -59,6 +62,27 @@ def set_attention(config: PreTrainedConfig, name: str) -> None:
     ``set_attn_implementation`` is for whole models; layers by themselves, which a drafter is made of, have a config only.
     """
     config._attn_implementation = name
+
+
+# The key-value cache.
+
+#: What models call the cache that they are given and give back. transformers 5.24 renamed it; the old name goes with 5.40.
+CACHE = next(field.name for field in fields(CausalLMOutputWithPast) if field.name in ("cache", "past_key_values"))
+
+
+def cache_keyword(module: nn.Module) -> str:
+    """The keyword by which `module` takes its key-value cache, ``cache`` or ``past_key_values``.
+
+    It is the one that its ``forward`` names: modeling code of a checkpoint, or of a drafter, may know the other name. Where it names
+    neither, that of the installed transformers.
+    """
+    names = inspect.signature(module.forward).parameters
+    return next((name for name in ("cache", "past_key_values") if name in names), CACHE)
+
+
+def cache_of(output: Any) -> Any:
+    """The key-value cache in what a model has given back."""
+    return getattr(output, CACHE)
 
 
 # Several processes.

@@ -48,7 +48,7 @@ class DFlashNetwork(nn.Module):
         self.rotary_emb = LlamaRotaryEmbedding(c)
 
     def forward(
-        self, states: Tensor, *, attention_mask: Tensor, position_ids: Tensor, past_key_values: Any, context: bool = False
+        self, states: Tensor, *, attention_mask: Tensor, position_ids: Tensor, cache: Any, context: bool = False
     ) -> Tensor:  # fmt: skip
         """What the target's head reads, ``[B, N, H]``, for a block; of a context only its keys and values are kept.
 
@@ -60,9 +60,9 @@ class DFlashNetwork(nn.Module):
         rotary = self.rotary_emb(states, position_ids)
         for layer in cast(list[_Layer], self.layers):
             if context:
-                layer.self_attn.remember(states, rotary, past_key_values)
+                layer.self_attn.remember(states, rotary, cache)
             else:
-                states = layer(states, rotary, attention_mask, past_key_values)
+                states = layer(states, rotary, attention_mask, cache)
         return states if context else self.norm(states)
 
 

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
+from ..common.transformers_compat import cache_keyword
+
 
 @dataclass(frozen=True)
 class EagleConfig:
@@ -48,8 +50,8 @@ class EagleHead(nn.Module):
         self.rotary_emb = LlamaRotaryEmbedding(c)
 
     def forward(
-        self, embedded: Tensor, states: Tensor, *, attention_mask: Tensor, position_ids: Tensor, past_key_values: Any,
-        logits: int = 1, fuse: bool = True,
+        self, embedded: Tensor, states: Tensor, *, attention_mask: Tensor, position_ids: Tensor, cache: Any, logits: int = 1,
+        fuse: bool = True,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The next features, ``[B, N, H]``, and those of the last `logits` nodes once more; as :meth:`Eagle3Head.forward`.
 
@@ -58,7 +60,7 @@ class EagleHead(nn.Module):
             states: ``[B, N, H]``, the target's features or the head's own: `fuse` makes no difference.
         """
         states = self.fc(torch.cat([embedded, states], dim=-1))
-        states = self.midlayer(states, self.rotary_emb(states, position_ids), attention_mask, past_key_values)
+        states = self.midlayer(states, self.rotary_emb(states, position_ids), attention_mask, cache)
         return states, states[:, -logits:]
 
 
@@ -68,15 +70,14 @@ class _Layer(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.self_attn = LlamaAttention(config, layer_idx=0)
+        self.cache_keyword = cache_keyword(self.self_attn)
         self.mlp = LlamaMLP(config)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(
-        self, states: Tensor, rotary: tuple[Tensor, Tensor], attention_mask: Tensor, past_key_values: Any
-    ) -> Tensor:
+    def forward(self, states: Tensor, rotary: tuple[Tensor, Tensor], attention_mask: Tensor, cache: Any) -> Tensor:
         attended, _ = self.self_attn(
             hidden_states=states, position_embeddings=rotary, attention_mask=attention_mask,
-            past_key_values=past_key_values,
+            **{self.cache_keyword: cache},
         )  # fmt: skip
         states = states + attended
         return states + self.mlp(self.post_attention_layernorm(states))

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
+from ..common.transformers_compat import cache_keyword
+
 
 @dataclass(frozen=True)
 class Eagle3Config:
@@ -59,8 +61,8 @@ class Eagle3Head(nn.Module):
         self.rotary_emb = LlamaRotaryEmbedding(c)
 
     def forward(
-        self, embedded: Tensor, states: Tensor, *, attention_mask: Tensor, position_ids: Tensor, past_key_values: Any,
-        logits: int = 1, fuse: bool = True,
+        self, embedded: Tensor, states: Tensor, *, attention_mask: Tensor, position_ids: Tensor, cache: Any, logits: int = 1,
+        fuse: bool = True,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """What stands in for the next feature, ``[B, N, H]``, and logits ``[B, n, D]`` of the last nodes.
 
@@ -71,7 +73,7 @@ class Eagle3Head(nn.Module):
         """
         states = self.fc(states) if fuse else states
         rotary = self.rotary_emb(states, position_ids)
-        states = self.midlayer(embedded, states, rotary, attention_mask, past_key_values)
+        states = self.midlayer(embedded, states, rotary, attention_mask, cache)
         normed = self.norm(states)
         return normed if self.head_config.norm_output else states, self.lm_head(normed[:, -logits:])
 
@@ -83,6 +85,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.norm_before_residual = norm_before_residual
         self.self_attn = LlamaAttention(config, layer_idx=0)
+        self.cache_keyword = cache_keyword(self.self_attn)
         for name in ("q_proj", "k_proj", "v_proj"):
             plain = getattr(self.self_attn, name)
             setattr(
@@ -96,13 +99,13 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(
-        self, embedded: Tensor, states: Tensor, rotary: tuple[Tensor, Tensor], attention_mask: Tensor, past_key_values: Any
-    ) -> Tensor:  # fmt: skip
+        self, embedded: Tensor, states: Tensor, rotary: tuple[Tensor, Tensor], attention_mask: Tensor, cache: Any
+    ) -> Tensor:
         normed = self.hidden_norm(states)
         residual = normed if self.norm_before_residual else states
         attended, _ = self.self_attn(
             hidden_states=torch.cat([self.input_layernorm(embedded), normed], dim=-1), position_embeddings=rotary,
-            attention_mask=attention_mask, past_key_values=past_key_values,
+            attention_mask=attention_mask, **{self.cache_keyword: cache},
         )  # fmt: skip
         states = residual + attended
         return states + self.mlp(self.post_attention_layernorm(states))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..common.transformers_compat import keeps_recurrent_state
+from ..common.transformers_compat import cache_keyword, keeps_recurrent_state
 from ..errors import UnsupportedError
 from . import attention, flex
 from .cache import LayerSpec, LayoutProbe
@@ -94,5 +94,5 @@ def _run_one_token(
     token = torch.zeros(1, 1, dtype=torch.int64, device=device)
     shape = attention.Probe()
     attention.tell_shape(mask, shape)
-    model(input_ids=token, attention_mask=mask, position_ids=token, past_key_values=cache, use_cache=True)
+    model(input_ids=token, attention_mask=mask, position_ids=token, use_cache=True, **{cache_keyword(model): cache})
     return shape

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from ..common import devices
-from ..common.transformers_compat import set_attention
+from ..common.transformers_compat import cache_keyword, set_attention
 from ..drafting import ModulePasses
 from ..errors import UnsupportedError
 from ..tree import TreeTensors
@@ -46,6 +46,7 @@ class ModuleTwin:
             )
         attention_functions.register()
         self.module, self.device, self.name = share_weights(module), device, name
+        self.cache_keyword = cache_keyword(self.module)
         configs = _configs(self.module)
         for config in configs:
             set_attention(config, attention.NAME)
@@ -66,6 +67,7 @@ class ModuleTwin:
         """One pass as a plain tensor function, the same object for the same `options`."""
         if options not in self._functions:
             module, kinds, dtype, keywords = self.module, self.kinds, self.dtype, dict(options)
+            name = self.cache_keyword
 
             def module_pass(
                 base: Tensor, offsets: Tensor, visible: Tensor, buffers: CacheBuffers, view: Tensor, *inputs: Tensor
@@ -75,8 +77,8 @@ class ModuleTwin:
                 slots = base[:, None] + attention.ending(index, n)
                 mask = attention.build_mask(kinds, base, offsets, visible, view.shape[0], dtype)
                 positions = (base[:, None] + attention.ending(offsets, n)).clamp(min=0)
-                cache = SlotCache(buffers, slots, view.shape[0])
-                return module(*inputs, attention_mask=mask, position_ids=positions, past_key_values=cache, **keywords)
+                cache = {name: SlotCache(buffers, slots, view.shape[0])}
+                return module(*inputs, attention_mask=mask, position_ids=positions, **cache, **keywords)
 
             self._functions[options] = module_pass
         return self._functions[options]
@@ -85,11 +87,11 @@ class ModuleTwin:
     def _probe(self, example: tuple[Tensor, ...]) -> list[LayerSpec]:
         probe, place = LayoutProbe(), torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         mask = torch.zeros(1, len(self.kinds), 1, 1, dtype=self.dtype, device=self.device)
-        self.module(*example, attention_mask=mask, position_ids=place, past_key_values=probe)
+        self.module(*example, attention_mask=mask, position_ids=place, **{self.cache_keyword: probe})
         if sorted(probe.layouts) != list(range(len(probe.layouts))) or not probe.layouts:
             raise UnsupportedError(
                 f"{self.name} stored keys and values for layers {sorted(probe.layouts)}: they are numbered from 0 on, and each calls "
-                "past_key_values.update"
+                f"{self.cache_keyword}.update"
             )
         return [probe.layouts[layer] for layer in range(len(probe.layouts))]
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..common.transformers_compat import cache_keyword, cache_of
 from ..errors import UnsupportedError
 from ..tree import Topology
 from .cache import CacheBuffers, LayerSpec
@@ -64,10 +65,6 @@ def _by_token(model: PreTrainedModel, ids: Tensor, begin: int) -> Tensor:
     out = model(input_ids=ids[:, :begin], use_cache=True)
     for place in range(begin, ids.shape[1]):
         positions = torch.full((1, 1), place, device=ids.device)
-        out = model(
-            input_ids=ids[:, place : place + 1],
-            position_ids=positions,
-            past_key_values=out.past_key_values,
-            use_cache=True,
-        )
+        cache = {cache_keyword(model): cache_of(out)}
+        out = model(input_ids=ids[:, place : place + 1], position_ids=positions, use_cache=True, **cache)
     return out.logits[0, -1].float()

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from ..common import devices
 from ..common.layers import decoder_layers
+from ..common.transformers_compat import cache_keyword
 from ..errors import UnsupportedError
 from ..tree import TreeTensors
 from . import attention, attention_functions, buckets, flex, invariance, recurrent
@@ -121,6 +122,7 @@ class Target:
         if precision.cache is not None:
             self.layout = [replace(spec, quantized=True) for spec in self.layout]
         self.group = groups.pop() if len(groups) == 1 else 1
+        self._cache_keyword = cache_keyword(self.model)
         self.reads_ahead = not found and "logits_to_keep" in inspect.signature(self.model.forward).parameters
         self._head_inputs.clear()
         self.dtype = self.layout[0].dtype
@@ -330,13 +332,14 @@ class Target:
             elif self.group > 1:
                 mask = attention.repeat_for_group(mask, self.group)
                 attention.tell_shape(mask, attention.MaskShape(self.group))
+        cache = {self._cache_keyword: SlotCache(buffers, slots, view.shape[0], states)}
         return dict(
             input_ids=nodes.clamp(0, self.embeddings - 1),
             attention_mask=mask,
             # Draft tokens may reach past the context; the loop never commits them, but embeddings would be out of range.
             position_ids=(base[:, None] + offsets).clamp(0, self.max_positions - 1),
-            past_key_values=SlotCache(buffers, slots, view.shape[0], states),
             use_cache=True,
+            **cache,
         )
 
 

@@ -32,6 +32,7 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "guidance_scale": (lambda v: v not in (None, 1, 1.0), "classifier-free guidance runs the model twice; drop strategy="),
     "output_attentions": (lambda v: bool(v), "fused attention has no weights to return; drop strategy="),
     "output_hidden_states": (lambda v: bool(v), "run model(sequences, output_hidden_states=True) on the result"),
+    "cache": (lambda v: v is not None, "the loop owns its static cache; pass the whole conversation as input_ids"),
     "past_key_values": (lambda v: v is not None, "the loop owns its static cache; pass the whole conversation as input_ids"),
     "inputs_embeds": (lambda v: v is not None, "tokens are verified by id; pass input_ids"),
     "cache_implementation": (

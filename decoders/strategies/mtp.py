@@ -147,14 +147,14 @@ class _Passes(nn.Module):
         self.layers = masked
 
     def forward(
-        self, tokens: Tensor, states: Tensor, *, attention_mask: Tensor, position_ids: Tensor, past_key_values: Any,
+        self, tokens: Tensor, states: Tensor, *, attention_mask: Tensor, position_ids: Tensor, cache: Any,
         layer: int | None = None,
     ) -> Tensor:  # fmt: skip
-        past_key_values.ready_mask = attention_mask
+        cache.ready_mask = attention_mask
         for number in range(self.layers.num_mtp_layers) if layer is None else (layer,):
             # A layer's tokens are one further on than those of the layer before, and so are their positions.
             places = position_ids + (1 + number)
-            states = self.layers.forward_layer(number, states, places, past_key_values, input_ids=tokens)
+            states = self.layers.forward_layer(number, states, places, cache, input_ids=tokens)
         return states
 
 

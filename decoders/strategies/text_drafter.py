@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..constraints.vocabulary import Vocabulary
-from ..drafting import ModulePasses, OtherVocabulary
+from ..drafting import ModulePasses, OtherVocabulary, cache_keyword
 from ..errors import UnsupportedError
 from ..strategy import Context, Draft, Sequences
 
@@ -200,16 +200,17 @@ class _Passes(nn.Module):
         super().__init__()
         self.model = copy.copy(model)  # another object with the same modules, so that the model may go
         vars(self.model).pop("generate", None)
+        self.cache_keyword = cache_keyword(self.model)
         config = model.config.get_text_config(decoder=True)
         self.positions = getattr(config, "max_position_embeddings", None) or 1 << 30
 
     def forward(
-        self, tokens: Tensor, *, attention_mask: Tensor, position_ids: Tensor, past_key_values: Any, last: bool = False
+        self, tokens: Tensor, *, attention_mask: Tensor, position_ids: Tensor, cache: Any, last: bool = False
     ) -> Tensor:  # fmt: skip
         """``[B, N]`` int64; of the last node alone with `last`."""
         logits = self.model(
             input_ids=tokens, attention_mask=attention_mask, position_ids=position_ids.clamp(max=self.positions - 1),
-            past_key_values=past_key_values, use_cache=True, logits_to_keep=1 if last else 0,
+            use_cache=True, logits_to_keep=1 if last else 0, **{self.cache_keyword: cache},
         ).logits  # fmt: skip
         return logits.argmax(-1)
 

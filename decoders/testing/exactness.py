@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..common.transformers_compat import attention_of
+from ..common.transformers_compat import CACHE, attention_of
 from ..engine.torch_compat import hooks_of
 from .models import VOCAB
 from .toy_grammar import Matched, TokenAutomaton
@@ -64,7 +64,7 @@ def reference(model: PreTrainedModel, inputs: dict[str, Tensor], strategy: Any =
         return decode(model, inputs, strategy, **options)
     if key not in _references:
         output = decode(model, inputs, strategy, **options)
-        output.past_key_values = None
+        setattr(output, CACHE, None)
         _references[key] = output
     return _references[key]
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..common.transformers_compat import cache_keyword, cache_of
 from .progress import progress_bar
 from .trainer import TrainingError
 
@@ -117,14 +118,14 @@ def own_texts(
     ids, length = ids.clone(), ids.shape[1]
     own = torch.full((len(ids),), length)
     count = round(share * len(ids))
-    own[:count] = prompt
+    own[:count], keyword = prompt, cache_keyword(model)
     with evaluating(model):
         for first in range(0, count, ROWS):
             rows = slice(first, min(first + ROWS, count))
-            read, past = ids[rows, :prompt].to(model.device), None
+            read, cache = ids[rows, :prompt].to(model.device), None
             for position in range(prompt, length):
-                out = model(input_ids=read, past_key_values=past, use_cache=True)
-                read, past = out.logits[:, -1:].argmax(-1), out.past_key_values
+                out = model(input_ids=read, use_cache=True, **{keyword: cache})
+                read, cache = out.logits[:, -1:].argmax(-1), cache_of(out)
                 ids[rows, position] = read[:, 0].cpu()
             progress(rows.stop - rows.start)
     return Texts(ids, own)

@@ -81,7 +81,7 @@ def a_chain(head, embedded, features, depth):
         mask += torch.full((count, count), float("-inf")).triu(1) if past == 0 else 0.0
         states, _ = head(
             embedded[:, past : past + count], states, attention_mask=mask,
-            position_ids=torch.arange(past, past + count)[None], past_key_values=cache, logits=1, fuse=k == 0,
+            position_ids=torch.arange(past, past + count)[None], cache=cache, logits=1, fuse=k == 0,
         )  # fmt: skip
         states = states[:, -1:]
         outcome.append(states[0, 0])

@@ -225,7 +225,7 @@ def test_what_generating_leaves_on_a_model_is_known() -> None:
 
 
 def test_transformers_compiles_on_any_device_where_it_is_asked_to() -> None:
-    model, cache = tiny_model("llama"), {"past_key_values": StaticCache(tiny_model("llama").config, 8)}
+    model, cache = tiny_model("llama"), {transformers_compat.CACHE: StaticCache(tiny_model("llama").config, 8)}
     asked = GenerationConfig(compile_config=transformers_compat.compiled_on_any_device())
     assert model._valid_auto_compile_criteria(cache, asked), TRANSFORMERS
     assert not model._valid_auto_compile_criteria(cache, GenerationConfig()), (
@@ -239,6 +239,29 @@ def test_the_attention_of_a_config_is_told_and_set() -> None:
     assert transformers_compat.attention_of(model.config) == "sdpa", TRANSFORMERS
     transformers_compat.set_attention(model.config, "eager")
     assert transformers_compat.attention_of(model.config) == "eager", TRANSFORMERS
+
+
+def test_the_name_of_the_cache_is_that_of_the_forward_pass() -> None:
+    class Later(torch.nn.Module):
+        def forward(self, tokens, cache=None): ...
+
+    class Earlier(torch.nn.Module):
+        def forward(self, tokens, past_key_values=None): ...
+
+    class Any(torch.nn.Module):
+        def forward(self, tokens, **arguments): ...
+
+    names = [transformers_compat.cache_keyword(module) for module in (Later(), Earlier(), Any())]
+    assert names == ["cache", "past_key_values", transformers_compat.CACHE]
+
+
+@pytest.mark.filterwarnings("error")
+def test_models_take_and_give_their_cache_by_the_name_that_they_have_for_it() -> None:
+    model, tokens = tiny_model("llama"), torch.ones(1, 3, dtype=torch.int64)
+    cache = transformers_compat.cache_of(model(tokens, use_cache=True))
+    assert isinstance(cache, DynamicCache), TRANSFORMERS
+    model(tokens, **{transformers_compat.cache_keyword(model): cache})
+    assert cache.get_seq_length() == 6, TRANSFORMERS
 
 
 def test_a_model_of_one_process_has_no_mesh() -> None:

@@ -12,6 +12,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 import decoders
+from decoders.drafting import cache_keyword
 from decoders.errors import SettingsError, UnsupportedError
 from decoders.strategies import PromptLookup
 from decoders.strategies.merged import Merged
@@ -257,12 +258,13 @@ class Layered(torch.nn.Module):
         )  # fmt: skip
         self.fc = torch.nn.Linear(2 * hidden, hidden)
         self.layer, self.rotary = LlamaDecoderLayer(self.config, 0), LlamaRotaryEmbedding(self.config)
+        self.cache_keyword = cache_keyword(self.layer)
 
-    def forward(self, embedded: Tensor, feature: Tensor, *, attention_mask, position_ids, past_key_values) -> Tensor:
+    def forward(self, embedded: Tensor, feature: Tensor, *, attention_mask, position_ids, cache) -> Tensor:
         states = self.fc(torch.cat([embedded, feature], -1))
         return self.layer(
-            states, attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
-            position_embeddings=self.rotary(states, position_ids),
+            states, attention_mask=attention_mask, position_ids=position_ids,
+            position_embeddings=self.rotary(states, position_ids), **{self.cache_keyword: cache},
         )  # fmt: skip
 
 
@@ -318,7 +320,7 @@ def check_slot_cache_and_tree_masks(llama, compile: bool, rows: int) -> None:
             with torch.no_grad():
                 expected = plain(
                     torch.cat([embedded, nodes[:, path]], 1), torch.cat([features, nodes[:, path]], 1), attention_mask=mask,
-                    position_ids=torch.arange(count + 3)[None], past_key_values=None,
+                    position_ids=torch.arange(count + 3)[None], cache=None,
                 )[0]  # fmt: skip
             assert near(read, expected[:count])
             assert near(log.branches[0][row, path], expected[count:])

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 import decoders
+from decoders.common.transformers_compat import cache_keyword, cache_of
 from decoders.errors import UnsupportedError
 from decoders.strategies import Eagle3, EarlyExit, Medusa, Mtp, PromptLookup
 from decoders.strategies.merged import Merged
@@ -111,8 +112,8 @@ def test_a_design_whose_own_paths_differ_is_decoded_as_its_own_generate_does() -
     model = Architecture("nemotron_h", MappingProxyType(options))(0)
     ids = prompts()["input_ids"]
     with torch.no_grad():
-        past = model(ids[:, :12], use_cache=True).past_key_values
-        stepped = torch.cat([model(ids[:, i : i + 1], past_key_values=past).logits for i in range(12, 24)], 1)
+        cache = {cache_keyword(model): cache_of(model(ids[:, :12], use_cache=True))}
+        stepped = torch.cat([model(ids[:, i : i + 1], **cache).logits for i in range(12, 24)], 1)
         assert (stepped - model(ids).logits[:, 12:]).abs().max() > 1e-3, (
             "transformers has changed: compare with it here"
         )
