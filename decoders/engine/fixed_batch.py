@@ -11,6 +11,7 @@ from ..strategy import finishing
 from .capture import WARM_UP_STEPS
 from .engine import Engine
 from .loop import Call
+from .openmp import release_threads
 from .recording import CallRecording, recordable
 from .request import Decoded, Request
 from .request_output import RequestOutput
@@ -21,16 +22,19 @@ def decode(engine: Engine, request: Request) -> Decoded:
     """Runs a call to its end. Calls on one engine run one after the other."""
     # Packed weights, compiled code and kept texts are in the model's own precision, in whatever context the call is made.
     own_precision = torch.autocast(engine.target.device.type, enabled=False)
-    with (
-        engine.lock,
-        engine.active(),
-        own_precision,
-        torch.inference_mode(False),
-        torch.no_grad(),
-        ExitStack() as stack,
-    ):
-        request = engine.target.ranks.agreed(request)
-        return FixedBatch(engine, request, stack).run()  # the stack gives sessions back, whatever happens
+    try:
+        with (
+            engine.lock,
+            engine.active(),
+            own_precision,
+            torch.inference_mode(False),
+            torch.no_grad(),
+            ExitStack() as stack,
+        ):
+            request = engine.target.ranks.agreed(request)
+            return FixedBatch(engine, request, stack).run()  # the stack gives sessions back, whatever happens
+    finally:
+        release_threads()  # the next call may be another thread's
 
 
 class FixedBatch:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import StoppingCriteria
 
+import decoders
 from decoders.engine import locks, openmp
 from decoders.engine.locks import CallLock
+from decoders.testing import prompts, tiny_model
 
 
 @pytest.fixture
@@ -48,6 +52,27 @@ def test_a_thread_gives_its_team_back_and_gets_another_one(two_threads: None) ->
     assert tasks() == before + 1
     openmp.release_threads()
     assert becomes(lambda: tasks() == before)
+
+
+@pytest.mark.skipif(openmp._pause() is None, reason="OpenMP is not libgomp here")
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_call_gives_its_team_back(two_threads: None, fails: bool) -> None:
+    class Criterion(StoppingCriteria):
+        def __call__(self, *_: object, **__: object) -> torch.Tensor:
+            run_parallel()
+            if fails:
+                raise ValueError("of the criterion")
+            return torch.zeros(1, dtype=torch.bool)
+
+    model = decoders.enable(tiny_model("llama"))
+    openmp.release_threads()
+    before = tasks()
+    with pytest.raises(ValueError, match="of the criterion") if fails else nullcontext():
+        model.generate(
+            **prompts(1), strategy="autoregressive", max_new_tokens=2, do_sample=False, stopping_criteria=[Criterion()],
+            decoders_config={"compile": False},
+        )  # fmt: skip
+    assert becomes(lambda: tasks() <= before)
 
 
 def test_wheels_for_linux_have_the_openmp_that_is_expected() -> None:
