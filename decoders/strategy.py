@@ -59,15 +59,16 @@ class Step:
 
 @dataclass(frozen=True)
 class PromptChunk:
-    """A stretch of the rows' prompts that the target has just read, all rows at the same positions.
+    """A stretch of the rows' prompts that the target has just read.
 
     Together the chunks of a call hold every prompt token but each row's last, which is node 0 of the first step; a call whose
-    prompts have one token each has none.
+    prompts have one token each has none. Where requests come and go (:meth:`Strategy.rebatch`) a chunk is of the prompts of rows that
+    are new. In rows that stay no token of it is valid, and all lie behind what they have committed.
 
     Attributes:
         tokens: ``[B, N]`` int64.
-        positions: ``[B, N]`` int64, where in its row each of them is.
-        valid: ``[B, N]`` bool, which of them are such tokens; the others lie behind their row's prompt and mean nothing.
+        positions: ``[B, N]`` int64, where in its row each of them is; one after the other in every row.
+        valid: ``[B, N]`` bool, which of them are such tokens; the others lie behind their row's text and mean nothing.
         hidden: ``[B, N, H]``, the hidden states that the output head reads, as in :class:`Step`.
         layers: ``[B, N, T, H]``, as in :class:`Step`.
         logits: ``[B, N, V]`` float32, the raw logits; None unless :attr:`Strategy.prompt_logits` asks for them.
@@ -154,7 +155,7 @@ class Strategy(Configured, ABC):
         """Learns from a stretch of the prompts, in order, before the first :meth:`propose`; updates `state` in place.
 
         A strategy that overrides this is shown whole prompts: nothing is taken from earlier calls, and nothing is left to the
-        first step.
+        first step. Behind :meth:`rebatch` it is shown those of the new rows.
         """
 
     def finish(self, state: Any) -> None:
@@ -177,8 +178,8 @@ class Strategy(Configured, ABC):
         """Requests have come or gone between two steps; makes the state of the rows as they are now, from that of those before.
 
         By default :meth:`start` is called again, on rows that hold all that was committed so far. That is always exact, and
-        forgets what was learnt. A strategy that overrides this keeps the state of rows that stay. Its draft models stay open,
-        and have been told.
+        forgets what was learnt. A strategy that overrides this keeps the state of rows that stay. Its draft models and modules
+        stay open, and have been told: they hold what they held of each row, at its new place.
 
         Args:
             state: given up; it may be changed and returned.
@@ -187,12 +188,18 @@ class Strategy(Configured, ABC):
         """
         return self.start(context)
 
-    def keeps_rows(self, state: Any) -> bool:
-        """Whether :meth:`rebatch` keeps the state of rows that stay. If not, the loop ends it and starts anew, draft models included.
+    @property
+    def rebatches(self) -> bool:
+        """Whether :meth:`rebatch` keeps the state of rows that stay: where it is overridden.
 
-        By default where it is overridden; a strategy that is built of others asks them.
+        A strategy that is built of others asks them. One that reads prompts and keeps no rows would have to be shown all texts
+        anew: it is given its requests one at a time.
         """
         return type(self).rebatch is not Strategy.rebatch
+
+    def keeps_rows(self, state: Any) -> bool:
+        """Whether it does with this state. If not, the loop ends it and starts anew, draft models included."""
+        return self.rebatches
 
     def limit(self, state: Any, tokens: int) -> None:
         """Says how many tokens deep the next draft is wanted at most; strategies to which a token costs something obey."""

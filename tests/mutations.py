@@ -353,8 +353,8 @@ MUTATIONS = (
     ),
     Mutation(
         "prompt-of-the-next-request-is-not-read", "decoders/engine/lane.py",
-        "if restart or strategy.reads_prompt or not strategy.keeps_rows(call.state):",
-        "if restart or not strategy.keeps_rows(call.state):",
+        "for chunk in seat.chunks if not anew else ():",
+        "for chunk in ():",
         ("serving/test_scheduler.py",),
     ),
     Mutation(

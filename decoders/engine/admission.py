@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from ..strategy import PromptChunk
+from .cache import CacheBuffers
 from .loop import Call
 from .pool import RowPool
 from .prefixes import NOTHING, KeptText
@@ -22,6 +27,7 @@ class Seat:
     Attributes:
         reading: how its prompt is read, None before that has begun.
         passes: those still to come.
+        chunks: what its strategy is to be shown of the prompt, if it reads prompts: at the beginning of its first step.
         row: the row of the batch that it is, None while it is read.
         turns: passes that it had, and those that others had had when it came; who has had fewest is next.
     """
@@ -30,6 +36,7 @@ class Seat:
     place: int
     reading: Reading | None = None
     passes: list[tuple[int, int]] = field(default_factory=list)
+    chunks: list[PromptChunk] = field(default_factory=list)
     row: int | None = None
     turns: int = 0
 
@@ -85,7 +92,7 @@ class Admission:
                 done, count = seat.passes.pop(0)
                 seat.turns += 1
                 assert seat.reading is not None
-                self.pool.read_row(seat.place, seat.reading, done, count)
+                self.pool.read_row(seat.place, seat.reading, done, count, self._keeping(seat))
                 spent = time.perf_counter() - started
                 self._pace = spent / count if count >= 32 or not self._pace else self._pace
             seat.member.report.timings.prefill += time.perf_counter() - started
@@ -94,11 +101,8 @@ class Admission:
         """Puts a prompt in its place with what any other place holds of it, and says in which passes the rest is read."""
         request, prompt = seat.member.request, seat.prompt.cpu()
         self.pool.put(seat.place, seat.prompt)
-        if request.strategy.reads_prompt:  # read when the strategy has started
-            self.pool.drop(seat.place)
-            seat.reading = Reading([0], [], 0)
-            return
-        kept = self.pool.take_over(seat.place, prompt, self._texts(seat)) if request.reuse else 0
+        reuse = request.reuse and not request.strategy.reads_prompt  # which is shown all of it
+        kept = self.pool.take_over(seat.place, prompt, self._texts(seat)) if reuse else 0
         self.pool.drop(seat.place)
         chunk = request.prefill_chunk
         if self._decoding:
@@ -106,6 +110,17 @@ class Admission:
         seat.reading = Reading.of([len(prompt)], [kept], chunk, self.pool.target, leave=False)
         seat.passes = list(seat.reading.passes)
         seat.member.report.reused = [seat.reading.starts[0]]
+
+    def _keeping(self, seat: Seat) -> Callable[..., None] | None:
+        """How a pass of a strategy that reads prompts is run: what it gives is kept for the strategy."""
+        if not seat.member.request.strategy.reads_prompt:
+            return None
+        length = torch.tensor([len(seat.prompt)], device=self.pool.target.device)
+
+        def run(buffers: CacheBuffers, *stretch: Any) -> None:
+            seat.chunks.append(self.call.read_chunk(buffers, length, *stretch))
+
+        return run
 
     def _texts(self, seat: Seat) -> list[KeptText]:
         """What every place holds, those in use included; the place of `seat` holds what was there before."""
@@ -120,7 +135,7 @@ class Admission:
         if seat.row is not None:
             written = seat.member.text(0).cpu()
             return self.pool.kept(seat.place, written[: max(len(written) - 1 - self.call.pending, 0)])
-        if seat.reading is None or seat.member.request.strategy.reads_prompt:
+        if seat.reading is None:
             return NOTHING
         start, end = seat.reading.starts[0], len(seat.prompt) - 1
         text = seat.prompt.cpu()[: min(start + seat.passes[0][0], end) if seat.passes else end]

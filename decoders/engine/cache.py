@@ -151,6 +151,11 @@ class CacheBuffers:
         states = self.states.of_rows(begin, end) if self.states is not None else None
         return self._each(lambda tensor: tensor[begin:end], states)
 
+    def gathered(self, rows: Tensor) -> CacheBuffers:
+        """Copies of `rows` ``[B]`` int64; without recurrent states, which drafters do not have."""
+        assert self.states is None
+        return self._each(lambda tensor: tensor[rows], None)
+
     def first_layers(self, count: int) -> CacheBuffers:
         """The same tensors, those of the first `count` layers."""
         return CacheBuffers(self.keys[:count], self.values[:count], self.key_scales[:count], self.value_scales[:count])

@@ -8,9 +8,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from ..constraints.base import CompiledGrammar
-from ..strategy import finish_all
+from ..strategy import PromptChunk, finish_all
 from .admission import Admission, Seat
 from .buckets import row_bucket, slots_for
 from .engine import Engine
@@ -36,7 +37,8 @@ class Lane:
     Args:
         engine: of the model.
         request: the first one; it says what all have in common.
-        capacity: most requests at a time. A strategy that reads prompts is shown a batch's together, so its requests come one by one.
+        capacity: most requests at a time. A strategy that reads prompts and keeps no rows would have to be shown all texts anew
+            where one comes or goes: its requests come one at a time.
 
     Attributes:
         admission: where they wait until their prompts are read.
@@ -44,7 +46,7 @@ class Lane:
     """
 
     def __init__(self, engine: Engine, request: Request, capacity: int) -> None:
-        capacity = 1 if request.strategy.reads_prompt else capacity
+        capacity = 1 if request.strategy.reads_prompt and not request.strategy.rebatches else capacity
         self.engine, self.template, self.capacity = engine, request, capacity
         self.stack = ExitStack()
         self.call = call = Call(engine, request, self.stack)
@@ -226,24 +228,32 @@ class Lane:
             finish_all([(self.template.strategy, self.call.state)], cause)
 
     def _inform(self, sources: list[int], restart: bool) -> None:
-        """Tells the strategy and its draft models which rows there are now."""
+        """Tells the strategy, its draft models and modules which rows there are now, and shows it the prompts of the new ones."""
         call, strategy = self.call, self.template.strategy
         call.where, call.resources.costs = "rebatch", None
         call.fit_blocks()
-        # One that reads prompts has one request at a time, whose prompt is still unread.
-        if restart or strategy.reads_prompt or not strategy.keeps_rows(call.state):
+        restart = restart or not strategy.keeps_rows(call.state)
+        if restart:
             self._finish()
             call.resources.close()
             call.state = strategy.start(call.resources.context())
             self._started = True
-            if strategy.reads_prompt:
-                call.where = "prefill"
-                call.read_prompts(call.lengths, [0] * call.width, leave=False)
-            return
-        context, drafters = call.resources.context(), list(call.drafters)
-        for drafter in drafters:
-            drafter.rebatch(sources, call.resources.settings, context, call.guide)
-        call.state = strategy.rebatch(call.state, torch.tensor(sources, device=self.engine.target.device), context)
+        else:
+            context = call.resources.rebatch(sources)
+            call.state = strategy.rebatch(call.state, torch.tensor(sources, device=self.engine.target.device), context)
+        if strategy.reads_prompt:
+            call.where = "prefill"
+            self._show_prompts(anew=restart and any(source >= 0 for source in sources))
+
+    def _show_prompts(self, anew: bool) -> None:
+        """Shows the strategy what was read of the prompts of new rows; `anew`, with a new state, the texts of all rows."""
+        call = self.call
+        if anew:
+            call.read_prompts(call.lengths, [0] * call.width, leave=False)
+        for row, seat in enumerate(self.batch):
+            for chunk in seat.chunks if not anew else ():
+                call.show(among_rows(chunk, row, self.pool.rows.length), max(call.lengths))
+            seat.chunks.clear()
 
 
 def in_place(seats: list[Seat]) -> list[Seat]:
@@ -251,3 +261,23 @@ def in_place(seats: list[Seat]) -> list[Seat]:
     at = {seat.place: seat for seat in seats if seat.place < len(seats)}
     others = iter(seat for seat in seats if seat.place >= len(seats))
     return [at[row] if row in at else next(others) for row in range(len(seats))]
+
+
+def among_rows(chunk: PromptChunk, row: int, lengths: Tensor) -> PromptChunk:
+    """A chunk of one row as one of a batch, whose other rows read nothing. lengths: ``[B]``, tokens of every row."""
+    rows = len(lengths)
+    if rows == 1:
+        return chunk
+    here = (torch.arange(rows, device=lengths.device) == row)[:, None]
+    index = torch.arange(chunk.tokens.shape[1], device=lengths.device)
+    positions = torch.where(here, chunk.positions[:, :1], lengths[:, None] - 1) + index
+
+    def of_all(values: Tensor) -> Tensor:
+        return values.expand(rows, *values.shape[1:])
+
+    # Drafters run the states of all rows: one layout, whether they are one row's or those of a batch.
+    layers = of_all(chunk.layers).contiguous() if chunk.layers is not None else None
+    logits = of_all(chunk.logits) if chunk.logits is not None else None
+    return PromptChunk(
+        of_all(chunk.tokens), positions, chunk.valid & here, of_all(chunk.hidden).contiguous(), layers, logits
+    )

@@ -16,6 +16,7 @@ from ..tree import TreeTensors
 from . import guard
 from .blocks import Blocks, NodeBlock, cut
 from .buckets import round_up, row_bucket
+from .cache import CacheBuffers
 from .core import StepOutput
 from .criteria import Outcome
 from .drafter import ModelDrafter
@@ -143,15 +144,24 @@ class Call:
 
     def _show(self, tokens: Tensor, begin: Tensor, view: Tensor, latest: int) -> None:
         """Runs a stretch of the prompts and hands it to the strategy. tokens: ``[B, N]`` from slots `begin` ``[B]`` on."""
-        strategy, rows = self.request.strategy, self.rows
+        self.show(self.read_chunk(self.rows.buffers, self.rows.length, tokens, begin, view, latest), latest)
+
+    def show(self, chunk: PromptChunk, latest: int) -> None:
+        """Hands a stretch of the prompts to the strategy. latest: largest of the slots at which it begins."""
         for module in self.resources.modules:  # what is read behind the prompts' ends needs room as well
-            module.reserve(latest + tokens.shape[1])
+            module.reserve(latest + chunk.tokens.shape[1])
+        self.request.strategy.prefill(self.state, chunk)
+
+    def read_chunk(
+        self, buffers: CacheBuffers, lengths: Tensor, tokens: Tensor, begin: Tensor, view: Tensor, latest: int
+    ) -> PromptChunk:
+        """Runs a stretch of texts for a strategy that reads prompts; lengths: ``[B]``, of the texts. The rest as of :meth:`_show`."""
+        strategy = self.request.strategy
         positions = begin[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-        valid = positions < rows.prompt_length[:, None] - 1
-        result = self.target.features(tokens, begin, rows.buffers, view, latest, strategy.prompt_logits, valid)
+        valid = positions < lengths[:, None] - 1
+        result = self.target.features(tokens, begin, buffers, view, latest, strategy.prompt_logits, valid)
         logits = result.logits if strategy.prompt_logits else None
-        chunk = PromptChunk(tokens, positions, valid, result.hidden, result.layers, logits)
-        strategy.prefill(self.state, chunk)
+        return PromptChunk(tokens, positions, valid, result.hidden, result.layers, logits)
 
     def make_step(self) -> StepFunction:
         return make_step(self.engine, self.passes, self.request, self.verifier, self.members, self.report)

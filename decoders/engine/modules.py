@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -101,6 +101,7 @@ class SlotPasses(ModulePasses):
 
     Args:
         rows, slots: of its cache.
+        ahead: most nodes that a step writes behind a row.
         compile: ``Context.compile``.
 
     Attributes:
@@ -109,14 +110,13 @@ class SlotPasses(ModulePasses):
 
     on_device = True
 
-    def __init__(self, twin: ModuleTwin, rows: int, slots: int, compile: Callable[[Callable], Callable]) -> None:
-        self.twin, self.rows, self.compile, self.passes = twin, rows, compile, 0
+    def __init__(
+        self, twin: ModuleTwin, rows: int, slots: int, ahead: int, compile: Callable[[Callable], Callable]
+    ) -> None:
+        self.twin, self.rows, self.ahead, self.compile, self.passes = twin, rows, ahead, compile, 0
         self.static = devices.static_shapes(twin.device)
         self._functions: dict[tuple, Callable] = {}
-        self._allocate(slots_for(slots, self.static))
-
-    def _allocate(self, slots: int) -> None:
-        self.buffers = CacheBuffers.allocate(self.twin.layout, self.rows, slots)
+        self.buffers = CacheBuffers.allocate(twin.layout, rows, slots_for(slots + ahead, self.static))
         self._settle()
 
     def _settle(self) -> None:
@@ -128,6 +128,19 @@ class SlotPasses(ModulePasses):
         if slots_for(slots, self.static) > self.buffers.slots:
             self.buffers = self.buffers.enlarged(slots_for(2 * slots, self.static))
             self._settle()
+
+    def rebatch(self, sources: Sequence[int], slots: int) -> None:
+        """Rows have come or gone; those that stay take along what is kept of them.
+
+        Args:
+            sources: which row of the batch before each row is, -1 for one that is new.
+            slots: of the rows.
+        """
+        if len(sources) != self.rows or any(source not in (row, -1) for row, source in enumerate(sources)):
+            index = torch.tensor([max(source, 0) for source in sources], device=self.twin.device)
+            self.buffers, self.rows = self.buffers.gathered(index), len(sources)
+            self._settle()
+        self.reserve(slots + self.ahead)
 
     @property
     def nbytes(self) -> int:

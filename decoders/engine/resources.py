@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -81,10 +81,28 @@ class CallResources:
         """See :attr:`Context.module`."""
         call = self.call
         compile = partial(call.engine.function, compile=call.request.compile, report=call.report)
-        slots = max(call.longest, call.rows.slots) + ahead
-        self.modules.append(SlotPasses(call.engine.module(module, example), call.width, slots, compile))
+        twin = call.engine.module(module, example)
+        self.modules.append(SlotPasses(twin, call.width, self._slots, ahead, compile))
         self.modules[-1].on_device = on_device
         return self.modules[-1]
+
+    @property
+    def _slots(self) -> int:
+        """What a row of the call may come to."""
+        return max(self.call.longest, self.call.rows.slots)
+
+    def rebatch(self, sources: Sequence[int]) -> Context:
+        """Tells what is open which rows there are now, and gives the strategy's new context.
+
+        Args:
+            sources: which row of the batch before each row is, -1 for one that is new.
+        """
+        context = self.context()
+        for drafter in list(self.drafters):
+            drafter.rebatch(sources, self.settings, context, self.call.guide)
+        for module in self.modules:
+            module.rebatch(sources, self._slots)
+        return context
 
     def _memory_of(self, key: str, factory: Callable[[], Any], of: Strategy | None = None) -> Any:
         """See :attr:`Context.memory`."""

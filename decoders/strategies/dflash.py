@@ -16,10 +16,10 @@ from ..dflash.network import DFlashConfig, DFlashNetwork
 from ..drafting import DraftVocabulary, Expansion, ModulePasses
 from ..errors import SettingsError, UnsupportedError
 from ..settings import Settings
-from ..strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy
+from ..strategy import Context, PromptChunk, Sequences, Step
 from ..tree import TreeTensors
 from .draft_tree import Beam, Children, DynamicTree, NodeBudget, StaticTree
-from .feature_drafter import FeatureWindow, shape_of
+from .feature_drafter import FeatureWindow, ReadsFeatures, shape_of
 
 
 class DFlashSettings(Settings):
@@ -65,7 +65,7 @@ class _State:
         return layers.flatten(2)
 
 
-class DFlash(Strategy):
+class DFlash(ReadsFeatures):
     """What some layers of the target have computed of every token becomes the keys and values of a small network. The network
     reads the last token and masks, which see each other in both directions, and says in one pass what stands in the place of
     every mask. Embedding and output head are the target's.
@@ -114,9 +114,6 @@ class DFlash(Strategy):
     def prefill(self, state: _State, chunk: PromptChunk) -> None:
         state.drafter.prefill(chunk, state.features(chunk.layers, chunk.hidden))
 
-    def propose(self, state: _State, sequences: Sequences) -> Draft:
-        return state.drafter.draft(state.tree, sequences)
-
     def observe(self, state: _State, step: Step) -> None:
         state.drafter.observe(step, state.features(step.layers, step.hidden))
 
@@ -134,14 +131,23 @@ class DFlashDrafter(FeatureWindow):
     ) -> None:
         vocabulary = DraftVocabulary(context.vocab_size)
         super().__init__(context, network.fc.in_features, length + 1, 0, vocabulary, children)
-        block = length + 1
+        block, self.mask_token = length + 1, config.mask_token_id
         self.embed, self.head = _embedding_of(context), context.head
-        self.masks = torch.full((context.rows, length), config.mask_token_id, device=context.device)
-        offsets = torch.arange(block, device=context.device).expand(context.rows, block)
-        everything = torch.ones(context.rows, block, block, dtype=torch.bool, device=context.device)
-        self.block = TreeTensors((offsets - 1).clamp(min=0), offsets, everything, everything)
+        self._make_block(context.rows, block)
         example = self.window.new_zeros(1, 1, config.layer.hidden_size)
         self.passes: ModulePasses = context.module(network, ahead=block + self.width, example=(example,))
+
+    def _make_block(self, rows: int, block: int) -> None:
+        """What is run for every row: the last token and masks, which see each other."""
+        device = self.window.device
+        self.masks = torch.full((rows, block - 1), self.mask_token, device=device)
+        offsets = torch.arange(block, device=device).expand(rows, block)
+        everything = torch.ones(rows, block, block, dtype=torch.bool, device=device)
+        self.block = TreeTensors((offsets - 1).clamp(min=0), offsets, everything, everything)
+
+    def rebatch(self, rows: Tensor, context: Context) -> None:
+        super().rebatch(rows, context)
+        self._make_block(context.rows, len(self.block))
 
     def own_parts(self) -> Any:
         return self.masks, self.block, self.passes

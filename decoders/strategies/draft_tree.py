@@ -76,6 +76,10 @@ class StaticTree:
             at, above, taken = (torch.tensor(x, device=device) for x in (frontier, where, ranks))
             self._levels.append((at, above, taken, run))
 
+    def of_rows(self, rows: int, device: torch.device) -> StaticTree:
+        """The same tree for so many rows."""
+        return StaticTree(self.paths, rows, device)
+
     def draft(self, drafter: Drafter) -> Draft:
         """Fills the tree for every row, level by level."""
         tokens: list[Tensor] = []

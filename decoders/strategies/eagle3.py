@@ -15,10 +15,10 @@ from ..eagle3.eagle1 import EagleHead
 from ..eagle3.files import Eagle3Files, find_head, load_head, read_config
 from ..errors import SettingsError, UnsupportedError
 from ..settings import Settings
-from ..strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy
+from ..strategy import Context, PromptChunk, Sequences, Step
 from ..tree import TreeTensors
 from .draft_tree import Beam, Children, DynamicTree, NodeBudget, StaticTree, TreeForm
-from .feature_drafter import FeatureDrafter, shape_of, tokens_from
+from .feature_drafter import FeatureDrafter, ReadsFeatures, shape_of, tokens_from
 
 
 class Eagle3Settings(Settings):
@@ -47,7 +47,7 @@ class _State:
     tree: StaticTree | DynamicTree
 
 
-class Eagle3(Strategy):
+class Eagle3(ReadsFeatures):
     """One decoder layer reads the embedding of every token and, fused, what three layers of the target made of the token before.
     From the second drafted token on its own output stands in for what the target has not computed. Its vocabulary may be a part
     of the target's.
@@ -83,9 +83,6 @@ class Eagle3(Strategy):
 
     def prefill(self, state: _State, chunk: PromptChunk) -> None:
         state.drafter.prefill(chunk, features(chunk))
-
-    def propose(self, state: _State, sequences: Sequences) -> Draft:
-        return state.drafter.draft(state.tree, sequences)
 
     def observe(self, state: _State, step: Step) -> None:
         state.drafter.observe(step, features(step))

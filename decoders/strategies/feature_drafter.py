@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..drafting import Drafter, DraftVocabulary, Expansion
-from ..strategy import Context, Draft, PromptChunk, Sequences, Step
+from ..strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy
 from ..tree import TreeTensors
 from .draft_model import require_coupled
 from .draft_tree import DynamicTree, StaticTree, likely_paths
@@ -41,7 +41,7 @@ class FeatureWindow(ABC):
         self.most_id = cast(Any, context.model.get_input_embeddings()).num_embeddings - 1
         self.new, self.width, self.own_nodes = new, new + known, 1
         assert context.sequences is not None
-        self.prompts = context.sequences
+        self.prompts = context.sequences  # the rows, where prompts are read
         dtype = next(p.dtype for p in context.model.parameters() if p.is_floating_point())
         # The features of the last slots of every row, [B, W, F].
         self.window = torch.zeros(context.rows, self.width, features, dtype=dtype, device=context.device)
@@ -70,11 +70,17 @@ class FeatureWindow(ABC):
     def expand(self, nodes: Tensor, tree: TreeTensors) -> Expansion:
         """See :meth:`decoders.drafting.Drafter.expand`."""
 
+    def rebatch(self, rows: Tensor, context: Context) -> None:
+        """Requests have come or gone, see :meth:`Strategy.rebatch`; the prompts of new rows come by :meth:`prefill`."""
+        assert context.sequences is not None
+        self.prompts, self.sampling = context.sequences, context.sampling
+        self.window = torch.where((rows >= 0)[:, None, None], self.window[rows.clamp(min=0)], 0)
+
     def prefill(self, chunk: PromptChunk, features: Tensor) -> None:
         """Reads a stretch of the prompts; features ``[B, N, F]``."""
         start = chunk.positions[:, 0]
         self.read(start, features, self.prompts)
-        index = self.prompts.prompt_length[:, None] - 1 - self.width + self.index - start[:, None]
+        index = self.prompts.length[:, None] - 1 - self.width + self.index - start[:, None]
         inside = (index >= 0) & (index < features.shape[1])
         taken = _at(features, index.clamp(0, features.shape[1] - 1))
         self.window.copy_(torch.where(inside[..., None], taken, self.window))
@@ -133,6 +139,19 @@ def tokens_from(sequences: Sequences, start: Tensor, count: int) -> Tensor:
     """``[B, count]``: the rows' tokens from places `start` ``[B]`` on; at either end of a row some token stands in."""
     places = start[:, None] + torch.arange(count, device=start.device)
     return sequences.tokens.gather(1, torch.minimum(places, sequences.length[:, None] - 1).clamp(min=0))
+
+
+class ReadsFeatures(Strategy):
+    """A strategy that drafts with a :class:`FeatureWindow` in its state, beside the tree that it fills."""
+
+    def rebatch(self, state: Any, rows: Tensor, context: Context) -> Any:
+        state.drafter.rebatch(rows, context)
+        if isinstance(state.tree, StaticTree):
+            state.tree = state.tree.of_rows(context.rows, context.device)
+        return state
+
+    def propose(self, state: Any, sequences: Sequences) -> Draft:
+        return state.drafter.draft(state.tree, sequences)
 
 
 def shape_of(

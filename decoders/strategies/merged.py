@@ -111,6 +111,10 @@ class Merged(Strategy):
             raise
         return state
 
+    @property
+    def rebatches(self) -> bool:
+        return all(part.rebatches for part in self.parts)
+
     def keeps_rows(self, state: MergedState) -> bool:
         return all(part.keeps_rows(own) for part, own in zip(self.parts, state.parts, strict=True))
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from ..drafting import DraftVocabulary, ModulePasses
 from ..errors import SettingsError, UnsupportedError
 from ..settings import Settings
-from ..strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy
+from ..strategy import Context, PromptChunk, Sequences, Step
 from ..tree import TreeTensors
 from .draft_tree import Beam, Children, DynamicTree, NodeBudget, StaticTree, TreeForm
-from .feature_drafter import FeatureDrafter, shape_of, tokens_from
+from .feature_drafter import FeatureDrafter, ReadsFeatures, shape_of, tokens_from
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,7 +50,7 @@ class _State:
     tree: StaticTree | DynamicTree
 
 
-class Mtp(Strategy):
+class Mtp(ReadsFeatures):
     """Layer k of the model's multi-token prediction reads the hidden state of layer k-1 and the embedding of one token more, and
     predicts the token behind that one. The layers are those of the model's checkpoint, through transformers' ``MtpModel``, or
     what :func:`use_mtp_layers` was given.
@@ -83,9 +83,6 @@ class Mtp(Strategy):
 
     def prefill(self, state: _State, chunk: PromptChunk) -> None:
         state.drafter.prefill(chunk, chunk.hidden)
-
-    def propose(self, state: _State, sequences: Sequences) -> Draft:
-        return state.drafter.draft(state.tree, sequences)
 
     def observe(self, state: _State, step: Step) -> None:
         state.drafter.observe(step, step.hidden)

@@ -152,7 +152,7 @@ class Speculative(DraftModelStrategy):
     def rebatch(self, state: _State, rows: Tensor, context: Context) -> _State:
         s: ShapeSettings = self.settings
         if isinstance(state.tree, StaticTree):
-            state.tree = StaticTree(state.tree.paths, context.rows, context.device)
+            state.tree = state.tree.of_rows(context.rows, context.device)
         lengths = state.lengths[rows.clamp(min=0)] if len(state.lengths) else rows
         state.lengths = torch.where(rows >= 0, lengths, s.length)
         return state

@@ -100,7 +100,10 @@ class TokenRecycling(Strategy):
         return state  # nothing in it belongs to a row
 
     def prefill(self, state: _State, chunk: PromptChunk) -> None:
-        state.learn(state.matrix, torch.where(chunk.valid, chunk.tokens, -1), chunk.logits, chunk.positions)
+        assert chunk.logits is not None
+        shown = chunk.valid.any(1)  # of a batch that others come to, their rows alone
+        tokens = torch.where(chunk.valid, chunk.tokens, -1)
+        state.learn(state.matrix, tokens[shown], chunk.logits[shown], chunk.positions[shown])
 
     def propose(self, state: _State, sequences: Sequences) -> Draft:
         return Draft(state.fill(state.matrix, sequences.last, state.levels), state.topology)

@@ -608,6 +608,30 @@ def test_a_strategy_that_reads_prompts_is_shown_each_and_told_when_it_is_over(
     assert all(state["steps"] > 0 and state["finished"] == 1 for state in STATES)
 
 
+class Shares(Reads):
+    """The same for rows that come and go."""
+
+    def rebatch(self, state: Any, rows: torch.Tensor, context: Any) -> Any:
+        return state
+
+
+def test_where_prompts_are_read_requests_with_a_grammar_have_steps_of_their_own(
+    llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any
+) -> None:
+    """With a first grammar among its rows a strategy starts anew, and would have to be shown all texts again."""
+    STATES.clear()
+    pattern = decoders.regex("[0-9]{3}-[a-f]{4}")
+    asked = [
+        (prompt, arguments | {"eos_token_id": 1} | ({"grammar": pattern} if number % 2 else {}))
+        for number, (prompt, arguments) in enumerate(requests(text_of, True))
+    ]
+    with scheduler_of(llama, strategy=Shares()) as scheduler:
+        generations = [scheduler.submit(prompt, **arguments) for prompt, arguments in asked]
+        got = [written(g, prompt) for g, (prompt, _) in zip(generations, asked, strict=True)]
+    assert got == [write_alone(llama, prompt, **arguments) for prompt, arguments in asked]
+    assert sum(len(state["read"]) for state in STATES) == sum(len(prompt) - 1 for prompt, _ in asked), "once each"
+
+
 class Leaves(Reads):
     """Fails when it is told that it is over."""
 
