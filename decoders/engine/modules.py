@@ -18,7 +18,7 @@ from . import attention, attention_functions
 from .buckets import slots_for, view_bucket
 from .cache import CacheBuffers, LayerSpec, LayoutProbe, SlotCache
 from .packing import pack
-from .regions import fixed, use_packed_kernels
+from .regions import copied_whole, fixed, use_packed_kernels
 from .static_inputs import SameObject
 from .text_blocks import causal_block
 from .twin import share_weights
@@ -162,10 +162,9 @@ class SlotPasses(ModulePasses):
         key = tuple(sorted(options.items()))
         if key not in self._functions:
             self._functions[key] = self.compile(self.twin.function(key))
-        # Other strides, those of rows that share one tree, would be another graph.
-        visible = tree.visible[:, -count:].contiguous()
+        visible = copied_whole(tree.visible[:, -count:])
         self.passes += 1
-        return self._functions[key](base, tree.offsets.contiguous(), visible, self.buffers, view, *inputs)
+        return self._functions[key](base, copied_whole(tree.offsets), visible, self.buffers, view, *inputs)
 
 
 def _configs(module: nn.Module) -> list[PreTrainedConfig]:

@@ -93,6 +93,15 @@ def fixed(*sizes: tuple[Tensor, tuple[int, ...]]) -> None:
             torch_compat.mark_static(tensor, dim)
 
 
+def copied_whole(tensor: Tensor) -> Tensor:
+    """A copy that is no view of anything, with the strides of its shape.
+
+    Dynamo guards strides, and for what it compiles with a view, what that is a view of: other trees would be another graph. Of one row
+    ``contiguous`` gives views and slices back as they are.
+    """
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
 @functools.cache
 def use_packed_kernels() -> None:
     """Lets inductor call the kernels of packed and of quantized linears itself."""

@@ -20,7 +20,7 @@ from .blocks import Blocks
 from .cache import CacheBuffers
 from .compiler import CompiledFunction
 from .core import settle
-from .regions import RegionalForward, fixed
+from .regions import RegionalForward, copied_whole, fixed
 from .target import ForwardResult, Target
 
 #: Setting ``compile``: in the background when it pays, before the first step, or never.
@@ -148,9 +148,13 @@ class ForwardPass:
         self._tiers[len(nodes) > 1, False].seconds += time.perf_counter() - started
         return result
 
-    def settle(self, nodes: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def settle(
+        self, nodes: Tensor, chosen: Tensor, tree: TreeTensors, *arguments: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """:func:`decoders.engine.core.settle` in the tier of the passes."""
-        return (self._settle if self._compiled(len(nodes) > 1) else settle)(nodes, *arguments)
+        if self._compiled(len(nodes) > 1):
+            return self._settle(nodes, chosen, settled(tree), *arguments)
+        return settle(nodes, chosen, tree, *arguments)
 
     def compile(self, several: bool, report: Report, single: bool = False) -> bool:
         """Compiles passes over one row, or over `several`, waits for it, and says whether it succeeded.
@@ -213,15 +217,15 @@ class ForwardPass:
         """Begins to compile for so many rows and nodes, see :func:`examples`."""
         if self._regional is None:
             self._regional = regional(self.target)
-        forward, settled, target = self._regional, self._settle, self.target
+        forward, settle_compiled, target = self._regional, self._settle, self.target
 
         def work() -> None:
             nodes, base, tree, buffers, view = examples(target, rows, count)
-            forward.compile(nodes, base, laid_out(tree) if count == 1 else tree, buffers, view)
+            forward.compile(nodes, base, laid_out(tree), buffers, view)
             tokens, flags = torch.zeros(rows, buffers.slots, dtype=torch.int64), torch.zeros(rows).bool()
             stops = torch.full((rows, 8), -1)
             block = torch.zeros(rows, len(tree), dtype=torch.int64)
-            settled(block, block.clone(), tree, tokens, base + 1, base + 40, flags, stops)
+            settle_compiled(block, block.clone(), settled(tree), tokens, base + 1, base + 40, flags, stops)
 
         return BackgroundCompile("the forward pass", work)
 
@@ -258,9 +262,15 @@ def examples(target: Target, rows: int, count: int) -> tuple[Tensor, Tensor, Tre
 
 
 def laid_out(tree: TreeTensors) -> TreeTensors:
-    """`tree` as compiled passes take it: other strides, those of rows that share one tree, would be another graph."""
-    offsets, visible = tree.offsets.contiguous(), tree.visible.contiguous()
+    """`tree` as compiled passes take it, which read offsets and visibility."""
+    offsets, visible = copied_whole(tree.offsets), copied_whole(tree.visible)
     return TreeTensors(offsets, offsets, visible, visible)
+
+
+def settled(tree: TreeTensors) -> TreeTensors:
+    """`tree` as the compiled :func:`~decoders.engine.core.settle` takes it, which does not read visibility."""
+    ancestors = copied_whole(tree.ancestors)
+    return TreeTensors(copied_whole(tree.parents), copied_whole(tree.offsets), ancestors, ancestors)
 
 
 class TieredFunction:

@@ -14,14 +14,15 @@ import decoders
 from decoders.engine import packing, tiers
 from decoders.engine.background import threads_may_compile
 from decoders.engine.cache import CacheBuffers
-from decoders.engine.text_blocks import causal_block
+from decoders.engine.regions import fixed
+from decoders.engine.text_blocks import after_text, causal_block
 from decoders.report import Report
 from decoders.strategies import PromptLookup
 from decoders.testing import Replay, assert_same_tokens, prompts, reference, tiny_draft, tiny_model
 from decoders.testing import decode as decode_once
 from decoders.testing.models import VOCAB
 from decoders.testing.toy_grammar import Matched, TokenAutomaton
-from decoders.tree import Topology
+from decoders.tree import Topology, TreeTensors
 
 from .test_compiled_drafts import assert_later_calls_compile_nothing
 
@@ -80,6 +81,7 @@ def compiled(
         PromptLookup(length=5),
         Replay(texts=((3, 4, 5),), branches=3),
         "prompt_lookup+autoregressive",
+        "suffix",
     ],
     ids=str,
 )
@@ -87,7 +89,8 @@ def test_later_calls_compile_nothing(
     compiled: PreTrainedModel, strategy: Any, rows: int, length: int, options: dict[str, Any]
 ) -> None:
     inputs, options = prompts(rows, length), dict(max_new_tokens=12) | options
-    out = decode(compiled, inputs, strategy, **options)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        out = decode(compiled, inputs, strategy, **options)
     assert out.report.compiled and out.report.compilations == 0 and out.report.timings.compile == 0
     if options.get("do_sample"):
         expected = reference(compiled, inputs, "autoregressive", decoders_config={"compile": False}, **options)
@@ -116,6 +119,37 @@ def test_whole_trees_and_their_ends_take_the_same_graph(compiled: PreTrainedMode
             ours = forward(nodes, base, block, buffers, view)
             plain = target.forward(nodes, base, block, buffers, view)
             torch.testing.assert_close(ours.logits, plain.logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_trees_take_the_same_graph_whatever_their_tensors_are_views_of(compiled: PreTrainedModel, rows: int) -> None:
+    """Dynamo guards what the tensors that it compiles for are views of, and would compile anew in the middle of a call."""
+    forward = vars(compiled)["generate"].engine().forward
+    target, topology, device = forward.target, Topology.branches(2, 3), torch.device("cpu")
+    buffers, base = CacheBuffers.allocate(target.layout, rows, 64), torch.full((rows,), 9)
+    fixed(*((buffer, (1, 3)) for buffer in buffers.tensors))
+    view = torch.arange(64)[:32]
+    made = topology.tensors(rows, device)
+    drawn = TreeTensors.from_parents(torch.tensor([topology.parents] * rows))
+    trees = [
+        made,
+        drawn,
+        made.padded(9),
+        drawn.padded(9),
+        drawn.merge(drawn),
+        drawn.head(4),
+        after_text(3, made),
+        after_text(3, drawn),
+    ]
+    assert made.visible._is_view() == (rows == 1) and not drawn.visible._is_view()
+    with forward.during(True, Report("")), torch.compiler.set_stance("fail_on_recompile"), torch.no_grad():
+        for tree in trees:
+            nodes = torch.randint(VOCAB, (rows, len(tree)), generator=torch.Generator().manual_seed(len(tree)))
+            ours, plain = forward(nodes, base, tree, buffers, view), target.forward(nodes, base, tree, buffers, view)
+            torch.testing.assert_close(ours.logits, plain.logits, rtol=1e-4, atol=1e-5)
+            tokens, flags = torch.zeros(rows, 64, dtype=torch.int64), torch.zeros(rows).bool()
+            whole = TreeTensors(tree.parents, tree.offsets, tree.visible, tree.ancestors)
+            forward.settle(nodes, nodes.clone(), whole, tokens, base + 1, base + 40, flags, torch.full((rows, 8), -1))
 
 
 def test_processors_on_the_host_use_a_graph_of_the_forward_alone(compiled: PreTrainedModel) -> None:
