@@ -352,6 +352,18 @@ MUTATIONS = (
         ("serving/test_scheduler.py",),
     ),
     Mutation(
+        "who-waits-for-its-prompt-loses-its-place", "decoders/engine/lane.py",
+        "for seat in self.seats if seat not in seats}",
+        "for seat in self.seats if seat not in seats and seat.reading is not None}",
+        ("serving/test_scheduler.py",),
+    ),
+    Mutation(
+        "compiled-for-a-view", "decoders/engine/regions.py",
+        "    return tensor.clone(memory_format=torch.contiguous_format)\n",
+        "    return tensor.contiguous()\n",
+        ("generate/test_compiled.py",),
+    ),
+    Mutation(
         "prompt-of-the-next-request-is-not-read", "decoders/engine/lane.py",
         "for chunk in seat.chunks if not anew else ():",
         "for chunk in ():",

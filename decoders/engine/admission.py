@@ -27,7 +27,8 @@ class Seat:
     Attributes:
         reading: how its prompt is read, None before that has begun.
         passes: those still to come.
-        chunks: what its strategy is to be shown of the prompt, if it reads prompts: at the beginning of its first step.
+        chunks: what its strategy is to be shown of the prompt, if it reads prompts: at the beginning of its first step. Without
+            logits.
         row: the row of the batch that it is, None while it is read.
         turns: passes that it had, and those that others had had when it came; who has had fewest is next.
     """
@@ -112,13 +113,13 @@ class Admission:
         seat.member.report.reused = [seat.reading.starts[0]]
 
     def _keeping(self, seat: Seat) -> Callable[..., None] | None:
-        """How a pass of a strategy that reads prompts is run: what it gives is kept for the strategy."""
+        """How a pass of a strategy that reads prompts is run: what it gives is kept for it, all but logits, which are large."""
         if not seat.member.request.strategy.reads_prompt:
             return None
         length = torch.tensor([len(seat.prompt)], device=self.pool.target.device)
 
         def run(buffers: CacheBuffers, *stretch: Any) -> None:
-            seat.chunks.append(self.call.read_chunk(buffers, length, *stretch))
+            seat.chunks.append(self.call.read_chunk(buffers, length, False, *stretch))
 
         return run
 

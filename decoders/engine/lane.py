@@ -170,7 +170,7 @@ class Lane:
         """Makes `seats` the rows of the batch, in this order, and tells the strategy."""
         call, pool, template, static = self.call, self.pool, self.template, self.engine.target.static
         texts = [seat.member.text(0) for seat in seats]
-        beside = {seat.place: len(seat.prompt) for seat in self.seats if seat not in seats and seat.reading is not None}
+        beside = {seat.place: self._kept(seat) for seat in self.seats if seat not in seats}
         places = pool.reorder([seat.place for seat in seats], [len(text) for text in texts], beside)
         sources = [-1 if seat.row is None else seat.row for seat in seats]
         for seat in self.seats:
@@ -210,6 +210,10 @@ class Lane:
             call.step = call.make_step()
         self._inform(sources, restart=not self._begun or plan != before)
         self._begun = True
+
+    def _kept(self, seat: Seat) -> int:
+        """Slots of a seat beside the batch that must not be lost; before it is read these are what an earlier text has left there."""
+        return len(seat.prompt) if seat.reading is not None else len(self.pool.texts[seat.place].tokens)
 
     def _guide(self, sources: list[int], grammars: list[CompiledGrammar | None]) -> Guide | None:
         """Where the rows stand in their grammars. Rows that stay go on where they are."""
@@ -252,6 +256,8 @@ class Lane:
             call.read_prompts(call.lengths, [0] * call.width, leave=False)
         for row, seat in enumerate(self.batch):
             for chunk in seat.chunks if not anew else ():
+                if call.request.strategy.prompt_logits:
+                    chunk = replace(chunk, logits=self.engine.head(chunk.hidden))
                 call.show(among_rows(chunk, row, self.pool.rows.length), max(call.lengths))
             seat.chunks.clear()
 

@@ -144,7 +144,8 @@ class Call:
 
     def _show(self, tokens: Tensor, begin: Tensor, view: Tensor, latest: int) -> None:
         """Runs a stretch of the prompts and hands it to the strategy. tokens: ``[B, N]`` from slots `begin` ``[B]`` on."""
-        self.show(self.read_chunk(self.rows.buffers, self.rows.length, tokens, begin, view, latest), latest)
+        logits = self.request.strategy.prompt_logits
+        self.show(self.read_chunk(self.rows.buffers, self.rows.length, logits, tokens, begin, view, latest), latest)
 
     def show(self, chunk: PromptChunk, latest: int) -> None:
         """Hands a stretch of the prompts to the strategy. latest: largest of the slots at which it begins."""
@@ -153,15 +154,19 @@ class Call:
         self.request.strategy.prefill(self.state, chunk)
 
     def read_chunk(
-        self, buffers: CacheBuffers, lengths: Tensor, tokens: Tensor, begin: Tensor, view: Tensor, latest: int
-    ) -> PromptChunk:
-        """Runs a stretch of texts for a strategy that reads prompts; lengths: ``[B]``, of the texts. The rest as of :meth:`_show`."""
-        strategy = self.request.strategy
+        self, buffers: CacheBuffers, lengths: Tensor, logits: bool, tokens: Tensor, begin: Tensor, view: Tensor, latest: int
+    ) -> PromptChunk:  # fmt: skip
+        """Runs a stretch of texts for a strategy that reads prompts.
+
+        Args:
+            lengths: ``[B]``, of the texts.
+            logits: whether the chunk has them.
+            tokens, begin, view, latest: as of :meth:`_show`.
+        """
         positions = begin[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         valid = positions < lengths[:, None] - 1
-        result = self.target.features(tokens, begin, buffers, view, latest, strategy.prompt_logits, valid)
-        logits = result.logits if strategy.prompt_logits else None
-        return PromptChunk(tokens, positions, valid, result.hidden, result.layers, logits)
+        result = self.target.features(tokens, begin, buffers, view, latest, logits, valid)
+        return PromptChunk(tokens, positions, valid, result.hidden, result.layers, result.logits if logits else None)
 
     def make_step(self) -> StepFunction:
         return make_step(self.engine, self.passes, self.request, self.verifier, self.members, self.report)

@@ -608,6 +608,22 @@ def test_a_strategy_that_reads_prompts_is_shown_each_and_told_when_it_is_over(
     assert all(state["steps"] > 0 and state["finished"] == 1 for state in STATES)
 
 
+@pytest.mark.parametrize("strategy", ["autoregressive", "prompt_lookup"])
+def test_who_still_waits_for_its_prompt_keeps_its_place_when_others_join(
+    llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any, strategy: str
+) -> None:
+    """Several rows end in one step, and of the requests that come in their places only one is read before the next."""
+    common = text_of(99, 20)  # some find what an earlier one has left
+    asked = [
+        ([*common, *text_of(n, 3)] if n % 3 == 0 else text_of(n, 5 + 7 * n % 23), 4 if n % 4 < 2 else 9 + n % 5)
+        for n in range(24)
+    ]
+    with scheduler_of(llama, rows=4, strategy=strategy, longest_pause=1e-6) as scheduler:
+        generations = [scheduler.submit(prompt, max_new_tokens=new) for prompt, new in asked]
+        got = [written(generation, prompt) for generation, (prompt, _) in zip(generations, asked, strict=True)]
+    assert got == [write_alone(llama, prompt, max_new_tokens=new) for prompt, new in asked]
+
+
 class Shares(Reads):
     """The same for rows that come and go."""
 

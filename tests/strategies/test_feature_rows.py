@@ -127,6 +127,45 @@ class Shown(Strategy):
         return Draft.nothing(len(state), sequences.length.device)
 
 
+class ShownAnew(Shown):
+    """The same where no row can be kept: it is shown all texts again, as far as they have come."""
+
+    name = "shown_anew"
+
+    def keeps_rows(self, state: list[list[int]]) -> bool:
+        return False
+
+    def propose(self, state: list[list[int]], sequences: Sequences) -> Draft:
+        for read, text, length in zip(state, sequences.tokens.tolist(), sequences.prompt_length.tolist(), strict=True):
+            assert len(read) >= length - 1 and read == text[: len(read)]
+        return Draft.nothing(len(state), sequences.length.device)
+
+
+class ShownLogits(Shown):
+    """Looks at the logits of prompts: greedily they say what the model would write."""
+
+    name = "shown_logits"
+    prompt_logits = True
+
+    def prefill(self, state: list[list[int]], chunk: PromptChunk) -> None:
+        super().prefill(state, chunk)
+        row = int(chunk.valid.any(1).nonzero()[0])
+        read = state[row]
+        with torch.no_grad():
+            expected = test_eagle3.target()(torch.tensor([read])).logits[0]
+        assert chunk.logits is not None
+        valid = chunk.valid[row]
+        torch.testing.assert_close(
+            chunk.logits[row][valid], expected[chunk.positions[row][valid]], rtol=1e-4, atol=1e-4
+        )
+
+
+@pytest.mark.parametrize("strategy", [ShownAnew(), ShownLogits()], ids=lambda strategy: strategy.name)
+def test_what_is_shown_is_what_the_target_computes(strategy: Strategy) -> None:
+    plain = [each[3] for each in booked(test_eagle3.target(), "autoregressive", 1, do_sample=False)]
+    assert [each[3] for each in booked(test_eagle3.target(), strategy, 3, do_sample=False)] == plain
+
+
 def test_every_prompt_is_shown_whole_and_once() -> None:
     model, strategy = test_eagle3.target(), Shown()
     plain = [each[3] for each in booked(model, "autoregressive", 1, do_sample=False)]
