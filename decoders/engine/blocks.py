@@ -86,11 +86,11 @@ class Blocks:
         return self._trees[tree, size]
 
 
-def cut(draft: Draft, width: int, finished: Tensor, rows: int, worth: DraftWorth | None) -> Draft:
+def cut(draft: Draft, blocks: Blocks, finished: Tensor, rows: int, worth: DraftWorth | None) -> Draft:
     """`draft` without the nodes at its end that hold no draft token in any row that goes on, or that are not worth verifying.
 
     Args:
-        width: rows of the block.
+        blocks: that it becomes one of.
         finished: ``[B]`` bool.
         rows: how many of them somebody has asked for.
         worth: how deep chains are verified, where it is counted.
@@ -98,12 +98,12 @@ def cut(draft: Draft, width: int, finished: Tensor, rows: int, worth: DraftWorth
     if not isinstance(draft, Draft) or not isinstance(draft.topology, Topology):
         return draft  # what is no draft is refused where drafts are checked
     tokens = draft.tokens
-    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or not tokens.shape[1] or len(tokens) != width:
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or not tokens.shape[1] or len(tokens) != blocks.rows:
         return draft
     drafted = (tokens >= 0) & ~finished[:, None]
     count = int((drafted.any(0) * torch.arange(1, tokens.shape[1] + 1)).amax())
     if worth is not None and count and draft.topology == Topology.chain(tokens.shape[1]):
-        count = worth.depth(rows, drafted[:, :count].sum(0).tolist())
+        count = worth.depth(rows, drafted[:, :count].sum(0).tolist(), blocks.size)
     if count == tokens.shape[1] or len(draft.topology) != tokens.shape[1] + 1:
         return draft
     return replace(

@@ -189,7 +189,7 @@ class Call:
         self.fit_blocks()
         # Other verifiers, and strategies that observe, see the draft as it is.
         if not self.target.static and self.verifier is None and not self.request.strategy.observes:
-            draft = cut(draft, self.width, self.rows.finished, self.batch, self.worth)
+            draft = cut(draft, self.blocks, self.rows.finished, self.batch, self.worth)
         block = self.block_of(draft)
         self.target.ranks.check_draft(draft, self.lengths)
         self.where = "forward pass and verification"

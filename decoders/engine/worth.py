@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 #: What a step adds to is worth so much less a step later.
 DECAY = 0.97
 #: In one of so many steps everything is verified, to see whether drafts have become better.
 TRIAL = 24
+#: While all blocks had one size, in one of so many steps nothing is, to see what nodes cost.
+PLAIN_TRIAL = 4
 
 
 class DraftWorth:
@@ -21,24 +25,27 @@ class DraftWorth:
         self._sums = [0.0] * 5  # of 1, nodes, seconds, nodes², nodes · seconds
         self._steps = 0
 
-    def depth(self, rows: int, drafted: list[int]) -> int:
+    def depth(self, rows: int, drafted: list[int], size: Callable[[int], int]) -> int:
         """How many tokens deep to verify.
 
         Args:
             rows: of the batch.
             drafted: how many rows have a draft token at each depth.
+            size: nodes of the block, per row, that holds so many.
         """
         self._steps += 1
         cost = self._cost()
-        if cost is None or self._steps % TRIAL == 0:
+        if cost is None:
+            return 0 if self._steps % PLAIN_TRIAL == 0 else len(drafted)
+        if self._steps % TRIAL == 0:
             return len(drafted)
         self._right += [0.5] * (len(drafted) - len(self._right))
         self._tried += [1.0] * (len(drafted) - len(self._tried))
         fixed, node = cost
-        tokens, best, depth = float(rows), rows / (fixed + node * rows), 0
+        tokens, best, depth = float(rows), rows / (fixed + node * rows * size(1)), 0
         for place, count in enumerate(drafted):
             tokens += count * self._right[place] / self._tried[place]
-            rate = tokens / (fixed + node * rows * (place + 2))
+            rate = tokens / (fixed + node * rows * size(place + 2))
             if rate > best:
                 best, depth = rate, place + 1
         return depth
