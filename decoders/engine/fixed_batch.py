@@ -93,6 +93,9 @@ class FixedBatch:
         call.noise_keys = sampling.keys.clone()
         if not reads:
             leave = target.reads_ahead and not target.static and request.new_tokens > 0
+            # The step that reads the end of a prompt is not compiled. In low precision compiled ones round otherwise, and a token
+            # must not depend on whether it was drafted there or written in the next step.
+            leave = leave and not (target.multiple > 1 and call.passes.compiles(several=call.batch > 1))
             call.read_prompts(opened.lengths, opened.reusable, leave)
         call.where = "start"
         call.guide = call.new_guide()

@@ -226,6 +226,19 @@ def test_a_call_changes_over_between_two_steps_when_the_compiler_is_ready(monkey
 
 
 @pytest.mark.usefixtures("traced_only")
+def test_in_lower_precision_no_draft_is_verified_by_the_uncompiled_pass_that_reads_the_prompt() -> None:
+    """What it accepts there would have other bits than what plain decoding writes in compiled steps."""
+    model, inputs = decoders.enable(one_layer().bfloat16()), prompts()
+
+    def steps_that_read(compile: bool) -> int:
+        return decode(
+            model, inputs, "suffix", max_new_tokens=4, decoders_config={"compile": compile}
+        ).report.prefill_steps
+
+    assert [steps_that_read(compile) for compile in (False, True)] == [1, 0]
+
+
+@pytest.mark.usefixtures("traced_only")
 def test_in_lower_precision_a_call_ends_in_the_tier_in_which_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "FORWARD_SECONDS", 0.0)
     model, inputs = decoders.enable(one_layer().bfloat16()), prompts()
