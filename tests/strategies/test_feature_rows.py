@@ -14,6 +14,7 @@ from decoders.strategies.merged import Merged
 from decoders.strategy import Context, Draft, PromptChunk, Sequences, Strategy
 from decoders.testing.models import VOCAB
 
+from ..serving.test_rows_that_stay import counting
 from . import test_dflash, test_eagle3
 
 EAGER = {"compile": False}
@@ -42,17 +43,6 @@ def a_dflash(**settings: Any) -> tuple[PreTrainedModel, Strategy]:
 
 def text(seed: int, length: int) -> list[int]:
     return torch.randint(2, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def counting(strategy: Strategy, starts: list[int]) -> Strategy:
-    """The same, noting how many rows there were whenever it started."""
-
-    class Counting(type(strategy)):  # type: ignore[misc]
-        def start(self, context: Context) -> Any:
-            starts.append(context.rows)
-            return super().start(context)
-
-    return Counting(strategy.parts) if isinstance(strategy, Merged) else Counting(strategy.settings)
 
 
 def booked(model: PreTrainedModel, strategy: Strategy, rows: int, **options: Any) -> list[tuple]:
