@@ -129,7 +129,7 @@ class Call:
             reusable: how many of them have their keys and values in place.
             leave: whether the end of the prompts is left to the first step; a recorded one has one size.
         """
-        run = self._show if self.request.strategy.reads_prompt else None
+        run = self._read_and_show if self.request.strategy.reads_prompt else None
         reused, left = self.session.prefill(lengths, reusable, self.request.prefill_chunk, leave, run)
         self.pending = self.prompt_left = left  # tokens of the prompts that the first step reads
         self.report.reused = reused[: self.batch]
@@ -142,7 +142,7 @@ class Call:
         self.session.read(self.rows, begin, max(max(self.lengths) - 1 - self.prompt_left, 0), 0, self.prompt_left)
         self.pending = self.prompt_left = 0
 
-    def _show(self, tokens: Tensor, begin: Tensor, view: Tensor, latest: int) -> None:
+    def _read_and_show(self, tokens: Tensor, begin: Tensor, view: Tensor, latest: int) -> None:
         """Runs a stretch of the prompts and hands it to the strategy. tokens: ``[B, N]`` from slots `begin` ``[B]`` on."""
         logits = self.request.strategy.prompt_logits
         self.show(self.read_chunk(self.rows.buffers, self.rows.length, logits, tokens, begin, view, latest), latest)
@@ -161,7 +161,7 @@ class Call:
         Args:
             lengths: ``[B]``, of the texts.
             logits: whether the chunk has them.
-            tokens, begin, view, latest: as of :meth:`_show`.
+            tokens, begin, view, latest: as of :meth:`_read_and_show`.
         """
         positions = begin[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         valid = positions < lengths[:, None] - 1

@@ -153,7 +153,7 @@ class ForwardPass:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """:func:`decoders.engine.core.settle` in the tier of the passes."""
         if self._compiled(len(nodes) > 1):
-            return self._settle(nodes, chosen, settled(tree), *arguments)
+            return self._settle(nodes, chosen, laid_out_to_settle(tree), *arguments)
         return settle(nodes, chosen, tree, *arguments)
 
     def compile(self, several: bool, report: Report, single: bool = False) -> bool:
@@ -225,7 +225,7 @@ class ForwardPass:
             tokens, flags = torch.zeros(rows, buffers.slots, dtype=torch.int64), torch.zeros(rows).bool()
             stops = torch.full((rows, 8), -1)
             block = torch.zeros(rows, len(tree), dtype=torch.int64)
-            settle_compiled(block, block.clone(), settled(tree), tokens, base + 1, base + 40, flags, stops)
+            settle_compiled(block, block.clone(), laid_out_to_settle(tree), tokens, base + 1, base + 40, flags, stops)
 
         return BackgroundCompile("the forward pass", work)
 
@@ -267,7 +267,7 @@ def laid_out(tree: TreeTensors) -> TreeTensors:
     return TreeTensors(offsets, offsets, visible, visible)
 
 
-def settled(tree: TreeTensors) -> TreeTensors:
+def laid_out_to_settle(tree: TreeTensors) -> TreeTensors:
     """`tree` as the compiled :func:`~decoders.engine.core.settle` takes it, which does not read visibility."""
     ancestors = copied_whole(tree.ancestors)
     return TreeTensors(copied_whole(tree.parents), copied_whole(tree.offsets), ancestors, ancestors)
