@@ -121,17 +121,26 @@ class Call:
         strategy = self.request.strategy
         return f"strategy {strategy.name!r} ({self.request.origin or type(strategy).__module__})"
 
-    def read_prompts(self, lengths: list[int], reusable: list[int], leave: bool) -> None:
+    @property
+    def _again(self) -> bool:
+        """Whether the tokens that are run in front of the next block have been run before: they are not what is left of prompts."""
+        return self.pending > 0 and (self.report.steps > 0 or not self.prompt_left)
+
+    def read_prompts(self, lengths: list[int], reusable: list[int], leave: bool, again: bool = False) -> None:
         """Prefills the rows.
 
         Args:
             lengths: tokens per row.
             reusable: how many of them have their keys and values in place.
             leave: whether the end of the prompts is left to the first step; a recorded one has one size.
+            again: whether the first step runs the last of these tokens once more. What steps give may have other bits, and a step
+                that runs the first tokens of a branch again starts with some of the prompt: it must find what it would write there.
         """
         run = self._read_and_show if self.request.strategy.reads_prompt else None
         reused, left = self.session.prefill(lengths, reusable, self.request.prefill_chunk, leave, run)
         self.pending = self.prompt_left = left  # tokens of the prompts that the first step reads
+        if again and not left:
+            self.pending = self.target.multiple
         self.report.reused = reused[: self.batch]
 
     def read_rest(self) -> None:
@@ -175,7 +184,7 @@ class Call:
         """Says how blocks are padded, by what the next pass runs as. Budgets depend on it: a strategy starts with it."""
         self.passes.fit(self.blocks, self.batch)
         # Text that is run again in front of a block is a multiple of nodes, and then the block is one as well.
-        if self.pending and self.report.steps:
+        if self._again:
             self.blocks.single = False
 
     def advance(self) -> None:
@@ -291,7 +300,7 @@ class Call:
         self.session.reserve(end)
         self.report.nodes = max(self.report.nodes, draft_tokens.shape[1] + 1)
         text = (self.pending, max(self.lengths) - 1 - self.pending) if self.pending else (0, 0)
-        again, self.pending = text[0] > 0 and self.report.steps > 0, 0
+        again, self.pending = self._again, 0
         return NodeBlock(draft_tokens, tree, self.session.view(end)[0], text=text, again=again)
 
     def masked(self, draft: Draft, block: NodeBlock) -> NodeBlock:

@@ -13,7 +13,9 @@ from transformers import LogitsProcessor, PreTrainedModel
 import decoders
 from decoders.engine import packing, tiers
 from decoders.engine.background import threads_may_compile
+from decoders.engine.blocks import NodeBlock
 from decoders.engine.cache import CacheBuffers
+from decoders.engine.loop import Call
 from decoders.engine.regions import fixed
 from decoders.engine.text_blocks import after_text, causal_block
 from decoders.report import Report
@@ -236,6 +238,35 @@ def test_in_lower_precision_no_draft_is_verified_by_the_uncompiled_pass_that_rea
         ).report.prefill_steps
 
     assert [steps_that_read(compile) for compile in (False, True)] == [1, 0]
+
+
+@pytest.mark.usefixtures("traced_only")
+@pytest.mark.parametrize("length", [3, 24])
+def test_in_lower_precision_the_first_compiled_step_runs_the_last_tokens_of_the_prompt_again(
+    monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    """A later step may run them with a branch's tokens, and must find what it would write."""
+    model, blocks = decoders.enable(one_layer().bfloat16()), list[NodeBlock]()
+    block_of = Call.block_of
+    monkeypatch.setattr(Call, "block_of", lambda call, draft: blocks.append(block_of(call, draft)) or blocks[-1])
+    for strategy in ("autoregressive", "suffix"):
+        decode(model, prompts(1, length), strategy, max_new_tokens=4)
+        assert (blocks[0].text[0], blocks[0].again) == (4, True)
+        assert strategy == "suffix" or not any(block.again for block in blocks[1:])
+        blocks.clear()
+    decode(model, prompts(1, length), "autoregressive", max_new_tokens=4, decoders_config={"compile": False})
+    assert not any(block.again for block in blocks)
+
+
+@pytest.mark.slow
+def test_in_lower_precision_tokens_of_other_branches_have_the_bits_of_plain_steps() -> None:
+    model, inputs = decoders.enable(tiny_model("llama").bfloat16()), prompts(1, 26)  # the first draft's last branch is right
+    options = dict(max_new_tokens=24, return_dict_in_generate=True, output_logits=True)
+    plain = decode(model, inputs, "autoregressive", **options)
+    texts = tuple(map(tuple, plain.sequences.tolist()))
+    drafted = decode(model, inputs, Replay(texts=texts, branches=3, length=2), **options)
+    assert plain.report.compiled and drafted.report.compiled and drafted.report.steps < plain.report.steps
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(drafted.logits, plain.logits, strict=True))
 
 
 @pytest.mark.usefixtures("traced_only")
