@@ -88,6 +88,8 @@ class Context:
             transformers (``LlamaDecoderLayer``, say; :func:`~decoders.drafting.cache_keyword` has the name that they take it by).
             `example`: what it reads of one node, ``[1, 1, …]`` each. `ahead`: most nodes that a step writes behind a row.
             With ``on_device=False`` a step is not recorded, because what drafts with the module waits for the device.
+        new_tokens: most tokens that a row may write, where the rows begin and end together, so that the call lasts as long as its
+            slowest row; None where requests come and go, and nobody waits for another.
         clock: seconds, for strategies that decide by time (:attr:`Strategy.timed`). Where several processes share the target, all of
             them see the first one's clock, and each has to ask as often as the others.
         first_layers: the target cut off behind its first layers, ``first_layers(count)``, with its own last norm and head: a draft
@@ -118,6 +120,7 @@ class Context:
     embed: Callable[[Tensor], Tensor] = _outside_a_call
     head: Callable[[Tensor], Tensor] = _outside_a_call
     module: Callable[..., ModulePasses] = _outside_a_call
+    new_tokens: int | None = None
     clock: Callable[[], float] = time.perf_counter
     first_layers: Callable[[int], PreTrainedModel] = _outside_a_call
 

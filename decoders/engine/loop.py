@@ -220,13 +220,12 @@ class Call:
             timings.core += core
             if not draft.tokens.shape[1]:
                 self.passes.book_single(core, self.batch)
+            nodes = block.draft_tokens.shape[1] + 1 + block.text[0]
             if self.worth is not None:
-                self.worth.observe(self.batch, block.draft_tokens.shape[1] + 1, core, outcome.drafted, outcome.accepted)
+                self.worth.observe(self.batch, nodes, core, outcome.drafted, outcome.accepted)
             if self.resources.costs is not None:
                 seconds = self.target.ranks.first_number(core)
-                self.resources.costs.observe(
-                    block.draft_tokens.shape[1] + 1, seconds, max(self.lengths), self.engine.compiled_passes > passes
-                )
+                self.resources.costs.observe(nodes, seconds, max(self.lengths), self.engine.compiled_passes > passes)
         if not self.report.steps:
             self.report.time_to_first_token = timings.prefill + timings.steps
         for member, first in self.members:

@@ -65,6 +65,7 @@ class CallResources:
             vocab_size=target.vocab_size, sequences=call.session.view(max(call.lengths))[1], coupled=call.verifier is None,
             plan=request.plan, sampling=call.rows.sampling, guide=call.guide, model=request.model, tokenizer=request.tokenizer,
             assistant_model=request.assistant_model, costs=self._costs, clock=target.ranks.clock,
+            new_tokens=None if call.capacity else request.new_tokens,
             decoder_layers=target.decoder_layers, embed=target.embed, head=call.engine.head, module=self._module,
             first_layers=partial(call.engine.first_layers, request.model),
             memory=self._memory_of if request.memory else no_memory,

@@ -173,12 +173,16 @@ class Proposals:
 class Follower:
     """Judges proposals by what a row writes.
 
+    Attributes:
+        outlook: draft tokens that are expected to be right of all that is proposed in a step, the mean of the last ones.
+
     Args:
         rates: learn.
     """
 
     def __init__(self, rates: AcceptanceRates) -> None:
         self.rates = rates
+        self.outlook = 0.0
         self._open: list[tuple[Proposals, int]] = []
 
     def write(self, token: int) -> int:

@@ -20,7 +20,7 @@ from ..errors import DecodersError, SettingsError
 from ..settings import Settings, Table
 from ..strategy import Context, Draft, Sequences, Step, Strategy, finish_all
 from .acceptance import AcceptanceRates, Follower, Proposals
-from .auto_plan import AutoState, Plan
+from .auto_plan import AutoState, Plan, row_weights
 from .candidates import Candidate, Experience, missing, refuse_unfit
 from .draft_model import require_coupled
 
@@ -105,7 +105,15 @@ class Auto(Strategy):
         common = memory.rates
         rates = [AcceptanceRates(common) for _ in range(context.rows)] if context.rows > 1 else [common]
         costs = context.costs(measure=True) or _Flat()
-        return AutoState(candidates, left_out, costs, [Follower(r) for r in rates], clock=context.clock)
+        followers = [Follower(r) for r in rates]
+        return AutoState(
+            candidates,
+            left_out,
+            costs,
+            followers,
+            clock=context.clock,
+            new_tokens=context.new_tokens if context.rows > 1 else None,
+        )
 
     def keeps_rows(self, state: AutoState) -> bool:
         return all(candidate.strategy.keeps_rows(candidate.state) for candidate in state.candidates)
@@ -130,6 +138,7 @@ class Auto(Strategy):
     def propose(self, state: AutoState, sequences: Sequences) -> Draft:
         state.begun = state.clock()
         active = [row for row, ended in enumerate(sequences.finished.tolist()) if not ended]
+        state.weights = _weights(state, sequences, active)
         if not state.seconds:
             state.tokens, state.seconds = float(len(active)), state.costs.step(1)
         state.proposals = [Proposals() for _ in state.rows]
@@ -156,15 +165,18 @@ class Auto(Strategy):
         seconds = state.clock() - state.begun
         emitted = step.emitted.tolist()
         written = step.chosen.gather(1, step.path).tolist()
-        right, credit = 0, dict.fromkeys((c.bit for c in state.candidates), 0)
+        right, credit = 0, dict.fromkeys((c.bit for c in state.candidates), 0.0)
         accepted = step.accepted.tolist()
         rows = zip(state.rows, state.proposals, written, emitted, accepted, strict=True)
-        for follower, proposals, tokens, count, drafted in rows:
+        worth = 0.0
+        for row, (follower, proposals, tokens, count, drafted) in enumerate(rows):
+            weight = state.weights.get(row, 0.0)
+            worth += weight * count
             if count:
                 follower.follow(proposals)
                 # What several proposed, the first of them would have brought by itself.
                 for sources in proposals.path(tokens[: min(drafted, count)]):
-                    credit[sources & -sources] += 1
+                    credit[sources & -sources] += weight
             for token in tokens[:count]:
                 right |= follower.write(token)
         for candidate in state.candidates:
@@ -177,12 +189,11 @@ class Auto(Strategy):
             if candidate.observes:
                 own_nodes = state.width + 1 if candidate.bit & state.chain else 0
                 candidate.strategy.observe(candidate.state, replace(step, own_nodes=own_nodes))
-        total = sum(emitted)
-        state.history[-1].tokens += total
+        state.history[-1].tokens += sum(emitted)
         # A step that was interrupted, or that compiled something, says nothing of the rate.
         seconds = min(seconds, 4 * state.costs.step(step.nodes.shape[1]) + state.proposed - state.begun)
         newest = max(NEWEST, 1 / (state.steps + 1))
-        state.tokens += newest * (total - state.tokens)
+        state.tokens += newest * (worth - state.tokens)
         state.seconds += newest * (seconds - state.seconds)
 
     def details(self, state: AutoState) -> Mapping[str, Any]:
@@ -200,6 +211,15 @@ class Auto(Strategy):
             },
             "left_out": state.left_out,
         }  # fmt: skip
+
+
+def _weights(state: AutoState, sequences: Sequences, active: list[int]) -> dict[int, float]:
+    """What a token is worth in each row that goes on."""
+    if state.new_tokens is None or not active:
+        return dict.fromkeys(active, 1.0)
+    written = (sequences.length - sequences.prompt_length).tolist()
+    left = [(state.new_tokens - written[row]) / (1 + state.rows[row].outlook) for row in active]
+    return dict(zip(active, row_weights(left), strict=True))
 
 
 class _Flat(StepCosts):

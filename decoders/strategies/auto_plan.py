@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +20,10 @@ LONGEST_HISTORY = 1000
 #: How many times the tokens that its time would bring a node has to be expected to bring. The nodes that seem to pay are, on
 #: average, those whose chances are overrated.
 CAUTION = 1.15
+#: Weight of the newest step in a row's outlook.
+NEWEST_OUTLOOK = 1 / 8
+#: Where rows end together: a row that has this share of the longest row's way less to go is the last one e times more rarely.
+AHEAD = 1 / 8
 
 
 @dataclass
@@ -52,7 +57,9 @@ class AutoState:
         costs: of a step, by its nodes.
         rows: what is known of each row's text.
         proposals: what was proposed for each row in this step.
-        tokens: of the present rate, per step.
+        weights: what a token is worth in each row that goes on, 1 on average.
+        new_tokens: most that a row may write, where all begin and end together.
+        tokens: of the present rate, per step; those of rows that others wait for count more.
         seconds: of the present rate, per step.
         width: draft tokens per row that are verified.
         chain: bits of the drafters of whose chains these are the first.
@@ -68,6 +75,8 @@ class AutoState:
     costs: StepCosts
     rows: list[Follower]
     proposals: list[Proposals] = field(default_factory=list)
+    new_tokens: int | None = None
+    weights: dict[int, float] = field(default_factory=dict)
     tokens: float = 0.0
     seconds: float = 0.0
     width: int = 0
@@ -108,8 +117,9 @@ class Plan:
         for row in self.active:
             ranked = self._ranked[row] = state.proposals[row].ranked(state.rows[row].rates)
             gains.extend([0.0] * (len(ranked) - len(gains)))
+            weight = state.weights[row]
             for place, (likely, _) in enumerate(ranked):
-                gains[place] += likely
+                gains[place] += weight * likely
         self.count, self.gain, self.worth, gain = 0, 0.0, 0.0, 0.0
         for count, more in enumerate(gains[: self.most], 1):
             gain += more
@@ -120,7 +130,7 @@ class Plan:
     def depth_of(self, candidate: Candidate) -> int:
         """How many tokens a drafter is to draft to which each costs time; 0 if none is worth it beside what there is."""
         best, depth, worth = self.worth, 0, 0.0
-        likely = [1.0] * len(self.active)
+        likely = [self.state.weights[row] for row in self.active]
         if not candidate.experience.runs:
             return 2
         gain = 0.0
@@ -167,10 +177,11 @@ class Plan:
 
     def note(self) -> None:
         """Adds the choice to the history."""
-        state, sources = self.state, 0
+        state, sources, gain = self.state, 0, 0.0
         for row in self.active:
-            for _, node in self._ranked[row][: self.count]:
+            for likely, node in self._ranked[row][: self.count]:
                 sources |= state.proposals[row].sources[node]
+                gain += likely
         name = "+".join(c.name for c in state.candidates if c.bit & sources)
         history = state.history
         if not history or (history[-1].strategies != name and len(history) < LONGEST_HISTORY):
@@ -178,5 +189,21 @@ class Plan:
         last = history[-1]
         last.steps += 1
         last.nodes += self.count
-        last.expected += len(self.active) + self.gain
+        last.expected += len(self.active) + gain
         state.steps += 1
+        if any(candidate.requested_depth for candidate in state.candidates):
+            for row in self.active:
+                follower, outlook = state.rows[row], sum(likely for likely, _ in self._ranked[row])
+                follower.outlook += NEWEST_OUTLOOK * (outlook - follower.outlook)
+
+
+def row_weights(left: Sequence[float]) -> list[float]:
+    """What a token is worth in each row, 1 on average, where the call lasts as long as its last row: by how likely that is this one.
+
+    Args:
+        left: how long each row will take, in steps.
+    """
+    longest = max(left)
+    spread = max(AHEAD * longest, 1.0)
+    likely = [math.exp((steps - longest) / spread) for steps in left]
+    return [share * len(left) / sum(likely) for share in likely]

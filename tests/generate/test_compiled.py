@@ -260,7 +260,10 @@ def test_in_lower_precision_the_first_compiled_step_runs_the_last_tokens_of_the_
 
 @pytest.mark.slow
 def test_in_lower_precision_tokens_of_other_branches_have_the_bits_of_plain_steps() -> None:
-    model, inputs = decoders.enable(tiny_model("llama").bfloat16()), prompts(1, 26)  # the first draft's last branch is right
+    model, inputs = (
+        decoders.enable(tiny_model("llama").bfloat16()),
+        prompts(1, 26),
+    )  # the first draft's last branch is right
     options = dict(max_new_tokens=24, return_dict_in_generate=True, output_logits=True)
     plain = decode(model, inputs, "autoregressive", **options)
     texts = tuple(map(tuple, plain.sequences.tolist()))

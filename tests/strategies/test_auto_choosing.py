@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -9,9 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from decoders.costs import CostCurve, CostPoint, StepCosts, Subject
 from decoders.strategies import Auto
+from decoders.strategies.auto_plan import row_weights
 from decoders.strategy import Context, Draft, Sequences, Step, Strategy
 from decoders.testing import context
 
@@ -39,7 +43,11 @@ class World:
 
 
 class Scripted(Strategy):
-    """Drafts chains; at a token of the text's position ``t`` it is right with the probability ``chance(t)``."""
+    """Drafts chains; at a token of the text's position ``t`` it is right with the probability ``chance(t)``.
+
+    Args:
+        rows: it is never right in others than the first so many.
+    """
 
     rests = True
 
@@ -51,8 +59,10 @@ class Scripted(Strategy):
         seconds: float,
         per_token: bool = False,
         length: int = 16,
+        rows: int = 99,
     ) -> None:
         super().__init__()
+        self.rows = rows
         self.name, self.world, self.chance, self.seconds = name, world, chance, seconds
         self.length, self.wanted, self.per_token = length, length, per_token
         generator = random.Random(name)
@@ -61,11 +71,14 @@ class Scripted(Strategy):
     def propose(self, state: Any, sequences: Sequences) -> Draft:
         length = min(self.length, self.wanted) if self.per_token else self.length
         self.world.clock.now += self.seconds * (length if self.per_token else 1)
-        begin = int(sequences.length[0])
-        tokens = []
-        for t in range(begin, begin + length):
-            tokens.append(self.world.text[t] if self.luck[t] < self.chance(t) else 900 + t % 90)
-        return Draft.chain(torch.tensor([tokens]))
+        tokens = [
+            [self._token(t) if row < self.rows else 900 + t % 90 for t in range(begin, begin + length)]
+            for row, begin in enumerate(sequences.length.tolist())
+        ]
+        return Draft.chain(torch.tensor(tokens))
+
+    def _token(self, t: int) -> int:
+        return self.world.text[t] if self.luck[t] < self.chance(t) else 900 + t % 90
 
 
 class ScriptedModel(Scripted):
@@ -88,41 +101,46 @@ def curve(milliseconds: dict[int, float]) -> CostCurve:
 def decode(
     world: World, strategy: Strategy, context: Context, costs: StepCosts, tokens: int
 ) -> tuple[float, list[tuple[int, int]]]:
-    """Writes so many tokens of the world's text with `strategy`: seconds, and of every step where it began and what it drafted."""
-    length, steps, start = 8, [], world.clock.now
-    rows = torch.tensor([world.text])
+    """Writes so many tokens of the world's text in every row with `strategy`.
+
+    Returns:
+        seconds, and of every step where the first row began and what was drafted.
+    """
+    rows, steps, start = context.rows, [], world.clock.now
+    length, end = [8] * rows, 8 + tokens
+    text = torch.tensor([world.text] * rows)
     state = strategy.start(context)
-    while length < 8 + tokens:
-        sequences = Sequences(
-            rows, torch.tensor([length]), torch.tensor([8]), torch.tensor([False]), torch.zeros(1, dtype=torch.int64)
-        )
+    while min(length) < end:
+        finished = torch.tensor([at >= end for at in length])
+        prompt, keys = torch.full((rows,), 8), torch.zeros(rows, dtype=torch.int64)
+        sequences = Sequences(text, torch.tensor(length), prompt, finished, keys)
         draft = strategy.propose(state, sequences)
         n = draft.tokens.shape[1] + 1
         world.clock.now += costs.step(n)
-        parents = (
-            draft.topology.parents
-            if not isinstance(draft.topology.parents, torch.Tensor)
-            else draft.topology.parents[0].tolist()
-        )
-        path = [0]
-        while True:
-            wanted = world.text[length + len(path) - 1]
-            following = [c for c in range(1, n) if parents[c] == path[-1] and draft.tokens[0, c - 1] == wanted]
-            if not following:
-                break
-            path.append(following[0])
-        chosen = torch.zeros(1, n, dtype=torch.int64)
-        for depth, node in enumerate(path):
-            chosen[0, node] = world.text[length + depth]
-        emitted = len(path)
-        steps.append((length, n - 1))
-        length += emitted
-        padded = torch.tensor([path + [0] * (n - emitted)])
+        steps.append((length[0], n - 1))
+        chosen, padded = torch.zeros(rows, n, dtype=torch.int64), torch.zeros(rows, n, dtype=torch.int64)
+        accepted, emitted = [0] * rows, [0] * rows
+        for row, at in enumerate(length):
+            if at >= end:
+                continue
+            whole = draft.topology.parents
+            parents = whole[row].tolist() if isinstance(whole, torch.Tensor) else whole
+            path = [0]
+            while True:
+                wanted = world.text[at + len(path) - 1]
+                following = [c for c in range(1, n) if parents[c] == path[-1] and draft.tokens[row, c - 1] == wanted]
+                if not following:
+                    break
+                path.append(following[0])
+            for depth, node in enumerate(path):
+                chosen[row, node], padded[row, depth] = world.text[at + depth], node
+            accepted[row], emitted[row] = len(path) - 1, len(path)
+            length[row] += len(path)
         strategy.observe(
             state,
             Step(
-                torch.zeros(1, n), chosen, padded, torch.tensor([emitted - 1]), torch.tensor([emitted]),
-                torch.zeros(1, n, 1), torch.zeros(1, n, 1), sequences,
+                torch.zeros(rows, n), chosen, padded, torch.tensor(accepted), torch.tensor(emitted),
+                torch.zeros(rows, n, 1), torch.zeros(rows, n, 1), sequences,
             ),
         )  # fmt: skip
     return world.clock.now - start, steps
@@ -135,8 +153,10 @@ def world() -> World:
     return World(clock, [generator.randrange(800) for _ in range(2000)])
 
 
-def choosing(world: World, drafters: list[Scripted], milliseconds: dict[int, float]) -> tuple[Auto, Context, StepCosts]:
-    """`auto` among `drafters`, where a step costs as said."""
+def choosing(
+    world: World, drafters: list[Scripted], milliseconds: dict[int, float], **more: Any
+) -> tuple[Auto, Context, StepCosts]:
+    """`auto` among `drafters`, where a step costs as said; more: of the context."""
     costs = StepCosts(curve(milliseconds), 1, 64)
     by_name = {drafter.name: drafter for drafter in drafters}
     made = context(
@@ -144,6 +164,7 @@ def choosing(world: World, drafters: list[Scripted], milliseconds: dict[int, flo
         strategy=lambda name, settings: by_name[name],
         costs=lambda measure: costs,
         clock=world.clock.perf_counter,
+        **more,
     )
     return Auto(candidates=tuple(by_name)), made, costs
 
@@ -229,3 +250,28 @@ def test_costs_decide_how_much_is_verified(world: World) -> None:
         return sum(drafted for _, drafted in steps) / len(steps)
 
     assert sizes(FLAT) > 6 > 3 > sizes(STEEP)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 8])
+def test_rows_that_wait_for_the_others_are_not_hurried(world: World, rows: int) -> None:
+    """A call lasts as long as its slowest row: where that gains nothing, the others' tokens are worth no time."""
+    copier = Scripted("copier", world, lambda t: 0.9, 0.0001, rows=rows)
+    auto, context, costs = choosing(world, [copier], STEEP, rows=8, new_tokens=200)
+    seconds, _ = decode(world, auto, context, costs, 200)
+    plain = 200 * STEEP[1] / 1e3
+    assert seconds <= (plain / 0.97 if rows < 8 else 0.9 * plain)
+
+
+def test_where_others_take_their_place_rows_are_hurried(world: World) -> None:
+    copier = Scripted("copier", world, lambda t: 0.9, 0.0001, rows=4)
+    auto, context, costs = choosing(world, [copier], FLAT | {5: 13.0, 9: 20.0, 17: 40.0, 65: 200.0}, rows=8)
+    _, steps = decode(world, auto, context, costs, 200)
+    assert sum(drafted for _, drafted in steps[20:40]) > 20
+
+
+@given(st.lists(st.floats(0, 1e4), min_size=1, max_size=16))
+def test_weights_are_one_on_average_and_grow_with_what_is_left(left: list[float]) -> None:
+    weights = row_weights(left)
+    assert sum(weights) == pytest.approx(len(left))
+    order = sorted(range(len(left)), key=left.__getitem__)
+    assert all(weights[a] <= weights[b] for a, b in itertools.pairwise(order))
