@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .errors import DraftError
-from .tree import MAX_NODES, Topology, TreeTensors
+from .tree import MAX_NODES, NO_PARENT, Topology, TreeTensors
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,25 @@ class Draft:
         if isinstance(self.topology, Topology):
             return self.topology.max_depth
         return len(self.topology) - 1 if self.depth is None else self.depth
+
+    @property
+    def parents(self) -> Sequence[Sequence[int]]:
+        """Of every row the parent of each node; -1 for the root and for nodes that are never accepted. Waits for the device."""
+        tree = self.topology
+        if isinstance(tree, Topology):
+            return [tree.parents] * len(self.tokens)
+        alone = torch.arange(len(tree), device=tree.parents.device) > 0
+        return torch.where(tree.candidates & alone, tree.parents, NO_PARENT).tolist()
+
+    def head(self, count: int) -> Draft:
+        """The first `count` draft tokens of every row: parents come before their children, so what is left are trees."""
+        if count >= self.tokens.shape[1]:
+            return self
+        return Draft(
+            self.tokens[:, :count], self.topology.head(count + 1),
+            scores=self.scores[:, :count] if self.scores is not None else None,
+            depth=min(self.levels, count), grades=self.grades[:, :count] if self.grades is not None else None,
+        )  # fmt: skip
 
     @staticmethod
     def chain(tokens: Tensor, scores: Tensor | None = None) -> Draft:

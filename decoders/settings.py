@@ -109,6 +109,11 @@ class RuntimeSettings(Settings):
         description="Let strategies keep what they learn between calls (rates, statistics, texts); false starts every call cold. "
         "The tokens are the same.",
     )
+    prune: bool = Field(
+        True,
+        description="Where rows share a step, leave out draft tokens that are not worth their time, by how often they are right and "
+        "what nodes cost; false verifies all of them, so that equal calls take equal steps. The tokens are the same.",
+    )
     weights: Literal["keep", "packed", "int8", "int4"] = Field(
         "keep",
         description="keep leaves the model as it is; packed frees the dense weights of which the engine has a packed copy: until "

@@ -97,7 +97,8 @@ class Strategy(Configured, ABC):
         needs_assistant: whether the call must bring ``assistant_model=``; others refuse one.
         takes_assistant: whether it may bring one.
         rests: whether it can be left out of steps, and still be shown them: `observe` then comes without a `propose` before it,
-            or after a draft of which other nodes than its own were verified. Those without an `observe` always can.
+            or after a draft of which other nodes than its own were verified, or its first ones only. Those without an `observe`
+            always can. Where rows share steps, drafts that are not worth their time are left out so.
         timed: whether what it drafts depends on the clock, so that equal calls may draft differently. The tokens are the same.
         needs_grammar: whether the call must bring ``grammar=``; others take one as well.
         on_device: promises that `propose` and `observe` never wait for the device, take no data from the host, keep all shapes,

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _costs, _numbers = tempfile.TemporaryDirectory(), itertools.count()  # not the user's own
 os.environ.setdefault("DECODERS_COST_CACHE", _costs.name)
+os.environ.setdefault("DECODERS_PRUNE", "0")  # by the clock: nearly nothing would be verified in rows of tiny models
 
 gc.disable()  # nothing that is imported for the tests is garbage
 

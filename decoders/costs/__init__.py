@@ -1,8 +1,12 @@
-"""What decoding costs on a machine: seconds of a verification step by its nodes, measured, kept on disk, refined by calls."""
+"""What verifying costs and what it brings: seconds of a step by its nodes, measured, and how often draft tokens are right."""
 
 from __future__ import annotations
 
+from .acceptance import AcceptanceRates, Follower, Proposals
 from .curve import CostCurve, CostPoint, Subject
+from .rows import row_weights
 from .steps import StepCosts
 
-__all__ = ["CostCurve", "CostPoint", "StepCosts", "Subject"]
+__all__ = [
+    "AcceptanceRates", "CostCurve", "CostPoint", "Follower", "Proposals", "StepCosts", "Subject", "row_weights",
+]  # fmt: skip

@@ -11,7 +11,6 @@ from ..sampling.processors import Masks
 from ..strategy import Draft, check_draft
 from ..tree import Topology, TreeTensors
 from .buckets import node_bucket, pad_block
-from .worth import DraftWorth
 
 
 @dataclass(frozen=True)
@@ -86,28 +85,10 @@ class Blocks:
         return self._trees[tree, size]
 
 
-def cut(draft: Draft, blocks: Blocks, finished: Tensor, rows: int, worth: DraftWorth | None) -> Draft:
-    """`draft` without the nodes at its end that hold no draft token in any row that goes on, or that are not worth verifying.
-
-    Args:
-        blocks: that it becomes one of.
-        finished: ``[B]`` bool.
-        rows: how many of them somebody has asked for.
-        worth: how deep chains are verified, where it is counted.
-    """
-    if not isinstance(draft, Draft) or not isinstance(draft.topology, Topology):
-        return draft  # what is no draft is refused where drafts are checked
-    tokens = draft.tokens
-    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or not tokens.shape[1] or len(tokens) != blocks.rows:
+def without_empty_end(draft: Draft, finished: Tensor) -> Draft:
+    """`draft` without the nodes at its end that hold no draft token in any row that goes on. finished: ``[B]`` bool."""
+    width = draft.tokens.shape[1]
+    if not width or not isinstance(draft.topology, Topology):
         return draft
-    drafted = (tokens >= 0) & ~finished[:, None]
-    count = int((drafted.any(0) * torch.arange(1, tokens.shape[1] + 1)).amax())
-    if worth is not None and count and draft.topology == Topology.chain(tokens.shape[1]):
-        count = worth.depth(rows, drafted[:, :count].sum(0).tolist(), blocks.size)
-    if count == tokens.shape[1] or len(draft.topology) != tokens.shape[1] + 1:
-        return draft
-    return replace(
-        draft, tokens=tokens[:, :count], topology=draft.topology.head(count + 1),
-        grades=draft.grades[:, :count] if draft.grades is not None else None,
-        scores=draft.scores[:, :count] if draft.scores is not None else None,
-    )  # fmt: skip
+    drafted = (draft.tokens >= 0) & ~finished[:, None]
+    return draft.head(int((drafted.any(0) * torch.arange(1, width + 1)).amax()))

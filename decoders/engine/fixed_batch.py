@@ -16,6 +16,7 @@ from .recording import CallRecording, recordable
 from .request import Decoded, Request
 from .request_output import RequestOutput
 from .rows import sampling_inputs
+from .worth import DraftWorth
 
 
 def decode(engine: Engine, request: Request) -> Decoded:
@@ -51,6 +52,9 @@ class FixedBatch:
     def __init__(self, engine: Engine, request: Request, stack: ExitStack) -> None:
         self.engine, self.request, self.stack = engine, request, stack
         self.call = Call(engine, request, stack)
+        if request.prune and self.call.batch > 1:  # one row waits for no other
+            ends = [len(prompt) + request.new_tokens for prompt in request.prompts]
+            self.call.worth = DraftWorth(self.call.batch, ends)
         self.written = RequestOutput(request, self.call.report, engine.target.ranks)
         self.call.members.append((self.written, 0))
 

@@ -50,7 +50,7 @@ class Lane:
         self.engine, self.template, self.capacity = engine, request, capacity
         self.stack = ExitStack()
         self.call = call = Call(engine, request, self.stack)
-        call.isolates, call.capacity, call.worth = True, capacity, DraftWorth()
+        call.isolates, call.capacity, call.worth = True, capacity, DraftWorth() if request.prune else None
         static = engine.target.static
         # Where rows are padded to a bucket, the padding must not touch what is read or kept behind them.
         reserved = row_bucket(capacity) if static else 0
@@ -205,6 +205,8 @@ class Lane:
             prompts=[*texts, *[texts[0].new_zeros(1)] * added], new_tokens=max(request.new_tokens for request in requests),
         )  # fmt: skip
         sources += [-1] * added
+        if call.worth is not None:
+            call.worth.rebatch(sources[: len(seats)])
         call.guide = self._guide(sources, [*grammars, *[None] * added])
         if not self._begun or plan != before:
             call.step = call.make_step()

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ..report import Stopwatch
-from ..strategy import Draft, PromptChunk
-from ..tree import TreeTensors
+from ..strategy import Draft, PromptChunk, check_draft
+from ..tree import NO_PARENT, Topology, TreeTensors
 from . import guard
-from .blocks import Blocks, NodeBlock, cut
+from .blocks import Blocks, NodeBlock, without_empty_end
 from .buckets import round_up, row_bucket
 from .cache import CacheBuffers
 from .core import StepOutput
@@ -45,7 +45,7 @@ class Call:
         members: the requests and the first row of each, in the order of rows.
         held: length of every row that no member has: its step writes behind that, where nothing is kept.
         capacity: most rows there can be, where requests come and go.
-        worth: how deep drafts are verified, where it is counted.
+        worth: says how much of a draft is verified, where it is counted.
         isolates: whether what a callback of one request raises ends that request alone.
         resources: what the strategy may use.
         where: what is being done, for notes on errors.
@@ -85,6 +85,7 @@ class Call:
         self.state: Any = None  # the strategy's
         self.guide: Guide | None = None
         self.pending = self.prompt_left = 0
+        self._verified: int | None = None  # the nodes of a draft that was cut off
 
     @property
     def rows(self) -> Rows:
@@ -194,15 +195,17 @@ class Call:
         stopwatch = Stopwatch(timings)
         self.renew_keys()
         self.where = "propose"
-        draft = self.propose(state, max(self.lengths))
+        rests = self._prunes and self.worth is not None and not self.worth.due()
+        draft = Draft.nothing(self.width, self.target.device) if rests else self.propose(state, max(self.lengths))
         self.fit_blocks()
-        # Other verifiers, and strategies that observe, see the draft as it is.
-        if not self.target.static and self.verifier is None and not self.request.strategy.observes:
-            draft = cut(draft, self.blocks, self.rows.finished, self.batch, self.worth)
+        draft = self.pruned(draft)
+        if rests:
+            self._verified = 0
         block = self.block_of(draft)
         self.target.ranks.check_draft(draft, self.lengths)
         self.where = "forward pass and verification"
-        timings.propose += stopwatch.next()
+        drafting = stopwatch.next()
+        timings.propose += drafting
         block = self.masked(draft, block)
         timings.mask += stopwatch.next()
         passes = self.engine.compiled_passes
@@ -222,7 +225,9 @@ class Call:
                 self.passes.book_single(core, self.batch)
             nodes = block.draft_tokens.shape[1] + 1 + block.text[0]
             if self.worth is not None:
-                self.worth.observe(self.batch, nodes, core, outcome.drafted, outcome.accepted)
+                agreed = self.target.ranks.first_number
+                written = [tokens[:count] for tokens, count in zip(outcome.new, outcome.emitted, strict=True)]
+                self.worth.observe(nodes, agreed(core), written, None if rests else agreed(drafting))
             if self.resources.costs is not None:
                 seconds = self.target.ranks.first_number(core)
                 self.resources.costs.observe(nodes, seconds, max(self.lengths), self.engine.compiled_passes > passes)
@@ -280,6 +285,28 @@ class Call:
         with untouched(f"propose of {strategy.name!r}", **vars(sequences)):
             return strategy.propose(state, sequences)
 
+    @property
+    def _prunes(self) -> bool:
+        """Whether what is drafted need not be verified. Other verifiers, and strategies that learn from every step, see all of it."""
+        strategy = self.request.strategy
+        return not self.target.static and self.verifier is None and (strategy.rests or not strategy.observes)
+
+    def pruned(self, draft: Draft) -> Draft:
+        """`draft` without the nodes at its end that no row has a draft token for, or that are not worth verifying."""
+        strategy, self._verified = self.request.strategy, None
+        if not self._prunes:
+            return draft
+        check_draft(draft, strategy.name, self.blocks.rows)
+        proposed, tree = draft.tokens.shape[1], draft.topology
+        draft = without_empty_end(draft, self.rows.finished)
+        if self.worth is not None and has_draft_tokens_only(tree):
+            if isinstance(tree, TreeTensors):
+                check_tree(tree, self.rows, self.culprit, wait=True)
+            draft = draft.head(self.worth.nodes(draft, self.lengths, self.finished, self.blocks.size))
+        if draft.tokens.shape[1] < proposed:
+            self._verified = draft.tokens.shape[1] + 1
+        return draft
+
     def raise_faults(self, wait: bool) -> None:
         """Raises what hooks did wrong as far as the device saw it; without `wait` only where looking is no waiting."""
         if not self.may_err or (self.target.static and not wait):
@@ -317,7 +344,8 @@ class Call:
             return
         sequences = self.session.view(max(self.lengths) + out.nodes.shape[1])[1]
         with untouched(f"observe of {strategy.name!r}", **vars(sequences), path=out.path, logits=out.logits):
-            strategy.observe(state, out.observed(sequences))
+            step = out.observed(sequences)
+            strategy.observe(state, step if self._verified is None else replace(step, own_nodes=self._verified))
 
     def book(self, outcome: Outcome, out: StepOutput | None) -> None:
         """Books a step; `out` is needed for logits and scores only."""
@@ -327,3 +355,8 @@ class Call:
             new = member.book(outcome.part(first, member.rows), out, first)
             with self.callback_of(member):
                 member.tell(new)
+
+
+def has_draft_tokens_only(tree: Topology | TreeTensors) -> bool:
+    """Whether a draft's nodes may be left out: none is run for what it gives, whatever becomes of it."""
+    return isinstance(tree, TreeTensors) or not (tree.extra_visible or NO_PARENT in tree.parents[1:])

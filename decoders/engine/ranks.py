@@ -174,7 +174,7 @@ class Ranks:
         self.check(
             "what generate is asked for", *request.prompts, request.new_tokens, request.stop_tokens, request.seed, request.values,
             request.plan.sample, request.strategy.name, request.strategy.settings, request.compile, request.reuse, request.memory,
-            request.prefill_chunk, request.slots, request.keep_logits, request.keep_scores, request.criteria is None,
+            request.prune, request.prefill_chunk, request.slots, request.keep_logits, request.keep_scores, request.criteria is None,
             request.processors is None, [grammar is None for grammar in request.grammars],
             [request.verifier.name, request.verifier.settings_in_force()] if request.verifier is not None else None,
         )  # fmt: skip

@@ -50,6 +50,7 @@ class Request:
         compile: see :data:`~decoders.engine.tiers.Compile`.
         reuse: whether keys and values of earlier calls may serve.
         memory: whether strategies may keep what they learn between calls.
+        prune: whether draft tokens that are not worth their time are left out where rows share steps.
         prefill_chunk: most prompt tokens per pass.
         slots: least capacity of the rows.
         verifier: decides what is accepted, None is the coupled rule; it cannot be had with host processors.
@@ -83,6 +84,7 @@ class Request:
     compile: Compile = True
     reuse: bool = True
     memory: bool = True
+    prune: bool = True
     prefill_chunk: int = 512
     slots: int | None = None
     verifier: Verifier | None = None

@@ -177,7 +177,7 @@ class GenerateCall:
             on_step=aligner.step if aligner is not None else None,
             keep_logits=bool(generation_config.return_dict_in_generate and generation_config.output_logits),
             keep_scores=plan.keep_scores,
-            compile=runtime.compile, reuse=runtime.reuse, memory=runtime.memory,
+            compile=runtime.compile, reuse=runtime.reuse, memory=runtime.memory, prune=runtime.prune,
             prefill_chunk=runtime.prefill_chunk, slots=runtime.slots,
             origin=registry().origin(type(options.strategy)),
             engine_of=self.assistants.opener(self.model, engine, self.tokenizer, assistant_tokenizer),

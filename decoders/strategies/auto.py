@@ -15,12 +15,11 @@ from typing import Any
 from pydantic import Field, field_validator
 from torch import Tensor
 
-from ..costs import StepCosts
+from ..costs import AcceptanceRates, Follower, Proposals, StepCosts, row_weights
 from ..errors import DecodersError, SettingsError
 from ..settings import Settings, Table
 from ..strategy import Context, Draft, Sequences, Step, Strategy, finish_all
-from .acceptance import AcceptanceRates, Follower, Proposals
-from .auto_plan import AutoState, Plan, row_weights
+from .auto_plan import AutoState, Plan
 from .candidates import Candidate, Experience, missing, refuse_unfit
 from .draft_model import require_coupled
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
-from ..costs import StepCosts
+from ..costs import Follower, Proposals, StepCosts
 from ..strategy import Draft
 from ..tree import TreeTensors
-from .acceptance import Follower, Proposals
 from .candidates import Candidate
 
 #: Most entries of a report's history.
@@ -20,10 +18,6 @@ LONGEST_HISTORY = 1000
 #: How many times the tokens that its time would bring a node has to be expected to bring. The nodes that seem to pay are, on
 #: average, those whose chances are overrated.
 CAUTION = 1.15
-#: Weight of the newest step in a row's outlook.
-NEWEST_OUTLOOK = 1 / 8
-#: Where rows end together: a row that has this share of the longest row's way less to go is the last one e times more rarely.
-AHEAD = 1 / 8
 
 
 @dataclass
@@ -193,17 +187,4 @@ class Plan:
         state.steps += 1
         if any(candidate.requested_depth for candidate in state.candidates):
             for row in self.active:
-                follower, outlook = state.rows[row], sum(likely for likely, _ in self._ranked[row])
-                follower.outlook += NEWEST_OUTLOOK * (outlook - follower.outlook)
-
-
-def row_weights(left: Sequence[float]) -> list[float]:
-    """What a token is worth in each row, 1 on average, where the call lasts as long as its last row: by how likely that is this one.
-
-    Args:
-        left: how long each row will take, in steps.
-    """
-    longest = max(left)
-    spread = max(AHEAD * longest, 1.0)
-    likely = [math.exp((steps - longest) / spread) for steps in left]
-    return [share * len(left) / sum(likely) for share in likely]
+                state.rows[row].expect(sum(likely for likely, _ in self._ranked[row]))

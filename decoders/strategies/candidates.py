@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from ..errors import SettingsError, UnsupportedError
 from ..strategy import Context, Draft, Sequences, Strategy, check_draft
@@ -95,7 +93,8 @@ class Candidate:
             self.strategy.limit(self.state, limit)
         draft = self.strategy.propose(self.state, sequences)
         check_draft(draft, self.name, len(sequences.length))
-        tokens, parents = draft.tokens.tolist(), self._parents(draft)
+        self._refuse_nodes_of_its_own(draft)
+        tokens, parents = draft.tokens.tolist(), draft.parents
         grades = [None] * len(tokens) if draft.grades is None else draft.grades.tolist()
         seconds = self._clock() - begun
         cost = seconds / max(draft.levels, 1) if self.limited else seconds
@@ -126,17 +125,13 @@ class Candidate:
         self.right += 1
         self._patience = PATIENCE
 
-    def _parents(self, draft: Draft) -> Sequence[Sequence[int]]:
+    def _refuse_nodes_of_its_own(self, draft: Draft) -> None:
         tree = draft.topology
-        if isinstance(tree, Topology):
-            if NO_PARENT in tree.parents[1:] or tree.extra_visible:
-                raise UnsupportedError(
-                    f"strategy {self.name!r} runs nodes of its own beside its draft tokens, in every step: auto, which may leave it "
-                    "out, cannot choose it. Use it by itself, or merged"
-                )
-            return [tree.parents] * len(draft.tokens)
-        alone = torch.arange(len(tree), device=tree.parents.device) > 0
-        return torch.where(tree.candidates & alone, tree.parents, NO_PARENT).tolist()
+        if isinstance(tree, Topology) and (NO_PARENT in tree.parents[1:] or tree.extra_visible):
+            raise UnsupportedError(
+                f"strategy {self.name!r} runs nodes of its own beside its draft tokens, in every step: auto, which may leave it "
+                "out, cannot choose it. Use it by itself, or merged"
+            )
 
 
 def refuse_unfit(strategy: Strategy) -> None:

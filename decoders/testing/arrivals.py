@@ -31,7 +31,9 @@ def check_rows_come_and_go(strategy: Strategy, conditions: Conditions = Conditio
             ).sequences
             for number, (text, new) in enumerate(zip(texts, NEW_TOKENS, strict=True))
         ]  # fmt: skip
-        options: dict[str, Any] = needs(model, name, strategy) | {"decoders_config": {"compile": eager.compile}}
+        options: dict[str, Any] = needs(model, name, strategy) | {
+            "decoders_config": {"compile": eager.compile, "prune": False}
+        }
         with Scheduler(model, strategy=strategy, rows=2, do_sample=True, **options) as scheduler:
             requests = [
                 scheduler.submit(text[0], max_new_tokens=new, seed=number)

@@ -100,7 +100,7 @@ def run(
 ) -> Any:  # fmt: skip
     """One call with `strategy`; a strategy that needs a draft model gets one, and one that needs a grammar one of all texts."""
     options = needs(model, name, strategy, options.get("eos_token_id", [])) | options
-    # Strategies start cold unless a check is about what they keep.
-    loop = {"memory": False} | options.pop("decoders_config", {"compile": conditions.compile})
+    # Strategies start cold unless a check is about what they keep, and all that they draft is verified.
+    loop = {"memory": False, "prune": False} | options.pop("decoders_config", {"compile": conditions.compile})
     options = dict(max_new_tokens=conditions.new_tokens, decoders_config=loop) | options
     return decode(model, inputs, strategy, **options)

@@ -66,3 +66,7 @@ def check_rests(strategy: Strategy, conditions: Conditions = Conditions()) -> No
         expected = reference(model, inputs, max_new_tokens=16)
         out = run(model, name, Resting(strategy), inputs, eager, max_new_tokens=16)
         assert_same_tokens(model, inputs, expected.sequences, out.sequences, "left out of every other step")
+        out = run(
+            model, name, strategy, inputs, eager, max_new_tokens=16, decoders_config={"compile": False, "prune": True}
+        )
+        assert_same_tokens(model, inputs, expected.sequences, out.sequences, "with what is not worth its time left out")

@@ -1,44 +1,89 @@
-"""How deep chains are verified where many rows pay for one."""
+"""How much of a draft is verified where many rows pay for one."""
 
 from __future__ import annotations
 
-from decoders.engine.worth import TRIAL, DraftWorth
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import decoders
+from decoders.draft import Draft
+from decoders.engine.worth import DraftWorth, NodeCosts
+from decoders.testing import Replay, decode, prompts, tiny_model
+from decoders.testing.models import VOCAB
+from decoders.tree import Topology, TreeTensors
+
+ROWS, DEPTH = 8, 4
 
 
-def learnt(right: int, node_cost: float) -> DraftWorth:
-    """After 20 steps of 8 rows, of which two draft four tokens and `right` of these are right."""
-    worth = DraftWorth()
-    for step in range(20):
-        nodes = 5 if step % 2 else 1
-        worth.depth(8, [2] * 4, int)
-        drafted = [4, 4, 0, 0, 0, 0, 0, 0] if nodes > 1 else [0] * 8
-        worth.observe(
-            8, nodes, 1.0 + node_cost * 8 * nodes, drafted, [right, right, 0, 0, 0, 0, 0, 0] if nodes > 1 else [0] * 8
-        )
-    return worth
+class Play:
+    """Steps of rows that write 1, 2, 3, …; a draft is right in its first `right` tokens, in the first `drafting` rows."""
+
+    def __init__(
+        self,
+        right: int,
+        node_cost: float,
+        drafting: int = 2,
+        ends: Sequence[int] | None = None,
+        size: Callable[[int], int] = int,
+        seconds: float = 0.0,
+        tree: bool = False,
+    ) -> None:
+        self.worth = DraftWorth(ROWS, ends)
+        self.right, self.node_cost, self.drafting, self.size, self.tree = right, node_cost, drafting, size, tree
+        self.seconds, self.lengths, self.looks = seconds, [1] * ROWS, 0
+
+    def draft(self) -> Draft:
+        tokens = torch.full((ROWS, DEPTH), -1)
+        for row in range(self.drafting):
+            right = torch.arange(DEPTH) < self.right
+            tokens[row] = torch.where(right, self.lengths[row] + torch.arange(DEPTH), 999)
+        if not self.tree:
+            return Draft.chain(tokens)
+        parents = torch.tensor([Topology.chain(DEPTH).parents] * ROWS)
+        return Draft(tokens, TreeTensors.from_parents(parents))
+
+    def step(self) -> int:
+        """One step; how many draft tokens were verified."""
+        due, count = self.worth.due(), 0
+        if due:
+            self.looks += 1
+            count = self.worth.nodes(self.draft(), self.lengths, [False] * ROWS, self.size)
+        accepted = [min(count, self.right) if row < self.drafting else 0 for row in range(ROWS)]
+        written = [list(range(at, at + more + 1)) for at, more in zip(self.lengths, accepted, strict=True)]
+        self.lengths = [at + len(tokens) for at, tokens in zip(self.lengths, written, strict=True)]
+        nodes = self.size(count + 1)
+        self.worth.observe(nodes, 1.0 + self.node_cost * ROWS * nodes, written, self.seconds if due else None)
+        return count
+
+    def steps(self, count: int) -> list[int]:
+        return [self.step() for _ in range(count)]
 
 
 def test_drafts_that_are_never_right_are_not_verified() -> None:
-    assert learnt(0, 0.05).depth(8, [2] * 4, int) == 0
+    assert sum(Play(0, 0.05, drafting=ROWS).steps(60)) <= 4
 
 
-def test_drafts_that_are_right_are_verified_as_deep_as_they_are() -> None:
-    assert learnt(4, 0.01).depth(8, [2] * 4, int) == 4
-    assert learnt(2, 0.01).depth(8, [2] * 4, int) == 2
+@pytest.mark.parametrize("tree", [False, True])
+def test_drafts_that_are_right_are_verified_as_deep_as_they_are(tree: bool) -> None:
+    assert set(Play(4, 0.001, tree=tree).steps(60)[20:]) == {4}
+    assert set(Play(2, 0.001, tree=tree).steps(60)[20:]) == {2}
 
 
 def test_where_nodes_are_dear_one_rows_draft_is_left_alone() -> None:
-    assert learnt(4, 1.0).depth(8, [2] * 4, int) == 0
-    assert learnt(4, 1.0).depth(8, [8] * 4, int) >= 0
+    assert sum(Play(4, 1.0, drafting=1).steps(60)[10:]) <= 8
+    assert sum(Play(4, 0.0, drafting=1).steps(60)[10:]) >= 190
 
 
-def test_everything_is_tried_now_and_then() -> None:
-    worth = learnt(0, 0.05)
-    assert max(worth.depth(8, [2] * 4, int) for _ in range(TRIAL)) == 4
-
-
-def test_before_anything_is_known_everything_is_verified() -> None:
-    assert DraftWorth().depth(8, [1, 1], int) == 2
+def test_what_is_not_verified_is_judged_all_the_same() -> None:
+    """Drafts become right while nothing is verified: no step was needed to see it."""
+    play = Play(0, 0.02, drafting=ROWS)
+    assert play.steps(40)[-1] == 0
+    play.right = 4
+    assert max(play.steps(8)) == 4
 
 
 def test_what_a_block_is_filled_up_to_counts() -> None:
@@ -47,14 +92,65 @@ def test_what_a_block_is_filled_up_to_counts() -> None:
     def size(nodes: int) -> int:
         return 1 if nodes == 1 else max(nodes, 8)
 
-    assert learnt(2, 0.05).depth(8, [8], int) == 1
-    assert learnt(2, 0.05).depth(8, [8], size) == 0
+    assert max(Play(2, 0.02, drafting=4).steps(40)[20:]) == 2
+    assert sum(Play(2, 0.02, drafting=4, size=size).steps(40)[20:]) == 0
+    assert min(Play(2, 0.02, drafting=ROWS, size=lambda nodes: max(nodes, 8)).steps(40)[30:]) >= 2
 
 
-def test_drafts_of_one_size_are_left_out_now_and_then_until_it_is_known_what_they_cost() -> None:
-    worth, depths = DraftWorth(), []
-    for _ in range(20):
-        depths.append(worth.depth(8, [8] * 4, int))
-        nodes = depths[-1] + 1
-        worth.observe(8, nodes, 1.0 + 0.2 * 8 * nodes, [depths[-1]] * 8, [0] * 8)
-    assert depths[:4] == [4, 4, 4, 0] and set(depths[8:]) == {0}
+def test_rows_that_wait_for_others_are_worth_little() -> None:
+    """Four rows gain four tokens a step. Where all end together that helps nobody; where others come in their place it does."""
+    assert sum(Play(4, 0.02, drafting=4).steps(40)[20:]) >= 60
+    assert sum(Play(4, 0.02, drafting=4, ends=[200] * ROWS).steps(40)[20:]) <= 8
+    assert sum(Play(4, 0.02, drafting=ROWS, ends=[200] * ROWS).steps(30)[20:]) >= 30
+
+
+def test_drafts_that_take_long_and_bring_nothing_are_asked_for_rarely() -> None:
+    dear, cheap = Play(0, 0.02, drafting=ROWS, seconds=0.5), Play(0, 0.02, drafting=ROWS, seconds=0.001)
+    for play in (dear, cheap):
+        play.worth._costs.observe(8, 1.0 + 0.02 * 8)  # sizes differ: what a step costs is known
+        play.worth._costs.observe(40, 1.0 + 0.02 * 40)
+        play.steps(200)
+    assert dear.looks <= 20 < 90 <= cheap.looks
+
+
+def test_rows_that_stay_keep_what_is_known_of_them() -> None:
+    play = Play(4, 0.02, drafting=1)
+    play.steps(30)
+    before = play.worth._rows[0]
+    play.worth.rebatch([3, 0, -1])
+    assert play.worth._rows[1] is before and len(play.worth._rows) == 3
+
+
+def test_blocks_of_one_size_are_left_out_now_and_then_until_it_is_known_what_they_cost() -> None:
+    counts = Play(4, 0.2, drafting=3).steps(20)
+    assert 0 in counts[:6] and set(counts[12:]) == {0}
+
+
+@given(st.floats(0.5, 10), st.floats(0, 0.1), st.lists(st.integers(1, 64), min_size=8, max_size=30))
+def test_costs_on_a_line_are_found(fixed: float, node: float, sizes: list[int]) -> None:
+    costs = NodeCosts()
+    for size in sizes:
+        costs.observe(size, fixed + node * size)
+    if costs.step(1) is None:
+        assert len(set(sizes)) == 1
+    else:
+        assert costs.step(100) == pytest.approx(fixed + 100 * node, rel=1e-3)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_batches_leave_out_what_is_never_right_and_single_rows_nothing(rows: int) -> None:
+    model, inputs = decoders.enable(tiny_model("llama")), prompts(rows)
+    plain = decode(model, inputs, "autoregressive", max_new_tokens=30)
+    wrong = tuple((token + 1) % VOCAB for token in range(200))
+    drafted = {}
+    for prune in (False, True):
+        out = decode(
+            model,
+            inputs,
+            Replay(texts=(wrong,) * rows),
+            max_new_tokens=30,
+            decoders_config={"compile": False, "prune": prune},
+        )
+        assert torch.equal(out.sequences, plain.sequences)
+        drafted[prune] = out.report.drafted
+    assert drafted[True] < drafted[False] / 3 if rows > 1 else drafted[True] == drafted[False]

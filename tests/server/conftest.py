@@ -149,3 +149,9 @@ def stream() -> Callable[..., list[dict[str, Any]]]:
             return events_of(response)
 
     return chunks
+
+
+@pytest.fixture(autouse=True)
+def pruned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts are cut as they are for users."""
+    monkeypatch.delenv("DECODERS_PRUNE")

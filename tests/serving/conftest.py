@@ -80,3 +80,9 @@ def write_alone() -> Any:
 @pytest.fixture
 def text_of() -> Any:
     return prompt
+
+
+@pytest.fixture(autouse=True)
+def pruned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts are cut as they are for users."""
+    monkeypatch.delenv("DECODERS_PRUNE")

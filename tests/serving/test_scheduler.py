@@ -682,7 +682,10 @@ def test_tokens_carry_their_log_probabilities_and_whether_they_were_drafted(
     llama: PreTrainedModel, scheduler_of: Any, text_of: Any
 ) -> None:
     ids = text_of(3, 12) * 3
-    with scheduler_of(llama, strategy=PromptLookup(branches=2), max_new_tokens=20) as scheduler:
+    whole_drafts = {"compile": False, "prune": False}
+    with scheduler_of(
+        llama, strategy=PromptLookup(branches=2), max_new_tokens=20, decoders_config=whole_drafts
+    ) as scheduler:
         request = scheduler.submit(ids, top_logprobs=3)
         plain = scheduler.submit(ids)
         whole = request.result(60)[0]
@@ -691,7 +694,7 @@ def test_tokens_carry_their_log_probabilities_and_whether_they_were_drafted(
         expected = llama(whole[None]).logits[0, len(ids) - 1 : -1].log_softmax(-1)
     # The branch that is right changes its place: nodes of the path are not the first ones of the block.
     branching = Replay(texts=(tuple(whole.tolist()),), branches=3)
-    with scheduler_of(llama, strategy=branching, max_new_tokens=20) as scheduler:
+    with scheduler_of(llama, strategy=branching, max_new_tokens=20, decoders_config=whole_drafts) as scheduler:
         branched = scheduler.submit(ids, top_logprobs=3)
         assert branched.result(60)[0].tolist() == whole.tolist()
     for each in (request, branched):

@@ -13,9 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoders.costs import CostCurve, CostPoint, StepCosts, Subject
+from decoders.costs import CostCurve, CostPoint, StepCosts, Subject, row_weights
 from decoders.strategies import Auto
-from decoders.strategies.auto_plan import row_weights
 from decoders.strategy import Context, Draft, Sequences, Step, Strategy
 from decoders.testing import context
 

@@ -1,4 +1,4 @@
-"""How often draft tokens turn out right, by who proposes them and where they stand; what `auto` decides by.
+"""How often draft tokens turn out right, by who proposes them and where they stand; what is verified is decided by.
 
 What a row writes does not depend on what was drafted. So every proposal can be judged by the tokens that the row gets,
 whether it was put to the target or not: looking at a drafter costs its drafting, and no forward pass.
@@ -16,6 +16,8 @@ KEEP, KEEP_DEEPEST = 0.85, 0.98
 PRIOR_WEIGHT, PRIOR = 2.0, 0.3
 #: Depths and ranks from here on are one.
 DEEPEST, LOWEST_RANK = 4, 3
+#: Weight of the newest step in a row's outlook.
+NEWEST_OUTLOOK = 1 / 8
 
 #: Who proposes a token (their bits; minus a bit: that drafter, whoever else does), its depth, and its place among the siblings of
 #: its drafter; and the grade its drafter gives it, -1 for whichever.
@@ -104,7 +106,7 @@ class Proposals:
 
     def add(
         self, source: int, tokens: Sequence[int], parents: Sequence[int], grades: Sequence[int] | None = None
-    ) -> None:
+    ) -> dict[int, int]:
         """Adds a drafter's tree.
 
         Args:
@@ -112,9 +114,13 @@ class Proposals:
             tokens: of nodes 1, 2, …; -1 where there is none, which ends its branch.
             parents: of nodes 0, 1, 2, …
             grades: of nodes 1, 2, …, 0 or more.
+
+        Returns:
+            by node, which of `tokens` put it there, or would have; of equal ones the first.
         """
         place = [0] + [-1] * len(tokens)
         siblings: dict[int, int] = {}
+        origins: dict[int, int] = {}
         for node, token in enumerate(tokens, 1):
             parent = place[parents[node]]
             if token < 0 or parent < 0:
@@ -137,6 +143,8 @@ class Proposals:
                 self.ranks[known] = min(self.ranks[known], rank)
                 self.grades[known] = max(self.grades[known], grade)
             place[node] = known
+            origins.setdefault(known, node - 1)
+        return origins
 
     def path(self, tokens: Sequence[int]) -> list[int]:
         """The sources of the nodes that spell `tokens`, as far as there are some."""
@@ -200,6 +208,10 @@ class Follower:
                 still.append((proposals, children[token]))
         self._open = still
         return right
+
+    def expect(self, tokens: float) -> None:
+        """So many of the tokens that this step's proposals hold are expected to be right."""
+        self.outlook += NEWEST_OUTLOOK * (tokens - self.outlook)
 
     def follow(self, proposals: Proposals) -> None:
         """From here on `proposals` are judged: they continue the row as it is now."""

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoders.strategies.acceptance import PRIOR, AcceptanceRates, Follower, Proposals
+from decoders.costs.acceptance import PRIOR, AcceptanceRates, Follower, Proposals
 
 A, B = 1, 2
 
