@@ -52,6 +52,24 @@ class Mutation:
 
 MUTATIONS = (
     Mutation(
+        "a-strategy-is-not-told-that-its-draft-was-cut", "decoders/engine/loop.py",
+        "            strategy.observe(state, step if self._verified is None else replace(step, own_nodes=self._verified))\n",
+        "            strategy.observe(state, step)\n",
+        ("strategies/test_pruned_drafts.py",),
+    ),
+    Mutation(
+        "rows-that-others-wait-for-count-no-more", "decoders/costs/rows.py",
+        "    likely = [math.exp((steps - longest) / spread) for steps in left]\n",
+        "    likely = [1.0 for steps in left]\n",
+        ("strategies/test_auto_choosing.py", "engine/test_worth.py"),
+    ),
+    Mutation(
+        "the-end-of-a-prompt-keeps-the-bits-of-uncompiled-passes", "decoders/engine/loop.py",
+        "        if again and not left:\n            self.pending = self.target.multiple\n",
+        "",
+        ("generate/test_compiled.py",),
+    ),
+    Mutation(
         "one-token-too-many-is-committed", "decoders/engine/core.py",
         "emitted = torch.minimum(acceptance.depth + 1, room)",
         "emitted = torch.minimum(acceptance.depth + 2, room)",
