@@ -128,7 +128,9 @@ class Strategy(Configured, ABC):
 
     @abstractmethod
     def propose(self, state: Any, sequences: Sequences) -> Draft:
-        """Proposes the next tokens of every row. Runs before each target forward."""
+        """Proposes the next tokens of every row. Runs before each target forward; where rows share steps, a strategy that can be left
+        out (:attr:`rests`) is asked less often while what it proposes is not worth the time.
+        """
 
     def observe(self, state: Any, step: Step) -> None:
         """Learns from a verified step; updates `state` in place."""

@@ -217,20 +217,20 @@ class Call:
         outcome = Outcome.of(out.summary.tolist(), out.new.tolist(), self.batch)
         if self.prompt_left and not self.report.steps:
             self.report.prefill_steps = 1
-            timings.prefill += stopwatch.next()
+            timings.prefill += stopwatch.next()  # says nothing of what nodes cost
         else:
             core = stopwatch.next()
             timings.core += core
             if not draft.tokens.shape[1]:
                 self.passes.book_single(core, self.batch)
             nodes = block.draft_tokens.shape[1] + 1 + block.text[0]
+            agreed = self.target.ranks.first_number
             if self.worth is not None:
-                agreed = self.target.ranks.first_number
-                written = [tokens[:count] for tokens, count in zip(outcome.new, outcome.emitted, strict=True)]
-                self.worth.observe(nodes, agreed(core), written, None if rests else agreed(drafting))
+                self.worth.observe(nodes, agreed(core), outcome.emitted, None if rests else agreed(drafting))
             if self.resources.costs is not None:
-                seconds = self.target.ranks.first_number(core)
-                self.resources.costs.observe(nodes, seconds, max(self.lengths), self.engine.compiled_passes > passes)
+                self.resources.costs.observe(nodes, agreed(core), max(self.lengths), compiled)
+        if self.worth is not None:
+            self.worth.follow([tokens[:count] for tokens, count in zip(outcome.new, outcome.emitted, strict=True)])
         if not self.report.steps:
             self.report.time_to_first_token = timings.prefill + timings.steps
         for member, first in self.members:
@@ -299,7 +299,7 @@ class Call:
         check_draft(draft, strategy.name, self.blocks.rows)
         proposed, tree = draft.tokens.shape[1], draft.topology
         draft = without_empty_end(draft, self.rows.finished)
-        if self.worth is not None and has_draft_tokens_only(tree):
+        if self.worth is not None and draft.tokens.shape[1] and has_draft_tokens_only(tree):
             if isinstance(tree, TreeTensors):
                 check_tree(tree, self.rows, self.culprit, wait=True)
             draft = draft.head(self.worth.nodes(draft, self.lengths, self.finished, self.blocks.size))

@@ -74,26 +74,29 @@ class DraftWorth:
                 best, count = rate, drafted
         return count
 
-    def observe(self, nodes: int, seconds: float, written: Sequence[Sequence[int]], drafting: float | None) -> None:
-        """Learns from a step.
+    def observe(self, nodes: int, seconds: float, emitted: Sequence[int], drafting: float | None) -> None:
+        """Learns what a step cost, and whether making its draft was worth the time.
 
         Args:
             nodes: that were run, per row.
-            written: the new tokens of every row.
+            emitted: how many tokens every row has written.
             drafting: seconds that making the draft took; None if there was none to be made.
         """
-        plain, total = self._costs.step(len(self._rows)), sum(map(len, written))
-        active = sum(map(bool, written))
-        self._waited += 1
-        if drafting is not None:
-            known = drafting if self._drafting is None else self._drafting
-            self._drafting = known + NEWEST * (min(drafting, 4 * known) - known)
-            if plain is not None:
-                net = total - active - active / plain * (drafting + max(seconds - plain, 0.0))
-                self._net += NEWEST * (net - self._net)
-                self._wait = 0 if net > 0 or self._net > 0 else min(max(2 * self._wait, 1), LONGEST_WAIT)
-            self._waited = 0
+        plain = self._costs.step(len(self._rows))
         self._costs.observe(len(self._rows) * nodes, seconds)
+        if drafting is None:
+            self._waited += 1
+            return
+        known = drafting if self._drafting is None else self._drafting
+        self._drafting, self._waited = known + NEWEST * (min(drafting, 4 * known) - known), 0
+        if plain is not None:
+            active = sum(count > 0 for count in emitted)
+            net = sum(emitted) - active - active / plain * (drafting + max(seconds - plain, 0.0))
+            self._net += NEWEST * (net - self._net)
+            self._wait = 0 if net > 0 or self._net > 0 else min(max(2 * self._wait, 1), LONGEST_WAIT)
+
+    def follow(self, written: Sequence[Sequence[int]]) -> None:
+        """Judges what was drafted. written: the new tokens of every row."""
         for row, tokens in enumerate(written):
             if tokens and row in self._proposals:
                 self._rows[row].follow(self._proposals[row])

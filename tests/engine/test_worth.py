@@ -56,7 +56,9 @@ class Play:
         written = [list(range(at, at + more + 1)) for at, more in zip(self.lengths, accepted, strict=True)]
         self.lengths = [at + len(tokens) for at, tokens in zip(self.lengths, written, strict=True)]
         nodes = self.size(count + 1)
-        self.worth.observe(nodes, 1.0 + self.node_cost * ROWS * nodes, written, self.seconds if due else None)
+        seconds = 1.0 + self.node_cost * ROWS * nodes
+        self.worth.observe(nodes, seconds, [len(tokens) for tokens in written], self.seconds if due else None)
+        self.worth.follow(written)
         return count
 
     def steps(self, count: int) -> list[int]:
