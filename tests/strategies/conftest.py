@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, modeling_layers
 
 import decoders
 from decoders.medusa.config import HeadsConfig
@@ -26,6 +26,11 @@ from decoders.testing.models import VOCAB
 
 #: Wide enough for random draft tokens; no rank is skipped.
 WIDE = tuple((i,) for i in range(40)) + tuple((i, j) for i in range(4) for j in range(12)) + ((0, 0, 0), (0, 1, 0))
+
+needs_mtp = pytest.mark.skipif(
+    not hasattr(getattr(modeling_layers, "MtpModel", None), "forward_layer"),
+    reason="this transformers builds no MTP layers",
+)
 
 #: What settings change in every strategy.
 OF_SETTINGS = ("check_class", "check_settings")

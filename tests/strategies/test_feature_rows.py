@@ -16,6 +16,7 @@ from decoders.testing.models import VOCAB
 
 from ..serving.test_rows_that_stay import counting
 from . import test_dflash, test_eagle3
+from .conftest import needs_mtp
 
 EAGER = {"compile": False}
 #: Lengths of prompts and new tokens: rows come, go, and change their places; some prompts are read in several stretches.
@@ -65,8 +66,8 @@ def booked(model: PreTrainedModel, strategy: Strategy, rows: int, **options: Any
         (lambda: an_eagle(tree="dynamic", length=3, nodes=40, children=32, beam=4), True),
         (lambda: an_eagle(tree="none", length=3), False),
         (a_merged, False),
-        (an_mtp, False),
-        (lambda: an_mtp(tree="dynamic"), True),
+        pytest.param(an_mtp, False, marks=needs_mtp),
+        pytest.param(lambda: an_mtp(tree="dynamic"), True, marks=needs_mtp),
         (a_dflash, False),
         (lambda: a_dflash(tree="static", nodes=40, children=24), True),
     ],

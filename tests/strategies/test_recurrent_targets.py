@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, modeling_layers
 
 import decoders
 from decoders.common.transformers_compat import cache_keyword, cache_of
@@ -20,13 +20,9 @@ from decoders.strategy import Strategy
 from decoders.testing import RECURRENT, Replay, assert_same_tokens, decode, prompts, tiny_model
 from decoders.testing.models import Architecture
 
-from .conftest import random_heads
+from .conftest import needs_mtp, random_heads
 from .test_eagle3 import written
 
-modeling = pytest.importorskip("transformers.modeling_layers")
-needs_mtp = pytest.mark.skipif(
-    not hasattr(getattr(modeling, "MtpModel", None), "forward_layer"), reason="this transformers builds no MTP layers"
-)
 NEW = 16
 EAGER = {"compile": False, "prefill_chunk": 7}
 SAMPLING: dict[str, Any] = dict(do_sample=True, seed=5, temperature=0.8, top_k=40)
@@ -136,7 +132,7 @@ def with_layers(name: str, **options: Any) -> PreTrainedModel:
     config.num_mtp_layers, config.mtp_layer_types, config.mtp_mlp_layer_types = 1, ["full_attention"], ["dense"]
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(1)
-        layers = modeling.MtpModel(model, 1).eval()
+        layers = modeling_layers.MtpModel(model, 1).eval()
         for parameter in layers.layers.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.3)
@@ -177,5 +173,9 @@ def test_layers_that_transformers_builds_wrong_are_refused() -> None:
 def test_layers_with_a_state_are_refused_as_drafts() -> None:
     with pytest.raises(UnsupportedError, match="recurrent"):
         decode(enabled("qwen3_next"), prompts(), EarlyExit(exit_layer=2), max_new_tokens=4, decoders_config=EAGER)
+
+
+@needs_mtp
+def test_models_without_mtp_layers_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="no multi-token-prediction layers"):
         decode(enabled("qwen3_next"), prompts(), Mtp(), max_new_tokens=4, decoders_config=EAGER)
