@@ -220,13 +220,17 @@ def write_one(model: PreTrainedModel, settings: dict[str, Any]) -> Any:
 
 @pytest.mark.slow  # .ci/run runs it
 @pytest.mark.usefixtures("traced_only")
-def test_a_compiled_step_of_one_row_and_node_gets_a_graph_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_step_of_one_row_and_node_gets_a_graph_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, block_sizes: list[int]
+) -> None:
     monkeypatch.setattr(tiers, "FORWARD_SECONDS", 0.0)
     model = decoders.enable(tiny_model("llama", num_hidden_layers=1).bfloat16())
     settings = {"weights": "int4", "compile": True}
     padded = decode(model, prompts(1), "autoregressive", max_new_tokens=8, decoders_config=settings)
     job = vars(model)["generate"].engine(weights="int4").forward._tiers[False, True].job
     assert padded.report.nodes >= 3 and job is not None and job.wait()
+    block_sizes.clear()
     single = decode(model, prompts(1), "autoregressive", max_new_tokens=8, decoders_config=settings)
-    assert single.report.nodes == 1 and single.report.compiled_steps == single.report.steps
+    # The first step has the prompt's last tokens in front of it, and a block for these.
+    assert block_sizes == [4, *[1] * 7] and single.report.compiled_steps == single.report.steps == 8
     assert torch.equal(padded.sequences, single.sequences)

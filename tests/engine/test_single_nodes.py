@@ -12,7 +12,9 @@ from decoders.testing import decode, prompts, tiny_model
 
 @pytest.mark.slow  # of one row: tests/engine/test_quantization.py
 @pytest.mark.usefixtures("traced_only")
-def test_plain_steps_of_several_rows_get_a_graph_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_steps_of_several_rows_get_a_graph_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, block_sizes: list[int]
+) -> None:
     monkeypatch.setattr(tiers, "FORWARD_SECONDS", 0.0)
     model, inputs = decoders.enable(tiny_model("llama", num_hidden_layers=1).bfloat16()), prompts(3)
     passes = vars(model)["generate"].engine().forward
@@ -21,8 +23,10 @@ def test_plain_steps_of_several_rows_get_a_graph_of_their_own(monkeypatch: pytes
     assert (
         padded.report.nodes >= 3 and passes._tiers[True, True].job is not None and passes._tiers[True, True].job.wait()
     )
+    block_sizes.clear()
     single = decode(model, inputs, "autoregressive", **compiled)
-    assert single.report.nodes == 1 and single.report.compiled_steps == single.report.steps
+    # The first step has the prompt's last tokens in front of it, and a block for these.
+    assert block_sizes == [4, *[1] * 7] and single.report.compiled_steps == single.report.steps == 8
     assert torch.equal(padded.sequences, single.sequences)
     drafted = decode(model, inputs, "prompt_lookup", **compiled)
     assert torch.equal(drafted.sequences, single.sequences)
