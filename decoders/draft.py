@@ -50,6 +50,12 @@ class Draft:
         alone = torch.arange(len(tree), device=tree.parents.device) > 0
         return torch.where(tree.candidates & alone, tree.parents, NO_PARENT).tolist()
 
+    @property
+    def has_draft_tokens_only(self) -> bool:
+        """Whether its nodes may be left out: none is run for what it gives, whatever becomes of it."""
+        tree = self.topology
+        return isinstance(tree, TreeTensors) or not (tree.extra_visible or NO_PARENT in tree.parents[1:])
+
     def head(self, count: int) -> Draft:
         """The first `count` draft tokens of every row: parents come before their children, so what is left are trees."""
         if count >= self.tokens.shape[1]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..report import Stopwatch
 from ..strategy import Draft, PromptChunk, check_draft
-from ..tree import NO_PARENT, Topology, TreeTensors
+from ..tree import TreeTensors
 from . import guard
 from .blocks import Blocks, NodeBlock, without_empty_end
 from .buckets import round_up, row_bucket
@@ -224,11 +224,13 @@ class Call:
             if not draft.tokens.shape[1]:
                 self.passes.book_single(core, self.batch)
             nodes = block.draft_tokens.shape[1] + 1 + block.text[0]
-            agreed = self.target.ranks.first_number
-            if self.worth is not None:
-                self.worth.observe(nodes, agreed(core), outcome.emitted, None if rests else agreed(drafting))
-            if self.resources.costs is not None:
-                self.resources.costs.observe(nodes, agreed(core), max(self.lengths), compiled)
+            if self.worth is not None or self.resources.costs is not None:
+                agreed = self.target.ranks.first_number
+                seconds = agreed(core)
+                if self.worth is not None:
+                    self.worth.observe(nodes, seconds, outcome.emitted, None if rests else agreed(drafting))
+                if self.resources.costs is not None:
+                    self.resources.costs.observe(nodes, seconds, max(self.lengths), compiled)
         if self.worth is not None:
             self.worth.follow([tokens[:count] for tokens, count in zip(outcome.new, outcome.emitted, strict=True)])
         if not self.report.steps:
@@ -299,7 +301,7 @@ class Call:
         check_draft(draft, strategy.name, self.blocks.rows)
         proposed, tree = draft.tokens.shape[1], draft.topology
         draft = without_empty_end(draft, self.rows.finished)
-        if self.worth is not None and draft.tokens.shape[1] and has_draft_tokens_only(tree):
+        if self.worth is not None and draft.tokens.shape[1] and draft.has_draft_tokens_only:
             if isinstance(tree, TreeTensors):
                 check_tree(tree, self.rows, self.culprit, wait=True)
             draft = draft.head(self.worth.nodes(draft, self.lengths, self.finished, self.blocks.size))
@@ -355,8 +357,3 @@ class Call:
             new = member.book(outcome.part(first, member.rows), out, first)
             with self.callback_of(member):
                 member.tell(new)
-
-
-def has_draft_tokens_only(tree: Topology | TreeTensors) -> bool:
-    """Whether a draft's nodes may be left out: none is run for what it gives, whatever becomes of it."""
-    return isinstance(tree, TreeTensors) or not (tree.extra_visible or NO_PARENT in tree.parents[1:])

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import SettingsError, UnsupportedError
-from ..strategy import Context, Draft, Sequences, Strategy, check_draft
-from ..tree import NO_PARENT, Topology
+from ..strategy import Context, Sequences, Strategy, check_draft
 
 #: Looking at a drafter that does not pay may cost this share of the time. One that can be looked at every so many steps for that
 #: is cheap; the dearest is looked at every so many steps.
@@ -93,7 +92,11 @@ class Candidate:
             self.strategy.limit(self.state, limit)
         draft = self.strategy.propose(self.state, sequences)
         check_draft(draft, self.name, len(sequences.length))
-        self._refuse_nodes_of_its_own(draft)
+        if not draft.has_draft_tokens_only:
+            raise UnsupportedError(
+                f"strategy {self.name!r} runs nodes of its own beside its draft tokens, in every step: auto, which may leave it "
+                "out, cannot choose it. Use it by itself, or merged"
+            )
         tokens, parents = draft.tokens.tolist(), draft.parents
         grades = [None] * len(tokens) if draft.grades is None else draft.grades.tolist()
         seconds = self._clock() - begun
@@ -124,14 +127,6 @@ class Candidate:
         """A token that it had proposed was written: a closer look, where that costs little."""
         self.right += 1
         self._patience = PATIENCE
-
-    def _refuse_nodes_of_its_own(self, draft: Draft) -> None:
-        tree = draft.topology
-        if isinstance(tree, Topology) and (NO_PARENT in tree.parents[1:] or tree.extra_visible):
-            raise UnsupportedError(
-                f"strategy {self.name!r} runs nodes of its own beside its draft tokens, in every step: auto, which may leave it "
-                "out, cannot choose it. Use it by itself, or merged"
-            )
 
 
 def refuse_unfit(strategy: Strategy) -> None:

@@ -147,11 +147,10 @@ class Merged(Strategy):
         for part, own in zip(self.parts, state.parts, strict=True):
             draft = part.propose(own, sequences)
             check_draft(draft, part.name, len(sequences.length))
-            shape = draft.topology.head(self._room(part, draft, state.nodes - size + 1))
-            owned.append(range(size, size + len(shape) - 1))
-            size += len(shape) - 1
-            scores = draft.scores[:, : len(shape) - 1] if draft.scores is not None else None
-            drafts.append(Draft(draft.tokens[:, : len(shape) - 1], shape, scores, draft.depth))
+            drafts.append(draft.head(self._room(part, draft, state.nodes - size + 1) - 1))
+            end = size + drafts[-1].tokens.shape[1]
+            owned.append(range(size, end))
+            size = end
         state.owned = owned
         tokens = torch.cat([draft.tokens for draft in drafts], dim=1)
         depth = max(draft.levels for draft in drafts)

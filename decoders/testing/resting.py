@@ -37,9 +37,8 @@ class Resting(Strategy):
             draft = self.inner.propose(state["inner"], sequences)
             if turn == 1:
                 kept = draft.tokens.shape[1] // 2
-                shape = draft.topology.head(kept + 1)
                 state["own"] = kept + 1
-                return Draft(draft.tokens[:, :kept], shape, depth=min(draft.levels, kept))
+                return draft.head(kept)
         if turn == 3:
             return Draft.chain(sequences.last)
         return Draft.nothing(len(sequences.length), sequences.length.device)
