@@ -43,7 +43,7 @@ STATIONS = (
     ("engine.loop", "Call.masked"),
     ("engine.grammar.host_guide", "HostGuide.block"),
     ("engine.core", "Core.step"),
-    ("engine.target", "Target.read"),
+    ("engine.target", "Target.forward"),
     ("engine.attention", "tree_attention"),
     ("engine.cache", "write_slots"),
     ("engine.core", "Core.decide"),

@@ -64,9 +64,9 @@ MUTATIONS = (
         ("strategies/test_auto_choosing.py", "engine/test_worth.py"),
     ),
     Mutation(
-        "the-end-of-a-prompt-keeps-the-bits-of-uncompiled-passes", "decoders/engine/loop.py",
-        "        if again and not left:\n            self.pending = self.target.multiple\n",
-        "",
+        "the-end-of-a-kept-prompt-keeps-the-bits-of-another-tier", "decoders/engine/reading.py",
+        "again = multiple if multiple > 1 else 0",
+        "again = 0",
         ("generate/test_compiled.py",),
     ),
     Mutation(

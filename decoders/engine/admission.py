@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ..strategy import PromptChunk
-from .cache import CacheBuffers
 from .loop import Call
 from .pool import RowPool
 from .prefixes import NOTHING, KeptText
@@ -93,7 +92,7 @@ class Admission:
                 done, count = seat.passes.pop(0)
                 seat.turns += 1
                 assert seat.reading is not None
-                self.pool.read_row(seat.place, seat.reading, done, count, self._keeping(seat))
+                self.pool.read_row(seat.place, seat.reading, done, count, self._run_for(seat))
                 spent = time.perf_counter() - started
                 self._pace = spent / count if count >= 32 or not self._pace else self._pace
             seat.member.report.timings.prefill += time.perf_counter() - started
@@ -112,14 +111,14 @@ class Admission:
         seat.passes = list(seat.reading.passes)
         seat.member.report.reused = [seat.reading.starts[0]]
 
-    def _keeping(self, seat: Seat) -> Callable[..., None] | None:
-        """How a pass of a strategy that reads prompts is run: what it gives is kept for it, all but logits, which are large."""
+    def _run_for(self, seat: Seat) -> Callable[..., None]:
+        """How a pass is run: for a strategy that reads prompts what it gives is kept, all but logits, which are large."""
         if not seat.member.request.strategy.reads_prompt:
-            return None
+            return self.call.passes.prefill
         length = torch.tensor([len(seat.prompt)], device=self.pool.target.device)
 
-        def run(buffers: CacheBuffers, *stretch: Any) -> None:
-            seat.chunks.append(self.call.read_chunk(buffers, length, False, *stretch))
+        def run(*stretch: Any) -> None:
+            seat.chunks.append(self.call.read_chunk(length, False, *stretch))
 
         return run
 

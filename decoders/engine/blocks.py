@@ -22,9 +22,8 @@ class NodeBlock:
         tree: of the ``N`` nodes; node 0 is each row's last committed token.
         view: ``[view]`` int64, ``range`` of the slots that attention looks at.
         masks: what a grammar allows after each node, if there is one.
-        text: how many tokens in front of node 0 are still to be read, and the largest slot of the first of them; the end of
-            the prompts is read by the first step.
-        again: these tokens were nodes before, a few: they are run with the block, and what they give is dropped.
+        text: how many tokens in front of node 0 are run with the block, and the largest slot of the first of them: the end of
+            the prompts, which the first step reads, or a few that were nodes before.
     """
 
     draft_tokens: Tensor
@@ -32,7 +31,6 @@ class NodeBlock:
     view: Tensor
     masks: Masks | None = None
     text: tuple[int, int] = (0, 0)
-    again: bool = False
 
 
 class Blocks:

@@ -69,7 +69,13 @@ class Passes(Protocol):
     """How a model's passes are run, and their results settled (:class:`~decoders.engine.tiers.ForwardPass`)."""
 
     def __call__(
-        self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor
+        self,
+        nodes: Tensor,
+        base: Tensor,
+        tree: TreeTensors,
+        buffers: CacheBuffers,
+        view: Tensor,
+        text: tuple[int, int] = (0, 0),
     ) -> ForwardResult: ...
     def settle(self, nodes: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]: ...
 
@@ -143,17 +149,13 @@ class Core:
         """The block's nodes ``[B, N]`` and the target's results for them."""
         base = rows.length - 1
         nodes = torch.cat([rows.tokens.gather(1, base[:, None]), block.draft_tokens], dim=1)
-        count, latest = block.text
-        if not count:
+        if not block.text[0]:
             return nodes, self.run(nodes, base, block.tree, rows.buffers, block.view)
+        count = block.text[0]
         begin = base - count
         positions = begin[:, None] + torch.arange(count, device=base.device)
         tokens = torch.cat([rows.tokens.gather(1, positions.clamp(min=0)), nodes], dim=1)
-        tree = after_text(count, block.tree)
-        if block.again:
-            result = self.run(tokens, begin, tree, rows.buffers, block.view)
-            return nodes, result.ending(nodes.shape[1])
-        return nodes, self.target.read(tokens, begin, tree, rows.buffers, block.view, latest, keep=nodes.shape[1])
+        return nodes, self.run(tokens, begin, after_text(count, block.tree), rows.buffers, block.view, block.text)
 
     def commit(
         self,

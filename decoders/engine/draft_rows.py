@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..strategy import Sequences
 from .call_settings import CallSettings
@@ -11,8 +11,9 @@ from .reading import Reading
 
 
 def seat_rows(
-    pool: RowPool, call: CallSettings, sequences: Sequences, rows: Sequence[int], ahead: int, largest_id: int | None
-) -> None:
+    pool: RowPool, call: CallSettings, sequences: Sequences, rows: Sequence[int], ahead: int, largest_id: int | None,
+    run: Callable[..., None],
+) -> None:  # fmt: skip
     """Brings the rows of the pool in order and reads those that are new.
 
     Args:
@@ -21,6 +22,7 @@ def seat_rows(
         rows: which row of the batch before each row is, -1 for one that is new.
         ahead: most nodes that a round writes behind the committed tokens.
         largest_id: the last token that the draft model knows, where the target has more.
+        run: reads a stretch of text, as of :meth:`~decoders.engine.session.Session.prefill`.
     """
     texts, target = call.request.prompts, pool.target
     pool.reorder(rows, [len(text) for text in texts])
@@ -35,7 +37,7 @@ def seat_rows(
         kept = pool.take_over(place, prompt, pool.texts) if call.request.reuse else 0
         reading = Reading.of([len(text)], [kept], call.request.prefill_chunk, target, leave=False)
         for done, count in reading.passes:
-            pool.read_row(place, reading, done, count)
+            pool.read_row(place, reading, done, count, run)
         # Behind it a draft's slots may hold other nodes than those accepted.
         pool.note(place, prompt[:-1])
     lengths = [len(text) for text in texts]

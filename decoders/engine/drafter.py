@@ -96,7 +96,8 @@ class ModelDrafter(Drafter):
         self._name = model if isinstance(model, str) else model.config.name_or_path or type(model).__name__
         self.inner: list[ModelDrafter] = []
         if opened is not None:
-            self.session.prefill(opened.lengths, opened.reusable, call.request.prefill_chunk, leave=False)
+            chunk, run = call.request.prefill_chunk, self.engine.forward.prefill
+            self.session.prefill(opened.lengths, opened.reusable, chunk, leave=False, run=run)
             # Behind the prompts a draft's slots may hold other nodes than those accepted: they serve no other call.
             call.stack.callback(self.session.keep, [len(prompt) - 1 for prompt in call.request.prompts])
         self.stage = DraftStage(stage, self._context(context), self.inner, call.stack) if stage is not None else None
@@ -133,7 +134,8 @@ class ModelDrafter(Drafter):
         assert isinstance(self.session, RowPool) and context.sequences is not None
         # Ids that only the target has would be out of range.
         most = self.vocab_size - 1 if self.core.padding else None
-        seat_rows(self.session, self.call, context.sequences, rows, self.ahead, most)
+        run = self.engine.forward.prefill
+        seat_rows(self.session, self.call, context.sequences, rows, self.ahead, most, run)
 
     @property
     def rows(self) -> Rows:

@@ -41,6 +41,43 @@ def layer_indices(target: Target, strategy: Strategy) -> tuple[int, ...]:
     return tuple(i % count for i in named)
 
 
+class HeadInputs:
+    """Notes what the head of a private tree reads in a pass, and lets it read a part of that.
+
+    The hidden states of a strategy are those that the head reads: no model has to be asked how it names or norms them.
+    """
+
+    def __init__(self, head: nn.Module) -> None:
+        # Dynamo follows what is put on lists and taken from them.
+        seen: list[Tensor] = []
+        kept: list[Tensor] = []
+
+        def note(_: nn.Module, args: tuple) -> tuple | None:
+            seen.append(args[0])
+            return (args[0].index_select(1, kept.pop()), *args[1:]) if kept else None
+
+        self._seen, self._kept = seen, kept
+        self._id = head.register_forward_pre_hook(note).id
+
+    def unwatch(self, head: nn.Module) -> None:
+        """Removes the hook from a copy of the head."""
+        remove_hooks(head, [self._id])
+
+    def let_read(self, nodes: Tensor | None) -> None:
+        """In the next pass the head reads these nodes, ``[K]`` int64, and no others; None: all."""
+        self._kept.clear()
+        if nodes is not None:
+            self._kept.append(nodes)
+
+    def taken(self) -> Tensor:
+        """``[B, N, H]``, what it was given in the pass before, those that it did not read included."""
+        return self._seen.pop()
+
+    def forget(self) -> None:
+        """Drops what trial passes have left."""
+        self._seen.clear()
+
+
 class LayerStates:
     """Notes what some decoder layers of a private tree give in a pass.
 

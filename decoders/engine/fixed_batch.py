@@ -95,12 +95,9 @@ class FixedBatch:
         )
         call.session, call.blocks = opened.session, opened.session.blocks
         call.noise_keys = sampling.keys.clone()
-        # Passes that read prompts are not compiled. In low precision compiled steps round otherwise, and a token must not depend on
-        # whether it was drafted in the first step or written in the next one, nor on what is run again later.
-        again = target.multiple > 1 and call.passes.compiles(several=call.batch > 1)
         if not reads:
-            leave = target.reads_ahead and not target.static and request.new_tokens > 0 and not again
-            call.read_prompts(opened.lengths, opened.reusable, leave, again)
+            leave = not (target.recurrent or target.static) and request.new_tokens > 0
+            call.read_prompts(opened.lengths, opened.reusable, leave)
         call.where = "start"
         call.guide = call.new_guide()
         call.fit_blocks()
@@ -108,7 +105,7 @@ class FixedBatch:
         with finishing(request.strategy, lambda: call.state):
             if reads:
                 call.where = "prefill"
-                call.read_prompts(opened.lengths, opened.reusable, leave=False, again=again)
+                call.read_prompts(opened.lengths, opened.reusable, leave=False)
             timings.prefill = stopwatch.next()
             self._decode()
 

@@ -122,26 +122,18 @@ class Call:
         strategy = self.request.strategy
         return f"strategy {strategy.name!r} ({self.request.origin or type(strategy).__module__})"
 
-    @property
-    def _again(self) -> bool:
-        """Whether the tokens that are run in front of the next block have been run before: they are not what is left of prompts."""
-        return self.pending > 0 and (self.report.steps > 0 or not self.prompt_left)
-
-    def read_prompts(self, lengths: list[int], reusable: list[int], leave: bool, again: bool = False) -> None:
+    def read_prompts(self, lengths: list[int], reusable: list[int], leave: bool) -> None:
         """Prefills the rows.
 
         Args:
             lengths: tokens per row.
             reusable: how many of them have their keys and values in place.
             leave: whether the end of the prompts is left to the first step; a recorded one has one size.
-            again: whether the first step runs the last of these tokens once more. What steps give may have other bits, and a step
-                that runs the first tokens of a branch again starts with some of the prompt: it must find what it would write there.
         """
-        run = self._read_and_show if self.request.strategy.reads_prompt else None
-        reused, left = self.session.prefill(lengths, reusable, self.request.prefill_chunk, leave, run)
+        shows = self.request.strategy.reads_prompt
+        run = self._read_and_show if shows else self.passes.prefill
+        reused, left = self.session.prefill(lengths, reusable, self.request.prefill_chunk, leave, run, padded=shows)
         self.pending = self.prompt_left = left  # tokens of the prompts that the first step reads
-        if again and not left:
-            self.pending = self.target.multiple
         self.report.reused = reused[: self.batch]
 
     def read_rest(self) -> None:
@@ -149,13 +141,14 @@ class Call:
         if not self.prompt_left:
             return
         begin = (self.rows.length - 1 - self.prompt_left).clamp(min=0)
-        self.session.read(self.rows, begin, max(max(self.lengths) - 1 - self.prompt_left, 0), 0, self.prompt_left)
+        latest = max(max(self.lengths) - 1 - self.prompt_left, 0)
+        self.session.read(self.rows, begin, latest, 0, self.prompt_left, self.passes.prefill)
         self.pending = self.prompt_left = 0
 
-    def _read_and_show(self, tokens: Tensor, begin: Tensor, view: Tensor, latest: int) -> None:
+    def _read_and_show(self, tokens: Tensor, begin: Tensor, buffers: CacheBuffers, view: Tensor, latest: int) -> None:
         """Runs a stretch of the prompts and hands it to the strategy. tokens: ``[B, N]`` from slots `begin` ``[B]`` on."""
         logits = self.request.strategy.prompt_logits
-        self.show(self.read_chunk(self.rows.buffers, self.rows.length, logits, tokens, begin, view, latest), latest)
+        self.show(self.read_chunk(self.rows.length, logits, tokens, begin, buffers, view, latest), latest)
 
     def show(self, chunk: PromptChunk, latest: int) -> None:
         """Hands a stretch of the prompts to the strategy. latest: largest of the slots at which it begins."""
@@ -164,18 +157,18 @@ class Call:
         self.request.strategy.prefill(self.state, chunk)
 
     def read_chunk(
-        self, buffers: CacheBuffers, lengths: Tensor, logits: bool, tokens: Tensor, begin: Tensor, view: Tensor, latest: int
+        self, lengths: Tensor, logits: bool, tokens: Tensor, begin: Tensor, buffers: CacheBuffers, view: Tensor, latest: int
     ) -> PromptChunk:  # fmt: skip
         """Runs a stretch of texts for a strategy that reads prompts.
 
         Args:
             lengths: ``[B]``, of the texts.
             logits: whether the chunk has them.
-            tokens, begin, view, latest: as of :meth:`_read_and_show`.
+            tokens, begin, buffers, view, latest: as of :meth:`Target.features`.
         """
         positions = begin[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         valid = positions < lengths[:, None] - 1
-        result = self.target.features(tokens, begin, buffers, view, latest, logits, valid)
+        result = self.passes.features(tokens, begin, buffers, view, latest, logits, valid)
         return PromptChunk(tokens, positions, valid, result.hidden, result.layers, result.logits if logits else None)
 
     def make_step(self) -> StepFunction:
@@ -184,8 +177,8 @@ class Call:
     def fit_blocks(self) -> None:
         """Says how blocks are padded, by what the next pass runs as. Budgets depend on it: a strategy starts with it."""
         self.passes.fit(self.blocks, self.batch)
-        # Text that is run again in front of a block is a multiple of nodes, and then the block is one as well.
-        if self._again:
+        # Text that is run in front of a block is a multiple of nodes, and then the block is one as well.
+        if self.pending:
             self.blocks.single = False
 
     def advance(self) -> None:
@@ -328,8 +321,8 @@ class Call:
         self.session.reserve(end)
         self.report.nodes = max(self.report.nodes, draft_tokens.shape[1] + 1)
         text = (self.pending, max(self.lengths) - 1 - self.pending) if self.pending else (0, 0)
-        again, self.pending = self._again, 0
-        return NodeBlock(draft_tokens, tree, self.session.view(end)[0], text=text, again=again)
+        self.pending = 0
+        return NodeBlock(draft_tokens, tree, self.session.view(end)[0], text=text)
 
     def masked(self, draft: Draft, block: NodeBlock) -> NodeBlock:
         """`block` with what the grammars allow after each node, and without the draft tokens that they forbid."""

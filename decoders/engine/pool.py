@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -83,12 +82,11 @@ class RowPool(Session):
     def read_row(
         self, place: int, reading: Reading, done: int, count: int, run: Callable[..., None] | None = None
     ) -> None:
-        """One pass of `reading`, the tokens of one row. run: as of :meth:`prefill`, with the row's buffers before its arguments."""
+        """One pass of `reading`, the tokens of one row. run: as of :meth:`prefill`."""
         begin = reading.starts[0]
         self.reserve(begin + done + count)
         start = torch.tensor([begin], device=self.target.device)
-        row = self.stored.of_rows(place, place + 1)
-        self.read(row, start, begin, done, count, partial(run, row.buffers) if run is not None else None)
+        self.read(self.stored.of_rows(place, place + 1), start, begin, done, count, run)
 
     def exchange(self, one: int, other: int, count: int, other_count: int) -> None:
         """Two places change what they hold, `count` slots of `one` and `other_count` of `other`."""

@@ -30,8 +30,11 @@ class Reading:
         if not target.continues:  # more than one pass would be a pass per token
             chunk = max(chunk, *ends)
         chunk = max(chunk - chunk % multiple, multiple)
-        # What a short row reads behind its end is written anew before anything sees it.
-        pending = round_up(max((end - kept for end, kept in zip(ends, reused, strict=True)), default=0), multiple)
+        # What a short row reads behind its end is written anew before anything sees it. Where bits matter the end is always read: a
+        # step that runs the first tokens of a branch again starts with some of it, and must find what it would write there.
+        again = multiple if multiple > 1 else 0
+        unread = [max(end - kept, min(end, again)) for end, kept in zip(ends, reused, strict=True)]
+        pending = round_up(max(unread, default=0), multiple)
         starts = [max(end - pending, 0) for end in ends]
         left = (pending - 1) % chunk + 1 if leave and pending else 0
         return Reading(starts, prefill_chunks(pending - left, chunk, target.static), left)

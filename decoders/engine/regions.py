@@ -82,7 +82,12 @@ class RegionalForward:
             self.regional = False
 
     def _wrap(self) -> Callable:
-        options = {"size_asserts": False, "post_grad_custom_pre_pass": torch_compat.EqualOnce()}
+        options = {
+            "size_asserts": False,
+            "post_grad_custom_pre_pass": torch_compat.EqualOnce(),
+            # What a graph rounds to low precision would else depend on what it fuses, which one row and several do differently.
+            "emulate_precision_casts": True,
+        }
         return torch_compat.compiled_whole(private(self.function), dynamic=True, options=options)
 
 

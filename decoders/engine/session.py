@@ -91,8 +91,9 @@ class Session:
             self.recordings.clear()
 
     def prefill(
-        self, lengths: list[int], reused: list[int], chunk: int, leave: bool, run: Callable[..., None] | None = None
-    ) -> tuple[list[int], int]:
+        self, lengths: list[int], reused: list[int], chunk: int, leave: bool, run: Callable[..., None] | None = None,
+        padded: bool = False,
+    ) -> tuple[list[int], int]:  # fmt: skip
         """Stores keys and values of all prompt tokens but each row's last, which is node 0 of the first block.
 
         Args:
@@ -100,13 +101,14 @@ class Session:
             reused: how many of each row's first slots hold its keys and values already.
             chunk: most tokens per row and pass.
             leave: whether the last chunk is left to the first step, which then reads the weights once for both.
-            run: runs each pass in the place of :meth:`Target.prefill`: tokens, first slots, view and the largest of these slots.
+            run: runs each pass, as :meth:`Target.prefill` does, in its place.
+            padded: whether `run` tells recurrent layers what is no row's text; otherwise they are shown one row at a time.
 
         Returns:
             how many tokens of each row are not read again, and how many in front of the last one are left pending. Rows
             advance together, so one with little left to read reads some of its tokens a second time.
         """
-        if self.target.recurrent and run is None:
+        if self.target.recurrent and not padded:
             return self._prefill_each(lengths, reused, chunk)
         reading = Reading.of(lengths, reused, chunk, self.target, leave)
         begin = torch.tensor(reading.starts, device=self.rows.tokens.device)
@@ -132,10 +134,7 @@ class Session:
             rows = rows if rows.slots == self.rows.slots else self.rows
         slots = begin[:, None] + torch.arange(done, done + count, device=begin.device)
         tokens, view = rows.tokens.gather(1, slots), self.view(latest + done + count)[0]
-        if run is not None:
-            run(tokens, begin + done, view, latest + done)
-        else:
-            self.target.prefill(tokens, begin + done, rows.buffers, view, latest + done)
+        (run or self.target.prefill)(tokens, begin + done, rows.buffers, view, latest + done)
 
     def keep(self, lengths: list[int]) -> None:
         """Notes that the first so many tokens of each row, from the first row on, have their keys and values in their slots."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal, cast
@@ -20,7 +19,7 @@ from ..errors import UnsupportedError
 from ..tree import TreeTensors
 from . import attention, attention_functions, buckets, flex, invariance, recurrent
 from .cache import CacheBuffers, SlotCache
-from .features import LayerStates, OutputHead
+from .features import HeadInputs, LayerStates, OutputHead
 from .fingerprints import Fingerprints
 from .fitness import refuse_unfit
 from .layout import backbone_of, context_length, embeddings_of, probe_layout, shared_inputs
@@ -30,7 +29,6 @@ from .ranks import Ranks
 from .self_check import check_tree_logits
 from .state_probe import adopt
 from .text_blocks import causal_block
-from .torch_compat import remove_hooks
 from .twin import WeightState, share_weights, tensors_of
 
 
@@ -46,10 +44,12 @@ class ForwardResult:
     hidden: Tensor
     layers: Tensor | None = None
 
-    def ending(self, count: int) -> ForwardResult:
-        """The results of the last `count` nodes."""
-        layers = self.layers[:, -count:] if self.layers is not None else None
-        return ForwardResult(self.logits[:, -count:], self.hidden[:, -count:], layers)
+    def behind(self, count: int) -> ForwardResult:
+        """The same without the states of the first `count` nodes; the logits are those of the others alone."""
+        if not count:
+            return self
+        layers = self.layers[:, count:] if self.layers is not None else None
+        return ForwardResult(self.logits, self.hidden[:, count:], layers)
 
 
 class Target:
@@ -104,7 +104,6 @@ class Target:
         self.backbone = backbone_of(self.model)
         self.layers: tuple[int, ...] = ()
         self._layer_states: LayerStates | None = None
-        # The hidden states are taken where the head reads them: no model has to be asked how it names or norms them.
         self._watch_head()
         self.groups = shared_inputs(self.model, len(self.kinds), self.flex)
         self.quantized = quantize(self.model, precision.weights, self.model.get_output_embeddings(), groups=self.groups)
@@ -123,8 +122,7 @@ class Target:
             self.layout = [replace(spec, quantized=True) for spec in self.layout]
         self.group = groups.pop() if len(groups) == 1 else 1
         self._cache_keyword = cache_keyword(self.model)
-        self.reads_ahead = not found and "logits_to_keep" in inspect.signature(self.model.forward).parameters
-        self._head_inputs.clear()
+        self._head.forget()
         self.dtype = self.layout[0].dtype
         self.device = self.layout[0].device
         self.rounds = precision != Precision() or rounds_activations(model)
@@ -164,9 +162,7 @@ class Target:
         return self.static or self.flex
 
     def _watch_head(self) -> None:
-        seen: list[Tensor] = []
-        head = self.model.get_output_embeddings()
-        self._head_inputs, self._head_hook = seen, head.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        self._head = HeadInputs(self.model.get_output_embeddings())
 
     def sibling(self) -> Target:
         """The same model on a module tree of its own, with the same weights, packed ones included."""
@@ -181,7 +177,7 @@ class Target:
     def _copied(self) -> PreTrainedModel:
         """Another module tree, which nothing watches."""
         model = share_weights(self.model, self.matrices)
-        remove_hooks(model.get_output_embeddings(), [self._head_hook.id])
+        self._head.unwatch(model.get_output_embeddings())
         if self._layer_states is not None:
             self._layer_states.unwatch(model)
         return model
@@ -231,8 +227,9 @@ class Target:
         return nullcontext() if seen else torch.inference_mode()  # mode=False would switch gradients on
 
     def forward(
-        self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor
-    ) -> ForwardResult:
+        self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor,
+        text: tuple[int, int] = (0, 0),
+    ) -> ForwardResult:  # fmt: skip
         """One pass over a block of nodes; writes their keys and values to slots ``base … base+N-1``.
 
         Args:
@@ -241,36 +238,18 @@ class Target:
             base: ``[B]`` int64, position and slot of the tree's node 0. Negative if a block starts before the row does:
                 the nodes in front of position 0 are run for nothing, in slots counted from the end of the cache.
             view: ``[view]``, any values: its length is the number of slots that attention looks at, at least ``base + N``.
+            text: how many nodes the block begins with that are text, for which there are no results, and the largest entry of `base`.
         """
-        with self._quick():
-            output = self.model(**self._inputs(nodes, base, tree, buffers, view))
-        return self._result(output.logits)
-
-    def read(
-        self,
-        tokens: Tensor,
-        base: Tensor,
-        tree: TreeTensors,
-        buffers: CacheBuffers,
-        view: Tensor,
-        latest: int,
-        keep: int,
-    ) -> ForwardResult:
-        """As :meth:`forward`, for a block that begins with a stretch of text; results of its last `keep` nodes only.
-
-        Args:
-            latest: largest entry of `base`.
-        """
-        with self._quick():
-            inputs = self._inputs(tokens, base, tree, buffers, view, (latest, tokens.shape[1] - keep))
-            output = self.model(**inputs, logits_to_keep=keep)
-        return self._result(output.logits).ending(keep)
+        count, latest = text
+        inputs = self.inputs(nodes, base, tree, buffers, view, (latest, count) if count else None)
+        kept = torch.arange(count, nodes.shape[1], device=nodes.device) if count else None
+        return self.results(inputs, kept).behind(count)
 
     def prefill(self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int) -> None:
         """Writes the keys and values of ``tokens`` ``[B, N]`` to slots ``start …`` without computing logits."""
         with self._quick():
             tree = causal_block(tokens.shape[0], tokens.shape[1], tokens.device)
-            inputs = self._inputs(
+            inputs = self.inputs(
                 tokens, start, tree, buffers, view, (latest, tokens.shape[1]), self._text(tokens, start, buffers)
             )
             self.backbone(**inputs)
@@ -286,22 +265,20 @@ class Target:
         """
         tree = causal_block(tokens.shape[0], tokens.shape[1], tokens.device)
         text = self._text(tokens, start, buffers, valid)
-        inputs = self._inputs(tokens, start, tree, buffers, view, (latest, tokens.shape[1]), text)
-        head = self.model.get_output_embeddings()
-        # Comes after the hook that notes what the head reads.
-        cut = None if logits else head.register_forward_pre_hook(lambda _, args: (args[0][:, :1], *args[1:]))
-        try:
-            with self._quick():
-                output = self.model(**inputs)
-        finally:
-            if cut is not None:
-                cut.remove()
-        return self._result(output.logits)
+        inputs = self.inputs(tokens, start, tree, buffers, view, (latest, tokens.shape[1]), text)
+        return self.results(inputs, None if logits else torch.zeros(1, dtype=torch.int64, device=tokens.device))
 
-    def _result(self, logits: Tensor) -> ForwardResult:
-        """What the pass that is just over gave, as tensors that strategies and compiled functions may do anything with."""
+    def results(self, inputs: dict, kept: Tensor | None = None) -> ForwardResult:
+        """What the model gives for `inputs`, as tensors that strategies and compiled functions may do anything with.
+
+        Args:
+            kept: ``[K]`` int64, the nodes that get logits; None: all.
+        """
+        self._head.let_read(kept)
+        with self._quick():
+            output = self.model(**inputs)
         layers = self._layer_states.taken() if self._layer_states is not None else None
-        return ForwardResult(_ordinary(logits.float()), _ordinary(self._head_inputs.pop()), layers)
+        return ForwardResult(_ordinary(output.logits.float()), _ordinary(self._head.taken()), layers)
 
     def _text(
         self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, valid: Tensor | None = None
@@ -312,7 +289,7 @@ class Target:
         counts = valid.sum(1).tolist() if valid is not None else [tokens.shape[1]] * len(tokens)
         return recurrent.TextPass(buffers.states, [spec.states for spec in self.layout], start.tolist(), counts)
 
-    def _inputs(
+    def inputs(
         self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor,
         latest: tuple[int, int] | None = None, text: recurrent.TextPass | None = None,
     ) -> dict:  # fmt: skip

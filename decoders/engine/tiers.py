@@ -15,19 +15,24 @@ from torch import Tensor
 from ..errors import UnsupportedError
 from ..report import Report
 from ..tree import Topology, TreeTensors
+from .attention import STRETCH
 from .background import BackgroundCompile, worth_compiling
 from .blocks import Blocks
+from .buckets import LEAST_NODES
 from .cache import CacheBuffers
 from .compiler import CompiledFunction
 from .core import settle
 from .regions import RegionalForward, copied_whole, fixed
 from .target import ForwardResult, Target
+from .text_blocks import causal_block
 
 #: Setting ``compile``: in the background when it pays, before the first step, or never.
 Compile = Literal["auto"] | bool
 
 #: Seconds that compiling is expected to take on two cores: a forward pass, and a function of a strategy.
 FORWARD_SECONDS, FUNCTION_SECONDS = 12.0, 5.0
+#: Nodes that get logits where nobody wants them: of one Dynamo would make a graph of its own.
+FEWEST_LOGITS = 2
 
 
 @dataclass
@@ -136,17 +141,57 @@ class ForwardPass:
         return {several for several in (False, True) if self.ready(several)}
 
     def __call__(
-        self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor
-    ) -> ForwardResult:
+        self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor,
+        text: tuple[int, int] = (0, 0),
+    ) -> ForwardResult:  # fmt: skip
         """As :meth:`Target.forward`. view: ``[view]``, whose length says how many slots attention looks at."""
         if self._compiled(len(nodes) > 1):
-            assert self._regional is not None
-            self.compiled_passes += 1
-            return ForwardResult(*self._regional(nodes, base, laid_out(tree), buffers, view))
+            kept = torch.arange(text[0], nodes.shape[1], device=nodes.device)
+            return self._run(nodes, base, tree, buffers, view, kept).behind(text[0])
+        with self._counted(nodes):
+            return self.target.forward(nodes, base, tree, buffers, view, text)
+
+    def prefill(self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int) -> None:
+        """As :meth:`Target.prefill`."""
+        if self._reads_compiled(tokens):
+            self._run(tokens, start, causal_block(len(tokens), tokens.shape[1], tokens.device), buffers, view)
+            return
+        with self._counted(tokens):
+            self.target.prefill(tokens, start, buffers, view, latest)
+
+    def features(
+        self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int, logits: bool,
+        valid: Tensor | None = None,
+    ) -> ForwardResult:  # fmt: skip
+        """As :meth:`Target.features`; without `logits` these are those of some tokens."""
+        if self._reads_compiled(tokens):
+            kept = torch.arange(tokens.shape[1], device=tokens.device) if logits else None
+            return self._run(
+                tokens, start, causal_block(len(tokens), tokens.shape[1], tokens.device), buffers, view, kept
+            )
+        with self._counted(tokens):
+            return self.target.features(tokens, start, buffers, view, latest, logits, valid)
+
+    def _run(
+        self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor, kept: Tensor | None = None
+    ) -> ForwardResult:  # fmt: skip
+        """A compiled pass. kept: ``[K]`` int64, the nodes that get logits; None: as few as a graph for any number of them gives."""
+        assert self._regional is not None
+        self.compiled_passes += 1
+        kept = torch.arange(FEWEST_LOGITS, device=nodes.device) if kept is None else kept
+        return ForwardResult(*self._regional(nodes, base, laid_out(tree), buffers, view, kept))
+
+    def _reads_compiled(self, tokens: Tensor) -> bool:
+        """Whether a stretch of text is read compiled. Where sizes are static, whole steps are compiled and nothing else."""
+        return not self.target.static and tokens.shape[1] >= LEAST_NODES and self._compiled(len(tokens) > 1)
+
+    @contextmanager
+    def _counted(self, nodes: Tensor) -> Iterator[None]:
+        """Counts the time of an uncompiled pass; of a long one as much as a short one takes: the rest is matrix products."""
         started = time.perf_counter()
-        result = self.target.forward(nodes, base, tree, buffers, view)
-        self._tiers[len(nodes) > 1, False].seconds += time.perf_counter() - started
-        return result
+        yield
+        share = min(STRETCH / nodes.shape[1], 1.0)
+        self._tiers[len(nodes) > 1, False].seconds += share * (time.perf_counter() - started)
 
     def settle(
         self, nodes: Tensor, chosen: Tensor, tree: TreeTensors, *arguments: Any
@@ -220,8 +265,8 @@ class ForwardPass:
         forward, settle_compiled, target = self._regional, self._settle, self.target
 
         def work() -> None:
-            nodes, base, tree, buffers, view = examples(target, rows, count)
-            forward.compile(nodes, base, laid_out(tree), buffers, view)
+            nodes, base, tree, buffers, view, kept = examples(target, rows, count)
+            forward.compile(nodes, base, laid_out(tree), buffers, view, kept)
             tokens, flags = torch.zeros(rows, buffers.slots, dtype=torch.int64), torch.zeros(rows).bool()
             stops = torch.full((rows, 8), -1)
             block = torch.zeros(rows, len(tree), dtype=torch.int64)
@@ -234,8 +279,10 @@ def regional(target: Target) -> RegionalForward:
     """The forward pass of `target`, to be compiled, on a module tree of its own: the target's own goes on running meanwhile."""
     twin = target.sibling()
 
-    def forward(nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor) -> tuple:
-        result = twin.forward(nodes, base, tree, buffers, view)
+    def forward(
+        nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor, kept: Tensor
+    ) -> tuple:  # fmt: skip
+        result = twin.results(twin.inputs(nodes, base, tree, buffers, view), kept)
         return (
             (result.logits, result.hidden) if result.layers is None else (result.logits, result.hidden, result.layers)
         )
@@ -243,11 +290,11 @@ def regional(target: Target) -> RegionalForward:
     return RegionalForward(forward, twin.model, target.matrices)
 
 
-def examples(target: Target, rows: int, count: int) -> tuple[Tensor, Tensor, TreeTensors, CacheBuffers, Tensor]:
+def examples(target: Target, rows: int, count: int) -> tuple[Tensor, Tensor, TreeTensors, CacheBuffers, Tensor, Tensor]:
     """Arguments to compile for: sizes that may differ are pairwise different, or Dynamo would take one for another.
 
-    The block is the end of its tree, as where a tree is drafted level by level; one graph serves that and whole trees. A single
-    node is a whole tree.
+    The block is the end of its tree, as where a tree is drafted level by level, and the first of its nodes get no logits; one graph
+    serves that, whole trees and text. A single node is a whole tree.
     """
     nodes = torch.randint(0, min(target.vocab_size, target.embeddings), (rows, count))
     buffers = CacheBuffers.allocate(target.layout, rows, 176)
@@ -258,6 +305,7 @@ def examples(target: Target, rows: int, count: int) -> tuple[Tensor, Tensor, Tre
         Topology.chain(count + 1 if count > 1 else 0).tensors(rows, target.device),
         buffers,
         torch.arange(176)[:80],
+        torch.arange(count // 3, count),
     )
 
 

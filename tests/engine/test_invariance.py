@@ -83,7 +83,7 @@ def test_low_precision_pads_blocks_on_the_cpu_alone() -> None:
 @pytest.mark.parametrize(("length", "chunk"), [(1, 512), (2, 1), (5, 512), (30, 6), (30, 512)])
 def test_text_is_read_in_multiples_of_four_tokens(length: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    inputs = Target._inputs
+    inputs = Target.inputs
 
     def spy(self: Target, nodes: torch.Tensor, *args: Any, **options: Any) -> Any:
         sizes.append(nodes.shape[1])
@@ -93,7 +93,7 @@ def test_text_is_read_in_multiples_of_four_tokens(length: int, chunk: int, monke
     ids = prompts(1, length=max(length, 3))["input_ids"][:, :length]
     options: dict[str, Any] = dict(do_sample=False, max_new_tokens=6, strategy="prompt_lookup")
     expected = model.generate(ids, **options, decoders_config=AS_IT_IS)
-    monkeypatch.setattr(Target, "_inputs", spy)
+    monkeypatch.setattr(Target, "inputs", spy)
     actual = model.generate(ids, **options, decoders_config=AS_IT_IS | {"prefill_chunk": chunk})
     assert sizes and all(size % 4 == 0 for size in sizes)
     assert torch.equal(actual, expected)
@@ -182,6 +182,26 @@ def test_a_real_model_writes_the_same_tokens_in_bfloat16(name: str) -> None:
         expected = write(model, inputs, "autoregressive", max_new_tokens=64)
         for strategy in ("prompt_lookup", "ngram", "lookahead"):
             assert write(model, inputs, strategy, max_new_tokens=64) == expected, f"{strategy}: {text}"
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m"])
+def test_compiled_requests_of_a_scheduler_write_what_each_writes_by_itself_in_bfloat16(name: str) -> None:
+    """Two graphs, of one row and of several: on tiny models they round alike whatever the compiler is told."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = Path(os.environ["DECODERS_REAL_MODELS"]) / name
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = decoders.enable(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16), tokenizer=tokenizer)
+    texts = [f"def add_{n}(a, b):\n    return a + {n}\n\ndef" for n in range(8)]
+    options: dict[str, Any] = dict(do_sample=False, decoders_config={"compile": True, "reuse": False})
+    with decoders.Scheduler(model, tokenizer=tokenizer, rows=4, **options) as scheduler:
+        requests = [scheduler.submit(text, max_new_tokens=24 + n) for n, text in enumerate(texts)]
+        together = [request.result() for request in requests]
+    for n, text in enumerate(texts):
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        alone = model.generate(ids, strategy="autoregressive", max_new_tokens=24 + n, **options)
+        assert tokenizer.decode(alone[0, ids.shape[1] :], skip_special_tokens=True) == together[n], text
 
 
 def test_the_report_says_whether_bits_are_the_same() -> None:

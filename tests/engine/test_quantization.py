@@ -185,15 +185,16 @@ def test_compiled_steps_write_the_same_tokens(settings: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
 def test_a_plain_step_of_one_row_runs_one_node_with_the_bits_of_longer_blocks(
-    scheme: str, monkeypatch: pytest.MonkeyPatch
+    scheme: str, monkeypatch: pytest.MonkeyPatch, block_sizes: list[int]
 ) -> None:
     model, settings = decoders.enable(tiny_model("llama").bfloat16()), AS_IT_IS | {"weights": scheme}
     options: dict[str, Any] = dict(max_new_tokens=16, output_logits=True)
     single = decode(model, prompts(1, length=30), "autoregressive", decoders_config=settings, **options)
-    assert single.report.nodes == 1
+    assert block_sizes == [4, *[1] * 15]  # the first has the prompt's end in front of it
+    block_sizes.clear()
     monkeypatch.setattr(target.Target, "takes_single_nodes", lambda self, rows: False)
     padded = decode(model, prompts(1, length=30), "autoregressive", decoders_config=settings, **options)
-    assert padded.report.nodes == 4
+    assert block_sizes == [4] * 16
     for one, several in zip(single.logits, padded.logits, strict=True):
         assert torch.equal(one, several)
 

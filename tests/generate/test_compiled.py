@@ -13,10 +13,9 @@ from transformers import LogitsProcessor, PreTrainedModel
 import decoders
 from decoders.engine import packing, tiers
 from decoders.engine.background import threads_may_compile
-from decoders.engine.blocks import NodeBlock
 from decoders.engine.cache import CacheBuffers
-from decoders.engine.loop import Call
 from decoders.engine.regions import fixed
+from decoders.engine.target import Target
 from decoders.engine.text_blocks import after_text, causal_block
 from decoders.report import Report
 from decoders.strategies import PromptLookup
@@ -228,34 +227,42 @@ def test_a_call_changes_over_between_two_steps_when_the_compiler_is_ready(monkey
 
 
 @pytest.mark.usefixtures("traced_only")
-def test_in_lower_precision_no_draft_is_verified_by_the_uncompiled_pass_that_reads_the_prompt() -> None:
-    """What it accepts there would have other bits than what plain decoding writes in compiled steps."""
-    model, inputs = decoders.enable(one_layer().bfloat16()), prompts()
-
-    def steps_that_read(compile: bool) -> int:
-        return decode(
-            model, inputs, "suffix", max_new_tokens=4, decoders_config={"compile": compile}
-        ).report.prefill_steps
-
-    assert [steps_that_read(compile) for compile in (False, True)] == [1, 0]
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_compiled_call_reads_its_prompts_compiled(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    model, inputs = decoders.enable(one_layer().bfloat16()), prompts(rows, 24)
+    options: dict[str, Any] = dict(max_new_tokens=4, decoders_config={"compile": True, "prefill_chunk": 12})
+    decode(model, inputs, "suffix", **options)
+    for name in ("forward", "prefill", "features"):
+        monkeypatch.setattr(Target, name, lambda *_, name=name, **__: pytest.fail(f"{name} ran uncompiled"))
+    # The prompt's last 12 tokens are read by the first step.
+    assert decode(model, prompts(rows, 26), "suffix", **options).report.prefill_steps == 1
+    recycling = dict(strategy_config={"prompt_logits": True}, **options)
+    assert decode(model, prompts(rows, 26), "token_recycling", **recycling).report.prefill_steps == 0
 
 
 @pytest.mark.usefixtures("traced_only")
 @pytest.mark.parametrize("length", [3, 24])
-def test_in_lower_precision_the_first_compiled_step_runs_the_last_tokens_of_the_prompt_again(
-    monkeypatch: pytest.MonkeyPatch, length: int
-) -> None:
-    """A later step may run them with a branch's tokens, and must find what it would write."""
-    model, blocks = decoders.enable(one_layer().bfloat16()), list[NodeBlock]()
-    block_of = Call.block_of
-    monkeypatch.setattr(Call, "block_of", lambda call, draft: blocks.append(block_of(call, draft)) or blocks[-1])
-    for strategy in ("autoregressive", "suffix"):
-        decode(model, prompts(1, length), strategy, max_new_tokens=4)
-        assert (blocks[0].text[0], blocks[0].again) == (4, True)
-        assert strategy == "suffix" or not any(block.again for block in blocks[1:])
-        blocks.clear()
-    decode(model, prompts(1, length), "autoregressive", max_new_tokens=4, decoders_config={"compile": False})
-    assert not any(block.again for block in blocks)
+def test_in_lower_precision_the_end_of_a_kept_prompt_is_read_again(length: int) -> None:
+    """It may have been read in another tier; a step that runs a branch's tokens again starts with some of it."""
+    model, inputs = decoders.enable(one_layer().bfloat16()), prompts(1, length)
+    for compile in (False, True):
+        decode(model, inputs, "autoregressive", max_new_tokens=4, decoders_config={"compile": compile})
+        again = decode(model, inputs, "autoregressive", max_new_tokens=4, decoders_config={"compile": compile})
+        assert again.report.reused == [max(length - 1 - 4, 0)] and again.report.prefill_steps == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["autoregressive", "prompt_lookup"])
+def test_in_lower_precision_a_compiled_prompt_has_its_bits_however_it_is_divided(strategy: str) -> None:
+    model, inputs = decoders.enable(tiny_model("llama").bfloat16()), prompts(1, 101)
+    options = dict(max_new_tokens=12, return_dict_in_generate=True, output_logits=True)
+    outputs = []
+    for chunk in (512, 64, 12, 4):
+        settings = {"compile": True, "reuse": False, "prefill_chunk": chunk}
+        outputs.append(decode(model, inputs, strategy, **options, decoders_config=settings))
+        assert outputs[-1].report.compiled_steps == outputs[-1].report.steps
+    for other in outputs[1:]:
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(other.logits, outputs[0].logits, strict=True))
 
 
 @pytest.mark.slow
