@@ -9,15 +9,19 @@ from collections.abc import Sequence
 AHEAD = 1 / 8
 
 
-def row_weights(left: Sequence[float]) -> list[float]:
+def row_weights(tokens: Sequence[int], outlooks: Sequence[float]) -> list[float]:
     """What a token is worth in each row where all begin together and a call lasts as long as its last row: by how likely that is.
 
     Args:
-        left: how many steps each row will take.
+        tokens: that each row may still write.
+        outlooks: draft tokens that are expected to be right in a step of each row (:attr:`Follower.outlook`).
 
     Returns:
         weights, 1 on average.
     """
+    if not tokens:
+        return []
+    left = [count / (1 + outlook) for count, outlook in zip(tokens, outlooks, strict=True)]
     longest = max(left)
     spread = max(AHEAD * longest, 1.0)
     likely = [math.exp((steps - longest) / spread) for steps in left]

@@ -106,9 +106,11 @@ class DraftWorth:
 
     def _weights(self, lengths: Sequence[int], active: Sequence[int]) -> list[float]:
         """What a token is worth in each of the rows that go on."""
-        if self._ends is None or not active:
+        if self._ends is None:
             return [1.0] * len(active)
-        return row_weights([(self._ends[row] - lengths[row]) / (1 + self._rows[row].outlook) for row in active])
+        return row_weights(
+            [self._ends[row] - lengths[row] for row in active], [self._rows[row].outlook for row in active]
+        )
 
     def _gains(self, draft: Draft, active: Sequence[int], weights: Sequence[float]) -> list[float]:
         """Of every draft token how many it is expected to bring, all rows together."""

@@ -214,11 +214,11 @@ class Auto(Strategy):
 
 def _weights(state: AutoState, sequences: Sequences, active: list[int]) -> dict[int, float]:
     """What a token is worth in each row that goes on."""
-    if state.new_tokens is None or not active:
+    if state.new_tokens is None:
         return dict.fromkeys(active, 1.0)
     written = (sequences.length - sequences.prompt_length).tolist()
-    left = [(state.new_tokens - written[row]) / (1 + state.rows[row].outlook) for row in active]
-    return dict(zip(active, row_weights(left), strict=True))
+    left = [state.new_tokens - written[row] for row in active]
+    return dict(zip(active, row_weights(left, [state.rows[row].outlook for row in active]), strict=True))
 
 
 class _Flat(StepCosts):

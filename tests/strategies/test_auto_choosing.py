@@ -268,9 +268,9 @@ def test_where_others_take_their_place_rows_are_hurried(world: World) -> None:
     assert sum(drafted for _, drafted in steps[20:40]) > 20
 
 
-@given(st.lists(st.floats(0, 1e4), min_size=1, max_size=16))
-def test_weights_are_one_on_average_and_grow_with_what_is_left(left: list[float]) -> None:
-    weights = row_weights(left)
-    assert sum(weights) == pytest.approx(len(left))
-    order = sorted(range(len(left)), key=left.__getitem__)
+@given(st.lists(st.tuples(st.integers(0, 10_000), st.floats(0, 8)), max_size=16))
+def test_weights_are_one_on_average_and_grow_with_the_steps_that_are_left(rows: list[tuple[int, float]]) -> None:
+    weights = row_weights([tokens for tokens, _ in rows], [outlook for _, outlook in rows])
+    assert sum(weights) == pytest.approx(len(rows))
+    order = sorted(range(len(rows)), key=lambda row: rows[row][0] / (1 + rows[row][1]))
     assert all(weights[a] <= weights[b] for a, b in itertools.pairwise(order))
