@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,24 +32,26 @@ class Tape(TorchDispatchMode):
         written = list(_masks_of(func, args, kwargs))
         self._before += [(tensor, tensor.clone()) for tensor in written]
         result = func(*args, **kwargs)
-        if written or not any(r.alias_info for r in schema_of(func).returns):  # a view needs no second look
-            outputs = [] if written else [t for t in _flat(result) if isinstance(t, Tensor)]
+        outputs = [] if written else _new_tensors(result, (*args, *kwargs.values()))
+        if written or outputs:  # a view needs no second look
             self._operations.append((func, args, kwargs, outputs))
         return result
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        for tensor, before in reversed(self._before):
-            tensor.copy_(before)
+        # Passes of a model may have run in it, and what they made can be written to in it alone.
+        with torch.inference_mode():
+            for tensor, before in reversed(self._before):
+                tensor.copy_(before)
         self._before.clear()
 
     def replay(self) -> None:
-        with torch.no_grad():
+        with torch.inference_mode():
             for func, args, kwargs, outputs in self._operations:
-                results = [t for t in _flat(func(*args, **kwargs)) if isinstance(t, Tensor)]
-                for output, result in zip(outputs, results, strict=False):
-                    if output.data_ptr() != result.data_ptr():
-                        output.copy_(result)
+                result = func(*args, **kwargs)
+                if outputs:
+                    for output, new in zip(outputs, _new_tensors(result, (*args, *kwargs.values())), strict=True):
+                        output.copy_(new)
 
 
 def _masks_of(func: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:
@@ -57,6 +59,14 @@ def _masks_of(func: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[index] if index < len(args) else kwargs.get(argument.name)
             yield from (t for t in _flat(value) if isinstance(t, Tensor))
+
+
+def _new_tensors(result: Any, given: Sequence[Any]) -> list[Tensor]:
+    """The tensors of `result` that are no views of what was given: in inference mode ``reshape`` and its like, which may be either,
+    are operations like any other.
+    """
+    places = {t.untyped_storage().data_ptr() for value in given for t in _flat(value) if isinstance(t, Tensor)}
+    return [t for t in _flat(result) if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in places]
 
 
 def _flat(value: Any) -> list:
