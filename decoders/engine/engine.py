@@ -32,7 +32,8 @@ from .quantization import Precision
 from .session import Sessions
 from .static import WholeStep
 from .target import Target
-from .tiers import Compile, ForwardPass, TieredFunction
+from .tiered_function import TieredFunction
+from .tiers import Compile, ForwardPass
 from .twin import WeightState
 
 #: Compiled functions of strategies that an engine keeps.

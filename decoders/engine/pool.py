@@ -79,9 +79,7 @@ class RowPool(Session):
         self.stored.buffers.copy_row(place, self.stored.buffers, source, count)
         return count
 
-    def read_row(
-        self, place: int, reading: Reading, done: int, count: int, run: Callable[..., None] | None = None
-    ) -> None:
+    def read_row(self, place: int, reading: Reading, done: int, count: int, run: Callable[..., None]) -> None:
         """One pass of `reading`, the tokens of one row. run: as of :meth:`prefill`."""
         begin = reading.starts[0]
         self.reserve(begin + done + count)

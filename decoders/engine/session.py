@@ -91,7 +91,7 @@ class Session:
             self.recordings.clear()
 
     def prefill(
-        self, lengths: list[int], reused: list[int], chunk: int, leave: bool, run: Callable[..., None] | None = None,
+        self, lengths: list[int], reused: list[int], chunk: int, leave: bool, run: Callable[..., None],
         padded: bool = False,
     ) -> tuple[list[int], int]:  # fmt: skip
         """Stores keys and values of all prompt tokens but each row's last, which is node 0 of the first block.
@@ -101,7 +101,7 @@ class Session:
             reused: how many of each row's first slots hold its keys and values already.
             chunk: most tokens per row and pass.
             leave: whether the last chunk is left to the first step, which then reads the weights once for both.
-            run: runs each pass, as :meth:`Target.prefill` does, in its place.
+            run: runs each pass, as :meth:`Target.prefill` does.
             padded: whether `run` tells recurrent layers what is no row's text; otherwise they are shown one row at a time.
 
         Returns:
@@ -109,32 +109,32 @@ class Session:
             advance together, so one with little left to read reads some of its tokens a second time.
         """
         if self.target.recurrent and not padded:
-            return self._prefill_each(lengths, reused, chunk)
+            return self._prefill_each(lengths, reused, chunk, run)
         reading = Reading.of(lengths, reused, chunk, self.target, leave)
         begin = torch.tensor(reading.starts, device=self.rows.tokens.device)
         for done, count in reading.passes:
             self.read(self.rows, begin, max(reading.starts), done, count, run)
         return reading.starts, reading.left
 
-    def _prefill_each(self, lengths: list[int], reused: list[int], chunk: int) -> tuple[list[int], int]:
+    def _prefill_each(
+        self, lengths: list[int], reused: list[int], chunk: int, run: Callable[..., None]
+    ) -> tuple[list[int], int]:
         """As :meth:`prefill`, row by row: what a recurrent layer reads cannot be read a second time, nor behind a text's end."""
         for row, (length, kept) in enumerate(zip(lengths, reused, strict=True)):
             reading = Reading.of([length], [kept], chunk, self.target, leave=False)
             begin = torch.tensor(reading.starts, device=self.rows.tokens.device)
             for done, count in reading.passes:
-                self.read(self.rows.of_rows(row, row + 1), begin, reading.starts[0], done, count)
+                self.read(self.rows.of_rows(row, row + 1), begin, reading.starts[0], done, count, run)
         return reused, 0
 
-    def read(
-        self, rows: Rows, begin: Tensor, latest: int, done: int, count: int, run: Callable[..., None] | None = None
-    ) -> None:
+    def read(self, rows: Rows, begin: Tensor, latest: int, done: int, count: int, run: Callable[..., None]) -> None:
         """One pass over `count` prompt tokens of `rows`, from `done` tokens behind `begin` on, at most `latest` ``[B]``."""
         if self.target.static:  # what is read behind the end needs room as well
             self.reserve(latest + done + count)
             rows = rows if rows.slots == self.rows.slots else self.rows
         slots = begin[:, None] + torch.arange(done, done + count, device=begin.device)
         tokens, view = rows.tokens.gather(1, slots), self.view(latest + done + count)[0]
-        (run or self.target.prefill)(tokens, begin + done, rows.buffers, view, latest + done)
+        run(tokens, begin + done, rows.buffers, view, latest + done)
 
     def keep(self, lengths: list[int]) -> None:
         """Notes that the first so many tokens of each row, from the first row on, have their keys and values in their slots."""

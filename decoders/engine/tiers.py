@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
 
@@ -29,8 +29,8 @@ from .text_blocks import causal_block
 #: Setting ``compile``: in the background when it pays, before the first step, or never.
 Compile = Literal["auto"] | bool
 
-#: Seconds that compiling is expected to take on two cores: a forward pass, and a function of a strategy.
-FORWARD_SECONDS, FUNCTION_SECONDS = 12.0, 5.0
+#: Seconds that compiling a forward pass is expected to take on two cores.
+FORWARD_SECONDS = 12.0
 #: Nodes that get logits where nobody wants them: of one Dynamo would make a graph of its own.
 FEWEST_LOGITS = 2
 
@@ -319,36 +319,3 @@ def laid_out_to_settle(tree: TreeTensors) -> TreeTensors:
     """`tree` as the compiled :func:`~decoders.engine.core.settle` takes it, which does not read visibility."""
     ancestors = copied_whole(tree.ancestors)
     return TreeTensors(copied_whole(tree.parents), copied_whole(tree.offsets), ancestors, ancestors)
-
-
-class TieredFunction:
-    """A strategy's tensor function: run as it is, and compiled in the background once it has taken as long as that would."""
-
-    def __init__(self, function: Callable, compiled: CompiledFunction) -> None:
-        self.function, self.compiled = function, compiled
-        self._seconds = 0.0
-        self._job: BackgroundCompile | None = None
-
-    def __call__(self, *args: Any) -> Any:
-        if self._job is not None:
-            return (self.compiled if self._job.poll() else self.function)(*args)
-        started = time.perf_counter()
-        result = self.function(*args)
-        self._seconds += time.perf_counter() - started
-        if worth_compiling(self._seconds, FUNCTION_SECONDS):
-            copies = copied(args)  # what the function writes to is the call's
-            self._job = BackgroundCompile(
-                getattr(self.function, "__name__", "a function"), lambda: self.compiled(*copies)
-            )
-        return result
-
-
-def copied(value: Any) -> Any:
-    """`value` with a copy of every tensor in it."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        return type(value)(copied(item) for item in value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{f.name: copied(getattr(value, f.name)) for f in fields(value) if f.init})
-    return value
