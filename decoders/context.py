@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .common.devices import host_reads
 from .errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -154,3 +155,8 @@ class Sequences:
     def last(self) -> Tensor:
         """``[B, 1]`` int64, the last committed token of each row: node 0 of the next block."""
         return self.tokens.gather(1, self.length[:, None] - 1)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether Python may look at these values, and those of the step, without waiting: on a CPU, unless the hook is recorded."""
+        return host_reads(self.length)

@@ -99,6 +99,8 @@ class Strategy(Configured, ABC):
         rests: whether it can be left out of steps, and still be shown them: `observe` then comes without a `propose` before it,
             or after a draft of which other nodes than its own were verified, or its first ones only. Those without an `observe`
             always can. Where rows share steps, drafts that are not worth their time are left out so.
+        misses_steps: whether steps that it is left out of need not be shown to it either; says something of those that rest, and
+            whose `observe` takes time.
         timed: whether what it drafts depends on the clock, so that equal calls may draft differently. The tokens are the same.
         needs_grammar: whether the call must bring ``grammar=``; others take one as well.
         on_device: promises that `propose` and `observe` never wait for the device, take no data from the host, keep all shapes,
@@ -116,6 +118,7 @@ class Strategy(Configured, ABC):
     needs_assistant: bool = False
     takes_assistant: bool = False
     rests: bool = False
+    misses_steps: bool = False
     timed: bool = False
     needs_grammar: bool = False
     on_device: bool = False

@@ -86,6 +86,7 @@ class Call:
         self.guide: Guide | None = None
         self.pending = self.prompt_left = 0
         self._verified: int | None = None  # the nodes of a draft that was cut off
+        self._learning = 0.0  # seconds that the last draft's strategy has observed, where that goes with its draft
 
     @property
     def rows(self) -> Rows:
@@ -221,7 +222,8 @@ class Call:
                 agreed = self.target.ranks.first_number
                 seconds = agreed(core)
                 if self.worth is not None:
-                    self.worth.observe(nodes, seconds, outcome.emitted, None if rests else agreed(drafting))
+                    own = None if rests else agreed(drafting + self._learning)
+                    self.worth.observe(nodes, seconds, outcome.emitted, own)
                 if self.resources.costs is not None:
                     self.resources.costs.observe(nodes, seconds, max(self.lengths), compiled)
         if self.worth is not None:
@@ -239,8 +241,12 @@ class Call:
             self.guide.commit(out, self.rows.finished)
         timings.mask += stopwatch.next()
         self.where = "observe"
-        self.observe(state, out)
-        timings.observe += stopwatch.next()
+        if not (rests and self.request.strategy.misses_steps):
+            self.observe(state, out)
+        observing = stopwatch.next()
+        timings.observe += observing
+        if self.request.strategy.misses_steps and not rests:
+            self._learning = observing
         self.where = "streamer"
         self.book(outcome, out)
         if self.target.multiple > 1:

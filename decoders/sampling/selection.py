@@ -20,6 +20,8 @@ from .processors import OPERATIONS
 FIRST = 64
 #: Tokens that share one maximum in the search for the largest.
 BLOCK = 64
+#: So many scores are sorted sooner than looked through in several operations.
+FEW = 2**17
 #: Half the distance from 1 to the next float32: the largest relative error of one operation.
 _ROUNDING = 2.0**-24
 #: float32 numbers that a vector register holds: as many partial sums softmax adds up. 4 is the least of any CPU.
@@ -78,7 +80,7 @@ def largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """
     vocab = scores.shape[-1]
     blocks = vocab // BLOCK
-    if 2 * count >= blocks:
+    if 2 * count >= blocks or scores.numel() <= FEW:
         top = scores.topk(min(count, vocab))
         return top.values, top.indices
     blocked = scores[:, : blocks * BLOCK].unflatten(-1, (blocks, BLOCK))

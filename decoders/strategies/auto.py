@@ -9,7 +9,7 @@ while ``P`` exceeds ``R`` times the seconds that it adds (Dinkelbach 1967 for th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import Field, field_validator
@@ -179,15 +179,11 @@ class Auto(Strategy):
             for token in tokens[:count]:
                 right |= follower.write(token)
         for candidate in state.candidates:
+            candidate.observe(step, state.width + 1 if candidate.bit & state.chain else 0)
             if candidate.requested_depth:
-                candidate.judge(
-                    credit[candidate.bit], state.rate * candidate.experience.cost * candidate.requested_depth
-                )
+                candidate.judge(credit[candidate.bit], state.verifying.get(candidate.bit, 0.0), state.rate)
             if candidate.bit & right:
                 candidate.was_right()
-            if candidate.observes:
-                own_nodes = state.width + 1 if candidate.bit & state.chain else 0
-                candidate.strategy.observe(candidate.state, replace(step, own_nodes=own_nodes))
         state.history[-1].tokens += sum(emitted)
         # A step that was interrupted, or that compiled something, says nothing of the rate.
         seconds = min(seconds, 4 * state.costs.step(step.nodes.shape[1]) + state.proposed - state.begun)

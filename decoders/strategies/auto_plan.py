@@ -56,6 +56,7 @@ class AutoState:
         tokens: of the present rate, per step; those of rows that others wait for count more.
         seconds: of the present rate, per step.
         width: draft tokens per row that are verified.
+        verifying: seconds that verifying takes in this step, by the bit of the first drafter that proposes what is verified.
         chain: bits of the drafters of whose chains these are the first.
         begun: when this step began.
         proposed: when its draft was chosen.
@@ -74,6 +75,7 @@ class AutoState:
     tokens: float = 0.0
     seconds: float = 0.0
     width: int = 0
+    verifying: dict[int, float] = field(default_factory=dict)
     chain: int = 0
     begun: float = 0.0
     proposed: float = 0.0
@@ -170,12 +172,17 @@ class Plan:
         return Draft(made, TreeTensors.from_parents(torch.tensor(parents, device=device), depth), depth=depth)
 
     def note(self) -> None:
-        """Adds the choice to the history."""
+        """Books the choice: in the history, and for whom it takes time."""
         state, sources, gain = self.state, 0, 0.0
+        seconds = (self.costs.step(self.count + 1) - self._plain) / max(self.count * len(self.active), 1)
+        state.verifying = {}
         for row in self.active:
             for likely, node in self._ranked[row][: self.count]:
-                sources |= state.proposals[row].sources[node]
+                of_node = state.proposals[row].sources[node]
+                sources |= of_node
                 gain += likely
+                first = of_node & -of_node
+                state.verifying[first] = state.verifying.get(first, 0.0) + seconds
         name = "+".join(c.name for c in state.candidates if c.bit & sources)
         history = state.history
         if not history or (history[-1].strategies != name and len(history) < LONGEST_HISTORY):

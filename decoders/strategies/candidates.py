@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import SettingsError, UnsupportedError
-from ..strategy import Context, Sequences, Strategy, check_draft
+from ..strategy import Context, Sequences, Step, Strategy, check_draft
 
 #: Looking at a drafter that does not pay may cost this share of the time. One that can be looked at every so many steps for that
 #: is cheap; the dearest is looked at every so many steps.
 LOOKING, WAIT, LONGEST_WAIT = 0.005, 16, 256
+#: What is looked at so rarely is not taught in between either, if it can miss steps.
+UNTAUGHT = 16
 #: A drafter that was right while it was looked at is asked in every one of so many steps.
 PATIENCE = 4
 #: Weight of the newest run in the means of a drafter.
@@ -26,12 +28,14 @@ class Experience:
     Attributes:
         runs: how often it was asked.
         cost: mean seconds of a run; of a token of its draft, where it is limited.
+        learning: mean seconds of what it learns from a step, where that can be left out with its draft.
         net: mean of what a run has brought beyond its price, in tokens; None before the first.
         wait: steps between two looks at it; 0 while it pays.
     """
 
     runs: int = 0
     cost: float = 0.0
+    learning: float = 0.0
     net: float | None = None
     wait: int = 0
 
@@ -51,7 +55,7 @@ class Candidate:
         runs: how often it was asked.
         proposed: how many draft tokens it made.
         right: how often the token that was written next stood where it had proposed it.
-        seconds: of all its runs.
+        seconds: of all its runs, and of what it learnt from steps that it can miss.
         requested_depth: how deep it was told to draft in this step; 1 if it knows no limit, 0 if it was left out.
     """
 
@@ -62,7 +66,7 @@ class Candidate:
         self.bit, self.strategy, self.state, self.depth = bit, strategy, state, depth
         self.name = strategy.name
         self.limited = type(strategy).limit is not Strategy.limit
-        self.observes = type(strategy).observe is not Strategy.observe
+        self._observes = type(strategy).observe is not Strategy.observe
         self.runs = self.proposed = self.right = 0
         self.seconds, self.requested_depth = 0.0, 0
         self.experience = experience
@@ -71,7 +75,8 @@ class Candidate:
 
     def due(self, rate: float) -> bool:
         """Whether it is looked at in this step. rate: present tokens per second."""
-        affordable = min(math.ceil(rate * self.experience.cost / LOOKING), LONGEST_WAIT)
+        cost = self.experience.cost + self.experience.learning
+        affordable = min(math.ceil(rate * cost / LOOKING), LONGEST_WAIT)
         if self.limited:  # what it is worth is known before it is asked: this is a look
             return self._waited >= affordable
         patient = self._patience > 0 and affordable <= WAIT
@@ -101,9 +106,8 @@ class Candidate:
         grades = [None] * len(tokens) if draft.grades is None else draft.grades.tolist()
         seconds = self._clock() - begun
         cost = seconds / max(draft.levels, 1) if self.limited else seconds
-        # The first run prepares things, and any may be interrupted.
         known = self.experience
-        known.cost = cost if known.runs < 2 else known.cost + NEWEST * (min(cost, 4 * known.cost) - known.cost)
+        known.cost = _mean(known.cost, cost, known.runs)
         known.runs += 1
         self.runs, self.requested_depth = self.runs + 1, limit or 1
         self.seconds += seconds
@@ -111,14 +115,28 @@ class Candidate:
         self._waited, self._patience = 0, self._patience - 1
         return list(zip(tokens, parents, grades, strict=True))
 
-    def judge(self, benefit: float, price: float) -> None:
+    def observe(self, step: Step, own_nodes: int) -> None:
+        """Shows it the step, if it learns from steps and does not sleep too deeply for that."""
+        asleep = not self.requested_depth and self.experience.wait >= UNTAUGHT
+        if not self._observes or (asleep and self.strategy.misses_steps):
+            return
+        begun = self._clock()
+        self.strategy.observe(self.state, replace(step, own_nodes=own_nodes))
+        if self.strategy.misses_steps:
+            seconds, known = self._clock() - begun, self.experience
+            known.learning = _mean(known.learning, seconds, known.runs)
+            self.seconds += seconds
+
+    def judge(self, benefit: float, verifying: float, rate: float) -> None:
         """Learns what the run was worth.
 
         Args:
             benefit: accepted tokens that no drafter before it has proposed.
-            price: its time, in tokens.
+            verifying: seconds that were spent on verifying what no drafter before it has proposed.
+            rate: present tokens per second: the time is worth those.
         """
-        known, net = self.experience, benefit - price
+        known = self.experience
+        net = benefit - rate * (known.cost * self.requested_depth + known.learning + verifying)
         known.net = net if known.net is None else known.net + NEWEST / 2 * (net - known.net)
         pays = net > 0 or known.net > 0
         known.wait = 0 if pays else min(max(2 * known.wait, 1), LONGEST_WAIT)
@@ -127,6 +145,11 @@ class Candidate:
         """A token that it had proposed was written: a closer look, where that costs little."""
         self.right += 1
         self._patience = PATIENCE
+
+
+def _mean(known: float, seconds: float, runs: int) -> float:
+    """A mean with one more run in it: the first one prepares things, and any may be interrupted."""
+    return seconds if runs < 2 or not known else known + NEWEST * (min(seconds, 4 * known) - known)
 
 
 def refuse_unfit(strategy: Strategy) -> None:

@@ -74,9 +74,6 @@ def test_marked_layers_compute_the_same_uncompiled():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings(
-    "ignore:Torchinductor does not support code generation for complex"
-)  # llama4's rotary positions
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_compiled_by_regions_equals_uncompiled(name):
     forward = Pass(tiny_model(name))

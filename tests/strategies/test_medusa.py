@@ -69,7 +69,8 @@ def test_tokens_are_those_of_plain_decoding(design, rows):
 @pytest.mark.slow
 def test_compiled_tokens_are_those_of_plain_decoding():
     model, inputs = decoders.enable(tiny_model("llama")), prompts(3)
-    for options in ({}, SAMPLED):
+    for sampling in ({}, SAMPLED):
+        options = sampling | {"decoders_config": {"compile": True}}
         out = decode(model, inputs, medusa(), max_new_tokens=40, **options)
         plain = decode(model, inputs, "autoregressive", max_new_tokens=40, **options)
         assert_same_tokens(model, inputs, plain.sequences, out.sequences, f"compiled, {options}")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import pytest
 import torch
 
 import decoders
+from decoders.context import Context, Sequences
 from decoders.draft import Draft
 from decoders.engine.worth import DraftWorth
 from decoders.strategies import Ngram, PromptLookup, Speculative, Suffix, TokenRecycling
+from decoders.strategies.candidates import Candidate, Experience
 from decoders.strategy import Step, Strategy
 from decoders.testing import decode, prompts, tiny_model
 
@@ -88,3 +91,64 @@ def test_a_strategy_is_told_how_much_of_its_draft_was_verified() -> None:
     model, inputs = decoders.enable(tiny_model("llama")), prompts(3)
     decode(model, inputs, Told(), max_new_tokens=8, decoders_config=PRUNED)
     assert seen[:4] == [(3, 3), (0, 1), (None, 5), (1, 1)]
+
+
+class Learner(Strategy):
+    """Says in which steps it was asked and in which it was shown what became of them."""
+
+    name = "learner"
+    rests = True
+
+    def __init__(self, misses: bool) -> None:
+        super().__init__()
+        self.misses_steps, self.calls = misses, []
+
+    def start(self, context: Context) -> None: ...
+
+    def propose(self, state: None, sequences: Sequences) -> Draft:
+        self.calls.append("propose")
+        return Draft.chain(sequences.last)
+
+    def observe(self, state: None, step: Step) -> None:
+        self.calls.append("observe")
+
+
+@pytest.mark.usefixtures("scripted")
+@pytest.mark.parametrize("misses", [False, True])
+def test_what_misses_steps_is_not_shown_those_that_it_is_left_out_of(misses: bool) -> None:
+    strategy = Learner(misses)
+    out = decode(decoders.enable(tiny_model("llama")), prompts(3), strategy, max_new_tokens=16, decoders_config=PRUNED)
+    asked = strategy.calls.count("propose")
+    assert asked < out.report.steps
+    assert strategy.calls.count("observe") == (asked if misses else out.report.steps)
+
+
+@dataclass
+class Shown:
+    """As much of a step as `auto` writes into."""
+
+    own_nodes: int = 0
+
+
+def test_auto_shows_a_sleeping_candidate_no_steps_that_it_can_miss() -> None:
+    for misses, wait, asked, shown in (
+        (True, 0, False, 1),
+        (True, 64, False, 0),
+        (True, 64, True, 1),
+        (False, 64, False, 1),
+    ):
+        strategy = Learner(misses)
+        candidate = Candidate(1, strategy, None, 8, Experience(runs=2, wait=wait), iter(range(99)).__next__)
+        candidate.requested_depth = int(asked)
+        candidate.observe(cast(Step, Shown()), own_nodes=0)
+        assert strategy.calls == ["observe"] * shown, (misses, wait, asked)
+        assert candidate.experience.learning == (1 if misses and shown else 0)
+
+
+def test_verifying_what_it_alone_proposed_counts_against_a_candidate() -> None:
+    candidate = Candidate(1, Learner(False), None, 8, Experience(runs=2, cost=0.001), iter(range(99)).__next__)
+    candidate.requested_depth = 1
+    candidate.judge(0.5, verifying=0.002, rate=100.0)
+    assert candidate.experience.net == pytest.approx(0.5 - 100 * 0.003)
+    candidate.judge(0.0, verifying=0.02, rate=100.0)
+    assert candidate.experience.wait == 1
