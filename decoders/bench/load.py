@@ -109,7 +109,7 @@ def scheduled(
             generations.append(generation)
         for generation in generations:
             generation.result()
-    return _result(f"scheduler, {strategy}", load, began, [stamp.times[0] for stamp in stamps], ends)
+    return result_of(f"scheduler, {strategy}", load, began, [stamp.times[0] for stamp in stamps], ends)
 
 
 def in_batches(
@@ -137,7 +137,7 @@ def in_batches(
         for number in batch:
             ends[number] = time.perf_counter()
     name = "transformers, batches" if strategy is None else f"batches, {strategy}"
-    return _result(name, load, began, [], ends)
+    return result_of(name, load, began, [], ends)
 
 
 def continuous(model: PreTrainedModel, load: Sequence[Arrival]) -> LoadResult:
@@ -165,16 +165,17 @@ def continuous(model: PreTrainedModel, load: Sequence[Arrival]) -> LoadResult:
                 raise RuntimeError(f"transformers' continuous batching gave nothing for {PATIENCE:.0f} seconds")
             ends[numbers[result.request_id]] = time.perf_counter()
         sender.join()
-    return _result("transformers, continuous", load, began, [], ends)
+    return result_of("transformers, continuous", load, began, [], ends)
 
 
 def _sleep_until(moment: float) -> None:
     time.sleep(max(moment - time.perf_counter(), 0.0))
 
 
-def _result(
+def result_of(
     method: str, load: Sequence[Arrival], began: float, firsts: Sequence[float], ends: Sequence[float]
 ) -> LoadResult:
+    """What came of a load: when it began, and when its requests had their first tokens, if that is known, and their last."""
     arrived = [began + request.seconds for request in load]
     further = [
         (end - first) / (request.new_tokens - 1)

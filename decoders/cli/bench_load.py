@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import UnknownNameError
+from ..errors import SettingsError, UnknownNameError
 from .bench_options import pieces
 from .bench_output import conclude, progress_bar
 
@@ -17,7 +19,8 @@ if TYPE_CHECKING:
     from ..bench.load import Arrival
 
 CONTINUOUS = "transformers-continuous"
-METHODS = ("scheduler", "batches", "transformers", CONTINUOUS)
+VLLM = "vllm"
+METHODS = ("scheduler", "batches", "transformers", CONTINUOUS, VLLM)
 
 
 def load(
@@ -41,6 +44,12 @@ def load(
     repeats: Annotated[int, typer.Option(min=1, help="Runs of every method, in turns; the median one counts.")] = 1,
     prompt_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of a prompt.")] = 64,
     within: Annotated[float, typer.Option(min=0, help="Seconds in which a request counts as served in time.")] = 10.0,
+    vllm: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PYTHON", help="Interpreter of an environment that has vLLM, for its method. The model is a folder."
+        ),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="Precision of the model.")] = "auto",
     compile: Annotated[bool, typer.Option(help="Run compiled steps.")] = False,
     seed: Annotated[int, typer.Option(help="Of lengths and arrivals.")] = 0,
@@ -49,7 +58,7 @@ def load(
         Path | None, typer.Option("--json", metavar="FILE", help="Write everything as JSON; - is standard output.")
     ] = None,
 ) -> None:
-    """Measure throughput and waiting times under a load of requests: a scheduler, fixed batches, transformers' own.
+    """Measure throughput and waiting times under a load of requests: a scheduler, fixed batches, transformers' own, vLLM.
 
     Only tokens that were asked for are counted. The instructions of the bench serve as prompts; nothing stops before its length.
     """
@@ -62,10 +71,16 @@ def load(
         if method not in METHODS:
             raise UnknownNameError("method", method, METHODS)
 
+    if VLLM in chosen and (vllm is None or not Path(model).is_dir()):
+        raise SettingsError(
+            "method vllm runs in an environment of its own, on a model's folder: --vllm PYTHON, and a folder"
+        )
+
     import torch
 
     import decoders
 
+    from ..bench.beside_vllm import Vllm
     from ..bench.load import LoadResult, arrivals, continuous, in_batches, scheduled
     from ..bench.load_tables import load_table
     from ..bench.prompts import INSTRUCTIONS, encode, instructions
@@ -84,22 +99,28 @@ def load(
     # Every prompt is read, whatever was read before.
     options = {"decoders_config": {"compile": compile, "memory": False, "reuse": False}, "pad_token_id": 0}
     first = [replace(request, seconds=0.0, new_tokens=4) for request in waves[:rows]]  # packs, compiles
-    runs = [
-        (method, strategy)
-        for method in chosen
-        for strategy in (named if not method.startswith("transformers") else [None])
-    ]
+    runs = [(method, strategy) for method in chosen for strategy in (named if method in METHODS[:2] else [None])]
 
     def run_of(method: str, strategy: str | None, load: Sequence[Arrival]) -> LoadResult:
         if method == "scheduler":
             assert strategy is not None
             return scheduled(loaded, strategy, load, rows, options)
+        if method == VLLM:
+            return engine().run(load)
         return continuous(loaded, load) if method == CONTINUOUS else in_batches(loaded, strategy, load, rows, options)
 
     if compile and rows > 1 and loaded.device.type == "cpu":
         vars(loaded)["generate"].engine().forward.compile(True, Report(""), single=True)
     all_runs: list[list[LoadResult]] = [[] for _ in runs]
-    with progress_bar(progress_console, repeats * len(runs)) as advance:
+    with ExitStack() as stack, progress_bar(progress_console, repeats * len(runs)) as advance:
+
+        @cache
+        def engine() -> Vllm:
+            assert vllm is not None
+            slots = max(len(request.prompt) + request.new_tokens for request in waves)
+            precision = str(loaded.dtype).removeprefix("torch.")
+            return stack.enter_context(Vllm(vllm, model, precision, rows, slots, threads))
+
         for repeat in range(repeats):
             for (method, strategy), done in zip(runs, all_runs, strict=True):
                 if repeat == 0 and method != CONTINUOUS:
