@@ -1,8 +1,8 @@
 """The matrix of token recycling: of every token the successors that the target thought likely when it was last verified.
 
 ``[V + 1, k + 1]`` int32 for a vocabulary of ``V``: the ``k`` likeliest, best first, -1 where there are none, and their grade. The
-last row is that of no token, and knows nothing. Every function is there twice: for tensors of any device, and for values that
-Python may look at, where few operations cost less than fast ones: between two passes nothing is in a processor's caches.
+last row is that of no token, and knows nothing. Filling a tree and learning are there twice: for tensors of any device, and for
+values that Python may look at, where few operations cost less than fast ones: after a pass nothing else is in a processor's caches.
 """
 
 from __future__ import annotations
