@@ -13,10 +13,8 @@ from typing import Any
 
 from ..errors import DecodersError
 from .load import Arrival, LoadResult, result_of
+from .processes import ending
 from .vllm_process import MARK
-
-#: Last lines of the process's standard error that are shown if it ends without a result.
-LINES = 5
 
 
 class Vllm:
@@ -91,7 +89,5 @@ class Vllm:
         raise self._ended()
 
     def _ended(self) -> DecodersError:
-        code = self._process.wait()
-        self._errors.seek(0)
-        last = [line.strip() for line in self._errors.read().splitlines() if line.strip()][-LINES:]
-        return DecodersError(f"vLLM's process ended with {code}: {' / '.join(last)}")
+        self._process.wait()
+        return DecodersError(f"vLLM: {ending(self._process, self._errors)}")

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from .fresh import Job
 
@@ -56,7 +56,12 @@ def in_new_process(
                 process.wait()
             process.stdout.close()
         if result is None:
-            errors.seek(0)
-            last = [line.strip() for line in errors.read().splitlines() if line.strip()][-LINES:]
-            result = {"error": f"the process ended with {process.returncode}: {' / '.join(last)}"}
+            result = {"error": ending(process, errors)}
     return result
+
+
+def ending(process: subprocess.Popen[str], errors: IO[str]) -> str:
+    """How a process ended that gave no result, with the last lines of its standard error."""
+    errors.seek(0)
+    last = [line.strip() for line in errors.read().splitlines() if line.strip()][-LINES:]
+    return f"the process ended with {process.returncode}: {' / '.join(last)}"

@@ -71,9 +71,9 @@ def load(
         if method not in METHODS:
             raise UnknownNameError("method", method, METHODS)
 
-    if VLLM in chosen and (vllm is None or not Path(model).is_dir()):
+    if VLLM in chosen and (vllm is None or not vllm.is_file() or not Path(model).is_dir()):
         raise SettingsError(
-            "method vllm runs in an environment of its own, on a model's folder: --vllm PYTHON, and a folder"
+            "method vllm runs in an environment of its own, on a model's folder: --vllm PYTHON, a file, and a folder"
         )
 
     import torch

@@ -241,11 +241,12 @@ class Call:
             self.guide.commit(out, self.rows.finished)
         timings.mask += stopwatch.next()
         self.where = "observe"
-        if not (rests and self.request.strategy.misses_steps):
+        goes_with_draft = self.request.strategy.misses_steps
+        if not (rests and goes_with_draft):
             self.observe(state, out)
         observing = stopwatch.next()
         timings.observe += observing
-        if self.request.strategy.misses_steps and not rests:
+        if goes_with_draft and not rests:
             self._learning = observing
         self.where = "streamer"
         self.book(outcome, out)

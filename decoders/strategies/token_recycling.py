@@ -112,7 +112,7 @@ class TokenRecycling(Strategy):
     def propose(self, state: _State, sequences: Sequences) -> Draft:
         last = sequences.last
         if sequences.on_host:
-            listed = filled(state.matrix, last[:, 0].tolist(), state.topology.parents[1:], state.ranks)
+            listed = filled(state.matrix, last.flatten().tolist(), state.topology.parents[1:], state.ranks)
             tokens, grades = (torch.tensor(values) for values in listed)
         else:
             tokens, grades = state.fill(state.matrix, last, state.levels, state.parents)
@@ -131,11 +131,9 @@ class TokenRecycling(Strategy):
 
 def _verified(step: Step) -> list[tuple[int, int, int]]:
     """``(worth, place, token)`` of the nodes that have logits: an accepted one is worth its depth."""
-    nodes, rows = (
-        [],
-        zip(step.nodes.tolist(), step.path.tolist(), step.accepted.tolist(), step.emitted.tolist(), strict=True),
-    )
-    for row, (tokens, path, accepted, emitted) in enumerate(rows):
+    nodes: list[tuple[int, int, int]] = []
+    parts = (part.tolist() for part in (step.nodes, step.path, step.accepted, step.emitted))
+    for row, (tokens, path, accepted, emitted) in enumerate(zip(*parts, strict=True)):
         if not emitted:  # it had ended
             continue
         depth = {node: depth for depth, node in enumerate(path[: accepted + 1])}

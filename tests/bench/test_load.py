@@ -116,8 +116,9 @@ def test_what_goes_wrong_in_vllm_is_told(vllm_stand_in: Path) -> None:
         pytest.raises(decoders.DecodersError, match="other numbers of tokens"),
     ):
         engine.run([Arrival(0.0, [1], 4)])
-    done = CliRunner().invoke(app, ["bench", "load", "--method", "vllm"])
-    assert done.exit_code != 0 and "--vllm PYTHON" in done.output
+    for more in ([], ["--vllm", sys.executable], [".", "--vllm", "no such file"]):
+        done = CliRunner().invoke(app, ["bench", "load", *more, "--method", "vllm"])
+        assert done.exit_code != 0 and "--vllm PYTHON" in done.output
 
 
 def test_the_command_writes_what_it_measured():
