@@ -18,10 +18,12 @@ from .quantized import use_quantized_kernels
 
 
 @contextmanager
-def layers_as_regions(model: nn.Module) -> Iterator[int]:
+def layers_as_regions(model: nn.Module) -> Iterator[list[Callable]]:
     """While inside, Dynamo takes every decoder layer for a region of its own and compiles equal ones once.
 
     Which are equal is judged by their graphs: layers with another window, activation or scale are other regions.
+
+    Gives the functions that stand for layers. Dynamo drops graphs made of them once they are gone.
     """
     regions: dict[Callable, Callable] = {}
     marked = []
@@ -34,7 +36,7 @@ def layers_as_regions(model: nn.Module) -> Iterator[int]:
         layer.forward = types.MethodType(regions[plain], layer)
         marked.append(layer)
     try:
-        yield len(marked)
+        yield list(regions.values())
     finally:
         for layer in marked:
             del layer.forward
@@ -58,6 +60,7 @@ class RegionalForward:
     def __init__(self, function: Callable, model: nn.Module, packed: Sequence[Tensor] = ()) -> None:
         self.function, self.model, self.packed = function, model, packed
         self.regional: bool | None = None
+        self._regions: list[Callable] = []
         self._compiled = self._wrap()
 
     def __call__(self, *args: Any) -> Any:
@@ -70,9 +73,10 @@ class RegionalForward:
         with torch_compat.floats_as_constants():
             if self.regional is not False:
                 try:
-                    with layers_as_regions(self.model) as count:
+                    with layers_as_regions(self.model) as regions:
                         self(*args)
-                    self.regional = count > 0
+                    self.regional = bool(regions)
+                    self._regions += regions
                     return
                 except Exception:
                     if self.regional:  # another number of rows was compiled that way

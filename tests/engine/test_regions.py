@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Callable
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from decoders.common.layers import decoder_layers
-from decoders.engine import torch_compat
+from decoders.engine import regions, torch_compat
 from decoders.engine.background import BackgroundCompile
 from decoders.engine.cache import CacheBuffers
 from decoders.engine.compiler import compilations
@@ -60,8 +64,8 @@ def test_every_layer_is_found(name):
     model = tiny_model(name)
     layers = decoder_layers(model)
     assert len(layers) == model.config.get_text_config(decoder=True).num_hidden_layers
-    with layers_as_regions(model) as count:
-        assert count == len(layers)
+    with layers_as_regions(model) as functions:
+        assert functions and all("forward" in vars(layer) for layer in layers)
     assert not any("forward" in vars(layer) for layer in layers)
 
 
@@ -114,6 +118,24 @@ def test_two_or_more_rows_are_one_more_graph():
     for rows in (1, 2, 3, 5, 9):
         forward.check(rows, 9, 176, 96, 60)
     assert compilations() == before
+
+
+def test_functions_that_graphs_were_made_of_live_as_long_as_the_graphs(monkeypatch):
+    """Dynamo guards their code by identity: with it gone, a graph of a model with many layers is made once more, in the next call."""
+    made: list[weakref.ref] = []
+    plain = regions._region
+
+    def noted(function: Callable) -> Callable:
+        region = plain(function)
+        made.append(weakref.ref(region))
+        return region
+
+    monkeypatch.setattr(regions, "_region", noted)
+    monkeypatch.setattr(torch_compat, "compiled_whole", lambda function, **options: function)
+    forward = Pass(tiny_model("llama"))
+    forward.compiled.compile(*forward.arguments(1))
+    gc.collect()
+    assert made and all(region() is not None for region in made)
 
 
 @pytest.mark.slow
