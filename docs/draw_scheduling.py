@@ -1,6 +1,6 @@
 """Draws the picture of docs/explanation/scheduling.md from a run: ``python docs/draw_scheduling.py``.
 
-Seven requests on a tiny model, admitted to a lane of three rows; every column is a step. ``tests/docs`` compares the page with it.
+Seven requests on a tiny model, admitted to a lane of four rows; every column is a step. ``tests/docs`` compares the page with it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ PAGE = Path(__file__).resolve().parent / "explanation" / "scheduling.md"
 BEGIN, END = "<!-- run: drawn by docs/draw_scheduling.py -->\n", "<!-- end of run -->"
 #: Name, tokens of the prompt, new tokens, and the step before which it arrives.
 REQUESTS = (
-    ("A", 6, 4, 0), ("B", 5, 2, 0), ("C", 4, 7, 0), ("D", 6, 3, 0), ("E", 150, 4, 1), ("F", 5, 5, 3), ("G", 4, 3, 8),
+    ("A", 6, 2, 0), ("B", 5, 4, 0), ("C", 4, 9, 0), ("D", 6, 8, 0), ("E", 150, 4, 1), ("F", 50, 5, 3), ("G", 4, 3, 8),
 )  # fmt: skip
-ROWS = 3
+ROWS = 4
 
 
 def run() -> str:

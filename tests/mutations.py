@@ -131,9 +131,21 @@ MUTATIONS = (
     ),
     Mutation(
         "nodes-are-numbered-by-place-not-by-depth", "decoders/engine/target.py",
-        "position_ids=(base[:, None] + offsets)",
-        "position_ids=slots",
+        "self.arguments(nodes, base[:, None] + offsets,",
+        "self.arguments(nodes, slots,",
         ("exactness/test_architectures.py",),
+    ),
+    Mutation(
+        "mixed-nodes-are-numbered-by-place", "decoders/engine/mixed.py",
+        "    positions = torch.cat([(base[:, None] + tree.offsets).reshape(1, -1), stretch], dim=1)\n",
+        "    positions = slots\n",
+        ("engine/test_mixed.py",),
+    ),
+    Mutation(
+        "rows-go-on-without-the-prompt-that-they-read", "decoders/engine/lane.py",
+        "        self._bring([*self.batch, seat])\n",
+        "",
+        ("serving/test_prompts_in_steps.py",),
     ),
     Mutation(
         "a-window-for-drafting-is-accepted", "decoders/engine/verify.py",

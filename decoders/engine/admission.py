@@ -65,11 +65,6 @@ class Admission:
         self.seats: list[Seat] = []
         self._pace = 0.0  # seconds per prompt token, as measured
 
-    @property
-    def _decoding(self) -> bool:
-        """Whether rows wait while prompts are read."""
-        return any(seat.row is not None for seat in self.seats)
-
     def place_for(self, request: Request) -> int:
         """A free place: that which holds most of the prompt, or else the one that was used least recently."""
         taken = {seat.place for seat in self.seats}
@@ -78,24 +73,59 @@ class Admission:
         shared = {place: self.pool.texts[place].shared_with(prompt) if request.reuse else 0 for place in free}
         return max(free, key=lambda place: (shared[place], -self.pool.used[place], -place))
 
+    @property
+    def _rows(self) -> int:
+        """How many rows wait while prompts are read."""
+        return sum(seat.row is not None for seat in self.seats)
+
+    @property
+    def mixes(self) -> bool:
+        """Whether a step reads prompts on the way: then nobody waits for passes of their own."""
+        call = self.call
+        return not call.request.strategy.reads_prompt and call.passes.mixes(self._rows, call.blocks.single)
+
     def read(self, pause: float) -> None:
         """Reads prompts, pass by pass in turns; at least one pass, and all of them if nobody waits meanwhile."""
         begun, first = time.perf_counter(), True
-        while waiting := [seat for seat in self.seats if seat.row is None and not seat.ready]:
+        while seat := self._next(pause):
             started = time.perf_counter()
-            if self._decoding and not first and started - begun >= pause:
+            if self._rows and not first and started - begun >= pause:
                 return
-            seat, first = min(waiting, key=lambda each: each.turns), False  # the first of equals
+            first = False
+            done, count = seat.passes.pop(0)
+            seat.turns += 1
+            assert seat.reading is not None
+            self.pool.read_row(seat.place, seat.reading, done, count, self._run_for(seat))
+            spent = time.perf_counter() - started
+            self.was_read(seat, spent, count)
+            if not self.call.request.strategy.reads_prompt:
+                self.call.passes.book_mixed(spent, self._rows, self.call.blocks.single)
+
+    def next_piece(self, pause: float) -> tuple[Seat, int, int] | None:
+        """Whose prompt the next step reads on the way, from which slot on, and how many tokens."""
+        if (seat := self._next(pause)) is None:
+            return None
+        assert seat.reading is not None
+        done, count = seat.passes.pop(0)
+        seat.turns += 1
+        return seat, seat.reading.starts[0] + done, count
+
+    def was_read(self, seat: Seat, seconds: float, count: int) -> None:
+        """Notes what a pass, or a step's part of one, has spent on a piece of so many tokens."""
+        self._pace = seconds / count if count >= 32 or not self._pace else self._pace
+        seat.member.report.timings.prefill += seconds
+
+    def _next(self, pause: float) -> Seat | None:
+        """Who has had fewest passes of those with some to come, the first of equals."""
+        while waiting := [seat for seat in self.seats if seat.row is None and not seat.ready]:
+            seat = min(waiting, key=lambda each: each.turns)
             if seat.reading is None:
+                started = time.perf_counter()
                 self._start_reading(seat, pause)
+                seat.member.report.timings.prefill += time.perf_counter() - started
             if seat.passes:
-                done, count = seat.passes.pop(0)
-                seat.turns += 1
-                assert seat.reading is not None
-                self.pool.read_row(seat.place, seat.reading, done, count, self._run_for(seat))
-                spent = time.perf_counter() - started
-                self._pace = spent / count if count >= 32 or not self._pace else self._pace
-            seat.member.report.timings.prefill += time.perf_counter() - started
+                return seat
+        return None
 
     def _start_reading(self, seat: Seat, pause: float) -> None:
         """Puts a prompt in its place with what any other place holds of it, and says in which passes the rest is read."""
@@ -105,7 +135,7 @@ class Admission:
         kept = self.pool.take_over(seat.place, prompt, self._texts(seat)) if reuse else 0
         self.pool.drop(seat.place)
         chunk = request.prefill_chunk
-        if self._decoding:
+        if self._rows:
             chunk = min(chunk, max(int(pause / self._pace), 32) if self._pace else 128)
         seat.reading = Reading.of([len(prompt)], [kept], chunk, self.pool.target, leave=False)
         seat.passes = list(seat.reading.passes)

@@ -6,6 +6,8 @@ mask's head axis: ``[B, T, N, view]``. Model code hands it through untouched and
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -136,6 +138,24 @@ class MaskShape:
     def note(self, query: Tensor, key: Tensor) -> None:
         """Sees every layer's query and key heads."""
 
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, kind: int, kernel: Callable[..., Tensor]
+    ) -> Tensor:  # fmt: skip
+        """Attention of one layer of a `kind`, ``[B, N, Hq, Dv]``, by calls of `kernel`, which is :func:`_attend`."""
+        if self.latest is None:
+            return kernel(query, key, value, mask, self.group)
+        latest, leading = self.latest
+        group, n, stretches = query.shape[1] // key.shape[1], query.shape[2], []
+        for begin in range(0, n, STRETCH):
+            end = min(begin + STRETCH, n)
+            seen = mask.shape[-1] if end > leading else min(view_bucket(latest + end), mask.shape[-1])
+            place = kind, group, begin
+            if place not in self.parts:
+                self.parts[place] = repeat_for_group(mask[:, :, begin:end, :seen], group)
+            part = query[:, :, begin:end], key[:, :, :seen], value[:, :, :seen], self.parts[place]
+            stretches.append(kernel(*part, group))
+        return torch.cat(stretches, dim=1)
+
 
 @dataclass(frozen=True)
 class Probe(MaskShape):
@@ -190,22 +210,10 @@ def tree_attention(
             f"{type(module).__name__} adds a position bias to its attention, which has no tree form here"
         )
     kind = getattr(module, KIND_ATTRIBUTE, 0)
-    mask, n = attention_mask[:, kind : kind + 1], query.shape[2]
     shape = getattr(attention_mask, "decoders_shape", MaskShape())
     shape.note(query, key)
-    if shape.latest is None:
-        return _attend(query, key, value, mask, shape.group, scaling, softcap, s_aux), None
-    latest, leading = shape.latest
-    group, stretches = query.shape[1] // key.shape[1], []
-    for begin in range(0, n, STRETCH):
-        end = min(begin + STRETCH, n)
-        seen = mask.shape[-1] if end > leading else min(view_bucket(latest + end), mask.shape[-1])
-        place = kind, group, begin
-        if place not in shape.parts:
-            shape.parts[place] = repeat_for_group(mask[:, :, begin:end, :seen], group)
-        part = query[:, :, begin:end], key[:, :, :seen], value[:, :, :seen], shape.parts[place]
-        stretches.append(_attend(*part, group, scaling, softcap, s_aux))
-    return torch.cat(stretches, dim=1), None
+    kernel = functools.partial(_attend, scaling=scaling, softcap=softcap, s_aux=s_aux)
+    return shape.attend(query, key, value, attention_mask[:, kind : kind + 1], kind, kernel), None
 
 
 def _attend(

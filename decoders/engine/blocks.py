@@ -11,6 +11,7 @@ from ..sampling.processors import Masks
 from ..strategy import Draft, check_draft
 from ..tree import Topology, TreeTensors
 from .buckets import node_bucket, pad_block
+from .mixed import PromptPiece
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class NodeBlock:
         masks: what a grammar allows after each node, if there is one.
         text: how many tokens in front of node 0 are run with the block, and the largest slot of the first of them: the end of
             the prompts, which the first step reads, or a few that were nodes before.
+        piece: what is read of another row's prompt meanwhile.
     """
 
     draft_tokens: Tensor
@@ -31,6 +33,7 @@ class NodeBlock:
     view: Tensor
     masks: Masks | None = None
     text: tuple[int, int] = (0, 0)
+    piece: PromptPiece | None = None
 
 
 class Blocks:

@@ -16,6 +16,7 @@ from ..tree import TreeTensors
 from ..verifiers.verifier import Block, Verifier
 from .blocks import NodeBlock
 from .cache import CacheBuffers, move_slots
+from .mixed import PromptPiece
 from .rows import Fault, Rows
 from .target import ForwardResult, Target
 from .text_blocks import after_text
@@ -76,6 +77,7 @@ class Passes(Protocol):
         buffers: CacheBuffers,
         view: Tensor,
         text: tuple[int, int] = (0, 0),
+        piece: PromptPiece | None = None,
     ) -> ForwardResult: ...
     def settle(self, nodes: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]: ...
 
@@ -149,13 +151,16 @@ class Core:
         """The block's nodes ``[B, N]`` and the target's results for them."""
         base = rows.length - 1
         nodes = torch.cat([rows.tokens.gather(1, base[:, None]), block.draft_tokens], dim=1)
-        if not block.text[0]:
-            return nodes, self.run(nodes, base, block.tree, rows.buffers, block.view)
-        count = block.text[0]
-        begin = base - count
-        positions = begin[:, None] + torch.arange(count, device=base.device)
-        tokens = torch.cat([rows.tokens.gather(1, positions.clamp(min=0)), nodes], dim=1)
-        return nodes, self.run(tokens, begin, after_text(count, block.tree), rows.buffers, block.view, block.text)
+        tokens, begin, tree = nodes, base, block.tree
+        if count := block.text[0]:
+            begin = base - count
+            positions = begin[:, None] + torch.arange(count, device=base.device)
+            tokens, tree = (
+                torch.cat([rows.tokens.gather(1, positions.clamp(min=0)), nodes], dim=1),
+                after_text(count, tree),
+            )
+        piece = (block.piece,) if block.piece is not None else ()
+        return nodes, self.run(tokens, begin, tree, rows.buffers, block.view, block.text, *piece)
 
     def commit(
         self,

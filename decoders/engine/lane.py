@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -97,10 +98,11 @@ class Lane:
         with self._running():
             if self.template.compile is True and not self._begun:
                 self.call.passes.compile_for(self.capacity, self.call.report)
-            self.admission.read(pause)
+            if not self.admission.mixes:
+                self.admission.read(pause)
             self._settle()
             if self.batch:
-                self.call.advance()
+                self._step(pause)
             return self._leave()
 
     def remove(self, member: RequestOutput) -> None:
@@ -147,6 +149,21 @@ class Lane:
         if rows != self.batch:
             self._rebatch(rows)
 
+    def _step(self, pause: float) -> None:
+        """A step of the batch, which reads a piece of a prompt on the way if it can."""
+        piece = self.admission.next_piece(pause) if self.admission.mixes else None
+        if piece is None:
+            self.call.advance()
+            return
+        seat, begin, count = piece
+        self._bring([*self.batch, seat])
+        self.call.reads = functools.partial(self.pool.piece, begin, count)
+        try:
+            self.call.advance()
+        finally:
+            self.call.reads = None
+        self.admission.was_read(seat, self.call.reading, count)
+
     def _leave(self) -> list[RequestOutput]:
         """Those that have ended leave; their rows go before the next step, in which others may have them."""
         ended = [seat for seat in self.seats if seat.member.ended or seat.member.error is not None]
@@ -170,11 +187,8 @@ class Lane:
         """Makes `seats` the rows of the batch, in this order, and tells the strategy."""
         call, pool, template, static = self.call, self.pool, self.template, self.engine.target.static
         texts = [seat.member.text(0) for seat in seats]
-        beside = {seat.place: self._kept(seat) for seat in self.seats if seat not in seats}
-        places = pool.reorder([seat.place for seat in seats], [len(text) for text in texts], beside)
+        self._bring(seats)
         sources = [-1 if seat.row is None else seat.row for seat in seats]
-        for seat in self.seats:
-            seat.place = places.get(seat.place, seat.place)
         for row, seat in enumerate(seats):
             seat.row = row
             pool.stored.tokens[row, : len(texts[row])] = texts[row]
@@ -213,8 +227,17 @@ class Lane:
         self._inform(sources, restart=not self._begun or plan != before)
         self._begun = True
 
-    def _kept(self, seat: Seat) -> int:
-        """Slots of a seat beside the batch that must not be lost; before it is read these are what an earlier text has left there."""
+    def _bring(self, seats: list[Seat]) -> None:
+        """Brings what belongs to `seats` to the first places of the pool, in this order."""
+        beside = {seat.place: self._held(seat) for seat in self.seats if seat not in seats}
+        places = self.pool.reorder([seat.place for seat in seats], [self._held(seat) for seat in seats], beside)
+        for seat in self.seats:
+            seat.place = places.get(seat.place, seat.place)
+
+    def _held(self, seat: Seat) -> int:
+        """Slots of a seat that must not be lost; before it is read these are what an earlier text has left there."""
+        if seat.row is not None:
+            return seat.member.lengths[0]
         return len(seat.prompt) if seat.reading is not None else len(self.pool.texts[seat.place].tokens)
 
     def _guide(self, sources: list[int], grammars: list[CompiledGrammar | None]) -> Guide | None:

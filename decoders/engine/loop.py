@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -25,6 +25,7 @@ from .grammar.device_guide import guide_of
 from .grammar.guide import Guide
 from .guard import check_tree, untouched
 from .invariance import branch_length
+from .mixed import PromptPiece
 from .request import Request
 from .request_output import RequestOutput, empty_report
 from .resources import CallResources
@@ -54,6 +55,8 @@ class Call:
         blocks: the sizes of their blocks.
         longest: most tokens that a row can come to.
         noise_keys: ``[B]``, the keys of the rows' noise.
+        reads: gives what the next step reads of another row's prompt, where it does.
+        reading: seconds that such a step has spent on that.
 
     Args:
         stack: closes what is opened here.
@@ -80,6 +83,8 @@ class Call:
         self.held = [1] * len(request.prompts)
         self.isolates, self.capacity = False, 0
         self.worth: DraftWorth | None = None
+        self.reads: Callable[[], PromptPiece] | None = None
+        self.reading = 0.0
         self.may_err = self.verifier is not None  # whether a hook can do wrong what only the device sees
         self.resources = CallResources(self, stack)
         self.state: Any = None  # the strategy's
@@ -213,19 +218,7 @@ class Call:
             self.report.prefill_steps = 1
             timings.prefill += stopwatch.next()  # says nothing of what nodes cost
         else:
-            core = stopwatch.next()
-            timings.core += core
-            if not draft.tokens.shape[1]:
-                self.passes.book_single(core, self.batch)
-            nodes = block.draft_tokens.shape[1] + 1 + block.text[0]
-            if self.worth is not None or self.resources.costs is not None:
-                agreed = self.target.ranks.first_number
-                seconds = agreed(core)
-                if self.worth is not None:
-                    own = None if rests else agreed(drafting + self._learning)
-                    self.worth.observe(nodes, seconds, outcome.emitted, own)
-                if self.resources.costs is not None:
-                    self.resources.costs.observe(nodes, seconds, max(self.lengths), compiled)
+            self.learn_cost(stopwatch.next(), draft, block, outcome, compiled, None if rests else drafting)
         if self.worth is not None:
             self.worth.follow([tokens[:count] for tokens, count in zip(outcome.new, outcome.emitted, strict=True)])
         if not self.report.steps:
@@ -256,6 +249,29 @@ class Call:
         for member, _ in self.members:
             if member.report is not self.report:
                 member.report.share(before, self.report, compiled)
+
+    def learn_cost(
+        self, core: float, draft: Draft, block: NodeBlock, outcome: Outcome, compiled: bool, drafting: float | None
+    ) -> None:  # fmt: skip
+        """Books the `core` seconds of a step. drafting: what its draft took, None if none was to be made."""
+        nodes = block.draft_tokens.shape[1] + 1 + block.text[0]
+        if block.piece is not None:  # says nothing of what nodes cost
+            read = block.piece.tokens.shape[1]
+            self.reading = core * read / (read + nodes * self.width)
+            self.report.timings.core += core - self.reading
+            return
+        self.report.timings.core += core
+        if not draft.tokens.shape[1]:
+            self.passes.book_single(core, self.batch)
+        if self.worth is None and self.resources.costs is None:
+            return
+        agreed = self.target.ranks.first_number
+        seconds = agreed(core)
+        if self.worth is not None:
+            own = None if drafting is None else agreed(drafting + self._learning)
+            self.worth.observe(nodes, seconds, outcome.emitted, own)
+        if self.resources.costs is not None:
+            self.resources.costs.observe(nodes, seconds, max(self.lengths), compiled)
 
     def renew_keys(self) -> None:
         """Other verifiers than the coupled one want noise that no step has seen before."""
@@ -329,7 +345,8 @@ class Call:
         self.report.nodes = max(self.report.nodes, draft_tokens.shape[1] + 1)
         text = (self.pending, max(self.lengths) - 1 - self.pending) if self.pending else (0, 0)
         self.pending = 0
-        return NodeBlock(draft_tokens, tree, self.session.view(end)[0], text=text)
+        piece = self.reads() if self.reads is not None else None
+        return NodeBlock(draft_tokens, tree, self.session.view(end)[0], text=text, piece=piece)
 
     def masked(self, draft: Draft, block: NodeBlock) -> NodeBlock:
         """`block` with what the grammars allow after each node, and without the draft tokens that they forbid."""

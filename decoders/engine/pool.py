@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..sampling.processors import SamplingInputs
 from .blocks import Blocks
+from .mixed import PromptPiece
 from .prefixes import NOTHING, KeptText, PrefixIndex
 from .reading import Reading
 from .rows import Rows
@@ -85,6 +86,13 @@ class RowPool(Session):
         self.reserve(begin + done + count)
         start = torch.tensor([begin], device=self.target.device)
         self.read(self.stored.of_rows(place, place + 1), start, begin, done, count, run)
+
+    def piece(self, begin: int, count: int) -> PromptPiece:
+        """`count` tokens from slot `begin` on of the row behind those that are decoded, for their next step to read."""
+        row = len(self.rows.tokens)
+        tokens = self.stored.tokens[row : row + 1, begin : begin + count]
+        start = torch.tensor([begin], device=self.target.device)
+        return PromptPiece(tokens, start, begin, self.view(begin + count)[0], self.stored.buffers.of_rows(0, row + 1))
 
     def exchange(self, one: int, other: int, count: int, other_count: int) -> None:
         """Two places change what they hold, `count` slots of `one` and `other_count` of `other`."""

@@ -11,8 +11,10 @@ from transformers import PreTrainedModel
 from ..common.transformers_compat import cache_keyword, cache_of
 from ..errors import UnsupportedError
 from ..tree import Topology
+from . import mixed
 from .cache import CacheBuffers, LayerSpec
 from .layout import embeddings_of
+from .mixed import PromptPiece
 from .quantization import quantize
 from .twin import share_weights
 
@@ -54,6 +56,39 @@ def check_tree_logits(target: Target, model: PreTrainedModel, layout: list[Layer
             f"{type(model).__name__}: logits verified through a token tree differ from a plain forward by {gap:.2g} "
             f"(largest logit {scale:.2g}), so strategies would not be exact. Call generate without strategy=."
         )
+
+
+@torch.no_grad()
+def can_mix(target: Target) -> bool:
+    """Whether a mixed pass (:mod:`.mixed`) gives what passes of the rows and of the prompt by themselves give.
+
+    It does for designs whose attention is transformers' function by name. Those that have attention of their own look at whole rows.
+    """
+    if target.static or target.flex or target.recurrent or target.precision.cache is not None:
+        return False
+    device, vocab = target.device, min(target.vocab_size, target.embeddings)
+    prompts = torch.arange(3, 39, device=device).view(3, 12) % vocab
+    rows, start, lengths = (
+        CacheBuffers.allocate(target.layout, 3, 32),
+        torch.zeros(3, dtype=torch.int64, device=device),
+        [8, 4],
+    )
+    view, base = torch.arange(16, device=device), torch.tensor(lengths, device=device)
+    target.prefill(prompts[:, :8], start, rows, view, 0)
+    nodes, tree = prompts[:2, 8:], Topology.chain(3).tensors(2, device)
+    piece = PromptPiece(prompts[2:, 8:], start[:1] + 8, 8, view, rows)
+    try:
+        ours = mixed.forward(target, nodes, base, tree, view, 0, piece)
+    except Exception:  # whatever the model's own attention says of such a mask
+        return False
+    written = [tensor[2:].clone() for tensor in rows.tensors]
+    plain = target.forward(nodes, base, tree, rows.of_rows(0, 2), view)
+    target.prefill(*piece.alone)
+    pairs = [(ours.logits, plain.logits), *zip(written, (tensor[2:] for tensor in rows.tensors), strict=True)]
+    tolerance = 1e-4 if target.dtype == torch.float32 and not target.rounds else 0.1
+    return all(
+        (one - other).abs().max() <= tolerance * other.abs().max().clamp(min=1.0) for one, other in pairs if one.numel()
+    )
 
 
 def _by_token(model: PreTrainedModel, ids: Tensor, begin: int) -> Tensor:

@@ -26,7 +26,7 @@ from .layout import backbone_of, context_length, embeddings_of, probe_layout, sh
 from .packing import pack
 from .quantization import Precision, quantize, rounds_activations
 from .ranks import Ranks
-from .self_check import check_tree_logits
+from .self_check import can_mix, check_tree_logits
 from .state_probe import adopt
 from .text_blocks import causal_block
 from .twin import WeightState, share_weights, tensors_of
@@ -138,6 +138,11 @@ class Target:
     def decoder_layers(self) -> int:
         """How many decoder layers it has; 0 if they cannot be told."""
         return len(decoder_layers(self.model))
+
+    @functools.cached_property
+    def mixes(self) -> bool:
+        """Whether rows and a piece of another one's prompt may be run as one pass (:mod:`.mixed`)."""
+        return can_mix(self)
 
     @property
     def matrices(self) -> list[Tensor]:
@@ -309,15 +314,18 @@ class Target:
             elif self.group > 1:
                 mask = attention.repeat_for_group(mask, self.group)
                 attention.tell_shape(mask, attention.MaskShape(self.group))
-        cache = {self._cache_keyword: SlotCache(buffers, slots, view.shape[0], states)}
-        return dict(
-            input_ids=nodes.clamp(0, self.embeddings - 1),
-            attention_mask=mask,
+        return self.arguments(nodes, base[:, None] + offsets, mask, SlotCache(buffers, slots, view.shape[0], states))
+
+    def arguments(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache) -> dict:
+        """What the model is called with. tokens, positions: ``[B, N]`` int64."""
+        return {
+            "input_ids": tokens.clamp(0, self.embeddings - 1),
+            "attention_mask": mask,
             # Draft tokens may reach past the context; the loop never commits them, but embeddings would be out of range.
-            position_ids=(base[:, None] + offsets).clamp(0, self.max_positions - 1),
-            use_cache=True,
-            **cache,
-        )
+            "position_ids": positions.clamp(0, self.max_positions - 1),
+            "use_cache": True,
+            self._cache_keyword: cache,
+        }
 
 
 def _ordinary(tensor: Tensor) -> Tensor:

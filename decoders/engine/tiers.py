@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 from ..report import Report
-from ..tree import Topology, TreeTensors
+from ..tree import TreeTensors
+from . import graphs, mixed
 from .attention import STRETCH
 from .background import BackgroundCompile, worth_compiling
 from .blocks import Blocks
@@ -22,7 +23,8 @@ from .buckets import LEAST_NODES
 from .cache import CacheBuffers
 from .compiler import CompiledFunction
 from .core import settle
-from .regions import RegionalForward, copied_whole, fixed
+from .mixed import PromptPiece
+from .regions import RegionalForward
 from .target import ForwardResult, Target
 from .text_blocks import causal_block
 
@@ -73,7 +75,9 @@ class ForwardPass:
         """Drops compiled code; a compilation under way is left to end by itself."""
         # By whether there are several rows, and whether each has one node.
         self._tiers = {key: _Tier() for key in product((False, True), repeat=2)}
+        self._mixed_tiers = {single: _Tier() for single in (False, True)}  # of several rows
         self._regional: RegionalForward | None = None
+        self._regional_mixed: RegionalForward | None = None
         self._settle = CompiledFunction(settle)
 
     @contextmanager
@@ -103,7 +107,28 @@ class ForwardPass:
 
     def compiles(self, several: bool) -> bool:
         """Whether the next pass over one row, or over `several`, may run compiled."""
-        return bool(self._mode) and (self._mode is True or self.ready(several))
+        allowed = self._allowed is None or several in self._allowed
+        return bool(self._mode) and (self._mode is True or (self.ready(several) and allowed))
+
+    def mixes(self, rows: int, single: bool) -> bool:
+        """Whether the next pass of so many rows, with a `single` node in each or more, may read a prompt: uncompiled, or by a graph
+        of its own.
+        """
+        if rows < 2 or not self.target.mixes:
+            return False
+        job = self._mixed_tiers[single].job
+        return not self.compiles(several=True) or (job is not None and job.poll())
+
+    def book_mixed(self, seconds: float, rows: int, single: bool) -> None:
+        """Notes a pass over a prompt that might have been a mixed one; once these have taken long enough, they get a graph."""
+        if rows < 2 or not self.target.mixes or not self.compiles(several=True):
+            return
+        tier = self._mixed_tiers[single]
+        tier.seconds += seconds
+        if worth_compiling(tier.seconds, FORWARD_SECONDS):
+            self._begin_mixed(single)
+        if tier.job is not None and tier.job.ready:
+            self._book(tier)
 
     def runs_single(self, rows: int) -> bool:
         """Whether the next pass may have one node in each of its rows: uncompiled, or by a graph of its own.
@@ -142,9 +167,22 @@ class ForwardPass:
 
     def __call__(
         self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor,
-        text: tuple[int, int] = (0, 0),
+        text: tuple[int, int] = (0, 0), piece: PromptPiece | None = None,
     ) -> ForwardResult:  # fmt: skip
-        """As :meth:`Target.forward`. view: ``[view]``, whose length says how many slots attention looks at."""
+        """As :meth:`Target.forward`. view: ``[view]``, whose length says how many slots attention looks at.
+
+        Args:
+            piece: is read as well, in the same pass if :meth:`mixes` says so.
+        """
+        if piece is not None:
+            compiled, single = self._compiled(several=True), nodes.shape[1] == 1
+            if self.mixes(len(nodes), single):
+                return self._mixed(nodes, base, tree, view, text[0], piece, compiled)
+            started = (
+                time.perf_counter()
+            )  # the block has other sizes than was foreseen, or a graph became ready meanwhile
+            self.prefill(*piece.alone)
+            self.book_mixed(time.perf_counter() - started, len(nodes), single)
         if self._compiled(len(nodes) > 1):
             kept = torch.arange(text[0], nodes.shape[1], device=nodes.device)
             return self._run(nodes, base, tree, buffers, view, kept).behind(text[0])
@@ -179,7 +217,20 @@ class ForwardPass:
         assert self._regional is not None
         self.compiled_passes += 1
         kept = torch.arange(FEWEST_LOGITS, device=nodes.device) if kept is None else kept
-        return ForwardResult(*self._regional(nodes, base, laid_out(tree), buffers, view, kept))
+        return ForwardResult(*self._regional(nodes, base, graphs.laid_out(tree), buffers, view, kept))
+
+    def _mixed(
+        self, nodes: Tensor, base: Tensor, tree: TreeTensors, view: Tensor, text: int, piece: PromptPiece, compiled: bool
+    ) -> ForwardResult:  # fmt: skip
+        if not compiled:
+            with self._counted(nodes):
+                return mixed.forward(self.target, nodes, base, tree, view, text, piece)
+        assert self._regional_mixed is not None
+        self.compiled_passes += 1
+        rows, n = nodes.shape
+        kept = mixed.with_logits(rows, n, text, nodes.device)
+        given = self._regional_mixed(nodes, base, graphs.laid_out(tree), view, graphs.laid_out_piece(piece), kept)
+        return mixed.by_row(ForwardResult(*given), rows, n).behind(text)
 
     def _reads_compiled(self, tokens: Tensor) -> bool:
         """Whether a stretch of text is read compiled. Where sizes are static, whole steps are compiled and nothing else."""
@@ -198,7 +249,7 @@ class ForwardPass:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """:func:`decoders.engine.core.settle` in the tier of the passes."""
         if self._compiled(len(nodes) > 1):
-            return self._settle(nodes, chosen, laid_out_to_settle(tree), *arguments)
+            return self._settle(nodes, chosen, graphs.laid_out_to_settle(tree), *arguments)
         return settle(nodes, chosen, tree, *arguments)
 
     def compile(self, several: bool, report: Report, single: bool = False) -> bool:
@@ -215,6 +266,8 @@ class ForwardPass:
         if not self.target.static:
             for several in (True, False) if rows > 1 else (False,):
                 self.compile(several, report, single=self.target.takes_single_nodes(1 + several))
+            if rows > 1 and self.target.mixes:
+                self._wait(self._begin_mixed(self.target.takes_single_nodes(2)), report)
 
     def _wait(self, tier: _Tier, report: Report) -> bool:
         """Waits for the compilation of `tier`, books it, and says whether it succeeded."""
@@ -258,64 +311,31 @@ class ForwardPass:
             tier.job = self._compilation(3 if several else 1, 1 if single else 11)
         return tier
 
+    def _begin_mixed(self, single: bool) -> _Tier:
+        tier = self._mixed_tiers[single]
+        if tier.job is None:
+            if self._regional_mixed is None:
+                self._regional_mixed = graphs.mixed(self.target)
+            forward, target, count = self._regional_mixed, self.target, 1 if single else 11
+            tier.job = BackgroundCompile(
+                "the mixed forward pass", lambda: forward.compile(*graphs.mixed_examples(target, count))
+            )
+        return tier
+
     def _compilation(self, rows: int, count: int) -> BackgroundCompile:
         """Begins to compile for so many rows and nodes, see :func:`examples`."""
         if self._regional is None:
-            self._regional = regional(self.target)
+            self._regional = graphs.plain(self.target)
         forward, settle_compiled, target = self._regional, self._settle, self.target
 
         def work() -> None:
-            nodes, base, tree, buffers, view, kept = examples(target, rows, count)
-            forward.compile(nodes, base, laid_out(tree), buffers, view, kept)
+            nodes, base, tree, buffers, view, kept = graphs.examples(target, rows, count)
+            forward.compile(nodes, base, graphs.laid_out(tree), buffers, view, kept)
             tokens, flags = torch.zeros(rows, buffers.slots, dtype=torch.int64), torch.zeros(rows).bool()
             stops = torch.full((rows, 8), -1)
             block = torch.zeros(rows, len(tree), dtype=torch.int64)
-            settle_compiled(block, block.clone(), laid_out_to_settle(tree), tokens, base + 1, base + 40, flags, stops)
+            settle_compiled(
+                block, block.clone(), graphs.laid_out_to_settle(tree), tokens, base + 1, base + 40, flags, stops
+            )
 
         return BackgroundCompile("the forward pass", work)
-
-
-def regional(target: Target) -> RegionalForward:
-    """The forward pass of `target`, to be compiled, on a module tree of its own: the target's own goes on running meanwhile."""
-    twin = target.sibling()
-
-    def forward(
-        nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor, kept: Tensor
-    ) -> tuple:  # fmt: skip
-        result = twin.results(twin.inputs(nodes, base, tree, buffers, view), kept)
-        return (
-            (result.logits, result.hidden) if result.layers is None else (result.logits, result.hidden, result.layers)
-        )
-
-    return RegionalForward(forward, twin.model, target.matrices)
-
-
-def examples(target: Target, rows: int, count: int) -> tuple[Tensor, Tensor, TreeTensors, CacheBuffers, Tensor, Tensor]:
-    """Arguments to compile for: sizes that may differ are pairwise different, or Dynamo would take one for another.
-
-    The block is the end of its tree, as where a tree is drafted level by level, and the first of its nodes get no logits; one graph
-    serves that, whole trees and text. A single node is a whole tree.
-    """
-    nodes = torch.randint(0, min(target.vocab_size, target.embeddings), (rows, count))
-    buffers = CacheBuffers.allocate(target.layout, rows, 176)
-    fixed(*((buffer, (1, 3)) for buffer in buffers.tensors))
-    return (
-        nodes,
-        torch.full((rows,), 19),
-        Topology.chain(count + 1 if count > 1 else 0).tensors(rows, target.device),
-        buffers,
-        torch.arange(176)[:80],
-        torch.arange(count // 3, count),
-    )
-
-
-def laid_out(tree: TreeTensors) -> TreeTensors:
-    """`tree` as compiled passes take it, which read offsets and visibility."""
-    offsets, visible = copied_whole(tree.offsets), copied_whole(tree.visible)
-    return TreeTensors(offsets, offsets, visible, visible)
-
-
-def laid_out_to_settle(tree: TreeTensors) -> TreeTensors:
-    """`tree` as the compiled :func:`~decoders.engine.core.settle` takes it, which does not read visibility."""
-    ancestors = copied_whole(tree.ancestors)
-    return TreeTensors(copied_whole(tree.parents), copied_whole(tree.offsets), ancestors, ancestors)

@@ -1,0 +1,146 @@
+"""Two rows or more are decoded in the very passes that read the prompt of the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import decoders
+from decoders.engine import mixed
+from decoders.engine.lane import Lane
+from decoders.engine.tiers import ForwardPass
+from decoders.strategies import PromptLookup, Speculative, TokenRecycling
+
+
+@pytest.fixture
+def pieces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """Rows, nodes and prompt tokens of every mixed pass."""
+    made: list[tuple[int, int, int]] = []
+    plain = mixed.forward
+
+    def noted(target: Any, nodes: torch.Tensor, base: Any, tree: Any, view: Any, text: int, piece: Any) -> Any:
+        made.append((*nodes.shape, piece.tokens.shape[1]))
+        return plain(target, nodes, base, tree, view, text, piece)
+
+    monkeypatch.setattr(mixed, "forward", noted)
+    return made
+
+
+@pytest.fixture
+def asked(llama: PreTrainedModel, text_of: Any) -> Callable[[int, int], Any]:
+    """A call with so many prompt tokens, read in pieces of 8, and new ones."""
+
+    def call(length: int, new: int) -> Any:
+        return vars(decoders.enable(llama))["generate"].prepared(
+            input_ids=torch.tensor([text_of(length, length)]), strategy="autoregressive", max_new_tokens=new, pad_token_id=0,
+            decoders_config={"compile": False, "prefill_chunk": 8, "reuse": False},
+        )  # fmt: skip
+
+    return call
+
+
+@pytest.fixture
+def running(asked: Callable[[int, int], Any]) -> tuple[Lane, list[Any]]:
+    """A lane and two requests that it decodes."""
+    calls = [asked(4, 40), asked(9, 40)]
+    lane = Lane(calls[0].engine, calls[0].request, 3)
+    members = [lane.offer(call.request) for call in calls]
+    for _ in range(2):
+        lane.advance(1.0)
+    assert all(member.generated[0] for member in members)
+    return lane, members
+
+
+def test_rows_go_on_while_a_prompt_is_read(
+    running: tuple[Lane, list[Any]], asked: Callable[[int, int], Any], pieces: list[Any], write_alone: Any, text_of: Any,
+    llama: PreTrainedModel,
+) -> None:  # fmt: skip
+    lane, members = running
+    late = lane.offer(asked(30, 5).request)
+    before = [len(member.generated[0]) for member in members]
+    for _ in range(4):
+        lane.advance(1e-9)
+    assert pieces == [(2, 1, 8), (2, 1, 8), (2, 1, 8), (2, 1, 5)]  # the last token is the first that is decoded
+    assert [len(member.generated[0]) for member in members] == [count + 4 for count in before]
+    assert not late.generated[0]
+    assert late.report.timings.prefill > 0 and late.report.prefill_steps == 0
+    while lane.seats:
+        lane.advance(1e-9)
+    lane.close()
+    for member, length, new in ((members[0], 4, 40), (members[1], 9, 40), (late, 30, 5)):
+        assert member.generated[0] == write_alone(llama, text_of(length, length), max_new_tokens=new)
+
+
+def test_one_row_waits_for_prompts(asked: Callable[[int, int], Any], pieces: list[Any]) -> None:
+    """Alone it has nothing to gain: a pass of one row has the bits of a call of its own."""
+    first, late = asked(4, 12), asked(30, 3)
+    lane = Lane(first.engine, first.request, 3)
+    lane.offer(first.request)
+    lane.advance(1e-9)
+    lane.offer(late.request)
+    lane.advance(1e-9)
+    assert not pieces
+    lane.close()
+
+
+def test_one_that_leaves_while_its_prompt_is_read_hurts_nobody(
+    running: tuple[Lane, list[Any]], asked: Callable[[int, int], Any], pieces: list[Any], write_alone: Any, text_of: Any,
+    llama: PreTrainedModel,
+) -> None:  # fmt: skip
+    lane, members = running
+    late = lane.offer(asked(30, 5).request)
+    lane.advance(1e-9)
+    lane.remove(late)
+    again = lane.offer(asked(30, 5).request)
+    while lane.seats:
+        lane.advance(1e-9)
+    lane.close()
+    for member, length, new in ((members[0], 4, 40), (members[1], 9, 40), (again, 30, 5)):
+        assert member.generated[0] == write_alone(llama, text_of(length, length), max_new_tokens=new)
+    assert sum(count for _, _, count in pieces) > 29  # what was read of the first was read again, or kept
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mixes"),
+    [
+        ("autoregressive", True),
+        ("suffix", True),
+        (PromptLookup(branches=2), True),
+        (Speculative(length=3), True),
+        (TokenRecycling(prompt_logits=True), False),
+    ],
+    ids=str,
+)
+def test_drafts_are_verified_in_such_passes_unless_the_strategy_reads_prompts(
+    llama: PreTrainedModel, draft: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any, pieces: list[Any],
+    strategy: Any, mixes: bool,
+) -> None:  # fmt: skip
+    assistant = {"assistant_model": draft} if getattr(strategy, "needs_assistant", False) else {}
+    prompts = [(2 * text_of(n, length), 12 + 3 * n) for n, length in enumerate((5, 17, 40, 23, 60, 9))]
+    settings = {"compile": False, "prune": False}  # or it would depend on times whether there are drafts
+    with scheduler_of(llama, strategy=strategy, decoders_config=settings, **assistant) as scheduler:
+        generations = [scheduler.submit(ids, max_new_tokens=new) for ids, new in prompts]
+        got = [g.result(280)[0, len(ids) :].tolist() for g, (ids, _) in zip(generations, prompts, strict=True)]
+    assert got == [write_alone(llama, ids, max_new_tokens=new) for ids, new in prompts]
+    assert bool(pieces) == mixes
+    if isinstance(strategy, Speculative):
+        assert any(nodes > 1 for _, nodes, _ in pieces)
+
+
+def test_compiled_steps_get_a_graph_that_reads_once_prompts_have_taken_long_enough(
+    running: tuple[Lane, list[Any]], asked: Callable[[int, int], Any], pieces: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Where steps are compiled, a prompt is read by passes of its own until the mixed graph is there."""
+    begun: list[bool] = []
+    monkeypatch.setattr(ForwardPass, "compiles", lambda self, several: True)
+    monkeypatch.setattr(ForwardPass, "_begin_mixed", lambda self, single: begun.append(single))
+    monkeypatch.setattr("decoders.engine.tiers.FORWARD_SECONDS", 0.0)
+    lane, _ = running
+    lane.offer(asked(30, 5).request)
+    lane.advance(1e-9)
+    assert begun and not pieces
+    lane.close()
