@@ -75,6 +75,25 @@ def test_rows_go_on_while_a_prompt_is_read(
         assert member.generated[0] == write_alone(llama, text_of(length, length), max_new_tokens=new)
 
 
+def test_prompts_take_turns_wherever_they_are_in_the_pool(
+    asked: Callable[[int, int], Any], pieces: list[Any], write_alone: Any, text_of: Any, llama: PreTrainedModel
+) -> None:
+    calls = [asked(length, new) for length, new in ((4, 30), (9, 30), (40, 6), (33, 6))]
+    lane = Lane(calls[0].engine, calls[0].request, 4)
+    members = [lane.offer(call.request) for call in calls[:2]]
+    lane.advance(1.0)
+    members += [lane.offer(call.request) for call in calls[2:]]
+    while lane.seats:
+        lane.advance(1e-9)
+    lane.close()
+    assert [count for _, _, count in pieces] == [8, 8, 8, 8, 8, 8, 8, 8, 7]
+    for member, call in zip(members, calls, strict=True):
+        length = len(call.request.prompts[0])
+        assert member.generated[0] == write_alone(
+            llama, text_of(length, length), max_new_tokens=call.request.new_tokens
+        )
+
+
 def test_one_row_waits_for_prompts(asked: Callable[[int, int], Any], pieces: list[Any]) -> None:
     """Alone it has nothing to gain: a pass of one row has the bits of a call of its own."""
     first, late = asked(4, 12), asked(30, 3)
