@@ -78,7 +78,7 @@ def laid_out_piece(piece: PromptPiece) -> PromptPiece:
     """`piece` as compiled passes take it: where it begins is a tensor there, as any number would be a graph of its own, and so would
     a view be that is the very tensor of the rows'.
     """
-    return replace(piece, tokens=copied_whole(piece.tokens), view=copied_whole(piece.view), latest=0)
+    return replace(piece, view=copied_whole(piece.view), latest=0)
 
 
 def laid_out(tree: TreeTensors) -> TreeTensors:

@@ -90,7 +90,8 @@ class RowPool(Session):
     def piece(self, begin: int, count: int) -> PromptPiece:
         """`count` tokens from slot `begin` on of the row behind those that are decoded, for their next step to read."""
         row = len(self.rows.tokens)
-        tokens = self.stored.tokens[row : row + 1, begin : begin + count]
+        # Where passes are compiled strides are guarded: those of a slice would be another graph.
+        tokens = self.stored.tokens[row : row + 1, begin : begin + count].clone(memory_format=torch.contiguous_format)
         start = torch.tensor([begin], device=self.target.device)
         return PromptPiece(tokens, start, begin, self.view(begin + count)[0], self.stored.buffers.of_rows(0, row + 1))
 

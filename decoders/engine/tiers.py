@@ -266,8 +266,9 @@ class ForwardPass:
         if not self.target.static:
             for several in (True, False) if rows > 1 else (False,):
                 self.compile(several, report, single=self.target.takes_single_nodes(1 + several))
-            if rows > 1 and self.target.mixes:
-                self._wait(self._begin_mixed(self.target.takes_single_nodes(2)), report)
+            kinds = (False, True) if self.target.takes_single_nodes(2) else (False,)
+            for single in kinds if rows > 1 and self.target.mixes else ():
+                self._wait(self._begin_mixed(single), report)
 
     def _wait(self, tier: _Tier, report: Report) -> bool:
         """Waits for the compilation of `tier`, books it, and says whether it succeeded."""

@@ -71,7 +71,7 @@ class Rows:
 
     def piece(self, count: int) -> PromptPiece:
         start = self.lengths[-1]
-        tokens = self.tokens[-1:, start : start + count]
+        tokens = self.tokens[-1:, start : start + count].clone(memory_format=torch.contiguous_format)
         return PromptPiece(tokens, torch.tensor([start]), start, self.view(start + count), self.buffers)
 
     def apart(self, text: int, topology: Topology, count: int) -> ForwardResult:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 import decoders
 from decoders.engine import mixed
+from decoders.engine.compiler import compilations
 from decoders.engine.lane import Lane
 from decoders.engine.tiers import ForwardPass
 from decoders.strategies import PromptLookup, Speculative, TokenRecycling
@@ -163,3 +164,33 @@ def test_compiled_steps_get_a_graph_that_reads_once_prompts_have_taken_long_enou
     lane.advance(1e-9)
     assert begun and not pieces
     lane.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["autoregressive", "suffix"])
+def test_no_pass_is_compiled_once_the_first_step_was_made(
+    llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:  # fmt: skip
+    """Whatever sizes, strides and views rows and prompts bring with them."""
+    passes: dict[str, int] = {}
+    made: list[int] = []
+    plain, mixed_pass = ForwardPass.compile_for, ForwardPass._mixed
+
+    def counted(self: ForwardPass, rows: int, report: Any) -> None:
+        plain(self, rows, report)
+        made.append(compilations())
+
+    def noted(self: ForwardPass, nodes: torch.Tensor, *rest: Any) -> Any:
+        passes["single" if nodes.shape[1] == 1 else "drafts"] = compilations()
+        return mixed_pass(self, nodes, *rest)
+
+    monkeypatch.setattr(ForwardPass, "compile_for", counted)
+    monkeypatch.setattr(ForwardPass, "_mixed", noted)
+    prompts = [(2 * text_of(n, length), 12 + 3 * n) for n, length in enumerate((5, 17, 40, 23, 60, 9, 30, 2, 14, 70))]
+    settings = {"compile": True, "prune": False}
+    with scheduler_of(llama, rows=4, strategy=strategy, decoders_config=settings) as scheduler:
+        generations = [scheduler.submit(ids, max_new_tokens=new) for ids, new in prompts]
+        got = [g.result(280)[0, len(ids) :].tolist() for g, (ids, _) in zip(generations, prompts, strict=True)]
+    assert got == [write_alone(llama, ids, max_new_tokens=new) for ids, new in prompts]
+    assert compilations() == made[0]
+    assert ("drafts" in passes) == (strategy == "suffix")
