@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from ..common.transformers_compat import keeps_recurrent_state
 from ..errors import UnsupportedError
 from .ranks import Ranks
+from .torch_compat import parameters_in
 
 
 def refuse_unfit(model: PreTrainedModel) -> None:
@@ -29,7 +30,8 @@ def refuse_unfit(model: PreTrainedModel) -> None:
             f"{name}.forward was replaced by the function {replaced.__qualname__!r}, which runs the model as it is and not as the "
             f"loop has it. Wrap a layer, register a hook, or bind a method instead. {advice}"
         )
-    if any(parameter.is_meta for parameter in model.parameters()):
+    devices = {parameter.device for parameter in parameters_in(model.modules())}
+    if any(device.type == "meta" for device in devices):
         raise UnsupportedError(
             f"{name} has weights on the meta device, where they have no values: load them first. {advice}"
         )
@@ -48,7 +50,6 @@ def refuse_unfit(model: PreTrainedModel) -> None:
         )
     if model.get_output_embeddings() is None:
         raise UnsupportedError(f"{name} has no output head: load it as a causal language model. {advice}")
-    devices = {p.device for p in model.parameters()}
     if len(devices) > 1:
         raise UnsupportedError(
             f"{name} is spread over {', '.join(sorted(map(str, devices)))}; the shared loop needs one device. Start as many "

@@ -201,6 +201,19 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters
 
 
+def parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """The parameters of `modules` themselves, each once.
+
+    Every call asks for them, and ``Module.parameters`` walks the tree by generators within generators: a millisecond for 30 layers.
+    """
+    return list({id(t): t for module in modules for t in module._parameters.values() if t is not None}.values())
+
+
+def buffers_in(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Likewise their buffers."""
+    return list({id(t): t for module in modules for t in module._buffers.values() if t is not None}.values())
+
+
 # Tensors.
 
 #: Name of autograd's counter, for those who let through what is asked of a tensor.

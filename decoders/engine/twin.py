@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from ..common.transformers_compat import SET_BY_GENERATE
-from .torch_compat import hooks_of, local_part, writes_counted
+from .torch_compat import buffers_in, hooks_of, local_part, parameters_in, writes_counted
 
 _INTERNAL = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -172,11 +172,12 @@ class WeightState:
 
     @classmethod
     def of(cls, model: nn.Module) -> Self:
-        tensors = (*model.parameters(), *model.buffers())
+        parts = list(model.modules())
+        tensors = (*parameters_in(parts), *buffers_in(parts))
         shapes = tuple((id(t), t.dtype, t.device, t.shape) for t in tensors)
         modules: list[object] = []
         held: list[object] = []
-        for module in model.modules():
+        for module in parts:
             after, before = hooks_of(module)
             modules += [id(module), *after, *before]
             for name, value in vars(module).items():

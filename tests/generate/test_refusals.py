@@ -10,6 +10,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 import decoders
+from decoders.engine import fitness
 from decoders.engine.fitness import refuse_unfit
 from decoders.errors import ContextLengthError, DecodersError, SettingsError, UnknownNameError, UnsupportedError
 from decoders.strategies import Autoregressive, PromptLookup
@@ -215,7 +216,7 @@ def test_several_devices_without_tensor_parallelism_are_refused_with_the_remedy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = decoders.enable(tiny_model("llama"))
-    elsewhere = SimpleNamespace(device=torch.device("cuda:1"), is_meta=False)
-    monkeypatch.setattr(model, "parameters", lambda: iter([torch.zeros(1), elsewhere]))
+    elsewhere = SimpleNamespace(device=torch.device("cuda:1"))
+    monkeypatch.setattr(fitness, "parameters_in", lambda modules: [torch.zeros(1), elsewhere])
     with pytest.raises(UnsupportedError, match=r'spread over cpu, cuda:1.*torchrun.*tp_plan="auto"'):
         refuse_unfit(model)
