@@ -65,13 +65,17 @@ class Admission:
         self.seats: list[Seat] = []
         self._pace = 0.0  # seconds per prompt token, as measured
 
-    def place_for(self, request: Request) -> int:
-        """A free place: that which holds most of the prompt, or else the one that was used least recently."""
+    def take_place(self, request: Request) -> int:
+        """A free place: that which holds most of the prompt, or else the one that was used least recently. What else it holds is
+        given up: it need not be carried along where rows move.
+        """
         taken = {seat.place for seat in self.seats}
         free = [place for place in range(self.reserved, self.pool.batch) if place not in taken]
         prompt = request.prompts[0].cpu()
         shared = {place: self.pool.texts[place].shared_with(prompt) if request.reuse else 0 for place in free}
-        return max(free, key=lambda place: (shared[place], -self.pool.used[place], -place))
+        place = max(free, key=lambda place: (shared[place], -self.pool.used[place], -place))
+        self.pool.cut(place, shared[place])
+        return place
 
     @property
     def _rows(self) -> int:

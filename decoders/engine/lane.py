@@ -85,7 +85,7 @@ class Lane:
         if not self.seats:
             self._begin()
         member = RequestOutput(request, empty_report(request, self.engine.target))
-        seat = Seat(member, self.admission.place_for(request))
+        seat = Seat(member, self.admission.take_place(request))
         seat.turns = min((other.turns for other in self.seats if other.row is None), default=0)
         self.seats.append(seat)
         return member

@@ -145,5 +145,11 @@ class RowPool(Session):
             return KeptText(text)
         return KeptText(text, whole=True) if int(states.reached[row]) == len(text) else NOTHING
 
+    def cut(self, place: int, count: int) -> None:
+        """Gives up what a place holds behind the first `count` tokens of its text."""
+        text = self.texts[place]
+        if count < len(text.tokens):
+            self.texts[place] = NOTHING if text.whole else KeptText(text.tokens[:count])
+
     def drop(self, place: int) -> None:
         self.texts[place] = NOTHING
