@@ -98,11 +98,13 @@ class Lane:
         with self._running():
             if self.template.compile is True and not self._begun:
                 self.call.passes.compile_for(self.capacity, self.call.report)
-            if not self.admission.mixes:
+            # Decided once: what a pause is for is not read twice.
+            mixes = self.admission.mixes
+            if not mixes:
                 self.admission.read(pause)
             self._settle()
             if self.batch:
-                self._step(pause)
+                self._step(pause if mixes else None)
             return self._leave()
 
     def remove(self, member: RequestOutput) -> None:
@@ -149,9 +151,13 @@ class Lane:
         if rows != self.batch:
             self._rebatch(rows)
 
-    def _step(self, pause: float) -> None:
-        """A step of the batch, which reads a piece of a prompt on the way if it can."""
-        piece = self.admission.next_piece(pause) if self.admission.mixes else None
+    def _step(self, pause: float | None) -> None:
+        """A step of the batch, which reads a piece of a prompt on the way if it can.
+
+        Args:
+            pause: how long that may take; None for not at all.
+        """
+        piece = self.admission.next_piece(pause) if pause is not None and self.admission.mixes else None
         if piece is None:
             self.call.advance()
             return
