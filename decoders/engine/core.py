@@ -155,10 +155,8 @@ class Core:
         if count := block.text[0]:
             begin = base - count
             positions = begin[:, None] + torch.arange(count, device=base.device)
-            tokens, tree = (
-                torch.cat([rows.tokens.gather(1, positions.clamp(min=0)), nodes], dim=1),
-                after_text(count, tree),
-            )
+            tokens = torch.cat([rows.tokens.gather(1, positions.clamp(min=0)), nodes], dim=1)
+            tree = after_text(count, tree)
         piece = (block.piece,) if block.piece is not None else ()
         return nodes, self.run(tokens, begin, tree, rows.buffers, block.view, block.text, *piece)
 

@@ -68,12 +68,8 @@ def can_mix(target: Target) -> bool:
         return False
     device, vocab = target.device, min(target.vocab_size, target.embeddings)
     prompts = torch.arange(3, 39, device=device).view(3, 12) % vocab
-    rows, start, lengths = (
-        CacheBuffers.allocate(target.layout, 3, 32),
-        torch.zeros(3, dtype=torch.int64, device=device),
-        [8, 4],
-    )
-    view, base = torch.arange(16, device=device), torch.tensor(lengths, device=device)
+    rows, start = CacheBuffers.allocate(target.layout, 3, 32), torch.zeros(3, dtype=torch.int64, device=device)
+    view, base = torch.arange(16, device=device), torch.tensor([8, 4], device=device)
     target.prefill(prompts[:, :8], start, rows, view, 0)
     nodes, tree = prompts[:2, 8:], Topology.chain(3).tensors(2, device)
     piece = PromptPiece(prompts[2:, 8:], start[:1] + 8, 8, view, rows)

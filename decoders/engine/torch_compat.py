@@ -206,7 +206,7 @@ def parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
 
     Every call asks for them, and ``Module.parameters`` walks the tree by generators within generators: a millisecond for 30 layers.
     """
-    return list({id(t): t for module in modules for t in module._parameters.values() if t is not None}.values())
+    return list({id(t): t for module in modules for t in own_parameters(module).values() if t is not None}.values())
 
 
 def buffers_in(modules: Iterable[nn.Module]) -> list[Tensor]:

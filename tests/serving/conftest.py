@@ -82,6 +82,19 @@ def text_of() -> Any:
     return prompt
 
 
+@pytest.fixture
+def in_pieces(llama: PreTrainedModel, text_of: Any) -> Callable[[int, int], Any]:
+    """A call with so many prompt tokens, read in pieces of 8, and new ones."""
+
+    def call(length: int, new: int) -> Any:
+        return vars(decoders.enable(llama))["generate"].prepared(
+            input_ids=torch.tensor([text_of(length, length)]), strategy="autoregressive", max_new_tokens=new, pad_token_id=0,
+            decoders_config={"compile": False, "prefill_chunk": 8, "reuse": False},
+        )  # fmt: skip
+
+    return call
+
+
 @pytest.fixture(autouse=True)
 def pruned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts are cut as they are for users."""

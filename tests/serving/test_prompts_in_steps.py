@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-import decoders
 from decoders.engine import mixed
 from decoders.engine.compiler import compilations
 from decoders.engine.lane import Lane
@@ -32,22 +31,9 @@ def pieces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
 
 
 @pytest.fixture
-def asked(llama: PreTrainedModel, text_of: Any) -> Callable[[int, int], Any]:
-    """A call with so many prompt tokens, read in pieces of 8, and new ones."""
-
-    def call(length: int, new: int) -> Any:
-        return vars(decoders.enable(llama))["generate"].prepared(
-            input_ids=torch.tensor([text_of(length, length)]), strategy="autoregressive", max_new_tokens=new, pad_token_id=0,
-            decoders_config={"compile": False, "prefill_chunk": 8, "reuse": False},
-        )  # fmt: skip
-
-    return call
-
-
-@pytest.fixture
-def running(asked: Callable[[int, int], Any]) -> tuple[Lane, list[Any]]:
+def running(in_pieces: Callable[[int, int], Any]) -> tuple[Lane, list[Any]]:
     """A lane and two requests that it decodes."""
-    calls = [asked(4, 40), asked(9, 40)]
+    calls = [in_pieces(4, 40), in_pieces(9, 40)]
     lane = Lane(calls[0].engine, calls[0].request, 3)
     members = [lane.offer(call.request) for call in calls]
     for _ in range(2):
@@ -57,11 +43,11 @@ def running(asked: Callable[[int, int], Any]) -> tuple[Lane, list[Any]]:
 
 
 def test_rows_go_on_while_a_prompt_is_read(
-    running: tuple[Lane, list[Any]], asked: Callable[[int, int], Any], pieces: list[Any], write_alone: Any, text_of: Any,
+    running: tuple[Lane, list[Any]], in_pieces: Callable[[int, int], Any], pieces: list[Any], write_alone: Any, text_of: Any,
     llama: PreTrainedModel,
 ) -> None:  # fmt: skip
     lane, members = running
-    late = lane.offer(asked(30, 5).request)
+    late = lane.offer(in_pieces(30, 5).request)
     before = [len(member.generated[0]) for member in members]
     for _ in range(4):
         lane.advance(1e-9)
@@ -77,9 +63,9 @@ def test_rows_go_on_while_a_prompt_is_read(
 
 
 def test_prompts_take_turns_wherever_they_are_in_the_pool(
-    asked: Callable[[int, int], Any], pieces: list[Any], write_alone: Any, text_of: Any, llama: PreTrainedModel
+    in_pieces: Callable[[int, int], Any], pieces: list[Any], write_alone: Any, text_of: Any, llama: PreTrainedModel
 ) -> None:
-    calls = [asked(length, new) for length, new in ((4, 30), (9, 30), (40, 6), (33, 6))]
+    calls = [in_pieces(length, new) for length, new in ((4, 30), (9, 30), (40, 6), (33, 6))]
     lane = Lane(calls[0].engine, calls[0].request, 4)
     members = [lane.offer(call.request) for call in calls[:2]]
     lane.advance(1.0)
@@ -95,9 +81,9 @@ def test_prompts_take_turns_wherever_they_are_in_the_pool(
         )
 
 
-def test_one_row_waits_for_prompts(asked: Callable[[int, int], Any], pieces: list[Any]) -> None:
+def test_one_row_waits_for_prompts(in_pieces: Callable[[int, int], Any], pieces: list[Any]) -> None:
     """Alone it has nothing to gain: a pass of one row has the bits of a call of its own."""
-    first, late = asked(4, 12), asked(30, 3)
+    first, late = in_pieces(4, 12), in_pieces(30, 3)
     lane = Lane(first.engine, first.request, 3)
     lane.offer(first.request)
     lane.advance(1e-9)
@@ -108,14 +94,14 @@ def test_one_row_waits_for_prompts(asked: Callable[[int, int], Any], pieces: lis
 
 
 def test_one_that_leaves_while_its_prompt_is_read_hurts_nobody(
-    running: tuple[Lane, list[Any]], asked: Callable[[int, int], Any], pieces: list[Any], write_alone: Any, text_of: Any,
+    running: tuple[Lane, list[Any]], in_pieces: Callable[[int, int], Any], pieces: list[Any], write_alone: Any, text_of: Any,
     llama: PreTrainedModel,
 ) -> None:  # fmt: skip
     lane, members = running
-    late = lane.offer(asked(30, 5).request)
+    late = lane.offer(in_pieces(30, 5).request)
     lane.advance(1e-9)
     lane.remove(late)
-    again = lane.offer(asked(30, 5).request)
+    again = lane.offer(in_pieces(30, 5).request)
     while lane.seats:
         lane.advance(1e-9)
     lane.close()
@@ -152,7 +138,7 @@ def test_drafts_are_verified_in_such_passes_unless_the_strategy_reads_prompts(
 
 
 def test_compiled_steps_get_a_graph_that_reads_once_prompts_have_taken_long_enough(
-    running: tuple[Lane, list[Any]], asked: Callable[[int, int], Any], pieces: list[Any], monkeypatch: pytest.MonkeyPatch
+    running: tuple[Lane, list[Any]], in_pieces: Callable[[int, int], Any], pieces: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     """Where steps are compiled, a prompt is read by passes of its own until the mixed graph is there."""
     begun: list[bool] = []
@@ -160,7 +146,7 @@ def test_compiled_steps_get_a_graph_that_reads_once_prompts_have_taken_long_enou
     monkeypatch.setattr(ForwardPass, "_begin_mixed", lambda self, single: begun.append(single))
     monkeypatch.setattr("decoders.engine.tiers.FORWARD_SECONDS", 0.0)
     lane, _ = running
-    lane.offer(asked(30, 5).request)
+    lane.offer(in_pieces(30, 5).request)
     lane.advance(1e-9)
     assert begun and not pieces
     lane.close()
@@ -172,7 +158,7 @@ def test_no_pass_is_compiled_once_the_first_step_was_made(
     llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any, monkeypatch: pytest.MonkeyPatch, strategy: str
 ) -> None:  # fmt: skip
     """Whatever sizes, strides and views rows and prompts bring with them."""
-    passes: dict[str, int] = {}
+    kinds: set[str] = set()
     made: list[int] = []
     plain, mixed_pass = ForwardPass.compile_for, ForwardPass._mixed
 
@@ -181,7 +167,7 @@ def test_no_pass_is_compiled_once_the_first_step_was_made(
         made.append(compilations())
 
     def noted(self: ForwardPass, nodes: torch.Tensor, *rest: Any) -> Any:
-        passes["single" if nodes.shape[1] == 1 else "drafts"] = compilations()
+        kinds.add("single" if nodes.shape[1] == 1 else "drafts")
         return mixed_pass(self, nodes, *rest)
 
     monkeypatch.setattr(ForwardPass, "compile_for", counted)
@@ -193,4 +179,4 @@ def test_no_pass_is_compiled_once_the_first_step_was_made(
         got = [g.result(280)[0, len(ids) :].tolist() for g, (ids, _) in zip(generations, prompts, strict=True)]
     assert got == [write_alone(llama, ids, max_new_tokens=new) for ids, new in prompts]
     assert compilations() == made[0]
-    assert ("drafts" in passes) == (strategy == "suffix")
+    assert ("drafts" in kinds) == (strategy == "suffix")

@@ -222,19 +222,6 @@ def test_long_prompts_are_read_in_chunks_while_others_go_on(
         assert written(first, text_of(0, 4)) == write_alone(llama, text_of(0, 4), max_new_tokens=100)
 
 
-@pytest.fixture
-def in_pieces(llama: PreTrainedModel, text_of: Any) -> Callable[[int, int], Any]:
-    """A call with so many prompt tokens, read in pieces of 8, and new ones."""
-
-    def call(length: int, new: int) -> Any:
-        return vars(decoders.enable(llama))["generate"].prepared(
-            input_ids=torch.tensor([text_of(length, length)]), strategy="autoregressive", max_new_tokens=new, pad_token_id=0,
-            decoders_config={"compile": False, "prefill_chunk": 8, "reuse": False},
-        )  # fmt: skip
-
-    return call
-
-
 def test_a_prompt_is_read_at_once_where_no_row_waits(in_pieces: Callable[[int, int], Any]) -> None:
     short, long = in_pieces(4, 2), in_pieces(200, 1)
     lane = Lane(short.engine, short.request, 3)
