@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -149,47 +149,53 @@ def candidates(
     Args:
         at_least: fewest tokens to give per node, those that are ruled out included.
     """
-    names, values = plan.operations, inputs.values
-    if values.dim() > 1 and host_reads(logits) and any(name != "temperature" for name in names):
-        return _by_row(logits, plan, inputs, positions, masks, at_least)
-    ends = sum(name == "min_new_tokens" for name in names)
-    operations: Operations = [(name, inputs.value(i)) for i, name in enumerate(names)][ends:]
+    names = plan.operations
+    ends = next((i for i, name in enumerate(names) if name != "min_new_tokens"), len(names))
     if not host_reads(logits) or "min_new_tokens" in names[ends:]:
         return Candidates.whole(process(logits, plan, inputs, positions, masks))
     legal = logits if masks is None else _allowed(logits, masks)
-    if ends and bool((positions < values[:ends].amax()).any()):
-        legal = _without_ends(legal, values[:ends].amax(), inputs, positions)
+    if ends and bool((early := positions < inputs.values[..., :ends].amax(-1, keepdim=True)).any()):
+        legal = _without_ends(legal, early, inputs.stop_tokens)
         if masks is not None and bool((legal.amax(-1) == NEVER).any()):
             return Candidates.whole(process(logits, plan, inputs, positions, masks))
-    if all(name == "temperature" for name, _ in operations):
-        for _, value in operations:
-            legal = legal.float() / value
+    return _left(legal, names[ends:], inputs.values[..., ends : len(names)], at_least)
+
+
+def _without_ends(scores: Tensor, early: Tensor, stop_tokens: Tensor) -> Tensor:
+    """`scores` without the stop tokens of nodes that come too `early` ``[B, N]``. stop_tokens: ``[E]`` or ``[B, E]``."""
+    stops = stop_tokens.expand(len(scores), -1)
+    real = (stops >= 0) & (stops < scores.shape[-1])
+    row, node, column = (early[..., None] & real[:, None]).nonzero().unbind(1)
+    scores = scores.clone()
+    scores[row, node, stops[row, column]] = NEVER
+    return scores
+
+
+def _left(legal: Tensor, names: Sequence[str], values: Tensor, at_least: int) -> Candidates:
+    """What the operations `names` leave of the scores `legal` ``[B, N, V]``. values: ``[K]``, or ``[B, K]``, those of each row."""
+    if all(name == "temperature" for name in names):
+        for value in values.unbind(-1):
+            legal = legal.float() / value.view(-1, 1, 1)
         return Candidates.whole(legal)
+    if values.dim() > 1:
+        return _by_row(legal, names, values, at_least)
+    operations: Operations = list(zip(names, values, strict=True))
     rows = legal.reshape(-1, legal.shape[-1])
 
     def reference(index: Tensor) -> Selection:
         return by_reference(rows[index], operations, at_least)
 
-    return _selected(select(rows, operations, at_least), logits.shape[:2], logits.shape[-1], reference)
+    return _selected(select(rows, operations, at_least), legal.shape[:2], legal.shape[-1], reference)
 
 
-def _by_row(
-    logits: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor, masks: Masks | None, at_least: int
-) -> Candidates:
-    """:func:`candidates` where every row has parameters of its own: rows with the same ones are looked at together."""
-    own = torch.cat([inputs.values.double(), inputs.stop_tokens.expand(len(logits), -1).double()], dim=1)
-    kinds, kind_of = own.unique(dim=0, return_inverse=True)
-    parts, places = [], []
-    for kind in range(len(kinds)):
-        rows = (kind_of == kind).nonzero()[:, 0]
-        one, stops = int(rows[0]), inputs.stop_tokens
-        shared = SamplingInputs(inputs.values[one], inputs.keys[rows], stops[one] if stops.dim() > 1 else stops)
-        own_masks = Masks(masks.allowed[rows]) if masks is not None else None
-        if len(kinds) == 1:
-            return candidates(logits, plan, shared, positions, masks, at_least)
-        parts.append(candidates(logits[rows], plan, shared, positions[rows], own_masks, at_least).settled())
-        places.append(rows)
-    place, vocab = torch.cat(places).argsort(), logits.shape[-1]
+def _by_row(legal: Tensor, names: Sequence[str], values: Tensor, at_least: int) -> Candidates:
+    """:func:`_left` where every row has values of its own, ``[B, K]``: rows with the same ones are looked at together."""
+    kinds, kind_of = values.unique(dim=0, return_inverse=True)
+    if len(kinds) == 1:
+        return _left(legal, names, kinds[0], at_least)
+    rows_of = [(kind_of == kind).nonzero()[:, 0] for kind in range(len(kinds))]
+    parts = [_left(legal[rows], names, own, at_least).settled() for rows, own in zip(rows_of, kinds, strict=True)]
+    place, vocab = torch.cat(rows_of).argsort(), legal.shape[-1]
     if any(part.tokens is None for part in parts):
         return Candidates.whole(torch.cat([part.dense() for part in parts])[place])
     width = max(part.scores.shape[-1] for part in parts)
@@ -217,14 +223,6 @@ def _allowed(logits: Tensor, masks: Masks) -> Tensor:
     """:meth:`Masks.allow`, in arithmetic that runs at the speed of memory."""
     bound = masks.allowed[..., : logits.shape[-1]].to(logits.dtype)
     return torch.minimum(bound.sub_(0.5).mul_(float("inf")), logits, out=bound)
-
-
-def _without_ends(scores: Tensor, value: Tensor, inputs: SamplingInputs, positions: Tensor) -> Tensor:
-    stops = inputs.stop_tokens
-    stops = stops[(stops >= 0) & (stops < scores.shape[-1])]
-    scores = scores.clone()
-    scores[..., stops] = scores[..., stops].masked_fill((positions < value)[..., None], NEVER)
-    return scores
 
 
 def _draw(scores: Tensor, keys: Tensor, positions: Tensor) -> Tensor:

@@ -148,6 +148,35 @@ def test_grammars_and_a_minimum_of_new_tokens_rule_out_what_the_step_rules_out(o
         assert torch.isfinite(expected[0, 0, 3]) == dead
 
 
+@pytest.mark.parametrize("vocab", [40, 9000])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("operations", [[], [("top_k", 20.0), ("top_p", 0.8)], [("temperature", 0.5)]], ids=str)
+@pytest.mark.parametrize("own", ["minimum", "stop tokens", "both", "all"])
+def test_every_row_has_its_own_minimum_and_its_own_stop_tokens(operations, own, masked, vocab):
+    logits = logits_of("smooth", (3, 3, vocab), 3)
+    logits[..., [0, 3, 7, 9]] += 5  # what a minimum rules out would be chosen
+    positions = torch.tensor([[0, 1, 2], [2, 3, 4], [4, 5, 6]])
+    plan = plan_of([("min_new_tokens", 3.0), *operations], masked=masked)
+    inputs = inputs_of([("min_new_tokens", 3.0), *operations], 3, stop=(3, 7, -1))
+    values, stops = inputs.values, inputs.stop_tokens
+    if own != "stop tokens":
+        values = values.repeat(3, 1)
+        values[:, 0] = torch.tensor([2.0, 5.0, 3.0])
+        values[2] *= 0.9 if own == "all" else 1.0
+    if own != "minimum":
+        stops = torch.tensor([[3, 7, -1], [9, -1, -1], [0, 3, 9]])
+    inputs = SamplingInputs(values, inputs.keys, stops)
+    masks = None
+    if masked:
+        allowed = torch.rand(3, 3, vocab, generator=torch.Generator().manual_seed(0)) < 0.5
+        allowed[..., 5] = True
+        masks = Masks(allowed)
+    expected = process(logits, plan, inputs, positions, masks)
+    left = candidates(logits, plan, inputs, positions, masks)
+    assert torch.equal(left.dense(), expected)
+    assert torch.equal(left.choose(plan, inputs, positions), choose(expected, plan, inputs, positions))
+
+
 def test_logits_are_left_as_they_are():
     logits = logits_of("smooth", (1, 3, 500), 0)
     before = logits.clone()

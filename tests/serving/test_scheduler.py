@@ -104,6 +104,13 @@ def test_requests_write_what_calls_of_their_own_write(
         [{"typical_p": 0.5}, {"typical_p": 0.9}],
         [{"top_k": 3, "top_p": 0.9}, {"top_k": 60, "top_p": 0.5}],
         [{"min_new_tokens": 6, "top_k": 8}, {"min_new_tokens": 2, "top_k": 40}],
+        pytest.param(
+            [
+                {"min_new_tokens": 6, "eos_token_id": [*range(0, 96, 2)]},
+                {"min_new_tokens": 6, "eos_token_id": [*range(1, 96, 2)]},
+            ],
+            id="stop tokens of their own",
+        ),
         [{"top_k": 4}, {"top_p": 0.7}],  # other plans: they take turns
         [{"repetition_penalty": 1.5}, {"repetition_penalty": 1.1}],  # on the host
     ],
