@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from .acceptance import AcceptanceRates, Follower, Proposals
 from .curve import CostCurve, CostPoint, Subject
+from .looks import Looks, affordable
 from .rows import row_weights
 from .steps import StepCosts
 
 __all__ = [
-    "AcceptanceRates", "CostCurve", "CostPoint", "Follower", "Proposals", "StepCosts", "Subject", "row_weights",
+    "AcceptanceRates", "CostCurve", "CostPoint", "Follower", "Looks", "Proposals", "StepCosts", "Subject", "affordable", "row_weights",
 ]  # fmt: skip

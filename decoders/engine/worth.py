@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 from ..costs.acceptance import AcceptanceRates, Follower, Proposals
+from ..costs.looks import Looks, affordable
 from ..costs.rows import row_weights
 from ..draft import Draft
 
@@ -13,9 +13,9 @@ from ..draft import Draft
 CAUTION = 1.15
 #: The only drafter's bit.
 SOURCE = 1
-#: Looking at drafts that do not pay may cost this share of the time, and comes once in so many steps at least.
-LOOKING, LONGEST_WAIT = 0.005, 64
-#: Weight of the newest draft in the means of what drafts cost and bring.
+#: Drafts are looked at once in so many steps at least.
+LONGEST_WAIT = 64
+#: Weight of the newest draft in the mean of what drafts cost.
 NEWEST = 1 / 8
 
 
@@ -38,8 +38,7 @@ class DraftWorth:
         self._costs = NodeCosts()
         self._ends = ends
         self._drafting: float | None = None  # seconds of a draft
-        self._net = 0.0  # tokens that a draft brings beyond those that its time would have brought
-        self._wait = self._waited = 0
+        self._looks, self._waited = Looks(), 0
         self.rebatch([-1] * rows)
 
     def rebatch(self, sources: Sequence[int]) -> None:
@@ -53,7 +52,7 @@ class DraftWorth:
         step = self._costs.step(len(self._rows))
         if self._drafting is None or step is None:
             return True
-        return self._waited >= min(self._wait, math.ceil(self._drafting / (LOOKING * step)), LONGEST_WAIT)
+        return self._looks.due(self._waited, affordable(self._drafting / step, LONGEST_WAIT))
 
     def nodes(self, draft: Draft, lengths: Sequence[int], finished: Sequence[bool], size: Callable[[int], int]) -> int:
         """How many of the draft's tokens to verify.
@@ -92,8 +91,7 @@ class DraftWorth:
         if plain is not None:
             active = sum(count > 0 for count in emitted)
             net = sum(emitted) - active - active / plain * (drafting + max(seconds - plain, 0.0))
-            self._net += NEWEST * (net - self._net)
-            self._wait = 0 if net > 0 or self._net > 0 else min(max(2 * self._wait, 1), LONGEST_WAIT)
+            self._looks.judge(net, LONGEST_WAIT)
 
     def follow(self, written: Sequence[Sequence[int]]) -> None:
         """Judges what was drafted. written: the new tokens of every row."""

@@ -33,7 +33,7 @@ class AutoSettings(Settings):
     """What to choose among."""
 
     candidates: tuple[str, ...] = Field(
-        ("grammar", "suffix", "medusa", "speculative"),
+        ("grammar", "suffix", "ngram", "medusa", "speculative"),
         min_length=1,
         description="Strategies to choose among, the cheapest first. Those that a call cannot use (no grammar, no assistant_model, "
         "no heads for the model) are left out.",

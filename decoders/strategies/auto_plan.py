@@ -148,7 +148,7 @@ class Plan:
         self.state.width = self.state.chain = 0
         if not self.count:
             return Draft.nothing(rows, device)
-        chosen = {row: sorted(node for _, node in self._ranked[row][: self.count]) for row in self.active}
+        chosen = {row: self._chosen(row) for row in self.active}
         proposals = self.state.proposals
         width = max(len(nodes) for nodes in chosen.values())
         tokens = [[-1] * width for _ in range(rows)]
@@ -170,6 +170,18 @@ class Plan:
             return Draft.chain(made)
         depth = max(proposals[row].depths[node] for row, nodes in chosen.items() for node in nodes)
         return Draft(made, TreeTensors.from_parents(torch.tensor(parents, device=device), depth), depth=depth)
+
+    def _chosen(self, row: int) -> list[int]:
+        """The nodes that are verified for a row, children behind their parents.
+
+        The likeliest path stands first, in slots of its own depth: there its tokens have the bits of plain decoding, and need
+        not be run again.
+        """
+        parents = self.state.proposals[row].parents
+        path, others = [0], list[int]()
+        for _, node in self._ranked[row][: self.count]:  # the likeliest first
+            (path if parents[node] == path[-1] else others).append(node)
+        return path[1:] + others
 
     def note(self) -> None:
         """Books the choice: in the history, and for whom it takes time."""

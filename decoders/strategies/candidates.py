@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..costs import Looks, affordable
 from ..errors import SettingsError, UnsupportedError
 from ..strategy import Context, Sequences, Step, Strategy, check_draft
 
-#: Looking at a drafter that does not pay may cost this share of the time. One that can be looked at every so many steps for that
-#: is cheap; the dearest is looked at every so many steps.
-LOOKING, WAIT, LONGEST_WAIT = 0.005, 16, 256
+#: A drafter that can be looked at every so many steps at little cost is cheap; the dearest is looked at every so many steps.
+WAIT, LONGEST_WAIT = 16, 256
 #: What is looked at so rarely is not taught in between either, if it can miss steps.
 UNTAUGHT = 16
 #: A drafter that was right while it was looked at is asked in every one of so many steps.
@@ -29,15 +28,13 @@ class Experience:
         runs: how often it was asked.
         cost: mean seconds of a run; of a token of its draft, where it is limited.
         learning: mean seconds of what it learns from a step, where that can be left out with its draft.
-        net: mean of what a run has brought beyond its price, in tokens; None before the first.
-        wait: steps between two looks at it; 0 while it pays.
+        looks: what runs have brought, and how often it is looked at.
     """
 
     runs: int = 0
     cost: float = 0.0
     learning: float = 0.0
-    net: float | None = None
-    wait: int = 0
+    looks: Looks = field(default_factory=Looks)
 
 
 class Candidate:
@@ -75,12 +72,11 @@ class Candidate:
 
     def due(self, rate: float) -> bool:
         """Whether it is looked at in this step. rate: present tokens per second."""
-        cost = self.experience.cost + self.experience.learning
-        affordable = min(math.ceil(rate * cost / LOOKING), LONGEST_WAIT)
+        known = self.experience
+        most = affordable(rate * (known.cost + known.learning), LONGEST_WAIT)
         if self.limited:  # what it is worth is known before it is asked: this is a look
-            return self._waited >= affordable
-        patient = self._patience > 0 and affordable <= WAIT
-        return patient or self._waited >= min(self.experience.wait, affordable)
+            return self._waited >= most
+        return (self._patience > 0 and most <= WAIT) or known.looks.due(self._waited, most)
 
     def skip(self) -> None:
         """The step goes without it."""
@@ -117,7 +113,7 @@ class Candidate:
 
     def observe(self, step: Step, own_nodes: int) -> None:
         """Shows it the step, if it learns from steps and does not sleep too deeply for that."""
-        asleep = not self.requested_depth and self.experience.wait >= UNTAUGHT
+        asleep = not self.requested_depth and self.experience.looks.wait >= UNTAUGHT
         if not self._observes or (asleep and self.strategy.misses_steps):
             return
         begun = self._clock()
@@ -136,10 +132,8 @@ class Candidate:
             rate: present tokens per second: the time is worth those.
         """
         known = self.experience
-        net = benefit - rate * (known.cost * self.requested_depth + known.learning + verifying)
-        known.net = net if known.net is None else known.net + NEWEST / 2 * (net - known.net)
-        pays = net > 0 or known.net > 0
-        known.wait = 0 if pays else min(max(2 * known.wait, 1), LONGEST_WAIT)
+        price = rate * (known.cost * self.requested_depth + known.learning + verifying)
+        known.looks.judge(benefit - price, LONGEST_WAIT)
 
     def was_right(self) -> None:
         """A token that it had proposed was written: a closer look, where that costs little."""

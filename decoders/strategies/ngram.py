@@ -19,12 +19,9 @@ from torch.nn.functional import pad
 from ..settings import Settings
 from ..strategy import Context, Draft, Sequences, Strategy
 from ..tree import NO_PARENT, Topology
+from .followed_text import FollowedText, follow_rows
+from .ngram_counts import BACK_OFF, SCORE_BITS, NgramCounts
 from .ngram_table import MAX_NGRAM, context_key, load_table
-
-#: What a shorter context's share is worth beside a longer one's.
-BACK_OFF = 0.4
-#: Bits of a score that count when two are compared; the others are rounding.
-SCORE_BITS = 40
 
 
 class NgramSettings(Settings):
@@ -57,24 +54,28 @@ class NgramSettings(Settings):
 
 @dataclass(frozen=True)
 class NgramState:
-    """What a call works with; nothing in it remembers the text.
+    """What a call works with.
 
     Attributes:
-        draft token: :func:`mini_tree`, compiled if the call is.
+        predict: :func:`mini_tree`, compiled if the call is. Nothing in it remembers the text.
         scratch: ``[B, V]`` int32, where equal tokens meet; written before it is read.
         table: tensors of the table's orders, four per order.
+        texts: of the rows with their counts, where the host does the counting.
+        append_only: whether a row's text is never taken back.
     """
 
     predict: Callable[..., Tensor]
     scratch: Tensor
     table: tuple[Tensor, ...]
+    texts: list[FollowedText[NgramCounts]]
+    append_only: bool
 
 
 class Ngram(Strategy):
     """Proposes what most often followed the last tokens: in prompt and output, in a saved table, or in both.
 
-    Everything is counted afresh from the text in every step, so rows may be rolled back between steps, as happens
-    when this strategy drafts for a draft model.
+    On a device everything is counted afresh from the text in every step. On a CPU the counts are kept from step to step, and follow
+    the text where it is taken back, as happens when this strategy drafts for a draft model. The draft is the same.
     """
 
     name = "ngram"
@@ -87,26 +88,42 @@ class Ngram(Strategy):
         orders = load_table(s.table, context.vocab_size, context.device)[: s.max_ngram] if s.table else ()
         table = tuple(tensor for order in orders for tensor in order.tensors())
         scratch = torch.zeros(context.rows, context.vocab_size, dtype=torch.int32, device=context.device)
-        return NgramState(context.compile(mini_tree), scratch, table)
+        texts = [self._text() for _ in range(context.rows)]
+        # What a draft model writes is taken back where the target disagrees.
+        return NgramState(context.compile(mini_tree), scratch, table, texts, append_only=context.level == 0)
 
     def rebatch(self, state: NgramState, rows: Tensor, context: Context) -> NgramState:
-        return replace(state, scratch=state.scratch.new_zeros(context.rows, context.vocab_size))
+        texts = [state.texts[row] if row >= 0 else self._text() for row in rows.tolist()]
+        return replace(state, scratch=state.scratch.new_zeros(context.rows, context.vocab_size), texts=texts)
 
     def propose(self, state: NgramState, sequences: Sequences) -> Draft:
         s: NgramSettings = self.settings
-        draft_tokens, orders = state.predict(
-            sequences.tokens, sequences.length, s.widths, s.max_ngram, s.text_weight, state.scratch, *state.table
-        )
+        if sequences.on_host and not state.table:
+            finished = follow_rows(state.texts, sequences, state.append_only, lambda _: self._text())
+            nothing = [-1] * sum(s.widths), [0] * sum(s.widths)
+            drafts = [
+                nothing if ended else text.index.spine(s.widths)
+                for text, ended in zip(state.texts, finished, strict=True)
+            ]
+            draft_tokens, orders = (torch.tensor(values) for values in zip(*drafts, strict=True))
+        else:
+            draft_tokens, orders = state.predict(
+                sequences.tokens, sequences.length, s.widths, s.max_ngram, s.text_weight, state.scratch, *state.table
+            )
         return Draft(draft_tokens, spine(s.widths), grades=orders)
+
+    def _text(self) -> FollowedText[NgramCounts]:
+        return FollowedText(NgramCounts(self.settings.max_ngram))
 
 
 @lru_cache
 def spine(widths: tuple[int, ...]) -> Topology:
-    """The tree in which the first node of each depth is continued: ``(3, 2)`` has parents ``-1, 0, 0, 0, 1, 1``."""
-    parents, best = [NO_PARENT], 0
-    for width in widths:
-        best, parents = len(parents), parents + [best] * width
-    return Topology.from_parents(parents)
+    """The tree in which the first node of each depth is continued: ``(3, 2)`` has parents ``-1, 0, 1, 0, 0, 1``.
+
+    Those that are continued stand first: in slots of their own depth, where they have the bits of plain decoding.
+    """
+    siblings = [depth for depth, width in enumerate(widths) for _ in range(width - 1)]
+    return Topology.from_parents([NO_PARENT, *range(len(widths)), *siblings])
 
 
 def mini_tree(
@@ -118,7 +135,7 @@ def mini_tree(
     scratch: Tensor,
     *table: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The likeliest followers at each depth of the spine and the orders that know them, each ``[B, sum(widths)]`` int64.
+    """The likeliest followers as the nodes of :func:`spine` and the orders that know them, each ``[B, sum(widths)]`` int64.
 
     Arguments as of :func:`followers`.
 
@@ -131,7 +148,12 @@ def mini_tree(
         best, context, order = followers(tokens, length, context, width, text_weight, scratch, *table)
         draft_tokens.append(best)
         orders.append(order)
-    return torch.cat(draft_tokens, 1), torch.cat(orders, 1)
+    return _best_first(draft_tokens), _best_first(orders)
+
+
+def _best_first(depths: list[Tensor]) -> Tensor:
+    """The first of each depth, then the others. depths: ``[B, width]`` each."""
+    return torch.cat([*(depth[:, :1] for depth in depths), *(depth[:, 1:] for depth in depths)], 1)
 
 
 def followers(

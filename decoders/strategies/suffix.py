@@ -19,11 +19,9 @@ from torch import Tensor
 from ..settings import Settings
 from ..strategy import Context, Draft, Sequences, Step, Strategy
 from ..tree import NO_PARENT, TreeTensors
+from .followed_text import follow_rows
 from .suffix_index import ChainedText, DraftedNode, expand
 from .suffix_memory import RowText, TextMemory
-
-#: Where the text is only ever added to, so many tokens are read again to see that it is the same.
-OVERLAP = 16
 
 
 class SuffixSettings(Settings):
@@ -195,21 +193,12 @@ def _grade(length: int, node: DraftedNode) -> int:
 
 def _read(state: _State, sequences: Sequences) -> list[bool]:
     """Brings the rows' texts up to date; returns which rows have finished."""
-    lengths, finished = sequences.length.tolist(), sequences.finished.tolist()
-    prompts = sequences.prompt_length.tolist()
-    begins = [max(len(row.index) - OVERLAP, 0) if state.append_only else 0 for row in state.rows]
-    first = min(begins)
-    texts = sequences.tokens[:, first : max(lengths)].tolist()
-    for number, row in enumerate(state.rows):
-        begin, length = begins[number], lengths[number]
-        tokens = texts[number][begin - first : length - first]
-        if state.append_only and not row.goes_on(tokens, begin):  # the row has another text now
-            state.memory.add(row.output())
-            row, begin, tokens = RowText(), 0, sequences.tokens[number, :length].tolist()
-            state.rows[number] = row
-        row.prompt = prompts[number]
-        row.follow(tokens, begin)
-    return finished
+
+    def another(row: RowText) -> RowText:
+        state.memory.add(row.output())
+        return RowText()
+
+    return follow_rows(state.rows, sequences, state.append_only, another)
 
 
 def _draft(trees: Sequence[tuple[list[DraftedNode], list[int]]], device: torch.device) -> Draft:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
 from typing import Any
 
+from .followed_text import FollowedText
 from .suffix_index import ChainedText
 
 #: Tokens of the prompt that are remembered with an output: its beginning is found by them.
@@ -17,34 +17,13 @@ SEPARATOR = -1
 SLACK = 1.25
 
 
-class RowText:
-    """The text of one row of a call: prompt and output, with its own occurrences.
+class RowText(FollowedText[ChainedText]):
+    """The text of one row of a call, with its own occurrences."""
 
-    Attributes:
-        index: the text.
-        prompt: how many of its tokens are prompt.
-    """
-
-    __slots__ = ("index", "prompt")
+    __slots__ = ()
 
     def __init__(self) -> None:
-        self.index = ChainedText()
-        self.prompt = 0
-
-    def follow(self, tokens: Sequence[int], begin: int) -> None:
-        """Makes the text end with `tokens`, which stand at `begin`: what differs from there on is taken back first."""
-        known = self.index.tokens[begin:]
-        same = min(len(known), len(tokens))
-        if known[:same] != array("i", tokens[:same]):
-            same = next(i for i in range(same) if known[i] != tokens[i])
-        if begin + same < len(self.index):
-            self.index.truncate(begin + same)
-        self.index.extend(tokens[same:])
-
-    def goes_on(self, tokens: Sequence[int], begin: int) -> bool:
-        """Whether the text is the beginning of one in which `tokens` stand at `begin`, as far as these tell."""
-        known = self.index.tokens[begin:]
-        return len(known) <= len(tokens) and known == array("i", tokens[: len(known)])
+        super().__init__(ChainedText())
 
     def output(self) -> array[int]:
         """What was generated, with a little of the prompt; empty if nothing was."""

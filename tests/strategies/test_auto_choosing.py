@@ -17,6 +17,7 @@ from decoders.costs import CostCurve, CostPoint, StepCosts, Subject, row_weights
 from decoders.strategies import Auto
 from decoders.strategy import Context, Draft, Sequences, Step, Strategy
 from decoders.testing import context
+from decoders.tree import TreeTensors
 
 #: Milliseconds of a step by nodes: as of a model whose step is all memory traffic, and of one that pays for every node.
 FLAT = {1: 10.0, 9: 10.5, 17: 11.0, 65: 13.0}
@@ -231,6 +232,19 @@ def test_a_change_of_the_text_is_noticed_within_twenty_tokens(world: World) -> N
     assert sum(after) <= 0.2 * len(after), "it did not stop"
 
 
+@pytest.mark.parametrize("period", [2, 3, 4])
+@pytest.mark.parametrize("phase", [0, 1])
+def test_what_repeats_every_few_tokens_is_found_wherever_looking_began(world: World, period: int, phase: int) -> None:
+    """Looks that are as far apart as what they look for would always come at the wrong moment."""
+    begin = 60 + phase
+    lookup = Scripted("lookup", world, lambda t: float(t >= begin and t % period == 0), 0.00014, length=1)
+    auto, context, costs = choosing(world, [lookup], FLAT)
+    _, steps = decode(world, auto, context, costs, 400)
+    written = [after - before for (before, _), (after, _) in itertools.pairwise(steps) if before >= begin + 40]
+    most = period / (period - 1)
+    assert sum(written) / len(written) >= 0.9 * most
+
+
 def test_several_drafters_share_a_step_where_they_differ(world: World) -> None:
     """Each knows half of the text: together they are right all of the time."""
     even = Scripted("even", world, lambda t: 1.0 if t // 4 % 2 == 0 else 0.0, 0.0001, length=4)
@@ -239,6 +253,31 @@ def test_several_drafters_share_a_step_where_they_differ(world: World) -> None:
     together, _ = decode(world, auto, context, costs, 400)
     alone = min(best_fixed(world, drafter, FLAT, 400) for drafter in (even, odd))
     assert together < 0.8 * alone
+
+
+def test_the_likeliest_path_stands_first(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In slots of their own depth tokens have the bits of plain decoding, and need not be run again."""
+    poor = Scripted("poor", world, lambda t: 0.4, 0.0001, length=6)
+    good = Scripted("good", world, lambda t: 0.9, 0.0001, length=6)
+    auto, context, costs = choosing(world, [poor, good], FLAT)
+    first: list[bool] = []
+    propose = Auto.propose
+
+    def noted(self: Auto, state: Any, sequences: Sequences) -> Draft:
+        draft = propose(self, state, sequences)
+        if isinstance(draft.topology, TreeTensors):
+            parents, path = [-1, *draft.topology.parents[0, 1:].tolist()], [0]
+            while path[-1] in parents:
+                path.append(parents.index(path[-1]))
+            assert path == list(range(len(path)))
+            begin = int(sequences.length)
+            first.append(draft.tokens[0, : len(path) - 1].tolist() == world.text[begin : begin + len(path) - 1])
+        return draft
+
+    monkeypatch.setattr(Auto, "propose", noted)
+    decode(world, auto, context, costs, 600)
+    assert len(first) > 40
+    assert sum(first[20:]) > 0.3 * len(first[20:]), "0.9 ** 6 is 0.53, 0.4 ** 6 is 0.004"
 
 
 def test_costs_decide_how_much_is_verified(world: World) -> None:

@@ -31,18 +31,21 @@ V = 100
 def propose(
     rows: list[list[int]], table: NgramTable | None = None, junk: int = 0, vocab: int = V, **values: Any
 ) -> list[list[int]]:
-    """The draft tokens for ragged rows; what lies behind a row's end is `junk`."""
+    """The draft tokens for ragged rows, counted by tensors and by Python; what lies behind a row's end is `junk`."""
     width = max(map(len, rows)) + 3
     strategy = Ngram(**values)
     orders = table.orders[: strategy.settings.max_ngram] if table else ()
     scratch = torch.full((len(rows), vocab), 10**6, dtype=torch.int32)  # whatever a step before left there
-    state = NgramState(mini_tree, scratch, tuple(tensor for order in orders for tensor in order.tensors()))
+    tensors = tuple(tensor for order in orders for tensor in order.tensors())
     length = torch.tensor([len(row) for row in rows])
-    sequences = Sequences(
-        torch.tensor([row + [junk] * (width - len(row)) for row in rows]), length, length, length < 0, length
-    )
-    draft = strategy.propose(state, sequences)
+    tokens = torch.tensor([row + [junk] * (width - len(row)) for row in rows])
+    s = strategy.settings
+    drafted, known = mini_tree(tokens, length, s.widths, s.max_ngram, s.text_weight, scratch, *tensors)
+    state = NgramState(mini_tree, scratch, tensors, [strategy._text() for _ in rows], append_only=False)
+    draft = strategy.propose(state, Sequences(tokens, length, length, length < 0, length))
     draft.check(len(rows))
+    assert draft.tokens.tolist() == drafted.tolist()
+    assert draft.grades is not None and torch.equal(draft.grades[drafted >= 0], known[drafted >= 0])
     return draft.tokens.tolist()
 
 
@@ -66,7 +69,7 @@ def draft_token_in_python(
 ) -> list[int]:
     """Stupid back-off by its definition, one depth after the other."""
     own = count_in_python([text], longest, V)
-    context, draft_tokens = list(text), []
+    context, spine_tokens, others = list(text), [], []
     for width in widths:
         score: dict[int, float] = {}
         order: dict[int, tuple] = {}
@@ -84,9 +87,11 @@ def draft_token_in_python(
                 score[token] = count / total
                 order[token] = (max(seen), 0, 0) if seen else (-1, n, -rank)
         best = sorted(score, key=lambda token: (int(score[token] * 2**40), order[token]), reverse=True)[:width]
-        draft_tokens += best + [-1] * (width - len(best))
+        best += [-1] * (width - len(best))
+        spine_tokens.append(best[0])
+        others += best[1:]
         context.append(best[0])
-    return draft_tokens
+    return spine_tokens + others
 
 
 texts = st.lists(st.integers(0, 4), min_size=1, max_size=24)
@@ -136,19 +141,19 @@ def test_most_recent_of_equally_frequent_followers_wins():
 
 
 def test_first_draft_token_of_each_depth_is_continued_and_its_siblings_are_others():
-    assert spine((3, 2, 1)).parents == (-1, 0, 0, 0, 1, 1, 4)
+    assert spine((3, 2, 1)).parents == (-1, 0, 1, 2, 0, 0, 1)
     text = [1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3, 5, 1, 2]
     [draft_tokens] = propose([text], widths=(3, 2, 1))
-    assert [draft_tokens[0], draft_tokens[3], draft_tokens[5]] == [3, 5, 1]
-    assert draft_tokens[4] == 4
-    assert len(set(draft_tokens[:3])) == 3
+    assert draft_tokens[:3] == [3, 5, 1]
+    assert draft_tokens[5] == 4
+    assert len({draft_tokens[0], *draft_tokens[3:5]}) == 3
 
 
 @pytest.mark.parametrize("text", [[5], [5, 6], [5, 5], [0], [0, 0, 0]])
 @pytest.mark.parametrize("max_ngram", [1, 2, 3])
 def test_short_rows_propose_what_little_they_have_seen(text, max_ngram):
     [draft_tokens] = propose([text], widths=(4, 2), max_ngram=max_ngram)
-    for depth in (draft_tokens[:4], draft_tokens[4:]):
+    for depth in ([draft_tokens[0], *draft_tokens[2:5]], [draft_tokens[1], draft_tokens[5]]):
         known = [token for token in depth if token != -1]
         assert set(known) <= set(text) and len(known) == min(len(set(text)), len(depth))
 

@@ -10,6 +10,7 @@ import torch
 
 import decoders
 from decoders.context import Context, Sequences
+from decoders.costs import Looks
 from decoders.draft import Draft
 from decoders.engine.worth import DraftWorth
 from decoders.strategies import Ngram, PromptLookup, Speculative, Suffix, TokenRecycling
@@ -138,7 +139,7 @@ def test_auto_shows_a_sleeping_candidate_no_steps_that_it_can_miss() -> None:
         (False, 64, False, 1),
     ):
         strategy = Learner(misses)
-        candidate = Candidate(1, strategy, None, 8, Experience(runs=2, wait=wait), iter(range(99)).__next__)
+        candidate = Candidate(1, strategy, None, 8, Experience(runs=2, looks=Looks(wait=wait)), iter(range(99)).__next__)
         candidate.requested_depth = int(asked)
         candidate.observe(cast(Step, Shown()), own_nodes=0)
         assert strategy.calls == ["observe"] * shown, (misses, wait, asked)
@@ -149,6 +150,6 @@ def test_verifying_what_it_alone_proposed_counts_against_a_candidate() -> None:
     candidate = Candidate(1, Learner(False), None, 8, Experience(runs=2, cost=0.001), iter(range(99)).__next__)
     candidate.requested_depth = 1
     candidate.judge(0.5, verifying=0.002, rate=100.0)
-    assert candidate.experience.net == pytest.approx(0.5 - 100 * 0.003)
+    assert candidate.experience.looks.net == pytest.approx(0.5 - 100 * 0.003)
     candidate.judge(0.0, verifying=0.02, rate=100.0)
-    assert candidate.experience.wait == 1
+    assert candidate.experience.looks.wait == 1

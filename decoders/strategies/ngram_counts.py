@@ -1,0 +1,175 @@
+"""Counts of the n-grams of one text, kept up to date as it grows: what :mod:`.ngram` drafts by where Python may look at the text."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+#: What a shorter context's share is worth beside a longer one's (stupid back-off).
+BACK_OFF = 0.4
+#: Bits of a score that count when two are compared; the others are rounding.
+SCORE_BITS = 40
+
+
+class _Followers:
+    """What followed one context.
+
+    Attributes:
+        slots: where each token followed it, in ascending order.
+        total: how many there are.
+        most: the most that one token has had.
+    """
+
+    __slots__ = ("most", "slots", "total")
+
+    def __init__(self) -> None:
+        self.slots: dict[int, list[int]] = {}
+        self.total = self.most = 0
+
+
+class Follower(NamedTuple):
+    """A token that may follow, as they are ranked. score: in units of ``2 ** -SCORE_BITS``. slot: where it followed last, after the
+    longest context that it is known of. order: tokens of that.
+    """
+
+    score: int
+    slot: int
+    token: int
+    order: int
+
+
+class NgramCounts:
+    """A text that grows and shrinks at its end, and what followed each context of up to ``max_ngram - 1`` of its tokens.
+
+    A token costs about a microsecond per order; a draft token tens of them.
+
+    Attributes:
+        tokens: the text.
+    """
+
+    __slots__ = ("_by_count", "_orders", "tokens")
+
+    def __init__(self, max_ngram: int) -> None:
+        self.tokens = array("i")
+        self._orders: list[dict[tuple[int, ...], _Followers]] = [{} for _ in range(max_ngram)]
+        # Tokens by how often they occur, of each frequency the latest last; None where that is to be made anew.
+        self._by_count: dict[int, dict[int, None]] | None = {}
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Adds tokens at the end."""
+        text, orders = self.tokens, self._orders
+        longest = len(orders) - 1
+        context = tuple(text[len(text) - longest :]) if longest else ()
+        for token in tokens:
+            slot, known = len(text), len(context)
+            for order in range(known + 1):
+                key = context[known - order :]
+                followers = orders[order].get(key)
+                if followers is None:
+                    followers = orders[order][key] = _Followers()
+                slots = followers.slots.setdefault(token, [])
+                slots.append(slot)
+                followers.total += 1
+                followers.most = max(followers.most, len(slots))
+                if not order:
+                    self._note(token, len(slots))
+            text.append(token)
+            context = (*context, token)[-longest:] if longest else ()
+
+    def truncate(self, length: int) -> None:
+        """Takes back what was added behind the first `length` tokens."""
+        text = self.tokens
+        while len(text) > length:
+            token = text.pop()
+            for order in range(min(len(self._orders) - 1, len(text)) + 1):
+                key = tuple(text[len(text) - order :])
+                followers = self._orders[order][key]
+                slots = followers.slots[token]
+                slots.pop()
+                followers.total -= 1
+                if not slots:
+                    del followers.slots[token]
+                if not followers.total:
+                    del self._orders[order][key]
+            self._by_count = None
+
+    def spine(self, widths: Sequence[int]) -> tuple[list[int], list[int]]:
+        """What :func:`~.ngram.mini_tree` gives for this text: the likeliest followers at each depth, and the orders that know them."""
+        longest = len(self._orders) - 1
+        context = tuple(self.tokens[len(self.tokens) - longest :]) if longest else ()
+        first: list[tuple[int, int]] = []
+        others: list[tuple[int, int]] = []
+        for width in widths:
+            best = [(follower.token, follower.order) for follower in self.followers(context, width)]
+            best += [(-1, 0)] * (width - len(best))
+            first.append(best[0])
+            others += best[1:]
+            if longest and best[0][0] >= 0:
+                context = (*context, best[0][0])[-longest:]
+        tokens, orders = zip(*first, *others, strict=True)
+        return list(tokens), list(orders)
+
+    def followers(self, context: tuple[int, ...], width: int) -> list[Follower]:
+        """The `width` likeliest followers of a context, best first, fewer where no more are known.
+
+        Their score is their share among what followed the longest end of `context` that they followed, times :data:`BACK_OFF` for
+        each token by which that is shorter than the longest context there may be; of equal ones the latest is better.
+        """
+        longest = len(self._orders) - 1
+        best: list[Follower] = []
+        longer: list[_Followers] = []
+        for order in range(len(context), 0, -1):
+            followers = self._orders[order].get(context[len(context) - order :])
+            if followers is None:
+                continue
+            # No follower of this order can be better than its most frequent one was.
+            if len(best) < width or _score(followers.most, followers.total, longest - order) >= best[-1].score:
+                for token, slots in followers.slots.items():
+                    if not any(token in other.slots for other in longer):
+                        best.append(
+                            Follower(_score(len(slots), followers.total, longest - order), slots[-1], token, order)
+                        )
+                best.sort(reverse=True)
+                del best[width:]
+            longer.append(followers)
+        for token in self._by_frequency():
+            if any(token in other.slots for other in longer):
+                continue
+            slots = self._orders[0][()].slots[token]
+            follower = Follower(_score(len(slots), len(self.tokens), longest), slots[-1], token, 0)
+            if len(best) == width and follower < best[-1]:
+                break
+            best.append(follower)
+            best.sort(reverse=True)
+            del best[width:]
+        return best
+
+    def _note(self, token: int, count: int) -> None:
+        """A token has occurred for the `count`-th time."""
+        if self._by_count is None:
+            return
+        if count > 1:
+            before = self._by_count[count - 1]
+            del before[token]
+            if not before:
+                del self._by_count[count - 1]
+        self._by_count.setdefault(count, {})[token] = None
+
+    def _by_frequency(self) -> Iterator[int]:
+        """All tokens of the text, the most frequent first, of equally frequent ones the latest."""
+        if self._by_count is None:
+            self._by_count = {}
+            slots = self._orders[0][()].slots if self.tokens else {}
+            for token in sorted(slots, key=lambda token: slots[token][-1]):
+                self._by_count.setdefault(len(slots[token]), {})[token] = None
+        for count in sorted(self._by_count, reverse=True):
+            yield from reversed(self._by_count[count])
+
+
+def _score(count: int, total: int, back: int) -> int:
+    """A share ``count / total``, backed off so many times, with the rounding of :mod:`.ngram`'s tensors."""
+    score = count / total
+    for _ in range(back):
+        score = BACK_OFF * score
+    return int(score * 2.0**SCORE_BITS)
