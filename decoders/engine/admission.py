@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -49,6 +49,10 @@ class Seat:
         return self.reading is not None and not self.passes
 
 
+#: Most tokens of a pass that several prompts share; longer ones keep the processor busy by themselves.
+SHARED_PASS = 512
+
+
 class Admission:
     """Finds places for requests and reads their prompts.
 
@@ -91,19 +95,28 @@ class Admission:
     def read(self, pause: float) -> None:
         """Reads prompts, pass by pass in turns; at least one pass, and all of them if nobody waits meanwhile."""
         begun, first = time.perf_counter(), True
-        while seat := self._next(pause):
+        while seat := self._next(pause, together=True):
             started = time.perf_counter()
             if self._rows and not first and started - begun >= pause:
                 return
             first = False
-            done, count = seat.passes.pop(0)
-            seat.turns += 1
-            assert seat.reading is not None
-            self.pool.read_row(seat.place, seat.reading, done, count, self._run_for(seat))
+            done, count = seat.passes[0]
+            seats = self._beside(seat, lambda other: other.passes[:1] == [(done, count)], lambda seats: count)
+            self._pass(seats)
             spent = time.perf_counter() - started
-            self.was_read(seat, spent, count)
+            for each in seats:
+                self.was_read(each, spent, count * len(seats))
             if not self.call.request.strategy.reads_prompt:
                 self.call.passes.book_mixed(spent, self._rows, self.call.blocks.single)
+
+    def _pass(self, seats: list[Seat]) -> None:
+        """The next pass of prompts whose places lie side by side, and which are read alike."""
+        done, count = seats[0].passes[0]
+        starts = [seat.reading.starts[0] for seat in seats if seat.reading is not None]
+        for seat in seats:
+            seat.passes.pop(0)
+            seat.turns += 1
+        self.pool.read_rows(seats[0].place, starts, done, count, self._run_for(seats[0]))
 
     def next_piece(self, pause: float) -> tuple[Seat, int, int] | None:
         """Whose prompt the next step reads on the way, from which slot on, and how many tokens."""
@@ -115,35 +128,78 @@ class Admission:
         return seat, seat.reading.starts[0] + done, count
 
     def was_read(self, seat: Seat, seconds: float, count: int) -> None:
-        """Notes what a pass, or a step's part of one, has spent on a piece of so many tokens."""
+        """Notes what a pass, or a step's part of one, has spent on so many tokens, a piece of this seat's prompt among them."""
         self._pace = seconds / count if count >= 32 or not self._pace else self._pace
         seat.member.report.timings.prefill += seconds
 
-    def _next(self, pause: float) -> Seat | None:
-        """Who has had fewest passes of those with some to come, the first of equals."""
+    def _next(self, pause: float, together: bool = False) -> Seat | None:
+        """Who has had fewest passes of those with some to come, the first of equals.
+
+        Args:
+            together: whether prompts may share passes.
+        """
         while waiting := [seat for seat in self.seats if seat.row is None and not seat.ready]:
             seat = min(waiting, key=lambda each: each.turns)
             if seat.reading is None:
                 started = time.perf_counter()
-                self._start_reading(seat, pause)
+                self._start_reading(self._companions(seat) if together else [seat], pause)
                 seat.member.report.timings.prefill += time.perf_counter() - started
             if seat.passes:
                 return seat
         return None
 
-    def _start_reading(self, seat: Seat, pause: float) -> None:
-        """Puts a prompt in its place with what any other place holds of it, and says in which passes the rest is read."""
-        request, prompt = seat.member.request, seat.prompt.cpu()
-        self.pool.put(seat.place, seat.prompt)
+    def _companions(self, seat: Seat) -> list[Seat]:
+        """The seats whose prompts are read in the same passes as that of `seat`, it among them.
+
+        A pass over a short prompt takes little less time than one over several. Their lengths are within a factor of two, and less
+        than half of them is the same text: that is copied, once it is read.
+        """
+        own, prompt = KeptText(seat.prompt.cpu()), seat.prompt
+
+        def fits(other: Seat) -> bool:
+            return (
+                other.reading is None and len(prompt) <= 2 * len(other.prompt) and len(other.prompt) <= 2 * len(prompt)
+                and 2 * own.shared_with(other.prompt.cpu()) < len(other.prompt)
+            )  # fmt: skip
+
+        return self._beside(seat, fits, lambda seats: max(len(other.prompt) for other in seats))
+
+    def _beside(self, seat: Seat, fits: Callable[[Seat], bool], tokens: Callable[[list[Seat]], int]) -> list[Seat]:
+        """`seat` and the waiting ones around it that `fits`, in places that lie side by side, in their order.
+
+        Args:
+            tokens: of each that one pass reads at most, all together :data:`SHARED_PASS`.
+        """
+        target = self.pool.target
+        if target.recurrent or target.static or self.call.request.strategy.reads_prompt:
+            return [seat]
+        waiting = {other.place: other for other in self.seats if other.row is None and (other is seat or fits(other))}
+        first = last = seat.place
+        while first - 1 in waiting:
+            first -= 1
+        while last + 1 in waiting:
+            last += 1
+        most = max(SHARED_PASS // tokens([waiting[place] for place in range(first, last + 1)]), 1)
+        first = max(first, seat.place + 1 - most)
+        return [waiting[place] for place in range(first, min(first + most, last + 1))]
+
+    def _start_reading(self, seats: list[Seat], pause: float) -> None:
+        """Puts prompts in their places with what any other place holds of them, and says in which passes the rest is read."""
+        request = seats[0].member.request
         reuse = request.reuse and not request.strategy.reads_prompt  # which is shown all of it
-        kept = self.pool.take_over(seat.place, prompt, self._texts(seat)) if reuse else 0
-        self.pool.drop(seat.place)
+        kept = []
+        for seat in seats:
+            self.pool.put(seat.place, seat.prompt)
+            kept.append(self.pool.take_over(seat.place, seat.prompt.cpu(), self._texts(seat)) if reuse else 0)
+            self.pool.drop(seat.place)
         chunk = request.prefill_chunk
         if self._rows:
-            chunk = min(chunk, max(int(pause / self._pace), 32) if self._pace else 128)
-        seat.reading = Reading.of([len(prompt)], [kept], chunk, self.pool.target, leave=False)
-        seat.passes = list(seat.reading.passes)
-        seat.member.report.reused = [seat.reading.starts[0]]
+            chunk = min(chunk, max(int(pause / self._pace / len(seats)), 32) if self._pace else 128)
+        reading = Reading.of([len(seat.prompt) for seat in seats], kept, chunk, self.pool.target, leave=False)
+        for seat, start in zip(seats, reading.starts, strict=True):
+            seat.reading = replace(reading, starts=[start])
+            seat.passes = list(reading.passes)
+            seat.member.report.reused = [start]
 
     def _run_for(self, seat: Seat) -> Callable[..., None]:
         """How a pass is run: for a strategy that reads prompts what it gives is kept, all but logits, which are large."""

@@ -37,7 +37,7 @@ def seat_rows(
         kept = pool.take_over(place, prompt, pool.texts) if call.request.reuse else 0
         reading = Reading.of([len(text)], [kept], call.request.prefill_chunk, target, leave=False)
         for done, count in reading.passes:
-            pool.read_row(place, reading, done, count, run)
+            pool.read_rows(place, reading.starts, done, count, run)
         # Behind it a draft's slots may hold other nodes than those accepted.
         pool.note(place, prompt[:-1])
     lengths = [len(text) for text in texts]

@@ -13,7 +13,6 @@ from ..sampling.processors import SamplingInputs
 from .blocks import Blocks
 from .mixed import PromptPiece
 from .prefixes import NOTHING, KeptText, PrefixIndex
-from .reading import Reading
 from .rows import Rows
 from .session import Session, room_for
 from .target import Target
@@ -80,12 +79,17 @@ class RowPool(Session):
         self.stored.buffers.copy_row(place, self.stored.buffers, source, count)
         return count
 
-    def read_row(self, place: int, reading: Reading, done: int, count: int, run: Callable[..., None]) -> None:
-        """One pass of `reading`, the tokens of one row. run: as of :meth:`prefill`."""
-        begin = reading.starts[0]
-        self.reserve(begin + done + count)
-        start = torch.tensor([begin], device=self.target.device)
-        self.read(self.stored.of_rows(place, place + 1), start, begin, done, count, run)
+    def read_rows(self, place: int, starts: Sequence[int], done: int, count: int, run: Callable[..., None]) -> None:
+        """One pass over `count` tokens of the texts in as many places as there are `starts`, from `place` on.
+
+        Args:
+            starts: where each text is read from; the pass begins `done` tokens behind that.
+            run: as of :meth:`prefill`.
+        """
+        latest = max(starts)
+        self.reserve(latest + done + count)
+        begin = torch.tensor(starts, device=self.target.device)
+        self.read(self.stored.of_rows(place, place + len(starts)), begin, latest, done, count, run)
 
     def piece(self, begin: int, count: int) -> PromptPiece:
         """`count` tokens from slot `begin` on of the row behind those that are decoded, for their next step to read."""

@@ -139,7 +139,9 @@ def test_auto_shows_a_sleeping_candidate_no_steps_that_it_can_miss() -> None:
         (False, 64, False, 1),
     ):
         strategy = Learner(misses)
-        candidate = Candidate(1, strategy, None, 8, Experience(runs=2, looks=Looks(wait=wait)), iter(range(99)).__next__)
+        candidate = Candidate(
+            1, strategy, None, 8, Experience(runs=2, looks=Looks(wait=wait)), iter(range(99)).__next__
+        )
         candidate.requested_depth = int(asked)
         candidate.observe(cast(Step, Shown()), own_nodes=0)
         assert strategy.calls == ["observe"] * shown, (misses, wait, asked)
