@@ -100,8 +100,7 @@ class Admission:
             if self._rows and not first and started - begun >= pause:
                 return
             first = False
-            done, count = seat.passes[0]
-            seats = self._beside(seat, lambda other: other.passes[:1] == [(done, count)], lambda seats: count)
+            seats, count = self._read_alike(seat), seat.passes[0][1]
             self._pass(seats)
             spent = time.perf_counter() - started
             for each in seats:
@@ -147,6 +146,11 @@ class Admission:
             if seat.passes:
                 return seat
         return None
+
+    def _read_alike(self, seat: Seat) -> list[Seat]:
+        """The seats whose next pass is that of `seat`, it among them."""
+        following = seat.passes[0]
+        return self._beside(seat, lambda other: other.passes[:1] == [following], lambda seats: following[1])
 
     def _companions(self, seat: Seat) -> list[Seat]:
         """The seats whose prompts are read in the same passes as that of `seat`, it among them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,21 +64,44 @@ def test_little_time_leaves_sizes_out(tmp_path: Path) -> None:
     assert [p.nodes for p in curve.points] == [3, 5]
 
 
-def test_a_machine_that_is_slow_for_a_while_makes_no_size_dear(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def stepwise(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Engine, list[int]]]:
+    """An engine on a clock that its steps alone move, by what a function says of the sizes so far; and these."""
+
+    def make(milliseconds: Callable[[list[int]], float]) -> tuple[Engine, list[int]]:
+        engine, now, sizes = Engine(tiny_model("llama")), [0.0], []
+        forward = engine.target.forward
+
+        def timed(nodes: torch.Tensor, *args: Any) -> Any:
+            sizes.append(nodes.shape[1])
+            now[0] += 0.001 * milliseconds(sizes)
+            return forward(nodes, *args)
+
+        monkeypatch.setattr(type(engine.target.ranks), "clock", lambda self: now[0])
+        monkeypatch.setattr(engine.target, "forward", timed)
+        return engine, sizes
+
+    return make
+
+
+def test_a_machine_that_is_slow_for_a_while_makes_no_size_dear(stepwise: Any) -> None:
     """Two steps of each size come first; of those that follow, a stretch as long as all steps of one size is slow."""
-    engine, now, sizes = Engine(tiny_model("llama")), [0.0], []
-    forward = engine.target.forward
-
-    def timed(nodes: torch.Tensor, *args: Any) -> Any:
-        sizes.append(nodes.shape[1])
-        now[0] += 0.1 if 14 <= len(sizes) < 20 else 0.001 * (10 + nodes.shape[1])
-        return forward(nodes, *args)
-
-    monkeypatch.setattr(type(engine.target.ranks), "clock", lambda self: now[0])
-    monkeypatch.setattr(engine.target, "forward", timed)
+    engine, sizes = stepwise(lambda sizes: 100 if 14 <= len(sizes) < 24 else 10 + sizes[-1])
     points = engine.calibration.measured(None, [1], [16], False).points
-    assert sizes[12:18] == [3, 5, 9, 17, 33, 65]
+    assert sizes[12:24] == [3, 3, 5, 5, 9, 9, 17, 17, 33, 33, 65, 65]
     assert [p.seconds for p in points] == pytest.approx([0.001 * (10 + p.nodes) for p in points])
+
+
+def test_what_another_size_left_in_the_caches_is_not_what_a_step_costs(stepwise: Any) -> None:
+    engine, _ = stepwise(lambda sizes: 10 + sizes[-1] + (5 if sizes[-2:-1] != sizes[-1:] else 0))
+    points = engine.calibration.measured(None, [1], [16], False).points
+    assert [p.seconds for p in points] == pytest.approx([0.001 * (10 + p.nodes) for p in points])
+
+
+def test_compiling_takes_no_time_from_measuring(stepwise: Any) -> None:
+    engine, _ = stepwise(lambda sizes: 10 + sizes[-1] + (60_000 if sizes[-1] not in sizes[:-1] else 0))
+    points = engine.calibration.measured(None, [1], [16], False, seconds=10.0).points
+    assert [p.nodes for p in points] == [3, 5, 9, 17, 33, 65]
 
 
 def test_what_steps_show_of_sizes_is_kept_until_they_are_measured_anew(tmp_path: Path) -> None:
