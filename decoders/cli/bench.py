@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import faulthandler
+import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -180,6 +182,8 @@ def bench(
         check_installed(request.engine)
     if engines and sampling is not None:
         raise SettingsError("--beside compares greedy decoding: other engines draw other tokens")
+    if engines and sys.__stderr__ is not None:
+        faulthandler.enable(sys.__stderr__)  # an engine that crashes takes the run along: then it is said where
     names, baseline_names = pieces(strategies), pieces(baselines)
     if shapes is not None:
         names, baseline_names = names or ["autoregressive", "prompt_lookup"], baseline_names or []

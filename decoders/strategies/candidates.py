@@ -11,7 +11,7 @@ from ..errors import SettingsError, UnsupportedError
 from ..strategy import Context, Sequences, Step, Strategy, check_draft
 
 #: A drafter that can be looked at every so many steps at little cost is cheap; the dearest is looked at every so many steps.
-WAIT, LONGEST_WAIT = 16, 256
+WAIT, LONGEST_WAIT = 4, 256
 #: What is looked at so rarely is not taught in between either, if it can miss steps.
 UNTAUGHT = 16
 #: A drafter that was right while it was looked at is asked in every one of so many steps.
