@@ -18,6 +18,9 @@ from .reading import Reading
 from .request import Request
 from .request_output import RequestOutput
 
+#: Most tokens of a pass that several prompts share; longer ones keep the processor busy by themselves.
+SHARED_PASS = 512
+
 
 @dataclass(eq=False)
 class Seat:
@@ -47,10 +50,6 @@ class Seat:
     @property
     def ready(self) -> bool:
         return self.reading is not None and not self.passes
-
-
-#: Most tokens of a pass that several prompts share; longer ones keep the processor busy by themselves.
-SHARED_PASS = 512
 
 
 class Admission:
@@ -150,7 +149,7 @@ class Admission:
     def _read_alike(self, seat: Seat) -> list[Seat]:
         """The seats whose next pass is that of `seat`, it among them."""
         following = seat.passes[0]
-        return self._beside(seat, lambda other: other.passes[:1] == [following], lambda seats: following[1])
+        return self._beside(seat, lambda other: other.passes[:1] == [following], lambda other: following[1])
 
     def _companions(self, seat: Seat) -> list[Seat]:
         """The seats whose prompts are read in the same passes as that of `seat`, it among them.
@@ -166,9 +165,9 @@ class Admission:
                 and 2 * own.shared_with(other.prompt.cpu()) < len(other.prompt)
             )  # fmt: skip
 
-        return self._beside(seat, fits, lambda seats: max(len(other.prompt) for other in seats))
+        return self._beside(seat, fits, lambda other: len(other.prompt))
 
-    def _beside(self, seat: Seat, fits: Callable[[Seat], bool], tokens: Callable[[list[Seat]], int]) -> list[Seat]:
+    def _beside(self, seat: Seat, fits: Callable[[Seat], bool], tokens: Callable[[Seat], int]) -> list[Seat]:
         """`seat` and the waiting ones around it that `fits`, in places that lie side by side, in their order.
 
         Args:
@@ -183,20 +182,20 @@ class Admission:
             first -= 1
         while last + 1 in waiting:
             last += 1
-        most = max(SHARED_PASS // tokens([waiting[place] for place in range(first, last + 1)]), 1)
+        most = max(SHARED_PASS // max(tokens(waiting[place]) for place in range(first, last + 1)), 1)
         first = max(first, seat.place + 1 - most)
         return [waiting[place] for place in range(first, min(first + most, last + 1))]
 
     def _start_reading(self, seats: list[Seat], pause: float) -> None:
         """Puts prompts in their places with what any other place holds of them, and says in which passes the rest is read."""
-        request = seats[0].member.request
-        reuse = request.reuse and not request.strategy.reads_prompt  # which is shown all of it
         kept = []
         for seat in seats:
+            request = seat.member.request
+            reuse = request.reuse and not request.strategy.reads_prompt  # which is shown all of it
             self.pool.put(seat.place, seat.prompt)
             kept.append(self.pool.take_over(seat.place, seat.prompt.cpu(), self._texts(seat)) if reuse else 0)
             self.pool.drop(seat.place)
-        chunk = request.prefill_chunk
+        chunk = min(seat.member.request.prefill_chunk for seat in seats)
         if self._rows:
             chunk = min(chunk, max(int(pause / self._pace / len(seats)), 32) if self._pace else 128)
         reading = Reading.of([len(seat.prompt) for seat in seats], kept, chunk, self.pool.target, leave=False)

@@ -83,16 +83,22 @@ def text_of() -> Any:
 
 
 @pytest.fixture
-def in_pieces(llama: PreTrainedModel, text_of: Any) -> Callable[[int, int], Any]:
-    """A call with so many prompt tokens, read in pieces of 8, and new ones."""
+def prepared(llama: PreTrainedModel) -> Callable[..., Any]:
+    """A call as a scheduler prepares it; settings: of the loop."""
 
-    def call(length: int, new: int) -> Any:
+    def call(ids: list[int], new: int, strategy: Any = "autoregressive", **settings: Any) -> Any:
         return vars(decoders.enable(llama))["generate"].prepared(
-            input_ids=torch.tensor([text_of(length, length)]), strategy="autoregressive", max_new_tokens=new, pad_token_id=0,
-            decoders_config={"compile": False, "prefill_chunk": 8, "reuse": False},
+            input_ids=torch.tensor([ids]), strategy=strategy, max_new_tokens=new, pad_token_id=0,
+            decoders_config={"compile": False, **settings},
         )  # fmt: skip
 
     return call
+
+
+@pytest.fixture
+def in_pieces(prepared: Any, text_of: Any) -> Callable[[int, int], Any]:
+    """A call with so many prompt tokens, read in pieces of 8, and new ones."""
+    return lambda length, new: prepared(text_of(length, length), new, prefill_chunk=8, reuse=False)
 
 
 @pytest.fixture(autouse=True)
