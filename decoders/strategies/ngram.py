@@ -87,14 +87,14 @@ class Ngram(Strategy):
         s: NgramSettings = self.settings
         orders = load_table(s.table, context.vocab_size, context.device)[: s.max_ngram] if s.table else ()
         table = tuple(tensor for order in orders for tensor in order.tensors())
-        scratch = torch.zeros(context.rows, context.vocab_size, dtype=torch.int32, device=context.device)
+        scratch = torch.empty(context.rows, context.vocab_size, dtype=torch.int32, device=context.device)
         texts = [self._text() for _ in range(context.rows)]
         # What a draft model writes is taken back where the target disagrees.
         return NgramState(context.compile(mini_tree), scratch, table, texts, append_only=context.level == 0)
 
     def rebatch(self, state: NgramState, rows: Tensor, context: Context) -> NgramState:
         texts = [state.texts[row] if row >= 0 else self._text() for row in rows.tolist()]
-        return replace(state, scratch=state.scratch.new_zeros(context.rows, context.vocab_size), texts=texts)
+        return replace(state, scratch=state.scratch.new_empty(context.rows, context.vocab_size), texts=texts)
 
     def propose(self, state: NgramState, sequences: Sequences) -> Draft:
         s: NgramSettings = self.settings
