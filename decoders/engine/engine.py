@@ -35,6 +35,7 @@ from .target import Target
 from .tiered_function import TieredFunction
 from .tiers import Compile, ForwardPass
 from .twin import WeightState
+from .worth import NodeCosts
 
 #: Compiled functions of strategies that an engine keeps.
 KEPT_FUNCTIONS = 64
@@ -55,6 +56,7 @@ class Engine:
         forward: its forward pass, uncompiled or compiled.
         sessions: buffers and the texts they hold.
         calibration: what its steps cost, as far as that was measured.
+        node_costs: what those of several rows cost, as the calls so far have shown.
 
     Raises:
         UnsupportedError: see :class:`Target`.
@@ -82,6 +84,7 @@ class Engine:
         self._modules: weakref.WeakKeyDictionary[nn.Module, ModuleTwin] = weakref.WeakKeyDictionary()
         self._head: OutputHead | None = None
         self.calibration = Calibrator(self)
+        self.node_costs = NodeCosts()
         self._whole: dict[tuple, WholeStep] = {}
         self._memories: dict[MemoryKey, Any] = {}
         self._functions: dict[Callable, TieredFunction] = {}

@@ -54,7 +54,7 @@ class FixedBatch:
         self.call = Call(engine, request, stack)
         if request.prune and self.call.batch > 1:  # one row waits for no other
             ends = [len(prompt) + request.new_tokens for prompt in request.prompts]
-            self.call.worth = DraftWorth(self.call.batch, ends)
+            self.call.worth = DraftWorth(engine.node_costs, self.call.batch, ends)
         self.written = RequestOutput(request, self.call.report, engine.target.ranks)
         self.call.members.append((self.written, 0))
 

@@ -51,7 +51,8 @@ class Lane:
         self.engine, self.template, self.capacity = engine, request, capacity
         self.stack = ExitStack()
         self.call = call = Call(engine, request, self.stack)
-        call.isolates, call.capacity, call.worth = True, capacity, DraftWorth() if request.prune else None
+        call.isolates, call.capacity = True, capacity
+        call.worth = DraftWorth(engine.node_costs) if request.prune else None
         static = engine.target.static
         # Where rows are padded to a bucket, the padding must not touch what is read or kept behind them.
         reserved = row_bucket(capacity) if static else 0

@@ -269,7 +269,7 @@ class Call:
         seconds = agreed(core)
         if self.worth is not None:
             own = None if drafting is None else agreed(drafting + self._learning)
-            self.worth.observe(nodes, seconds, outcome.emitted, own)
+            self.worth.observe(nodes, seconds, compiled, outcome.emitted, own)
         if self.resources.costs is not None:
             self.resources.costs.observe(nodes, seconds, max(self.lengths), compiled)
 

@@ -27,15 +27,16 @@ class DraftWorth:
     verified or not: looking costs no step. What nodes cost is learnt from the steps.
 
     Args:
+        costs: of the model's steps, as calls before have learnt them.
         rows: how many there are.
         ends: length that no row grows beyond, where all begin together and the call lasts as long as its slowest row.
     """
 
-    def __init__(self, rows: int = 0, ends: Sequence[int] | None = None) -> None:
+    def __init__(self, costs: NodeCosts, rows: int = 0, ends: Sequence[int] | None = None) -> None:
         self._common = AcceptanceRates()
         self._rows: list[Follower] = []
         self._proposals: dict[int, Proposals] = {}
-        self._costs = NodeCosts()
+        self._costs = costs
         self._ends = ends
         self._drafting: float | None = None  # seconds of a draft
         self._looks, self._waited = Looks(), 0
@@ -73,16 +74,19 @@ class DraftWorth:
                 best, count = rate, drafted
         return count
 
-    def observe(self, nodes: int, seconds: float, emitted: Sequence[int], drafting: float | None) -> None:
+    def observe(
+        self, nodes: int, seconds: float, compiled: bool, emitted: Sequence[int], drafting: float | None
+    ) -> None:
         """Learns what a step cost, and whether making its draft was worth the time.
 
         Args:
             nodes: that were run, per row.
+            compiled: whether they ran compiled.
             emitted: how many tokens every row has written.
             drafting: seconds that making the draft took; None if there was none to be made.
         """
         plain = self._costs.step(len(self._rows))
-        self._costs.observe(len(self._rows) * nodes, seconds)
+        self._costs.observe(len(self._rows) * nodes, seconds, compiled)
         if drafting is None:
             self._waited += 1
             return
@@ -128,7 +132,9 @@ class DraftWorth:
 
 
 class NodeCosts:
-    """What a step costs, and each node in it: a straight line through the steps that were seen, of which recent ones count more."""
+    """What a step of a model costs, and each node in it: a straight line through the steps that were seen, of which recent ones count
+    more. Steps that run compiled have little in common with others: what the one kind cost is forgotten once the other comes.
+    """
 
     #: What a step adds is worth so much less a step later.
     DECAY = 0.97
@@ -142,12 +148,19 @@ class NodeCosts:
     HOPE = 4
 
     def __init__(self) -> None:
+        self._compiled = False
+        self._forget()
+
+    def _forget(self) -> None:
         self._sums = [0.0] * 5  # of 1, nodes, seconds, nodes², nodes · seconds
         self._steps = 0
         self._smallest = 0
 
-    def observe(self, nodes: int, seconds: float) -> None:
+    def observe(self, nodes: int, seconds: float, compiled: bool) -> None:
         """Learns from a step of so many nodes, all rows together."""
+        if compiled != self._compiled:
+            self._compiled = compiled
+            self._forget()
         new = (1.0, nodes, seconds, nodes * nodes, nodes * seconds)
         self._sums = [self.DECAY * old + value for old, value in zip(self._sums, new, strict=True)]
         self._smallest = min(self._smallest or nodes, nodes)

@@ -32,6 +32,11 @@ from ..strategy import Strategy
 from .generation import Generation
 from .lanes import Lanes, is_over, reason
 
+#: Seconds without another request after which one that finds nobody running is begun: those that come together share passes.
+GATHERING = 0.002
+#: Seconds that it waits for others at most.
+LONGEST_GATHERING = 0.02
+
 
 class Scheduler:
     """Decodes many requests at a time on one model. Each has the tokens of a call of its own with the same seed.
@@ -235,6 +240,7 @@ class Scheduler:
     def _round(self) -> None:
         """Ends what is to end, admits what waits, and gives every lane a step."""
         self._sweep()
+        self._gather()
         self._admit()
         self.steps += self._lanes.advance()
         self._generate.give_way()
@@ -251,6 +257,15 @@ class Scheduler:
         for _, _, generation in over:
             generation._end(reason(generation))
         self._lanes.sweep(now)
+
+    def _gather(self) -> None:
+        """Where nobody runs yet, waits a moment for requests that come together; an empty row costs more than that."""
+        until = time.monotonic() + LONGEST_GATHERING
+        with self._changed:
+            while not (self.running or self._closing) and 0 < (count := len(self._waiting)) < self.rows:
+                self._changed.wait(GATHERING)
+                if len(self._waiting) <= count or time.monotonic() >= until:
+                    return
 
     def _admit(self) -> None:
         """Gives free rows to those that wait."""

@@ -20,7 +20,7 @@ from ..settings import Settings
 from ..strategy import Context, Draft, Sequences, Step, Strategy
 from ..tree import NO_PARENT, TreeTensors
 from .followed_text import follow_rows
-from .suffix_index import ChainedText, DraftedNode, expand
+from .suffix_index import ChainedText, DraftedNode, expand, path_first
 from .suffix_memory import RowText, TextMemory
 
 
@@ -146,6 +146,8 @@ class Suffix(Strategy):
         if best:
             state.matches, state.matched = state.matches + 1, state.matched + best_length
             state.drafted += len(best)
+        if len(state.rows) == 1:  # in several rows the first nodes are those that a cut leaves
+            best = path_first(best)
         return best, [_grade(best_length, node) for node in best]
 
     def _matches(self, state: _State, row: RowText) -> list[_Match]:

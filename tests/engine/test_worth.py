@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ class Play:
         seconds: float = 0.0,
         tree: bool = False,
     ) -> None:
-        self.worth = DraftWorth(ROWS, ends)
+        self.worth = DraftWorth(NodeCosts(), ROWS, ends)
         self.right, self.node_cost, self.drafting, self.size, self.tree = right, node_cost, drafting, size, tree
         self.seconds, self.lengths, self.looks = seconds, [1] * ROWS, 0
 
@@ -57,7 +58,7 @@ class Play:
         self.lengths = [at + len(tokens) for at, tokens in zip(self.lengths, written, strict=True)]
         nodes = self.size(count + 1)
         seconds = 1.0 + self.node_cost * ROWS * nodes
-        self.worth.observe(nodes, seconds, [len(tokens) for tokens in written], self.seconds if due else None)
+        self.worth.observe(nodes, seconds, False, [len(tokens) for tokens in written], self.seconds if due else None)
         self.worth.follow(written)
         return count
 
@@ -109,8 +110,8 @@ def test_rows_that_wait_for_others_are_worth_little() -> None:
 def test_drafts_that_take_long_and_bring_nothing_are_asked_for_rarely() -> None:
     dear, cheap = Play(0, 0.02, drafting=ROWS, seconds=0.5), Play(0, 0.02, drafting=ROWS, seconds=0.001)
     for play in (dear, cheap):
-        play.worth._costs.observe(8, 1.0 + 0.02 * 8)  # sizes differ: what a step costs is known
-        play.worth._costs.observe(40, 1.0 + 0.02 * 40)
+        play.worth._costs.observe(8, 1.0 + 0.02 * 8, False)  # sizes differ: what a step costs is known
+        play.worth._costs.observe(40, 1.0 + 0.02 * 40, False)
         play.steps(200)
     assert dear.looks <= 20 < 90 <= cheap.looks
 
@@ -132,11 +133,39 @@ def test_blocks_of_one_size_are_left_out_now_and_then_until_it_is_known_what_the
 def test_costs_on_a_line_are_found(fixed: float, node: float, sizes: list[int]) -> None:
     costs = NodeCosts()
     for size in sizes:
-        costs.observe(size, fixed + node * size)
+        costs.observe(size, fixed + node * size, False)
     if costs.step(1) is None:
         assert len(set(sizes)) == 1
     else:
         assert costs.step(100) == pytest.approx(fixed + 100 * node, rel=1e-3)
+
+
+def test_compiled_steps_are_not_judged_by_those_that_were_not() -> None:
+    costs = NodeCosts()
+    for size in (8, 16, 8, 32, 8, 16):
+        costs.observe(size, 9 + 3 * size, False)
+    costs.observe(8, 9.0, True)
+    assert costs.step(8) is None
+    for size in (8, 16, 8, 32):
+        costs.observe(size, 1 + size, True)
+    assert costs.step(100) == pytest.approx(101)
+
+
+def test_what_steps_cost_outlives_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[NodeCosts] = []
+    plain = DraftWorth.__init__
+
+    def noted(self: DraftWorth, costs: NodeCosts, *arguments: Any) -> None:
+        given.append(costs)
+        plain(self, costs, *arguments)
+
+    monkeypatch.setattr(DraftWorth, "__init__", noted)
+    models = [decoders.enable(tiny_model("llama")) for _ in range(2)]
+    for model in (models[0], models[0], models[1]):
+        settings = {"compile": False, "prune": True}
+        decode(model, prompts(4), "prompt_lookup", max_new_tokens=30, decoders_config=settings)
+    assert given[0] is given[1] is not given[2]
+    assert given[0].step(4) is not None
 
 
 @pytest.mark.parametrize("rows", [1, 4])

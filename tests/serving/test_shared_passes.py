@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from decoders.engine import admission
 from decoders.engine.lane import Lane
 from decoders.engine.pool import RowPool
+from decoders.serving import scheduler
 from decoders.strategies import TokenRecycling
 
 
@@ -49,6 +50,18 @@ def test_prompts_of_a_burst_are_read_as_one(
     lane.close()
     assert passes == [(5, 49)]
     assert got == [write_alone(llama, ids, max_new_tokens=new) for ids, new in texts]
+
+
+def test_requests_that_are_submitted_one_after_the_other_begin_together(
+    llama: PreTrainedModel, scheduler_of: Any, passes: list[Any], text_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GATHERING", "LONGEST_GATHERING"):
+        monkeypatch.setattr(scheduler, name, 60.0)  # ends sooner: no more than four have a row
+    with scheduler_of(llama, rows=4) as requests:
+        generations = [requests.submit(text_of(n, 30 + n), max_new_tokens=6) for n in range(4)]
+        assert [generation.result().shape[1] for generation in generations] == [36, 37, 38, 39]
+        assert requests.steps == 6
+    assert passes == [(4, 32)]
 
 
 def test_the_next_burst_is_read_as_one_where_the_first_was(

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoders.strategies.suffix_index import ORDERS, ChainedText, Occurrence, expand
+from decoders.strategies.suffix_index import ORDERS, ChainedText, Occurrence, expand, path_first
 from decoders.strategies.suffix_memory import LEAD, RowText, TextMemory
 
 texts = st.lists(st.integers(0, 2), min_size=1, max_size=40)
@@ -80,6 +80,26 @@ def test_probabilities_are_products_of_shares_and_come_in_falling_order(continua
     assert score == pytest.approx(sum(probabilities))
     assert all(p >= least - 1e-9 for p in probabilities)
     assert all(a >= b - 1e-9 for a, b in itertools.pairwise(probabilities))
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=6), st.integers(1, 8))
+def test_the_likeliest_path_in_front_leaves_the_tree_as_it_is(continuations, most):
+    def paths(nodes):
+        found = [()]
+        for node in nodes:
+            found.append((*found[node.parent], node.token))  # its parent comes before it
+        return found[1:]
+
+    def tree(nodes):
+        return {path: (node.share, node.support) for path, node in zip(paths(nodes), nodes, strict=True)}
+
+    nodes, _ = expand(continuations, most, 0.15)
+    ordered = path_first(nodes)
+    assert tree(ordered) == tree(nodes)
+    likeliest = ()
+    while children := [path for path in paths(nodes) if path[:-1] == likeliest]:
+        likeliest = children[0]
+    assert paths(ordered)[: len(likeliest)] == [likeliest[: depth + 1] for depth in range(len(likeliest))]
 
 
 def test_the_most_frequent_continuation_comes_first_and_of_equal_ones_the_latest():
