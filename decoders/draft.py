@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .errors import DraftError
-from .tree import MAX_NODES, NO_PARENT, Topology, TreeTensors
+from .tree import MAX_NODES, NO_PARENT, Topology, TreeTensors, described
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Draft:
             DraftError: `tokens` is something else.
         """
         if not isinstance(tokens, Tensor) or tokens.dim() != 2:
-            raise DraftError(f"a chain is made of a tensor [rows, length], not {_described(tokens)}")
+            raise DraftError(f"a chain is made of a tensor [rows, length], not {described(tokens)}")
         return Draft(tokens, Topology.chain(tokens.shape[1]), scores)
 
     @staticmethod
@@ -85,7 +85,7 @@ class Draft:
             DraftError: `tokens` is something else.
         """
         if not isinstance(tokens, Tensor) or tokens.dim() != 3:
-            raise DraftError(f"branches are made of a tensor [rows, branches, length], not {_described(tokens)}")
+            raise DraftError(f"branches are made of a tensor [rows, branches, length], not {described(tokens)}")
         return Draft(tokens.flatten(1), Topology.branches(tokens.shape[1], tokens.shape[2]))
 
     @staticmethod
@@ -96,7 +96,7 @@ class Draft:
     def check(self, rows: int) -> None:
         """Raises DraftError if shapes or dtype break the contract (values are never trusted anyway)."""
         if not isinstance(self.tokens, Tensor):
-            raise DraftError(f"draft tokens must be int64 [{rows}, N-1], not {_described(self.tokens)}")
+            raise DraftError(f"draft tokens must be int64 [{rows}, N-1], not {described(self.tokens)}")
         if self.tokens.dtype != torch.int64 or self.tokens.dim() != 2 or self.tokens.shape[0] != rows:
             raise DraftError(
                 f"draft tokens must be int64 [{rows}, N-1], not {self.tokens.dtype} {list(self.tokens.shape)}"
@@ -106,7 +106,7 @@ class Draft:
         if isinstance(self.topology, TreeTensors):
             self.topology.check(rows)
         elif not isinstance(self.topology, Topology):
-            raise DraftError(f"a draft's topology is a Topology or TreeTensors, not {_described(self.topology)}")
+            raise DraftError(f"a draft's topology is a Topology or TreeTensors, not {described(self.topology)}")
         if len(self.topology) != self.tokens.shape[1] + 1:
             raise DraftError(
                 f"{self.tokens.shape[1]} draft tokens need a topology of {self.tokens.shape[1] + 1} nodes (the root counts), "
@@ -118,7 +118,7 @@ class Draft:
             or self.grades.shape != self.tokens.shape
         ):
             raise DraftError(
-                f"draft grades must be int64 {list(self.tokens.shape)}, as the tokens, not {_described(self.grades)}"
+                f"draft grades must be int64 {list(self.tokens.shape)}, as the tokens, not {described(self.grades)}"
             )
         if self.scores is not None:
             fits = (
@@ -128,7 +128,7 @@ class Draft:
             )
             if not fits or not self.scores.is_floating_point():
                 wanted = [*self.tokens.shape, "V"]
-                raise DraftError(f"draft scores must be floating-point {wanted}, not {_described(self.scores)}")
+                raise DraftError(f"draft scores must be floating-point {wanted}, not {described(self.scores)}")
 
 
 def check_draft(draft: object, proposer: str, rows: int) -> None:
@@ -139,10 +139,3 @@ def check_draft(draft: object, proposer: str, rows: int) -> None:
         draft.check(rows)
     except DraftError as error:
         raise DraftError(f"propose of {proposer!r}: {error}") from None
-
-
-def _described(value: object) -> str:
-    """What was given, for a message."""
-    if isinstance(value, Tensor):
-        return f"{value.dtype} {list(value.shape)}"
-    return f"a {type(value).__name__}"

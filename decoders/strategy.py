@@ -102,6 +102,8 @@ class Strategy(Configured, ABC):
         misses_steps: whether steps that it is left out of need not be shown to it either; says something of those that rest, and
             whose `observe` takes time.
         timed: whether what it drafts depends on the clock, so that equal calls may draft differently. The tokens are the same.
+        rows_apart: whether what a row drafts depends on that row alone. If not, rows learn from each other, or share a budget or
+            random numbers. The kit compares what rows draft together with what they draft alone; the tokens are the same in any case.
         needs_grammar: whether the call must bring ``grammar=``; others take one as well.
         on_device: promises that `propose` and `observe` never wait for the device, take no data from the host, keep all shapes,
             and change nothing but the contents of tensors, so that a whole step can be recorded and replayed. The kit checks it.
@@ -120,6 +122,7 @@ class Strategy(Configured, ABC):
     rests: bool = False
     misses_steps: bool = False
     timed: bool = False
+    rows_apart: bool = True
     needs_grammar: bool = False
     on_device: bool = False
     hidden_layers: tuple[int, ...] = ()

@@ -270,14 +270,29 @@ class TreeTensors:
             parents: ``[B, N]`` int64; ``-1`` for the root (node 0) and for nodes that are never accepted. A parent
                 comes before its child.
             depth: bound of the trees' depth, if one is known that is smaller than ``N - 1``.
+
+        Trees of other parents have no candidate, not even the root: they are not :meth:`sound`.
+
+        Raises:
+            DraftError: another shape or type.
         """
+        if (
+            not isinstance(parents, Tensor)
+            or parents.dim() != 2
+            or parents.dtype != torch.int64
+            or not parents.shape[1]
+        ):
+            raise DraftError(
+                f"parents of trees must be an int64 tensor [B, N] with N from 1 up, not {described(parents)}"
+            )
         n = parents.shape[1]
         index = torch.arange(n, device=parents.device)
         reach = (index[:, None] == index) | (parents[..., None] == index)
         # Squaring the one-step relation doubles the depth that is covered each time.
         for _ in range(max(1, (n - 1 if depth is None else depth).bit_length())):
             reach = (reach.float() @ reach.float()) > 0
-        candidate = reach[:, :, 0]
+        ordered = (parents < index) & (parents >= NO_PARENT) & ((parents == NO_PARENT) | (index > 0))
+        candidate = reach[:, :, 0] & ordered.all(1, keepdim=True)
         return TreeTensors(parents.clamp(0, n - 1), reach.sum(-1) - 1, reach, reach & candidate.unsqueeze(-1))
 
     def padded(self, nodes: int) -> TreeTensors:
@@ -323,12 +338,20 @@ class TreeTensors:
         )
 
 
+def described(value: object) -> str:
+    """What was given, for a message."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {list(value.shape)}"
+    return f"a {type(value).__name__}"
+
+
 def _sound(tree: Sequence[Any], row: Any, index: Any) -> Any:
     """:meth:`TreeTensors.sound` of arrays or tensors. tree: as the fields there. row: ``[B, 1]``, index: ``[N]``, each 0, 1, …"""
     parents, offsets, visible, ancestors = tree
-    inside = (parents >= 0) & (parents < len(index))
-    parents = parents * inside
     candidate = ancestors[..., :1]
+    before = (parents < index) | ~candidate[..., 0] | (index == 0)
+    inside = (parents >= 0) & (parents < len(index)) & before
+    parents = parents * inside
     path = ancestors[row, parents]
     path[:, index, index] = True
     path[:, 0, 1:] = False

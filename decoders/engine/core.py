@@ -13,7 +13,7 @@ from ..sampling.choice import candidates
 from ..sampling.processors import Masks, SamplingPlan
 from ..strategy import Sequences, Step
 from ..tree import TreeTensors
-from ..verifiers.verifier import Block, Verifier
+from ..verifiers.verifier import Block, Verifier, check_outcomes
 from .blocks import NodeBlock
 from .cache import CacheBuffers, move_slots
 from .mixed import PromptPiece
@@ -133,7 +133,9 @@ class Core:
         vocab, dtype = scores.shape[-1], scores.dtype
         target = scores.softmax(-1) if self.plan.sample else one_hot(scores.argmax(-1), vocab, dtype)
         draft = one_hot(nodes[:, 1:], vocab, dtype) if drawn_from is None else drawn_from.softmax(-1)
-        outcomes = verifier.outcomes(Block(nodes, tree, target, draft, siblings))
+        judged = Block(nodes, tree, target, draft, siblings)
+        outcomes = verifier.outcomes(judged)
+        check_outcomes(outcomes, judged, verifier.name)
         acceptance, last, sound = draw(nodes, tree, outcomes, rows.sampling.keys)
         rows.faults.bitwise_or_(torch.where(sound | rows.finished, 0, int(Fault.OUTCOMES)))
         # What was decided, as choices: every accepted node is its parent's, and `last` that of the deepest one.

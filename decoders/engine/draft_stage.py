@@ -10,9 +10,10 @@ import torch
 
 from ..draft import Draft
 from ..errors import UnsupportedError
-from ..strategy import Context, Sequences, Strategy, finish_all, finishing
+from ..strategy import Context, Sequences, Step, Strategy, finish_all, finishing
 from .call_settings import CallSettings
 from .grammar.guide import Guide
+from .guard import tensors_of, untouched
 
 if TYPE_CHECKING:
     from .drafter import ModelDrafter
@@ -37,7 +38,8 @@ class DraftStage:
                 f"{strategy.name} drafts from the target's hidden states or prompt, which are not handed out for a draft model"
             )
         self.strategy, self.drafters = strategy, drafters
-        self.state: Any = strategy.start(context)
+        self.state: Any = None
+        self._start(context)
         stack.enter_context(finishing(strategy, lambda: self.state))
 
     def rebatch(self, rows: Sequence[int], call: CallSettings, context: Context, guide: Guide | None) -> None:
@@ -51,20 +53,33 @@ class DraftStage:
         if not self.strategy.keeps_rows(self.state):
             finish_all([(self.strategy, self.state)])
             self.drafters.clear()
-            self.state = self.strategy.start(context)
+            self._start(context)
             return
         for drafter in list(self.drafters):
             drafter.rebatch(rows, call, context, guide)
         assert context.sequences is not None
         index = torch.tensor(rows, device=context.sequences.length.device)
-        self.state = self.strategy.rebatch(self.state, index, context)
+        with untouched(f"rebatch of {self.strategy.name!r}", **tensors_of(context.sequences)):
+            self.state = self.strategy.rebatch(self.state, index, context)
+
+    def _start(self, context: Context) -> None:
+        with untouched(f"start of {self.strategy.name!r}", **tensors_of(context.sequences)):
+            self.state = self.strategy.start(context)
 
     def propose(self, sequences: Sequences) -> Draft:
         """What the strategy drafts behind the tokens that the draft model has written so far."""
-        draft = self.strategy.propose(self.state, sequences)
+        with untouched(f"propose of {self.strategy.name!r}", **tensors_of(sequences)):
+            draft = self.strategy.propose(self.state, sequences)
         for drafter in self.drafters:
             drafter.proposed = len(draft.topology)
         return draft
+
+    def observe(self, step: Step) -> None:
+        """Shows the strategy what became of its draft."""
+        if not self.strategy.observes:
+            return
+        with untouched(f"observe of {self.strategy.name!r}", **tensors_of(step.sequences), **tensors_of(step)):
+            self.strategy.observe(self.state, step)
 
     def static_parts(self) -> tuple:
         """What a recorded round reads of it; see :mod:`~decoders.engine.static_inputs`."""

@@ -207,8 +207,7 @@ class ModelDrafter(Drafter):
         with self.counts.clock("stage", self.call.report.timings):
             if self.guide is not None:
                 self.guide.accept(out)
-            if stage.strategy.observes:
-                stage.strategy.observe(stage.state, out.observed(sequences))
+            stage.observe(out.observed(sequences))
             self.counts.accepted(out.summary)
         return Advance(out.path, out.summary[0], expansion)
 

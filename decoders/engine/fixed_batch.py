@@ -101,7 +101,7 @@ class FixedBatch:
         call.where = "start"
         call.guide = call.new_guide()
         call.fit_blocks()
-        call.state = request.strategy.start(call.resources.context())
+        call.start()
         with finishing(request.strategy, lambda: call.state):
             if reads:
                 call.where = "prefill"

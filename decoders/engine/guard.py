@@ -9,20 +9,28 @@ import torch
 from torch import Tensor
 
 from ..errors import DraftError, VerifierError
+from ..strategy import PromptChunk, Sequences, Step
 from ..tree import TreeTensors
 from .rows import Fault, Rows
 from .torch_compat import writes_counted
 
 _TREE = (
-    "proposed a tree whose visible, ancestors or offsets do not follow from its parents: make it with "
-    "TreeTensors.from_parents, or as a Topology"
+    "proposed a tree that is none: a parent comes before its child, that of the root is -1, and visible, ancestors and offsets follow "
+    "from the parents as in TreeTensors.from_parents"
 )
 _NO_DISTRIBUTION = "gave probabilities that are negative, not finite, or do not sum to 1"
 
 
+def tensors_of(shown: Sequences | Step | PromptChunk | None) -> dict[str, Tensor]:
+    """The tensors in what a hook is shown, by the names of their fields."""
+    if shown is None:
+        return {}
+    return {name: value for name, value in vars(shown).items() if isinstance(value, Tensor)}
+
+
 @contextmanager
 def untouched(hook: str, **tensors: Tensor) -> Iterator[None]:
-    """Raises DraftError if `hook` writes into any of `tensors`, by name; writes through ``.data`` are not seen."""
+    """Raises DraftError if `hook` writes into any of `tensors`, by name; writes through ``.data`` or ``.numpy()`` are not seen."""
     before = [writes_counted(tensor) for tensor in tensors.values()]
     yield
     for (name, tensor), version in zip(tensors.items(), before, strict=True):

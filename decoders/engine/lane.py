@@ -272,11 +272,10 @@ class Lane:
         if restart:
             self._finish()
             call.resources.close()
-            call.state = strategy.start(call.resources.context())
+            call.start()
             self._started = True
         else:
-            context = call.resources.rebatch(sources)
-            call.state = strategy.rebatch(call.state, torch.tensor(sources, device=self.engine.target.device), context)
+            call.rebatch(sources)
         if strategy.reads_prompt:
             call.where = "prefill"
             self._show_prompts(anew=restart and any(source >= 0 for source in sources))

@@ -23,7 +23,7 @@ from .drafter import ModelDrafter
 from .engine import Engine
 from .grammar.device_guide import guide_of
 from .grammar.guide import Guide
-from .guard import check_tree, untouched
+from .guard import check_tree, tensors_of, untouched
 from .invariance import branch_length
 from .mixed import PromptPiece
 from .request import Request
@@ -160,7 +160,9 @@ class Call:
         """Hands a stretch of the prompts to the strategy. latest: largest of the slots at which it begins."""
         for module in self.resources.modules:  # what is read behind the prompts' ends needs room as well
             module.reserve(latest + chunk.tokens.shape[1])
-        self.request.strategy.prefill(self.state, chunk)
+        strategy = self.request.strategy
+        with untouched(f"prefill of {strategy.name!r}", **tensors_of(chunk)):
+            strategy.prefill(self.state, chunk)
 
     def read_chunk(
         self, lengths: Tensor, logits: bool, tokens: Tensor, begin: Tensor, buffers: CacheBuffers, view: Tensor, latest: int
@@ -176,6 +178,22 @@ class Call:
         valid = positions < lengths[:, None] - 1
         result = self.passes.features(tokens, begin, buffers, view, latest, logits, valid)
         return PromptChunk(tokens, positions, valid, result.hidden, result.layers, result.logits if logits else None)
+
+    def start(self) -> None:
+        """Has the strategy begin with the rows as they are."""
+        strategy, context = self.request.strategy, self.resources.context()
+        with untouched(f"start of {strategy.name!r}", **tensors_of(context.sequences)):
+            self.state = strategy.start(context)
+
+    def rebatch(self, sources: list[int]) -> None:
+        """Tells the strategy, its draft models and modules which rows there are now.
+
+        Args:
+            sources: which row of the batch before each row is, -1 for one that is new.
+        """
+        strategy, context = self.request.strategy, self.resources.rebatch(sources)
+        with untouched(f"rebatch of {strategy.name!r}", **tensors_of(context.sequences)):
+            self.state = strategy.rebatch(self.state, torch.tensor(sources, device=self.target.device), context)
 
     def make_step(self) -> StepFunction:
         return make_step(self.engine, self.passes, self.request, self.verifier, self.members, self.report)
@@ -300,7 +318,7 @@ class Call:
     def propose(self, state: Any, length: int) -> Draft:
         """What the strategy proposes, shown `length` slots of the rows."""
         strategy, sequences = self.request.strategy, self.session.view(length)[1]
-        with untouched(f"propose of {strategy.name!r}", **vars(sequences)):
+        with untouched(f"propose of {strategy.name!r}", **tensors_of(sequences)):
             return strategy.propose(state, sequences)
 
     @property
@@ -362,8 +380,8 @@ class Call:
         if not strategy.observes:
             return
         sequences = self.session.view(max(self.lengths) + out.nodes.shape[1])[1]
-        with untouched(f"observe of {strategy.name!r}", **vars(sequences), path=out.path, logits=out.logits):
-            step = out.observed(sequences)
+        step = out.observed(sequences)
+        with untouched(f"observe of {strategy.name!r}", **tensors_of(sequences), **tensors_of(step)):
             strategy.observe(state, step if self._verified is None else replace(step, own_nodes=self._verified))
 
     def book(self, outcome: Outcome, out: StepOutput | None) -> None:

@@ -110,6 +110,10 @@ def judged(forward: Callable, judge: Callable, verifier: Verifier, strategy: str
                 f"propose of {strategy!r}: scores are over {drawn_from.shape[-1]} tokens, the vocabulary has "
                 f"{forwarded.logits.shape[-1]}"
             )
-        return judge(nodes, forwarded, block.tree, rows, block.masks, drawn_from, verifier, siblings)
+        try:
+            return judge(nodes, forwarded, block.tree, rows, block.masks, drawn_from, verifier, siblings)
+        except Exception as error:
+            error.add_note(f"decoders: verifier {verifier.name!r} ({type(verifier).__module__})")
+            raise
 
     return step

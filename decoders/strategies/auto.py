@@ -70,6 +70,7 @@ class Auto(Strategy):
     settings_class = AutoSettings
     takes_assistant = True
     timed = True
+    rows_apart = False
     on_device = False  # the host weighs what to verify
 
     def start(self, context: Context) -> AutoState:

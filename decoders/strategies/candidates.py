@@ -63,7 +63,7 @@ class Candidate:
         self.bit, self.strategy, self.state, self.depth = bit, strategy, state, depth
         self.name = strategy.name
         self.limited = type(strategy).limit is not Strategy.limit
-        self._observes = type(strategy).observe is not Strategy.observe
+        self._observes = strategy.observes
         self.runs = self.proposed = self.right = 0
         self.seconds, self.requested_depth = 0.0, 0
         self.experience = experience
@@ -148,7 +148,7 @@ def _mean(known: float, seconds: float, runs: int) -> float:
 
 def refuse_unfit(strategy: Strategy) -> None:
     """Raises SettingsError for a strategy that must see every step of its own."""
-    if type(strategy).observe is not Strategy.observe and not strategy.rests:
+    if strategy.observes and not strategy.rests:
         raise SettingsError(
             f"auto: {strategy.name!r} learns from steps and does not say that it can be left out of some (`rests = True`)"
         )

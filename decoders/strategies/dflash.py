@@ -200,10 +200,11 @@ def _check_fit(config: DFlashConfig, context: Context, folder: str) -> None:
             "output head"
         )
     table: Any = context.model.get_input_embeddings()
-    if not 0 <= config.mask_token_id < table.num_embeddings:
+    embeddings = getattr(table, "num_embeddings", context.vocab_size)
+    if not 0 <= config.mask_token_id < embeddings:
         raise SettingsError(
             f"dflash: the draft model in {folder} embeds token {config.mask_token_id} as its mask, this {name} has "
-            f"{table.num_embeddings} embeddings"
+            f"{embeddings} embeddings"
         )
     if config.layer.sliding_window is not None and config.layer.sliding_window < config.block_size:
         raise UnsupportedError(

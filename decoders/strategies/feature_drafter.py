@@ -38,7 +38,7 @@ class FeatureWindow(ABC):
         self.plan, self.sampling, self.vocabulary = context.plan, context.sampling, vocabulary
         self.children = min(children, len(vocabulary))
         self.keep_scores = context.plan is not None and context.plan.sample and not context.coupled
-        self.most_id = cast(Any, context.model.get_input_embeddings()).num_embeddings - 1
+        self.most_id = getattr(context.model.get_input_embeddings(), "num_embeddings", context.vocab_size) - 1
         self.new, self.width, self.own_nodes = new, new + known, 1
         assert context.sequences is not None
         self.prompts = context.sequences  # the rows, where prompts are read

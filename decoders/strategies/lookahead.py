@@ -101,6 +101,7 @@ class Lookahead(Strategy):
     summary = "Collects n-grams from a Jacobi iteration that runs beside verification; needs no draft."
     settings_class = LookaheadSettings
     on_device = True
+    rows_apart = False
 
     def start(self, context: Context) -> LookaheadState:
         s: LookaheadSettings = self.settings

@@ -85,6 +85,7 @@ class Medusa(Strategy):
     summary = "Small heads trained on the target draft several tokens ahead, as a tree."
     settings_class = MedusaSettings
     on_device = True
+    rows_apart = False  # the tree is as large as pays for so many rows
     rests = True
 
     def start(self, context: Context) -> _State:

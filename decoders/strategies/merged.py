@@ -75,6 +75,8 @@ class Merged(Strategy):
         self.exact = all(part.exact for part in parts)
         self.needs_assistant = any(part.needs_assistant for part in parts)
         self.needs_grammar = any(part.needs_grammar for part in parts)
+        self.timed = any(part.timed for part in parts)
+        self.rows_apart = all(part.rows_apart for part in parts)
         self.on_device = all(part.on_device for part in parts)
         self.prompt_logits = any(part.prompt_logits for part in parts)
 

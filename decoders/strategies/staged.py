@@ -73,6 +73,7 @@ class Staged(DraftModelStrategy):
     summary = "A draft model, itself sped up by n-grams or a smaller model, drafts a tree."
     settings_class = StagedSettings
     on_device = True
+    rows_apart = False
 
     def start(self, context: Context) -> _State:
         s: StagedSettings = self.settings

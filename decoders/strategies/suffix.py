@@ -84,6 +84,7 @@ class Suffix(Strategy):
     settings_class = SuffixSettings
     hints = {"prompt_lookup_num_tokens": "nodes", "max_matching_ngram_size": "depth"}
     rests = True
+    rows_apart = False
     on_device = False
 
     def start(self, context: Context) -> _State:

@@ -77,6 +77,7 @@ class TokenRecycling(Strategy):
     settings_class = TokenRecyclingSettings
     on_device = True
     rests = True
+    rows_apart = False
     misses_steps = True
 
     def __init__(self, settings: TokenRecyclingSettings | None = None, /, **values: object) -> None:

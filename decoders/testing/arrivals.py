@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from ..serving.scheduler import Scheduler
-from ..strategy import Strategy
-from .conditions import Conditions, needs
+from ..strategy import Draft, Strategy
+from ..tree import Topology
+from .conditions import Conditions, needs, run
 from .exactness import assert_same_tokens, prompts, reference
+from .spy import Spy, spied
 
 #: New tokens of each row: they end at different times, and a row that was waiting takes the place of one that has ended.
 NEW_TOKENS = (6, 17, 3, 12, 9)
+#: Share of drafts that differ where nothing is mixed up: candidates of a head that are nearly as likely change places.
+ROUNDINGS = 0.2
 
 
 def check_rows_come_and_go(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
@@ -21,8 +28,7 @@ def check_rows_come_and_go(strategy: Strategy, conditions: Conditions = Conditio
     `rebatch` keeps (by default nothing: `start` is called anew) belongs to the right rows.
     """
     name, inputs = conditions.models[0], prompts(len(NEW_TOKENS))
-    eager = replace(conditions, compile=False)
-    texts = [ids[mask.bool()][None] for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)]
+    texts = _rows_of(inputs)
     with conditions.enabled(name) as model, torch.no_grad():
         alone = [
             reference(
@@ -31,16 +37,89 @@ def check_rows_come_and_go(strategy: Strategy, conditions: Conditions = Conditio
             ).sequences
             for number, (text, new) in enumerate(zip(texts, NEW_TOKENS, strict=True))
         ]  # fmt: skip
-        options: dict[str, Any] = needs(model, name, strategy) | {
-            "decoders_config": {"compile": eager.compile, "prune": False}
-        }
-        with Scheduler(model, strategy=strategy, rows=2, do_sample=True, **options) as scheduler:
-            requests = [
-                scheduler.submit(text[0], max_new_tokens=new, seed=number)
-                for number, (text, new) in enumerate(zip(texts, NEW_TOKENS, strict=True))
-            ]
-            together = [request.result(120) for request in requests]
+        together = _come_and_go(strategy, model, needs(model, name, strategy), texts, do_sample=True)
         for number, (text, own, shared) in enumerate(zip(texts, alone, together, strict=True)):
             inputs = dict(input_ids=text, attention_mask=torch.ones_like(text))
             what = f"request {number} beside others that come and go, not alone (see rebatch)"
             assert_same_tokens(model, inputs, own, shared, what)
+
+
+def check_rows_draft_apart(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
+    """A row drafts in a batch what it drafts alone, and, if :meth:`~decoders.strategy.Strategy.rebatch` keeps its state, beside
+    requests that come and go as well. The tokens would be the same from anybody's state. Not of a strategy whose rows are not
+    :attr:`~decoders.strategy.Strategy.rows_apart`, or that says it is `timed`.
+    """
+    if strategy.timed or not strategy.rows_apart:
+        return
+    name, inputs, spy = conditions.models[0], prompts(len(NEW_TOKENS)), spied(strategy)
+    eager, longest = replace(conditions, compile=False), max(NEW_TOKENS)
+    texts, alone = _rows_of(inputs), dict[tuple[int, ...], frozenset[tuple[int, ...]]]()
+    with conditions.enabled(name) as model, torch.no_grad():
+        for text in texts:
+            run(
+                model,
+                name,
+                spy,
+                dict(input_ids=text, attention_mask=torch.ones_like(text)),
+                eager,
+                max_new_tokens=longest,
+            )
+            alone |= _drafts(spy)
+        run(model, name, spy, inputs, eager, max_new_tokens=longest)
+        _compare(alone, _drafts(spy), "in a batch")
+        if strategy.rebatches:
+            _come_and_go(spy, model, needs(model, name, strategy), texts, do_sample=False)
+            _compare(alone, _drafts(spy), "beside rows that come and go (see rebatch)")
+
+
+def _rows_of(inputs: dict[str, Tensor]) -> list[Tensor]:
+    """The rows of a padded batch, ``[1, P]`` each."""
+    return [ids[mask.bool()][None] for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)]
+
+
+def _come_and_go(
+    strategy: Strategy, model: PreTrainedModel, options: dict[str, Any], texts: Sequence[Tensor], do_sample: bool
+) -> list[Tensor]:
+    """Texts of :data:`NEW_TOKENS` that are decoded two at a time. options: what the strategy needs."""
+    loop = {"compile": False, "prune": False, "memory": False}
+    with Scheduler(model, strategy=strategy, rows=2, decoders_config=loop, **options) as scheduler:
+        requests = [
+            scheduler.submit(text[0], max_new_tokens=new, do_sample=do_sample, seed=number if do_sample else None)
+            for number, (text, new) in enumerate(zip(texts, NEW_TOKENS, strict=True))
+        ]
+        return [request.result(120) for request in requests]
+
+
+def _drafts(spy: Spy) -> dict[tuple[int, ...], frozenset[tuple[int, ...]]]:
+    """What was drafted behind every text of a row that went on: the paths of the tree, in any order."""
+    return {
+        text: _paths(log.draft, row)
+        for log in spy.seen
+        for row, (text, ended) in enumerate(zip(log.texts, log.finished, strict=True))
+        if not ended
+    }
+
+
+def _paths(draft: Draft, row: int) -> frozenset[tuple[int, ...]]:
+    tree = draft.topology
+    parents = (
+        tree.parents if isinstance(tree, Topology) else torch.where(tree.candidates, tree.parents, -1)[row].tolist()
+    )
+    paths: dict[int, tuple[int, ...]] = {0: ()}
+    for node, token in enumerate(draft.tokens[row].tolist(), 1):
+        if token >= 0 and parents[node] in paths:
+            paths[node] = (*paths[parents[node]], token)
+    return frozenset(paths.values())
+
+
+def _compare(alone: dict[tuple[int, ...], Any], together: dict[tuple[int, ...], Any], where: str) -> None:
+    """Raises AssertionError if drafts behind the same texts differ, by more than what other roundings of a batch explain."""
+    common = [text for text in together if text in alone and len(together[text] | alone[text]) > 1]
+    differ = [text for text in common if together[text] != alone[text]]
+    if len(differ) > ROUNDINGS * len(common):
+        text = differ[0]
+        other, own = sorted(together[text] - alone[text]), sorted(alone[text] - together[text])
+        raise AssertionError(
+            f"in {len(differ)} of {len(common)} steps a row drafts something else {where} than alone, behind a text of {len(text)} "
+            f"tokens {other[:3]} and not {own[:3]}: what belongs to a row stays with it, or the class says rows_apart = False"
+        )

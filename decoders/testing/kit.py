@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from ..strategy import Strategy
 from . import checks
 from .acceptance import check_draft_tokens_are_accepted
-from .arrivals import check_rows_come_and_go
+from .arrivals import check_rows_come_and_go, check_rows_draft_apart
 from .conditions import Conditions
 from .distribution import check_draft_scores
 from .features import check_finish, check_memory, check_prompt_chunks
@@ -55,6 +55,7 @@ CHECKS: tuple[Check, ...] = (
     check_merged,
     check_rests,
     check_rows_come_and_go,
+    check_rows_draft_apart,
     check_draft_scores,
     check_draft_tokens_are_accepted,
 )

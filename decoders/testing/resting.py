@@ -45,7 +45,7 @@ class Resting(Strategy):
 
     def observe(self, state: dict[str, Any], step: Step) -> None:
         missed = self.inner.misses_steps and state["step"] % 4 in (3, 0)
-        if type(self.inner).observe is not Strategy.observe and not missed:
+        if self.inner.observes and not missed:
             self.inner.observe(state["inner"], replace(step, own_nodes=state["own"]))
 
     def details(self, state: dict[str, Any]) -> Mapping[str, Any]:
@@ -56,7 +56,7 @@ def check_rests(strategy: Strategy, conditions: Conditions = Conditions()) -> No
     """One that says it `rests` can be left out of steps, and be shown steps with other nodes than its own, as ``auto`` does: its
     hooks do not mind, and the tokens are the same.
     """
-    if not (strategy.rests or type(strategy).observe is Strategy.observe) or not strategy.exact:
+    if (strategy.observes and not strategy.rests) or not strategy.exact:
         return
     if strategy.reads_layers:  # auto leaves such out
         return

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..engine.capture import WARM_UP_STEPS
+from ..engine.guard import tensors_of
 from ..errors import DraftError
 from ..strategies.merged import Merged
 from ..strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy
@@ -61,8 +62,9 @@ class _Exempt:
 
 @dataclass(frozen=True)
 class SpyLog:
-    """One step as the wrapped strategy saw and answered it; lengths are those before the step."""
+    """One step as the wrapped strategy saw and answered it; texts and lengths are those before the step."""
 
+    texts: tuple[tuple[int, ...], ...]
     lengths: tuple[int, ...]
     finished: tuple[bool, ...]
     draft: Draft
@@ -94,6 +96,9 @@ class Spy(Wrapped):
             context = replace(context, guide=cast("Forced", _Exempt(context.guide, self.reads)))
         return self._untouched("start", lambda: self.inner.start(context), context.sequences)
 
+    def rebatch(self, state: Any, rows: Tensor, context: Context) -> Any:
+        return self._untouched("rebatch", lambda: self.inner.rebatch(state, rows, context), context.sequences)
+
     def prefill(self, state: Any, chunk: PromptChunk) -> None:
         self._untouched("prefill", lambda: self.inner.prefill(state, chunk), None, chunk)
 
@@ -107,11 +112,15 @@ class Spy(Wrapped):
             inspect_draft(draft, sequences, self.vocab)
         except (AssertionError, DraftError) as error:
             raise AssertionError(f"propose of {self.name!r}: {error}") from error
-        kept = draft.scores.clone() if draft.scores is not None else None
-        copied = replace(
-            draft, tokens=draft.tokens.clone(), scores=kept
-        )  # the strategy may write the next draft in place
-        self.seen.append(SpyLog(tuple(sequences.length.tolist()), tuple(sequences.finished.tolist()), copied))
+        # The strategy may write the next draft in place.
+        kept, tree = draft.scores.clone() if draft.scores is not None else None, draft.topology
+        tree = (
+            tree if isinstance(tree, Topology) else TreeTensors(*(getattr(tree, f.name).clone() for f in fields(tree)))
+        )
+        copied = replace(draft, tokens=draft.tokens.clone(), topology=tree, scores=kept)
+        lengths, finished = tuple(sequences.length.tolist()), tuple(sequences.finished.tolist())
+        texts = tuple(tuple(text[:end]) for text, end in zip(sequences.tokens.tolist(), lengths, strict=True))
+        self.seen.append(SpyLog(texts, lengths, finished, copied))
         return draft
 
     def observe(self, state: Any, step: Step) -> None:
@@ -120,7 +129,7 @@ class Spy(Wrapped):
     def _untouched(
         self, hook: str, call: Callable[[], Any], sequences: Sequences | None, step: Step | PromptChunk | None = None
     ) -> Any:
-        given = _tensors(step) | _tensors(sequences)
+        given = tensors_of(step) | tensors_of(sequences)
         before, own = {name: tensor.clone() for name, tensor in given.items()}, memory.of_instance(self.watched)
         name = f"{hook}{self._of}"
         with ExitStack() as stack:
@@ -131,7 +140,7 @@ class Spy(Wrapped):
                 result = call()
             except (HostReadError, RecordingError) as error:
                 raise type(error)(f"{name}: {error}" if self._of else str(error)) from error
-        after = _tensors(step) | _tensors(sequences)
+        after = tensors_of(step) | tensors_of(sequences)
         for what, new in given.items():
             old = before[what]
             assert after.get(what) is new, (
@@ -162,12 +171,6 @@ def spied(strategy: Strategy, forbid_host_reads: bool = False) -> Spy:
         spy.watched = strategy
         return spy
     return Spy(strategy, forbid_host_reads)
-
-
-def _tensors(shown: Sequences | Step | PromptChunk | None) -> dict[str, Tensor]:
-    """The tensors that a hook is shown, by name."""
-    named = {f.name: getattr(shown, f.name) for f in fields(shown)} if shown is not None else {}
-    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
 
 def inspect_draft(draft: Draft, sequences: Sequences, vocab: int) -> None:

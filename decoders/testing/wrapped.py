@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from ..strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy
 
 
@@ -14,6 +16,7 @@ class Wrapped(Strategy):
         self.inner, self.settings = inner, inner.settings
         self.name, self.exact, self.on_device = inner.name, inner.exact, inner.on_device
         self.needs_assistant, self.needs_grammar = inner.needs_assistant, inner.needs_grammar
+        self.timed, self.rows_apart = inner.timed, inner.rows_apart
         self.hidden_layers, self.prompt_logits = inner.hidden_layers, inner.prompt_logits
 
     @property
@@ -29,6 +32,16 @@ class Wrapped(Strategy):
 
     def layers_for(self, config: Any, count: int) -> tuple[int, ...]:
         return self.inner.layers_for(config, count)
+
+    @property
+    def rebatches(self) -> bool:
+        return self.inner.rebatches
+
+    def keeps_rows(self, state: Any) -> bool:
+        return self.inner.keeps_rows(state)
+
+    def rebatch(self, state: Any, rows: Tensor, context: Context) -> Any:
+        return self.inner.rebatch(state, rows, context)
 
     def start(self, context: Context) -> Any:
         return self.inner.start(context)

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from ..deprecated import renamed
+from ..errors import VerifierError
 from ..settings import Configured
-from ..tree import TreeTensors
+from ..tree import TreeTensors, described
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,18 @@ class Outcomes:
 
     end: Tensor
     next: Tensor
+
+
+def check_outcomes(outcomes: Outcomes, block: Block, verifier: str) -> None:
+    """Raises VerifierError unless what `verifier` gave for `block` has the form that it must have; values are looked at later."""
+    if not isinstance(outcomes, Outcomes):
+        raise VerifierError(f"outcomes of verifier {verifier!r} must return Outcomes, not {described(outcomes)}")
+    for name, wanted in (("end", block.nodes), ("next", block.target)):
+        given = getattr(outcomes, name)
+        if not isinstance(given, Tensor) or given.shape != wanted.shape or given.dtype != block.target.dtype:
+            raise VerifierError(
+                f"outcomes of verifier {verifier!r}: `{name}` must be {block.target.dtype} {list(wanted.shape)}, not {described(given)}"
+            )
 
 
 class Verifier(Configured, ABC):

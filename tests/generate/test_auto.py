@@ -104,6 +104,11 @@ def test_candidates_and_their_settings_are_the_users() -> None:
     assert len(out.report.accepted_lengths) <= 3
 
 
+def test_merged_drafters_that_learn_nothing_are_candidates() -> None:
+    out = auto_call(1, strategy_config={"candidates": ["prompt_lookup+ngram"]})
+    assert list(out.report.details["candidates"]) == ["prompt_lookup+ngram"]
+
+
 @pytest.mark.parametrize(
     ("config", "error", "message"),
     [

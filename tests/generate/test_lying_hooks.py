@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -23,6 +24,15 @@ PARENTS = [-1, 0, 1, 0]
 
 def tree(rows: int) -> TreeTensors:
     return TreeTensors.from_parents(torch.tensor(PARENTS).expand(rows, -1))
+
+
+def backwards(rows: int) -> TreeTensors:
+    """The same tree with a child in front of its parent, sound in all else."""
+    made, order = tree(rows), torch.tensor([0, 2, 1, 3])
+    place = order.argsort()
+    return TreeTensors(
+        place[made.parents[:, order]], made.offsets[:, order], made.visible[:, order][..., order], made.ancestors[:, order][..., order]
+    )  # fmt: skip
 
 
 class Proposes(Strategy):
@@ -60,6 +70,7 @@ WRONG_TREES = {
     "positions": with_tree(offsets=lambda t: t.offsets + (torch.arange(4) == 2)),
     "ancestors": with_tree(ancestors=lambda t: t.visible & False | torch.eye(4, dtype=torch.bool)),
     "parents": with_tree(parents=lambda t: torch.tensor([0, 0, 3, 0]).expand_as(t.parents)),
+    "child before parent": lambda s, t: Draft(t, backwards(len(t))),
     "out of range": with_tree(parents=lambda t: torch.tensor([0, 0, 9, 0]).expand_as(t.parents)),
 }
 
@@ -67,7 +78,7 @@ WRONG_TREES = {
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("wrong", WRONG_TREES)
 def test_a_tree_that_does_not_follow_from_its_parents(llama: PreTrainedModel, wrong: str, rows: int) -> None:
-    with pytest.raises(DraftError, match="'proposes' .* proposed a tree whose visible"):
+    with pytest.raises(DraftError, match="'proposes' .* proposed a tree that is none: .* visible"):
         llama.generate(
             **prompts(rows),
             strategy=Proposes(WRONG_TREES[wrong]),
@@ -116,8 +127,29 @@ def test_a_part_of_a_merged_strategy_is_named(llama: PreTrainedModel) -> None:
             llama.generate(**prompts(), strategy=merged, max_new_tokens=4, do_sample=False, decoders_config=EAGER)
 
 
+WRONG_PARENTS = {
+    "child before parent": [-1, 2, 0, 0], "itself": [-1, 1, 0, 0], "behind the end": [-1, 0, 7, 0], "a circle": [-1, 0, 3, 2],
+    "below -1": [-1, 0, -9, 0], "no root": [0, 0, 1, 0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG_PARENTS)
+def test_parents_that_make_no_tree(llama: PreTrainedModel, wrong: str) -> None:
+    def make(sequences: Sequences, tokens: Tensor) -> Draft:
+        return Draft(tokens, TreeTensors.from_parents(torch.tensor(WRONG_PARENTS[wrong]).expand(len(tokens), -1)))
+
+    with pytest.raises(DraftError, match="'proposes' .* proposed a tree that is none: a parent comes before"):
+        llama.generate(**prompts(2), strategy=Proposes(make), max_new_tokens=8, do_sample=False, decoders_config=EAGER)
+
+
+@pytest.mark.parametrize("wrong", [[-1, 0], torch.tensor([-1, 0]), torch.tensor([[-1.0, 0.0]])])
+def test_parents_that_are_no_tensor_of_rows(wrong: Any) -> None:
+    with pytest.raises(DraftError, match=r"parents of trees must be an int64 tensor \[B, N\].*, not"):
+        TreeTensors.from_parents(wrong)
+
+
 @pytest.mark.parametrize("name", ["tokens", "length", "prompt_length", "finished", "noise_keys"])
-@pytest.mark.parametrize("hook", ["propose", "observe"])
+@pytest.mark.parametrize("hook", ["start", "propose", "observe"])
 def test_writing_into_the_rows(llama: PreTrainedModel, hook: str, name: str) -> None:
     def write(sequences: Sequences) -> None:
         tensor = getattr(sequences, name)
@@ -128,15 +160,22 @@ def test_writing_into_the_rows(llama: PreTrainedModel, hook: str, name: str) -> 
             write(sequences)
         return Draft.chain(tokens)
 
-    strategy = Proposes(make, lambda step: write(step.sequences) if hook == "observe" else None)
+    class Writes(Proposes):
+        def start(self, context: Context) -> int:
+            if hook == "start":
+                write(context.sequences)
+            return context.rows
+
+    strategy = Writes(make, lambda step: write(step.sequences) if hook == "observe" else None)
     with pytest.raises(DraftError, match=f"{hook} of 'proposes' wrote into {name}"):
         llama.generate(**prompts(), strategy=strategy, max_new_tokens=8, do_sample=True, seed=1, decoders_config=EAGER)
 
 
 def test_writing_into_a_step(llama: PreTrainedModel) -> None:
-    for name in ("logits", "path"):
+    for name in ("nodes", "chosen", "path", "accepted", "emitted", "logits", "hidden"):
         strategy = Proposes(lambda s, t: Draft.chain(t), lambda step, name=name: getattr(step, name).zero_())
-        with pytest.raises(DraftError, match=f"wrote into {name}"):
+        seen = "accepted" if name == "emitted" else name  # they share memory
+        with pytest.raises(DraftError, match=f"wrote into {seen}"):
             llama.generate(**prompts(), strategy=strategy, max_new_tokens=8, do_sample=False, decoders_config=EAGER)
 
 
@@ -173,6 +212,35 @@ def test_a_law_that_is_no_distribution(llama: PreTrainedModel, wrong: str, monke
             seed=2, decoders_config=EAGER,
         )  # fmt: skip
     assert isinstance(caught.value, DecodersError)
+
+
+def raising(block: Block) -> Outcomes:
+    raise KeyError(3)
+
+
+WRONG_FORMS: dict[str, tuple[Callable[[Block], Any], type[Exception], str]] = {
+    "a tuple": (lambda b: (b.target[..., 0], b.target), VerifierError, "must return Outcomes, not a tuple"),
+    "too short": (lambda b: Outcomes(b.target[:, :1, 0], b.target), VerifierError, r"`end` must be torch.float32 \[1, .*, not"),
+    "doubles": (lambda b: Outcomes(b.target[..., 0], b.target.double()), VerifierError, "`next` must be torch.float32"),
+    "raises": (raising, KeyError, "verifier 'spoilt'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG_FORMS)
+def test_what_a_verifier_gives_is_no_outcome_distribution(llama: PreTrainedModel, wrong: str) -> None:
+    give, kind, said = WRONG_FORMS[wrong]
+
+    class Misshapen(Spoilt):
+        def outcomes(self, block: Block) -> Outcomes:
+            return give(block)
+
+    with pytest.raises(kind) as caught:
+        llama.generate(
+            **prompts(), strategy=Proposes(lambda s, t: Draft.chain(t)), verifier=Misshapen(), max_new_tokens=8, do_sample=True,
+            seed=2, decoders_config=EAGER,
+        )  # fmt: skip
+    everything = "\n".join([str(caught.value), *caught.value.__notes__])
+    assert re.search(said, everything) and "verifier 'spoilt' (tests" in everything
 
 
 def test_scores_of_another_vocabulary(llama: PreTrainedModel) -> None:

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from decoders.sampling import gumbel_noise
 from decoders.settings import Settings
 from decoders.strategies import PromptLookup
 from decoders.strategies.merged import Merged
-from decoders.strategy import Draft, Sequences, Step, Strategy
+from decoders.strategy import Context, Draft, Sequences, Step, Strategy
 from decoders.testing import CHECKS, check_strategy, checks_for, parametrize_with_checks
 from decoders.testing.checks import check_on_device
 from decoders.testing.surroundings import surroundings
@@ -623,3 +624,41 @@ def test_what_draws_passes():
     BY_NAME["check_draft_scores"](Drawer())  # the others: test_such_a_strategy_passes_all_other_checks
     BY_NAME["check_calls_share_no_state"](SaysSharper())
     check_on_device(Repeats())
+
+
+class KnowsItsRows(Good):
+    """Drafts a token of the row's own prompt, from a state with an entry per row."""
+
+    on_device = False
+    rests = True
+    given = 0  # whose entry a row takes, counted from its own
+
+    def start(self, context: Context) -> list[int]:
+        return [tokens[0] for tokens in context.sequences.tokens.tolist()]
+
+    def propose(self, state: list[int], sequences: Sequences) -> Draft:
+        rows = len(state)
+        return Draft.chain(torch.tensor([[state[(row + self.given) % rows]] * 3 for row in range(rows)]))
+
+    def rebatch(self, state: list[int], rows: Tensor, context: Context) -> list[int]:
+        new = self.start(context)
+        return [state[row] if row >= 0 else new[place] for place, row in enumerate(rows.tolist())]
+
+
+class TakesAnothers(KnowsItsRows):
+    given = 1
+
+
+class MixesThemUp(KnowsItsRows):
+    def rebatch(self, state, rows, context):
+        return super().rebatch(state, rows.flip(0), context)
+
+
+def test_rows_that_take_the_state_of_another_are_found():
+    check = BY_NAME["check_rows_draft_apart"]
+    check(KnowsItsRows())
+    with pytest.raises(AssertionError, match="drafts something else in a batch than alone"):
+        check(TakesAnothers())
+    with pytest.raises(AssertionError, match=r"beside rows that come and go \(see rebatch\) than alone"):
+        check(MixesThemUp())
+    BY_NAME["check_rows_come_and_go"](MixesThemUp())  # whose tokens are right all the same

@@ -109,12 +109,24 @@ def test_lossy_rule_is_held_to_the_contract_only():
         check_verifier(LossyAndEager)
 
 
+@pytest.mark.parametrize("given, reason", [((1, 2), "must return Outcomes, not a tuple"), (KeyError(3), "KeyError: 3")])
+def test_a_verifier_that_gives_nothing_is_told_where(given, reason):
+    class Broken(Rejection):
+        def outcomes(self, block: Block) -> Outcomes:
+            if isinstance(given, Exception):
+                raise given
+            return given
+
+    with pytest.raises(AssertionError, match=rf"Broken\(\) on root alone, .*: .*{reason}"):
+        check_verifier(Broken())
+
+
 @pytest.mark.parametrize(
     "change, reason",
     [
         (lambda o: replace(o, end=o.end.float()), "float32"),
-        (lambda o: replace(o, end=o.end[:, :1]), "the block's nodes are"),
-        (lambda o: replace(o, next=o.next[..., :-1]), "the target"),
+        (lambda o: replace(o, end=o.end[:, :1]), "`end` must be"),
+        (lambda o: replace(o, next=o.next[..., :-1]), "`next` must be"),
         (lambda o: replace(o, end=o.end / 2), "end does not sum to 1"),
         (lambda o: replace(o, next=o.next / 2), "next does not sum to 1"),
         (lambda o: replace(o, next=o.next / 0), "not finite"),
