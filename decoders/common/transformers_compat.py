@@ -48,6 +48,17 @@ def compiled_on_any_device() -> CompileConfig:
     return config
 
 
+# Configs.
+
+#: Entries of a config that no forward pass of the loop reads: names, defaults of ``generate``, and what is returned beside the logits.
+#: Goes once configs tell what describes the network.
+NO_PART_OF_NETWORK = frozenset({
+    "transformers_version", "architectures", "_name_or_path", "id2label", "label2id", "problem_type", "use_cache", "return_dict",
+    "output_hidden_states", "_output_attentions", "_experts_implementation_internal", "bos_token_id", "eos_token_id", "pad_token_id",
+    "_post_init_done",
+})  # fmt: skip
+
+
 # Attention.
 
 

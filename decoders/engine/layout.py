@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..common.transformers_compat import cache_keyword, keeps_recurrent_state
@@ -25,8 +24,39 @@ def backbone_of(model: PreTrainedModel) -> nn.Module:
 
 
 def embeddings_of(model: PreTrainedModel) -> int:
-    """How many token ids the model can read."""
-    return int(cast(nn.Embedding, model.get_input_embeddings()).num_embeddings)
+    """How many token ids the model can read. What adapters put around an embedding may not say so: its weight does, or the config."""
+    embeddings = model.get_input_embeddings()
+    told = getattr(embeddings, "num_embeddings", None)
+    if isinstance(told, int):
+        return told
+    return _rows_of(embeddings) or int(model.config.get_text_config(decoder=True).vocab_size)
+
+
+def vocabulary_of(model: PreTrainedModel) -> int:
+    """How many logits the model gives; a head that has neither a weight nor a size is asked by running one token.
+
+    Raises:
+        UnsupportedError: it gives none.
+    """
+    head = model.get_output_embeddings()
+    told = _rows_of(head) or getattr(head, "out_features", None)
+    if isinstance(told, int):
+        return told
+    try:
+        with torch.no_grad():
+            output = model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=False)
+        return int(output.logits.shape[-1])
+    except Exception as error:  # whatever a head of the user's own raises
+        raise UnsupportedError(
+            f"{type(model).__name__}: the size of its vocabulary cannot be told from its head, a {type(head).__name__} without weight, "
+            f"nor by running a token ({type(error).__name__}: {error}). Give the head out_features, or call generate without strategy=."
+        ) from error
+
+
+def _rows_of(layer: nn.Module | None) -> int | None:
+    """How many rows its matrix has, None where it has none."""
+    weight = getattr(layer, "weight", None)
+    return weight.shape[0] if isinstance(weight, Tensor) and weight.dim() == 2 else None
 
 
 def context_length(model: PreTrainedModel) -> int:

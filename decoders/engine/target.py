@@ -22,7 +22,7 @@ from .cache import CacheBuffers, SlotCache
 from .features import HeadInputs, LayerStates, OutputHead
 from .fingerprints import Fingerprints
 from .fitness import refuse_unfit
-from .layout import backbone_of, context_length, embeddings_of, probe_layout, shared_inputs
+from .layout import backbone_of, context_length, embeddings_of, probe_layout, shared_inputs, vocabulary_of
 from .packing import pack
 from .quantization import Precision, quantize, rounds_activations
 from .ranks import Ranks
@@ -99,7 +99,7 @@ class Target:
         self.model.set_attn_implementation(flex.NAME if self.flex else attention.NAME)
         flex.prepare(self.model, self.kinds, kind_of_layer)
         self.embeddings = embeddings_of(model)
-        self.vocab_size = model.get_output_embeddings().weight.shape[0]
+        self.vocab_size = vocabulary_of(model)
         self.max_positions = context_length(model)
         self.backbone = backbone_of(self.model)
         self.layers: tuple[int, ...] = ()

@@ -185,6 +185,12 @@ hooks_of: Callable[[nn.Module], tuple[Mapping[int, Any], Mapping[int, Any]]] = a
 )
 
 
+def hooks_everywhere() -> tuple[int, ...]:
+    """The hooks of all modules there are (``register_module_forward_hook``), by their ids. Nothing public lists them."""
+    registered = nn.modules.module
+    return *registered._global_forward_hooks, *registered._global_forward_pre_hooks
+
+
 def remove_hooks(module: nn.Module, ids: Iterable[int]) -> None:
     """Removes hooks from a copy of the module that they were registered on, which their handles do not know."""
     for hooks in hooks_of(module):

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from ..common.transformers_compat import SET_BY_GENERATE
-from .torch_compat import buffers_in, hooks_of, local_part, parameters_in, writes_counted
+from .config_state import config_state
+from .forward_code import forward_code
+from .torch_compat import buffers_in, hooks_everywhere, hooks_of, local_part, parameters_in, writes_counted
 
 _INTERNAL = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -25,7 +27,7 @@ _HELPERS = 3
 
 
 #: Attributes that generating sets: no part of the network.
-_OF_GENERATION = SET_BY_GENERATE | {"generate", "generation_config"}
+_OF_GENERATION = SET_BY_GENERATE | {"generate", "__getstate__", "generation_config"}
 
 Tree = TypeVar("Tree", bound=nn.Module)
 
@@ -161,12 +163,14 @@ class WeightState:
 
     Attributes:
         modules: changes whenever a weight is exchanged for another tensor, resized or cast, whenever a module is exchanged,
-            hooked or switched, and whenever an attribute of one is set to something else.
+            hooked or switched, whenever an attribute of one is set to something else, and whenever a value of a config is.
+        code: changes whenever a function that they run is exchanged, or one is hooked to all modules there are.
         contents: changes whenever something is written into what attributes hold: dicts, lists, tensors, helper objects.
         values: changes whenever a weight is written in place or gets other data.
     """
 
     modules: tuple
+    code: tuple
     contents: tuple
     values: tuple
 
@@ -177,6 +181,7 @@ class WeightState:
         shapes = tuple((id(t), t.dtype, t.device, t.shape) for t in tensors)
         modules: list[object] = []
         held: list[object] = []
+        configs: dict[int, PreTrainedConfig] = {}
         for module in parts:
             after, before = hooks_of(module)
             modules += [id(module), *after, *before]
@@ -189,11 +194,15 @@ class WeightState:
                     modules.append(id(value))
                     if not _opaque(type(value)):  # type: ignore[arg-type]  # types are hashable
                         held.append(_content(value, _DEPTH))
-        return cls((shapes, tuple(modules)), tuple(held), tuple(map(_written, tensors)))
+                    elif isinstance(value, PreTrainedConfig):
+                        configs[id(value)] = value
+        modules += [config_state(config, _other_content) for config in configs.values()]
+        code = hooks_everywhere(), forward_code(dict.fromkeys(map(type, parts)))
+        return cls((shapes, tuple(modules)), code, tuple(held), tuple(map(_written, tensors)))
 
     def replaces(self, other: WeightState) -> bool:
         """Whether these are `other` with other values and contents: what runs the model sees them by itself."""
-        return self.modules == other.modules
+        return self.modules == other.modules and self.code == other.code
 
 
 def tensors_of(model: nn.Module) -> list[Tensor]:
@@ -225,6 +234,10 @@ def _content(value: Any, depth: int) -> object:
     if count > _ENTRIES:
         return id(value), count
     return id(value), tuple((key if isinstance(key, _PLAIN) else id(key), _content(v, depth - 1)) for key, v in entries)
+
+
+def _other_content(value: Any) -> object:
+    return _content(value, _DEPTH)
 
 
 @functools.cache

@@ -6,13 +6,14 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checkpoints import load_model
 from ..drafting import OtherVocabulary
 from ..engine.engine import Engine
 from ..engine.fitness import refuse_unfit
+from ..engine.layout import vocabulary_of
 from ..engine.torch_compat import writes_counted
 from ..errors import UnsupportedError
 from .translation import TokenMap, tokens_of, translated
@@ -140,8 +141,9 @@ class Assistants:
         """
         if tokenizer is None or other is None:
             raise difference
-        ends = (_weight(model.get_input_embeddings()), _weight(model.get_output_embeddings()))
-        state = [(weight.data_ptr(), writes_counted(weight)) for weight in ends]
+        ends: tuple[nn.Module | None, ...] = (model.get_input_embeddings(), model.get_output_embeddings())
+        weights = [weight for end in ends if end is not None for weight in end.parameters()]
+        state = [(weight.data_ptr(), writes_counted(weight)) for weight in weights]
         kept = self._translations.get(model)
         try:
             tokens = self._tokens(model, target, tokenizer, other)
@@ -167,11 +169,6 @@ class Assistants:
         return self._loaded[path]
 
 
-def _weight(module: Any) -> Tensor:
-    weight: Tensor = module.weight
-    return weight
-
-
 def check_vocabulary(
     target: PreTrainedModel,
     draft: PreTrainedModel,
@@ -188,9 +185,7 @@ def check_vocabulary(
         if tokenizer is not draft_tokenizer:
             _compare(tokenizer.get_vocab(), draft_tokenizer.get_vocab())
         return
-    sizes = [
-        m.get_output_embeddings().weight.shape[0] for m in (target, draft) if m.get_output_embeddings() is not None
-    ]
+    sizes = [vocabulary_of(model) for model in (target, draft) if model.get_output_embeddings() is not None]
     if len(sizes) < 2:
         return  # the engine refuses a model without a head, with its own words
     enough = tokenizer is not None and min(sizes) >= len(tokenizer)

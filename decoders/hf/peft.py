@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..engine.torch_compat import hooks_of, remove_hooks
 from ..errors import UnsupportedError
+from .arguments import REFUSED, shown
 
 
 def is_peft(model: Any) -> bool:
@@ -43,4 +46,29 @@ def refuse_prompt_learning(model: PreTrainedModel, wrapper: Any) -> None:
         raise UnsupportedError(
             f"prepare_inputs_for_generation of this {type(model).__name__} was replaced on the instance, as PEFT does for prompt "
             "and prefix tuning; the loop prepares its inputs itself and would ignore it. Call generate without strategy=."
+        )
+
+
+def refuse_adapter_names(model: PreTrainedModel) -> None:
+    """Raises UnsupportedError where a ``PeftModel`` around `model` was given ``adapter_names=`` for several rows.
+
+    It keeps the argument to itself, and has every layer read the names of the rows from a hook. An error on the way would leave these
+    hooks on the model, where plain calls trip over them: they are removed.
+    """
+    if "peft_config" not in vars(model):  # PEFT tells the models that it has put layers into
+        return
+    names: Any = None
+    hooked = []
+    for module in model.modules():
+        before = hooks_of(module)[1]
+        for number, hook in before.items():
+            given = hook.keywords.get("adapter_names") if isinstance(hook, functools.partial) else None
+            if given is not None and len(given) > 1:
+                names = given
+                hooked.append((module, number))
+    if hooked:
+        for module, number in hooked:
+            remove_hooks(module, [number])
+        raise UnsupportedError(
+            f"adapter_names={shown(names)} does not go with strategy=: {REFUSED['adapter_names'][1]}."
         )

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..constraints.vocabulary import Vocabulary
+from ..engine.layout import vocabulary_of
 from ..errors import UnsupportedError
+from .copies import GETSTATE
 
 #: Least share of the target's tokens that the draft has to have.
 LEAST_SHARED = 0.1
@@ -88,7 +90,7 @@ def tokens_of(
     Raises:
         UnsupportedError: one of them cannot be told in bytes.
     """
-    sizes = [model.get_output_embeddings().weight.shape[0] for model in (target, draft)]
+    sizes = [vocabulary_of(model) for model in (target, draft)]
     try:
         return token_map(tokenizer, sizes[0], draft_tokenizer, sizes[1])
     except UnsupportedError as error:
@@ -104,7 +106,7 @@ def translated(draft: PreTrainedModel, target: PreTrainedModel, tokens: TokenMap
     head, embedding = draft.get_output_embeddings(), draft.get_input_embeddings()
     if not isinstance(head, nn.Linear) or not isinstance(embedding, nn.Embedding):
         raise UnsupportedError("a draft model with another vocabulary needs an ordinary embedding and a linear head")
-    size = target.get_output_embeddings().weight.shape[0]
+    size = vocabulary_of(target)
     if tokens.shared < LEAST_SHARED:
         raise UnsupportedError(
             f"the draft has {tokens.shared:.0%} of the target's tokens, which is too few to draft through "
@@ -112,6 +114,7 @@ def translated(draft: PreTrainedModel, target: PreTrainedModel, tokens: TokenMap
         )
     twin = copy.deepcopy(draft, {id(parameter): parameter for parameter in draft.parameters()})
     vars(twin).pop("generate", None)
+    vars(twin).pop(GETSTATE, None)
     written, read = tokens.written.to(head.weight.device), tokens.read.to(head.weight.device)
     present = written >= 0
     own_head: Any = twin.get_output_embeddings()

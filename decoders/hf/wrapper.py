@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
+import torch
 from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..engine.engine import Engine, MemoryKey
@@ -16,9 +18,10 @@ from ..engine.quantization import Precision
 from .arguments import refuse_arguments
 from .assistants import Assistants
 from .call import GenerateCall, PreparedCall
+from .copies import CopiedState
 from .inputs import check_inputs
 from .options import OWN, Options
-from .peft import refuse_prompt_learning
+from .peft import refuse_adapter_names, refuse_prompt_learning
 
 _POSITIONAL = [p for p in inspect.signature(GenerationMixin.generate).parameters if p not in ("self", "kwargs")]
 
@@ -44,6 +47,10 @@ class Generate:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _engine=None, _lock=CallLock())
+
+    def state(self) -> CopiedState:
+        """What copies of the model are made of; ``enable`` puts it in the place of the model's ``__getstate__``."""
+        return CopiedState(vars(self.model if self.wrapper is None else self.wrapper), self.previous)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -135,7 +142,8 @@ class Generate:
         options = Options.read(positional | kwargs, self.model.generation_config)
         if options is None:
             return self.plain(*args, **{name: value for name, value in kwargs.items() if name not in OWN})
-        return self._call(options).generate()
+        with ordinary_device(self.model):
+            return self._call(options).generate()
 
     def prepared(self, **kwargs: Any) -> PreparedCall:
         """A call of ``generate`` with a strategy, checked and prepared, for whoever decodes it.
@@ -145,12 +153,14 @@ class Generate:
         """
         options = Options.read(kwargs, self.model.generation_config)
         assert options is not None, "only calls with a strategy are decoded in the loop"
-        return self._call(options).prepared()
+        with ordinary_device(self.model):
+            return self._call(options).prepared()
 
     def _call(self, options: Options) -> GenerateCall:
         """Refuses what cannot be honoured, before anything is touched."""
         refuse_unfit(self.model)
         refuse_prompt_learning(self.model, self.wrapper)
+        refuse_adapter_names(self.model)
         arguments = options.arguments
         refuse_arguments(options.configs, arguments)
         input_ids = arguments.get("input_ids")
@@ -161,3 +171,12 @@ class Generate:
         runtime = options.runtime
         engine = partial(self.engine, runtime.attention, runtime.weights, runtime.kv_cache)
         return GenerateCall(self.model, engine, self._assistants, options, arguments.get("tokenizer") or self.tokenizer)
+
+
+def ordinary_device(model: PreTrainedModel) -> AbstractContextManager:
+    """Within it, tensors for which nobody names a device are made where the loop expects them.
+
+    A default device that is the model's, or the CPU, stays: processors and streamers of the caller may count on it.
+    """
+    default = torch.get_default_device().type
+    return nullcontext() if default in ("cpu", model.device.type) else torch.device("cpu")
