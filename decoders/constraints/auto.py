@@ -8,6 +8,8 @@ from ..errors import GrammarError
 from .base import Backend, CompiledGrammar, Language, Policy
 from .llguidance import LLGuidance
 from .table import Table
+from .table.backend import STATES
+from .table.estimate import least_states
 from .vocabulary import Vocabulary
 
 
@@ -17,7 +19,7 @@ class Auto(Backend):
     name = "auto"
     summary = "table if the grammar is regular and small enough, else llguidance"
 
-    #: In the order they are asked.
+    #: In the order they are asked; a table comes last where it will be too large, which it may take seconds to find out.
     choices: ClassVar[tuple[type[Backend], ...]] = (Table, LLGuidance)
 
     def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> CompiledGrammar:
@@ -26,8 +28,10 @@ class Auto(Backend):
         Raises:
             GrammarError: none can; names the reasons of each.
         """
+        too_large = language.regex is not None and least_states(language.regex) > STATES
+        choices = sorted(self.choices, key=lambda backend: too_large and backend is Table)
         refusals: list[GrammarError] = []
-        for backend in self.choices:
+        for backend in choices:
             try:
                 return backend().compile(language, vocabulary, policy)
             except GrammarError as refusal:
@@ -36,7 +40,7 @@ class Auto(Backend):
             raise refusals[-1]
         reasons = "; ".join(
             f"{backend.name}: {str(refusal).removeprefix(f'{language.name}: ')}"
-            for backend, refusal in zip(self.choices, refusals, strict=True)
+            for backend, refusal in zip(choices, refusals, strict=True)
         )
         named = next((refusal for refusal in refusals if refusal.keyword), refusals[-1])
         raise GrammarError(f"{language.name}: no backend can compile it. {reasons}", named.keyword, named.path)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
-from ..errors import UnsupportedError
+from ..errors import UnsupportedError, shortened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,6 +27,9 @@ class Vocabulary:
         stops: ids that end a text.
         encode: text to ids as the tokenizer itself writes it, no special tokens.
         rules: a text that tells ways to encode apart, for vocabularies that have the same tokens.
+
+    Raises:
+        UnsupportedError: stop tokens are given, and none is among `tokens`.
     """
 
     def __init__(
@@ -39,6 +42,12 @@ class Vocabulary:
         ends = set(stops)
         self.tokens = tuple(None if token in ends or not text else text for token, text in enumerate(tokens))
         self.stops = tuple(sorted(token for token in ends if 0 <= token < len(self.tokens)))
+        if ends and not self.stops:  # no text could end
+            raise UnsupportedError(
+                f"grammar= needs a token that ends the text, and eos_token_id={sorted(ends)} has none of the model's "
+                f"{len(self.tokens)} tokens: set eos_token_id in the call or the generation config to ids from 0 to "
+                f"{len(self.tokens) - 1}"
+            )
         self.encode, self.rules = encode or self._greedy, rules
 
     @staticmethod
@@ -46,7 +55,8 @@ class Vocabulary:
         """The vocabulary of `tokenizer` for logits of `size` entries.
 
         Raises:
-            UnsupportedError: its tokens cannot be told in bytes (neither byte-level nor with byte fallback).
+            UnsupportedError: its tokens cannot be told in bytes (neither byte-level nor with byte fallback), or no stop token is
+                among them.
         """
         backend = getattr(tokenizer, "backend_tokenizer", None)
         parts: dict = json.loads(backend.to_str()) if backend is not None else {}
@@ -182,7 +192,7 @@ def _spelling(tokenizer: PreTrainedTokenizerBase, parts: dict) -> Callable[[str]
     """How `tokenizer`, made of `parts`, writes bytes in the names of its tokens.
 
     Raises:
-        UnsupportedError: neither byte-level nor with byte fallback.
+        UnsupportedError: neither byte-level nor with byte fallback, or a decoder that is not known.
     """
     if '"ByteLevel"' in json.dumps(parts.get("decoder")):
         alphabet = _byte_level_alphabet()
@@ -194,16 +204,54 @@ def _spelling(tokenizer: PreTrainedTokenizerBase, parts: dict) -> Callable[[str]
         return spell_bytes
     vocabulary = tokenizer.get_vocab()
     if all(f"<0x{byte:02X}>" in vocabulary for byte in range(128, 256)):
+        steps = _decoding(tokenizer, parts.get("decoder"))
 
         def spell(name: str) -> bytes:
-            byte = _BYTE_TOKEN.fullmatch(name)
-            return bytes([int(byte[1], 16)]) if byte else name.replace("\u2581", " ").encode()
+            is_byte = False
+            for step in steps:
+                if step is not None:
+                    if is_byte and step[0] in name:  # taken for the sign of a blank, it is no text of its own
+                        return b""
+                    name = name.replace(*step)
+                elif byte := _BYTE_TOKEN.fullmatch(name):
+                    code = int(byte[1], 16)
+                    if code >= 0x80:
+                        return bytes([code])
+                    name, is_byte = chr(code), True
+            return name.encode()
 
         return spell
     raise UnsupportedError(
         f"grammar= works on bytes, and the tokens of {type(tokenizer).__name__} cannot be told in bytes: it is neither a "
         "byte-level tokenizer nor one with byte fallback"
     )
+
+
+def _decoding(tokenizer: PreTrainedTokenizerBase, decoder: dict | None) -> list[tuple[str, str] | None]:
+    """What `decoder` does to the name of a token within a text, in turn: texts that it replaces, None where it reads ``<0x0A>``.
+
+    Raises:
+        UnsupportedError: it does something else, too.
+    """
+    if decoder is None:  # as sentencepiece itself does
+        return [None, ("\u2581", " ")]
+    steps: list[tuple[str, str] | None] = []
+    for part in decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]:
+        match part:
+            case {"type": "ByteFallback"}:
+                steps.append(None)
+            case {"type": "Metaspace", "replacement": replacement}:
+                steps.append((replacement, " "))
+            case {"type": "Replace", "pattern": {"String": old}, "content": new}:
+                steps.append((old, new))
+            case {"type": "Fuse" | "Strip"}:  # nothing within a text
+                pass
+            case _:
+                raise UnsupportedError(
+                    f"grammar= works on bytes, and the tokens of {type(tokenizer).__name__} cannot be told in bytes: its decoder "
+                    f"has a part that is not known, {shortened(json.dumps(part))}"
+                )
+    return steps
 
 
 @lru_cache

@@ -7,8 +7,13 @@ import pytest
 from decoders.constraints.auto import Auto
 from decoders.constraints.base import Backend, CompiledGrammar, Language, Policy
 from decoders.constraints.llguidance import LLGuidance
+from decoders.constraints.table import Table
+from decoders.constraints.table.determinise import determinise
+from decoders.constraints.table.estimate import least_states
+from decoders.constraints.table.minimise import minimise
 from decoders.constraints.vocabulary import Vocabulary
 from decoders.errors import GrammarError
+from decoders.testing.languages import REGEXES
 
 BYTES = Vocabulary([*(bytes([byte]) for byte in range(256)), None], [256])
 
@@ -68,6 +73,53 @@ def test_an_error_names_the_reasons_of_all_and_keeps_the_keyword() -> None:
 )
 def test_tables_are_taken_as_long_as_they_are_small(language: Language, backend: str) -> None:
     assert Auto().compile(language, BYTES).backend == backend
+
+
+@pytest.mark.parametrize(
+    "regex",
+    [
+        r'"(?:[^\x00-\x1F"\\]|\\["\\bfnrt]){0,500}"',
+        "[ab]{5000}",
+        "((a{100}){100}){100}",
+        r'\[(?:"[^"]{0,60}",){1,20}\]',
+    ],
+)
+def test_a_table_that_will_be_too_large_is_not_begun(regex: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile(self: Table, *_: object) -> CompiledGrammar:
+        raise AssertionError("asked for a table")
+
+    monkeypatch.setattr(Table, "compile", compile)
+    assert Auto().compile(Language("long", regex=regex), BYTES).backend == "llguidance"
+
+
+def test_a_large_table_is_tried_where_llguidance_refuses() -> None:
+    some = Vocabulary([b"a", b"b", None], [2])
+    assert Auto().compile(Language("ambiguous", regex="(a{5000})?a*"), some).backend == "table"
+    with pytest.raises(GrammarError, match=r"^mine: no backend can compile it\. llguidance: no token.*; table: .*4096"):
+        Auto().compile(Language("mine", regex="[ab]{5000}"), some)
+
+
+@pytest.mark.parametrize(
+    "regex",
+    [
+        *REGEXES.values(),
+        r"\w{5}",
+        r"[^\d]{9}",
+        ".{12}x",
+        "[あ-ん]{2,30}",
+        "(?:ab|cd|[ef]){20}",
+        "(?:a{10}|b){10,}",
+        "[^あ]{10}",
+    ],
+)
+def test_an_estimate_is_below_the_states_of_the_table(regex: str) -> None:
+    states = len(minimise(determinise(regex)).next)
+    assert least_states(regex) <= states
+
+
+def test_what_counts_nothing_or_is_no_expression_has_no_estimate() -> None:
+    assert [least_states(regex) for regex in ("[a-z]+(x|y)*", "a(", "(a{10})(?=b)", "a{9}")] == [0, 0, 0, 0]
+    least_states("(" * 5000 + "a" + "){10}" * 5000)
 
 
 def test_a_vocabulary_that_lacks_bytes_is_no_matter_for_tables() -> None:

@@ -30,30 +30,32 @@ def byte_level(prefix: bool) -> Tokenizer:
     return tokenizer
 
 
-def byte_fallback(scheme: str) -> Tokenizer:
-    """Pieces with ``▁`` for a blank, as sentencepiece has them, and a token for each byte."""
+def byte_fallback(scheme: str, blank: str = "▁") -> Tokenizer:
+    """Pieces with a sign for a blank, ``▁`` in sentencepiece, and a token for each byte."""
     pieces = [
         "<unk>",
         *(f"<0x{byte:02X}>" for byte in range(256)),
-        *"▁abetru{}é",
-        "▁t",
+        *f"{blank}abetru{{}}é",
+        f"{blank}t",
         "ru",
         "ru" + "e",
-        "▁t" + "rue",
-        "▁▁",
+        f"{blank}t" + "rue",
+        blank * 2,
     ]
-    merges = [("▁", "t"), ("r", "u"), ("ru", "e"), ("▁t", "rue"), ("▁", "▁")]
+    merges = [(blank, "t"), ("r", "u"), ("ru", "e"), (f"{blank}t", "rue"), (blank, blank)]
     vocabulary = {name: token for token, name in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
     if scheme == "metaspace":
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-        tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="first")])
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(blank, prepend_scheme="first", split=False)
+        tokenizer.decoder = decoders.Sequence(
+            [decoders.ByteFallback(), decoders.Metaspace(blank, prepend_scheme="first")]
+        )
         return tokenizer
-    blanks = normalizers.Replace(" ", "▁")
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), blanks]) if scheme == "prepend" else blanks
+    blanks = normalizers.Replace(" ", blank)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(blank), blanks]) if scheme == "prepend" else blanks
     strip = [decoders.Strip(" ", 1, 0)] if scheme == "prepend" else []
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+        [decoders.Replace(blank, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
     return tokenizer
 
@@ -64,6 +66,8 @@ KINDS = {
     "byte fallback": lambda: byte_fallback("plain"),
     "byte fallback, prefix": lambda: byte_fallback("prepend"),
     "metaspace": lambda: byte_fallback("metaspace"),
+    "metaspace, another sign": lambda: byte_fallback("metaspace", "Ġ"),
+    "byte fallback, another sign": lambda: byte_fallback("plain", "Ġ"),
 }
 
 
@@ -133,3 +137,25 @@ def test_tokenizer_whose_tokens_are_no_bytes_is_refused() -> None:
     words.decoder = decoders.WordPiece()
     with pytest.raises(UnsupportedError, match="neither a byte-level tokenizer nor one with byte fallback"):
         Vocabulary.of(PreTrainedTokenizerFast(tokenizer_object=words), 3, [0])
+
+
+def test_a_sign_for_a_blank_that_is_ascii_is_read_and_its_byte_left_out() -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_fallback("metaspace", "_"))
+    vocabulary = Vocabulary.of(tokenizer, len(tokenizer), [0])
+    texts = dict(zip(tokenizer.convert_ids_to_tokens(range(len(tokenizer))), vocabulary.tokens, strict=True))
+    assert (texts["_t"], texts["__"], texts["<0x5F>"], texts["<0x0A>"]) == (b" t", b"  ", None, b"\n")
+
+
+def test_a_decoder_that_does_something_else_to_tokens_is_refused() -> None:
+    built = byte_fallback("plain")
+    built.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.BPEDecoder("</w>")])
+    with pytest.raises(UnsupportedError, match=r"its decoder has a part that is not known, .*BPEDecoder.*</w>"):
+        Vocabulary.of(PreTrainedTokenizerFast(tokenizer_object=built), 300, [0])
+
+
+@pytest.mark.parametrize("stops", [[-1], [3], [1_000_000, -5]])
+def test_stop_tokens_that_the_model_does_not_have_are_refused(stops: list[int]) -> None:
+    with pytest.raises(UnsupportedError, match=r"eos_token_id=\[.*\] has none of the model's 3 tokens.* from 0 to 2"):
+        Vocabulary([b"a", b"b", None], stops)
+    assert Vocabulary([b"a", b"b", None], [*stops, 2]).stops == (2,)
+    assert Vocabulary([b"a", b"b", None], []).stops == ()

@@ -427,6 +427,16 @@ def test_a_type_with_conditions_of_its_own_judges_the_finished_text(model, token
         (dict(grammar=3), GrammarError, "grammar=3 is no grammar"),
         (dict(grammar=["iso_date", "json"]), GrammarError, "a list of 2 for 1 prompts"),
         (dict(grammar="iso_date", eos_token_id=None), UnsupportedError, "needs a token that ends the text"),
+        (
+            dict(grammar="iso_date", eos_token_id=[-1]),
+            UnsupportedError,
+            r"needs a token.*eos_token_id=\[-1\] has none of",
+        ),
+        (
+            dict(grammar=decoders.regex("[0-9]*"), eos_token_id=[10**6]),
+            UnsupportedError,
+            "has none of the model's 288 tokens",
+        ),
         (dict(strategy="grammar"), UnsupportedError, "strategy 'grammar' needs grammar="),
         (dict(grammar=decoders.regex("a", backend="tabel")), UnknownNameError, "Did you mean 'table'"),
     ],
