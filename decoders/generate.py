@@ -11,9 +11,12 @@ from typing import Any
 from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 
 from .engine.engine import MemoryKey
-from .errors import UnsupportedError
+from .errors import SettingsError, UnsupportedError
+from .hf.arguments import refuse_arguments
 from .hf.calibration import Calibration, StrategyCost, calibrate_model
 from .hf.call import PreparedCall
+from .hf.copies import GETSTATE
+from .hf.options import Options
 from .hf.output import DecodersOutput
 from .hf.peft import base_of
 from .hf.warmup import Warmup, WarmupPart, warm
@@ -21,7 +24,8 @@ from .hf.wrapper import Generate
 from .strategy import Strategy
 
 __all__ = [
-    "Calibration", "DecodersOutput", "Generate", "PreparedCall", "StrategyCost", "Warmup", "WarmupPart", "calibrate", "disable",
+    "Calibration", "DecodersOutput", "Generate", "PreparedCall", "StrategyCost", "Warmup", "WarmupPart", "calibrate", "check_arguments",
+    "disable",
     "enable", "enabled", "forget", "memories", "release", "remember", "warmup",
 ]  # fmt: skip
 
@@ -49,7 +53,8 @@ def enable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = N
         if tokenizer is not None:
             present.tokenizer = tokenizer
         return model
-    vars(model)["generate"] = Generate(base, tokenizer, present, model if model is not base else None)
+    generate = Generate(base, tokenizer, present, model if model is not base else None)
+    vars(model).update({"generate": generate, GETSTATE: generate.state})
     return model
 
 
@@ -58,6 +63,22 @@ def enabled(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = 
     enable(model, tokenizer)
     present: Generate = vars(model)["generate"]
     return present
+
+
+def check_arguments(model: PreTrainedModel, arguments: Mapping[str, Any]) -> None:
+    """Raises what is wrong with `arguments` of ``generate`` that calls to come have in common; the prompt may be missing.
+
+    Args:
+        model: an enabled one.
+
+    Raises:
+        SettingsError: a value of the wrong kind, or no strategy. UnknownNameError: a name that nothing is registered under.
+        UnsupportedError: an argument that the loop cannot honour.
+    """
+    options = Options.read(arguments, base_of(model).generation_config)
+    if options is None:
+        raise SettingsError('a strategy is needed: pass strategy="autoregressive", or another one')
+    refuse_arguments(options.configs, options.arguments)
 
 
 def disable(model: PreTrainedModel) -> PreTrainedModel:
@@ -71,6 +92,7 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     present = _present(model, "disable")
     if present is not None:
         present.release()
+        vars(model).pop(GETSTATE, None)
         if present.previous is None:
             del vars(model)["generate"]
         else:

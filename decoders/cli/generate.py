@@ -13,7 +13,7 @@ from ..errors import SettingsError
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from transformers import BatchEncoding, PreTrainedTokenizerBase
+    from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
     from ..report import GrammarUse, Report, Stage
 
@@ -66,7 +66,8 @@ def generate(
     output: Annotated[
         Path | None,
         typer.Option(
-            dir_okay=False, help="Where completions go, a JSON line each; a run that was killed goes on with it."
+            dir_okay=False,
+            help="Where completions go, a JSON line each; the next run goes on with it, and tries again what failed.",
         ),
     ] = None,
     rows: Annotated[int, typer.Option(min=1, help="With --input: most prompts that are decoded at a time.")] = 8,
@@ -82,7 +83,7 @@ def generate(
 
     from ..settings import parse_assignments
     from . import models
-    from .many import check_files, complete_file
+    from .many import Task, check_files, complete_file
 
     # Mistakes are reported before minutes go into loading a model.
     many = check_files(input, output, prompt, prompt_file)
@@ -95,22 +96,34 @@ def generate(
         arguments["grammar"] = grammar_or_file(grammar)
     needs_draft = models.needs_assistant(strategy, arguments["strategy_config"])
     console = Console(stderr=True, quiet=as_json)
-    with console.status(f"loading {model}"):
-        import decoders
 
-        loaded, tokenizer = models.load(model, dtype)
-        draft = models.load_assistant(assistant, model, dtype, needs_draft)
-        decoders.enable(loaded, tokenizer=tokenizer)
-    if draft is not None:
-        arguments["assistant_model"] = draft
-    if assistant_tokenizer is not None:
-        arguments["assistant_tokenizer"] = models.load_other_tokenizer(assistant_tokenizer)
-    if not compile:  # left out otherwise, so that environment and file still count
-        arguments["decoders_config"] = {"compile": False}
+    def load() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        with console.status(f"loading {model}"):
+            import decoders
+
+            loaded, tokenizer = models.load(model, dtype)
+            draft = models.load_assistant(assistant, model, dtype, needs_draft)
+            decoders.enable(loaded, tokenizer=tokenizer)
+        if draft is not None:
+            arguments["assistant_model"] = draft
+        if assistant_tokenizer is not None:
+            arguments["assistant_tokenizer"] = models.load_other_tokenizer(assistant_tokenizer)
+        if not compile:  # left out otherwise, so that environment and file still count
+            arguments["decoders_config"] = {"compile": False}
+        return loaded, tokenizer
+
     if input is not None and output is not None:
-        arguments |= {"strategy": strategy, "max_new_tokens": max_new_tokens}
-        complete_file(loaded, tokenizer, input, output, rows, slots, ordered, chat, arguments, console, as_json)
+        from ..serving.outputs import OutputLines
+
+        with OutputLines(output) as out:
+            task = Task.of(input, out)
+            loaded, tokenizer = load()
+            arguments |= {"strategy": strategy, "max_new_tokens": max_new_tokens}
+            failed = complete_file(loaded, tokenizer, task, rows, slots, ordered, chat, arguments, console, as_json)
+        if failed:
+            raise typer.Exit(1)
         return
+    loaded, tokenizer = load()
     if stream and not as_json:
         from transformers import TextStreamer
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..errors import UnsupportedError
 from .core import StepOutput
 from .host_processors import Prefixes
 from .ranks import ALONE, Ranks
@@ -49,11 +50,13 @@ class Criteria:
         by_row: every criterion looks at one row and remembers none, so rows need not be level when they are asked.
         ends_rows: whether a row ends when it is told to. transformers writes such a row on until all have been told, unless a
             criterion has stop tokens.
+        names: the criteria as messages name them.
     """
 
     ask: Callable[[Tensor, tuple[Tensor, ...] | None], Tensor]
     by_row: bool = False
     ends_rows: bool = True
+    names: tuple[str, ...] = ()
 
 
 class CriteriaRun:
@@ -70,7 +73,7 @@ class CriteriaRun:
     ) -> None:
         self.criteria, self.prefixes, self.scores, self.ranks = criteria, prefixes, scores, ranks
         self.batch = len(prefixes.generated)
-        self.told: set[int] = set()
+        self.told = torch.zeros((), dtype=torch.bool)
 
     def apply(self, outcome: Outcome, out: StepOutput, rows: Rows, finished: list[bool]) -> None:
         """Cuts what a step has written where a criterion says stop; `outcome`, `out` and `rows` are changed alike."""
@@ -111,17 +114,32 @@ class CriteriaRun:
             count += 1
             extra = {row: tuple(outcome.new[row][: written[row]]) for row in active}
             ids = torch.cat([self.prefixes.of(row, done + count, extra.get(row, ())) for row in range(self.batch)])
-            told = self.criteria.ask(ids, self._scores(out, active, done + count)).expand(self.batch).tolist()
-            self.told |= {row for row in active if told[row]}
+            self.told = self.told | self._ask(ids, self._scores(out, active, done + count))
             if self.criteria.ends_rows:
-                for row in self.told & set(active):
-                    if ended.get(row, last) >= count:
+                told = self.told.tolist()
+                for row in active:
+                    if told[row] and ended.get(row, last) >= count:
                         ended[row] = written[row] = count
-            elif len(self.told) == self.batch:
+            elif self.told.all():
                 ended = dict.fromkeys(active, count)
             if all(ended.get(row, last + 1) <= count for row in active):
                 break
         return {row: (min(ended.get(row, count), count), ended.get(row, count + 1) <= count) for row in active}
+
+    def _ask(self, ids: Tensor, scores: tuple[Tensor, ...] | None) -> Tensor:
+        """Which rows are told to stop, ``[B]`` bool.
+
+        Where rows end together it may be ``[B, B]``, which transformers makes of a criterion that returns ``[B, 1]``: it asks
+        whether all of it was true at some time.
+        """
+        told = self.criteria.ask(ids, scores).bool().cpu()
+        rows = self.batch
+        if told.shape == (rows,) or (told.shape == (rows, rows) and not self.criteria.ends_rows):
+            return told
+        raise UnsupportedError(
+            f"stopping_criteria ({', '.join(self.criteria.names)}) made {list(told.shape)} of {rows} rows: each criterion "
+            "must return a bool for every row, a tensor [rows]"
+        )
 
     def _scores(self, out: StepOutput, active: list[int], count: int) -> tuple[Tensor, ...] | None:
         """``[B, V]`` per new token, zeros for rows that have ended."""

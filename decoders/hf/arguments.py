@@ -45,6 +45,9 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "custom_generate": (lambda v: v is not None, "choose either strategy= or custom_generate="),
     "synced_gpus": (lambda v: bool(v), "sharded models cannot be decoded in one loop"),
     "token_healing": (lambda v: bool(v), "it rewrites the prompt; heal it before the call"),
+    "adapter_names": (
+        lambda v: v is not None,
+        "one adapter serves all rows here: model.set_adapter(name) and a call for each adapter, or drop strategy="),
     "position_ids": (lambda v: v is not None, "positions are those of the tokens; drop strategy="),
     "negative_prompt_ids": (lambda v: v is not None, "classifier-free guidance is not supported; drop strategy="),
     "negative_prompt_attention_mask": (

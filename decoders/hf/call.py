@@ -22,16 +22,16 @@ from ..costs.store import default_folder
 from ..engine.engine import Engine
 from ..engine.fixed_batch import decode
 from ..engine.request import Decoded, Request
-from ..errors import UnsupportedError
+from ..errors import SettingsError, UnsupportedError
 from ..registry.registry import registry
 from ..registry.resolve import resolve_strategy
 from .arguments import HINTS, TRANSLATED, first_of, resolve_seed
 from .assistants import Assistants
 from .grammars import Grammars
-from .inputs import check_lengths, unpad
+from .inputs import check_lengths, check_pad_token, unpad
 from .options import Options
 from .output import DecodersOutput, assemble
-from .prepared import host_criteria, max_length, plan_sampling, stop_tokens_of
+from .prepared import host_criteria, max_length, pads_ended_rows, plan_sampling, stop_tokens_of
 from .streaming import StreamAligner
 
 
@@ -116,8 +116,11 @@ class GenerateCall:
         """The user's criteria plus stop strings (transformers loses the tokenizer on the way to a custom loop)."""
         arguments = self.options.arguments
         criteria = StoppingCriteriaList(arguments.get("stopping_criteria") or [])
-        strings = arguments.get("stop_strings") or first_of(self.options.configs, "stop_strings")
-        if strings:
+        # As in transformers, an argument counts before any config, whatever its value.
+        strings = arguments.get("stop_strings", first_of(self.options.configs, "stop_strings"))
+        if strings is not None:
+            if not strings and not isinstance(strings, str):
+                raise SettingsError("stop_strings is empty: give at least one string, or leave it out")
             if self.tokenizer is None:
                 raise UnsupportedError("stop_strings needs a tokenizer: pass tokenizer= to enable() or generate()")
             criteria.append(StopStringCriteria(stop_strings=strings, tokenizer=self.tokenizer))
@@ -147,7 +150,10 @@ class GenerateCall:
         options, device = self.options, input_ids.device
         padded = input_ids.to(self.model.device)
         mask = model_kwargs.get("attention_mask")
-        prompts = unpad(padded, mask if mask is None else mask.to(self.model.device))
+        pad_token, given = pad_token_of(generation_config), options.arguments.get("attention_mask") is not None
+        prompts = unpad(
+            padded, mask if mask is None else mask.to(self.model.device), inferred_from=None if given else pad_token
+        )
         new_tokens = max_length(stopping_criteria, generation_config) - padded.shape[1]
         check_lengths(self.model, prompts, new_tokens)
         stop_tokens = stop_tokens_of(stopping_criteria)
@@ -155,10 +161,11 @@ class GenerateCall:
         if processors is not None and not options.verifier.coupled:
             raise UnsupportedError(
                 f"verifier={options.verifier.name!r} needs the distribution after every draft token at once, and a logits "
-                "processor of this call reads the text before it: take verifier='coupled'"
+                "processor of this call is asked about one token after the other: take verifier='coupled'"
             )
         streamer, assistant_tokenizer = map(options.arguments.get, ("streamer", "assistant_tokenizer"))
-        pad_token = pad_token_of(generation_config)
+        if len(prompts) > 1 and pads_ended_rows(stopping_criteria):
+            check_pad_token(self.model, pad_token)
         aligner = StreamAligner(streamer, len(prompts), pad_token) if streamer is not None else None
         engine = self.engine()
         grammars = Grammars.of(

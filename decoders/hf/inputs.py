@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..engine.layout import context_length
+from ..engine.layout import context_length, embeddings_of
 from ..errors import ContextLengthError, InputError, UnsupportedError
 
 #: What an embedding takes.
@@ -38,7 +38,7 @@ def check_inputs(model: PreTrainedModel, input_ids: Any, attention_mask: Any) ->
         raise ContextLengthError(
             f"input_ids are empty, {list(input_ids.shape)}: give every row at least one token (the BOS token, say)"
         )
-    vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[assignment]
+    vocabulary = embeddings_of(model)
     low, high = (int(value) for value in torch.aminmax(input_ids))
     if low < 0 or high >= vocabulary:
         row, place = ((input_ids < 0) | (input_ids >= vocabulary)).nonzero()[0].tolist()
@@ -67,8 +67,12 @@ def _kind(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def unpad(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tensor]:
+def unpad(input_ids: Tensor, attention_mask: Tensor | None, inferred_from: int | None = None) -> list[Tensor]:
     """Rows of ``[B, P]`` without their left padding.
+
+    Args:
+        attention_mask: ``[B, P]`` of zeros and ones.
+        inferred_from: the padding token by which transformers made the mask, None if the user gave it.
 
     Raises:
         ContextLengthError: a row is empty. UnsupportedError: a mask with holes or right padding.
@@ -76,7 +80,15 @@ def unpad(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tensor]:
     if attention_mask is None:
         return list(input_ids)
     mask = attention_mask.bool()
-    if (mask[:, 1:] < mask[:, :-1]).any():
+    holes = mask[:, 1:] < mask[:, :-1]
+    if holes.any() and inferred_from is not None:
+        row, place = holes.nonzero()[0].tolist()
+        raise UnsupportedError(
+            f"input_ids hold pad_token_id {inferred_from} behind other tokens (row {row}, place {place + 1}), and without an "
+            "attention_mask transformers takes it for padding: pass attention_mask=torch.ones_like(input_ids) if it is text, else "
+            "pad rows on the left (tokenizer.padding_side='left')"
+        )
+    if holes.any():
         raise UnsupportedError(
             "attention_mask has zeros after ones: rows must be padded on the left (tokenizer.padding_side='left')"
         )
@@ -84,12 +96,25 @@ def unpad(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tensor]:
 
 
 def check_lengths(model: PreTrainedModel, prompts: list[Tensor], new_tokens: int) -> None:
-    """Raises ContextLengthError if a prompt is empty or prompt and new tokens do not fit the model's positions."""
+    """Raises ContextLengthError if a prompt is empty or prompt and new tokens do not fit the model's positions.
+
+    The last new token needs no position: nothing comes after it.
+    """
     longest, context = max(len(p) for p in prompts), context_length(model)
     if min(len(p) for p in prompts) == 0:
         raise ContextLengthError("a prompt is empty: give every row at least one token (the BOS token, say)")
-    if longest + new_tokens > context:
+    if longest + max(new_tokens - 1, 0) > context:
         raise ContextLengthError(
             f"{longest} prompt tokens plus {new_tokens} new ones exceed the model's context of {context}: "
-            f"max_new_tokens can be {max(context - longest, 0)} at most"
+            f"max_new_tokens can be {max(context + 1 - longest, 0)} at most"
+        )
+
+
+def check_pad_token(model: PreTrainedModel, pad_token: int) -> None:
+    """Raises InputError if ended rows cannot be padded with `pad_token`, since the model cannot read it."""
+    vocabulary = embeddings_of(model)
+    if not 0 <= pad_token < vocabulary:
+        raise InputError(
+            f"pad_token_id {pad_token} is outside the model's vocabulary, 0 to {vocabulary - 1}, and rows that end before others "
+            "are padded with it: take a token of the model's, eos_token_id, say"
         )

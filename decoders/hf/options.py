@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
 from ..errors import SettingsError, UnsupportedError
 from ..registry.registry import registry
@@ -17,6 +17,7 @@ from ..settings import RuntimeSettings
 from ..strategy import Strategy
 from ..verifiers.verifier import Verifier
 from .arguments import HINTS, TRANSLATED, first_of, hints_of, loop_options, said_in, shown
+from .peft import is_peft
 
 #: Keywords of ``generate`` that are ours.
 OWN = ("strategy", "strategy_config", "decoders_config", "grammar", "verifier", "verifier_config", "seed", "generator")
@@ -106,6 +107,11 @@ class Options:
     def check(self) -> None:
         """Raises UnsupportedError where the strategy lacks what it needs, or is given what it does not use."""
         strategy, assistant = self.strategy, self.arguments.get("assistant_model")
+        if not isinstance(assistant, (PreTrainedModel, str, type(None))) and not is_peft(assistant):
+            raise SettingsError(
+                "assistant_model must be a causal language model of transformers, or the path of one as a string, not "
+                f"{shown(assistant)}"
+            )
         if assistant is None and strategy.needs_assistant:
             has_setting = "draft_model" in strategy.settings_class.model_fields
             setting = ", or draft_model in its settings" if has_setting else ""

@@ -23,11 +23,11 @@ class DecodersOutput(GenerateDecoderOnlyOutput):
 
 
 def assemble(input_ids: Tensor, decoded: Decoded, config: GenerationConfig) -> Tensor | DecodersOutput:
-    """The result in transformers' form: ``[B, P + longest]`` with finished rows padded, or an output object."""
+    """The result in transformers' form: ``[B, P + longest]`` int64 with finished rows padded, or an output object."""
     rows, longest = len(decoded.tokens), max(map(len, decoded.tokens))
-    new = torch.full((rows, longest), pad_token_of(config), dtype=input_ids.dtype)
+    new = torch.full((rows, longest), pad_token_of(config), dtype=torch.int64)
     for row, tokens in enumerate(decoded.tokens):
-        new[row, : len(tokens)] = torch.tensor(tokens, dtype=input_ids.dtype)
+        new[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
     sequences = torch.cat([input_ids, new.to(input_ids.device)], dim=1)
     if not config.return_dict_in_generate:
         return sequences

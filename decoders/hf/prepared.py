@@ -13,14 +13,17 @@ from ..engine.criteria import Criteria
 from ..engine.host_processors import Processors
 from ..sampling.processors import SamplingPlan
 
+#: Score of a token that an operation of the step takes out.
+REMOVED = float("-inf")
+
 
 def plan_sampling(
     processors: LogitsProcessorList, prompt_length: int, config: GenerationConfig, stop_tokens: tuple[int, ...]
 ) -> tuple[SamplingPlan, tuple[float, ...], Processors | None]:
     """Turns transformers' prepared processors into operations of the step, or keeps them all for the host.
 
-    Only exact types are recognised: a subclass may do anything. One processor that needs the prefix sends all to the
-    host, since their order matters.
+    Only exact types are recognised: a subclass may do anything. One that the plan cannot express, with a `filter_value` of its
+    own, say, sends all to the host, since their order matters.
     """
     p = logits_process
     known: dict[type, Callable[[Any], tuple[str, float]]] = {
@@ -40,7 +43,8 @@ def plan_sampling(
         return (
             type(x) in known
             and getattr(x, "min_tokens_to_keep", 1) == 1
-            and (stops is None or set(stops.tolist()) == set(stop_tokens))
+            and getattr(x, "filter_value", REMOVED) == REMOVED
+            and (stops is None or set(stops.flatten().tolist()) == set(stop_tokens))
             and getattr(x, "prompt_length_to_skip", prompt_length) == prompt_length
         )
 
@@ -58,7 +62,9 @@ def max_length(criteria: StoppingCriteriaList, config: GenerationConfig) -> int:
 
 
 def stop_tokens_of(criteria: StoppingCriteriaList) -> tuple[int, ...]:
-    tokens = [t for c in criteria if type(c) is stopping_criteria.EosTokenCriteria for t in c.eos_token_id.tolist()]
+    tokens = [
+        t for c in criteria if type(c) is stopping_criteria.EosTokenCriteria for t in c.eos_token_id.flatten().tolist()
+    ]
     return tuple(dict.fromkeys(tokens))
 
 
@@ -74,6 +80,10 @@ def host_criteria(criteria: StoppingCriteriaList) -> Criteria | None:
     if not on_host:
         return None
     by_row = all(type(c) in _BY_ROW for c in on_host)
-    # transformers' own test: rows that were told to stop are padded if any criterion has such an attribute.
-    ends_rows = any(hasattr(c, "eos_token_id") for c in criteria)
-    return Criteria(cast(Callable[..., Tensor], on_host), by_row, ends_rows)
+    names = tuple(type(c).__name__ for c in on_host)
+    return Criteria(cast(Callable[..., Tensor], on_host), by_row, pads_ended_rows(criteria), names)
+
+
+def pads_ended_rows(criteria: StoppingCriteriaList) -> bool:
+    """Whether a row that was told to stop is padded while others go on: transformers' own test."""
+    return any(hasattr(c, "eos_token_id") for c in criteria)

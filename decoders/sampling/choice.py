@@ -17,6 +17,7 @@ from .processors import (
     Masks,
     SamplingInputs,
     SamplingPlan,
+    at_temperature,
     gumbel_noise,
     noise_keys,
     noise_of,
@@ -175,7 +176,7 @@ def _left(legal: Tensor, names: Sequence[str], values: Tensor, at_least: int) ->
     """What the operations `names` leave of the scores `legal` ``[B, N, V]``. values: ``[K]``, or ``[B, K]``, those of each row."""
     if all(name == "temperature" for name in names):
         for value in values.unbind(-1):
-            legal = legal.float() / value.view(-1, 1, 1)
+            legal = at_temperature(legal.float(), value.view(-1, 1, 1))
         return Candidates.whole(legal)
     if values.dim() > 1:
         return _by_row(legal, names, values, at_least)

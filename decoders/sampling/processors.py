@@ -129,8 +129,18 @@ def noise_keys(keys: Tensor, positions: Tensor) -> Tensor:
     return mix64(keys[:, None] + positions * GOLDEN)
 
 
+#: Scores up to 2^17 stay finite when they are divided by it. At temperatures below, the best token is all that is left, and where
+#: transformers divides by them it has infinities to draw from, and raises.
+LEAST_TEMPERATURE = 2.0**-111
+
+
+def at_temperature(scores: Tensor, value: Tensor) -> Tensor:
+    """float32 `scores` divided by a temperature, which is :data:`LEAST_TEMPERATURE` or more, or is taken for that."""
+    return scores / value.clamp(min=LEAST_TEMPERATURE)
+
+
 def _temperature(scores: Tensor, value: Tensor, **_: Tensor) -> Tensor:
-    return scores / value
+    return at_temperature(scores, value)
 
 
 def _top_k(scores: Tensor, value: Tensor, **_: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .processors import OPERATIONS
+from .processors import OPERATIONS, at_temperature
 
 #: How many of the largest are looked at first: mostly enough.
 FIRST = 64
@@ -124,7 +124,7 @@ def select(scores: Tensor, operations: Operations, at_least: int) -> Selection:
         selection = _WHOLE[name](_scaled(scores, scale), value, at_least)
     for name, value in operations[first + 1 :]:
         if name == "temperature":
-            selection = replace(selection, scores=selection.scores / value)
+            selection = replace(selection, scores=at_temperature(selection.scores, value))
             continue
         unsettled = ~selection.settled
         selection = _AMONG[name](selection, value)
@@ -148,7 +148,7 @@ def by_reference(scores: Tensor, operations: Operations, at_least: int) -> Selec
 def _scaled(scores: Tensor, scale: list[Tensor]) -> Tensor:
     scores = scores.float()
     for value in scale:
-        scores = scores / value
+        scores = at_temperature(scores, value)
     return scores
 
 

@@ -27,6 +27,7 @@ from .service import Service
 from .streaming import EventStream, settled
 
 B = TypeVar("B", bound=Body)
+_READ = ["GET", "HEAD"]
 _ROUTES = ("/", "/health", "/metrics", "/v1/chat/completions", "/v1/completions", "/v1/models")
 
 
@@ -46,7 +47,7 @@ def make_app(service: Service, key: str | None = None, hosts: Collection[str] | 
     app = FastAPI(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
     page, policy = _page()
 
-    @app.get("/")
+    @app.api_route("/", methods=_READ)
     async def index() -> Response:
         headers = {
             "Content-Security-Policy": policy,
@@ -55,22 +56,22 @@ def make_app(service: Service, key: str | None = None, hosts: Collection[str] | 
         }
         return Response(page, media_type="text/html; charset=utf-8", headers=headers)
 
-    @app.get("/health")
+    @app.api_route("/health", methods=_READ)
     async def health() -> Response:
         state = "stopping" if service.draining else "ok"
         counts = {"waiting": service.pool.waiting, "running": service.pool.running}
         return JSONResponse({"status": state, "model": service.name, **counts}, 503 if service.draining else 200)
 
-    @app.get("/metrics")
+    @app.api_route("/metrics", methods=_READ)
     async def metrics() -> Response:
         content = await _in_thread(service, service.metrics.text)
         return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.get("/v1/models")
+    @app.api_route("/v1/models", methods=_READ)
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [_card(service)]}
 
-    @app.get("/v1/models/{name:path}")
+    @app.api_route("/v1/models/{name:path}", methods=_READ)
     async def model(name: str) -> Response:
         try:
             service.check_name(name)
@@ -110,7 +111,10 @@ async def _answered(
     def begin(content: bytes) -> Answer:
         body = parsed(kind, content)
         service.check(body)
-        return start(service, body)
+        try:
+            return start(service, body)
+        except RecursionError as error:
+            raise Refusal(400, "something in the body is nested too deeply", code="invalid_value") from error
 
     def told(error: BaseException | None) -> Refusal | None:
         if error is not None:

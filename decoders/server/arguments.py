@@ -12,13 +12,17 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
+#: Temperatures below are greedy: what is drawn there is the likeliest token, and float32 has no room for much smaller ones.
+LEAST_TEMPERATURE = 1e-5
+
+
 def sampling(body: Body, model: PreTrainedModel) -> dict[str, Any]:
     """Arguments of ``generate``. A body that says nothing of sampling gets what the model's generation config says."""
     given = [value for value in (body.temperature, body.top_p, body.top_k, body.min_p) if value is not None]
     more = {"repetition_penalty": body.repetition_penalty} if body.repetition_penalty not in (None, 1) else {}
     if not given:
         return more
-    if body.temperature == 0:
+    if body.temperature is not None and body.temperature < LEAST_TEMPERATURE:
         return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None, "min_p": None, **more}
     own: GenerationConfig = model.generation_config
 

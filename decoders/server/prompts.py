@@ -193,12 +193,14 @@ def _call_of(call: dict[str, Any], place: int, number: int) -> dict[str, Any]:
         assert isinstance(function, dict)
         arguments = function.get("arguments") or "{}"
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        # Templates write them again: nothing that UTF-8 or JSON do not have.
+        json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
         return {
             "id": call.get("id"),
             "type": "function",
             "function": {"name": str(function["name"]), "arguments": arguments},
         }
-    except (AssertionError, KeyError, ValueError) as error:
+    except (AssertionError, KeyError, ValueError, RecursionError) as error:
         param = f"messages.{place}.tool_calls.{number}"
         message = f'{param}: {{"function": {{"name": …, "arguments": "{{JSON}}"}}}} is needed'
         raise Refusal(400, message, param=param, code="invalid_value") from error

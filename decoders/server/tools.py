@@ -109,12 +109,12 @@ class Calling:
                 break
             try:
                 value, place = json.JSONDecoder().raw_decode(text, place)
-            except ValueError:
+                name = value.get("name") if isinstance(value, dict) else None
+                if not isinstance(name, str) or name not in names:
+                    break
+                calls.append(_call(name, value.get(self.style.arguments, {})))
+            except (ValueError, RecursionError):  # whatever a model may write where nothing constrains it
                 break
-            name = value.get("name") if isinstance(value, dict) else None
-            if name not in names:
-                break
-            calls.append(_call(str(name), value.get(self.style.arguments, {})))
             if not prefix:
                 break
         return (text[:begin].rstrip(), calls) if calls else (text, [])
@@ -143,10 +143,16 @@ def _moved(value: Any, root: str) -> Any:
 
 
 def _call(name: str, arguments: Any) -> dict[str, Any]:
+    """Raises ValueError for numbers that are none of JSON's."""
+    try:
+        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        written.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which can be sent escaped only
+        written = json.dumps(arguments, allow_nan=False)
     return {
         "id": f"call_{secrets.token_hex(12)}",
         "type": "function",
-        "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)},
+        "function": {"name": name, "arguments": written},
     }
 
 

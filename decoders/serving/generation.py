@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
     from ..engine.request_output import RequestOutput, TokenLogprobs
     from ..generate import PreparedCall
+
+
+log = logging.getLogger("decoders")
 
 
 class Generation:
@@ -82,14 +86,20 @@ class Generation:
         return self._done
 
     def add_done_callback(self, function: Callable[[Generation], None]) -> None:
-        """Calls `function` with this generation once it is done, in the thread that decodes: it must be quick and not raise."""
+        """Calls `function` with this generation once it is done, in the thread that decodes: it must be quick.
+
+        What it raises is logged by the logger ``decoders``, and nothing else: other requests go on.
+        """
 
         def listener() -> None:
             with self._changed:
                 due = self._done and not called
                 called.extend([True] * due)
             if due:
-                function(self)
+                try:
+                    function(self)
+                except Exception:
+                    log.exception("decoders: a callback of a request raised (add_done_callback(%r))", function)
 
         called: list[bool] = []
         self._listen(listener)

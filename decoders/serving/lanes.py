@@ -51,11 +51,16 @@ class Lanes:
 
     def sweep(self, now: float) -> None:
         """Ends requests that were cancelled or whose time is over."""
-        for lane, generations in self._active.items():
+        for lane, generations in list(self._active.items()):
             for generation in [g for g in generations if is_over(g, now)]:
                 assert generation.member is not None
                 generations.remove(generation)
-                lane.remove(generation.member)
+                try:
+                    lane.remove(generation.member)
+                except Exception as error:  # the lane cannot go on; other lanes can
+                    self._fail(lane, generations, error)
+                    generation._end(reason(generation))
+                    break
                 generation._end(reason(generation))
 
     def advance(self) -> int:
@@ -70,10 +75,7 @@ class Lanes:
             error.add_note(
                 f"decoders: {lane.call.culprit}, {lane.call.where}; {len(generations)} requests shared the step"
             )
-            del self._active[lane]
-            lane.close(error)
-            for generation in generations:
-                generation._end(error)
+            self._fail(lane, generations, error)
             return False
         for generation in list(generations):
             member = generation.member
@@ -84,6 +86,13 @@ class Lanes:
             else:
                 generation._show()
         return True
+
+    def _fail(self, lane: Lane, generations: list[Generation], error: Exception) -> None:
+        """Gives a lane up, and the requests in it."""
+        del self._active[lane]
+        lane.close(error)
+        for generation in generations:
+            generation._end(error)
 
     def close_idle(self) -> None:
         """Closes lanes that nobody uses, all but the last few."""

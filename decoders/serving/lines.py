@@ -1,118 +1,121 @@
-"""Prompts and completions in files of one JSON object per line, written so that a run that was killed goes on where it stood."""
+"""Prompts in files of one JSON object per line, or of plain lines."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
-from ..errors import SettingsError
+from ..errors import SettingsError, shortened
 
 
-def input_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a file that are not empty, numbered from 0.
+@dataclass(frozen=True)
+class InputLine:
+    """A line that is not empty.
+
+    Attributes:
+        path: the file.
+        number: from 0, among the lines that are not empty.
+        line: from 1, among all lines.
+        text: without the line's end; bytes that are no UTF-8 as half surrogates.
+    """
+
+    path: Path
+    number: int
+    line: int
+    text: str
+
+    @property
+    def mark(self) -> str:
+        """Tells one prompt from another, in few characters."""
+        return hashlib.sha256(self.text.encode(errors="surrogateescape")).hexdigest()[:12]
+
+    @property
+    def place(self) -> str:
+        """For messages."""
+        return f"{self.path}, line {self.line}"
+
+
+def is_json(path: Path) -> bool:
+    """Whether its lines are JSON, by its name."""
+    return path.suffix in (".jsonl", ".json", ".ndjson")
+
+
+def input_lines(path: Path) -> Iterator[InputLine]:
+    """The lines of a file that are not empty. A byte order mark is not part of them.
 
     Raises:
-        SettingsError: it cannot be read.
+        SettingsError: it cannot be read, or its first line shows that it holds something else.
     """
+    whole = "" if is_json(path) else "\r\n"  # blanks around JSON mean nothing, around a prompt they do
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open("rb") as file:
             number = 0
-            for line in file:
-                if line.strip():
-                    yield number, line.strip()
-                    number += 1
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path} cannot be read: {error}") from error
+            for line, content in enumerate(file, 1):
+                text = content.decode("utf-8-sig" if line == 1 else "utf-8", errors="surrogateescape")
+                if not text.strip():
+                    continue
+                item = InputLine(path, number, line, text.rstrip(whole) if whole else text.strip())
+                if not number:
+                    _check_first(item)
+                yield item
+                number += 1
+    except OSError as error:
+        raise SettingsError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def parsed(path: Path, number: int, line: str) -> dict[str, Any]:
+def _check_first(line: InputLine) -> None:
+    text = _text(line)
+    if is_json(line.path) and not isinstance(_loaded(line, text), dict | str):
+        raise SettingsError(
+            f"{line.place}: {shortened(text)!r} is no prompt, and the first line: each line has to be an object like "
+            '{"prompt": "…"}, or a string. Prompts in plain lines go into a .txt file'
+        )
+
+
+def parsed(line: InputLine) -> dict[str, Any]:
     """What a line asks for: an object with ``prompt``, ``text`` or ``messages``, and arguments; in a .txt file, a prompt.
 
     Raises:
         SettingsError: neither.
     """
-    if path.suffix not in (".jsonl", ".json", ".ndjson"):
-        return {"prompt": line}
-    try:
-        item = json.loads(line)
-    except ValueError as error:
-        raise SettingsError(f"{path}, prompt {number + 1}: no JSON: {error}") from error
+    text = _text(line)
+    if not is_json(line.path):
+        return {"prompt": text}
+    item = _loaded(line, text)
     item = {"prompt": item} if isinstance(item, str) else item
     if not isinstance(item, dict) or not {"prompt", "text", "messages"} & item.keys():
         raise SettingsError(
-            f'{path}, prompt {number + 1}: write {{"prompt": "…"}} or {{"messages": […]}}, with arguments of generate beside it'
+            f'{line.place}: write {{"prompt": "…"}} or {{"messages": […]}}, with arguments of generate beside it'
         )
     if "prompt" not in item and "text" in item:
         item["prompt"] = item.pop("text")
+    if isinstance(prompt := item.get("prompt"), str):
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise SettingsError(f"{line.place}: the prompt holds half of a surrogate pair: {error.reason}") from error
     return item
 
 
-def mark(line: str) -> str:
-    """Tells one prompt from another, in few characters."""
-    return hashlib.sha256(line.encode()).hexdigest()[:12]
+def _text(line: InputLine) -> str:
+    try:
+        return line.text.encode(errors="surrogateescape").decode()
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"{line.place}: no UTF-8 text: {error.reason} at byte {error.start}") from error
 
 
-class OutputLines:
-    """A file of completions that grows line by line. What is in it already is not written again.
+def _loaded(line: InputLine, text: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=_no_json)
+    except RecursionError as error:
+        raise SettingsError(f"{line.place}: nested too deeply") from error
+    except ValueError as error:
+        raise SettingsError(f"{line.place}: no JSON: {error}") from error
 
-    Every line holds ``index`` and ``input``, the number and the mark of the prompt. A line that was cut off is written anew.
 
-    Attributes:
-        done: mark of every prompt that the file holds, by number.
-
-    Raises:
-        SettingsError: the file holds something else.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.done: dict[int, str] = {}
-        whole = 0
-        if path.exists():
-            with path.open("rb") as file:
-                for line in file:
-                    if not line.endswith(b"\n"):
-                        break  # killed while it was written
-                    self._note(line)
-                    whole += len(line)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab")
-        self._file.truncate(whole)
-
-    def _note(self, line: bytes) -> None:
-        try:
-            item = json.loads(line)
-            self.done[int(item["index"])] = str(item["input"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise SettingsError(
-                f"{self.path} holds a line that is no completion ({error!r}): name another --output, or move it away"
-            ) from error
-
-    def check(self, number: int, line: str) -> bool:
-        """Whether the prompt is done already.
-
-        Raises:
-            SettingsError: another prompt with this number is.
-        """
-        if number not in self.done:
-            return False
-        if self.done[number] != mark(line):
-            raise SettingsError(
-                f"{self.path} was written from another input (prompt {number + 1} differs): name another --output, or move it away"
-            )
-        return True
-
-    def write(self, item: dict[str, Any]) -> None:
-        """Appends a line; once this returns, a kill of the process does not lose it."""
-        self._file.write(json.dumps(item, ensure_ascii=False).encode() + b"\n")
-        self._file.flush()
-
-    def __enter__(self) -> OutputLines:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._file.close()
+def _no_json(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is none of its numbers")

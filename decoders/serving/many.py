@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Literal
@@ -12,14 +12,16 @@ from typing import Any, Literal
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..errors import SettingsError
+from ..errors import InputError, SettingsError
 from ..report import Report
 from ..strategy import Strategy
+from .arguments import check_count
 from .generation import Generation
 from .scheduler import Scheduler
 
-#: A prompt: text, token ids, or a mapping with a ``prompt`` and arguments of ``generate`` for it alone.
-Prompt = str | list[int] | Tensor | Mapping[str, Any]
+#: A prompt: text, token ids, or a mapping with a ``prompt`` and arguments of ``generate`` for it alone. An exception is the error
+#: of a prompt that could not be read.
+Prompt = str | list[int] | Tensor | Mapping[str, Any] | Exception
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ def generate_many(
     ordered: bool = True,
     errors: Literal["raise", "keep"] = "raise",
     **arguments: Any,
-) -> Iterator[Completion]:
+) -> Generator[Completion, None, None]:
     """Decodes `prompts` with in-flight batching: a row that ends makes room for the next prompt at once.
 
     Prompts are taken from the iterable as there is room for them, and completions are given as they come, so that a million
@@ -63,7 +65,8 @@ def generate_many(
 
     Args:
         model, tokenizer, strategy, strategy_config, rows, slots: as of :class:`decoders.Scheduler`.
-        prompts: text, token ids, or mappings with a ``prompt`` and arguments of ``generate`` for it alone.
+        prompts: text, token ids, or mappings with a ``prompt`` and arguments of ``generate`` for it alone. An exception stands for
+            a prompt that could not be read: it is that prompt's error.
         ordered: give completions in the order of the prompts; otherwise as they end. In order, one that takes very long
             holds the next ones up once 16 times `rows` wait behind it.
         errors: raise the first error, or keep it in its completion and go on.
@@ -74,6 +77,7 @@ def generate_many(
     """
     if errors not in ("raise", "keep"):
         raise SettingsError(f"errors must be 'raise' or 'keep', not {errors!r}")
+    check_count("rows", rows)
     return _completions(
         model, iter(prompts), tokenizer, dict(strategy=strategy, strategy_config=strategy_config, rows=rows, slots=slots),
         ordered, errors == "raise", arguments,
@@ -83,7 +87,7 @@ def generate_many(
 def _completions(
     model: PreTrainedModel, prompts: Iterator[Prompt], tokenizer: PreTrainedTokenizerBase | None, options: dict[str, Any],
     ordered: bool, raises: bool, arguments: dict[str, Any],
-) -> Iterator[Completion]:  # fmt: skip
+) -> Generator[Completion, None, None]:  # fmt: skip
     rows = options["rows"]
     ended: queue.SimpleQueue[_Request] = queue.SimpleQueue()
     with Scheduler(model, tokenizer=tokenizer, queue=18 * rows, **options, **arguments) as scheduler:
@@ -122,7 +126,13 @@ class _Request:
 
     def submit(self, scheduler: Scheduler, ended: queue.SimpleQueue[_Request]) -> None:
         try:
+            if isinstance(self.prompt, Exception):
+                raise self.prompt
             own = dict(self.prompt) if isinstance(self.prompt, Mapping) else {"prompt": self.prompt}
+            if "prompt" not in own:
+                raise InputError(
+                    f"a mapping that stands for a prompt needs the key 'prompt', and has {sorted(map(str, own))}"
+                )
             self.generation = scheduler.submit(own.pop("prompt"), **own)
         except Exception as error:
             self.error = error

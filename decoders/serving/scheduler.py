@@ -19,16 +19,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..engine.openmp import release_threads
 from ..engine.ranks import Ranks
-from ..errors import (
-    CancelledError,
-    ContextLengthError,
-    InputError,
-    QueueFull,
-    SettingsError,
-    UnsupportedError,
-)
-from ..generate import PreparedCall, enabled
+from ..errors import CancelledError, ContextLengthError, QueueFull, UnsupportedError
+from ..generate import PreparedCall, check_arguments, enabled
 from ..strategy import Strategy
+from .arguments import check_count, check_pause, check_turn, own_arguments, prompt_ids
 from .generation import Generation
 from .lanes import Lanes, is_over, reason
 
@@ -58,7 +52,8 @@ class Scheduler:
         defaults: arguments of ``generate`` for requests that do not say otherwise.
 
     Raises:
-        SettingsError: a size below one. UnsupportedError: a model that cannot be decoded.
+        SettingsError: a size below one, or a setting that no request can have. UnknownNameError: no strategy of the name.
+        UnsupportedError: a model that cannot be decoded, or an argument that is none of ``generate``.
     """
 
     def __init__(
@@ -75,11 +70,12 @@ class Scheduler:
         **defaults: Any,
     ) -> None:
         for name, value in (("rows", rows), ("slots", slots), ("queue", queue)):
-            if not isinstance(value, int) or value < 1:
-                raise SettingsError(f"{name} must be a whole number from 1 up, not {value!r}")
-        if longest_pause <= 0:
-            raise SettingsError(f"longest_pause must be more than 0 seconds, not {longest_pause!r}")
+            check_count(name, value)
+        check_pause(longest_pause)
         self._generate = enabled(model, tokenizer)
+        self._defaults = own_arguments(defaults)
+        self._strategy: dict[str, Any] = {"strategy": strategy, "strategy_config": strategy_config}
+        check_arguments(model, self._defaults | self._strategy)
         if (ranks := Ranks.of(model)).several:
             raise UnsupportedError(
                 f"{ranks.size} processes share this model, and a request that reaches one of them is unknown to the others: call "
@@ -87,8 +83,6 @@ class Scheduler:
                 "model (plugins/decoders-ray)"
             )
         self.rows, self.slots, self.queue, self.longest_pause = rows, slots, queue, longest_pause
-        self._defaults = dict(defaults)
-        self._strategy: dict[str, Any] = {"strategy": strategy, "strategy_config": strategy_config}
         self._changed = threading.Condition()
         self._waiting: list[tuple[int, int, Generation]] = []  # a heap: the least is next
         self._serial = itertools.count()
@@ -118,18 +112,20 @@ class Scheduler:
 
         Raises:
             QueueFull: as many requests wait as may. CancelledError: it is closed. ContextLengthError: more tokens than `slots`.
-            Whatever ``generate`` raises for the arguments.
+            SettingsError, InputError: a value of the wrong kind. Whatever ``generate`` raises for the arguments.
         """
+        check_turn(priority, deadline)
+        if top_logprobs is not None:
+            check_count("top_logprobs", top_logprobs, least=0)
         if not wait:
             self._check_room()
-        text = isinstance(prompt, str)
-        call = self._prepared(self._ids(prompt), arguments)
+        tokenizer = arguments.get("tokenizer") or self._generate.tokenizer
+        ids = prompt_ids(prompt, tokenizer).to(self._generate.model.device)
+        call = self._prepared(ids, own_arguments(arguments))
         if top_logprobs is not None:
-            if not isinstance(top_logprobs, int) or top_logprobs < 0:
-                raise SettingsError(f"top_logprobs must be a whole number from 0 up, not {top_logprobs!r}")
             call = replace(call, request=replace(call.request, top_logprobs=top_logprobs))
-        tokenizer = (arguments.get("tokenizer") or self._generate.tokenizer) if text else None
-        generation = Generation(call, tokenizer, priority, deadline, self._cancel)
+        text_of = tokenizer if isinstance(prompt, str) else None
+        generation = Generation(call, text_of, priority, deadline, self._cancel)
         release_threads()  # loading, packing, other calls: from here on the scheduler's thread decodes
         with self._changed:
             while wait and len(self._waiting) >= self.queue and not self._closing:
@@ -181,25 +177,11 @@ class Scheduler:
                 "or submit(…, wait=True)"
             )
 
-    def _ids(self, prompt: str | list[int] | Tensor) -> Tensor:
-        """``[1, P]`` int64."""
-        if isinstance(prompt, str):
-            tokenizer = self._generate.tokenizer
-            if tokenizer is None:
-                raise UnsupportedError("a prompt that is text needs a tokenizer: pass tokenizer= to the Scheduler")
-            ids = tokenizer(prompt, return_tensors="pt").input_ids
-        else:
-            ids = torch.as_tensor(prompt)
-        ids = ids if ids.dim() == 2 else ids[None]
-        if ids.dim() != 2 or len(ids) != 1:
-            raise InputError(
-                f"a prompt is text, or token ids [P] or [1, P], not {list(ids.shape)}: submit several one by one"
-            )
-        return ids.to(self._generate.model.device)
-
-    def _prepared(self, ids: Tensor, arguments: Mapping[str, Any]) -> PreparedCall:
-        strategy = {} if arguments.get("strategy") is not None else self._strategy
-        everything = self._defaults | strategy | dict(arguments)
+    def _prepared(self, ids: Tensor, arguments: dict[str, Any]) -> PreparedCall:
+        if arguments.get("strategy", self) is None:
+            del arguments["strategy"]
+        strategy = {} if "strategy" in arguments else self._strategy
+        everything = self._defaults | strategy | arguments
         call = self._generate.prepared(input_ids=ids, attention_mask=torch.ones_like(ids), **everything)
         if len(call.request.prompts) != 1:
             raise UnsupportedError("num_return_sequences: submit the prompt several times, with a seed each")
@@ -275,10 +257,11 @@ class Scheduler:
                     return
                 generation = heapq.heappop(self._waiting)[2]
                 self._changed.notify_all()
-                if generation.cancelled:  # its cancel() did not find it any more
-                    generation._end(reason(generation))
-                    continue
-                self._admitting = generation
+                cancelled = generation.cancelled  # its cancel() did not find it any more
+                self._admitting = None if cancelled else generation
+            if cancelled:
+                generation._end(reason(generation))
+                continue
             try:
                 self._lanes.admit(generation)
             except Exception as error:
@@ -294,9 +277,11 @@ class Scheduler:
             left = self._all()
             self._waiting.clear()
             self._changed.notify_all()
-        self._lanes.close()
-        for generation in left:
-            generation._end(error or CancelledError("the scheduler was closed"))
+        try:
+            self._lanes.close()
+        finally:
+            for generation in left:
+                generation._end(error or CancelledError("the scheduler was closed"))
 
 
 def _work(reference: weakref.ref[Scheduler]) -> None:

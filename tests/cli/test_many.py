@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from decoders.cli import app
-from decoders.errors import DecodersError
+from decoders.serving.outputs import OutputLines
 
 
 def run(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, ["generate", "demo", "--no-compile", "-n", "6", *arguments])
-    if isinstance(result.exception, DecodersError):
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
-    return result.exit_code, result.stdout
+    return result.exit_code, result.stdout + result.stderr
 
 
 def test_a_file_of_prompts_is_completed_and_a_killed_run_goes_on(tmp_path: Path) -> None:
@@ -45,6 +48,71 @@ def test_prompts_that_fail_are_written_with_their_error(tmp_path: Path) -> None:
     items = [json.loads(line) for line in out.read_text().splitlines()]
     assert "text" in items[0]
     assert "ContextLengthError" in items[1]["error"]
+
+
+def test_what_failed_is_tried_again_and_counted_again(tmp_path: Path) -> None:
+    prompts, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    files = ["--input", str(prompts), "--output", str(out)]
+    prompts.write_text('{"prompt": "a", "max_new_tokens": 100000}\n{"prompt": "b"}\nno JSON\n')
+    assert run(*files)[0] == 1
+    first = out.read_bytes()
+    code, printed = run(*files)
+    assert code == 1 and out.read_bytes() == first
+    printed = " ".join(printed.split())
+    assert "0 of 3 prompts completed, 1 were before, 2 had failed and were tried again, 2 failed" in printed
+    prompts.write_text('{"prompt": "a", "max_new_tokens": 2}\n{"prompt": "b"}\n"c"\n')  # mended
+    code, printed = run(*files, "--json")
+    assert code == 0
+    figures = json.loads(printed)
+    assert [figures[name] for name in ("completed", "failed", "earlier", "retried")] == [2, 0, 1, 2]
+    items = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(i["index"], "text" in i) for i in items] == [(0, True), (1, True), (2, True)]
+    assert json.loads(first.splitlines()[1]) == items[1]
+
+
+def test_every_line_that_is_no_prompt_has_an_error_of_its_own(tmp_path: Path) -> None:
+    prompts, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [
+        '{"prompt": "a", "id": "\\ud800"}', "no JSON", "[1, 2]", '{"nothing": 1}', '{"messages": "x", "id": 4}',
+        '{"prompt": "a", "id": ' + "[" * 500 + "]" * 500 + "}", "[" * 5000, '{"prompt": "\\ud800"}', '"b"',
+    ]  # fmt: skip
+    prompts.write_text("\r\n\r\n".join(lines))
+    code, _ = run("--input", str(prompts), "--output", str(out), "-s", "autoregressive", "--rows", "2")
+    assert code == 1
+    items = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [i["index"] for i in items] == list(range(len(lines)))
+    assert items[0]["id"] == "\ud800" and items[4]["id"] == 4
+    assert [i["index"] for i in items if "text" in i and i["index"] != 5] == [0, 8]
+    assert "in.jsonl, line 3: no JSON" in items[1]["error"]
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_prompts_are_not_written_over(tmp_path: Path, link: bool) -> None:
+    prompts = tmp_path / "in.txt"
+    prompts.write_text("a prompt")
+    output = tmp_path / "link.jsonl" if link else prompts
+    if link:
+        output.symlink_to(prompts)
+    code, printed = run("--input", str(prompts), "--output", str(output))
+    assert code == 2 and "one file" in printed and prompts.read_text() == "a prompt"
+
+
+def test_a_disk_that_is_full_ends_the_run_with_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, out = tmp_path / "in.txt", tmp_path / "out.jsonl"
+    prompts.write_text("a\nb\nc\n")
+    write = OutputLines.write
+
+    def fails(self: OutputLines, item: dict[str, Any]) -> None:
+        if item["index"] == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(self, item)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OutputLines, "write", fails)
+        code, printed = run("--input", str(prompts), "--output", str(out))
+    assert code == 1 and "No space left on device" in printed and "The 1 completions" in printed
+    assert run("--input", str(prompts), "--output", str(out))[0] == 0
+    assert [json.loads(line)["index"] for line in out.read_text().splitlines()] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -219,8 +219,31 @@ def test_what_makes_no_sense_is_said_to(
 def test_int32_ids_and_positional_inputs_work(llama: PreTrainedModel) -> None:
     expected = llama.generate(input_ids=IDS, **CALL)
     assert torch.equal(llama.generate(IDS, **CALL), expected)
-    assert llama.generate(input_ids=IDS.int(), **CALL).tolist() == expected.tolist()
+    assert torch.equal(llama.generate(input_ids=IDS.int(), **CALL), expected), "int64, as transformers gives it"
     assert torch.equal(llama.generate(IDS, **CALL, custom_generate=None), expected)
+
+
+def test_padding_inside_a_prompt_without_a_mask_is_explained(llama: PreTrainedModel) -> None:
+    ids = IDS.clone()
+    ids[0, 5] = 0
+    with pytest.raises(UnsupportedError, match=r"pad_token_id 0 .*\(row 0, place 5\).*attention_mask=torch.ones_like"):
+        llama.generate(input_ids=ids, **CALL, pad_token_id=0)
+    mask = torch.ones_like(ids)
+    ours = llama.generate(input_ids=ids, attention_mask=mask, **CALL, pad_token_id=0)
+    plain = llama.generate(
+        input_ids=ids, attention_mask=mask, **CALL | dict(strategy=None, decoders_config=None), pad_token_id=0
+    )
+    assert torch.equal(ours, plain)
+
+
+@pytest.mark.parametrize("pad", [-1, 9999])
+def test_a_pad_token_outside_the_vocabulary_is_refused_where_it_may_be_needed(llama: PreTrainedModel, pad: int) -> None:
+    mask = torch.ones_like(prompts(2)["input_ids"])
+    call = CALL | dict(attention_mask=mask, pad_token_id=pad)
+    with pytest.raises(InputError, match=f"pad_token_id {pad} is outside the model's vocabulary, 0 to"):
+        llama.generate(prompts(2)["input_ids"], **call, eos_token_id=1)
+    llama.generate(prompts(2)["input_ids"], **call)  # no row ends before another
+    llama.generate(prompts(2)["input_ids"][:1], **call | dict(attention_mask=mask[:1]), eos_token_id=1)
 
 
 class Answers(LogitsProcessor):

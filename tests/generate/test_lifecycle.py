@@ -28,7 +28,8 @@ def plainly(model: PreTrainedModel, inputs: dict = INPUTS, new: int = 24) -> Ten
 
 
 def with_strategy(model: PreTrainedModel, inputs: dict = INPUTS, new: int = 24, **options: object) -> Tensor:
-    return model.generate(**inputs, do_sample=False, max_new_tokens=new, strategy="prompt_lookup", **(EAGER | options))
+    options = {"strategy": "prompt_lookup"} | EAGER | options
+    return model.generate(**inputs, do_sample=False, max_new_tokens=new, **options)
 
 
 def test_enable_gives_the_same_object_back_and_is_idempotent() -> None:
@@ -121,6 +122,34 @@ def test_a_copy_is_enabled_and_independent(fresh: PreTrainedModel, copier: Calla
     assert torch.equal(with_strategy(fresh), before)
     decoders.disable(twin)
     assert torch.equal(with_strategy(fresh), before), "the original stays enabled"
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["unused", "after a call"])
+def test_a_shallow_copy_runs_itself_and_is_not_enabled(fresh: PreTrainedModel, used: bool) -> None:
+    if used:
+        with_strategy(fresh)
+    other = copy.copy(fresh)
+    other._modules = {**fresh._modules, "lm_head": tiny_model("llama", seed=5).lm_head}
+    expected = plainly(fresh)
+    assert not torch.equal(plainly(other), expected)
+    assert torch.equal(other.generate(**INPUTS, do_sample=False, max_new_tokens=24), plainly(other))
+    assert "generate" not in vars(other)
+    assert torch.equal(with_strategy(fresh), expected)
+    decoders.enable(other)
+    assert torch.equal(with_strategy(other), plainly(other))
+
+
+def test_a_shallow_copy_keeps_a_generate_that_hung_on_the_instance() -> None:
+    model = tiny_model("llama")
+    own = model.generate = functools.partial(type(model).generate, model)
+    assert copy.copy(decoders.enable(model)).generate is own
+
+
+@pytest.mark.parametrize("strategy", ["autoregressive", "prompt_lookup", "token_recycling"])
+def test_another_default_device_does_not_matter(fresh: PreTrainedModel, strategy: str) -> None:
+    expected = plainly(fresh)
+    with torch.device("meta"):
+        assert torch.equal(with_strategy(fresh, strategy=strategy), expected)
 
 
 def test_saving_and_loading_keeps_architecture_and_tokens(fresh: PreTrainedModel, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.models.llama import modeling_llama as llama_file
 
 import decoders
 from decoders.engine.twin import WeightState, share_weights
@@ -185,3 +186,163 @@ def test_a_forward_that_holds_its_module_holds_the_twins_own() -> None:
     assert torch.equal(twin(input_ids=ids).logits, model(input_ids=ids).logits)
     for seen, own in zip(calls, (twin.model.layers[0].mlp, mlp), strict=True):
         assert all(module is own for module in seen)
+
+
+def settled(name: str, **options: Any) -> PreTrainedModel:
+    """An enabled model that has decoded, and will find its texts in the cache."""
+    model = decoders.enable(tiny_model(name, **options))
+    ours(model)
+    return model
+
+
+def ours(model: PreTrainedModel, **options: Any) -> Any:
+    options = dict(decoders_config={"compile": False}) | options
+    return model.generate(**prompts(), strategy="prompt_lookup", do_sample=False, max_new_tokens=NEW, **options)
+
+
+def plain_tokens(model: PreTrainedModel, **options: Any) -> Any:
+    return model.generate(**prompts(), do_sample=False, max_new_tokens=NEW, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "entry", "value"),
+    [
+        ("llama", "num_hidden_layers", 1),
+        ("mistral", "sliding_window", 3),
+        ("mistral", "sliding_window", None),
+        ("qwen2", "layer_types", ["full_attention"] * 2),
+        ("llama4", "attention_chunk_size", 4),
+    ],
+)
+def test_a_value_of_the_config_counts_in_the_next_call(name: str, entry: str, value: Any) -> None:
+    model = settled(name)
+    first, before = plain_tokens(model), getattr(model.config, entry)
+    setattr(model.config, entry, value)
+    expected = plain_tokens(model)
+    assert not torch.equal(expected, first), "the change must matter"
+    assert torch.equal(ours(model), expected)
+    setattr(model.config, entry, before)
+    assert torch.equal(ours(model), first)
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_a_value_of_the_config_counts_in_the_next_compiled_call() -> None:
+    model = decoders.enable(tiny_model("mistral"))
+    compiled = dict(decoders_config={"compile": True})
+    first = ours(model, **compiled)
+    model.config.sliding_window = 3
+    expected = plain_tokens(model)
+    assert not torch.equal(expected, first)
+    assert torch.equal(ours(model, **compiled), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "entry", "value"), [("gemma2", "final_logit_softcapping", 1.0), ("granite", "logits_scaling", 5.0)]
+)
+def test_what_a_config_does_to_logits_counts_in_the_next_call(name: str, entry: str, value: float) -> None:
+    model = settled(name)
+    setattr(model.config, entry, value)
+    given = dict(return_dict_in_generate=True, output_logits=True)
+    torch.testing.assert_close(
+        ours(model, **given).logits[0], plain_tokens(model, **given).logits[0], atol=1e-4, rtol=1e-4
+    )
+
+
+def test_entries_of_a_list_in_the_config_count() -> None:
+    model = settled("qwen2")
+    before = WeightState.of(model)
+    model.config.layer_types[1] = "full_attention"
+    assert not WeightState.of(model).replaces(before)
+
+
+def test_defaults_of_generate_and_names_in_the_config_are_no_change() -> None:
+    model = tiny_model("llama")
+    before = WeightState.of(model)
+    model.config.pad_token_id, model.config.use_cache, model.config.architectures = 5, False, ["Other"]
+    assert WeightState.of(model) == before
+
+
+def hooked_everywhere(model: PreTrainedModel, patch: pytest.MonkeyPatch) -> Callable[[], None]:
+    def larger(module: nn.Module, args: Any, output: Any) -> Any:
+        return output * 1.1 if isinstance(module, nn.Linear) else None
+
+    return nn.modules.module.register_module_forward_hook(larger).remove
+
+
+def hooked_everywhere_before(model: PreTrainedModel, patch: pytest.MonkeyPatch) -> Callable[[], None]:
+    def larger(module: nn.Module, args: Any) -> Any:
+        return (args[0] * 1.1,) if isinstance(module, nn.Linear) else None
+
+    return nn.modules.module.register_module_forward_pre_hook(larger).remove
+
+
+def patched_class(model: PreTrainedModel, patch: pytest.MonkeyPatch) -> Callable[[], None]:
+    kind = type(model.model.layers[0].mlp)
+    before = kind.forward
+    patch.setattr(kind, "forward", lambda self, x: before(self, x) * -1)
+    return patch.undo
+
+
+def patched_function(model: PreTrainedModel, patch: pytest.MonkeyPatch) -> Callable[[], None]:
+    patch.setattr(llama_file, "apply_rotary_pos_emb", lambda q, k, *args, **kwargs: (q, k))
+    return patch.undo
+
+
+def patched_function_of_a_function(model: PreTrainedModel, patch: pytest.MonkeyPatch) -> Callable[[], None]:
+    patch.setattr(llama_file, "rotate_half", lambda x: x)
+    return patch.undo
+
+
+@pytest.mark.parametrize(
+    "change",
+    [hooked_everywhere, hooked_everywhere_before, patched_class, patched_function, patched_function_of_a_function],
+    ids=lambda c: c.__name__,
+)
+def test_a_hook_or_patch_for_all_models_counts_until_it_is_taken_back(
+    change: Callable[..., Callable[[], None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = settled("llama")
+    first = ours(model)
+    undo = change(model, monkeypatch)
+    try:
+        expected = plain_tokens(model)
+        assert not torch.equal(expected, first), "the change must matter"
+        assert torch.equal(ours(model), expected)
+    finally:
+        undo()
+    assert torch.equal(ours(model), first)
+
+
+class Reread(nn.Module):
+    """An embedding, or a head, that tells nothing of its size."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def test_embeddings_and_heads_that_tell_no_size_work() -> None:
+    model = settled("llama")
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    keep = nn.ParameterList([embedding, head])
+    model.set_input_embeddings(Reread(lambda ids: nn.functional.embedding(ids, keep[0])))
+    model.lm_head = Reread(lambda x: nn.functional.linear(x, keep[1]) * 2)
+    assert torch.equal(ours(model), plain_tokens(model))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [dict(target_modules=["embed_tokens", "q_proj"]), dict(target_modules=["q_proj"], trainable_token_indices=[5, 6])],
+    ids=["lora", "tokens"],
+)
+# transformers and peft disagree about a deprecated name.
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_of_embeddings_work(given: dict[str, Any]) -> None:
+    peft = pytest.importorskip("peft")
+    model = decoders.enable(
+        peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(r=4, init_lora_weights=False, **given)).eval()
+    )
+    assert torch.equal(ours(model), plain_tokens(model))

@@ -176,14 +176,21 @@ def test_seed_and_generator_exclude_each_other(llama: PreTrainedModel) -> None:
 
 def test_what_exceeds_the_context_is_refused_with_what_would_fit(llama: PreTrainedModel) -> None:
     message = assert_refused(llama, ContextLengthError, "context of 512", max_new_tokens=500)
-    assert "488" in message
-    exact = llama.generate(
-        prompts()["input_ids"].repeat(1, 21)[:, :500],
-        strategy="prompt_lookup",
-        max_new_tokens=12,
-        decoders_config=EAGER,
-    )
-    assert exact.shape == (1, 512)
+    assert "489" in message
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
+@pytest.mark.parametrize(
+    "strategy", ["autoregressive", PromptLookup(length=10), PromptLookup(branches=3, length=8)], ids=str
+)
+def test_the_last_token_needs_no_position(name: str, strategy: Any) -> None:
+    """Drafts that reach behind the model's positions are not kept."""
+    model = decoders.enable(tiny_model(name))
+    ids = prompts()["input_ids"].repeat(1, 21)[:, :500]
+    call = dict(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=13)
+    ours = model.generate(**call, strategy=strategy, decoders_config=EAGER)
+    assert ours.shape == (1, 513)
+    assert torch.equal(ours, model.generate(**call))
 
 
 @pytest.mark.parametrize(
@@ -220,3 +227,26 @@ def test_several_devices_without_tensor_parallelism_are_refused_with_the_remedy(
     monkeypatch.setattr(fitness, "parameters_in", lambda modules: [torch.zeros(1), elsewhere])
     with pytest.raises(UnsupportedError, match=r'spread over cpu, cuda:1.*torchrun.*tp_plan="auto"'):
         refuse_unfit(model)
+
+
+def test_an_assistant_that_is_no_model_is_told_what_is_wanted(llama: PreTrainedModel) -> None:
+    assert_refused(llama, SettingsError, "path of one as a string, not 3", strategy="speculative", assistant_model=3)
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers and peft disagree about a deprecated name
+def test_adapters_by_row_are_refused_and_leave_no_hooks() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    base = decoders.enable(tiny_model("llama"))
+    model = peft.get_peft_model(base, config)
+    model.add_adapter("two", config)
+    model.eval()
+    call = dict(max_new_tokens=4, do_sample=False)
+    one = prompts()
+    expected = model.generate(**one, **call)
+    for enable in (lambda: base, lambda: decoders.enable(model)):
+        enable()
+        with pytest.raises(UnsupportedError, match=r"adapter_names=.*set_adapter"):
+            model.generate(**prompts(2), adapter_names=["default", "two"], strategy="prompt_lookup", **call)
+        assert not any(module._forward_pre_hooks for module in model.modules())
+        assert torch.equal(model.generate(**one, **call), expected)

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 import decoders
+from decoders.errors import SettingsError, UnsupportedError
 from decoders.testing import Replay, decode, prompts, tiny_model
 
 EAGER = dict(decoders_config={"compile": False})
@@ -222,6 +223,30 @@ def test_a_criterion_is_asked_after_every_token_with_the_whole_prefix(llama: Pre
     assert [seen.tolist() for seen in asked.seen] == [out[:, : P + t].tolist() for t in range(1, 10)]
 
 
+class EndsInAColumn(Ends):
+    """Answers ``[B, 1]``."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return super().__call__(input_ids, scores)[:, None]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("rows", [1, 3], ids=["alone", "three rows"])
+def test_a_criterion_that_answers_in_a_column_counts_where_it_does_in_transformers(
+    llama: PreTrainedModel, rows: int, strategy: str
+) -> None:
+    stops = [int(unstopped(3)[row, P + at]) for row, at in enumerate((2, 7, 5))]
+    for criteria in ([EndsInAColumn(*stops)], [EndsInAColumn(*stops[:2]), Ends(*stops[1:])]):
+        assert_like_transformers(llama, rows, strategy, stopping_criteria=criteria)
+
+
+def test_a_criterion_that_answers_in_a_column_is_named_where_rows_end_by_themselves(llama: PreTrainedModel) -> None:
+    call = dict(strategy="prompt_lookup", eos_token_id=UNUSED, max_new_tokens=4, **EAGER)
+    for rows in (1, 2):
+        with pytest.raises(UnsupportedError, match=r"EndsInAColumn.* made \[\d, \d\] .* a tensor \[rows\]"):
+            llama.generate(**prompts(rows), **call, stopping_criteria=[EndsInAColumn(1)])
+
+
 def test_a_criterion_that_answers_with_a_plain_bool(llama: PreTrainedModel) -> None:
     class Long(StoppingCriteria):
         def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> bool:
@@ -331,6 +356,23 @@ def test_stop_strings_of_the_model_stand_when_the_call_brings_a_config_without(
     expected = model.generate(**prompts(), tokenizer=letters, generation_config=config)
     ours = model.generate(**prompts(), generation_config=config, strategy="prompt_lookup", **EAGER)
     assert ours.tolist() == expected.tolist()
+
+
+def test_stop_strings_of_the_call_count_before_those_of_the_model(letters: PreTrainedTokenizerFast) -> None:
+    model = decoders.enable(tiny_model("llama"), tokenizer=letters)
+    model.generation_config.stop_strings = stop_texts(letters, 1)
+    for strings in (None, ""):
+        call = dict(**prompts(), stop_strings=strings, do_sample=False, max_new_tokens=NEW)
+        expected = model.generate(**call, tokenizer=letters)
+        assert model.generate(**call, strategy="prompt_lookup", **EAGER).tolist() == expected.tolist()
+
+
+def test_no_stop_strings_are_an_error_as_in_transformers(letters: PreTrainedTokenizerFast) -> None:
+    model = decoders.enable(tiny_model("llama"), tokenizer=letters)
+    with pytest.raises(ValueError):
+        model.generate(**prompts(), stop_strings=[], tokenizer=letters, max_new_tokens=4)
+    with pytest.raises(SettingsError, match="stop_strings is empty"):
+        model.generate(**prompts(), stop_strings=[], strategy="prompt_lookup", max_new_tokens=4)
 
 
 def test_stop_strings_without_a_tokenizer_say_what_is_missing(llama: PreTrainedModel) -> None:

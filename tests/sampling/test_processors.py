@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from scipy import stats
 from transformers.generation import logits_process as hf
 
+from decoders.sampling.choice import candidates
 from decoders.sampling.processors import (
+    LEAST_TEMPERATURE,
     OPERATIONS,
     SamplingInputs,
     SamplingPlan,
@@ -65,6 +67,24 @@ def test_operation_equals_transformers(name, value, warper, kind):
         torch.testing.assert_close(
             process(scores, plan, inputs(value), torch.zeros(2, 3, dtype=torch.int64)), expected, rtol=0, atol=0
         )
+
+
+@pytest.mark.parametrize("temperature", [1e-20, 1e-30, 1e-33, 1e-37, 1e-38, 1e-45, 5e-324])
+@pytest.mark.parametrize("kind", ["smooth", "ties", "masked"])
+def test_a_temperature_that_overflows_where_transformers_divides_leaves_the_best_token(kind, temperature):
+    scores = random_scores(kind, 3)
+    positions, plan = torch.zeros(2, 3, dtype=torch.int64), SamplingPlan(("temperature",), sample=True)
+    processed = process(scores, plan, inputs(temperature), positions)
+    divided = hf.TemperatureLogitsWarper(temperature)(None, scores)
+    probabilities = divided.softmax(-1)
+    if temperature >= LEAST_TEMPERATURE:
+        torch.testing.assert_close(processed, divided, rtol=0, atol=0)
+    torch.testing.assert_close(
+        processed.softmax(-1), torch.where(probabilities.isnan(), processed.softmax(-1), probabilities), rtol=0, atol=0
+    )
+    assert torch.equal(choose(processed, plan, inputs(temperature), positions), scores.argmax(-1))
+    left = candidates(scores, plan, inputs(temperature), positions)
+    assert torch.equal(left.choose(plan, inputs(temperature), positions), scores.argmax(-1))
 
 
 def test_minimum_of_new_tokens_forbids_every_end_token_before_it():

@@ -157,15 +157,38 @@ CALL = '{"name": "rest", "arguments": {}}'
         (CallStyle(), CALL, "", 1),
         (CallStyle(), '{"name": "other", "arguments": {}}', '{"name": "other", "arguments": {}}', 0),
         (CallStyle(), f"text {CALL}", f"text {CALL}", 0),
+        *(
+            (style, begin + wrong, begin + wrong, 0)
+            for style, begin in [(CallStyle("<call>", "</call>"), "<call>"), (CallStyle(), "")]
+            for wrong in [
+                '{"name": ["rest"], "arguments": {}}',
+                '{"name": {}, "arguments": {}}',
+                '{"name": 5}',
+                '{"name": "rest", "arguments": {"a": NaN}}',
+                '{"name": "rest", "arguments": {"a": -Infinity}}',
+                '{"name": "rest", "arguments": {"a": 1e999}}',
+                '{"name": "rest", "arguments": {"a": ' + "9" * 5000 + "}}",
+                '{"name": "rest", "arguments": ' + "[" * 3000,
+                '{"name": "rest", "arguments": ' + "[" * 3000 + "]" * 3000 + "}",
+                '{"name": "rest", "more": ' + '{"a":' * 3000,
+            ]
+        ),
     ],
 )
 def test_calls_are_read_from_text(style: CallStyle, text: str, content: str, count: int) -> None:
     calling = Calling((Tool.model_validate_json(json.dumps(TOOLS[1])),), style, required=False, several=True)
     before, calls = calling.parse(text)
     assert (before, len(calls)) == (content, count)
-    for end in range(len(text) + 1):  # what is sent before the end is no part of a call
+    for end in range(min(len(text), 100) + 1):  # what is sent before the end is no part of a call
         free = calling.free(text[:end], False)
         assert text[:free].rstrip() == content[:free].rstrip() or not calls
+
+
+def test_half_of_a_surrogate_pair_in_a_call_can_be_sent() -> None:
+    calling = Calling((Tool.model_validate_json(json.dumps(TOOLS[1])),), CallStyle(), required=False, several=True)
+    _, (call,) = calling.parse('{"name": "rest", "arguments": {"a": "\\ud800", "b": "é"}}')
+    arguments = call["function"]["arguments"]
+    assert json.loads(arguments.encode()) == {"a": "\ud800", "b": "é"}
 
 
 NESTED = {

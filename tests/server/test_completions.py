@@ -52,6 +52,18 @@ def test_same_seed_same_text_under_every_strategy(client: Any, tokenizer: Any, w
     assert answer["usage"]["prompt_tokens"] == len(PROMPT)
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-45, 1e-39, 1e-38, 1e-30, 9e-6])
+def test_a_very_small_temperature_is_greedy(client: Any, temperature: float) -> None:
+    def text(temperature: float, **more: Any) -> str:
+        body = {"prompt": "def add(a, b):", "max_tokens": 5, "temperature": temperature, "seed": 1} | more
+        answer = client.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["text"]
+
+    assert text(temperature) == text(0)
+    assert text(temperature, presence_penalty=0.1) == text(0, presence_penalty=0.1)
+
+
 def test_a_seed_that_was_drawn_is_told(client: Any) -> None:
     answer = post(client, temperature=1.5)
     (seed,) = answer["usage"]["decoders"]["seeds"]

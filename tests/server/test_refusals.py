@@ -84,6 +84,52 @@ def test_a_wrong_field_is_named(
     assert words in error["message"]
 
 
+def nested(begin: str, end: str, depth: int = 190) -> Any:
+    """As deep as a body may be."""
+    return json.loads(begin * depth + "1" + end * depth)
+
+
+def schema_of(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"schema": schema}}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]}
+            for arguments in ["[" * 5000, "[" * 900 + "]" * 900, '{"a": NaN}', r'{"a": "\ud800"}', "9" * 5000, nested("[", "]")]
+        ),
+        {"response_format": schema_of({"const": nested("[", "]")})},
+        {"response_format": schema_of({"type": "object", "properties": {"a": {"enum": [nested('{"a":', "}")]}}})},
+        {"response_format": schema_of(nested('{"items":', "}", 150))},
+        {"response_format": schema_of(nested('{"anyOf":[', "]}", 90))},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": nested('{"items":', "}", 150)}}],
+         "tool_choice": "required"},
+        {"response_format": {"type": "regex", "regex": "(" * 5000 + ")" * 5000}},
+        {"response_format": {"type": "regex", "regex": "a" + "*" * 5000}},
+        {"response_format": {"type": "grammar", "grammar": "start: " + "(" * 5000 + '"a"' + ")" * 5000}},
+        {"strategy_config": {"a": nested("[", "]")}},
+        {"chat_template_kwargs": {"a": nested("[", "]")}},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "more": nested("[", "]", 180)}]}]},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("template", [True, False])
+def test_what_is_nested_deeply_or_no_text_is_no_error_of_the_server(
+    client: Any, plain: Any, template: bool, body: dict[str, Any]
+) -> None:
+    response = (client if template else plain).post(CHAT, json={"messages": HI, "max_tokens": 1} | body)
+    assert response.status_code in (200, 400), response.text
+
+
+@pytest.fixture(scope="module")
+def plain(served: Any, service_of: Any) -> Any:
+    """A client of a server whose template knows no calls."""
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    with served(service_of(chat_template=template)) as client:
+        yield client
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -119,6 +165,15 @@ def test_unknown_routes_and_methods(client: Any) -> None:
     assert client.get("/v1/models/other").status_code == 404
     (card,) = client.get("/v1/models").json()["data"]
     assert card["id"] == "tiny" and "prompt_lookup" in card["decoders"]["strategies"]
+
+
+def test_what_can_be_got_can_be_asked_for_its_head(client: Any) -> None:
+    for path in ("/", "/health", "/metrics", "/v1/models", "/v1/models/tiny"):
+        head, got = client.head(path), client.get(path)
+        assert head.status_code == 200 and not head.content
+        assert head.headers["content-type"] == got.headers["content-type"]
+    assert client.head("/v1/models/other").status_code == 404
+    assert client.head(COMPLETE).status_code == 405
 
 
 def test_too_large_a_body_is_refused_with_and_without_its_length(served: Any, service_of: Any) -> None:

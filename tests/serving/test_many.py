@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import decoders
-from decoders.errors import ContextLengthError, SettingsError
-from decoders.serving.lines import OutputLines, input_lines, mark, parsed
+from decoders.errors import ContextLengthError, InputError, SettingsError
+from decoders.serving.lines import input_lines, parsed
 
 EAGER = {"compile": False}
 
@@ -64,6 +63,10 @@ def test_errors_are_raised_or_kept(llama: PreTrainedModel, text_of: Any) -> None
     assert [type(c.error) for c in done] == [type(None), ContextLengthError, type(None)]
     with pytest.raises(SettingsError, match="errors must be"):
         many(llama, prompts, errors="hide")
+    with pytest.raises(SettingsError, match="rows must be a whole number"):
+        many(llama, prompts, rows=None)
+    with pytest.raises(InputError, match="needs the key 'prompt', and has .*'text'"):
+        many(llama, [{"text": "abc"}], max_new_tokens=3)
 
 
 def test_text_prompts_give_text(llama: PreTrainedModel, letters: PreTrainedTokenizerFast) -> None:
@@ -71,34 +74,49 @@ def test_text_prompts_give_text(llama: PreTrainedModel, letters: PreTrainedToken
     assert done.text == letters.decode(done.tokens, skip_special_tokens=True)
 
 
-def test_a_line_that_was_cut_off_is_written_anew(tmp_path: Path) -> None:
-    path = tmp_path / "out.jsonl"
-    with OutputLines(path) as out:
-        out.write({"index": 0, "input": mark("a"), "text": "α"})
-        out.write({"index": 1, "input": mark("b"), "text": "β"})
-    path.write_bytes(path.read_bytes()[:-5])
-    with OutputLines(path) as out:
-        assert out.check(0, "a") and not out.check(1, "b")
-        with pytest.raises(SettingsError, match="another input"):
-            out.check(0, "other")
-        out.write({"index": 1, "input": mark("b"), "text": "β"})
-    assert [json.loads(line)["text"] for line in path.read_text().splitlines()] == ["α", "β"]
-    (tmp_path / "notes.txt").write_text("mine\n")
-    with pytest.raises(SettingsError, match="no completion"):
-        OutputLines(tmp_path / "notes.txt")
-    assert (tmp_path / "notes.txt").read_text() == "mine\n"
+def test_an_exception_among_the_prompts_is_the_error_of_its_place(llama: PreTrainedModel, text_of: Any) -> None:
+    prompts = [text_of(0, 4), ValueError("no prompt"), text_of(2, 4)]
+    done = many(llama, prompts, max_new_tokens=3, errors="keep")
+    assert [type(c.error) for c in done] == [type(None), ValueError, type(None)]
+    with pytest.raises(ValueError, match="no prompt"):
+        many(llama, prompts, max_new_tokens=3)
 
 
 def test_lines_are_prompts_messages_or_plain_text(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
-    path.write_text('{"prompt": "a"}\n\n"b"\n{"text": "c", "max_new_tokens": 3}\n{"nothing": 1}\n[\n')
+    path.write_text(
+        '{"prompt": "a"}\n\n"b"\n{"text": "c", "max_new_tokens": 3}\n{"nothing": 1}\n[\n{"prompt": NaN}\n"\\ud800"\n'
+        + "[" * 99999
+    )
     lines = list(input_lines(path))
-    assert [parsed(path, *line) for line in lines[:3]] == [
+    assert [parsed(line) for line in lines[:3]] == [
         {"prompt": "a"}, {"prompt": "b"}, {"prompt": "c", "max_new_tokens": 3},
     ]  # fmt: skip
-    for line in lines[3:]:
-        with pytest.raises(SettingsError, match=f"prompt {line[0] + 1}"):
-            parsed(path, *line)
-    assert parsed(tmp_path / "in.txt", 0, "any text") == {"prompt": "any text"}
+    for line, words in zip(
+        lines[3:], ["write", "no JSON", "no JSON: NaN", "the prompt holds half", "nested too deeply"], strict=True
+    ):
+        with pytest.raises(SettingsError, match=f"line {line.number + 2}: {words}"):
+            parsed(line)
     with pytest.raises(SettingsError, match="cannot be read"):
         list(input_lines(tmp_path / "missing.jsonl"))
+
+
+def test_plain_lines_keep_their_blanks_and_lose_their_ends_and_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "in.txt"
+    path.write_bytes("\N{BOM}    return x \r\n \n\tα\n\xff\nlast".encode().replace(b"\xc3\xbf", b"\xff"))
+    lines = list(input_lines(path))
+    assert [parsed(line)["prompt"] for line in [*lines[:2], lines[3]]] == ["    return x ", "\tα", "last"]
+    with pytest.raises(SettingsError, match="line 4: no UTF-8"):
+        parsed(lines[2])
+    assert len({line.mark for line in lines}) == 4
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf {"prompt": "a"} \r\n')
+    assert [parsed(line) for line in input_lines(path)] == [{"prompt": "a"}]
+
+
+@pytest.mark.parametrize("content", [b"def f(a):\n", b"[\n  {}\n]", b"[1, 2]\n", b"\xff\xfea\0", b"5\n"])
+def test_a_first_line_that_is_no_prompt_shows_that_the_file_is_something_else(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(SettingsError, match="line 1: "):
+        list(input_lines(path))

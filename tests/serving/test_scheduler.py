@@ -20,10 +20,19 @@ import decoders
 from decoders.engine.lane import Lane, in_place
 from decoders.engine.pool import RowPool
 from decoders.engine.tiers import ForwardPass
-from decoders.errors import CancelledError, ContextLengthError, DeadlineError, InputError, QueueFull, SettingsError
+from decoders.errors import (
+    CancelledError,
+    ContextLengthError,
+    DeadlineError,
+    InputError,
+    QueueFull,
+    SettingsError,
+    UnknownNameError,
+    UnsupportedError,
+)
 from decoders.strategies import Lookahead, PromptLookup, Speculative, Staged, Threshold, TokenRecycling
 from decoders.strategy import Draft, PromptChunk, Sequences, Step, Strategy
-from decoders.testing import Replay
+from decoders.testing import Replay, tiny_model
 
 STRATEGIES: dict[str, Any] = {
     "autoregressive": "autoregressive",
@@ -349,6 +358,29 @@ def test_a_callback_that_raises_ends_its_own_request_alone(
     assert len(broken.exception().partial[0]) == 9  # type: ignore[union-attr]
 
 
+def test_what_a_done_callback_raises_is_logged_and_ends_nobody(
+    llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(generation: decoders.Generation) -> None:
+        raise ZeroDivisionError("in a callback")
+
+    told: list[decoders.Generation] = []
+    with scheduler_of(llama) as scheduler:
+        other = scheduler.submit(text_of(1, 5), max_new_tokens=40)
+        first = scheduler.submit(text_of(0, 6), max_new_tokens=3)
+        first.add_done_callback(fails)
+        first.add_done_callback(told.append)
+        assert len(first.result(60)[0]) == 9
+        first.add_done_callback(fails)  # at once, in this thread
+        assert written(other, text_of(1, 5)) == write_alone(llama, text_of(1, 5), max_new_tokens=40)
+        waiting = scheduler.submit(text_of(2, 5), max_new_tokens=3000)
+        waiting.add_done_callback(fails)
+        assert waiting.cancel() and isinstance(waiting.exception(60), CancelledError)
+        assert scheduler.alive
+    assert told == [first]
+    assert len([record for record in caplog.records if record.name == "decoders" and record.exc_info]) == 3
+
+
 def test_a_strategy_that_raises_ends_its_requests_and_no_others(
     llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any
 ) -> None:
@@ -431,8 +463,69 @@ def test_arguments_are_checked_where_they_are_submitted(
             scheduler.submit([10**6], max_new_tokens=3)
     with pytest.raises(CancelledError, match="closed"):
         scheduler.submit(text_of(0, 6), max_new_tokens=3)
-    with pytest.raises(SettingsError, match="rows"):
-        decoders.Scheduler(llama, rows=0)
+
+
+@pytest.mark.parametrize(
+    "prompt, options, error, said",
+    [
+        (None, {}, InputError, "a prompt is text, or token ids .*, not None"),
+        ([], {}, ContextLengthError, "the prompt is empty"),
+        ("", {}, ContextLengthError, "the prompt is empty"),
+        (["a"], {}, InputError, r"not \['a'\]"),
+        ([[1, 2], [3]], {}, InputError, "a prompt is text"),
+        (5, {}, InputError, r"\[P\] or \[1, P\], not \[\]"),
+        ([5.5], {}, InputError, "int64"),
+        ({"input_ids": [5]}, {}, InputError, "a prompt is text"),
+        ([5], dict(deadline="3"), SettingsError, "deadline must be a number of seconds .*'3'"),
+        ([5], dict(deadline=float("nan")), SettingsError, "deadline"),
+        ([5], dict(priority=None), SettingsError, "priority must be a number .*None"),
+        ([5], dict(top_logprobs=True), SettingsError, "top_logprobs must be a whole number from 0 up, not True"),
+        ([5], dict(attention_mask=torch.ones(1, 1)), UnsupportedError, "attention_mask .* without padding"),
+        ([5], dict(input_ids=[5]), UnsupportedError, "the first argument of submit"),
+    ],
+    ids=str,
+)
+def test_what_makes_no_sense_is_said_to_who_submits_it(
+    llama: PreTrainedModel, scheduler_of: Any, prompt: Any, options: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    with scheduler_of(llama) as scheduler:
+        with pytest.raises(error, match=said):
+            scheduler.submit(prompt, **options, max_new_tokens=2)
+        assert len(scheduler.submit([5], max_new_tokens=2, attention_mask=None, strategy=None).result(60)[0]) == 3
+
+
+@pytest.mark.parametrize(
+    "options, error, said",
+    [
+        (dict(rows=0), SettingsError, "rows must be a whole number from 1 up, not 0"),
+        (dict(rows=True), SettingsError, "rows .*not True"),
+        (dict(longest_pause="x"), SettingsError, "longest_pause must be more than 0 seconds, not 'x'"),
+        (dict(longest_pause=float("nan")), SettingsError, "longest_pause"),
+        (dict(strategy="nope"), UnknownNameError, "Choose from: .*autoregressive"),
+        (dict(strategy=None), SettingsError, "a strategy is needed"),
+        (dict(strategy="ngram", strategy_config={"nope": 1}), SettingsError, "nope"),
+        (dict(max_new_tokenz=3), UnsupportedError, "max_new_tokenz"),
+        (dict(num_beams=2), UnsupportedError, "num_beams"),
+        (dict(attention_mask=torch.ones(1, 1)), UnsupportedError, "without padding"),
+    ],
+    ids=str,
+)
+def test_a_scheduler_that_no_request_could_use_is_not_made(
+    llama: PreTrainedModel, options: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    threads = threading.active_count()
+    with pytest.raises(error, match=said):
+        decoders.Scheduler(llama, **options)
+    assert threading.active_count() == threads
+
+
+def test_a_tokenizer_of_the_request_reads_its_text(letters: PreTrainedTokenizerFast, llama: PreTrainedModel) -> None:
+    model = decoders.enable(tiny_model("llama", vocab_size=288))
+    with decoders.Scheduler(model, pad_token_id=0, decoders_config={"compile": False}) as scheduler:
+        with pytest.raises(UnsupportedError, match="needs a tokenizer"):
+            scheduler.submit("abc", max_new_tokens=2)
+        generation = scheduler.submit("abc", tokenizer=letters, max_new_tokens=5)
+        assert generation.result(60) == letters.decode(generation.tokens, skip_special_tokens=True)
 
 
 def test_text_comes_in_pieces_that_make_the_whole(
@@ -670,6 +763,24 @@ def test_what_finish_raises_is_a_note_on_what_ended_the_lane_and_a_warning_elsew
         prompt = text_of(2, 5)
         other = scheduler.submit(prompt, max_new_tokens=4)
         assert written(other, prompt) == write_alone(llama, prompt, max_new_tokens=4)
+
+
+def test_what_goes_wrong_while_a_cancelled_request_leaves_ends_its_lane_alone(
+    llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Lane, member: Any) -> None:
+        raise RuntimeError("cannot leave")
+
+    with scheduler_of(llama) as scheduler:
+        cancelled, beside = [scheduler.submit(text_of(1, 5), max_new_tokens=3000) for _ in range(2)]
+        next(iter(beside))
+        monkeypatch.setattr(Lane, "remove", broken)
+        cancelled.cancel()
+        assert isinstance(cancelled.exception(60), CancelledError)
+        with pytest.raises(RuntimeError, match="cannot leave"):
+            beside.result(60)
+        other = scheduler.submit(text_of(2, 5), max_new_tokens=4)
+        assert written(other, text_of(2, 5)) == write_alone(llama, text_of(2, 5), max_new_tokens=4)
 
 
 def test_tokens_carry_their_log_probabilities_and_whether_they_were_drafted(

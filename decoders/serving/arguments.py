@@ -1,0 +1,84 @@
+"""What a scheduler and its requests may be given beside the arguments of ``generate``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from ..errors import ContextLengthError, InputError, SettingsError, UnsupportedError
+
+_PROMPT = "the prompt is the first argument of submit(), and its token ids are all of it"
+#: Arguments of ``generate`` that a request says otherwise: name → how.
+SAID_OTHERWISE = {
+    "input_ids": _PROMPT,
+    "inputs": _PROMPT,
+    "attention_mask": "a request is one prompt without padding: submit its token ids alone, padding removed",
+}
+
+
+def own_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """`arguments` of ``generate`` for a request, or for all of them.
+
+    Raises:
+        UnsupportedError: one of :data:`SAID_OTHERWISE`.
+    """
+    for name, advice in SAID_OTHERWISE.items():
+        if arguments.get(name) is not None:
+            raise UnsupportedError(f"{name} is no argument of a request: {advice}")
+    return {name: value for name, value in arguments.items() if name not in SAID_OTHERWISE}
+
+
+def check_count(name: str, value: Any, least: int = 1) -> None:
+    """Raises SettingsError unless `value` is a whole number from `least` up."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise SettingsError(f"{name} must be a whole number from {least} up, not {value!r}")
+
+
+def check_pause(value: Any) -> None:
+    """Raises SettingsError unless `value` is a time that reading a prompt may take."""
+    if not _is_number(value) or value <= 0:
+        raise SettingsError(f"longest_pause must be more than 0 seconds, not {value!r}")
+
+
+def check_turn(priority: Any, deadline: Any) -> None:
+    """Raises SettingsError unless these say when a request is served."""
+    if not _is_number(priority):
+        raise SettingsError(f"priority must be a number (higher ones go first, 0 is the default), not {priority!r}")
+    if deadline is not None and not _is_number(deadline):
+        raise SettingsError(f"deadline must be a number of seconds from now, or None for no deadline, not {deadline!r}")
+
+
+def prompt_ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None) -> Tensor:
+    """`prompt`, text or token ids, as ``[1, P]``.
+
+    Raises:
+        InputError: neither, or several prompts. ContextLengthError: there is nothing in it. UnsupportedError: text, without
+            `tokenizer`.
+    """
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise UnsupportedError("a prompt that is text needs a tokenizer: pass tokenizer= to the Scheduler")
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+    else:
+        try:
+            ids = torch.as_tensor(prompt)
+        except (TypeError, ValueError, RuntimeError) as error:
+            shown = repr(prompt) if len(repr(prompt)) <= 60 else f"a {type(prompt).__name__}"
+            raise InputError(f"a prompt is text, or token ids [P] or [1, P], not {shown}") from error
+    if ids.dim() not in (1, 2) or (ids.dim() == 2 and len(ids) != 1):
+        raise InputError(
+            f"a prompt is text, or token ids [P] or [1, P], not {list(ids.shape)}: submit several one by one"
+        )
+    if not ids.numel():
+        raise ContextLengthError("the prompt is empty: give it at least one token (the BOS token, say)")
+    return ids.reshape(1, -1)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)

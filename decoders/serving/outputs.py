@@ -1,0 +1,228 @@
+"""Completions in a file of one JSON object per line, written so that a run that was killed goes on where it stood."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shutil
+import sys
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ..errors import SettingsError
+from .lines import InputLine
+from .locks import locked
+
+_MARK = re.compile("[0-9a-f]{12}")
+#: How a line begins: a number and a mark stand behind these.
+_FIRST, _SECOND = b'{"index": ', b', "input": "'
+_ELSE = "name another --output, or move it away"
+
+
+class OutputLines:
+    """A file of completions that grows line by line, locked while it is open. What is in it already is not written again.
+
+    Every line holds ``index`` and ``input``, the number and the mark of the prompt, and ``text`` or ``error``. A prompt that failed
+    may have another line further down: then that one counts, and takes the first one's place when the file is closed after a
+    run without an exception. Nothing is changed before the first :meth:`write`, which also drops a line that was cut off.
+
+    Attributes:
+        path: the file.
+        done: mark of every prompt that is completed, by number.
+        failed: mark and error of every prompt that has only failed, by number.
+
+    Raises:
+        SettingsError: the file holds something else, cannot be written, or another process writes it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.done: dict[int, str] = {}
+        self.failed: dict[int, tuple[str, str]] = {}
+        # Of prompts that failed: where their lines begin, and which of these counts.
+        self._places: dict[int, list[int]] = {}
+        self._counts: dict[int, int] = {}
+        self._whole = 0  # bytes of whole lines
+        self._cut = self._open = False  # whether half a line follows, or the last one lacks its end
+        self._target = path.resolve()  # a link is written through, not replaced
+        try:
+            self._file, self._new = _opened(self._target, path)
+        except OSError as error:
+            raise SettingsError(f"{path} cannot be written: {error.strerror}") from error
+        try:
+            self._read()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _read(self) -> None:
+        self._file.seek(0)
+        if self._file.read(1) not in (b"", b"{"):  # before gigabytes are taken for its first line
+            raise SettingsError(f"{self.path} holds no completions: {_ELSE}")
+        self._file.seek(0)
+        reader = io.BufferedReader(self._file)  # of the locked descriptor: not all locks outlive a second one's close
+        for number, line in enumerate(reader, 1):
+            ended = line.endswith(b"\n")
+            item = _ours(line)
+            if item is None:
+                if ended or not _is_cut(line, self._whole > 0):
+                    raise SettingsError(f"{self.path}, line {number} is no completion: {_ELSE}")
+                self._cut = True
+                break
+            self._note(item, self._whole)
+            self._whole += len(line)
+            self._open = not ended
+        reader.detach()
+
+    def _note(self, item: dict[str, Any], place: int) -> None:
+        number, failed = item["index"], "error" in item
+        if failed or number in self._places:
+            self._places.setdefault(number, []).append(place)
+        if not failed:
+            self.failed.pop(number, None)
+            self.done[number] = item["input"]
+            self._counts[number] = place
+        elif number not in self.done:
+            self.failed[number] = item["input"], str(item["error"])
+            self._counts[number] = place
+
+    def check(self, line: InputLine) -> bool:
+        """Whether the prompt is completed already. One that failed is not, and may have been changed.
+
+        Raises:
+            SettingsError: another prompt with this number is.
+        """
+        mark = self.done.get(line.number)
+        if mark is not None and mark != line.mark:
+            raise SettingsError(f"{self.path} was written from another input ({line.place} differs): {_ELSE}")
+        return mark is not None
+
+    def check_count(self, count: int) -> None:
+        """Raises SettingsError if there are lines of prompts after the first `count`."""
+        if max(self.done, default=-1) >= count or max(self.failed, default=-1) >= count:
+            raise SettingsError(f"{self.path} was written from a longer input: {_ELSE}")
+
+    def write(self, item: dict[str, Any]) -> None:
+        """Appends a line; once this returns, a kill of the process does not lose it.
+
+        Raises:
+            OSError: it cannot be written. What was written before is as it was.
+        """
+        if "error" in item and self.failed.get(item["index"]) == (item["input"], item["error"]):
+            return  # failed again, and it says so
+        try:
+            content = json.dumps(item, ensure_ascii=False).encode() + b"\n"
+        except UnicodeEncodeError:  # half of a surrogate pair, which JSON can only write escaped
+            content = json.dumps(item).encode() + b"\n"
+        place = self._whole + self._open
+        left = memoryview(b"\n" + content if self._open else content)
+        try:
+            if self._cut:
+                self._file.truncate(self._whole)
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError:
+            with suppress(OSError):
+                self._file.truncate(self._whole)
+            raise
+        self._whole, self._cut, self._open = place + len(content), False, False
+        self._note(item, place)
+
+    def _merge(self) -> None:
+        """Gives every prompt one line, in a file that takes the place of this one when it is whole.
+
+        Raises:
+            OSError: it cannot be written; the file is as it was.
+        """
+        several = {number: places for number, places in self._places.items() if len(places) > 1}
+        if not several:
+            return
+        instead = {places[0]: self._counts[number] for number, places in several.items()}
+        dropped = {place for places in several.values() for place in places[1:]}
+        draft = self._target.with_name(f".{self._target.name}.merging")
+        try:
+            with (
+                draft.open("w+b", buffering=0) as raw,
+                self._target.open("rb") as lines,
+                self._target.open("rb") as other,
+            ):
+                locked(raw)  # whoever opens the new file finds it locked until this one is closed
+                file = io.BufferedWriter(raw)
+                place = 0
+                for line in lines:
+                    if place == self._whole:
+                        break  # half a line
+                    if place in instead:
+                        other.seek(instead[place])
+                        file.write(other.readline().rstrip(b"\n") + b"\n")
+                    elif place not in dropped:
+                        file.write(line.rstrip(b"\n") + b"\n")
+                    place += len(line)
+                file.flush()
+                os.fsync(raw.fileno())
+                shutil.copymode(self._target, draft)
+                if sys.platform == "win32":  # which moves no open files
+                    raw.close()
+                    lines.close()
+                    other.close()
+                    self._file.close()
+                os.replace(draft, self._target)
+        except OSError:
+            draft.unlink(missing_ok=True)
+            raise
+
+    def __enter__(self) -> OutputLines:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                with suppress(OSError):  # then they stay where they were written
+                    self._merge()
+            if self._new and not self._whole:
+                with suppress(OSError):
+                    self._target.unlink()
+        finally:
+            self._file.close()
+
+
+def _opened(path: Path, name: Path) -> tuple[io.FileIO, bool]:
+    """A file, locked, and whether it was made."""
+    if path.exists() and not path.is_file():
+        raise SettingsError(f"{name} is no regular file, so that a run could not go on with it: name another --output")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        new = not path.exists()
+        file = path.open("a+b", buffering=0)
+        if not locked(file):
+            file.close()
+            raise SettingsError(f"another process writes {name}: wait until it has ended, or name another --output")
+        with suppress(OSError):  # another process may have put a new file in its place, or removed it
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file, new
+        file.close()
+
+
+def _ours(line: bytes) -> dict[str, Any] | None:
+    """A line, if it is a whole one of ours."""
+    try:
+        item = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(item, dict) or not {"text", "error"} & item.keys():
+        return None
+    number, mark = item.get("index"), item.get("input")
+    right = type(number) is int and number >= 0 and isinstance(mark, str) and _MARK.fullmatch(mark)
+    return item if right else None
+
+
+def _is_cut(line: bytes, behind: bool) -> bool:
+    """Whether a line without an end is one of ours that was cut off. behind: whether there are whole ones before it."""
+    if behind and (_FIRST.startswith(line) or not line.strip(b"\0")):
+        return True  # a few bytes, or what some file systems leave after a power cut
+    rest = line.removeprefix(_FIRST).lstrip(b"0123456789")
+    return line.startswith(_FIRST) and (rest.startswith(_SECOND) or _SECOND.startswith(rest))
