@@ -36,7 +36,7 @@ class Draft:
 
     @property
     def levels(self) -> int:
-        """Most draft tokens on a path, as far as the host knows: what walks trees on the device goes so far."""
+        """Upper bound of the depth; the grammar guide on the device walks this many levels."""
         if isinstance(self.topology, Topology):
             return self.topology.max_depth
         return len(self.topology) - 1 if self.depth is None else self.depth

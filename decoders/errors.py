@@ -56,7 +56,9 @@ class CancelledError(DecodersError, RuntimeError):
 
 
 class DraftError(DecodersError, ValueError):
-    """A strategy broke the contract of :class:`decoders.strategy.Draft` (wrong shape, dtype or topology)."""
+    """A strategy broke the contract of :class:`decoders.strategy.Draft` (wrong shape, dtype or topology), or wrote into the loop's
+    tensors.
+    """
 
 
 class VerifierError(DecodersError, ValueError):

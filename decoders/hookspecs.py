@@ -38,8 +38,8 @@ def decoders_verifiers() -> Iterable[type[Verifier]]:  # type: ignore[empty-body
     """Verifier classes that this plugin provides.
 
     Subclasses of :class:`decoders.Verifier` with a ``snake_case`` name, made without arguments, that pass
-    :func:`decoders.testing.check_verifier`. Called once; names are shared out as those of strategies are, but apart from
-    them: a verifier may be called like a strategy.
+    :func:`decoders.testing.check_verifier`. Called once. The rules for names are those of strategies; verifiers have a
+    namespace of their own: a verifier may be called like a strategy.
     """
 
 
@@ -48,8 +48,8 @@ def decoders_grammar_backends() -> Iterable[type[Backend]]:  # type: ignore[empt
     """Classes that compile grammars, which this plugin provides.
 
     Subclasses of :class:`decoders.constraints.base.Backend` with a ``snake_case`` name, made without arguments, that
-    pass :func:`decoders.testing.check_backend`. Called once; names are shared out as those of strategies are, and apart
-    from them. A specification takes one with ``backend="name"``.
+    pass :func:`decoders.testing.check_backend`. Called once. The rules for names are those of strategies; backends have a
+    namespace of their own. A specification takes one with ``backend="name"``.
     """
 
 
@@ -58,8 +58,8 @@ def decoders_grammars() -> Mapping[str, Any]:  # type: ignore[empty-body]
     """Grammars that this plugin provides, by ``snake_case`` name: ``generate(grammar="name")`` takes them.
 
     A value is anything else that ``grammar=`` takes (``decoders.json_schema(…)``, ``regex``, ``grammar``, a type, a path), or a
-    function without arguments that makes it on first use. Called once; names are shared out as those of strategies are, and
-    apart from them. The library of this package keeps its names.
+    function without arguments that makes it on first use. Called once. The rules for names are those of strategies; grammars
+    have a namespace of their own. The library of this package keeps its names.
     """
 
 
@@ -67,6 +67,6 @@ def decoders_grammars() -> Mapping[str, Any]:  # type: ignore[empty-body]
 def decoders_observers() -> Iterable[type[Observer]]:  # type: ignore[empty-body]
     """Classes that are told of calls: when one starts, of every step, and how it ended.
 
-    Subclasses of :class:`decoders.Observer` with a ``snake_case`` name, made once without arguments. Called once; names are
-    shared out as those of strategies are, and apart from them. Where no plugin has one, calls pay nothing.
+    Subclasses of :class:`decoders.Observer` with a ``snake_case`` name, made once without arguments. Called once. The rules for
+    names are those of strategies; observers have a namespace of their own. Where no plugin has one, calls pay nothing.
     """

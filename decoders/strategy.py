@@ -38,9 +38,8 @@ class Step:
         logits: ``[B, N, V]`` float32, the target's raw logits after each node.
         hidden: ``[B, N, H]``, the hidden states that the output head read.
         sequences: the rows with this step's tokens committed.
-        own_nodes: how many of the block's first nodes, root included, are the first of the strategy's own draft, in its order,
-            where the block holds no others that could be accepted; 0 where it does. None: it is the draft as proposed, or
-            (merged) begins with it.
+        own_nodes: None: the block is your draft, or begins with it. n: only its first n nodes, root included, are your draft,
+            in its order. 0: none can be told apart.
         layers: ``[B, N, T, H]``, what the ``T`` decoder layers of :attr:`Strategy.hidden_layers` gave, in that order; None
             where none was asked for.
     """
@@ -108,8 +107,8 @@ class Strategy(Configured, ABC):
         on_device: promises that `propose` and `observe` never wait for the device, take no data from the host, keep all shapes,
             and change nothing but the contents of tensors, so that a whole step can be recorded and replayed. The kit checks it.
             What a guide does counts for the guide: the loop asks it too.
-        hidden_layers: decoder layers of the target whose outputs :attr:`Step.layers` and :attr:`PromptChunk.layers` hold; 0 is
-            the first, -1 the last. Read when a call begins. Taking them is another forward pass to compile.
+        hidden_layers: decoder layers of the target whose outputs ``Step.layers`` and ``PromptChunk.layers`` hold; 0 is the
+            first, -1 the last. Read when a call begins. Taking them is another forward pass to compile.
         prompt_logits: whether :meth:`prefill` is handed the prompts' logits: a pass of the output head over every token.
     """
 

@@ -38,6 +38,10 @@ def decode(engine: Engine, request: Request) -> Decoded:
         release_threads()  # the next call may be another thread's
 
 
+#: Slots behind the prompts that a call takes at once. It grows with texts that come to more: most end sooner than they may.
+SLOTS_AHEAD = 2048
+
+
 class FixedBatch:
     """A request that has its steps to itself.
 
@@ -87,7 +91,10 @@ class FixedBatch:
         stopwatch = Stopwatch(timings)
         sampling = sampling_inputs(request.values, request.seed, call.width, request.stop_tokens, target.device)
         call.longest = max(call.lengths) + request.new_tokens
-        slots = max(call.longest, request.slots or 0)
+        slots = max(
+            call.longest if target.static_slots else min(call.longest, max(call.lengths) + SLOTS_AHEAD),
+            request.slots or 0,
+        )
         # A strategy that reads prompts reads all of them: equal calls draft alike, and its own cache has no holes.
         reads = request.strategy.reads_prompt
         opened = self.stack.enter_context(

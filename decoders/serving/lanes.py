@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import time
 
 from ..engine.lane import Lane
-from ..errors import CancelledError, DeadlineError
+from ..errors import CancelledError, DeadlineError, DecodersError
 from .generation import Generation
 
 #: Lanes that stay open, with the texts in them, while nobody uses them.
@@ -92,7 +93,7 @@ class Lanes:
         del self._active[lane]
         lane.close(error)
         for generation in generations:
-            generation._end(error)
+            generation._end(copied(error))
 
     def close_idle(self) -> None:
         """Closes lanes that nobody uses, all but the last few."""
@@ -106,6 +107,20 @@ class Lanes:
         for lane in self._active:
             lane.close()
         self._active.clear()
+
+
+def copied(error: BaseException) -> BaseException:
+    """`error` for one of several requests that it ends: each has a ``partial`` of its own.
+
+    An exception that cannot be made again is chained to one that says so.
+    """
+    try:
+        own = copy.copy(error)
+    except Exception:
+        own = DecodersError(f"{type(error).__name__}: {error}")
+        own.__cause__ = error
+    own.__notes__ = list(getattr(error, "__notes__", []))  # type: ignore[attr-defined]
+    return own.with_traceback(error.__traceback__)
 
 
 def is_over(generation: Generation, now: float) -> bool:

@@ -24,7 +24,7 @@ from ..generate import PreparedCall, check_arguments, enabled
 from ..strategy import Strategy
 from .arguments import check_count, check_pause, check_turn, own_arguments, prompt_ids
 from .generation import Generation
-from .lanes import Lanes, is_over, reason
+from .lanes import Lanes, copied, is_over, reason
 
 #: Seconds without another request after which one that finds nobody running is begun: those that come together share passes.
 GATHERING = 0.002
@@ -281,7 +281,7 @@ class Scheduler:
             self._lanes.close()
         finally:
             for generation in left:
-                generation._end(error or CancelledError("the scheduler was closed"))
+                generation._end(copied(error) if error else CancelledError("the scheduler was closed"))
 
 
 def _work(reference: weakref.ref[Scheduler]) -> None:

@@ -15,7 +15,7 @@ from ..strategy import Draft
 from ..tree import Topology, TreeTensors
 
 #: How often the target's token is the draft's best, second best … draft token: the shape of the default tree rests on this
-#: draft token (Chen et al. 2024, "Sequoia", measure such a vector and build the best tree for it).
+#: assumption (Chen et al. 2024, "Sequoia", measure such a vector and build the best tree for it).
 RANK_SHARES = (0.66, 0.14, 0.06, 0.035, 0.02, 0.015, 0.01, 0.01)
 
 # Settings that strategies with trees share; each has its own defaults.

@@ -156,7 +156,7 @@ class Medusa(Strategy):
 
         Raises:
             SettingsError: they are of another size. UnsupportedError: there are none, or it is not the target that they
-                would draft token for.
+                would draft for.
         """
         if context.level > 0:
             raise UnsupportedError("medusa cannot draft for a draft model: its heads read the target's hidden states")
@@ -205,7 +205,7 @@ def draft_tokens(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The best `ranks` tokens of every head, ``[B, K, ranks]`` int64, and the scores they were drawn from, ``[B, K, V]``.
 
-    Draft tokens of one level are the same under every parent: a head knows the level, not the path. For a rejection rule this
+    Candidates of one level are the same under every parent: a head knows the level, not the path. For a rejection rule this
     is sound: what is drawn at a level is independent of what was drawn, and accepted, above it.
 
     Args:

@@ -26,6 +26,7 @@ class Replay(Strategy):
     summary = "Proposes a known text, wrong here and there (for tests)."
     settings_class = ReplaySettings
     on_device = True
+    rows_apart = False  # a text belongs to a place in the batch
 
     def start(self, context: Context) -> Tensor:
         texts = self.settings.texts

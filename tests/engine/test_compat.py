@@ -156,6 +156,22 @@ def test_operators_tell_what_they_write_to_and_which_wait() -> None:
     assert set(torch_compat.waiting_operators()) <= seen, VERSION
 
 
+def test_entries_of_a_config_that_are_no_part_of_the_network_are_named_as_ever() -> None:
+    assert vars(tiny_model("llama").config).keys() >= transformers_compat.NO_PART_OF_NETWORK, TRANSFORMERS
+
+
+def test_hooks_of_all_modules_are_listed() -> None:
+    registered = torch.nn.modules.module
+    after = registered.register_module_forward_hook(lambda *_: None)
+    before = registered.register_module_forward_pre_hook(lambda *_: None)
+    try:
+        assert {after.id, before.id} <= set(torch_compat.hooks_everywhere()), VERSION
+    finally:
+        after.remove()
+        before.remove()
+    assert not {after.id, before.id} & set(torch_compat.hooks_everywhere()), VERSION
+
+
 def test_hooks_are_listed_and_removed_from_copies() -> None:
     module = torch.nn.Linear(2, 2)
     after, before = module.register_forward_hook(print), module.register_forward_pre_hook(print)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 import decoders
-from decoders.testing import tiny_model
+from decoders.engine import fixed_batch
+from decoders.engine.session import Session
+from decoders.testing import decode, prompts, tiny_draft, tiny_model
 
 STRATEGIES = [
     "autoregressive",
@@ -324,6 +327,34 @@ def test_a_changed_model_reads_everything_again(fresh: PreTrainedModel, change: 
     out = call(fresh, [TEXT])
     assert out.report.reused == [0]
     assert new(out, [TEXT]) == plain(fresh, [TEXT])
+
+
+def test_memory_grows_with_the_text_and_not_with_what_it_may_come_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = decoders.enable(tiny_model("llama", max_position_embeddings=10**7))
+    taken: list[int] = []
+    plain = Session.__init__
+
+    def noted(self: Session, target: Any, batch: int, slots: int, recorder: Any = None) -> None:
+        taken.append(slots)
+        plain(self, target, batch, slots, recorder)
+
+    monkeypatch.setattr(Session, "__init__", noted)
+    monkeypatch.setattr(fixed_batch, "SLOTS_AHEAD", 8)
+    inputs, expected = prompts(2), None
+    for strategy, most in (
+        ("autoregressive", 300),
+        ("prompt_lookup", 300),
+        ("speculative", 300),
+        ("prompt_lookup", 10**6),
+    ):
+        decoders.release(model)
+        enabled = decoders.enable(model)
+        options: dict[str, Any] = {"assistant_model": tiny_draft("llama")} if strategy == "speculative" else {}
+        criteria = [lambda ids, scores: torch.full((len(ids),), ids.shape[1] >= 324)]
+        out = decode(enabled, inputs, strategy, max_new_tokens=most, stopping_criteria=criteria, **options)
+        expected = out.sequences if expected is None else expected
+        assert torch.equal(out.sequences, expected)
+    assert max(taken) < 1000
 
 
 @WITHOUT_WINDOW

@@ -358,6 +358,28 @@ def test_a_callback_that_raises_ends_its_own_request_alone(
     assert len(broken.exception().partial[0]) == 9  # type: ignore[union-attr]
 
 
+def test_requests_that_an_error_ends_together_keep_their_own_texts(
+    llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any
+) -> None:
+    class Fails(PromptLookup):
+        name = "fails"
+
+        def propose(self, state: Any, sequences: Sequences) -> Draft:
+            if int(sequences.length.max()) > 16:
+                raise ZeroDivisionError("of a strategy")
+            return super().propose(state, sequences)
+
+    with scheduler_of(llama, strategy=Fails()) as scheduler:
+        requests = [scheduler.submit(text_of(n, 5 + n), max_new_tokens=20) for n in range(3)]
+        errors = [request.exception(60) for request in requests]
+    assert [type(error) for error in errors] == [ZeroDivisionError] * 3 and len(set(map(id, errors))) == 3
+    for number, error in enumerate(errors):
+        tokens = error.partial[0].tolist()
+        whole = text_of(number, 5 + number) + write_alone(llama, text_of(number, 5 + number), max_new_tokens=20)
+        assert 5 + number < len(tokens) and tokens == whole[: len(tokens)]
+        assert any("shared the step" in note for note in error.__notes__)
+
+
 def test_what_a_done_callback_raises_is_logged_and_ends_nobody(
     llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -29,7 +29,7 @@ def test_follows_the_most_recent_follower() -> None:
     assert propose([[1, 2, 3, 1, 4, 5, 1]], length=3) == [[4, 5, 1]]
 
 
-def test_rows_learn_apart_and_an_unseen_token_ends_the_draft_token() -> None:
+def test_rows_learn_apart_and_an_unseen_token_ends_the_draft() -> None:
     assert propose([[1, 2, 1], [1, 3, 4, 7, 3], [0, 5]], length=3) == [[2, 1, 2], [4, 7, 3], [-1, -1, -1]]
 
 
