@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedError
+from ..errors import InputError, UnsupportedError
 from ..sampling.choice import Candidates
 from ..sampling.processors import SamplingPlan, grammar_first
 from ..tree import TreeTensors
@@ -109,6 +109,11 @@ def choose_along_path(
         processed = processed_by(processors, ids, here)
         if plan.masked:  # a processor may force a token: the grammar wins
             processed = grammar_first(processed.masked_fill(here == float("-inf"), float("-inf")), here)
+        if plan.sample and not processed[active].amax(-1).isfinite().all():  # inf, NaN, or nothing that is left
+            raise InputError(
+                f"nothing can be drawn behind {ids.shape[1]} tokens: the logits processors left inf, NaN or no token "
+                f"({', '.join(type(each).__name__ for each in processors)})"
+            )
         positions = torch.full((batch, 1), generated + depth, device=nodes.device)
         drawn = Candidates.whole(processed[:, None]).choose(plan, sampling, positions)[:, 0].tolist()
         for row in active:

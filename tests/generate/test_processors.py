@@ -25,6 +25,8 @@ from transformers import (
     WatermarkingConfig,
 )
 
+import decoders
+from decoders.errors import InputError
 from decoders.testing import assert_same_tokens, decode, prompts, tiny_model
 from decoders.testing.models import VOCAB
 
@@ -264,3 +266,17 @@ def test_a_processor_may_forbid_everything_but_one_token(llama: PreTrainedModel)
     for strategy in STRATEGIES:
         out = decode(llama, prompts(2), strategy, prefix_allowed_tokens_fn=only, max_new_tokens=8, **EAGER).sequences
         assert out[:, 24:].tolist() == [[42, 43] * 4] * 2
+
+
+@pytest.mark.parametrize("spoil", [float("nan"), float("inf"), float("-inf")])
+def test_scores_of_which_nothing_can_be_drawn_are_an_error(spoil: float) -> None:
+    class Spoils(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            return scores if input_ids.shape[1] < 26 else scores + spoil
+
+    model = decoders.enable(tiny_model("llama"))
+    options: dict[str, Any] = dict(max_new_tokens=6, logits_processor=LogitsProcessorList([Spoils()]), do_sample=True)
+    with pytest.raises(RuntimeError, match="probability tensor"):
+        model.generate(**prompts(2), **options)
+    with pytest.raises(InputError, match=r"nothing can be drawn behind 26 tokens: .*Spoils"):
+        model.generate(**prompts(2), strategy="prompt_lookup", seed=1, decoders_config={"compile": False}, **options)
