@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from ..errors import GrammarError, suggest
-from ..schemas import notation
-from ..schemas.document import document
+from ..schemas import limits, notation
+from ..schemas.document import document, members
 from ..schemas.ignored import ignored
+from ..schemas.left_out import droppable
 from ..schemas.lenient import Validation
 from ..schemas.nodes import Node
 from ..schemas.normaliser import Normaliser
@@ -21,7 +23,11 @@ from .base import Language
 from .python_types import schema_of
 from .specs import Spec
 
-_MOST_DROPPED = 100
+#: Keywords that are left out of one schema, and the work of finding them in units of what one attempt may do.
+_MOST_DROPPED, _MOST_ATTEMPTS = 100, 4
+#: No validation makes up for what is not there.
+_NEEDED = ("$ref", "$dynamicRef", "$recursiveRef", "$schema", "type")
+_UNEVALUATED = ("unevaluatedItems", "unevaluatedProperties")
 _WARNINGS = (
     "Keys stand in the order in which the schema declares them, then required ones that are not declared, then others.",
     "A declared key never occurs twice; other keys may, and what some property has to be is the last of them.",
@@ -91,8 +97,9 @@ class JsonSchema(Spec):
 
     def language(self) -> Language:
         rules, dropped, written = self._grammar
-        warnings = [*_WARNINGS, *([_FORMAT] if '"format"' in self.text else []), *([_CLOSED] if self.closed else [])]
-        warnings += [_PATTERN] if '"pattern' in self.text else []
+        keys = frozenset(self._keys)
+        warnings = [*_WARNINGS, *([_FORMAT] if "format" in keys else []), *([_CLOSED] if self.closed else [])]
+        warnings += [_PATTERN] if not keys.isdisjoint(("pattern", "patternProperties")) else []
         warnings += written
         warnings += [f"{path}: {keyword} is left to the validation of the finished text." for path, keyword in dropped]
         whole = None if self.strict else Validation(json.loads(self.text))
@@ -106,8 +113,7 @@ class JsonSchema(Spec):
         Raises:
             GrammarError: there is no such language.
         """
-        normaliser = Normaliser(frozenset(self._grammar[1]), evaluation="unevaluated" in self.text)
-        return spell(normaliser, self._root(normaliser), value)
+        return spell(*self._read(self._grammar[1]), value)
 
     @cached_property
     def _grammar(self) -> tuple[dict[str, Expr], list[tuple[str, str]], list[str]]:
@@ -115,25 +121,33 @@ class JsonSchema(Spec):
         if self.whitespace not in WHITESPACE:
             raise GrammarError(f"no white space {self.whitespace!r}. {suggest(self.whitespace, WHITESPACE)}")
         dropped: list[tuple[str, str]] = []
+        steps = 0
         while True:
-            normaliser = Normaliser(frozenset(dropped), evaluation="unevaluated" in self.text)
+            normaliser, root = self._read(dropped)
             try:
                 writer = Writer(normaliser, WHITESPACE[self.whitespace], self.closed)
-                rules = writer.write(self._root(normaliser))
+                rules = writer.write(root)
                 break
             except RecursionError as problem:
                 raise GrammarError("schemas within schemas go too deep; fewer levels work", path="$") from problem
             except GrammarError as problem:
-                cause = (problem.path or "", problem.keyword or "")
-                if self.strict or not all(cause) or cause in dropped or len(dropped) >= _MOST_DROPPED:
-                    raise
-                if cause[1] in ("$ref", "$schema", "type"):  # no validation makes up for what is not there
+                steps += normaliser.steps
+                needed = problem.keyword in (None, *_NEEDED)  # None: no schema at all, or too large as a whole
+                cause = None if self.strict or needed else droppable(normaliser, problem)
+                if cause is None or len(dropped) == _MOST_DROPPED or steps > _MOST_ATTEMPTS * limits.STEPS:
                     raise
                 dropped.append(cause)
         if not rules:
             raise GrammarError("no value that can be written is valid under this schema", path="$")
         places = (content for kind, content in normaliser.nodes.terms if kind == "schema")
-        return rules, dropped, [*writer.warnings, *ignored(places)]
+        return rules, dropped, [*writer.warnings, *dict.fromkeys(ignored(places))]
 
-    def _root(self, normaliser: Normaliser) -> Node:
-        return normaliser.place(document(self.text))
+    def _read(self, dropped: Iterable[tuple[str, str]]) -> tuple[Normaliser, Node]:
+        """The schema without what is left out."""
+        root = document(self.text)
+        normaliser = Normaliser(frozenset(dropped), evaluation=any(key in _UNEVALUATED for key in self._keys))
+        return normaliser, normaliser.place(root)
+
+    @property
+    def _keys(self) -> Iterator[str]:
+        return (key for key, _ in members(json.loads(self.text)))

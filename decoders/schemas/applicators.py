@@ -45,29 +45,38 @@ def _any_of(normaliser: Normaliser, place: Place, current: Shapes, keyword: str 
 
 
 def _one_of(normaliser: Normaliser, place: Place, current: Shapes) -> Shapes:
-    if (place.path, "oneOf") in normaliser.dropped:
-        return _any_of(normaliser, place, current, "oneOf")
     parts = [normaliser.intersect(current, node) for node in _parts(normaliser, place, "oneOf")]
+    others = parts
+    if normaliser.dropped:
+        others = [
+            normaliser.intersect(current, node) for node in _parts(normaliser, normaliser.opposite(place), "oneOf")
+        ]
     union = NONE
     for index, part in enumerate(parts):
-        for other in parts[:index] + parts[index + 1 :]:
+        for other in others[:index] + others[index + 1 :]:
             part = shapes.difference(part, other, normaliser)
         union = shapes.union(union, part)
     return union
 
 
+def one_of_as_any_of(normaliser: Normaliser, place: Place, current: Shapes) -> Shapes:
+    """What is left of ``oneOf`` if it is left out."""
+    return _any_of(normaliser, place, current, "oneOf")
+
+
 def _not(normaliser: Normaliser, place: Place, current: Shapes) -> Shapes:
-    return shapes.difference(current, normaliser.normalise(normaliser.place(place.child("not"))), normaliser)
+    excluded = normaliser.place(normaliser.opposite(place).child("not"))
+    return shapes.difference(current, normaliser.normalise(excluded), normaliser)
 
 
 def _if(normaliser: Normaliser, place: Place, current: Shapes) -> Shapes:
     schema = place.schema
-    if place.year < 2018 or ("then" not in schema and "else" not in schema and not normaliser.evaluation):
+    if "then" not in schema and "else" not in schema and not normaliser.evaluation:
         return current
-    condition = normaliser.place(place.child("if"))
-    then = normaliser.intersect(current, condition)
+    then = normaliser.intersect(current, normaliser.place(place.child("if")))
     if "then" in schema:
         then = normaliser.intersect(then, normaliser.place(place.child("then")))
+    condition = normaliser.place(normaliser.opposite(place).child("if"))
     otherwise = shapes.difference(current, normaliser.normalise(condition), normaliser)
     if "else" in schema:
         otherwise = normaliser.intersect(otherwise, normaliser.place(place.child("else")))
@@ -95,8 +104,6 @@ def _dependent(keyword: str) -> Callable[[Normaliser, Place, Shapes], Shapes]:
 
 def _unevaluated(keyword: str) -> Callable[[Normaliser, Place, Shapes], Shapes]:
     def combine(normaliser: Normaliser, place: Place, current: Shapes) -> Shapes:
-        if place.year < 2019:
-            return current
         node = normaliser.place(place.child(keyword))
         if keyword == "unevaluatedItems":
             arrays_allowed = [arrays.evaluate(shape, node, normaliser) for shape in current.arrays]

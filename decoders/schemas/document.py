@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import GrammarError
@@ -31,6 +32,7 @@ class Place:
         year: of its draft (2013, 2017, 2018, 2019, 2020).
         path: where it stands, for messages.
         dynamic: whether there are dynamic references, the target of which depends on the way to them.
+        subtracted: whether it stands for less than it says where keywords are left out, not for more: under ``not``, say.
     """
 
     schema: dict[str, Any]
@@ -39,6 +41,7 @@ class Place:
     resolver: Resolver[Any]
     specification: Specification[Any]
     dynamic: bool = False
+    subtracted: bool = False
 
     def child(self, *keys: str | int) -> Place | bool:
         """The schema under `keys`.
@@ -47,10 +50,16 @@ class Place:
             GrammarError: there is no schema.
         """
         target: Any = self.schema
-        path = self.path
         for key in keys:
-            target, path = target[key], path + step(key)
-        return place(target, path, self.resolver, self.specification, self.dynamic)
+            target = target[key]
+        return self._alike(place(target, self.path_of(*keys), self.resolver, self.specification, self.dynamic))
+
+    def path_of(self, *keys: str | int) -> str:
+        """The path of what stands under `keys`."""
+        return self.path + "".join(map(step, keys))
+
+    def _alike(self, target: Place | bool) -> Place | bool:
+        return replace(target, subtracted=self.subtracted) if isinstance(target, Place) else target
 
     @property
     def scope(self) -> tuple[str, ...]:
@@ -88,13 +97,26 @@ class Place:
         inside = reference.startswith("#/") or reference == "#"
         path = "$" + "".join(map(step, reference[2:].split("/"))) if inside and len(reference) > 1 else "$"
         path = path if inside else reference
-        return place(target.contents, path, target.resolver, self.specification, self.dynamic, entered=True)
+        return self._alike(
+            place(target.contents, path, target.resolver, self.specification, self.dynamic, entered=True)
+        )
 
 
 def step(key: str | int) -> str:
     """One step of a JSON path."""
     plain = isinstance(key, str) and key.replace("_", "a").isalnum()
     return f".{key}" if plain else f"[{json.dumps(key)}]"
+
+
+def members(contents: Any) -> Iterator[tuple[str, Any]]:
+    """Names and values of all objects in `contents`."""
+    todo = [contents]
+    while todo:
+        part = todo.pop()
+        if isinstance(part, dict):
+            yield from part.items()
+        if isinstance(part, dict | list):
+            todo += part.values() if isinstance(part, dict) else part
 
 
 def document(text: str) -> Place | bool:
@@ -123,7 +145,13 @@ def document(text: str) -> Place | bool:
     resource = specification.create_resource(contents)
     base = (isinstance(contents, dict) and resource.id()) or "urn:schema"
     registry: Registry[Any] = REGISTRY.with_resource(base, resource)
-    dynamic = "$dynamicRef" in text or "$recursiveRef" in text or "/schema" in text  # meta-schemas have such references
+    dynamic = any(
+        key in ("$dynamicRef", "$recursiveRef")
+        or (
+            key in ("$ref", "$id", "id") and isinstance(value, str) and "json-schema.org" in value
+        )  # meta-schemas have some
+        for key, value in members(contents)
+    )
     return place(contents, "$", registry.resolver(base), specification, dynamic, entered=True)
 
 

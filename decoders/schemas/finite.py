@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 from .nodes import Node
 from .normaliser import Normaliser
+from .numbers import Numbers, fraction
 
 
 def values(normaliser: Normaliser, node: Node, most: int) -> list[Node] | None:
@@ -11,24 +14,35 @@ def values(normaliser: Normaliser, node: Node, most: int) -> list[Node] | None:
     shapes = normaliser.shapes(node)
     known_values: list[object] = [{"null": None, "true": True, "false": False}[unit] for unit in sorted(shapes.units)]
     for numbers in shapes.numbers:
-        if numbers.step is None and numbers.low == numbers.high and numbers.low is not None:
-            known_values.append(float(numbers.low))
-            continue
-        if numbers.step is None or numbers.low is None or numbers.high is None:
+        points = _points(numbers, most)
+        if points is None:
             return None
-        count = (numbers.high - numbers.low) / numbers.step + 1
-        if count > most:
-            return None
-        points = [numbers.low + numbers.step * i for i in range(int(count))]
-        known_values += [int(p) if p.denominator == 1 else float(p) for p in points if numbers.contains(p)]
+        known_values += points
     for strings in shapes.strings:
         if strings.values is None:
             return None
         known_values += sorted(strings.values)
-    if len(known_values) > most or any(shape.high != 0 for shape in shapes.arrays):
+    if shapes.objects or any(shape.high != 0 for shape in shapes.arrays):
         return None
     if shapes.arrays:
         known_values.append([])
-    if shapes.objects:
+    nodes = list(dict.fromkeys(normaliser.value(value) for value in known_values))
+    return nodes if len(nodes) <= most else None
+
+
+def _points(numbers: Numbers, most: int) -> list[int | float] | None:
+    """All of `numbers`; None if there are more than `most`, or some that are no float."""
+    low, high, step = numbers.low, numbers.high, numbers.step
+    if low is None or high is None or (step is None and low != high):
         return None
-    return list(dict.fromkeys(normaliser.value(value) for value in known_values))
+    if step is not None and (high - low) / step + 1 > most:
+        return None
+    count = 1 if step is None else int((high - low) / step) + 1
+    points = [point for i in range(count) if numbers.contains(point := low + i * (step or 0))]
+    written = [_written(point) for point in points]
+    return written if [fraction(value) for value in written] == points else None
+
+
+def _written(point: Fraction) -> int | float:
+    """`point` as JSON writes it: whole numbers exactly, however large."""
+    return int(point) if point.denominator == 1 else float(point)

@@ -1,13 +1,23 @@
 """Formats of strings as patterns; formats that are not here are annotations.
 
-Each is a part of what its standard allows, the part in use: no quoted local parts of addresses, no leap seconds.
+A pattern has what its standard allows, but for
+
+- date: the year 0000; time: leap seconds, more than nine digits of a second, small t and z; date-time: both
+- email: quoted local parts, addresses in brackets
+- hostname: more than 3 labels, unless all but the first have up to 18 characters (then 11 labels), all up to 35 (7) or all up to 5 (42)
+
+Values that the schema itself gives are judged by the whole standard (:func:`valid`).
 """
 
 from __future__ import annotations
 
+import ipaddress
+import re
+from collections.abc import Callable
+from datetime import date
 from functools import lru_cache
 
-from ..patterns import ecma
+from ..patterns import automata, ecma
 from ..patterns.tree import Pattern
 
 # There is no year 0: the standard's own calendar has one, those of languages do not.
@@ -18,16 +28,42 @@ _DATE = (
     f"|02-(?:0[1-9]|1[0-9]|2[0-8]))|{_YEAR_LEAP}-02-29)"
 )
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:Z|[+\-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-_LABEL = "[A-Za-z0-9](?:[A-Za-z0-9\\-]{0,61}[A-Za-z0-9])?"
+
+
+def _label(most: int) -> str:
+    return f"[A-Za-z0-9](?:[A-Za-z0-9\\-]{{0,{most - 2}}}[A-Za-z0-9])?"
+
+
+def _labels(first: int, other: int) -> str:
+    """Names of a first label of up to `first` characters and as many of up to `other` as keep to 253 in all."""
+    return rf"{_label(first)}(?:\.{_label(other)}){{0,{(_LONGEST_NAME - first) // (other + 1)}}}"
+
+
+_LONGEST_NAME = 253
+# Labels of up to 63 characters, 253 in all: an automaton that counts both would be too large.
+_HOSTNAME = "|".join(_labels(*sizes) for sizes in ((63, 63), (63, 18), (35, 35), (5, 5)))
+_ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~\-]+"
 _OCTET = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _IPV4 = rf"{_OCTET}(?:\.{_OCTET}){{3}}"
 _H16 = "[0-9A-Fa-f]{1,4}"
-_IPV6 = "|".join(
-    [f"(?:{_H16}:){{7}}{_H16}", f"(?:{_H16}:){{1,7}}:", f"::(?:{_H16}:){{0,6}}{_H16}"]
-    + [f"(?:{_H16}:){{{n}}}(?::{_H16}){{1,{7 - n}}}" for n in range(1, 7)]
+# Eight groups, the last two of which may be an IPv4 address; :: stands for one or more.
+_IPV6 = "|".join((
+    f"(?:{_H16}:){{7}}{_H16}", f"(?:{_H16}:){{1,7}}:", f"::(?:(?:{_H16}:){{0,6}}{_H16})?",
+    *(f"(?:{_H16}:){{{n}}}(?::{_H16}){{1,{7 - n}}}" for n in range(1, 7)),
+    f"(?:(?:{_H16}:){{6}}|::(?:{_H16}:){{0,5}}|"
+    + "|".join(f"(?:{_H16}:){{{n}}}(?::{_H16}){{0,{5 - n}}}:" for n in range(1, 6)) + f"){_IPV4}",
+))  # fmt: skip
+_UNRESERVED = r"[A-Za-z0-9\-._~!$&'()*+,;=]"
+_ESCAPED = "%[0-9A-Fa-f]{2}"
+_REGISTERED = f"(?:{_UNRESERVED}|{_ESCAPED})*"
+_IN_USER, _IN_SEGMENT, _IN_PATH, _IN_QUERY = (
+    f"(?:{_UNRESERVED[:-1]}{more}]|{_ESCAPED})" for more in (":", ":@", ":@/", ":@/?")
 )
-_URI_CHARACTER = r"(?:[A-Za-z0-9\-._~!$&'()*+,;=:@/?]|%[0-9A-Fa-f]{2})"
-_URI = rf"[A-Za-z][A-Za-z0-9+\-.]*:{_URI_CHARACTER}*(?:#{_URI_CHARACTER}*)?"
+_HOST = rf"(?:\[(?:{_IPV6}|v[0-9A-Fa-f]+\.(?:{_UNRESERVED[:-1]}:])+)\]|{_REGISTERED})"
+_URI = (
+    rf"[A-Za-z][A-Za-z0-9+\-.]*:(?://(?:{_IN_USER}*@)?{_HOST}(?::[0-9]*)?(?:/{_IN_PATH}*)?"
+    rf"|/(?:{_IN_SEGMENT}{_IN_PATH}*)?|(?:{_IN_SEGMENT}{_IN_PATH}*)?)(?:\?{_IN_QUERY}*)?(?:#{_IN_QUERY}*)?"
+)
 _DURATION_TIME = "T(?:[0-9]+H(?:[0-9]+M(?:[0-9]+S)?)?|[0-9]+M(?:[0-9]+S)?|[0-9]+S)"
 _DURATION_DATE = "(?:[0-9]+Y(?:[0-9]+M(?:[0-9]+D)?)?|[0-9]+M(?:[0-9]+D)?|[0-9]+D)"
 
@@ -36,8 +72,8 @@ FORMATS = {
     "time": _TIME,
     "date-time": f"{_DATE}T{_TIME}",
     "duration": f"P(?:{_DURATION_DATE}(?:{_DURATION_TIME})?|{_DURATION_TIME}|[0-9]+W)",
-    "email": rf"[A-Za-z0-9!#$%&'*+/=?^_`{{|}}~\-]+(?:\.[A-Za-z0-9!#$%&'*+/=?^_`{{|}}~\-]+)*@{_LABEL}(?:\.{_LABEL})*",
-    "hostname": rf"{_LABEL}(?:\.{_LABEL}){{0,3}}",
+    "email": rf"{_ATOM}(?:\.{_ATOM})*@{_label(63)}(?:\.{_label(63)})*",
+    "hostname": _HOSTNAME,
     "ipv4": _IPV4,
     "ipv6": _IPV6,
     "uuid": "[0-9A-Fa-f]{8}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{12}",
@@ -50,3 +86,70 @@ FORMATS = {
 def tree(name: str) -> Pattern | None:
     """The strings of a format; None for one that is not known."""
     return ecma.strings(f"^(?:{FORMATS[name]})$")[0][0] if name in FORMATS else None
+
+
+def valid(name: str, text: str) -> bool:
+    """Whether `text` is of the known format `name`, by the whole of its standard."""
+    pattern = tree(name)
+    if pattern is None or automata.matches(pattern, text):
+        return True
+    return name in _EXACT and _EXACT[name](text)
+
+
+def _date(text: str) -> bool:
+    match = re.fullmatch("([0-9]{4})-([0-9]{2})-([0-9]{2})", text)
+    if match is None:
+        return False
+    year, month, day = map(int, match.groups())
+    try:
+        date(year or 2000, month, day)  # both are leap years
+    except ValueError:
+        return False
+    return True
+
+
+def _time(text: str) -> bool:
+    match = re.fullmatch(
+        r"([0-9]{2}):([0-9]{2}):([0-9]{2})(?:\.[0-9]+)?(?:Z|([+-])([0-9]{2}):([0-9]{2}))", text.upper()
+    )
+    if match is None:
+        return False
+    hour, minute, second, hours, minutes = (int(match[group] or 0) for group in (1, 2, 3, 5, 6))
+    if max(hour, hours) > 23 or max(minute, minutes) > 59:
+        return False
+    offset = (60 * hours + minutes) * (-1 if match[4] == "-" else 1)
+    is_last_minute = (60 * hour + minute - offset) % (24 * 60) == 24 * 60 - 1
+    return second < 60 or (second == 60 and is_last_minute)  # leap seconds end a day of UTC
+
+
+def _email(text: str) -> bool:
+    local, _, domain = text.rpartition("@")
+    pattern = rf'{_ATOM}(?:\.{_ATOM})*|"(?:[ !#-\[\]-~]|\\[ -~])*"'
+    return re.fullmatch(pattern, local) is not None and (
+        re.fullmatch(rf"{_label(63)}(?:\.{_label(63)})*", domain) is not None or _address_in_brackets(domain)
+    )
+
+
+def _address_in_brackets(text: str) -> bool:
+    if not (text.startswith("[") and text.endswith("]")):
+        return False
+    address = text[1:-1]
+    try:
+        if address.upper().startswith("IPV6:"):
+            return "%" not in address and bool(ipaddress.IPv6Address(address[5:]).packed)
+        return bool(ipaddress.IPv4Address(address).packed)
+    except ValueError:
+        return False
+
+
+def _hostname(text: str) -> bool:
+    return len(text) <= _LONGEST_NAME and all(re.fullmatch(_label(63), label) for label in text.split("."))
+
+
+_EXACT: dict[str, Callable[[str], bool]] = {
+    "date": _date,
+    "time": _time,
+    "date-time": lambda text: _date(text[:10]) and text[10:11] in ("T", "t") and _time(text[11:]),
+    "email": _email,
+    "hostname": _hostname,
+}

@@ -1,4 +1,4 @@
-"""Warnings of names that look like keywords, and of formats that are not known: neither has an effect."""
+"""Warnings of names that look like keywords, or are those of another draft, and of formats that are not known: none has an effect."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Iterable, Iterator
 
 from . import formats, keywords
 from .document import Place
+from .drafts import known
 
 #: Keywords that say which values are valid.
 _ASSERTIONS = (
     *keywords.NUMBERS, *keywords.STRINGS, *keywords.ARRAYS, *keywords.OBJECTS, "type", "const", "enum", "allOf", "anyOf",
     "oneOf", "not", "if", "then", "else", "dependencies", "dependentRequired", "dependentSchemas", "unevaluatedItems",
-    "unevaluatedProperties", "minContains", "maxContains", "$ref", "$dynamicRef", "$recursiveRef",
+    "unevaluatedProperties", "$ref", "$dynamicRef", "$recursiveRef",
 )  # fmt: skip
 #: Others, those of OpenAPI among them.
 _ANNOTATION_KEYWORDS = frozenset((
@@ -33,6 +34,8 @@ def ignored(places: Iterable[Place]) -> Iterator[str]:
     compared = 0
     for place in places:
         for name in place.schema:
+            if not known(name, place.year):
+                yield f"{place.path}: {name!r} is a keyword of another draft and says nothing."
             if (
                 name in _ANNOTATION_KEYWORDS
                 or name in _ASSERTIONS

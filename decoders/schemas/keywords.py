@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ..errors import GrammarError
@@ -11,6 +12,7 @@ from . import formats, limits, numbers, strings
 from .algebra import NodeAlgebra
 from .arrays import Arrays, Count, Items
 from .document import Place
+from .drafts import known
 from .nodes import FALSE, TRUE, Node
 from .numbers import Numbers
 from .objects import Keys, Objects, Property
@@ -22,7 +24,9 @@ NodeOf = Callable[..., Node]
 
 NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 STRINGS = ("minLength", "maxLength", "pattern", "format")
-ARRAYS = ("prefixItems", "items", "additionalItems", "contains", "minItems", "maxItems", "uniqueItems")
+ARRAYS = (
+    "prefixItems", "items", "additionalItems", "contains", "minContains", "maxContains", "minItems", "maxItems", "uniqueItems",
+)  # fmt: skip
 OBJECTS = (
     "properties", "patternProperties", "additionalProperties", "propertyNames", "required", "minProperties", "maxProperties",
 )  # fmt: skip
@@ -87,30 +91,39 @@ def of_strings(schema: dict[str, Any]) -> Strings | None:
     result = Strings(low=_count(schema, "minLength") or 0, high=_count(schema, "maxLength")).simplified()
     if result is not None and "pattern" in schema:
         result = strings.intersection(result, _pattern(schema["pattern"]))
-    if result is not None and isinstance(schema.get("format"), str):
-        pattern = formats.tree(schema["format"])
-        result = result if pattern is None else strings.intersection(result, Strings(formats=frozenset([pattern])))
+    name = schema.get("format")
+    if result is not None and isinstance(name, str) and name in formats.FORMATS:
+        result = strings.intersection(result, Strings(formats=frozenset([name])))
     return result
 
 
-def of_arrays(place: Place, schema: dict[str, Any], node_of: NodeOf, algebra: NodeAlgebra) -> Arrays | None:
-    """The arrays that `schema`, the keywords that are read, allows; None if there are none."""
+def of_arrays(
+    place: Place, schema: dict[str, Any], node_of: NodeOf, opposite: NodeOf, algebra: NodeAlgebra
+) -> Arrays | None:
+    """The arrays that `schema`, the keywords that are read, allows; None if there are none.
+
+    `opposite` is `node_of` for a keyword that subtracts.
+    """
     prefix: tuple[Node, ...] = ()
     rest, evaluated = TRUE, Items()
+    dropped = _dropped(place, schema)
     listed = next((k for k in ("prefixItems", "items") if isinstance(schema.get(k), list)), None)
     if listed is not None:
         prefix = tuple(node_of(listed, i) for i in range(len(schema[listed])))
         evaluated = Items(len(prefix))
     others_keyword = "additionalItems" if listed == "items" else "items"
-    if others_keyword in schema and (listed is not None or others_keyword == "items"):
+    others_begin = listed is not None or (others_keyword == "items" and "prefixItems" not in dropped)
+    if others_keyword in schema and others_begin:
         rest, evaluated = node_of(others_keyword), Items(None)
     counts: tuple[Count, ...] = ()
-    if "contains" in schema and place.year >= 2017:
+    if "contains" in schema:
         low, high = _count(schema, "minContains"), _count(schema, "maxContains")
-        if place.year < 2019:
-            low = high = None
-        kind = node_of("contains")
-        counts = (Count(0, kind, 1 if low is None else low, high),)
+        low = low if low is not None else int("minContains" not in dropped)
+        kind, kind_at_most = node_of("contains"), opposite("contains")
+        if high is None or kind == kind_at_most:
+            counts = (Count(0, kind, low, high),)
+        else:
+            counts = (Count(0, kind, low, None), Count(0, kind_at_most, 0, high))
         if place.year >= 2020 and evaluated.first is not None:
             evaluated = Items(evaluated.first, (kind,))
     unique = schema.get("uniqueItems") is True
@@ -121,43 +134,59 @@ def of_arrays(place: Place, schema: dict[str, Any], node_of: NodeOf, algebra: No
 def of_objects(
     place: Place, schema: dict[str, Any], node_of: NodeOf, algebra: NodeAlgebra, normalise: Callable[[Node], Shapes]
 ) -> Objects | None:
-    """The objects that `schema` allows; None if there are none. `normalise` gives the shapes of a node."""
+    """The objects that `schema`, the keywords that are read, allows; None if there are none. `normalise` gives a node's shapes."""
     nodes = algebra.nodes
+    dropped = _dropped(place, schema)
     named: dict[str, Node] = {name: node_of("properties", name) for name in _object(schema, "properties")}
     if len(named) > limits.PROPERTIES:
         limits.exceeded("PROPERTIES", limits.PROPERTIES, f"an object of {len(named):,} properties", "properties")
     classes: list[tuple[Strings, tuple[Node, ...]]] = [(strings.ALL, ())]
     patterns = []
     for text in _object(schema, "patternProperties"):
-        pattern, node = _pattern(text), node_of("patternProperties", text)
+        pattern, node = _pattern_of_keys(place, text), node_of("patternProperties", text)
         patterns.append(pattern)
-        classes = [
-            (shared, result)
-            for keys, old in classes
-            for part, result in [(pattern, (*old, node)), *((other, old) for other in strings.complement(pattern))]
-            if (shared := strings.intersection(keys, part)) is not None
-        ]
-        if len(classes) > limits.ALTERNATIVES:
-            limits.exceeded("ALTERNATIVES", limits.ALTERNATIVES, "the number of classes of keys", "patternProperties")
-        named = {n: nodes.intersection(old, node) if pattern.contains(n) else old for n, old in named.items()}
+        with _blaming("patternProperties"):
+            classes = [
+                (shared, result)
+                for keys, old in classes
+                for part, result in [(pattern, (*old, node)), *((other, old) for other in strings.complement(pattern))]
+                if (shared := strings.intersection(keys, part)) is not None
+            ]
+            if len(classes) > limits.ALTERNATIVES:
+                limits.exceeded("ALTERNATIVES", limits.ALTERNATIVES, "the number of classes of keys")
+            named = {n: nodes.intersection(old, node) if pattern.contains(n) else old for n, old in named.items()}
     additional = node_of("additionalProperties") if "additionalProperties" in schema else TRUE
+    if "properties" in dropped:
+        additional = TRUE
+    unread = [node_of("patternProperties", text) for text in _object(place.schema, "patternProperties")
+              if text not in schema.get("patternProperties", {})]  # fmt: skip
+    # A key that may match a pattern which is left out: more or less is allowed, whichever errs on the safe side.
+    if unread and place.subtracted:
+        additional = nodes.intersection(additional, *unread)
+        classes = [(keys, (*result, *unread) if result else ()) for keys, result in classes]
+        named = {name: nodes.intersection(node, *unread) for name, node in named.items()}
+    elif unread:
+        additional = nodes.union(additional, *unread)
     rest = tuple((keys, nodes.intersection(*result) if result else additional) for keys, result in classes)
+    if unread and not place.subtracted:
+        patterns.append(strings.ALL)
     evaluated = Keys(frozenset(named), tuple(patterns), "additionalProperties" in schema)
     required = dict.fromkeys(_names(schema, "required"))
     result = Objects(rest=rest)
     properties = [Property(n, node, n in required) for n, node in named.items()]
     properties += [Property(name, result.value(name), True) for name in required if name not in named]
-    if "propertyNames" in schema and place.year >= 2017:
+    if "propertyNames" in schema:
         names = normalise(node_of("propertyNames")).strings
         allowed = [prop if any(keys.contains(prop.name) for keys in names) else Property(prop.name, FALSE, prop.required)
                 for prop in properties]  # fmt: skip
         properties = allowed
-        rest = tuple(
-            (shared, node)
-            for keys, node in rest
-            for name in names
-            if (shared := strings.intersection(keys, name)) is not None
-        )
+        with _blaming("propertyNames"):
+            rest = tuple(
+                (shared, node)
+                for keys, node in rest
+                for name in names
+                if (shared := strings.intersection(keys, name)) is not None
+            )
     low, high = _count(schema, "minProperties") or 0, _count(schema, "maxProperties")
     return Objects(tuple(properties), rest, low, high, evaluated=evaluated).simplified(algebra)
 
@@ -166,6 +195,30 @@ def _pattern(text: Any) -> Strings:
     if not isinstance(text, str):
         raise GrammarError(f"a pattern is a string, not {text!r}", "pattern")
     return Strings(conditions=frozenset(ecma.strings(text)))
+
+
+def _pattern_of_keys(place: Place, text: str) -> Strings:
+    try:
+        return _pattern(text)
+    except GrammarError as problem:  # the path leads to the one pattern: others can be read
+        path = place.path_of("patternProperties", text)
+        raise GrammarError(f"{path}: patternProperties: {problem}", "patternProperties", path) from problem
+
+
+def _dropped(place: Place, schema: dict[str, Any]) -> frozenset[str]:
+    """Keywords of `place` that are left out: `schema` does not have them."""
+    return frozenset(keyword for keyword in place.schema if keyword not in schema and known(keyword, place.year))
+
+
+@contextmanager
+def _blaming(keyword: str) -> Iterator[None]:
+    """Makes `keyword` that of errors without a path."""
+    try:
+        yield
+    except GrammarError as problem:
+        if problem.path is not None:
+            raise
+        raise GrammarError(str(problem), keyword) from problem
 
 
 def _number(schema: dict[str, Any], keyword: str) -> int | float:
@@ -180,8 +233,12 @@ def _count(schema: dict[str, Any], keyword: str) -> int | None:
     if keyword not in schema:
         return None
     value = _number(schema, keyword)
-    if value < 0 or value != int(value):
+    if value < 0 or (isinstance(value, float) and not value.is_integer()):  # is_integer: of infinite ones, too
         raise GrammarError(f"{keyword} is a whole number from 0, not {value!r}", keyword)
+    if value > limits.COUNT and keyword.startswith("max"):  # no text gets there
+        return None
+    if value > limits.COUNT:
+        limits.exceeded("COUNT", limits.COUNT, keyword, keyword)
     return int(value)
 
 

@@ -27,6 +27,8 @@ SYMBOLS = 60_000
 PROPERTIES = 2_000
 #: Values of an enumeration.
 VALUES = 20_000
+#: What ``minLength``, ``minItems``, … ask for; greater bounds from above are none, as no text gets there. Parsers count in 32 bits.
+COUNT = 2_000_000_000
 #: Multiples of what, decimal point aside.
 STEP = 10_000
 #: Characters of a regular expression that stands for the whole language; beyond it there is only a grammar.

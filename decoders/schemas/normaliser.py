@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from ..errors import GrammarError
-from . import keywords, limits, shapes
+from . import keywords, left_out, limits, shapes
 from .algebra import NodeAlgebra
-from .applicators import APPLICATORS
+from .applicators import APPLICATORS, one_of_as_any_of
 from .document import Place
+from .drafts import known
+from .equality import canonical
 from .nodes import FALSE, TRUE, Node, Nodes
 from .shapes import ALL, NONE, Shapes
 from .strings import Strings
@@ -28,7 +29,8 @@ class Normaliser(NodeAlgebra):
     """Computes the shapes of nodes, each once.
 
     Args:
-        dropped: (path, keyword) of keywords that are not read, oneOf as if it were anyOf.
+        dropped: (path, keyword) of keywords that are left out: they allow everything, and nothing where a schema is subtracted
+            (under ``not``), so that the whole allows more for it. oneOf is read as if it were anyOf.
         evaluation: whether a keyword asks what others have evaluated.
     """
 
@@ -51,11 +53,19 @@ class Normaliser(NodeAlgebra):
             return TRUE if content else FALSE
         if not content.schema:
             return TRUE
-        return self.nodes.leaf("schema", (id(content.schema), content.scope), content)
+        return self.nodes.leaf("schema", (id(content.schema), content.scope, content.subtracted), content)
+
+    def reads(self, place: Place, keyword: str) -> bool:
+        """Whether `place` has `keyword`, its draft knows it, and it is not left out."""
+        return keyword in place.schema and known(keyword, place.year) and (place.path, keyword) not in self.dropped
+
+    def opposite(self, place: Place) -> Place:
+        """`place` for a keyword that subtracts: what is left out in it then allows nothing where it allowed everything."""
+        return replace(place, subtracted=not place.subtracted) if self.dropped else place
 
     def value(self, value: Any) -> Node:
-        """The node of a value."""
-        return self.nodes.leaf("value", json.dumps(value), value)
+        """The node of a value, the same one for equal values."""
+        return self.nodes.leaf("value", canonical(value), value)
 
     def empty(self, node: Node) -> bool:
         if node in (TRUE, FALSE):
@@ -86,19 +96,23 @@ class Normaliser(NodeAlgebra):
             raise GrammarError(f"{path}: $ref refers to itself without anything in between", "$ref", path) from problem
 
     def with_location(self, node: Node, problem: GrammarError) -> GrammarError:
-        """`problem`, which arose in writing `node`, with the place of its keyword, or of the node if the keyword is not found."""
-        seen, queue, nearest = {node}, [node], None
+        """`problem`, which arose in writing `node`, with the place of its keyword, or of one that may have brought it about."""
+        seen, queue = {node}, [node]
+        places: list[Place] = []
         for queued in queue:
             term = self.nodes.terms[queued]
             if term[0] == "schema":
-                path = term[1].path
-                if problem.keyword in term[1].schema:
-                    return GrammarError(f"{path}: {problem.keyword}: {problem}", problem.keyword, path)
-                nearest = nearest or path
+                places.append(term[1])
             parts = {*self.within.get(queued, ()), *(term[1] if term[0] in ("all", "any") else [])}
             queue += sorted(parts - seen)
             seen |= parts
-        return problem if nearest is None else GrammarError(f"{nearest}: {problem}", problem.keyword, nearest)
+        for keyword in (problem.keyword or "", *left_out.CAUSES.get(problem.keyword or "", ()), *left_out.COARSE):
+            for place in places:
+                if self.reads(place, keyword):
+                    return GrammarError(f"{place.path}: {keyword}: {problem}", keyword, place.path)
+        if not places:
+            return problem
+        return GrammarError(f"{places[0].path}: {problem}", problem.keyword, places[0].path)
 
     def normalise(self, node: Node) -> Shapes:
         if self.active:
@@ -143,7 +157,7 @@ class Normaliser(NodeAlgebra):
         schema = place.schema
 
         def read(keyword: str) -> bool:
-            return keyword in schema and (place.path, keyword) not in self.dropped
+            return self.reads(place, keyword)
 
         if read("$ref") and place.year <= 2018:  # nothing stands beside it
             with self.locating_errors(place, "$ref"):
@@ -153,20 +167,37 @@ class Normaliser(NodeAlgebra):
             if read(keyword):
                 with self.locating_errors(place, keyword):
                     current = self.intersect(current, self.place(place.follow(schema[keyword], keyword)))
+        current = self._without_dropped(place, current)
         for keyword, combine in APPLICATORS.items():
-            if read(keyword) or (keyword == "oneOf" and "oneOf" in schema):
+            if read(keyword):
                 with self.locating_errors(place, keyword):
                     current = combine(self, place, current)
         return current
 
+    def _without_dropped(self, place: Place, current: Shapes) -> Shapes:
+        """`current` as far as keywords that are left out leave it; they may have evaluated anything."""
+        dropped = [keyword for keyword in place.schema if (place.path, keyword) in self.dropped]
+        if place.subtracted:
+            return left_out.without(current, dropped)
+        if "oneOf" in dropped:
+            try:
+                return one_of_as_any_of(self, place, current)
+            except GrammarError as problem:  # too many alternatives, even so
+                if problem.path is not None:
+                    raise
+        evaluated = self.evaluation and not left_out.EVALUATING.isdisjoint(dropped)
+        return shapes.all_evaluated(current) if evaluated else current
+
     @contextmanager
-    def locating_errors(self, place: Place, keyword: str) -> Iterator[None]:
-        """Adds keyword and place to errors that have none."""
+    def locating_errors(self, place: Place, keyword: str, group: tuple[str, ...] = ()) -> Iterator[None]:
+        """Adds keyword and place to errors that have none; another keyword of `group` if the error names one."""
         try:
             yield
         except GrammarError as problem:
             if problem.path is not None:
                 raise
+            if problem.keyword in group and problem.keyword in place.schema:
+                keyword = problem.keyword
             raise GrammarError(f"{place.path}: {keyword}: {problem}", keyword, place.path) from problem
 
     def node_of(self, place: Place) -> keywords.NodeOf:
@@ -188,7 +219,7 @@ class Normaliser(NodeAlgebra):
                 names = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
                 current = shapes.union(*map(keywords.of_type, names))
         for keyword in ("const", "enum"):
-            if read(keyword) and (keyword == "enum" or place.year >= 2017):
+            if read(keyword):
                 with self.locating_errors(place, keyword):
                     values = schema[keyword] if keyword == "enum" else [schema[keyword]]
                     current = shapes.intersection(current, self.values(values), self)
@@ -198,28 +229,36 @@ class Normaliser(NodeAlgebra):
             return next((name for name in names if read(name)), "")
 
         read_keywords = {key: value for key, value in schema.items() if read(key)}
+        if isinstance(patterns := read_keywords.get("patternProperties"), dict):
+            read_keywords["patternProperties"] = {
+                text: value
+                for text, value in patterns.items()
+                if (place.path_of("patternProperties", text), "patternProperties") not in self.dropped
+            }
         if current.numbers and (keyword := first_read(keywords.NUMBERS)):
-            with self.locating_errors(place, keyword):
+            with self.locating_errors(place, keyword, keywords.NUMBERS):
                 numbers_allowed = keywords.of_numbers(read_keywords)
                 current = shapes.intersection(
                     current, replace(ALL, numbers=() if numbers_allowed is None else (numbers_allowed,)), self
                 )
         if current.strings and (keyword := first_read(keywords.STRINGS)):
-            with self.locating_errors(place, keyword):
+            with self.locating_errors(place, keyword, keywords.STRINGS):
                 strings_allowed = keywords.of_strings(read_keywords)
                 current = shapes.intersection(
                     current, replace(ALL, strings=() if strings_allowed is None else (strings_allowed,)), self
                 )
         if current.arrays and (keyword := first_read(keywords.ARRAYS)):
-            with self.locating_errors(place, keyword):
-                arrays_allowed = keywords.of_arrays(place, read_keywords, node_of, self)
+            with self.locating_errors(place, keyword, keywords.ARRAYS):
+                arrays_allowed = keywords.of_arrays(
+                    place, read_keywords, node_of, self.node_of(self.opposite(place)), self
+                )
                 current = shapes.intersection(
                     current,
                     replace(ALL, arrays=() if arrays_allowed is None else (self.without_evaluated(arrays_allowed),)),
                     self,
                 )
         if current.objects and (keyword := first_read(keywords.OBJECTS)):
-            with self.locating_errors(place, keyword):
+            with self.locating_errors(place, keyword, keywords.OBJECTS):
                 objects_allowed = keywords.of_objects(place, read_keywords, node_of, self, self.normalise)
                 current = shapes.intersection(
                     current,

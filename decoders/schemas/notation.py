@@ -120,26 +120,6 @@ class _Constant:
         return self.value
 
 
-def prune(rules: dict[str, Expr]) -> dict[str, Expr]:
-    """`rules` without alternatives that have no text, which would be dead ends, and without rules that ``start`` does not use."""
-    callers = _callers(rules)
-    alive: set[str] = set()
-    waiting = list(rules)
-    while waiting:
-        name = waiting.pop()
-        if name not in alive and _productive(rules[name], alive):
-            alive.add(name)
-            waiting += callers.get(name, ())
-    pruned: dict[str, Expr] = {}
-    todo = ["start"]
-    while todo:
-        name = todo.pop()
-        if name not in pruned and name in alive:
-            pruned[name] = _without_dead(rules[name], alive)
-            todo += reversed(calls(pruned[name]))
-    return pruned
-
-
 def calls(expr: Expr) -> list[str]:
     """Rules that `expr` refers to."""
     match expr:
@@ -159,32 +139,6 @@ def _callers(rules: dict[str, Expr]) -> dict[str, list[str]]:
         for callee in calls(rule):
             callers.setdefault(callee, []).append(name)
     return callers
-
-
-def _productive(expr: Expr, alive: set[str]) -> bool:
-    match expr:
-        case RuleReference(rule):
-            return rule in alive
-        case Seq(parts):
-            return all(_productive(part, alive) for part in parts)
-        case Alt(parts):
-            return any(_productive(part, alive) for part in parts)
-        case Rep(part, low, _):
-            return low == 0 or _productive(part, alive)
-    return True
-
-
-def _without_dead(expr: Expr, alive: set[str]) -> Expr:
-    match expr:
-        case RuleReference(rule):
-            return expr if rule in alive else NOTHING
-        case Seq(parts):
-            return seq(*(_without_dead(part, alive) for part in parts))
-        case Alt(parts):
-            return alt(*(written_rule for part in parts if (written_rule := _without_dead(part, alive)) != NOTHING))
-        case Rep(part, low, high):
-            return rep(_without_dead(part, alive), low, high)
-    return expr
 
 
 def lark(rules: dict[str, Expr]) -> str:

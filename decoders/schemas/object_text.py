@@ -46,11 +46,19 @@ class _ObjectWriter:
         self.rest = () if writer.closed and open_to_all and self.members else shape.rest
         self.comma = text(writer.whitespace.comma)
         self.low, self.high = shape.low, shape.high
+        if self.high is not None and not self.rest and self.high >= len(self.members):
+            self.high = None
         self.last = max(1, self.low) if self.high is None else max(1, self.high)
         self.done: set[str] = set()
+        self.todo: list[tuple[str, Callable[[], Expr]]] = []
         if len(shape.exists) > _MOST_CONDITIONS:
             limits.exceeded(
                 "conditions on some property", _MOST_CONDITIONS, "what must occur somewhere in an object", "not"
+            )
+        if self.last > 1 and sum(min(p, self.last) + 1 for p in range(len(self.members))) > limits.RULES:
+            keyword = "minProperties" if self.high is None else "maxProperties"
+            limits.exceeded(
+                "RULES", limits.RULES, f"counting {len(self.members):,} properties to {self.last:,}", keyword
             )
 
     def write(self) -> Expr:
@@ -59,6 +67,9 @@ class _ObjectWriter:
         if self.low == 0 and not self.shape.exists and not any(prop.required for prop in self.members):
             empty = [text(rf"\{{{whitespace.opened}\}}")]
         inside = self.declared(0, 0)
+        while self.todo:  # not by recursion: there may be thousands of properties
+            rule, expression = self.todo.pop()
+            self.writer.rule(rule, expression())
         return alt(*empty, seq(text(rf"\{{{whitespace.opened}"), inside, text(rf"{whitespace.closing}\}}")))
 
     def declared(self, position: int, count: int) -> Expr:
@@ -100,10 +111,11 @@ class _ObjectWriter:
         return alt(*alternatives)
 
     def named(self, state: str, expression: Callable[[], Expr]) -> Expr:
+        """A reference to the rule of `state`, which :meth:`write` makes of `expression`."""
         rule = f"{self.name}{state}"
         if rule not in self.done:
             self.done.add(rule)
-            self.writer.rule(rule, expression())
+            self.todo.append((rule, expression))
         return self.writer.reference(rule)
 
     def member(self, prop: Property) -> Expr:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from . import arrays, limits, numbers, objects, strings
@@ -37,6 +37,15 @@ class Shapes:
 
 NONE = Shapes()
 ALL = Shapes(frozenset(["null", "true", "false"]), (Numbers(),), (Strings(),), (Arrays(),), (Objects(),))
+
+
+def all_evaluated(shapes: Shapes) -> Shapes:
+    """The same values, of which every item and property has been evaluated."""
+    return replace(
+        shapes,
+        arrays=tuple(dict.fromkeys(replace(one, evaluated=arrays.Items(None)) for one in shapes.arrays)),
+        objects=tuple(dict.fromkeys(replace(one, evaluated=objects.Keys(all=True)) for one in shapes.objects)),
+    )
 
 
 def intersection(a: Shapes, b: Shapes, algebra: NodeAlgebra) -> Shapes:

@@ -7,6 +7,7 @@ from itertools import permutations, product
 from typing import Any
 
 from .arrays import Arrays
+from .equality import canonical
 from .json_text import quoted
 from .nodes import FALSE, Node
 from .normaliser import Normaliser
@@ -48,7 +49,7 @@ def _array(normaliser: Normaliser, shape: Arrays, value: list[Any]) -> str | Non
         of_kind = sum(spell(normaliser, count.node, item) is not None for item in value[count.start :])
         if of_kind < count.low or (count.high is not None and of_kind > count.high):
             return None
-    if shape.unique and len({_identity(item) for item in value}) < len(value):
+    if shape.unique and len({canonical(item) for item in value}) < len(value):
         return None
     items = [
         spell(normaliser, node, item) for node, item in zip(_counted(normaliser, shape, value), value, strict=True)
@@ -117,14 +118,3 @@ def _fulfilling(normaliser: Normaliser, shape: Objects, members: dict[str, Any])
             ):
                 return [*order]
     return None
-
-
-def _identity(value: Any) -> str:
-    """Equal for values that are equal in JSON: 1 and 1.0, but not 1 and true."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if isinstance(value, list):
-        return f"[{','.join(map(_identity, value))}]"
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{json.dumps(key)}:{_identity(value[key])}" for key in sorted(value)) + "}"
-    return json.dumps(value)

@@ -10,6 +10,7 @@ from ..errors import GrammarError
 from ..patterns import automata
 from ..patterns import limits as pattern_limits
 from ..patterns.tree import NOTHING, Pattern, words
+from . import formats
 
 if TYPE_CHECKING:
     from interegular.fsm import FSM
@@ -21,7 +22,7 @@ class Strings:
 
     Attributes:
         conditions: trees, each to be met (True) or not.
-        formats: trees of ``format``, met by what is written. A format is a condition to some and an annotation to
+        formats: names of known formats, met by what is written. A format is a condition to some and an annotation to
             others: nothing is concluded from one, so that both are satisfied.
         low: least length in characters.
         high: greatest length, None if there is no bound.
@@ -30,7 +31,7 @@ class Strings:
     """
 
     conditions: frozenset[tuple[Pattern, bool]] = frozenset()
-    formats: frozenset[Pattern] = frozenset()
+    formats: frozenset[str] = frozenset()
     low: int = 0
     high: int | None = None
     values: frozenset[str] | None = None
@@ -57,11 +58,10 @@ class Strings:
             GrammarError: they are too many conditions for an automaton, formats among them.
         """
         if self.values is not None:
-            matching = (
-                text for text in self.values if all(automata.matches(pattern, text) for pattern in self.formats)
-            )
+            matching = (text for text in self.values if all(formats.valid(name, text) for name in self.formats))
             return Strings(values=frozenset(matching)).simplified()
-        conditions = self.conditions | {(pattern, True) for pattern in self.formats}
+        trees = (formats.tree(name) for name in self.formats)
+        conditions = self.conditions | {(pattern, True) for pattern in trees if pattern is not None}
         try:
             return replace(self, conditions=conditions, formats=frozenset()).simplified()
         except GrammarError as problem:  # without formats there was none

@@ -11,6 +11,7 @@ from .nodes import FALSE, Node
 from .normaliser import Normaliser
 from .notation import NOTHING, Expr, RuleReference, Terminal, Word, alt, text
 from .object_text import write_object
+from .pruning import prune
 from .shapes import Shapes
 from .strings import Strings
 
@@ -64,14 +65,13 @@ class Writer:
         self.rules["start"] = self.place(root)
         while self.todo:
             node = self.todo.pop()
-            shapes = self.normaliser.shapes(node)
             try:
-                self.rule(f"n{node}", self.alternatives_of(node, shapes))
+                self.rule(f"n{node}", self.alternatives_of(node, self.normaliser.shapes(node)))
             except GrammarError as problem:
                 raise (
                     problem if problem.path is not None else self.normaliser.with_location(node, problem)
                 ) from problem
-        return notation.prune(self.rules)
+        return prune(self.rules)
 
     def alternatives_of(self, node: Node, shapes: Shapes) -> Expr:
         """The texts of `shapes`, which are those of `node`."""

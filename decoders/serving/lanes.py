@@ -119,7 +119,7 @@ def copied(error: BaseException) -> BaseException:
     except Exception:
         own = DecodersError(f"{type(error).__name__}: {error}")
         own.__cause__ = error
-    own.__notes__ = list(getattr(error, "__notes__", []))  # type: ignore[attr-defined]
+    own.__notes__ = list(getattr(error, "__notes__", []))
     return own.with_traceback(error.__traceback__)
 
 

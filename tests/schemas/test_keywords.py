@@ -156,6 +156,35 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
         [[], [1], [1, 2]],
         [[2], [1, 1]],
     ),
+    "uniqueItems of equal numbers": (
+        {"type": "array", "uniqueItems": True, "items": {"anyOf": [
+            {"type": "number", "minimum": 1, "maximum": 1}, {"const": 1}, {"const": 1.0},
+            {"type": "number", "minimum": 2**53 + 1, "maximum": 2**53 + 1}, {"const": 2**53 + 1},
+            {"const": 0}, {"const": -0.0}, {"const": 1e2}, {"enum": [100, 1.5]},
+            {"type": "number", "multipleOf": 0.5, "minimum": 1.5, "maximum": 1.5}]}},
+        [[], [1, 1.5, 100, 2**53 + 1, 0]],
+        [[1, 1], [2**53 + 1] * 2, [0, 0], [100, 100], [1.5, 1.5]],
+    ),
+    "prefixItems in draft 2019-09": (
+        {"$schema": "https://json-schema.org/draft/2019-09/schema", "type": "array", "prefixItems": [{"type": "string"}],
+         "items": {"type": "integer"}},
+        [[], [1]],
+        [["a"], ["a", 1]],
+    ),
+    "dependentRequired in draft 7": (
+        {"$schema": "http://json-schema.org/draft-07/schema#", "type": "object", "dependentRequired": {"a": ["b"]},
+         "dependentSchemas": {"a": {"required": ["b"]}}, "not": {"required": ["c"], "dependentRequired": {"a": ["b"]}}},
+        [{}, {"a": 1}],
+        [{"c": 1}, {"a": 1, "c": 1}],
+    ),
+    "dependencies in draft 2020-12": (
+        {"type": "object", "dependencies": {"a": ["b"]}, "not": {"required": ["c"], "dependencies": {"a": ["b"]}}},
+        [{}, {"a": 1}],
+        [{"c": 1}, {"a": 1, "c": 1}],
+    ),
+    "a keyword spelled with an escape": (
+        r'{"type": "object", "properties": {"a": {}}, "\u0075nevaluatedProperties": false}', [{}, {"a": 1}], [{"b": 1}],
+    ),
     "dynamicRef": (
         {"$id": "http://example.com/list", "$defs": {"x": {"$dynamicAnchor": "item", "type": "integer"}}, "type": "array",
          "items": {"$dynamicRef": "#item"}},
@@ -168,7 +197,8 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_language_has_what_is_valid_and_nothing_else(name: str, judged: Callable[..., bool]) -> None:
     schema, good, bad = CASES[name]
-    validator = validator_for(schema, default=Draft202012Validator)(schema)
+    contents = json.loads(schema) if isinstance(schema, str) else schema
+    validator = validator_for(contents, default=Draft202012Validator)(contents)
     for value, valid in [(value, True) for value in good] + [(value, False) for value in bad]:
         text = json.dumps(value, ensure_ascii=False)
         assert judged(schema, text) is valid, text
@@ -268,3 +298,41 @@ def test_multiples_that_a_validator_of_floats_refuses_are_remarked(judged: Calla
     assert judged(cents, "0.7") and not Draft202012Validator(cents).is_valid(0.7)
     assert any("divides floats" in warning for warning in JsonSchema(cents).language().warnings)
     assert not any("divides floats" in warning for warning in JsonSchema({"multipleOf": 3}).language().warnings)
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("hostname", ["ec2-1.eu-west-1.compute.amazonaws.com", "a.b.c.d.e.f.g.h", f"{'a' * 63}.{'b' * 63}.{'c' * 63}"],
+         ["", "-a", "a.", "a" * 64, ".".join("a" * 128)]),
+        ("ipv6", ["::", "::1", "1::", "::ffff:192.0.2.1", "1:2:3:4:5:6:192.0.2.1", "1:2::3:192.0.2.1", "1:2:3:4:5:6:7::"],
+         ["", ":", ":::", "1::2::3", "1:2:3:4:5:6:7:8:9", "::1.2.3", "1:2:3:4:5:6:7:192.0.2.1", "::%eth0"]),
+        ("uri", ["http://[::1]:80/", "http://u:p@h:80/a?b#c", "mailto:a@b.c", "file:///etc/hosts", "urn:a:b", "http://[v1.a:b]"],
+         ["//a", "http://a b", "http://[::1", "http://a:b", "http://[1.2.3.4]/", "http://a/%zz"]),
+    ],
+)  # fmt: skip
+def test_formats_have_what_their_standards_do(
+    name: str, good: list[str], bad: list[str], judged: Callable[..., bool]
+) -> None:
+    schema = {"type": "string", "format": name}
+    assert [text for text in good if not judged(schema, json.dumps(text))] == []
+    assert [text for text in bad if judged(schema, json.dumps(text))] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("date", "0000-02-29", "2023-02-29"),
+        ("time", "15:59:60-08:00", "15:59:60Z"),
+        ("date-time", "2016-12-31t23:59:60.1234567890z", "2016-12-31T23:59:61Z"),
+        ("email", '"a b"@[IPv6:::1]', "a@[b]"),
+        ("hostname", ".".join(["a" * 40] * 5), ".".join(["a" * 40] * 7)),
+    ],
+)
+def test_given_values_are_judged_by_the_whole_standard(
+    name: str, good: str, bad: str, judged: Callable[..., bool]
+) -> None:
+    assert not judged({"type": "string", "format": name}, json.dumps(good))
+    for schema in ({"format": name, "enum": [good, bad]}, {"allOf": [{"const": good}, {"format": name}]}):
+        assert judged(schema, json.dumps(good))
+        assert not judged(schema, json.dumps(bad))

@@ -35,6 +35,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
         {"allOf": [{"oneOf": [{"properties": {f"p{i}": {"const": j}}} for j in range(6)]} for i in range(8)]}, "ALTERNATIVES"),
     "products of references": ({"$defs": REFS, "allOf": [{"$ref": f"#/$defs/{name}"} for name in REFS]}, "STEPS"),
     "many of a kind": ({"contains": {"const": 1}, "minContains": 10**7}, "ALTERNATIVES"),
+    "many items": ({"minItems": 2**40}, "COUNT"),
     "many properties": ({"properties": {f"p{i}": {} for i in range(3_000)}}, "PROPERTIES"),
     "a huge bound": ({"minimum": 10**1000}, "digits"),
     "a huge step": ({"multipleOf": 123456789}, "STEP"),
@@ -79,8 +80,12 @@ def test_limit_is_named_in_time(name: str) -> None:
     [
         {"enum": [f"value {i}" for i in range(15_000)]},
         {"type": "string", "maxLength": 10**9},
+        {"type": "string", "pattern": "^a*$", "maxLength": 2**53 - 1},
+        {"type": "array", "maxItems": 2**40, "contains": {"const": 1}, "maxContains": 1e300},
         many_properties(300),
-        pytest.param(many_properties(1_000), marks=pytest.mark.slow),
+        many_properties(1_000),
+        many_properties(2_000) | {"minProperties": 2},
+        many_properties(2_000) | {"additionalProperties": False, "maxProperties": 2_000},
         pytest.param({"type": "string", "pattern": "^a*$", "maxLength": 2_900}, marks=pytest.mark.slow),
         {"pattern": "^(a+)+$", "enum": ["a" * 5000 + "b", "aa"]},
         {"anyOf": [{"properties": {"k": {"const": i}}, "required": ["k"]} for i in range(150)]},
@@ -89,8 +94,12 @@ def test_limit_is_named_in_time(name: str) -> None:
     ids=[
         "enum",
         "length",
+        "pattern and a length that no text has",
+        "a number of items that no text has",
         "properties",
-        "as many properties as there may be",
+        "many properties",
+        "a least number of as many properties as there may be",
+        "a greatest number that is no condition",
         "pattern and length",
         "pattern of exponential backtracking",
         "alternatives",
@@ -132,6 +141,42 @@ def test_what_is_no_schema_is_refused(schema: Any) -> None:
 def test_schema_that_nothing_satisfies_is_refused(schema: Any) -> None:
     with pytest.raises(GrammarError, match="no value"):
         JsonSchema(schema).language()
+
+
+@pytest.mark.parametrize(
+    "keyword", ["minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains"]
+)
+@pytest.mark.parametrize("count", ["1e999", "NaN", "-1", "1.5"])
+def test_what_is_no_count_names_its_keyword(keyword: str, count: str) -> None:
+    with pytest.raises(GrammarError, match="whole number") as problem:
+        JsonSchema(f'{{"items": {{"{keyword}": {count}, "contains": {{}}}}}}').language()
+    assert (problem.value.keyword, problem.value.path) == (keyword, "$.items")
+
+
+@pytest.mark.parametrize("keyword", ["minLength", "minItems", "minProperties"])
+def test_a_count_that_no_text_has_names_its_keyword(keyword: str) -> None:
+    schema = {"items": {keyword: 2**32}}
+    with pytest.raises(GrammarError, match="COUNT") as problem:
+        JsonSchema(schema).language()
+    assert (problem.value.keyword, problem.value.path) == (keyword, "$.items")
+    assert f"$.items: {keyword} is left" in JsonSchema(schema, strict=False).language().warnings[-1]
+
+
+def test_properties_that_are_too_many_to_count_name_their_keyword() -> None:
+    schema = many_properties(400) | {"maxProperties": 200}
+    with pytest.raises(GrammarError, match="RULES") as problem:
+        JsonSchema(schema).language()
+    assert (problem.value.keyword, problem.value.path) == ("maxProperties", "$")
+    assert "maxProperties is left" in JsonSchema(schema, strict=False).language().warnings[-1]
+
+
+def test_time_is_in_proportion_to_the_properties() -> None:
+    def seconds(count: int) -> float:
+        begin = time.process_time()
+        JsonSchema(many_properties(count)).language()
+        return time.process_time() - begin
+
+    assert seconds(1_600) < 12 * min(seconds(200) for _ in range(2))  # 64 times if it were quadratic
 
 
 def test_a_format_may_be_longer_than_their_automaton_could_be(accepts: Callable[..., bool]) -> None:

@@ -22,13 +22,13 @@ INSTANCES = st.recursive(
 
 
 @st.composite
-def schemas(draw: st.DrawFn, depth: int = 3) -> Any:
-    """A schema of at most four keywords, with schemas within it to a depth."""
+def schemas(draw: st.DrawFn, depth: int = 3, more: dict[str, st.SearchStrategy[Any]] | None = None) -> Any:
+    """A schema of at most four keywords, `more` among them, with schemas within it to a depth."""
     if depth == 0 or draw(st.integers(0, 5)) == 0:
         return draw(
             st.sampled_from([True, False, {"type": "string"}, {"type": "integer"}, {"const": "a"}, {"minimum": 2}])
         )
-    inner = schemas(depth - 1)
+    inner = schemas(depth - 1, more)
     few = st.lists(inner, min_size=1, max_size=3)
     small = st.integers(0, 3)
     known: dict[str, st.SearchStrategy[Any]] = {
@@ -41,12 +41,19 @@ def schemas(draw: st.DrawFn, depth: int = 3) -> Any:
         "propertyNames": inner, "minProperties": small, "maxProperties": small,
         "dependentRequired": st.dictionaries(NAMES, st.lists(NAMES, max_size=2, unique=True), max_size=1),
         "allOf": few, "anyOf": few, "oneOf": few, "not": inner, "if": inner, "then": inner, "else": inner,
-        "unevaluatedProperties": inner, "unevaluatedItems": inner,
+        "unevaluatedProperties": inner, "unevaluatedItems": inner, **(more or {}),
     }  # fmt: skip
     return {name: draw(known[name]) for name in draw(st.lists(st.sampled_from(list(known)), max_size=4, unique=True))}
 
 
 SCHEMAS = schemas()
+#: Keywords that are often left out of a lenient language.
+REFUSED: dict[str, st.SearchStrategy[Any]] = {
+    "uniqueItems": st.just(True), "multipleOf": st.just(2), "pattern": st.sampled_from([r"\bb", "(?<=a)b", "^a"]),
+    "patternProperties": st.dictionaries(st.sampled_from([r"\ba", "(?<=a)b", "^a"]), schemas(1), min_size=1, max_size=2),
+    "minProperties": st.just(2), "maxProperties": st.just(1), "maxContains": st.just(1),
+}  # fmt: skip
+REFUSED_SCHEMAS = schemas(more=REFUSED)
 TOO_MUCH = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 
 
@@ -75,6 +82,36 @@ def test_accepted_is_valid_and_valid_is_spelled(
             assert accepts(language, spelled), spelled
         if accepts(language, json.dumps(instance, ensure_ascii=False)):
             assert valid, instance
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=TOO_MUCH)
+@given(REFUSED_SCHEMAS, st.lists(INSTANCES, min_size=4, max_size=8))
+def test_lenient_language_has_all_that_is_valid(
+    accepts: Callable[..., bool], schema: Any, instances: list[Any]
+) -> None:
+    spec = JsonSchema(schema, strict=False)
+    valid = [instance for instance in instances if Draft202012Validator(schema).is_valid(instance)]
+    try:
+        language = spec.language()
+    except GrammarError as problem:
+        assert not valid or "no value" not in str(problem), problem
+        assert "no value" in str(problem) or "strict=False" not in str(problem), problem
+        return
+    for instance in valid:
+        spelled = spec.spell(instance)
+        if spelled is None:
+            assert any("not declared" in warning for warning in language.warnings), instance
+        else:
+            assert accepts(language, spelled), spelled
+
+
+@pytest.mark.slow
+@settings(max_examples=5_000, deadline=None, suppress_health_check=TOO_MUCH)
+@given(REFUSED_SCHEMAS, st.lists(INSTANCES, min_size=4, max_size=8))
+def test_lenient_language_has_all_that_is_valid_at_length(
+    accepts: Callable[..., bool], schema: Any, instances: list[Any]
+) -> None:
+    test_lenient_language_has_all_that_is_valid.hypothesis.inner_test(accepts, schema, instances)
 
 
 @pytest.mark.slow

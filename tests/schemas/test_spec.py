@@ -142,6 +142,62 @@ def test_error_names_keyword_path_and_remedy(schema: Any, keyword: str, path: st
         ({"type": "string", "pattern": r"\bx"}, '"a x"', '"ax"', "$: pattern"),
         ({"oneOf": [{"multipleOf": 3}, {"multipleOf": 5}], "type": "integer"}, "9", "15", "$: oneOf"),
         ({"type": "integer", "not": {"multipleOf": 3}}, "4", "9", "$: not"),
+        ({"type": "string", "not": {"pattern": "(?<=a)b"}}, '"b"', '"ab"', "$.not: pattern"),
+        (
+            {"type": "string", "oneOf": [{"pattern": r"\bfoo\b"}, {"minLength": 5}]},
+            '"fooooo"',
+            '"a foo"',
+            "$.oneOf[0]: pattern",
+        ),
+        (
+            {"type": "string", "if": {"pattern": r"\bfoo\b"}, "then": {"minLength": 5}, "else": {"maxLength": 4}},
+            '"food"',
+            '"foods"',
+            "$.if: pattern",
+        ),
+        (
+            {"patternProperties": {r"\bx": {}, "^y": {"type": "string"}}, "additionalProperties": False},
+            '{"a x": 0, "y": "a"}',
+            '{"a": 0}',
+            '$.patternProperties["\\\\bx"]: patternProperties',
+        ),
+        (
+            {"patternProperties": {r"\bx": True}, "unevaluatedProperties": False},
+            '{"a x": 0}',
+            '{"a": 0}',
+            '$.patternProperties["\\\\bx"]: patternProperties',
+        ),
+        (
+            {"not": {"patternProperties": {r"\bx": False}, "required": ["a"]}},
+            '{"a": 0, "x": 0}',
+            '{"a": 0}',
+            '$.not.patternProperties["\\\\bx"]: patternProperties',
+        ),
+        (
+            {"allOf": [{"contains": {"enum": [[i] for i in range(300)]}}], "items": True, "unevaluatedItems": False},
+            "[[0]]",
+            "[[-1]]",
+            "$.allOf[0].contains: enum",
+        ),
+        ({"type": "object", "not": {"maxProperties": 1}}, '{"a": 0, "b": 0}', '{"a": 0}', "$.not: maxProperties"),
+        (
+            {"type": "object", "if": {"maxProperties": 2}, "then": {"required": ["a"]}},
+            '{"a": 0}',
+            '{"b": 0}',
+            "$.if: maxProperties",
+        ),
+        (
+            {"type": "object", "oneOf": [{"maxProperties": 2}, {"required": ["a"]}]},
+            '{"b": 0}',
+            '{"a": 0}',
+            "$.oneOf[0]: maxProperties",
+        ),
+        (
+            {"contains": {"type": "integer", "multipleOf": 2}, "maxContains": 1},
+            "[1, 2]",
+            "[2, 4]",
+            "$.contains: multipleOf",
+        ),
     ],
 )
 def test_lenient_language_is_wider_and_the_text_is_validated(
@@ -154,9 +210,26 @@ def test_lenient_language_is_wider_and_the_text_is_validated(
     language.whole(good)
     with pytest.raises(GrammarError, match="not valid") as caught:
         language.whole(bad)
-    assert caught.value.keyword == left.split()[-1]
+    assert caught.value.path is not None
     with pytest.raises(GrammarError, match="not JSON"):
         language.whole(good + "}")
+
+
+def test_as_much_is_left_out_as_has_to_be() -> None:
+    language = JsonSchema({"allOf": [{"contains": {"const": i}} for i in range(12)]}, strict=False).language()
+    assert [warning for warning in language.warnings if "is left" in warning] == [
+        f"$.allOf[{i}]: contains is left to the validation of the finished text." for i in range(3)
+    ]
+
+
+def test_what_is_left_out_of_one_pattern_leaves_the_others(accepts: Callable[..., bool]) -> None:
+    schema = {
+        "patternProperties": {r"\bx": {}, "^y": {"type": "string"}},
+        "additionalProperties": False,
+        "type": "object",
+    }
+    language = JsonSchema(schema, strict=False).language()
+    assert not accepts(language, '{"y": 0}')
 
 
 def test_strict_language_needs_no_validation() -> None:
@@ -241,6 +314,9 @@ def test_dialect_of_patterns_is_remarked_where_there_are_any() -> None:
     [
         ({"properties": {"a": {"maxLenght": 5}}}, "$.properties.a: 'maxLenght' is no keyword and says nothing; 'maxLength' is one."),
         ({"require": ["a"]}, "$: 'require' is no keyword and says nothing; 'required' is one."),
+        ({"prefixItems": [], "$schema": "http://json-schema.org/draft-07/schema#"},
+         "$: 'prefixItems' is a keyword of another draft and says nothing."),
+        ({"items": {"dependencies": {}}}, "$.items: 'dependencies' is a keyword of another draft and says nothing."),
         ({"items": {"format": "phone"}}, "$.items: the format 'phone' is not known and says nothing."),
     ],
 )  # fmt: skip
