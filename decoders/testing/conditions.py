@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..engine.torch_compat import writes_counted
 from ..generate import disable, enable
 from ..strategy import Strategy
 from .exactness import decode
@@ -55,16 +56,34 @@ class Conditions:
 
     @contextmanager
     def enabled(self, model: str | PreTrainedModel) -> Iterator[PreTrainedModel]:
-        """`model` with ``generate(strategy=…)``; a model of the caller's is left as it was found."""
-        if isinstance(model, str):
-            yield _tiny(model)
-            return
-        found = "generate" in vars(model)
+        """`model` with ``generate(strategy=…)``; a model of the caller's is left as it was found.
+
+        Raises:
+            AssertionError: what ran meanwhile has changed the model.
+        """
+        given = _tiny(model) if isinstance(model, str) else model
+        found = "generate" in vars(given)
+        before = _condition(given)
         try:
-            yield enable(model)
+            yield enable(given)
+            changed = [what for what, value in _condition(given).items() if value != before[what]]
+            if changed:
+                _tiny.cache_clear()  # no other check is to meet it
+                raise AssertionError(f"changed {' and '.join(changed)} of the model, which is shown to be read")
         finally:
             if not found:
-                disable(model)
+                disable(given)
+
+
+def _condition(model: PreTrainedModel) -> dict[str, Any]:
+    """What a strategy must leave as it is, by its name for messages."""
+    config = model.generation_config
+    return {
+        "the mode (train or eval)": [module.training for module in model.modules()],
+        "the config": model.config.to_dict(),
+        "the generation config": config.to_dict() if config is not None else None,
+        "the weights": [(id(weight), writes_counted(weight)) for weight in model.parameters()],
+    }
 
 
 @functools.cache

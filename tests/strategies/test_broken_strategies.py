@@ -645,6 +645,32 @@ class KnowsItsRows(Good):
         return [state[row] if row >= 0 else new[place] for place, row in enumerate(rows.tolist())]
 
 
+class SwitchesTheModel(Good):
+    def start(self, context):
+        context.model.train()
+
+
+class ConfiguresTheModel(Good):
+    def start(self, context):
+        context.model.config.eos_token_id = 3
+
+
+class TeachesTheModel(Good):
+    def start(self, context):
+        with torch.no_grad():
+            context.model.lm_head.weight.mul_(1.0)
+
+
+@pytest.mark.parametrize(
+    ("broken", "what"),
+    [(SwitchesTheModel, "the mode"), (ConfiguresTheModel, "the config"), (TeachesTheModel, "the weights")],
+)
+def test_what_changes_the_model_is_found(broken, what):
+    with pytest.raises(AssertionError, match=f"changed {what}.* of the model"):
+        BY_NAME["check_drafts"](broken())
+    BY_NAME["check_drafts"](Good())  # meets another model
+
+
 class TakesAnothers(KnowsItsRows):
     given = 1
 
