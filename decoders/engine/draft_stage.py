@@ -13,7 +13,7 @@ from ..errors import UnsupportedError
 from ..strategy import Context, Sequences, Step, Strategy, finish_all, finishing
 from .call_settings import CallSettings
 from .grammar.guide import Guide
-from .guard import tensors_of, untouched
+from .guard import untouched
 
 if TYPE_CHECKING:
     from .drafter import ModelDrafter
@@ -59,16 +59,16 @@ class DraftStage:
             drafter.rebatch(rows, call, context, guide)
         assert context.sequences is not None
         index = torch.tensor(rows, device=context.sequences.length.device)
-        with untouched(f"rebatch of {self.strategy.name!r}", **tensors_of(context.sequences)):
+        with untouched("rebatch", self.strategy, context.sequences):
             self.state = self.strategy.rebatch(self.state, index, context)
 
     def _start(self, context: Context) -> None:
-        with untouched(f"start of {self.strategy.name!r}", **tensors_of(context.sequences)):
+        with untouched("start", self.strategy, context.sequences):
             self.state = self.strategy.start(context)
 
     def propose(self, sequences: Sequences) -> Draft:
         """What the strategy drafts behind the tokens that the draft model has written so far."""
-        with untouched(f"propose of {self.strategy.name!r}", **tensors_of(sequences)):
+        with untouched("propose", self.strategy, sequences):
             draft = self.strategy.propose(self.state, sequences)
         for drafter in self.drafters:
             drafter.proposed = len(draft.topology)
@@ -78,7 +78,7 @@ class DraftStage:
         """Shows the strategy what became of its draft."""
         if not self.strategy.observes:
             return
-        with untouched(f"observe of {self.strategy.name!r}", **tensors_of(step.sequences), **tensors_of(step)):
+        with untouched("observe", self.strategy, step.sequences, step):
             self.strategy.observe(self.state, step)
 
     def static_parts(self) -> tuple:

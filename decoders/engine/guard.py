@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DraftError, VerifierError
-from ..strategy import PromptChunk, Sequences, Step
+from ..strategy import PromptChunk, Sequences, Step, Strategy
 from ..tree import TreeTensors
 from .rows import Fault, Rows
 from .torch_compat import writes_counted
@@ -29,13 +29,16 @@ def tensors_of(shown: Sequences | Step | PromptChunk | None) -> dict[str, Tensor
 
 
 @contextmanager
-def untouched(hook: str, **tensors: Tensor) -> Iterator[None]:
-    """Raises DraftError if `hook` writes into any of `tensors`, by name; writes through ``.data`` or ``.numpy()`` are not seen."""
+def untouched(hook: str, strategy: Strategy, *shown: Sequences | Step | PromptChunk | None) -> Iterator[None]:
+    """Raises DraftError if a hook of `strategy` writes into what it is shown; writes through ``.data`` or ``.numpy()`` are not seen."""
+    tensors = {name: tensor for each in shown for name, tensor in tensors_of(each).items()}
     before = [writes_counted(tensor) for tensor in tensors.values()]
     yield
     for (name, tensor), version in zip(tensors.items(), before, strict=True):
         if writes_counted(tensor) != version:
-            raise DraftError(f"{hook} wrote into {name}, which belongs to the loop: work on a copy")
+            raise DraftError(
+                f"{hook} of {strategy.name!r} wrote into {name}, which belongs to the loop: work on a copy"
+            )
 
 
 def check_tree(tree: TreeTensors, rows: Rows, strategy: str, wait: bool) -> None:

@@ -23,7 +23,7 @@ from .drafter import ModelDrafter
 from .engine import Engine
 from .grammar.device_guide import guide_of
 from .grammar.guide import Guide
-from .guard import check_tree, tensors_of, untouched
+from .guard import check_tree, untouched
 from .invariance import branch_length
 from .mixed import PromptPiece
 from .request import Request
@@ -161,7 +161,7 @@ class Call:
         for module in self.resources.modules:  # what is read behind the prompts' ends needs room as well
             module.reserve(latest + chunk.tokens.shape[1])
         strategy = self.request.strategy
-        with untouched(f"prefill of {strategy.name!r}", **tensors_of(chunk)):
+        with untouched("prefill", strategy, chunk):
             strategy.prefill(self.state, chunk)
 
     def read_chunk(
@@ -182,7 +182,7 @@ class Call:
     def start(self) -> None:
         """Has the strategy begin with the rows as they are."""
         strategy, context = self.request.strategy, self.resources.context()
-        with untouched(f"start of {strategy.name!r}", **tensors_of(context.sequences)):
+        with untouched("start", strategy, context.sequences):
             self.state = strategy.start(context)
 
     def rebatch(self, sources: list[int]) -> None:
@@ -192,7 +192,7 @@ class Call:
             sources: which row of the batch before each row is, -1 for one that is new.
         """
         strategy, context = self.request.strategy, self.resources.rebatch(sources)
-        with untouched(f"rebatch of {strategy.name!r}", **tensors_of(context.sequences)):
+        with untouched("rebatch", strategy, context.sequences):
             self.state = strategy.rebatch(self.state, torch.tensor(sources, device=self.target.device), context)
 
     def make_step(self) -> StepFunction:
@@ -318,7 +318,7 @@ class Call:
     def propose(self, state: Any, length: int) -> Draft:
         """What the strategy proposes, shown `length` slots of the rows."""
         strategy, sequences = self.request.strategy, self.session.view(length)[1]
-        with untouched(f"propose of {strategy.name!r}", **tensors_of(sequences)):
+        with untouched("propose", strategy, sequences):
             return strategy.propose(state, sequences)
 
     @property
@@ -381,7 +381,7 @@ class Call:
             return
         sequences = self.session.view(max(self.lengths) + out.nodes.shape[1])[1]
         step = out.observed(sequences)
-        with untouched(f"observe of {strategy.name!r}", **tensors_of(sequences), **tensors_of(step)):
+        with untouched("observe", strategy, sequences, step):
             strategy.observe(state, step if self._verified is None else replace(step, own_nodes=self._verified))
 
     def book(self, outcome: Outcome, out: StepOutput | None) -> None:
