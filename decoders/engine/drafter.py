@@ -310,13 +310,11 @@ class ModelDrafter(Drafter):
         return (self.guide.end(),) if self.guide is not None else ()
 
     def _expanded(self, nodes: Tensor, tree: TreeTensors) -> tuple[Masks, ...]:
-        """What may follow `nodes`, the last of `tree`, which says who sees whom: the last other node seen is the parent."""
+        """What may follow `nodes`, the last of `tree`."""
         if self.guide is None:
             return ()
         before = len(tree) - nodes.shape[1]
-        seen = tree.visible[:, before:].tril(before - 1)
-        index = torch.arange(len(tree), device=seen.device)
-        return (self.guide.expand(nodes, torch.where(seen, index, 0).amax(-1), before),)
+        return (self.guide.expand(nodes, tree.parents[:, before:], before),)
 
     def _view(self, nodes: int) -> tuple[Tensor, Sequences]:
         """What covers a block of so many nodes behind the tokens written so far in this round."""

@@ -139,23 +139,24 @@ class DynamicTree:
         nowhere = torch.zeros_like(tokens)
         level = (tokens, weights, nowhere - 1, nowhere)  # tokens, weights, parents, the parents' places in the cache
         levels, count = [level], tokens.shape[1]
-        # Not slices: Dynamo (torch 2.13) fails on guards about the strides of one.
-        offsets = nowhere.new_zeros(len(nowhere), 1)
+        # The root. Not slices: Dynamo (torch 2.13) fails on guards about the strides of one.
+        parents, offsets = nowhere.new_zeros(len(nowhere), 1), nowhere.new_zeros(len(nowhere), 1)
         visible = torch.ones_like(offsets[:, :, None], dtype=torch.bool)
         for _ in range(1, self.depth):
             if floor is not None and not bool((level[1] >= floor[:, None]).any()):
                 break
             width = min(self.beam, level[0].shape[1])
-            nodes, reached, chosen, offsets, visible = self._frontier(
-                level[0], level[1], level[3], offsets, visible, floor, width
+            nodes, reached, chosen, parents, offsets, visible = self._frontier(
+                level[0], level[1], level[3], parents, offsets, visible, floor, width
             )
-            expansion = drafter.expand(nodes, TreeTensors(offsets, offsets, visible, visible))
+            # Every node that is run is a candidate: it sees its ancestors.
+            expansion = drafter.expand(nodes, TreeTensors(parents, offsets, visible, visible))
             start = count - level[0].shape[1]
             level = self._expanded(expansion.tokens, expansion.weights, reached, chosen + start, offsets)
             levels.append(level)
             count += level[0].shape[1]
-        tokens, weights, parents, _ = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
-        tokens, weights, *tree = self._best(tokens, weights, parents, min(self.nodes, count), self._bound)
+        tokens, weights, above, _ = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
+        tokens, weights, *tree = self._best(tokens, weights, above, min(self.nodes, count), self._bound)
         return Draft(tokens, TreeTensors(*tree), depth=self.depth), weights
 
 
@@ -165,17 +166,18 @@ def depth_bound(depth: int) -> int:
 
 
 def frontier(
-    tokens: Tensor, weights: Tensor, places: Tensor, offsets: Tensor, visible: Tensor, floor: Tensor | None, width: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    tokens: Tensor, weights: Tensor, places: Tensor, parents: Tensor, offsets: Tensor, visible: Tensor, floor: Tensor | None,
+    width: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The `width` likeliest nodes of a level, appended to the nodes that the draft model has run.
 
     Args:
         tokens, weights, places: ``[B, n]``, the level.
-        offsets: ``[B, K]``, visible: ``[B, K, K]``, nodes run.
+        parents, offsets: ``[B, K]``, visible: ``[B, K, K]``, nodes run.
 
     Returns:
-        tokens ``[B, W]``, cumulative log-probabilities ``[B, W]``, indices in the level ``[B, W]``, and offsets and
-        visible of the ``K + W`` nodes.
+        tokens ``[B, W]``, cumulative log-probabilities ``[B, W]``, indices in the level ``[B, W]``, and parents, offsets
+        and visible of the ``K + W`` nodes.
     """
     if floor is not None:
         weights = weights.masked_fill(weights < floor[:, None], float("-inf"))
@@ -187,6 +189,7 @@ def frontier(
     below = torch.cat([inherited, own], dim=2)
     return (
         tokens.gather(1, best.indices), best.values, best.indices,
+        torch.cat([parents, place], dim=1),
         torch.cat([offsets, offsets.gather(1, place) + 1], dim=1),
         torch.cat([torch.nn.functional.pad(visible, (0, width)), below], dim=1),
     )  # fmt: skip

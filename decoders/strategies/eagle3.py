@@ -116,9 +116,9 @@ class Eagle3Drafter(FeatureDrafter):
     def first(self) -> Tensor:
         return self.head(self.last)
 
-    def further(self, nodes: Tensor, tree: TreeTensors, parents: Tensor) -> Tensor:
+    def further(self, nodes: Tensor, tree: TreeTensors) -> Tensor:
         count = nodes.shape[1]
-        above = self.states.gather(1, parents[:, -count:, None].expand(-1, -1, self.states.shape[-1]))
+        above = self.states.gather(1, tree.parents[:, -count:, None].expand(-1, -1, self.states.shape[-1]))
         states, last = self.passes(
             self.sequences.length - 2, self.embed(nodes), above, tree=tree, logits=count, fuse=False
         )

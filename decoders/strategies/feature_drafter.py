@@ -120,18 +120,15 @@ class FeatureDrafter(FeatureWindow):
         """Logits ``[B, 1, D]`` after every row's last token; the window has been read by :meth:`read`."""
 
     @abstractmethod
-    def further(self, nodes: Tensor, tree: TreeTensors, parents: Tensor) -> Tensor:
-        """Logits ``[B, Q, D]`` after `nodes` ``[B, Q]``, the last of `tree`; parents ``[B, N-1]`` of all its nodes but the root."""
+    def further(self, nodes: Tensor, tree: TreeTensors) -> Tensor:
+        """Logits ``[B, Q, D]`` after `nodes` ``[B, Q]``, the last of `tree`."""
 
     def root(self) -> Expansion:
         self.read_window()
         return self.best(self.first(), 0)
 
     def expand(self, nodes: Tensor, tree: TreeTensors) -> Expansion:
-        # The last other node that a node sees is its parent.
-        seen = tree.visible[:, 1:].tril(0)
-        parents = torch.where(seen, torch.arange(len(tree), device=seen.device), 0).amax(-1)
-        logits = self.further(nodes.clamp(0, self.most_id), tree, parents)
+        logits = self.further(nodes.clamp(0, self.most_id), tree)
         return self.best(logits, tree.offsets[:, -nodes.shape[1] :])
 
 

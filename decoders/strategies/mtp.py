@@ -124,10 +124,10 @@ class MtpDrafter(FeatureDrafter):
         self.level, self.nodes, self.states = 0, self.sequences.tokens[:, :0], self.ends[0]
         return self.head(self.states)
 
-    def further(self, nodes: Tensor, tree: TreeTensors, parents: Tensor) -> Tensor:
+    def further(self, nodes: Tensor, tree: TreeTensors) -> Tensor:
         self.level, self.nodes = self.level + 1, torch.cat([self.nodes, nodes], dim=1)
         layer = self.level
-        above = self.states.gather(1, parents[..., None].expand(-1, -1, self.states.shape[-1]))
+        above = self.states.gather(1, tree.parents[:, 1:, None].expand(-1, -1, self.states.shape[-1]))
         base = self.sequences.length - 2 - layer
         states = self.passes(base, self.nodes, above, tree=tree, layer=layer)
         self.states = torch.cat([self.ends[layer], states], dim=1)

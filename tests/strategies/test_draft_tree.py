@@ -60,6 +60,7 @@ class Table:
 
     def expand(self, nodes: Tensor, tree: TreeTensors) -> Expansion:
         assert nodes.shape[1] < len(tree) and bool(tree.visible[:, :, 0].all()), "everything sees the root"
+        inspect_tree(tree, len(nodes))
         return self._after(nodes)
 
     def _after(self, nodes: Tensor) -> Expansion:
