@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig
 
 from ..errors import UnsupportedError
 from .buckets import ROWS, view_bucket
+from .text_blocks import LeadingText
 
 NAME = "decoders"
 KIND_ATTRIBUTE = "decoders_layer_kind"
@@ -126,13 +127,12 @@ class MaskShape:
 
     Attributes:
         group: query heads per key head for which the mask's rows are repeated already.
-        latest: for blocks of several stretches, the largest slot of a node 0, and the number of leading nodes that see
-            nothing behind themselves; None: unknown.
+        text: for blocks of several stretches, what they begin with; None: unknown.
         parts: the mask of each stretch, by kind of layer, heads of a group and begin: made by the first layer that wants it.
     """
 
     group: int = 1
-    latest: tuple[int, int] | None = None
+    text: LeadingText | None = None
     parts: dict[tuple[int, int, int], Tensor] = field(default_factory=dict, compare=False)
 
     def note(self, query: Tensor, key: Tensor) -> None:
@@ -142,13 +142,13 @@ class MaskShape:
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, kind: int, kernel: Callable[..., Tensor]
     ) -> Tensor:  # fmt: skip
         """Attention of one layer of a `kind`, ``[B, N, Hq, Dv]``, by calls of `kernel`, which is :func:`_attend`."""
-        if self.latest is None:
+        text = self.text
+        if text is None:
             return kernel(query, key, value, mask, self.group)
-        latest, leading = self.latest
         group, n, stretches = query.shape[1] // key.shape[1], query.shape[2], []
         for begin in range(0, n, STRETCH):
             end = min(begin + STRETCH, n)
-            seen = mask.shape[-1] if end > leading else min(view_bucket(latest + end), mask.shape[-1])
+            seen = mask.shape[-1] if end > text.length else min(view_bucket(text.latest_start + end), mask.shape[-1])
             place = kind, group, begin
             if place not in self.parts:
                 self.parts[place] = repeat_for_group(mask[:, :, begin:end, :seen], group)

@@ -12,6 +12,7 @@ from ..strategy import Draft, check_draft
 from ..tree import Topology, TreeTensors
 from .buckets import node_bucket, pad_block
 from .mixed import PromptPiece
+from .text_blocks import LeadingText
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,8 @@ class NodeBlock:
         tree: of the ``N`` nodes; node 0 is each row's last committed token.
         view: ``[view]`` int64, ``range`` of the slots that attention looks at.
         masks: what a grammar allows after each node, if there is one.
-        text: how many tokens in front of node 0 are run with the block, and the largest slot of the first of them: the end of
-            the prompts, which the first step reads, or a few that were nodes before.
+        text: tokens in front of node 0 that are run with the block: the end of the prompts, which the first step reads, or a few
+            that were nodes before.
         piece: what is read of another row's prompt meanwhile.
     """
 
@@ -32,7 +33,7 @@ class NodeBlock:
     tree: TreeTensors
     view: Tensor
     masks: Masks | None = None
-    text: tuple[int, int] = (0, 0)
+    text: LeadingText = LeadingText()
     piece: PromptPiece | None = None
 
 

@@ -19,7 +19,7 @@ from .cache import CacheBuffers, move_slots
 from .mixed import PromptPiece
 from .rows import Fault, Rows
 from .target import ForwardResult, Target
-from .text_blocks import after_text
+from .text_blocks import LeadingText, after_text
 from .verify import Acceptance, draw, follow_matches
 
 
@@ -76,7 +76,7 @@ class Passes(Protocol):
         tree: TreeTensors,
         buffers: CacheBuffers,
         view: Tensor,
-        text: tuple[int, int] = (0, 0),
+        text: LeadingText = LeadingText(),
         piece: PromptPiece | None = None,
     ) -> ForwardResult: ...
     def settle(self, nodes: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]: ...
@@ -154,7 +154,7 @@ class Core:
         base = rows.length - 1
         nodes = torch.cat([rows.tokens.gather(1, base[:, None]), block.draft_tokens], dim=1)
         tokens, begin, tree = nodes, base, block.tree
-        if count := block.text[0]:
+        if count := block.text.length:
             begin = base - count
             positions = begin[:, None] + torch.arange(count, device=base.device)
             tokens = torch.cat([rows.tokens.gather(1, positions.clamp(min=0)), nodes], dim=1)

@@ -32,6 +32,7 @@ from .resources import CallResources
 from .rows import Rows
 from .session import Session
 from .steps import StepFunction, make_step
+from .text_blocks import LeadingText
 from .verify import step_keys
 from .worth import DraftWorth
 
@@ -272,7 +273,7 @@ class Call:
         self, core: float, draft: Draft, block: NodeBlock, outcome: Outcome, compiled: bool, drafting: float | None
     ) -> None:  # fmt: skip
         """Books the `core` seconds of a step. drafting: what its draft took, None if none was to be made."""
-        nodes = block.draft_tokens.shape[1] + 1 + block.text[0]
+        nodes = block.draft_tokens.shape[1] + 1 + block.text.length
         if block.piece is not None:  # says nothing of what nodes cost
             read = block.piece.tokens.shape[1]
             self.reading = core * read / (read + nodes * self.width)
@@ -361,7 +362,7 @@ class Call:
         end = (self.longest if self.target.static else max(self.lengths)) + draft_tokens.shape[1] + 1
         self.session.reserve(end)
         self.report.nodes = max(self.report.nodes, draft_tokens.shape[1] + 1)
-        text = (self.pending, max(self.lengths) - 1 - self.pending) if self.pending else (0, 0)
+        text = LeadingText(self.pending, max(self.lengths) - 1 - self.pending) if self.pending else LeadingText()
         self.pending = 0
         piece = self.reads() if self.reads is not None else None
         return NodeBlock(draft_tokens, tree, self.session.view(end)[0], text=text, piece=piece)

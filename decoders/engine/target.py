@@ -28,7 +28,7 @@ from .quantization import Precision, quantize, rounds_activations
 from .ranks import Ranks
 from .self_check import can_mix, check_tree_logits
 from .state_probe import adopt
-from .text_blocks import causal_block
+from .text_blocks import LeadingText, causal_block
 from .twin import WeightState, share_weights, tensors_of
 
 
@@ -233,7 +233,7 @@ class Target:
 
     def forward(
         self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor,
-        text: tuple[int, int] = (0, 0),
+        text: LeadingText = LeadingText(),
     ) -> ForwardResult:  # fmt: skip
         """One pass over a block of nodes; writes their keys and values to slots ``base … base+N-1``.
 
@@ -243,21 +243,18 @@ class Target:
             base: ``[B]`` int64, position and slot of the tree's node 0. Negative if a block starts before the row does:
                 the nodes in front of position 0 are run for nothing, in slots counted from the end of the cache.
             view: ``[view]``, any values: its length is the number of slots that attention looks at, at least ``base + N``.
-            text: how many nodes the block begins with that are text, for which there are no results, and the largest entry of `base`.
+            text: nodes that the block begins with, for which there are no results.
         """
-        count, latest = text
-        inputs = self.inputs(nodes, base, tree, buffers, view, (latest, count) if count else None)
-        kept = torch.arange(count, nodes.shape[1], device=nodes.device) if count else None
-        return self.results(inputs, kept).behind(count)
+        inputs = self.inputs(nodes, base, tree, buffers, view, text if text.length else None)
+        kept = torch.arange(text.length, nodes.shape[1], device=nodes.device) if text.length else None
+        return self.results(inputs, kept).behind(text.length)
 
     def prefill(self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int) -> None:
         """Writes the keys and values of ``tokens`` ``[B, N]`` to slots ``start …`` without computing logits."""
         with self._quick():
             tree = causal_block(tokens.shape[0], tokens.shape[1], tokens.device)
-            inputs = self.inputs(
-                tokens, start, tree, buffers, view, (latest, tokens.shape[1]), self._text(tokens, start, buffers)
-            )
-            self.backbone(**inputs)
+            text, text_pass = LeadingText(tokens.shape[1], latest), self._text_pass(tokens, start, buffers)
+            self.backbone(**self.inputs(tokens, start, tree, buffers, view, text, text_pass))
 
     def features(
         self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int, logits: bool,
@@ -269,8 +266,8 @@ class Target:
             valid: ``[B, N]`` bool, the tokens that are no padding behind a row's text.
         """
         tree = causal_block(tokens.shape[0], tokens.shape[1], tokens.device)
-        text = self._text(tokens, start, buffers, valid)
-        inputs = self.inputs(tokens, start, tree, buffers, view, (latest, tokens.shape[1]), text)
+        text, text_pass = LeadingText(tokens.shape[1], latest), self._text_pass(tokens, start, buffers, valid)
+        inputs = self.inputs(tokens, start, tree, buffers, view, text, text_pass)
         return self.results(inputs, None if logits else torch.zeros(1, dtype=torch.int64, device=tokens.device))
 
     def results(self, inputs: dict, kept: Tensor | None = None) -> ForwardResult:
@@ -285,7 +282,7 @@ class Target:
         layers = self._layer_states.taken() if self._layer_states is not None else None
         return ForwardResult(_ordinary(output.logits.float()), _ordinary(self._head.taken()), layers)
 
-    def _text(
+    def _text_pass(
         self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, valid: Tensor | None = None
     ) -> recurrent.TextPass | None:
         """How recurrent layers read a stretch of text."""
@@ -296,11 +293,11 @@ class Target:
 
     def inputs(
         self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor,
-        latest: tuple[int, int] | None = None, text: recurrent.TextPass | None = None,
+        text: LeadingText | None = None, text_pass: recurrent.TextPass | None = None,
     ) -> dict:  # fmt: skip
         n = nodes.shape[1]
-        states: recurrent.StatePass | None = text
-        if text is None and buffers.states is not None:
+        states: recurrent.StatePass | None = text_pass
+        if text_pass is None and buffers.states is not None:
             specs = [spec.states for spec in self.layout]
             states = recurrent.NodePass(buffers.states, specs, tree.visible, nodes, base)
         offsets, visible = attention.ending(tree.offsets, n), attention.ending(tree.visible, n)
@@ -309,8 +306,8 @@ class Target:
             mask = flex.pack_mask(base, tree.offsets, visible)
         else:
             mask = attention.build_mask(self.kinds, base, tree.offsets, visible, view.shape[0], self.dtype)
-            if latest is not None and n > attention.STRETCH:
-                attention.tell_shape(mask, attention.MaskShape(latest=latest))
+            if text is not None and n > attention.STRETCH:
+                attention.tell_shape(mask, attention.MaskShape(text=text))
             elif self.group > 1:
                 mask = attention.repeat_for_group(mask, self.group)
                 attention.tell_shape(mask, attention.MaskShape(self.group))

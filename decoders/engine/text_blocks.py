@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from ..tree import TreeTensors
+
+
+class LeadingText(NamedTuple):
+    """Text that a block begins with: nodes in front of its root that see nothing behind themselves.
+
+    Attributes:
+        length: nodes of every row.
+        latest_start: of the slots in which it begins, the largest of all rows, for the host.
+    """
+
+    length: int = 0
+    latest_start: int = 0
 
 
 def causal_block(rows: int, n: int, device: torch.device) -> TreeTensors:

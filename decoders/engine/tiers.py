@@ -26,7 +26,7 @@ from .core import settle
 from .mixed import PromptPiece
 from .regions import RegionalForward
 from .target import ForwardResult, Target
-from .text_blocks import causal_block
+from .text_blocks import LeadingText, causal_block
 
 #: Setting ``compile``: in the background when it pays, before the first step, or never.
 Compile = Literal["auto"] | bool
@@ -167,7 +167,7 @@ class ForwardPass:
 
     def __call__(
         self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor,
-        text: tuple[int, int] = (0, 0), piece: PromptPiece | None = None,
+        text: LeadingText = LeadingText(), piece: PromptPiece | None = None,
     ) -> ForwardResult:  # fmt: skip
         """As :meth:`Target.forward`. view: ``[view]``, whose length says how many slots attention looks at.
 
@@ -177,15 +177,15 @@ class ForwardPass:
         if piece is not None:
             compiled, single = self._compiled(several=True), nodes.shape[1] == 1
             if self.mixes(len(nodes), single):
-                return self._mixed(nodes, base, tree, view, text[0], piece, compiled)
+                return self._mixed(nodes, base, tree, view, text.length, piece, compiled)
             started = (
                 time.perf_counter()
             )  # the block has other sizes than was foreseen, or a graph became ready meanwhile
             self.prefill(*piece.alone)
             self.book_mixed(time.perf_counter() - started, len(nodes), single)
         if self._compiled(len(nodes) > 1):
-            kept = torch.arange(text[0], nodes.shape[1], device=nodes.device)
-            return self._run(nodes, base, tree, buffers, view, kept).behind(text[0])
+            kept = torch.arange(text.length, nodes.shape[1], device=nodes.device)
+            return self._run(nodes, base, tree, buffers, view, kept).behind(text.length)
         with self._counted(nodes):
             return self.target.forward(nodes, base, tree, buffers, view, text)
 

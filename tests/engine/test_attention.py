@@ -19,6 +19,7 @@ from decoders.engine.attention import (
     tree_attention,
 )
 from decoders.engine.attention import tell_shape as tell_shape
+from decoders.engine.text_blocks import LeadingText
 from decoders.errors import UnsupportedError
 from decoders.testing import tiny_model
 from decoders.tree import Topology
@@ -142,7 +143,7 @@ def test_layers_of_one_pass_may_have_groups_of_different_size():
     n = 3 * STRETCH
     torch.manual_seed(0)
     mask = torch.zeros(1, 1, n, n).masked_fill(torch.ones(n, n).triu(1).bool(), torch.finfo(torch.float32).min)
-    tell_shape(mask, MaskShape(latest=(0, n)))
+    tell_shape(mask, MaskShape(text=LeadingText(n)))
     for heads in (2, 1, 4, 2):
         query, key, value = (torch.randn(1, h, n, 8) for h in (4, heads, heads))
         out, _ = tree_attention(nn.Module(), query, key, value, mask)

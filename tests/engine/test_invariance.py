@@ -157,7 +157,7 @@ def test_what_was_accepted_on_another_branch_is_run_again_in_its_own_slots(monke
     monkeypatch.setattr(Core, "forward", spy)
     inputs = prompts(2, length=30)
     actual = write(model, inputs, "lookahead")
-    again = [block.text[0] for block in blocks[1:] if block.text[0]]
+    again = [block.text.length for block in blocks[1:] if block.text.length]
     assert again and all(count % 4 == 0 for count in again)
     assert actual == write(model, inputs, "autoregressive")
 

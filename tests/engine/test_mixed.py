@@ -13,7 +13,7 @@ from decoders.engine.cache import CacheBuffers
 from decoders.engine.compiler import compilations
 from decoders.engine.mixed import PromptPiece
 from decoders.engine.target import ForwardResult, Target
-from decoders.engine.text_blocks import after_text
+from decoders.engine.text_blocks import LeadingText, after_text
 from decoders.engine.tiers import ForwardPass
 from decoders.report import Report
 from decoders.testing import tiny_model
@@ -77,9 +77,8 @@ class Rows:
     def apart(self, text: int, topology: Topology, count: int) -> ForwardResult:
         """The results of a pass of the rows; another one reads the piece."""
         nodes, base, tree, view = self.block(text, topology)
-        result = self.target.forward(
-            nodes, base, tree, self.buffers.of_rows(0, len(nodes)), view, (text, max(self.lengths))
-        )
+        leading = LeadingText(text, max(self.lengths))
+        result = self.target.forward(nodes, base, tree, self.buffers.of_rows(0, len(nodes)), view, leading)
         self.target.prefill(*self.piece(count).alone)
         return result
 

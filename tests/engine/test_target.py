@@ -9,7 +9,7 @@ import torch
 
 from decoders.engine.cache import CacheBuffers
 from decoders.engine.target import ForwardResult, Target
-from decoders.engine.text_blocks import causal_block
+from decoders.engine.text_blocks import LeadingText, causal_block
 from decoders.testing import tiny_model
 
 
@@ -24,7 +24,7 @@ def test_inference_mode_changes_no_bit_and_does_not_show(dtype: torch.dtype, mon
         target.prefill(tokens[:, :8], start, buffers[0], view, 0)
         given = [
             target.forward(tokens[:, 8:], start + 8, block, buffers[0], view),
-            target.forward(tokens, start, causal_block(2, 12, target.device), buffers[1], view, (8, 0)),
+            target.forward(tokens, start, causal_block(2, 12, target.device), buffers[1], view, LeadingText(8)),
             target.features(tokens, start, buffers[2], view, 0, logits=True),
         ]
         return list(zip(given, buffers, strict=True))
