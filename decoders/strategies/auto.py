@@ -21,7 +21,7 @@ from ..settings import Settings, Table
 from ..strategy import Context, Draft, Sequences, Step, Strategy, finish_all
 from .auto_plan import AutoState, Plan
 from .candidates import Candidate, Experience, missing, refuse_unfit
-from .draft_model import require_coupled
+from .draft_tree import require_coupled
 
 #: What candidates are set to unless the user sets them: long drafts, of which auto takes as much as pays.
 LONG = {"prompt_lookup": {"length": 24}, "ngram": {"widths": (2, 1, 1, 1, 1, 1, 1, 1)}, "speculative": {"length": 12}}

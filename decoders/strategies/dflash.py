@@ -18,8 +18,8 @@ from ..errors import SettingsError, UnsupportedError
 from ..settings import Settings
 from ..strategy import Context, PromptChunk, Sequences, Step
 from ..tree import TreeTensors
-from .draft_tree import Beam, Children, DynamicTree, NodeBudget, StaticTree
-from .feature_drafter import FeatureWindow, ReadsFeatures, shape_of
+from .draft_tree import Beam, Children, DraftTree, NodeBudget, shape_of
+from .feature_drafter import FeatureWindow, ReadsFeatures
 
 
 class DFlashSettings(Settings):
@@ -53,7 +53,7 @@ class _State:
     """
 
     drafter: DFlashDrafter
-    tree: StaticTree | DynamicTree
+    tree: DraftTree
     of_head: tuple[bool, ...]
 
     def features(self, layers: Tensor | None, hidden: Tensor) -> Tensor:
@@ -105,9 +105,7 @@ class DFlash(ReadsFeatures):
             raise SettingsError(f"dflash: length is {length}, and the draft model was trained to draft {most} tokens")
         children = min(s.children, context.vocab_size)
         tree = shape_of(self.name, s.tree, length, children, s.nodes, s.beam, context)
-        drafter = DFlashDrafter(
-            context, config, network, length, tree.children if isinstance(tree, StaticTree) else children
-        )
+        drafter = DFlashDrafter(context, config, network, length, tree.children)
         last = context.decoder_layers - 1
         return _State(drafter, tree, tuple(layer == last for layer in config.layers))
 

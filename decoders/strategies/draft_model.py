@@ -76,12 +76,3 @@ class DraftModelStrategy(Strategy):
     def tree_nodes(self, context: Context) -> int:
         """Node budget of a tree, root excluded."""
         return draft_budget(context, self.settings.nodes, TREE_NODES)
-
-
-def require_coupled(context: Context, what: str) -> None:
-    """Raises UnsupportedError where draft tokens chosen by what was drawn would change the distribution."""
-    if not context.coupled:
-        raise UnsupportedError(
-            f"{what}: a tree whose nodes are chosen by what was drawn is exact with the coupled verifier only; take a "
-            "static tree, or verifier='coupled'"
-        )

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import heapq
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Protocol
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..drafting import Drafter
-from ..strategy import Draft
+from ..drafting import Expansion
+from ..errors import UnsupportedError
+from ..strategy import Context, Draft
 from ..tree import Topology, TreeTensors
 
 #: How often the target's token is the draft's best, second best … draft token: the shape of the default tree rests on this
@@ -45,22 +47,53 @@ def likely_paths(depth: int, children: int, nodes: int) -> tuple[tuple[int, ...]
     return tuple(chosen)
 
 
-class StaticTree:
+class Expands(Protocol):
+    """What a tree is drafted with: a :class:`~decoders.drafting.Drafter`, or a network that reads the target's hidden states."""
+
+    def root(self) -> Expansion:
+        """The best continuations of every row's last token. ``Q`` is 1."""
+
+    def expand(self, nodes: Tensor, tree: TreeTensors) -> Expansion:
+        """The best continuations of `nodes` ``[B, Q]``, the last ``Q`` of `tree`."""
+
+
+class DraftTree(ABC):
+    """The shape of drafts, or the rule by which it is found.
+
+    Attributes:
+        depth: levels.
+        ahead: most slots that a draft model writes behind a row.
+        children: continuations of a node that it asks for.
+        least_children: continuations of a node that there must be.
+    """
+
+    depth: int
+    ahead: int
+    children: int
+    least_children: int
+
+    @abstractmethod
+    def draft(self, drafter: Expands) -> Draft:
+        """A tree of draft tokens for every row."""
+
+    @abstractmethod
+    def of_rows(self, rows: int, device: torch.device) -> DraftTree:
+        """The same tree for so many rows."""
+
+
+class StaticTree(DraftTree):
     """A tree of one shape: every level's inner nodes are run in one pass of the draft model.
 
     The shape is settled before anything is drawn, so it suits every verifier.
 
     Args:
         paths: the tree in Medusa's notation, see :meth:`Topology.from_paths`.
-
-    Attributes:
-        ahead: most slots that a draft model writes behind a row.
     """
 
     def __init__(self, paths: Sequence[Sequence[int]], rows: int, device: torch.device) -> None:
         self.paths = paths
         self.topology, picks = Topology.from_paths(paths)
-        self.children = max(rank for _, rank in picks) + 1
+        self.children = self.least_children = max(rank for _, rank in picks) + 1
         self.depth = self.topology.max_depth
         self.ahead = len(self.topology)
         parents, offsets = self.topology.parents, self.topology.offsets
@@ -77,10 +110,9 @@ class StaticTree:
             self._levels.append((at, above, taken, run))
 
     def of_rows(self, rows: int, device: torch.device) -> StaticTree:
-        """The same tree for so many rows."""
         return StaticTree(self.paths, rows, device)
 
-    def draft(self, drafter: Drafter) -> Draft:
+    def draft(self, drafter: Expands) -> Draft:
         """Fills the tree for every row, level by level."""
         tokens: list[Tensor] = []
         scores: list[Tensor] = []
@@ -95,7 +127,7 @@ class StaticTree:
         return Draft(torch.cat(tokens, dim=1), self.topology, torch.cat(scores, dim=1) if scores else None)
 
 
-class DynamicTree:
+class DynamicTree(DraftTree):
     """The best nodes by cumulative draft probability, found level by level (as in Spector & Ré 2023; Li et al. 2024,
     "EAGLE-2"): each pass expands a beam of the likeliest nodes of the deepest level, at the end the likeliest of all are
     kept. Rows get trees of different shape.
@@ -108,23 +140,28 @@ class DynamicTree:
         depth: levels.
         beam: nodes expanded per level.
         nodes: budget of the tree, root excluded.
+        children: most continuations of a node; of a small vocabulary there are fewer.
         compile: see :class:`~decoders.strategy.Context`.
-
-    Attributes:
-        ahead: most slots that a draft model writes behind a row.
     """
 
-    def __init__(self, depth: int, beam: int, nodes: int, compile: Callable[[Callable], Callable]) -> None:
-        self.depth, self.beam, self.nodes = depth, beam, nodes
+    least_children = 1
+
+    def __init__(
+        self, depth: int, beam: int, nodes: int, children: int, compile: Callable[[Callable], Callable]
+    ) -> None:
+        self.depth, self.beam, self.nodes, self.children = depth, beam, nodes, children
         self.ahead = beam * depth + 1
         self._bound = depth_bound(depth)
         self._frontier, self._expanded, self._best = compile(frontier), compile(expanded), compile(best_nodes)
 
-    def draft(self, drafter: Drafter) -> Draft:
+    def of_rows(self, rows: int, device: torch.device) -> DynamicTree:
+        return self
+
+    def draft(self, drafter: Expands) -> Draft:
         """Expands trees for all rows."""
         return self.weighted(drafter)[0]
 
-    def weighted(self, drafter: Drafter, floor: Tensor | None = None) -> tuple[Draft, Tensor]:
+    def weighted(self, drafter: Expands, floor: Tensor | None = None) -> tuple[Draft, Tensor]:
         """The same, with how likely each node is.
 
         Args:
@@ -158,6 +195,28 @@ class DynamicTree:
         tokens, weights, above, _ = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
         tokens, weights, *tree = self._best(tokens, weights, above, min(self.nodes, count), self._bound)
         return Draft(tokens, TreeTensors(*tree), depth=self.depth), weights
+
+
+def require_coupled(context: Context, strategy: str) -> None:
+    """Raises UnsupportedError where draft tokens chosen by what was drawn would change the distribution."""
+    if not context.coupled:
+        raise UnsupportedError(
+            f"{strategy}: a tree whose nodes are chosen by what was drawn is exact with the coupled verifier only; take a "
+            "static tree, or verifier='coupled'"
+        )
+
+
+def shape_of(strategy: str, tree: str, depth: int, children: int, nodes: int, beam: int, context: Context) -> DraftTree:
+    """What is drafted: a chain (``"none"``), a tree of one shape, or one chosen in every step.
+
+    Raises:
+        UnsupportedError: a tree that is chosen by what was drawn would change the distribution.
+    """
+    if tree == "dynamic":
+        require_coupled(context, strategy)
+        return DynamicTree(depth, beam, nodes, children, context.compile)
+    paths = [(0,) * (level + 1) for level in range(depth)] if tree == "none" else likely_paths(depth, children, nodes)
+    return StaticTree(paths, context.rows, context.device)
 
 
 def depth_bound(depth: int) -> int:

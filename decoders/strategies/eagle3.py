@@ -17,8 +17,8 @@ from ..errors import SettingsError, UnsupportedError
 from ..settings import Settings
 from ..strategy import Context, PromptChunk, Sequences, Step
 from ..tree import TreeTensors
-from .draft_tree import Beam, Children, DynamicTree, NodeBudget, StaticTree, TreeForm
-from .feature_drafter import FeatureDrafter, ReadsFeatures, shape_of, tokens_from
+from .draft_tree import Beam, Children, DraftTree, NodeBudget, TreeForm, shape_of
+from .feature_drafter import FeatureDrafter, ReadsFeatures, tokens_from
 
 
 class Eagle3Settings(Settings):
@@ -44,7 +44,7 @@ class Eagle3Settings(Settings):
 @dataclass
 class _State:
     drafter: Eagle3Drafter
-    tree: StaticTree | DynamicTree
+    tree: DraftTree
 
 
 class Eagle3(ReadsFeatures):
@@ -78,8 +78,7 @@ class Eagle3(ReadsFeatures):
         _check_fit(files, context, len(self.layers_for(config, context.decoder_layers)), folder)
         children = min(s.children, len(files.vocabulary))
         tree = shape_of(self.name, s.tree, s.length, children, s.nodes, s.beam, context)
-        most = tree.children if isinstance(tree, StaticTree) else children
-        return _State(Eagle3Drafter(context, files, s.length, most, tree.ahead), tree)
+        return _State(Eagle3Drafter(context, files, s.length, tree.children, tree.ahead), tree)
 
     def prefill(self, state: _State, chunk: PromptChunk) -> None:
         state.drafter.prefill(chunk, features(chunk))

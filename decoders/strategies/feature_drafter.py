@@ -8,21 +8,20 @@ again in every round: that costs next to nothing, and whatever was rejected, or 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..drafting import Drafter, DraftVocabulary, Expansion
+from ..drafting import DraftVocabulary, Expansion
 from ..strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy
 from ..tree import TreeTensors
-from .draft_model import require_coupled
-from .draft_tree import DynamicTree, StaticTree, likely_paths
+from .draft_tree import DraftTree
 
 
 class FeatureWindow(ABC):
-    """What :class:`StaticTree` and :class:`DynamicTree` draft with, in the place of a draft model: whatever a network drafts, the
-    target's hidden states reach it by this window.
+    """What a :class:`DraftTree` is drafted with, in the place of a draft model: whatever a network drafts, the target's hidden
+    states reach it by this window.
 
     Args:
         features: width ``F`` of what is read of a node.
@@ -93,10 +92,10 @@ class FeatureWindow(ABC):
             self.read(step.sequences.length - step.emitted - 1 - self.width, every, step.sequences)
         self.window.copy_(_at(every, step.emitted[:, None] + self.index))
 
-    def draft(self, tree: StaticTree | DynamicTree, sequences: Sequences) -> Draft:
+    def draft(self, tree: DraftTree, sequences: Sequences) -> Draft:
         """A round: the window is read, and `tree` filled."""
         self.sequences = sequences
-        draft = tree.draft(cast(Drafter, self))
+        draft = tree.draft(self)
         self.own_nodes = len(draft.topology)
         return draft
 
@@ -143,27 +142,11 @@ class ReadsFeatures(Strategy):
 
     def rebatch(self, state: Any, rows: Tensor, context: Context) -> Any:
         state.drafter.rebatch(rows, context)
-        if isinstance(state.tree, StaticTree):
-            state.tree = state.tree.of_rows(context.rows, context.device)
+        state.tree = state.tree.of_rows(context.rows, context.device)
         return state
 
     def propose(self, state: Any, sequences: Sequences) -> Draft:
         return state.drafter.draft(state.tree, sequences)
-
-
-def shape_of(
-    strategy: str, tree: str, depth: int, children: int, nodes: int, beam: int, context: Context
-) -> StaticTree | DynamicTree:
-    """What is drafted: a chain (``"none"``), a tree of one shape, or one chosen in every step.
-
-    Raises:
-        UnsupportedError: a tree that is chosen by what was drawn would change the distribution.
-    """
-    if tree == "dynamic":
-        require_coupled(context, strategy)
-        return DynamicTree(depth, beam, nodes, context.compile)
-    paths = [(0,) * (level + 1) for level in range(depth)] if tree == "none" else likely_paths(depth, children, nodes)
-    return StaticTree(paths, context.rows, context.device)
 
 
 def _at(states: Tensor, index: Tensor) -> Tensor:

@@ -17,8 +17,8 @@ from ..errors import SettingsError, UnsupportedError
 from ..settings import Settings
 from ..strategy import Context, PromptChunk, Sequences, Step
 from ..tree import TreeTensors
-from .draft_tree import Beam, Children, DynamicTree, NodeBudget, StaticTree, TreeForm
-from .feature_drafter import FeatureDrafter, ReadsFeatures, shape_of, tokens_from
+from .draft_tree import Beam, Children, DraftTree, NodeBudget, TreeForm, shape_of
+from .feature_drafter import FeatureDrafter, ReadsFeatures, tokens_from
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,7 +47,7 @@ class MtpSettings(Settings):
 @dataclass
 class _State:
     drafter: MtpDrafter
-    tree: StaticTree | DynamicTree
+    tree: DraftTree
 
 
 class Mtp(ReadsFeatures):
@@ -73,9 +73,8 @@ class Mtp(ReadsFeatures):
         if depth > layers.num_mtp_layers:
             raise SettingsError(f"mtp: length is {depth}, and the model predicts {layers.num_mtp_layers} tokens ahead")
         tree = shape_of(self.name, s.tree, depth, s.children, s.nodes, s.beam, context)
-        children = tree.children if isinstance(tree, StaticTree) else s.children
-        drafter = MtpDrafter(context, layers, depth, children, tree.ahead)
-        if isinstance(tree, StaticTree) and tree.children > drafter.children:
+        drafter = MtpDrafter(context, layers, depth, tree.children, tree.ahead)
+        if tree.least_children > drafter.children:
             raise SettingsError(
                 f"mtp: a node has {tree.children} continuations; the vocabulary has {context.vocab_size}"
             )

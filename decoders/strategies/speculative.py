@@ -14,8 +14,8 @@ from ..drafting import Drafter, OtherVocabulary
 from ..errors import SettingsError, UnsupportedError
 from ..settings import Settings
 from ..strategy import Context, Draft, Sequences, Step
-from .draft_model import DraftModelSettings, DraftModelStrategy, TreeSettings, require_coupled
-from .draft_tree import DynamicTree, StaticTree, TreeForm, likely_paths
+from .draft_model import DraftModelSettings, DraftModelStrategy, TreeSettings
+from .draft_tree import DraftTree, DynamicTree, StaticTree, TreeForm, likely_paths, require_coupled
 from .text_drafter import TextDrafter
 
 #: Share of the target's tokens from which on a draft model drafts through these: then its texts have the target's token borders.
@@ -76,7 +76,7 @@ class _State:
     """
 
     drafter: Drafter | TextDrafter
-    tree: StaticTree | DynamicTree | None
+    tree: DraftTree | None
     lengths: Tensor
     own_nodes: int = 1
     limit: int | None = None
@@ -110,18 +110,18 @@ class Speculative(DraftModelStrategy):
             most = s.length if s.schedule == "constant" else max(s.length, s.max_length)
             lengths = torch.full((context.rows,), s.length, device=context.device)
             return _State(TextDrafter(context, other, most), None, lengths, other=other)
-        tree: StaticTree | DynamicTree | None = None
+        tree: DraftTree | None = None
         ahead, children = s.length if s.schedule == "constant" else max(s.length, s.max_length), 1
         if s.tree == "static":
             paths = s.template or likely_paths(s.length, s.children, self.tree_nodes(context))
             tree = StaticTree(paths, context.rows, context.device)
-            ahead, children = tree.ahead, tree.children
         elif s.tree == "dynamic":
             require_coupled(context, self.name)
-            tree = DynamicTree(s.length, s.beam, self.tree_nodes(context), context.compile)
-            ahead, children = tree.ahead, s.children
+            tree = DynamicTree(s.length, s.beam, self.tree_nodes(context), s.children, context.compile)
+        if tree is not None:
+            ahead, children = tree.ahead, tree.children
         drafter = context.draft(self.draft_model(context), ahead=ahead, children=children)
-        if isinstance(tree, StaticTree) and tree.children > drafter.children:
+        if tree is not None and tree.least_children > drafter.children:
             raise SettingsError(
                 f"the template takes the {tree.children} best continuations of a node; the vocabulary has {drafter.vocab_size}"
             )
@@ -151,7 +151,7 @@ class Speculative(DraftModelStrategy):
 
     def rebatch(self, state: _State, rows: Tensor, context: Context) -> _State:
         s: ShapeSettings = self.settings
-        if isinstance(state.tree, StaticTree):
+        if state.tree is not None:
             state.tree = state.tree.of_rows(context.rows, context.device)
         lengths = state.lengths[rows.clamp(min=0)] if len(state.lengths) else rows
         state.lengths = torch.where(rows >= 0, lengths, s.length)

@@ -14,8 +14,8 @@ from ..strategy import Context, Draft, Sequences, Step
 from ..tree import Topology
 from .budget import draft_budget
 from .calibration import CalibratedThreshold
-from .draft_model import DraftModelStrategy, DraftTreeSettings, require_coupled
-from .draft_tree import DynamicTree
+from .draft_model import DraftModelStrategy, DraftTreeSettings
+from .draft_tree import DynamicTree, require_coupled
 
 #: Most tokens of a draft where nothing says otherwise, and where a step's cost allows more.
 LENGTH, MOST_LENGTH = 16, 32
@@ -100,8 +100,8 @@ class Threshold(DraftModelStrategy):
         tree, length, children = None, s.max_length or LENGTH, 1
         if s.tree == "dynamic":
             require_coupled(context, self.name)
-            tree = DynamicTree(length, s.beam, self.tree_nodes(context), context.compile)
-            ahead, children = tree.ahead, s.children
+            tree = DynamicTree(length, s.beam, self.tree_nodes(context), s.children, context.compile)
+            ahead, children = tree.ahead, tree.children
         else:
             ahead = length = draft_budget(context, s.max_length, LENGTH, MOST_LENGTH)
         drafter = context.draft(self.draft_model(context), ahead=ahead, children=children)

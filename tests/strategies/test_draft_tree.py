@@ -94,7 +94,7 @@ def test_a_static_tree_holds_the_ranks_that_its_template_says():
     template = [(0,), (2,), (0, 1), (0, 0), (2, 0), (0, 1, 0)]
     tree, model = StaticTree(template, 2, CPU), Table(table(2, 6), 3)
     assert tree.children == 3
-    draft = tree.draft(model)  # type: ignore[arg-type]
+    draft = tree.draft(model)
     assert draft.scores is not None and draft.scores.shape == (2, 6, 6)
     for row in range(2):
         wanted = set()
@@ -163,7 +163,7 @@ def test_a_dynamic_tree_is_the_likeliest_part_of_a_beam_search(seed, rows, depth
     """Rows differ in shape. Paths around a cycle may weigh the same whatever their order: which of them is kept is open."""
     log = table(rows, 6, seed)
     limit = None if floor is None else torch.full((rows,), floor)
-    draft, weights = DynamicTree(depth, beam, nodes, lambda f: f).weighted(Table(log, children), limit)  # type: ignore[arg-type]
+    draft, weights = DynamicTree(depth, beam, nodes, children, lambda f: f).weighted(Table(log, children), limit)
     draft.check(rows)
     inspect_tree(draft.topology, rows)  # type: ignore[arg-type]
     for row in range(rows):
@@ -179,7 +179,7 @@ def test_a_dynamic_tree_is_the_likeliest_part_of_a_beam_search(seed, rows, depth
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10**6), depth=st.integers(1, 5), beam=st.integers(1, 4), nodes=st.integers(2, 20))
 def test_equally_likely_nodes_make_a_sound_tree(seed, depth, beam, nodes):
-    draft, weights = DynamicTree(depth, beam, nodes, lambda f: f).weighted(Table(table(3, 5, seed, ties=True), 3))  # type: ignore[arg-type]
+    draft, weights = DynamicTree(depth, beam, nodes, 3, lambda f: f).weighted(Table(table(3, 5, seed, ties=True), 3))
     inspect_tree(draft.topology, 3)  # type: ignore[arg-type]
     assert draft.tokens.shape[1] <= nodes and torch.isfinite(weights).all()
     for row in range(3):
@@ -190,7 +190,7 @@ def test_a_certain_draft_is_kept_as_a_chain():
     """Every token of the chain has probability one: parents and children tie, and all of them are the best nodes."""
     certain = torch.full((1, 6, 6), -40.0)
     certain[0, torch.arange(6), (torch.arange(6) + 1) % 6] = 0.0
-    draft, _ = DynamicTree(5, 2, 5, lambda f: f).weighted(Table(certain, 2))  # type: ignore[arg-type]
+    draft, _ = DynamicTree(5, 2, 5, 2, lambda f: f).weighted(Table(certain, 2))
     assert (1, 2, 3, 4, 5) in paths_of(draft, 0)
 
 
