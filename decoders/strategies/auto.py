@@ -16,12 +16,11 @@ from pydantic import Field, field_validator
 from torch import Tensor
 
 from ..costs import AcceptanceRates, Follower, Proposals, StepCosts, row_weights
-from ..errors import DecodersError, SettingsError
+from ..errors import DecodersError, SettingsError, UnsupportedError
 from ..settings import Settings, Table
 from ..strategy import Context, Draft, Sequences, Step, Strategy, finish_all
 from .auto_plan import AutoState, Plan
 from .candidates import Candidate, Experience, missing, refuse_unfit
-from .draft_tree import require_coupled
 
 #: What candidates are set to unless the user sets them: long drafts, of which auto takes as much as pays.
 LONG = {"prompt_lookup": {"length": 24}, "ngram": {"widths": (2, 1, 1, 1, 1, 1, 1, 1)}, "speculative": {"length": 12}}
@@ -74,7 +73,11 @@ class Auto(Strategy):
     on_device = False  # the host weighs what to verify
 
     def start(self, context: Context) -> AutoState:
-        require_coupled(context, self.name)
+        if not context.coupled:
+            raise UnsupportedError(
+                "auto chooses draft tokens by what was drawn, which is exact with the coupled verifier only: take verifier='coupled', "
+                "or another strategy"
+            )
         memory: _Memory = context.memory("rates", _Memory)
         candidates: list[Candidate] = []
         left_out: dict[str, str] = {}

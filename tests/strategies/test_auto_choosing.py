@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decoders.costs import CostCurve, CostPoint, StepCosts, Subject, row_weights
+from decoders.errors import UnsupportedError
 from decoders.strategies import Auto
 from decoders.strategy import Context, Draft, Sequences, Step, Strategy
 from decoders.testing import context
@@ -278,6 +279,11 @@ def test_the_likeliest_path_stands_first(world: World, monkeypatch: pytest.Monke
     decode(world, auto, context, costs, 600)
     assert len(first) > 40
     assert sum(first[20:]) > 0.3 * len(first[20:]), "0.9 ** 6 is 0.53, 0.4 ** 6 is 0.004"
+
+
+def test_another_verifier_is_refused_with_what_auto_can_do() -> None:
+    with pytest.raises(UnsupportedError, match="^auto chooses draft tokens by what was drawn.*take verifier='coupled'"):
+        Auto().start(context(coupled=False))
 
 
 def test_costs_decide_how_much_is_verified(world: World) -> None:
