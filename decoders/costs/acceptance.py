@@ -17,7 +17,7 @@ PRIOR_WEIGHT, PRIOR = 2.0, 0.3
 #: Depths and ranks from here on are one.
 DEEPEST, LOWEST_RANK = 4, 3
 #: Weight of the newest step in a row's outlook.
-NEWEST_OUTLOOK = 1 / 8
+OUTLOOK_WEIGHT = 1 / 8
 
 #: Who proposes a token (their bits; minus a bit: that drafter, whoever else does), its depth, and its place among the siblings of
 #: its drafter; and the grade its drafter gives it, -1 for whichever.
@@ -211,7 +211,7 @@ class Follower:
 
     def expect(self, tokens: float) -> None:
         """So many of the tokens that this step's proposals hold are expected to be right."""
-        self.outlook += NEWEST_OUTLOOK * (tokens - self.outlook)
+        self.outlook += OUTLOOK_WEIGHT * (tokens - self.outlook)
 
     def follow(self, proposals: Proposals) -> None:
         """From here on `proposals` are judged: they continue the row as it is now."""

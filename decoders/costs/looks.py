@@ -8,7 +8,7 @@ from dataclasses import dataclass
 #: Looking at what does not pay may cost this share of the time.
 LOOKING = 0.005
 #: Weight of the newest look in the mean of what looks bring.
-NEWEST = 1 / 8
+LOOK_WEIGHT = 1 / 8
 #: Multiples of it modulo one lie evenly wherever one stops.
 GOLDEN = 0.6180339887498949
 
@@ -42,7 +42,7 @@ class Looks:
     def judge(self, net: float, longest: int) -> None:
         """Learns what a look has brought beyond its price. longest: steps to wait at most."""
         self.count += 1
-        self.net = net if self.net is None else self.net + NEWEST * (net - self.net)
+        self.net = net if self.net is None else self.net + LOOK_WEIGHT * (net - self.net)
         self.wait = 0 if net > 0 or self.net > 0 else min(max(2 * self.wait, 1), longest)
 
 

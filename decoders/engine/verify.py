@@ -13,9 +13,9 @@ from ..verifiers.verifier import Outcomes
 
 # In place of a position, which is never negative: the two draws of a step and the draft's own noise stay independent.
 _END_NODE = -1
-#: How far the sum of a verifier's probabilities may be from 1.
-LAW_TOLERANCE = 1e-2
 _NEXT_TOKEN = -2
+#: How far the sum of a verifier's probabilities may be from 1.
+SUM_TOLERANCE = 1e-2
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def draw(nodes: Tensor, tree: TreeTensors, outcomes: Outcomes, keys: Tensor) -> 
 
 def _is_outcomes(mass: Tensor) -> Tensor:
     """``[B]`` bool: whether ``[B, n]`` are probabilities, up to rounding."""
-    return (mass >= 0).all(-1) & ((mass.sum(-1) - 1).abs() < LAW_TOLERANCE)  # NaN is neither
+    return (mass >= 0).all(-1) & ((mass.sum(-1) - 1).abs() < SUM_TOLERANCE)  # NaN is neither
 
 
 def _salt(keys: Tensor, value: int) -> Tensor:

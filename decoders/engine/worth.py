@@ -16,7 +16,7 @@ SOURCE = 1
 #: Drafts are looked at once in so many steps at least.
 LONGEST_WAIT = 64
 #: Weight of the newest draft in the mean of what drafts cost.
-NEWEST = 1 / 8
+DRAFT_WEIGHT = 1 / 8
 
 
 class DraftWorth:
@@ -91,7 +91,7 @@ class DraftWorth:
             self._waited += 1
             return
         known = drafting if self._drafting is None else self._drafting
-        self._drafting, self._waited = known + NEWEST * (min(drafting, 4 * known) - known), 0
+        self._drafting, self._waited = known + DRAFT_WEIGHT * (min(drafting, 4 * known) - known), 0
         if plain is not None:
             active = sum(count > 0 for count in emitted)
             net = sum(emitted) - active - active / plain * (drafting + max(seconds - plain, 0.0))

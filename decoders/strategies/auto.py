@@ -25,7 +25,7 @@ from .candidates import Candidate, Experience, missing, refuse_unfit
 #: What candidates are set to unless the user sets them: long drafts, of which auto takes as much as pays.
 LONG = {"prompt_lookup": {"length": 24}, "ngram": {"widths": (2, 1, 1, 1, 1, 1, 1, 1)}, "speculative": {"length": 12}}
 #: Weight of the newest step in tokens and seconds of the present rate.
-NEWEST = 1 / 32
+RATE_WEIGHT = 1 / 32
 
 
 class AutoSettings(Settings):
@@ -191,7 +191,7 @@ class Auto(Strategy):
         state.history[-1].tokens += sum(emitted)
         # A step that was interrupted, or that compiled something, says nothing of the rate.
         seconds = min(seconds, 4 * state.costs.step(step.nodes.shape[1]) + state.proposed - state.begun)
-        newest = max(NEWEST, 1 / (state.steps + 1))
+        newest = max(RATE_WEIGHT, 1 / (state.steps + 1))
         state.tokens += newest * (worth - state.tokens)
         state.seconds += newest * (seconds - state.seconds)
 

@@ -11,13 +11,13 @@ from ..errors import SettingsError, UnsupportedError
 from ..strategy import Context, Sequences, Step, Strategy, check_draft
 
 #: A drafter that can be looked at every so many steps at little cost is cheap; the dearest is looked at every so many steps.
-WAIT, LONGEST_WAIT = 4, 256
+CHEAP_WAIT, DEAREST_WAIT = 4, 256
 #: What is looked at so rarely is not taught in between either, if it can miss steps.
 UNTAUGHT = 16
 #: A drafter that was right while it was looked at is asked in every one of so many steps.
 PATIENCE = 4
 #: Weight of the newest run in the means of a drafter.
-NEWEST = 1 / 4
+RUN_WEIGHT = 1 / 4
 
 
 @dataclass
@@ -73,10 +73,10 @@ class Candidate:
     def due(self, rate: float) -> bool:
         """Whether it is looked at in this step. rate: present tokens per second."""
         known = self.experience
-        most = affordable(rate * (known.cost + known.learning), LONGEST_WAIT)
+        most = affordable(rate * (known.cost + known.learning), DEAREST_WAIT)
         if self.limited:  # what it is worth is known before it is asked: this is a look
             return self._waited >= most
-        return (self._patience > 0 and most <= WAIT) or known.looks.due(self._waited, most)
+        return (self._patience > 0 and most <= CHEAP_WAIT) or known.looks.due(self._waited, most)
 
     def skip(self) -> None:
         """The step goes without it."""
@@ -133,7 +133,7 @@ class Candidate:
         """
         known = self.experience
         price = rate * (known.cost * self.requested_depth + known.learning + verifying)
-        known.looks.judge(benefit - price, LONGEST_WAIT)
+        known.looks.judge(benefit - price, DEAREST_WAIT)
 
     def was_right(self) -> None:
         """A token that it had proposed was written: a closer look, where that costs little."""
@@ -143,7 +143,7 @@ class Candidate:
 
 def _mean(known: float, seconds: float, runs: int) -> float:
     """A mean with one more run in it: the first one prepares things, and any may be interrupted."""
-    return seconds if runs < 2 or not known else known + NEWEST * (min(seconds, 4 * known) - known)
+    return seconds if runs < 2 or not known else known + RUN_WEIGHT * (min(seconds, 4 * known) - known)
 
 
 def refuse_unfit(strategy: Strategy) -> None:
