@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .errors import DraftError
-from .tree import MAX_NODES, NO_PARENT, Topology, TreeTensors, described
+from .tree import MAX_NODES, NO_PARENT, Topology, TreeTensors, described, parents_by_row
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,7 @@ class Draft:
     @property
     def parents(self) -> Sequence[Sequence[int]]:
         """Of every row the parent of each node; -1 for the root and for nodes that are never accepted. Waits for the device."""
-        tree = self.topology
-        if isinstance(tree, Topology):
-            return [tree.parents] * len(self.tokens)
-        alone = torch.arange(len(tree), device=tree.parents.device) > 0
-        return torch.where(tree.candidates & alone, tree.parents, NO_PARENT).tolist()
+        return parents_by_row(self.topology, len(self.tokens))
 
     @property
     def has_draft_tokens_only(self) -> bool:

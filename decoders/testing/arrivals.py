@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 
 from ..serving.scheduler import Scheduler
 from ..strategy import Draft, Strategy
-from ..tree import Topology
 from .conditions import Conditions, needs, run
 from .exactness import assert_same_tokens, prompts, reference
 from .spy import Spy, spied
@@ -101,10 +100,7 @@ def _drafts(spy: Spy) -> dict[tuple[int, ...], frozenset[tuple[int, ...]]]:
 
 
 def _paths(draft: Draft, row: int) -> frozenset[tuple[int, ...]]:
-    tree = draft.topology
-    parents = (
-        tree.parents if isinstance(tree, Topology) else torch.where(tree.candidates, tree.parents, -1)[row].tolist()
-    )
+    parents = draft.parents[row]
     paths: dict[int, tuple[int, ...]] = {0: ()}
     for node, token in enumerate(draft.tokens[row].tolist(), 1):
         if token >= 0 and parents[node] in paths:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import VerifierError
-from ..tree import NO_PARENT, Topology
+from ..tree import Topology, parents_by_row
 from ..verifiers.verifier import Block, Outcomes, Verifier, check_outcomes
 from .enumeration import Enumeration, EnumerationCase, Tables
 
@@ -175,9 +175,7 @@ def _refuse(block: Block, wrong: Tensor, shown: Tensor, reason: str) -> None:
     """Raises with the first row for which something is wrong: ``[R, N]`` or ``[R, 1]``."""
     if wrong.any():
         row = int(wrong.any(1).nonzero()[0])
-        candidates = block.tree.candidates[row]
-        parents = torch.where(candidates, block.tree.parents[row], NO_PARENT).tolist()
-        parents[0] = NO_PARENT
+        parents = parents_by_row(block.tree, len(block.nodes))[row]
         raise AssertionError(
             f"{reason}: {[round(x, 6) for x in shown[row].tolist()]} (tokens {block.nodes[row].tolist()}, parents {parents})"
         )

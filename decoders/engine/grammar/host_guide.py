@@ -14,7 +14,7 @@ from ...constraints.base import CompiledGrammar, Tabulated
 from ...errors import GrammarError
 from ...sampling.processors import Masks
 from ...strategy import Sequences
-from ...tree import Topology, TreeTensors
+from ...tree import Topology, TreeTensors, parents_by_row
 from ..core import StepOutput
 from .guide import MASK_MISMATCH, NOTHING_ALLOWED, Guide
 from .history import HostHistory
@@ -81,7 +81,7 @@ class HostGuide(Guide):
         self, draft_tokens: Tensor, shape: Topology | TreeTensors, depth: int | None = None
     ) -> tuple[Tensor, Masks]:
         tokens, illegal = draft_tokens.tolist(), False
-        parents = parents_of(shape, len(self.texts))
+        parents = parents_by_row(shape, len(self.texts))
         rows = [[FREE] * (len(tokens[0]) + 1) for _ in self.texts]
         for row, text in enumerate(self.texts):
             start, written, mask, above = self.positions[row], tokens[row], rows[row], parents[row]
@@ -165,11 +165,3 @@ class HostGuide(Guide):
 
     def _masks(self, rows: list[list[int]]) -> Masks:
         return Masks(self.table.unpacked(rows))
-
-
-def parents_of(shape: Topology | TreeTensors, rows: int) -> list[Sequence[int]]:
-    """For every row the parents of its nodes; -1 for the root and for nodes that are never accepted."""
-    if isinstance(shape, Topology):
-        return [shape.parents] * rows
-    index = torch.arange(len(shape), device=shape.parents.device)
-    return torch.where(shape.candidates & (index > 0), shape.parents, -1).tolist()
