@@ -17,7 +17,7 @@ from ..report import Stage
 from ..sampling.processors import Masks
 from ..strategy import Context, Sequences, Step, Strategy, no_costs, no_memory
 from ..tree import TreeTensors
-from .blocks import NodeBlock
+from .blocks import Blocks, NodeBlock
 from .buckets import slots_for
 from .call_settings import CallSettings
 from .draft_counts import DraftCounts
@@ -83,7 +83,6 @@ class ModelDrafter(Drafter):
         else:
             self.session = RowPool(target, call.capacity, slots_for(slots, target.static_slots))
             self._seat(context, [-1] * len(call.request.prompts))
-        self.blocks = self.session.blocks
         self.guide = guide.ahead() if guide is not None else None
         self._functions: dict[str, Callable] = {}
         self._begun = self.rows.length.clone()
@@ -119,7 +118,6 @@ class ModelDrafter(Drafter):
         """
         self.call = call
         self._seat(context, rows)
-        self.blocks = self.session.blocks
         self.guide = guide.ahead() if guide is not None else None
         self._begun = self.rows.length.clone()
         self._reach = max(map(len, call.request.prompts))
@@ -140,6 +138,10 @@ class ModelDrafter(Drafter):
     @property
     def rows(self) -> Rows:
         return self.session.rows
+
+    @property
+    def blocks(self) -> Blocks:
+        return self.session.blocks
 
     @property
     def passes(self) -> int:

@@ -56,11 +56,11 @@ class FixedBatch:
     def __init__(self, engine: Engine, request: Request, stack: ExitStack) -> None:
         self.engine, self.request, self.stack = engine, request, stack
         self.call = Call(engine, request, stack)
+        self.written = RequestOutput(request, self.call.report, engine.target.ranks)
+        self.call.members.append((self.written, 0))
         if request.prune and self.call.batch > 1:  # one row waits for no other
             ends = [len(prompt) + request.new_tokens for prompt in request.prompts]
             self.call.worth = DraftWorth(engine.node_costs, self.call.batch, ends)
-        self.written = RequestOutput(request, self.call.report, engine.target.ranks)
-        self.call.members.append((self.written, 0))
 
     def run(self) -> Decoded:
         """Decodes to the end. An exception on the way gets a note, and ``partial``: what was committed before."""
@@ -100,7 +100,7 @@ class FixedBatch:
         opened = self.stack.enter_context(
             self.engine.sessions.open(request.prompts, request.new_tokens, sampling, slots, request.reuse and not reads)
         )
-        call.session, call.blocks = opened.session, opened.session.blocks
+        call.session = opened.session
         call.noise_keys = sampling.keys.clone()
         if not reads:
             leave = not (target.recurrent or target.static) and request.new_tokens > 0

@@ -51,14 +51,13 @@ class Lane:
         self.engine, self.template, self.capacity = engine, request, capacity
         self.stack = ExitStack()
         self.call = call = Call(engine, request, self.stack)
-        call.isolates, call.capacity = True, capacity
+        call.capacity = capacity
         call.worth = DraftWorth(engine.node_costs) if request.prune else None
         static = engine.target.static
         # Where rows are padded to a bucket, the padding must not touch what is read or kept behind them.
         reserved = row_bucket(capacity) if static else 0
         self.pool = RowPool(engine.target, reserved + capacity, slots_for(FIRST_SLOTS, engine.target.static_slots))
-        call.session, call.blocks = self.pool, self.pool.blocks
-        call.held = []
+        call.session = self.pool
         self.admission = Admission(call, self.pool, reserved)
         self.batch: list[Seat] = []
         self._weights = engine.target.weights
@@ -164,12 +163,12 @@ class Lane:
             return
         seat, begin, count = piece
         self._bring([*self.batch, seat])
-        self.call.reads = functools.partial(self.pool.piece, begin, count)
+        self.call.next_piece = functools.partial(self.pool.piece, begin, count)
         try:
             self.call.advance()
         finally:
-            self.call.reads = None
-        self.admission.was_read(seat, self.call.reading, count)
+            self.call.next_piece = None
+        self.admission.was_read(seat, self.call.piece_seconds, count)
 
     def _leave(self) -> list[RequestOutput]:
         """Those that have ended leave; their rows go before the next step, in which others may have them."""
@@ -202,7 +201,6 @@ class Lane:
             pool.drop(row)
         self.batch = seats
         call.members[:] = [(seat.member, row) for row, seat in enumerate(seats)]
-        call.held = [1] * len(seats)
         if not seats:
             call.pending = 0
             return
@@ -215,7 +213,7 @@ class Lane:
         limits = [len(request.prompts[0]) + request.new_tokens for request in requests] + [1] * added
         ended = [seat.member.ended for seat in seats] + [True] * added
         pool.arrange(lengths, prompts, limits, ended, sampling_of(requests, added, self.engine.target.device))
-        call.blocks, call.noise_keys = pool.blocks, pool.rows.sampling.keys.clone()
+        call.noise_keys = pool.rows.sampling.keys.clone()
         grammars = [request.grammars[0] if request.grammars else None for request in requests]
         plan, before = (
             replace(template.plan, masked=any(grammar is not None for grammar in grammars)),

@@ -44,20 +44,17 @@ class Call:
     :class:`~decoders.engine.lane.Lane` requests of one row come and go between two steps.
 
     Attributes:
-        members: the requests and the first row of each, in the order of rows.
-        held: length of every row that no member has: its step writes behind that, where nothing is kept.
-        capacity: most rows there can be, where requests come and go.
+        members: the requests and the first row of each, in the order of rows; every row is a member's.
+        capacity: most rows there can be, where requests come and go; 0 elsewhere.
         worth: says how much of a draft is verified, where it is counted.
-        isolates: whether what a callback of one request raises ends that request alone.
         resources: what the strategy may use.
         where: what is being done, for notes on errors.
         step: forward, verification and commit of a block.
         session: where the rows' tokens, keys and values are.
-        blocks: the sizes of their blocks.
         longest: most tokens that a row can come to.
         noise_keys: ``[B]``, the keys of the rows' noise.
-        reads: gives what the next step reads of another row's prompt, where it does.
-        reading: seconds that such a step has spent on that.
+        next_piece: gives what the next step reads of another row's prompt, where it does.
+        piece_seconds: what such a step has spent on that.
 
     Args:
         stack: closes what is opened here.
@@ -65,7 +62,6 @@ class Call:
 
     step: StepFunction
     session: Session
-    blocks: Blocks
     longest: int
     noise_keys: Tensor
 
@@ -81,11 +77,10 @@ class Call:
         self.where = "while the prompt was read"  # for notes on errors
         self.report = empty_report(request, self.target)
         self.members: list[tuple[RequestOutput, int]] = []
-        self.held = [1] * len(request.prompts)
-        self.isolates, self.capacity = False, 0
+        self.capacity = 0
         self.worth: DraftWorth | None = None
-        self.reads: Callable[[], PromptPiece] | None = None
-        self.reading = 0.0
+        self.next_piece: Callable[[], PromptPiece] | None = None
+        self.piece_seconds = 0.0
         self.may_err = self.verifier is not None  # whether a hook can do wrong what only the device sees
         self.resources = CallResources(self, stack)
         self.state: Any = None  # the strategy's
@@ -99,6 +94,11 @@ class Call:
         return self.session.rows
 
     @property
+    def blocks(self) -> Blocks:
+        """The sizes of the rows' blocks."""
+        return self.session.blocks
+
+    @property
     def drafters(self) -> list[ModelDrafter]:
         """The draft models that the strategy has opened."""
         return self.resources.drafters
@@ -106,22 +106,16 @@ class Call:
     @property
     def batch(self) -> int:
         """Rows that the host looks at."""
-        return len(self.held)
+        return sum(member.rows for member, _ in self.members)
 
     @property
     def lengths(self) -> list[int]:
         """Tokens of every row."""
-        lengths = list(self.held)
-        for member, first in self.members:
-            lengths[first : first + member.rows] = member.lengths
-        return lengths
+        return [length for member, _ in self.members for length in member.lengths]
 
     @property
     def finished(self) -> list[bool]:
-        finished = [True] * self.batch
-        for member, first in self.members:
-            finished[first : first + member.rows] = member.finished
-        return finished
+        return [ended for member, _ in self.members for ended in member.finished]
 
     @property
     def culprit(self) -> str:
@@ -213,11 +207,11 @@ class Call:
         stopwatch = Stopwatch(timings)
         self.renew_keys()
         self.where = "propose"
-        rests = self._prunes and self.worth is not None and not self.worth.due()
-        draft = Draft.nothing(self.width, self.target.device) if rests else self.propose(state, max(self.lengths))
+        skipped = self._prunes and self.worth is not None and not self.worth.due()
+        draft = Draft.nothing(self.width, self.target.device) if skipped else self.propose(state, max(self.lengths))
         self.fit_blocks()
         draft = self.pruned(draft)
-        if rests:
+        if skipped:
             self._verified = 0
         block = self.block_of(draft)
         self.target.ranks.check_draft(draft, self.lengths)
@@ -237,7 +231,7 @@ class Call:
             self.report.prefill_steps = 1
             timings.prefill += stopwatch.next()  # says nothing of what nodes cost
         else:
-            self.learn_cost(stopwatch.next(), draft, block, outcome, compiled, None if rests else drafting)
+            self.learn_cost(stopwatch.next(), draft, block, outcome, compiled, None if skipped else drafting)
         if self.worth is not None:
             self.worth.follow([tokens[:count] for tokens, count in zip(outcome.new, outcome.emitted, strict=True)])
         if not self.report.steps:
@@ -254,11 +248,11 @@ class Call:
         timings.mask += stopwatch.next()
         self.where = "observe"
         goes_with_draft = self.request.strategy.misses_steps
-        if not (rests and goes_with_draft):
+        if not (skipped and goes_with_draft):
             self.observe(state, out)
         observing = stopwatch.next()
         timings.observe += observing
-        if goes_with_draft and not rests:
+        if goes_with_draft and not skipped:
             self._learning = observing
         self.where = "streamer"
         self.book(outcome, out)
@@ -276,8 +270,8 @@ class Call:
         nodes = block.draft_tokens.shape[1] + 1 + block.text.length
         if block.piece is not None:  # says nothing of what nodes cost
             read = block.piece.tokens.shape[1]
-            self.reading = core * read / (read + nodes * self.width)
-            self.report.timings.core += core - self.reading
+            self.piece_seconds = core * read / (read + nodes * self.width)
+            self.report.timings.core += core - self.piece_seconds
             return
         self.report.timings.core += core
         if not draft.tokens.shape[1]:
@@ -303,7 +297,7 @@ class Call:
         try:
             yield
         except Exception as error:
-            if not self.isolates:
+            if not self.capacity:
                 raise
             error.add_note(f"decoders: {self.where} of one request, after {member.report.steps} steps")
             member.error = member.error or error
@@ -364,7 +358,7 @@ class Call:
         self.report.nodes = max(self.report.nodes, draft_tokens.shape[1] + 1)
         text = LeadingText(self.pending, max(self.lengths) - 1 - self.pending) if self.pending else LeadingText()
         self.pending = 0
-        piece = self.reads() if self.reads is not None else None
+        piece = self.next_piece() if self.next_piece is not None else None
         return NodeBlock(draft_tokens, tree, self.session.view(end)[0], text=text, piece=piece)
 
     def masked(self, draft: Draft, block: NodeBlock) -> NodeBlock:
