@@ -19,7 +19,7 @@ from ..settings import Settings
 from ..strategy import Context, PromptChunk, Sequences, Step
 from ..tree import TreeTensors
 from .draft_tree import Beam, Children, DraftTree, NodeBudget, shape_of
-from .feature_drafter import FeatureWindow, ReadsFeatures
+from .feature_drafter import FeatureWindow, ReadsFeatures, dtype_of, embeddings_of
 
 
 class DFlashSettings(Settings):
@@ -97,7 +97,7 @@ class DFlash(ReadsFeatures):
 
     def start(self, context: Context) -> _State:
         s: DFlashSettings = self.settings
-        config, network = load_network(self._folder, context.device, _dtype_of(context))
+        config, network = load_network(self._folder, context.device, dtype_of(context))
         _check_fit(config, context, self._folder)
         most = config.block_size - 1
         length = s.length or most
@@ -183,10 +183,6 @@ def _embedding_of(context: Context) -> Callable[[Tensor], Tensor]:
     return context.embed
 
 
-def _dtype_of(context: Context) -> torch.dtype:
-    return next(p.dtype for p in context.model.parameters() if p.is_floating_point())
-
-
 def _check_fit(config: DFlashConfig, context: Context, folder: str) -> None:
     """Raises SettingsError if the draft model is for another target, UnsupportedError for a draft model's drafter."""
     if context.level > 0:
@@ -197,8 +193,7 @@ def _check_fit(config: DFlashConfig, context: Context, folder: str) -> None:
             f"dflash: the draft model in {folder} is {config.layer.hidden_size} wide, this {name} {width}: it shares its embedding and "
             "output head"
         )
-    table: Any = context.model.get_input_embeddings()
-    embeddings = getattr(table, "num_embeddings", context.vocab_size)
+    embeddings = embeddings_of(context)
     if not 0 <= config.mask_token_id < embeddings:
         raise SettingsError(
             f"dflash: the draft model in {folder} embeds token {config.mask_token_id} as its mask, this {name} has "

@@ -18,7 +18,7 @@ from ..settings import Settings
 from ..strategy import Context, PromptChunk, Sequences, Step
 from ..tree import TreeTensors
 from .draft_tree import Beam, Children, DraftTree, NodeBudget, TreeForm, shape_of
-from .feature_drafter import FeatureDrafter, ReadsFeatures, tokens_from
+from .feature_drafter import FeatureDrafter, ReadsFeatures, dtype_of, tokens_from
 
 
 class Eagle3Settings(Settings):
@@ -74,7 +74,7 @@ class Eagle3(ReadsFeatures):
         s: Eagle3Settings = self.settings
         config = context.model.config
         folder = find_head(s.head, config)
-        files = load_head(folder, context.device, _dtype_of(context))
+        files = load_head(folder, context.device, dtype_of(context))
         _check_fit(files, context, len(self.layers_for(config, context.decoder_layers)), folder)
         children = min(s.children, len(files.vocabulary))
         tree = shape_of(self.name, s.tree, s.length, children, s.nodes, s.beam, context)
@@ -128,10 +128,6 @@ class Eagle3Drafter(FeatureDrafter):
 def features(given: Step | PromptChunk) -> Tensor:
     """``[B, N, F]``: the layers side by side; where none are asked for, what the target's output head reads."""
     return given.hidden if given.layers is None else given.layers.flatten(2)
-
-
-def _dtype_of(context: Context) -> torch.dtype:
-    return next(p.dtype for p in context.model.parameters() if p.is_floating_point())
 
 
 def _check_fit(files: Eagle3Files, context: Context, layers: int, folder: Path) -> None:

@@ -37,13 +37,12 @@ class FeatureWindow(ABC):
         self.plan, self.sampling, self.vocabulary = context.plan, context.sampling, vocabulary
         self.children = min(children, len(vocabulary))
         self.keep_scores = context.plan is not None and context.plan.sample and not context.coupled
-        self.most_id = getattr(context.model.get_input_embeddings(), "num_embeddings", context.vocab_size) - 1
+        self.most_id = embeddings_of(context) - 1
         self.new, self.width, self.own_nodes = new, new + known, 1
         assert context.sequences is not None
         self.prompts = context.sequences  # the rows, where prompts are read
-        dtype = next(p.dtype for p in context.model.parameters() if p.is_floating_point())
         # The features of the last slots of every row, [B, W, F].
-        self.window = torch.zeros(context.rows, self.width, features, dtype=dtype, device=context.device)
+        self.window = torch.zeros(context.rows, self.width, features, dtype=dtype_of(context), device=context.device)
         self.index = torch.arange(self.width, device=context.device)
 
     def static_parts(self) -> dict[str, Any]:
@@ -129,6 +128,16 @@ class FeatureDrafter(FeatureWindow):
     def expand(self, nodes: Tensor, tree: TreeTensors) -> Expansion:
         logits = self.further(nodes.clamp(0, self.most_id), tree)
         return self.best(logits, tree.offsets[:, -nodes.shape[1] :])
+
+
+def dtype_of(context: Context) -> torch.dtype:
+    """What the target computes in."""
+    return next(p.dtype for p in context.model.parameters() if p.is_floating_point())
+
+
+def embeddings_of(context: Context) -> int:
+    """How many token ids the target embeds: its table may be longer than its vocabulary."""
+    return getattr(context.model.get_input_embeddings(), "num_embeddings", context.vocab_size)
 
 
 def tokens_from(sequences: Sequences, start: Tensor, count: int) -> Tensor:
