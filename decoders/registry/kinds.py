@@ -92,8 +92,12 @@ def is_maker(value: object) -> bool:
     return inspect.isroutine(value) or isinstance(value, partial)
 
 
+#: What is looked up by its name has one of this form.
+SNAKE_CASE = re.compile("[a-z][a-z0-9]*(_[a-z0-9]+)*")
+
+
 def _snake_case(name: object, what: str) -> str:
-    if not isinstance(name, str) or not re.fullmatch("[a-z][a-z0-9]*(_[a-z0-9]+)*", name):
+    if not isinstance(name, str) or not SNAKE_CASE.fullmatch(name):
         raise PluginError(f"{what} must be a snake_case string, not {name!r}")
     return name
 

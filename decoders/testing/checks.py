@@ -6,7 +6,6 @@ import copy
 import functools
 import itertools
 import pickle
-import re
 from dataclasses import replace
 
 from pydantic import ValidationError
@@ -19,6 +18,7 @@ from .conditions import Conditions, run
 from .exactness import assert_same_tokens, prompts, reference
 from .memory import parts_of
 from .models import VOCAB
+from .naming import check_name_and_summary
 from .replayed import Replayed, ShapeError
 from .spy import spied
 from .syncs import HostReadError, RecordingError
@@ -36,12 +36,7 @@ def _automaton(seed: int, *stops: int) -> TokenAutomaton:
 def check_class(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
     """Name, summary and flags can be listed and looked up."""
     cls = type(strategy)
-    assert isinstance(cls.name, str) and re.fullmatch("[a-z][a-z0-9]*(_[a-z0-9]+)*", cls.name), (
-        f"{cls.__name__}.name must be snake_case, not {cls.name!r}"
-    )
-    assert isinstance(cls.summary, str) and cls.summary.strip() and "\n" not in cls.summary, (
-        f"{cls.__name__}.summary must be one line that says what it does, not {cls.summary!r}"
-    )
+    check_name_and_summary(cls)
     assert isinstance(cls.settings_class, type) and issubclass(cls.settings_class, Settings), (
         f"{cls.__name__}.settings_class must be a subclass of decoders.Settings"
     )

@@ -8,7 +8,6 @@ The checks: :mod:`.grammar_positions` and :mod:`.grammar_moves`.
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Iterable, Sequence
 
 from ..constraints.base import Backend, CompiledGrammar, Language, Policy
@@ -17,6 +16,7 @@ from .grammar_case import Check, GrammarCase
 from .grammar_moves import check_advance, check_apart, check_rollback, check_tree
 from .grammar_positions import check_ends, check_forced, check_masks, check_special_tokens, check_tables
 from .languages import Reference, byte_vocabulary, references
+from .naming import check_name_and_summary
 
 NOTATIONS = ("regex", "lark")
 CHECKS: tuple[Check, ...] = (
@@ -34,7 +34,7 @@ def check_backend(
         AssertionError: the first check that failed, for which language, and why.
     """
     backend = backend() if isinstance(backend, type) else backend
-    _check_class(backend)
+    check_name_and_summary(type(backend))
     notations = [notation for notation in NOTATIONS if _reads(backend, notation)]
     assert notations, f"{backend!r} compiles neither a plain regex nor a plain lark grammar"
     for reference in references():
@@ -78,15 +78,3 @@ def _reads(backend: Backend, notation: str) -> bool:
     except GrammarError:
         return False
     return True
-
-
-def _check_class(backend: Backend) -> None:
-    """Name and summary can be listed and looked up."""
-    cls = type(backend)
-    name, summary = getattr(cls, "name", None), cls.summary
-    assert isinstance(name, str) and re.fullmatch("[a-z][a-z0-9]*(_[a-z0-9]+)*", name), (
-        f"{cls.__name__}.name must be snake_case, not {name!r}"
-    )
-    assert isinstance(summary, str) and summary.strip() and "\n" not in summary, (
-        f"{cls.__name__}.summary must be one line that says what it does, not {summary!r}"
-    )

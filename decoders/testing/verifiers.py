@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -14,6 +13,7 @@ from ..errors import VerifierError
 from ..tree import Topology, parents_by_row
 from ..verifiers.verifier import Block, Outcomes, Verifier, check_outcomes
 from .enumeration import Enumeration, EnumerationCase, Tables
+from .naming import check_name_and_summary
 
 VOCAB = 4
 CHAINS = {
@@ -46,7 +46,7 @@ def check_verifier(verifier: Verifier | type[Verifier], *, seed: int = 0) -> Non
         AssertionError: what is wrong, and for which drafts.
     """
     verifier = verifier() if isinstance(verifier, type) else verifier
-    _check_class(verifier)
+    check_name_and_summary(type(verifier))
     for case in cases(trees=verifier.trees, seed=seed):
         drafts = case.drafts()
         try:
@@ -179,18 +179,6 @@ def _refuse(block: Block, wrong: Tensor, shown: Tensor, reason: str) -> None:
         raise AssertionError(
             f"{reason}: {[round(x, 6) for x in shown[row].tolist()]} (tokens {block.nodes[row].tolist()}, parents {parents})"
         )
-
-
-def _check_class(verifier: Verifier) -> None:
-    """Name and summary can be listed and looked up."""
-    cls = type(verifier)
-    name, summary = getattr(cls, "name", None), cls.summary
-    assert isinstance(name, str) and re.fullmatch("[a-z][a-z0-9]*(_[a-z0-9]+)*", name), (
-        f"{cls.__name__}.name must be snake_case, not {name!r}"
-    )
-    assert isinstance(summary, str) and summary.strip() and "\n" not in summary, (
-        f"{cls.__name__}.summary must be one line that says what it does, not {summary!r}"
-    )
 
 
 def _check_no_graph_break(verifier: Verifier, block: Block) -> None:
