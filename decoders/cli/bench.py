@@ -14,7 +14,7 @@ import typer
 from ..errors import SettingsError, UnknownNameError
 from .bench_models import load, other_engines, tokenizers_of
 from .bench_options import by_strategy, in_both_tiers, numbers, pieces
-from .bench_output import dtypes_order, footnote, interrupted_by_sigterm, progress_bar, write_json
+from .bench_output import consoles, dtypes_order, footnote, interrupted_by_sigterm, progress_bar, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -129,13 +129,11 @@ def bench(
     """
     if context.invoked_subcommand is not None:
         return
-    from rich.console import Console
 
     batches = numbers(batch)
     lengths = None if prompt_length is None else numbers(prompt_length, "--prompt-length takes tokens such as 64,2000")
     dtypes = [name.strip() for name in dtype.split(",") if name.strip()]
-    quiet = json_file is not None and str(json_file) == "-"
-    progress_console, console = Console(stderr=True), Console(stderr=quiet)
+    progress_console, console = consoles(json_file)
     if plot_file is not None:
         from ..bench.plot import figure_class
 

@@ -10,7 +10,7 @@ import typer
 
 from ..errors import SettingsError, UnknownNameError
 from .bench_options import numbers, pieces
-from .bench_output import conclude
+from .bench_output import conclude, consoles
 
 
 def fresh(
@@ -59,12 +59,10 @@ def fresh(
 
     Prompts are random tokens, and no text ends early. torch.compile's disk cache is empty for the first process.
     """
-    from rich.console import Console
 
     from .models import DTYPES
 
-    quiet = json_file is not None and str(json_file) == "-"
-    status, console = Console(stderr=True), Console(stderr=quiet)
+    status, console = consoles(json_file)
     lengths = tuple(numbers(prompt_length, "--prompt-length takes tokens such as 64,2000"))
     dtypes = pieces([dtype]) or []
     for name in dtypes:

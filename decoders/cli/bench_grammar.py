@@ -9,7 +9,7 @@ import typer
 
 from ..errors import SettingsError, UnknownNameError
 from .bench_options import pieces
-from .bench_output import conclude, progress_bar
+from .bench_output import conclude, consoles, progress_bar
 
 
 def grammar(
@@ -33,10 +33,8 @@ def grammar(
 
     The vocabularies are made up, with the mixture of real ones; grammars have no names with commas.
     """
-    from rich.console import Console
 
-    quiet = json_file is not None and str(json_file) == "-"
-    progress_console, console = Console(stderr=True), Console(stderr=quiet)
+    progress_console, console = consoles(json_file)
     sizes = vocabulary_sizes(vocabulary)
 
     from ..bench import grammar as g

@@ -13,7 +13,7 @@ import typer
 
 from ..errors import SettingsError, UnknownNameError
 from .bench_options import pieces
-from .bench_output import conclude, progress_bar
+from .bench_output import conclude, consoles, progress_bar
 
 if TYPE_CHECKING:
     from ..bench.load import Arrival
@@ -62,10 +62,8 @@ def load(
 
     Only tokens that were asked for are counted. The instructions of the bench serve as prompts; nothing stops before its length.
     """
-    from rich.console import Console
 
-    quiet = json_file is not None and str(json_file) == "-"
-    progress_console, console = Console(stderr=True), Console(stderr=quiet)
+    progress_console, console = consoles(json_file)
     chosen, named = pieces(methods) or list(METHODS[:3]), pieces(strategies) or ["autoregressive"]
     for method in chosen:
         if method not in METHODS:

@@ -34,6 +34,13 @@ def interrupted_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def consoles(json_file: Path | None) -> tuple[Console, Console]:
+    """Where progress is shown, and where tables are: these go to stderr as well where the JSON is written to stdout ("-")."""
+    from rich.console import Console
+
+    return Console(stderr=True), Console(stderr=json_file is not None and str(json_file) == "-")
+
+
 @contextlib.contextmanager
 def progress_bar(console: Console, total: int) -> Iterator[Callable[[str], None]]:
     """A progress bar of `total` calls; yields what to call after each, with what was done."""

@@ -10,7 +10,7 @@ import typer
 
 from ..errors import UnknownNameError
 from .bench_options import numbers, pieces
-from .bench_output import conclude, progress_bar
+from .bench_output import conclude, consoles, progress_bar
 
 KNOWN = ("int8", "int4", "kv:int8")
 
@@ -35,10 +35,8 @@ def precision(
     ] = None,
 ) -> None:
     """Measure what quantized weights and a quantized cache change: perplexity, the next token, step times, memory."""
-    from rich.console import Console
 
-    quiet = json_file is not None and str(json_file) == "-"
-    progress_console, console = Console(stderr=True), Console(stderr=quiet)
+    progress_console, console = consoles(json_file)
     counts = numbers(nodes, "--nodes takes nodes of a block such as 4,8,12,20")
     names = pieces(precisions) or list(KNOWN)
     for part in (part for name in names for part in name.split("+")):

@@ -11,7 +11,7 @@ import typer
 from ..errors import UnknownNameError
 from .bench_grammar import vocabulary_sizes
 from .bench_options import numbers, pieces
-from .bench_output import conclude, progress_bar
+from .bench_output import conclude, consoles, progress_bar
 
 
 def sampling(
@@ -42,10 +42,8 @@ def sampling(
 
     The logits are made up and fall as language models' do; no model is needed.
     """
-    from rich.console import Console
 
-    quiet = json_file is not None and str(json_file) == "-"
-    progress_console, console = Console(stderr=True), Console(stderr=quiet)
+    progress_console, console = consoles(json_file)
     sizes = vocabulary_sizes(vocabulary)
     counts = numbers(nodes, "--nodes takes nodes of a block such as 1,9,33")
 
