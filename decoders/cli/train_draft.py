@@ -88,7 +88,7 @@ def draft(
     texts = texts_of(model, data, held, test, EDIT_TASKS)
     loaded, tokenizer = load(model, dtype)
     figures = train_draft(
-        loaded, tokenizer, texts["texts"], out, run=training, held=texts.get("held", ()), test=texts.get("test", ()),
+        loaded, tokenizer, texts.texts, out, run=training, held=texts.held, test=texts.test,
         command=command_line(), resume=resume, checkpoint_minutes=checkpoint_minutes,
         console=None if as_json else Console(),
     )  # fmt: skip

@@ -107,7 +107,7 @@ def eagle3(
     texts = texts_of(model, data, held, test, EDIT_TASKS)
     loaded, tokenizer = load(model, dtype)
     figures = train_eagle3(
-        loaded, tokenizer, texts["texts"], out, run=training, held=texts.get("held", ()), test=texts.get("test", ()),
+        loaded, tokenizer, texts.texts, out, run=training, held=texts.held, test=texts.test,
         start=start, form=cast(Any, form), command=command_line(), resume=resume, checkpoint_minutes=checkpoint_minutes,
         console=None if as_json else Console(),
     )  # fmt: skip

@@ -87,7 +87,7 @@ def medusa(
     )  # fmt: skip
     figures = train_medusa(
         loaded, tokenizer, out=out, run=training, tree=tree, nodes=nodes,
-        texts=texts["texts"], held=texts.get("held", ()), test=texts.get("test", ()),
+        texts=texts.texts, held=texts.held, test=texts.test,
         given=load_heads(given) if given is not None else None, resume=resume,
         checkpoint_minutes=checkpoint_minutes, console=None if as_json else Console(),
     )  # fmt: skip

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -40,10 +42,19 @@ CheckpointMinutes = Annotated[float, typer.Option(min=0, help="Minutes between c
 AsJson = Annotated[bool, typer.Option("--json", help="Print the figures as JSON, no progress.")]
 
 
+@dataclass(frozen=True)
+class TrainingTexts:
+    """What is learnt from, and what judges and tests it, where there are texts for that."""
+
+    texts: Sequence[str]
+    held: Sequence[str] = ()
+    test: Sequence[str] = ()
+
+
 def texts_of(
     model: str, data: list[Path] | None, held: list[Path] | None, test: list[Path] | None, edit_tasks: int
-) -> dict[str, list[str]]:
-    """What is learnt from (``texts``), judged by (``held``) and tested on (``test``); the last two where there are any.
+) -> TrainingTexts:
+    """The texts of files, or of the demo model.
 
     Args:
         edit_tasks: that the demo model's own text has beside files, where no `data` is given.
@@ -55,7 +66,9 @@ def texts_of(
     from .demo_texts import demo_texts
 
     texts = demo_texts(edit_tasks) if data is None and model == "demo" else {"texts": read_files(data or [])}
-    return texts | {name: read_files(paths) for name, paths in (("held", held), ("test", test)) if paths}
+    return TrainingTexts(
+        **texts | {name: read_files(paths) for name, paths in (("held", held), ("test", test)) if paths}
+    )
 
 
 def indices(layers: str | None) -> tuple[int, ...] | None:
