@@ -281,14 +281,14 @@ MUTATIONS = (
     ),
     Mutation(
         "processors-see-a-prefix-that-is-one-short", "decoders/engine/host_processors.py",
-        "prefixes.of(row, generated + depth, paths.get(row, ()))",
-        "prefixes.of(row, max(generated + depth - 1, 0), paths.get(row, ()))",
+        "padded_rows.of(row, generated + depth, paths.get(row, ()))",
+        "padded_rows.of(row, max(generated + depth - 1, 0), paths.get(row, ()))",
         ("generate/test_processors.py",),
     ),
     Mutation(
         "criteria-see-the-whole-step-at-once", "decoders/engine/criteria.py",
-        "self.prefixes.of(row, done + count, tokens)",
-        "self.prefixes.of(row, done + outcome.emitted[row], tokens)",
+        "self.padded_rows.of(row, done + count, tokens)",
+        "self.padded_rows.of(row, done + outcome.emitted[row], tokens)",
         ("generate/test_stopping.py",),
     ),
     Mutation(

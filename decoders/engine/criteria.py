@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 from .core import StepOutput
-from .host_processors import Prefixes
+from .host_processors import PaddedRows
 from .ranks import ALONE, Ranks
 from .rows import Rows
 
@@ -63,16 +63,16 @@ class CriteriaRun:
     """The criteria of one call, asked in the order in which plain decoding would ask them.
 
     Args:
-        prefixes: the rows as transformers would show them.
+        padded_rows: the rows as transformers would show them.
         scores: per row and token, where they are kept.
         ranks: of the processes that decode, the first one's criteria are heard: a clock says something else in each.
     """
 
     def __init__(
-        self, criteria: Criteria, prefixes: Prefixes, scores: list[list[Tensor]] | None, ranks: Ranks = ALONE
+        self, criteria: Criteria, padded_rows: PaddedRows, scores: list[list[Tensor]] | None, ranks: Ranks = ALONE
     ) -> None:
-        self.criteria, self.prefixes, self.scores, self.ranks = criteria, prefixes, scores, ranks
-        self.batch = len(prefixes.generated)
+        self.criteria, self.padded_rows, self.scores, self.ranks = criteria, padded_rows, scores, ranks
+        self.batch = len(padded_rows.generated)
         self.told = torch.zeros((), dtype=torch.bool)
 
     def apply(self, outcome: Outcome, out: StepOutput, rows: Rows, finished: list[bool]) -> None:
@@ -95,17 +95,17 @@ class CriteriaRun:
         """Per row, how many of its new tokens stay, and whether it has ended; each row is asked by itself."""
         ends = {}
         for row in active:
-            done, tokens, count = len(self.prefixes.generated[row]), tuple(outcome.new[row]), 0
+            done, tokens, count = len(self.padded_rows.generated[row]), tuple(outcome.new[row]), 0
             stop = False
             while not stop and count < outcome.emitted[row]:
                 count += 1
-                stop = bool(self.criteria.ask(self.prefixes.of(row, done + count, tokens), None).any())
+                stop = bool(self.criteria.ask(self.padded_rows.of(row, done + count, tokens), None).any())
             ends[row] = count, stop or bool(outcome.ended[row])
         return ends
 
     def _level(self, outcome: Outcome, out: StepOutput, active: list[int]) -> dict[int, tuple[int, bool]]:
         """The same where criteria see whole batches, all rows at one length: rows advance as far as the slowest."""
-        done, emitted = len(self.prefixes.generated[active[0]]), outcome.emitted
+        done, emitted = len(self.padded_rows.generated[active[0]]), outcome.emitted
         ended = {row: emitted[row] for row in active if outcome.ended[row]}  # row → its new tokens
         going = [emitted[row] for row in active if row not in ended]
         last = min(going) if going else max(ended.values())
@@ -113,7 +113,7 @@ class CriteriaRun:
         while count < last:
             count += 1
             extra = {row: tuple(outcome.new[row][: written[row]]) for row in active}
-            ids = torch.cat([self.prefixes.of(row, done + count, extra.get(row, ())) for row in range(self.batch)])
+            ids = torch.cat([self.padded_rows.of(row, done + count, extra.get(row, ())) for row in range(self.batch)])
             self.told = self.told | self._ask(ids, self._scores(out, active, done + count))
             if self.criteria.ends_rows:
                 told = self.told.tolist()

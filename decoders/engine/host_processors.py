@@ -1,4 +1,4 @@
-"""What needs the host between forward and commit: logits processors and stopping criteria that read the prefix.
+"""Logits processors that read the prefix: they need the host between forward and commit.
 
 Processors are run along the path the target actually takes, depth by depth: exactly the calls plain decoding would
 make, in the same order, however large the tree is. Stateful processors therefore work.
@@ -16,14 +16,14 @@ from ..errors import InputError, UnsupportedError
 from ..sampling.choice import Candidates
 from ..sampling.processors import SamplingPlan, grammar_first
 from ..tree import TreeTensors
-from .core import Rows
+from .rows import Rows
 
 #: chosen token of nodes that the walk never reached: equals no proposal, not even "no draft token" (-1).
 NOT_REACHED = -2
 
 
 @dataclass
-class Prefixes:
+class PaddedRows:
     """Each row as transformers would show it: prompt with its left padding, then what has been generated.
 
     Attributes:
@@ -74,7 +74,7 @@ def choose_along_path(
     tree: TreeTensors,
     logits: Tensor,
     rows: Rows,
-    prefixes: Prefixes,
+    padded_rows: PaddedRows,
     processors: Processors,
     plan: SamplingPlan,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,13 +82,13 @@ def choose_along_path(
 
     Processors see whole batches at one length, as in plain decoding. The walk therefore ends for all rows where it ends
     for the first: rows stay level, at the price of some accepted draft tokens. What a grammar forbids is masked already. Rows behind
-    those of `prefixes` fill the batch up: nobody is asked about them.
+    those of `padded_rows` fill the batch up: nobody is asked about them.
 
     Returns:
         chosen ``[B, N]`` int64, :data:`NOT_REACHED` off the path; scores ``[B, N, V]``, zero off the path; and how many
         tokens each row may commit, ``[B]`` int64.
     """
-    n, batch = nodes.shape[1], len(prefixes.generated)
+    n, batch = nodes.shape[1], len(padded_rows.generated)
     sampling = rows.sampling.of_rows(0, batch)
     chosen = torch.full(nodes.shape, NOT_REACHED, dtype=torch.int64, device=nodes.device)
     scores = torch.zeros_like(logits)
@@ -97,13 +97,13 @@ def choose_along_path(
     stops = set(rows.sampling.stop_tokens.flatten().tolist())  # rows that are asked together share them
     room, finished = (rows.limit - rows.length).tolist(), rows.finished.tolist()
     active = [row for row in range(batch) if not finished[row]]
-    generated = len(prefixes.generated[active[0]])
+    generated = len(padded_rows.generated[active[0]])
     # Equal siblings stand for the same text: all nodes of a depth that match are followed together.
     reached = {row: [0] for row in active}
     paths: dict[int, tuple[int, ...]] = dict.fromkeys(active, ())
     depth, going = 0, True
     while going:
-        ids = torch.cat([prefixes.of(row, generated + depth, paths.get(row, ())) for row in range(batch)])
+        ids = torch.cat([padded_rows.of(row, generated + depth, paths.get(row, ())) for row in range(batch)])
         nothing = torch.zeros_like(logits[0, 0])
         here = torch.stack([logits[row, reached[row][0]] if row in reached else nothing for row in range(batch)])
         processed = processed_by(processors, ids, here)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..report import Report
 from .core import StepOutput
 from .criteria import CriteriaRun, Outcome
-from .host_processors import Prefixes
+from .host_processors import PaddedRows
 from .observation import Observation
 from .ranks import ALONE, Ranks
 from .request import Decoded, Request
@@ -59,7 +59,7 @@ class RequestOutput:
         logprobs: per row and token, if asked for.
         logits: per row and token, if asked for.
         scores: per row and token, if asked for.
-        prefixes: the rows as transformers would show them.
+        padded_rows: the rows as transformers would show them.
         criteria: asked on the host, None if there are none.
         error: what a callback of this request has raised, where that ends this request alone.
     """
@@ -74,11 +74,11 @@ class RequestOutput:
         self.drafted: list[list[bool]] = [[] for _ in range(rows)]
         self.logprobs: list[list[TokenLogprobs]] = [[] for _ in range(rows)]
         self.finished = [request.new_tokens == 0] * rows
-        self.prefixes = Prefixes(request.padded_prompt, self.generated, request.pad_token)
+        self.padded_rows = PaddedRows(request.padded_prompt, self.generated, request.pad_token)
         self.criteria: CriteriaRun | None = None
         if request.criteria is not None:
             kept = self.scores if request.keep_scores else None
-            self.criteria = CriteriaRun(request.criteria, self.prefixes, kept, ranks)
+            self.criteria = CriteriaRun(request.criteria, self.padded_rows, kept, ranks)
         self.error: Exception | None = None
         self._observation = Observation(request) if request.observers else None
 

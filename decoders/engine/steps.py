@@ -73,7 +73,7 @@ def choose_of_all(
     if len(members) == 1 and members[0][0].request is request:
         member = members[0][0]
         assert request.processors is not None
-        return choose_along_path(nodes, tree, logits, rows, member.prefixes, request.processors, request.plan)
+        return choose_along_path(nodes, tree, logits, rows, member.padded_rows, request.processors, request.plan)
     chosen = torch.full(nodes.shape, NOT_REACHED, dtype=torch.int64, device=nodes.device)
     scores, most = torch.zeros_like(logits), torch.zeros_like(rows.length)
     for member, first in members:
@@ -82,7 +82,7 @@ def choose_of_all(
             continue
         try:
             chosen[own], scores[own], most[own] = choose_along_path(
-                nodes[own], tree.of_rows(own.start, own.stop), logits[own], rows.of_rows(own.start, own.stop), member.prefixes,
+                nodes[own], tree.of_rows(own.start, own.stop), logits[own], rows.of_rows(own.start, own.stop), member.padded_rows,
                 processors, request.plan,
             )  # fmt: skip
         except Exception as error:

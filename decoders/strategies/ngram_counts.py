@@ -28,9 +28,14 @@ class _Followers:
         self.total = self.most = 0
 
 
-class Follower(NamedTuple):
-    """A token that may follow, as they are ranked. score: in units of ``2 ** -SCORE_BITS``. slot: where it followed last, after the
-    longest context that it is known of. order: tokens of that.
+class RankedFollower(NamedTuple):
+    """A token that may follow, as they are ranked.
+
+    Attributes:
+        score: in units of ``2 ** -SCORE_BITS``.
+        slot: where it followed last, after the longest context that it is known of.
+        token: it.
+        order: tokens of that context.
     """
 
     score: int
@@ -110,14 +115,14 @@ class NgramCounts:
         tokens, orders = zip(*first, *others, strict=True)
         return list(tokens), list(orders)
 
-    def followers(self, context: tuple[int, ...], width: int) -> list[Follower]:
+    def followers(self, context: tuple[int, ...], width: int) -> list[RankedFollower]:
         """The `width` likeliest followers of a context, best first, fewer where no more are known.
 
         Their score is their share among what followed the longest end of `context` that they followed, times :data:`BACK_OFF` for
         each token by which that is shorter than the longest context there may be; of equal ones the latest is better.
         """
         longest = len(self._orders) - 1
-        best: list[Follower] = []
+        best: list[RankedFollower] = []
         longer: list[_Followers] = []
         for order in range(len(context), 0, -1):
             followers = self._orders[order].get(context[len(context) - order :])
@@ -128,7 +133,9 @@ class NgramCounts:
                 for token, slots in followers.slots.items():
                     if not any(token in other.slots for other in longer):
                         best.append(
-                            Follower(_score(len(slots), followers.total, longest - order), slots[-1], token, order)
+                            RankedFollower(
+                                _score(len(slots), followers.total, longest - order), slots[-1], token, order
+                            )
                         )
                 best.sort(reverse=True)
                 del best[width:]
@@ -137,7 +144,7 @@ class NgramCounts:
             if any(token in other.slots for other in longer):
                 continue
             slots = self._orders[0][()].slots[token]
-            follower = Follower(_score(len(slots), len(self.tokens), longest), slots[-1], token, 0)
+            follower = RankedFollower(_score(len(slots), len(self.tokens), longest), slots[-1], token, 0)
             if len(best) == width and follower < best[-1]:
                 break
             best.append(follower)

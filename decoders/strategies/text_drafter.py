@@ -31,7 +31,7 @@ CHUNK = 512
 _CONTINUATION = range(0x80, 0xC0)
 
 
-class RowText:
+class TranslatedText:
     """A row's text in the draft's tokens.
 
     Args:
@@ -125,7 +125,9 @@ class TextDrafter:
         if context.level > 0:
             raise UnsupportedError("a draft model with a vocabulary of its own drafts for the target, not as a stage")
         self.vocabularies, self.device = vocabularies, context.device
-        self.rows = [RowText(vocabularies.own, vocabularies.other, vocabularies.begin) for _ in range(context.rows)]
+        self.rows = [
+            TranslatedText(vocabularies.own, vocabularies.other, vocabularies.begin) for _ in range(context.rows)
+        ]
         self.capacity = context.slots
         self.module: ModulePasses = context.module(
             passes_of(vocabularies.model), ahead=length + 2, on_device=False,

@@ -20,7 +20,7 @@ from decoders.constraints.vocabulary import Vocabulary
 from decoders.engine.resources import CallResources
 from decoders.errors import UnsupportedError
 from decoders.strategies import Speculative, text_drafter
-from decoders.strategies.text_drafter import RowText
+from decoders.strategies.text_drafter import TranslatedText
 
 from .vocabularies import model, tokenizer
 
@@ -41,7 +41,7 @@ def pair() -> tuple[PreTrainedModel, PreTrainedModel, Any, Any]:
 @pytest.mark.parametrize("piece", [1, 2, 5])
 def test_a_text_that_grows_is_written_as_the_draft_would_write_it(piece: int) -> None:
     own, other = bytes_of(tokenizer(340, TEXT)), bytes_of(tokenizer(290, "a file is a file"))
-    tokens, row = own.encoded((TEXT * 4).encode()), RowText(own, other, (0,))
+    tokens, row = own.encoded((TEXT * 4).encode()), TranslatedText(own, other, (0,))
     for first in range(0, len(tokens), piece):
         row.read(tokens[first : first + piece])
         written = own.spell(tokens[: first + piece])
@@ -53,7 +53,7 @@ def test_a_text_that_grows_is_written_as_the_draft_would_write_it(piece: int) ->
 
 def test_a_row_keeps_what_the_draft_model_has_read_of_it() -> None:
     own, other = bytes_of(tokenizer(340, TEXT)), bytes_of(tokenizer(290, "a file is a file"))
-    tokens, row = own.encoded((TEXT * 4).encode()), RowText(own, other, ())
+    tokens, row = own.encoded((TEXT * 4).encode()), TranslatedText(own, other, ())
     row.read(tokens[:60])
     row.valid = len(row.ids)
     before = list(row.ids)
@@ -65,11 +65,11 @@ def test_what_is_drafted_comes_back_in_the_targets_tokens() -> None:
     own, other = bytes_of(tokenizer(340, TEXT)), bytes_of(tokenizer(290, "a file is a file"))
     tokens = own.encoded(TEXT.encode())
     for cut in range(1, len(tokens)):
-        row = RowText(own, other, ())
+        row = TranslatedText(own, other, ())
         row.read(tokens[:cut])
         rest = row.pending + TEXT.encode()[len(row.text) :]
         assert own.spell(row.proposed(other.encoded(rest))) == TEXT.encode()[len(row.text) :]
-    row = RowText(own, other, ())
+    row = TranslatedText(own, other, ())
     row.read(tokens[:20])
     assert row.proposed(other.encoded(TEXT.encode()[len(row.text) :])) == tokens[20:]
     assert row.proposed([0, *other.encoded(b"more")]) == []  # its end token ends a draft
