@@ -335,7 +335,7 @@ class ModelDrafter(Drafter):
             compile=self.call.compiler(self.engine), sequences=self.session.view(self._reach)[1], guide=self.guide,
             costs=no_costs, memory=no_memory, decoder_layers=0,
         )  # fmt: skip
-        return replace(context, draft=opener(self._inner_call, context, self.guide, self.inner))
+        return replace(context, draft=context_draft(self._inner_call, context, self.guide, self.inner))
 
     @property
     def _inner_call(self) -> CallSettings:
@@ -343,7 +343,7 @@ class ModelDrafter(Drafter):
         return replace(self.call, longest=self.call.longest + self.ahead, block_size=self.blocks.size)
 
 
-def opener(
+def context_draft(
     call: CallSettings, context: Context, guide: Guide | None, opened: list[ModelDrafter]
 ) -> Callable[..., Drafter]:
     """``Context.draft`` for the strategy that gets `context`; what it opens is listed in `opened`."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..costs.steps import StepCosts
 from ..strategy import Context, Strategy, no_memory
 from .call_settings import CallSettings
-from .drafter import ModelDrafter, opener
+from .drafter import ModelDrafter, context_draft
 from .modules import SlotPasses
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class CallResources:
             context = replace(context, strategy=request.resolve)
         if request.vocabulary_of is not None:
             context = replace(context, vocabulary_of=request.vocabulary_of)
-        return replace(context, draft=opener(settings, context, call.guide, self.drafters))
+        return replace(context, draft=context_draft(settings, context, call.guide, self.drafters))
 
     def _module(
         self, module: nn.Module, *, ahead: int, example: tuple[Tensor, ...], on_device: bool = True

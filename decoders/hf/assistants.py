@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -50,87 +50,32 @@ class Assistants:
         for engine in list(self._engines.values()):
             engine.forget()
 
-    def opener(
-        self,
-        target: PreTrainedModel,
-        engine: Engine,
-        tokenizer: PreTrainedTokenizerBase | None,
-        assistant_tokenizer: PreTrainedTokenizerBase | None,
-    ) -> Callable[[PreTrainedModel | str], Engine]:
-        """For one call on `target`: the engine of a draft model, given loaded or as a path.
+    def engine(self, model: PreTrainedModel, attention: Literal["auto", "sdpa", "flex"]) -> Engine:
+        """The engine of a draft model, made once.
 
-        The function raises UnsupportedError: no such model, another vocabulary or device than the target's, or a design
-        that does not fit the loop.
+        Raises:
+            UnsupportedError: its design does not fit the loop.
         """
+        known = self._engines.get(model)
+        if known is None or not known.refresh(model, attention):
+            refuse_unfit(model)
+            known = self._engines[model] = Engine(model, attention)
+        return known
 
-        def engine_of(model: PreTrainedModel | str) -> Engine:
-            other = assistant_tokenizer
-            if isinstance(model, str):
-                model, other = self._load(model, target)
-            try:
-                check_vocabulary(target, model, tokenizer, other)
-            except UnsupportedError as difference:
-                model = self._translated(model, target, tokenizer, other, difference)
-            if model is target:
-                return engine
-            if model.device != target.device:
-                raise UnsupportedError(
-                    f"the draft model is on {model.device}, the target on {target.device}: move one, draft.to({str(target.device)!r})"
-                )
-            known = self._engines.get(model)
-            if known is None or not known.refresh(model, engine.attention):
-                refuse_unfit(model)
-                known = self._engines[model] = Engine(model, engine.attention)
-            if known.target.ranks.several and known.target.ranks.size != engine.target.ranks.size:
-                raise UnsupportedError(
-                    f"the draft model is shared by {known.target.ranks.size} processes and the target is not: load the draft without "
-                    "tp_plan, or both with it"
-                )
-            return known
-
-        return engine_of
-
-    def vocabularies(
-        self,
-        target: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase | None,
-        assistant_tokenizer: PreTrainedTokenizerBase | None,
-    ) -> Callable[[PreTrainedModel | str], OtherVocabulary | None]:
-        """For one call on `target`: see :attr:`decoders.strategy.Context.vocabulary_of`.
-
-        The function raises UnsupportedError: no such model, or a vocabulary that cannot be told in bytes.
-        """
-
-        def vocabulary_of(model: PreTrainedModel | str) -> OtherVocabulary | None:
-            other = assistant_tokenizer
-            if isinstance(model, str):
-                model, other = self._load(model, target)
-            try:
-                check_vocabulary(target, model, tokenizer, other)
-                return None
-            except UnsupportedError as difference:
-                if tokenizer is None or other is None:
-                    return None  # `draft` says what is wrong
-                try:
-                    tokens = self._tokens(model, target, tokenizer, other)
-                except UnsupportedError as error:
-                    raise UnsupportedError(f"{difference}: {error}") from difference
-            if model.device != target.device:
-                return None
-            begin = tuple(other("")["input_ids"])
-            return OtherVocabulary(model, tokens.own, tokens.other, begin, tokens.shared)
-
-        return vocabulary_of
-
-    def _tokens(
+    def tokens(
         self, model: PreTrainedModel, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase
     ) -> TokenMap:  # fmt: skip
+        """How the tokens of a draft model and of the target correspond.
+
+        Raises:
+            UnsupportedError: their vocabularies cannot be told in bytes.
+        """
         kept = self._maps.get(model)
         if kept is None or kept[0] is not tokenizer or kept[1] is not other:
             kept = self._maps[model] = tokenizer, other, tokens_of(model, target, tokenizer, other)
         return kept[2]
 
-    def _translated(
+    def translated(
         self, model: PreTrainedModel, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None,
         other: PreTrainedTokenizerBase | None, difference: UnsupportedError,
     ) -> PreTrainedModel:  # fmt: skip
@@ -146,7 +91,7 @@ class Assistants:
         state = [(weight.data_ptr(), writes_counted(weight)) for weight in weights]
         kept = self._translations.get(model)
         try:
-            tokens = self._tokens(model, target, tokenizer, other)
+            tokens = self.tokens(model, target, tokenizer, other)
             if kept is not None and kept[0] is tokens and kept[1] == state:
                 return kept[2]
             twin = translated(model, target, tokens)
@@ -155,7 +100,12 @@ class Assistants:
         self._translations[model] = tokens, state, twin
         return twin
 
-    def _load(self, path: str, target: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    def load(self, path: str, target: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+        """A draft model and its tokenizer, None where it has none.
+
+        Raises:
+            UnsupportedError: there is no such model.
+        """
         if path not in self._loaded:
             try:
                 model = load_model(path, target.dtype).to(target.device)  # type: ignore[arg-type]
@@ -167,6 +117,77 @@ class Assistants:
                 tokenizer = None  # weights alone will do; sizes are compared then
             self._loaded[path] = model, tokenizer
         return self._loaded[path]
+
+
+@dataclass(frozen=True)
+class CallAssistants:
+    """The draft models of one call: what they are to its target.
+
+    Attributes:
+        kept: the target's draft models.
+        target: the enabled model.
+        engine: of the target.
+        tokenizer: likewise.
+        assistant_tokenizer: of a draft model that is given loaded.
+    """
+
+    kept: Assistants
+    target: PreTrainedModel
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase | None
+    assistant_tokenizer: PreTrainedTokenizerBase | None
+
+    def engine_of(self, model: PreTrainedModel | str) -> Engine:
+        """The engine of a draft model, given loaded or as a path.
+
+        Raises:
+            UnsupportedError: no such model, another vocabulary or device than the target's, or a design that does not fit the loop.
+        """
+        model, tokenizer = self._loaded(model)
+        target, engine = self.target, self.engine
+        try:
+            check_vocabulary(target, model, self.tokenizer, tokenizer)
+        except UnsupportedError as difference:
+            model = self.kept.translated(model, target, self.tokenizer, tokenizer, difference)
+        if model is target:
+            return engine
+        if model.device != target.device:
+            raise UnsupportedError(
+                f"the draft model is on {model.device}, the target on {target.device}: move one, draft.to({str(target.device)!r})"
+            )
+        known = self.kept.engine(model, engine.attention)
+        if known.target.ranks.several and known.target.ranks.size != engine.target.ranks.size:
+            raise UnsupportedError(
+                f"the draft model is shared by {known.target.ranks.size} processes and the target is not: load the draft without "
+                "tp_plan, or both with it"
+            )
+        return known
+
+    def vocabulary_of(self, model: PreTrainedModel | str) -> OtherVocabulary | None:
+        """See :attr:`decoders.strategy.Context.vocabulary_of`.
+
+        Raises:
+            UnsupportedError: no such model, or a vocabulary that cannot be told in bytes.
+        """
+        model, tokenizer = self._loaded(model)
+        try:
+            check_vocabulary(self.target, model, self.tokenizer, tokenizer)
+            return None
+        except UnsupportedError as difference:
+            if self.tokenizer is None or tokenizer is None:
+                return None  # `draft` says what is wrong
+            try:
+                tokens = self.kept.tokens(model, self.target, self.tokenizer, tokenizer)
+            except UnsupportedError as error:
+                raise UnsupportedError(f"{difference}: {error}") from difference
+        if model.device != self.target.device:
+            return None
+        begin = tuple(tokenizer("")["input_ids"])
+        return OtherVocabulary(model, tokens.own, tokens.other, begin, tokens.shared)
+
+    def _loaded(self, model: PreTrainedModel | str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+        """A draft model and its tokenizer."""
+        return self.kept.load(model, self.target) if isinstance(model, str) else (model, self.assistant_tokenizer)
 
 
 def check_vocabulary(

@@ -26,7 +26,7 @@ from ..errors import SettingsError, UnsupportedError
 from ..registry.registry import registry
 from ..registry.resolve import resolve_strategy
 from .arguments import HINTS, TRANSLATED, first_of, resolve_seed
-from .assistants import Assistants
+from .assistants import Assistants, CallAssistants
 from .grammars import Grammars
 from .inputs import check_lengths, check_pad_token, unpad
 from .options import Options
@@ -176,6 +176,7 @@ class GenerateCall:
         seed = resolve_seed(options.seed, options.generator, bool(generation_config.do_sample))
         if options.seed is None:  # processes that share the model draw the same noise
             (seed,) = engine.target.ranks.first([seed])
+        assistants = CallAssistants(self.assistants, self.model, engine, self.tokenizer, assistant_tokenizer)
         request = Request(
             strategy=options.strategy, prompts=prompts, padded_prompt=padded, new_tokens=new_tokens,
             stop_tokens=stop_tokens, pad_token=pad_token, plan=replace(plan, masked=grammars.any), values=values,
@@ -187,8 +188,7 @@ class GenerateCall:
             compile=runtime.compile, reuse=runtime.reuse, memory=runtime.memory, prune=runtime.prune,
             prefill_chunk=runtime.prefill_chunk, slots=runtime.slots,
             origin=registry().origin(type(options.strategy)),
-            engine_of=self.assistants.opener(self.model, engine, self.tokenizer, assistant_tokenizer),
-            vocabulary_of=self.assistants.vocabularies(self.model, self.tokenizer, assistant_tokenizer),
+            engine_of=assistants.engine_of, vocabulary_of=assistants.vocabulary_of,
             model=self.model, tokenizer=self.tokenizer, assistant_model=options.arguments.get("assistant_model"),
             resolve=resolve_strategy, observers=registry().listening(), cost_folder=runtime.cost_cache or default_folder(),
         )  # fmt: skip
