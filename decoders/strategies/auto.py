@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import Field, field_validator
 from torch import Tensor
 
-from ..costs import AcceptanceRates, Follower, Proposals, StepCosts, row_weights
+from ..costs import AcceptanceRates, Follower, row_weights
 from ..errors import DecodersError, SettingsError, UnsupportedError
 from ..settings import Settings, Table
 from ..strategy import Context, Draft, Sequences, Step, Strategy, finish_all
@@ -78,45 +78,54 @@ class Auto(Strategy):
                 "auto chooses draft tokens by what was drawn, which is exact with the coupled verifier only: take verifier='coupled', "
                 "or another strategy"
             )
+        self._check_config()
         memory: _Memory = context.memory("rates", _Memory)
         candidates: list[Candidate] = []
         left_out: dict[str, str] = {}
+        for name in self.settings.candidates:
+            try:
+                opened = self._opened(context, name, memory)
+            except DecodersError as error:
+                finish_all(((c.strategy, c.state) for c in candidates), error)
+                raise
+            if isinstance(opened, Candidate):
+                candidates.append(opened)
+            else:
+                left_out[name] = opened
+        common, several = memory.rates, context.rows > 1
+        rates = [AcceptanceRates(common) for _ in range(context.rows)] if several else [common]
+        return AutoState(
+            candidates, left_out, context.costs(measure=True) or _Flat(), [Follower(r) for r in rates], clock=context.clock,
+            new_tokens=context.new_tokens if several else None,
+        )  # fmt: skip
+
+    def _check_config(self) -> None:
         unknown = sorted(set(self.settings.config) - set(self.settings.candidates))
         if unknown:
             raise SettingsError(
                 f"auto: config sets {unknown[0]!r}, which is no candidate: {', '.join(self.settings.candidates)}"
             )
-        for name in self.settings.candidates:
-            strategy = context.strategy(name, LONG.get(name, {}) | self.settings.config.get(name, {}))
-            refuse_unfit(strategy)
-            reason = missing(strategy, context)
-            if reason is None:
-                try:
-                    state = strategy.start(context.part(strategy))
-                except DecodersError as error:
-                    if name in self.settings.config:
-                        finish_all(((c.strategy, c.state) for c in candidates), error)
-                        raise
-                    reason = str(error)
-                else:
-                    # A bit means the same drafter in every call.
-                    bit = 1 << self.settings.candidates.index(name)
-                    known = memory.experience.setdefault(name, Experience())
-                    candidates.append(Candidate(bit, strategy, state, self.settings.nodes, known, context.clock))
-            if reason is not None:
-                left_out[name] = reason
-        common = memory.rates
-        rates = [AcceptanceRates(common) for _ in range(context.rows)] if context.rows > 1 else [common]
-        costs = context.costs(measure=True) or _Flat()
-        followers = [Follower(r) for r in rates]
-        return AutoState(
-            candidates,
-            left_out,
-            costs,
-            followers,
-            clock=context.clock,
-            new_tokens=context.new_tokens if context.rows > 1 else None,
-        )
+
+    def _opened(self, context: Context, name: str, memory: _Memory) -> Candidate | str:
+        """A candidate that has begun, or why it is left out.
+
+        Raises:
+            DecodersError: it cannot be a candidate in any call, or the user has set how it is to begin and it cannot.
+        """
+        strategy = context.strategy(name, LONG.get(name, {}) | self.settings.config.get(name, {}))
+        refuse_unfit(strategy)
+        reason = missing(strategy, context)
+        if reason is not None:
+            return reason
+        try:
+            state = strategy.start(context.part(strategy))
+        except DecodersError as error:
+            if name in self.settings.config:
+                raise
+            return str(error)
+        bit = 1 << self.settings.candidates.index(name)  # it means the same drafter in every call
+        known = memory.experience.setdefault(name, Experience())
+        return Candidate(bit, strategy, state, self.settings.nodes, known, context.clock)
 
     def keeps_rows(self, state: AutoState) -> bool:
         return all(candidate.strategy.keeps_rows(candidate.state) for candidate in state.candidates)
@@ -132,20 +141,18 @@ class Auto(Strategy):
         state.seconds *= costs.step(1) / state.costs.step(1)
         state.costs = costs
         state.rows = [before[row] if row >= 0 else Follower(AcceptanceRates(memory.rates)) for row in rows.tolist()]
-        state.proposals = []
+        state.plan = None
         return state
 
     def finish(self, state: AutoState) -> None:
         finish_all((candidate.strategy, candidate.state) for candidate in state.candidates)
 
     def propose(self, state: AutoState, sequences: Sequences) -> Draft:
-        state.begun = state.clock()
+        begun = state.clock()
         active = [row for row, ended in enumerate(sequences.finished.tolist()) if not ended]
-        state.weights = _weights(state, sequences, active)
         if not state.seconds:
             state.tokens, state.seconds = float(len(active)), state.costs.step(1)
-        state.proposals = [Proposals() for _ in state.rows]
-        plan = Plan(state, active, self.settings.nodes)
+        plan = state.plan = Plan(state, _weights(state, sequences, active), self.settings.nodes, begun)
         for candidate in state.candidates:
             limit = None
             if candidate.limited:
@@ -157,23 +164,24 @@ class Auto(Strategy):
                 continue
             drafts = candidate.run(sequences, max(limit or 0, 1) if candidate.limited else None)
             for row in active:
-                state.proposals[row].add(candidate.bit, *drafts[row])
+                plan.proposals[row].add(candidate.bit, *drafts[row])
         plan.weigh()
         draft = plan.draft(sequences.length.device)
         plan.note()
-        state.proposed = state.clock()
         return draft
 
     def observe(self, state: AutoState, step: Step) -> None:
-        seconds = state.clock() - state.begun
+        plan = state.plan
+        assert plan is not None
+        seconds = state.clock() - plan.begun
         emitted = step.emitted.tolist()
         written = step.chosen.gather(1, step.path).tolist()
         right, credit = 0, dict.fromkeys((c.bit for c in state.candidates), 0.0)
         accepted = step.accepted.tolist()
-        rows = zip(state.rows, state.proposals, written, emitted, accepted, strict=True)
+        rows = zip(state.rows, plan.proposals, written, emitted, accepted, strict=True)
         worth = 0.0
         for row, (follower, proposals, tokens, count, drafted) in enumerate(rows):
-            weight = state.weights.get(row, 0.0)
+            weight = plan.weights.get(row, 0.0)
             worth += weight * count
             if count:
                 follower.follow(proposals)
@@ -183,14 +191,14 @@ class Auto(Strategy):
             for token in tokens[:count]:
                 right |= follower.write(token)
         for candidate in state.candidates:
-            candidate.observe(step, state.width + 1 if candidate.bit & state.chain else 0)
+            candidate.observe(step, plan.width + 1 if candidate.bit & plan.chain else 0)
             if candidate.requested_depth:
-                candidate.judge(credit[candidate.bit], state.verifying.get(candidate.bit, 0.0), state.rate)
+                candidate.judge(credit[candidate.bit], plan.verifying.get(candidate.bit, 0.0), state.rate)
             if candidate.bit & right:
                 candidate.was_right()
         state.history[-1].tokens += sum(emitted)
         # A step that was interrupted, or that compiled something, says nothing of the rate.
-        seconds = min(seconds, 4 * state.costs.step(step.nodes.shape[1]) + state.proposed - state.begun)
+        seconds = min(seconds, 4 * state.costs.step(step.nodes.shape[1]) + plan.chosen - plan.begun)
         newest = max(RATE_WEIGHT, 1 / (state.steps + 1))
         state.tokens += newest * (worth - state.tokens)
         state.seconds += newest * (seconds - state.seconds)
@@ -221,11 +229,8 @@ def _weights(state: AutoState, sequences: Sequences, active: list[int]) -> dict[
     return dict(zip(active, row_weights(left, [state.rows[row].outlook for row in active]), strict=True))
 
 
-class _Flat(StepCosts):
+class _Flat:
     """Of a context that knows no costs: every node costs a hundredth of a step."""
-
-    def __init__(self) -> None:
-        pass
 
     def step(self, nodes: int) -> float:
         return 0.01 * (1 + 0.01 * nodes)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
-from ..costs import Follower, Proposals, StepCosts
+from ..costs import Follower, Proposals
 from ..strategy import Draft
 from ..tree import TreeTensors
 from .candidates import Candidate
@@ -41,6 +42,13 @@ class Phase:
     tokens: float = 0.0
 
 
+class PricesSteps(Protocol):
+    """What a step costs, as :class:`~decoders.costs.StepCosts` says."""
+
+    def step(self, nodes: int) -> float:
+        """Seconds."""
+
+
 @dataclass
 class AutoState:
     """What `auto` knows of a call.
@@ -50,38 +58,26 @@ class AutoState:
         left_out: why others are not among them, by name.
         costs: of a step, by its nodes.
         rows: what is known of each row's text.
-        proposals: what was proposed for each row in this step.
-        weights: what a token is worth in each row that goes on, 1 on average.
         new_tokens: most that a row may write, where all begin and end together.
         tokens: of the present rate, per step; those of rows that others wait for count more.
         seconds: of the present rate, per step.
-        width: draft tokens per row that are verified.
-        verifying: seconds that verifying takes in this step, by the bit of the first drafter that proposes what is verified.
-        chain: bits of the drafters of whose chains these are the first.
-        begun: when this step began.
-        proposed: when its draft was chosen.
         history: what was verified so far.
         steps: how many there were.
         clock: seconds, the call's.
+        plan: of the last step.
     """
 
     candidates: list[Candidate]
     left_out: dict[str, str]
-    costs: StepCosts
+    costs: PricesSteps
     rows: list[Follower]
-    proposals: list[Proposals] = field(default_factory=list)
     new_tokens: int | None = None
-    weights: dict[int, float] = field(default_factory=dict)
     tokens: float = 0.0
     seconds: float = 0.0
-    width: int = 0
-    verifying: dict[int, float] = field(default_factory=dict)
-    chain: int = 0
-    begun: float = 0.0
-    proposed: float = 0.0
     history: list[Phase] = field(default_factory=list)
     steps: int = 0
     clock: Callable[[], float] = time.perf_counter
+    plan: Plan | None = None
 
     @property
     def rate(self) -> float:
@@ -93,27 +89,43 @@ class Plan:
     """What to verify in one step.
 
     Attributes:
+        active: rows that go on.
+        proposals: what was proposed for each row.
         price: tokens that a node must be expected to bring per second that it takes.
         worth: expected tokens beyond that price.
+        width: draft tokens per row that are verified.
+        chain: bits of the drafters of whose chains these are the first.
+        verifying: seconds that verifying takes, by the bit of the first drafter that proposes what is verified.
+        chosen: when the draft was chosen.
+
+    Args:
+        weights: what a token is worth in each row that goes on, 1 on average.
+        most: draft tokens per row.
+        begun: when the step began.
     """
 
-    def __init__(self, state: AutoState, active: list[int], most: int) -> None:
-        self.state, self.active, self.most = state, active, most
+    def __init__(self, state: AutoState, weights: dict[int, float], most: int, begun: float) -> None:
+        self.state, self.weights, self.most = state, weights, most
+        self.begun = self.chosen = begun
+        self.active = list(weights)
+        self.proposals = [Proposals() for _ in state.rows]
+        self.width = self.chain = 0
+        self.verifying: dict[int, float] = {}
         self.costs, self.price = state.costs, CAUTION * state.rate
         self._plain = self.costs.step(1)
         self.count = 0
         self.gain = 0.0
         self.worth = 0.0
-        self._ranked: dict[int, list[tuple[float, int]]] = {row: [] for row in active}
+        self._ranked: dict[int, list[tuple[float, int]]] = {row: [] for row in self.active}
 
     def weigh(self) -> None:
         """Finds the number of draft tokens per row that is worth most."""
         state = self.state
         gains: list[float] = []
         for row in self.active:
-            ranked = self._ranked[row] = state.proposals[row].ranked(state.rows[row].rates)
+            ranked = self._ranked[row] = self.proposals[row].ranked(state.rows[row].rates)
             gains.extend([0.0] * (len(ranked) - len(gains)))
-            weight = state.weights[row]
+            weight = self.weights[row]
             for place, (likely, _) in enumerate(ranked):
                 gains[place] += weight * likely
         self.count, self.gain, self.worth, gain = 0, 0.0, 0.0, 0.0
@@ -126,7 +138,7 @@ class Plan:
     def depth_of(self, candidate: Candidate) -> int:
         """How many tokens a drafter is to draft to which each costs time; 0 if none is worth it beside what there is."""
         best, depth, worth = self.worth, 0, 0.0
-        likely = [self.state.weights[row] for row in self.active]
+        likely = [self.weights[row] for row in self.active]
         if not candidate.experience.runs:
             return 2
         gain = 0.0
@@ -145,17 +157,15 @@ class Plan:
     def draft(self, device: torch.device) -> Draft:
         """The draft of all rows; each has the nodes that are likeliest there."""
         rows = len(self.state.rows)
-        self.state.width = self.state.chain = 0
         if not self.count:
             return Draft.nothing(rows, device)
         chosen = {row: self._chosen(row) for row in self.active}
-        proposals = self.state.proposals
         width = max(len(nodes) for nodes in chosen.values())
         tokens = [[-1] * width for _ in range(rows)]
         parents = [[-1] * (width + 1) for _ in range(rows)]
         chain, sources = True, -1
         for row, nodes in chosen.items():
-            own = proposals[row]
+            own = self.proposals[row]
             place = {0: 0}
             for index, node in enumerate(nodes):
                 tokens[row][index] = own.tokens[node]
@@ -164,11 +174,11 @@ class Plan:
                 place[node] = index + 1
                 sources &= own.sources[node]
         made = torch.tensor(tokens, device=device)
-        self.state.width = width
+        self.width = width
         if chain:
-            self.state.chain = sources
+            self.chain = sources
             return Draft.chain(made)
-        depth = max(proposals[row].depths[node] for row, nodes in chosen.items() for node in nodes)
+        depth = max(self.proposals[row].depths[node] for row, nodes in chosen.items() for node in nodes)
         return Draft(made, TreeTensors.from_parents(torch.tensor(parents, device=device), depth), depth=depth)
 
     def _chosen(self, row: int) -> list[int]:
@@ -177,7 +187,7 @@ class Plan:
         The likeliest path stands first, in slots of its own depth: there its tokens have the bits of plain decoding, and need
         not be run again.
         """
-        parents = self.state.proposals[row].parents
+        parents = self.proposals[row].parents
         path, others = [0], list[int]()
         for _, node in self._ranked[row][: self.count]:  # the likeliest first
             (path if parents[node] == path[-1] else others).append(node)
@@ -187,14 +197,13 @@ class Plan:
         """Books the choice: in the history, and for whom it takes time."""
         state, sources, gain = self.state, 0, 0.0
         seconds = (self.costs.step(self.count + 1) - self._plain) / max(self.count * len(self.active), 1)
-        state.verifying = {}
         for row in self.active:
             for likely, node in self._ranked[row][: self.count]:
-                of_node = state.proposals[row].sources[node]
+                of_node = self.proposals[row].sources[node]
                 sources |= of_node
                 gain += likely
                 first = of_node & -of_node
-                state.verifying[first] = state.verifying.get(first, 0.0) + seconds
+                self.verifying[first] = self.verifying.get(first, 0.0) + seconds
         name = "+".join(c.name for c in state.candidates if c.bit & sources)
         history = state.history
         if not history or (history[-1].strategies != name and len(history) < LONGEST_HISTORY):
@@ -207,3 +216,4 @@ class Plan:
         if any(candidate.requested_depth for candidate in state.candidates):
             for row in self.active:
                 state.rows[row].expect(sum(likely for likely, _ in self._ranked[row]))
+        self.chosen = state.clock()
