@@ -27,6 +27,8 @@ class Seat:
     """A request and its place in the pool.
 
     Attributes:
+        member: the request, and what it has come to.
+        place: its row in the pool.
         reading: how its prompt is read, None before that has begun.
         passes: those still to come.
         chunks: what its strategy is to be shown of the prompt, if it reads prompts: at the beginning of its first step. Without

@@ -17,7 +17,15 @@ from .rows import Rows
 
 @dataclass
 class Outcome:
-    """One step as the host knows it, per row: tokens emitted, draft tokens accepted and made, ended or not, new tokens."""
+    """One step as the host knows it, each list by row.
+
+    Attributes:
+        emitted: tokens that the row has got.
+        accepted: draft tokens among them.
+        drafted: draft tokens that were put to the target.
+        ended: whether the row has ended, 0 or 1.
+        new: tokens in order of commitment, `emitted` of them valid.
+    """
 
     emitted: list[int]
     accepted: list[int]

@@ -34,10 +34,12 @@ from .twin import WeightState, share_weights, tensors_of
 
 @dataclass(frozen=True)
 class ForwardResult:
-    """Logits ``[B, N, V]`` float32, the hidden states that the output head read, ``[B, N, H]``, and what watched layers gave.
+    """What a pass over a block of nodes gives.
 
     Attributes:
-        layers: ``[B, N, T, H]``, None where no layer is watched.
+        logits: ``[B, N, V]`` float32.
+        hidden: ``[B, N, H]``, what the output head has read.
+        layers: ``[B, N, T, H]``, what the watched layers gave, None where none is watched.
     """
 
     logits: Tensor

@@ -49,6 +49,8 @@ class _State:
     """What a call keeps.
 
     Attributes:
+        drafter: the network with its cache.
+        tree: the shape of drafts.
         of_head: which of the layers read is the target's last: of that one the hidden states behind the final norm count.
     """
 

@@ -43,6 +43,13 @@ class Eagle3Settings(Settings):
 
 @dataclass
 class _State:
+    """What a call keeps.
+
+    Attributes:
+        drafter: the head with its cache.
+        tree: the shape of drafts.
+    """
+
     drafter: Eagle3Drafter
     tree: DraftTree
 

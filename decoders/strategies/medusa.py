@@ -46,12 +46,19 @@ class _State:
     """What a call keeps.
 
     Attributes:
+        topology: the tree of ``N`` nodes.
         level: ``[N-1]`` int64, the head whose draft token each node takes.
         rank: ``[N-1]`` int64, the place of that token among the head's.
         ranks: a number of draft tokens that covers all of them.
+        weights: of the heads.
+        lm_head: ``[V, H]``, of the target; heads of the compact form have none of their own.
+        lm_bias: ``[V]``, its bias, if it has one.
         hidden: ``[B, H]``, what the heads read: the hidden state that gave the next block's root.
         known: ``[B, 1]`` bool, whether there is one yet.
         ahead: ``[K]`` int64, 0 … K-1.
+        plan: of the call.
+        sampling: likewise; None without a call.
+        keep_scores: whether drafts say what they were drawn from.
         predict: :func:`draft_tokens`, compiled.
     """
 

@@ -46,6 +46,13 @@ class MtpSettings(Settings):
 
 @dataclass
 class _State:
+    """What a call keeps.
+
+    Attributes:
+        drafter: the layers with their cache.
+        tree: the shape of drafts.
+    """
+
     drafter: MtpDrafter
     tree: DraftTree
 

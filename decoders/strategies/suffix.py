@@ -58,7 +58,17 @@ class SuffixSettings(Settings):
 
 @dataclass
 class _State:
-    """memory: of earlier calls; empty where nothing is remembered. append_only: whether a row's text is never taken back."""
+    """What a call keeps.
+
+    Attributes:
+        rows: the text of each row.
+        memory: of earlier calls; empty where nothing is remembered.
+        append_only: whether a row's text is never taken back.
+        matches: drafts that a match gave.
+        matched: tokens of these matches.
+        drafted: draft tokens of these drafts.
+        used: numbers of the remembered texts that gave draft tokens.
+    """
 
     rows: list[RowText]
     memory: TextMemory
