@@ -8,6 +8,9 @@ from itertools import groupby
 from statistics import median
 from typing import TYPE_CHECKING, Self
 
+import torch
+
+from ..common.repetition import in_loops
 from ..report import Stage
 from .measurements import Check, Competitor, Measurement
 
@@ -86,6 +89,12 @@ def count_tokens(record: Record, checks: Sequence[Check]) -> None:
     if not passes:
         passes = [c.draft_passes / c.steps for c in checks if c.draft_passes is not None and c.steps]
     record.draft_passes = median(passes) if passes else None
+
+
+def looping(rows: Sequence[Sequence[int]]) -> float | None:
+    """Share of the tokens of all rows that go on with a loop; None of no tokens."""
+    count = sum(map(len, rows))
+    return sum(int(in_loops(torch.tensor(row)).sum()) for row in rows if row) / count if count else None
 
 
 def stage_figures(calls: Sequence[tuple[list[Stage], Measurement]], depth: int = 0) -> list[StageFigures]:

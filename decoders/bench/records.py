@@ -17,6 +17,7 @@ from .figures import (
     count_tokens,
     difference,
     first_tokens,
+    looping,
     per_repeat,
     stage_figures,
     step_times,
@@ -49,6 +50,8 @@ class Record:
         difference: where they first differ.
         leading: of each row, new tokens before the first one that is not the baseline's, all rows of all prompts together.
         compared: new tokens of the baseline, to which `leading` compares.
+        looping: share of the new tokens that go on with a loop (:func:`~decoders.common.repetition.in_loops`), which flatters
+            whoever drafts from the text so far.
         incomparable: what to expect instead where they need not be equal ("same distribution").
         verifier: the rule that accepts our drafts.
         tokens_per_second: new tokens of all rows per second of wall time, compilation excluded; one value per repeat, over
@@ -104,6 +107,7 @@ class Record:
     difference: str = ""
     leading: int | None = None
     compared: int | None = None
+    looping: float | None = None
     incomparable: str = ""
     tokens_per_second: Spread | None = None
     ratio: Spread | None = None
@@ -206,6 +210,7 @@ def _record(
     steps = [(s.compiled_share, s.steps) for s in record.samples if s.compiled_share is not None and s.steps]
     record.compiled_share = sum(share * n for share, n in steps) / sum(n for _, n in steps) if steps else None
     count_tokens(record, [entry.checks[name] for name in names])
+    record.looping = looping([row for name in names for row in entry.checks[name].tokens])
     record.step_ms = step_times(record.samples, {name: entry.checks[name].steps for name in names})
     if record.step_ms is not None and record.step_ms.core is not None and record.step_ms.total:
         record.outside_core = 1 - record.step_ms.core / record.step_ms.total

@@ -27,7 +27,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
         tokens = next((f" · {r.prompt_tokens:.0f} tokens of prompt" for r in members if r.prompt_tokens), "")
         name = subject(members[0])
         title = f"{name + ' · ' if name else ''}{kind} · {batch} row{'s' if batch > 1 else ''} · {dtype}{tokens}"
-        result.append(speed_table(members, title))
+        result.append(speed_table(members, title + loops(members)))
         if any(r.status == "ok" for r in members):
             result.append(step_table(members, f"{title} · ms per step"))
             if any(r.stages for r in members):
@@ -41,6 +41,12 @@ def subject(record: Record) -> str:
     if not record.scaled:
         return record.model
     return f"{record.model or 'demo target'}, {record.scaled}"
+
+
+def loops(records: Sequence[Record]) -> str:
+    """How much of the text goes round in circles, as the first method wrote it; nothing for none, or of random weights."""
+    share = next((r.looping for r in records if r.looping is not None and not r.random_weights), 0.0)
+    return f" · {share:.0%} of the text loops" if share >= 0.005 else ""
 
 
 def speed_table(records: Sequence[Record], title: str = "") -> Table:

@@ -242,7 +242,7 @@ def overview(records: list[Record]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    from ..bench.tables import identical, ranged, ratio_style, reason, shown
+    from ..bench.tables import identical, loops, ranged, ratio_style, reason, shown
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("", no_wrap=True)
@@ -250,8 +250,9 @@ def overview(records: list[Record]) -> Table:
         table.add_column(header, justify="right")
     for kind in dict.fromkeys(r.kind for r in records):
         table.add_section()
-        table.add_row(Text(f"{kind} prompt", style="italic"))
-        for r in [r for r in records if r.kind == kind and r.status == "ok"]:
+        members = [r for r in records if r.kind == kind]
+        table.add_row(Text(f"{kind} prompt{loops(members)}", style="italic"))
+        for r in [r for r in members if r.status == "ok"]:
             table.add_row(
                 Text(r.method, style="bold" if r.ours else ""), ranged(r.tokens_per_second, ".0f"),
                 ranged(r.ratio, ".2f", ratio_style(r.ratio)), shown(r.accepted_length, ".2f"), identical(r),

@@ -15,7 +15,7 @@ from decoders import bench
 from decoders.bench.capacity import check_capacity
 from decoders.bench.measurements import Check, Competitor
 from decoders.bench.streams import first_token, written
-from decoders.bench.tables import noise
+from decoders.bench.tables import noise, tables
 from decoders.errors import SettingsError, UnknownNameError
 from decoders.report import Report, Timings
 
@@ -260,6 +260,21 @@ def test_differences_name_row_and_token(methods: list[Any], tokenizer: Any) -> N
     record = bench.summarise(entries)[1]
     assert record.identical is False
     assert record.difference.endswith("row 1, new token 1")
+
+
+def test_the_title_says_how_much_of_the_text_loops(methods: list[Any], tokenizer: Any) -> None:
+    (work,) = bench.workloads(tokenizer, TEXTS[:1], rows=1)
+    entries = [Competitor(c, 1, kind_of={work.name: "copy"}) for c in methods[:2]]
+    for entry in entries:
+        entry.checks[work.name] = Check([[1, 2, 3] * 5 + [4] * 5, []], 20, 1.0)
+    records = bench.summarise(entries)
+    assert [r.looping for r in records] == [4 / 20, 4 / 20]
+    assert str(tables(records)[0].title).endswith(" · 20% of the text loops")
+    for entry in entries:
+        entry.checks[work.name] = Check([list(range(20))], 20, 1.0)
+    records = bench.summarise(entries)
+    assert records[0].looping == 0
+    assert "loops" not in str(tables(records)[0].title)
 
 
 def test_tokens_count_up_to_and_with_the_stop_token(methods: list[Any], tokenizer: Any) -> None:

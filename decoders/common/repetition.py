@@ -1,0 +1,27 @@
+"""Text that goes round in circles: which of its tokens say again what has just been said again."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+#: Longest passage whose repetition is looked for, in tokens.
+LONGEST_PERIOD = 64
+#: Shorter repetitions are no loop whatever their period: `((((` and `1, 1, 1` are text.
+SHORTEST_LOOP = 8
+
+
+def in_loops(ids: Tensor) -> Tensor:
+    """Which tokens go on with a loop, ``[..., T]`` bool, of `ids` ``[..., T]`` int64.
+
+    A token does if it and what stands before it equal what stands a period earlier, for more than a whole period and for
+    more than :data:`SHORTEST_LOOP` tokens. So the first repetition of a passage is none, as code repeats itself on
+    purpose; from the second on all tokens are.
+    """
+    looping = torch.zeros_like(ids, dtype=torch.bool)
+    for period in range(1, min(LONGEST_PERIOD, ids.shape[-1] - 1) + 1):
+        same = ids[..., period:] == ids[..., :-period]
+        places = torch.arange(same.shape[-1], device=ids.device).expand_as(same)
+        last_different = places.masked_fill(same, -1).cummax(-1).values
+        looping[..., period:] |= places - last_different > max(period, SHORTEST_LOOP)
+    return looping
