@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import InputError, UnsupportedError
 from ..sampling.choice import Candidates
 from ..sampling.processors import SamplingPlan, grammar_first
-from ..tree import TreeTensors
+from ..tree import TreeTensors, parents_by_row
 from .rows import Rows
 
 #: chosen token of nodes that the walk never reached: equals no proposal, not even "no draft token" (-1).
@@ -88,12 +88,11 @@ def choose_along_path(
         chosen ``[B, N]`` int64, :data:`NOT_REACHED` off the path; scores ``[B, N, V]``, zero off the path; and how many
         tokens each row may commit, ``[B]`` int64.
     """
-    n, batch = nodes.shape[1], len(padded_rows.generated)
+    batch = len(padded_rows.generated)
     sampling = rows.sampling.of_rows(0, batch)
     chosen = torch.full(nodes.shape, NOT_REACHED, dtype=torch.int64, device=nodes.device)
     scores = torch.zeros_like(logits)
-    tokens, parents = nodes.tolist(), tree.parents.tolist()
-    candidate = tree.ancestors[:, :, 0].tolist()
+    tokens, parents = nodes.tolist(), parents_by_row(tree, len(nodes))
     stops = set(rows.sampling.stop_tokens.flatten().tolist())  # rows that are asked together share them
     room, finished = (rows.limit - rows.length).tolist(), rows.finished.tolist()
     active = [row for row in range(batch) if not finished[row]]
@@ -105,15 +104,8 @@ def choose_along_path(
     while going:
         ids = torch.cat([padded_rows.of(row, generated + depth, paths.get(row, ())) for row in range(batch)])
         nothing = torch.zeros_like(logits[0, 0])
-        here = torch.stack([logits[row, reached[row][0]] if row in reached else nothing for row in range(batch)])
-        processed = processed_by(processors, ids, here)
-        if plan.masked:  # a processor may force a token: the grammar wins
-            processed = grammar_first(processed.masked_fill(here == float("-inf"), float("-inf")), here)
-        if plan.sample and not processed[active].amax(-1).isfinite().all():  # inf, NaN, or nothing that is left
-            raise InputError(
-                f"nothing can be drawn behind {ids.shape[1]} tokens: the logits processors left inf, NaN or no token "
-                f"({', '.join(type(each).__name__ for each in processors)})"
-            )
+        level = torch.stack([logits[row, reached[row][0]] if row in reached else nothing for row in range(batch)])
+        processed = _scores_behind(ids, level, active, processors, plan)
         positions = torch.full((batch, 1), generated + depth, device=nodes.device)
         drawn = Candidates.whole(processed[:, None]).choose(plan, sampling, positions)[:, 0].tolist()
         for row in active:
@@ -121,10 +113,29 @@ def choose_along_path(
             scores[row, reached[row]], chosen[row, reached[row]] = processed[row], token
             paths[row] += (token,)
             following = [
-                child for child in range(1, n)
-                if parents[row][child] in reached[row] and candidate[row][child] and tokens[row][child] == token
+                child for child, parent in enumerate(parents[row])
+                if parent in reached[row] and tokens[row][child] == token
             ]  # fmt: skip
             reached[row] = following or reached[row]
             going = going and bool(following) and token not in stops and depth + 1 < room[row]
         depth += 1
     return chosen, scores, torch.full((len(nodes),), depth, dtype=torch.int64, device=nodes.device)
+
+
+def _scores_behind(
+    ids: Tensor, logits: Tensor, active: list[int], processors: Processors, plan: SamplingPlan
+) -> Tensor:  # fmt: skip
+    """What the processors make of the `logits` ``[B, V]`` behind the texts `ids` ``[B, T]``.
+
+    Raises:
+        InputError: they leave nothing to draw in one of the rows that are `active`.
+    """
+    processed = processed_by(processors, ids, logits)
+    if plan.masked:  # a processor may force a token: the grammar wins
+        processed = grammar_first(processed.masked_fill(logits == float("-inf"), float("-inf")), logits)
+    if plan.sample and not processed[active].amax(-1).isfinite().all():  # inf, NaN, or nothing that is left
+        raise InputError(
+            f"nothing can be drawn behind {ids.shape[1]} tokens: the logits processors left inf, NaN or no token "
+            f"({', '.join(type(each).__name__ for each in processors)})"
+        )
+    return processed

@@ -51,7 +51,7 @@ class _State:
         rank: ``[N-1]`` int64, the place of that token among the head's.
         ranks: a number of draft tokens that covers all of them.
         weights: of the heads.
-        lm_head: ``[V, H]``, of the target; heads of the compact form have none of their own.
+        lm_head: ``[V, H]``, of the target: heads without a projection of their own share it.
         lm_bias: ``[V]``, its bias, if it has one.
         hidden: ``[B, H]``, what the heads read: the hidden state that gave the next block's root.
         known: ``[B, 1]`` bool, whether there is one yet.
