@@ -62,7 +62,7 @@ def test_pipelines_in_batches(
     assert results[0] == results[1]
 
 
-def test_outlines(
+def test_outlines_writes_the_same_with_an_enabled_model(
     plain: PreTrainedModel, enabled: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, calls: list[str]
 ) -> None:
     outlines = pytest.importorskip("outlines")

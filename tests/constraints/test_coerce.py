@@ -119,11 +119,14 @@ PLAIN: list[tuple[Any, list[str], list[str]]] = [
 ]
 
 
+def assert_tells_apart(spec: Spec, good: list[str], bad: list[str]) -> None:
+    assert [text for text in good if not accepts(spec, text)] == [], "texts of the language that are refused"
+    assert [text for text in bad if accepts(spec, text)] == [], "other texts that are accepted"
+
+
 @pytest.mark.parametrize(("value", "good", "bad"), PLAIN)
 def test_plain_types_are_written_as_python_writes_them(value: Any, good: list[str], bad: list[str]) -> None:
-    spec = as_spec(value)
-    assert all(accepts(spec, text) for text in good)
-    assert not any(accepts(spec, text) for text in bad), [text for text in bad if accepts(spec, text)]
+    assert_tells_apart(as_spec(value), good, bad)
 
 
 def test_python_reads_what_plain_types_write() -> None:
@@ -157,8 +160,7 @@ STRUCTURED: list[tuple[Any, list[str], list[str]]] = [
 def test_what_has_a_structure_is_json(value: Any, good: list[str], bad: list[str]) -> None:
     spec = as_spec(value)
     assert isinstance(spec, JsonSchema)
-    assert all(accepts(spec, text) for text in good)
-    assert not any(accepts(spec, text) for text in bad), [text for text in bad if accepts(spec, text)]
+    assert_tells_apart(spec, good, bad)
 
 
 TERMS: list[tuple[Any, list[str], list[str]]] = [
@@ -181,10 +183,8 @@ TERMS: list[tuple[Any, list[str], list[str]]] = [
 
 
 @pytest.mark.parametrize(("value", "good", "bad"), TERMS)
-def test_terms_of_outlines(value: Any, good: list[str], bad: list[str]) -> None:
-    spec = as_spec(value)
-    assert all(accepts(spec, text) for text in good)
-    assert not any(accepts(spec, text) for text in bad), [text for text in bad if accepts(spec, text)]
+def test_terms_of_outlines_are_read_as_outlines_means_them(value: Any, good: list[str], bad: list[str]) -> None:
+    assert_tells_apart(as_spec(value), good, bad)
 
 
 def test_a_schema_builder_of_genson_is_read_as_outlines_reads_it() -> None:

@@ -6,7 +6,6 @@ Texts are several windows (and chunks) long, prompts repeat themselves, and the 
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -20,34 +19,14 @@ from decoders.strategies import Autoregressive, Lookahead, PromptLookup
 from decoders.strategy import Strategy
 from decoders.testing import ARCHITECTURES, UNSUPPORTED, Replay, assert_same_tokens, decode, prompts, tiny_model
 
-NEW = 20
-EAGER = {"compile": False, "prefill_chunk": 8}
+from .references import EAGER, NEW, SAMPLING, enabled, plain, sampled
+
 COMPILED = {"compile": True, "prefill_chunk": 8}
 #: One with layers of two kinds. The plainest is traced in tests/generate; the most awkward ones, with experts and sinks, are slow.
 COMPILED_BY_DEFAULT = {("gemma3", 1)}
 DRAFTERS = ("autoregressive", "prompt_lookup", "prompt_lookup, 3 branches", "lookahead", "replay", "replay, 3 branches")
 #: One of each kind: full attention, sliding window with soft caps, learnt positions, latent attention, sinks, chunks.
 REPRESENTATIVE = ("llama", "gemma2", "gpt2", "deepseek_v3", "gpt_oss", "llama4")
-SAMPLING = dict(do_sample=True, seed=11, temperature=0.7, top_k=50, top_p=0.98)
-
-
-@functools.cache
-def enabled(name: str):
-    return decoders.enable(tiny_model(name))
-
-
-@functools.cache
-def plain(name: str, rows: int) -> torch.Tensor:
-    """What transformers' own greedy loop gives."""
-    return decode(enabled(name), prompts(rows), max_new_tokens=NEW).sequences
-
-
-@functools.cache
-def sampled(name: str) -> torch.Tensor:
-    """Four rows of plain sampling."""
-    return decode(
-        enabled(name), prompts(4), "autoregressive", max_new_tokens=NEW, decoders_config=EAGER, **SAMPLING
-    ).sequences
 
 
 def drafter(kind: str, expected: torch.Tensor) -> Strategy:
@@ -103,18 +82,18 @@ def test_greedy_tokens_are_those_of_transformers(name, rows, kind):
 
 @pytest.mark.parametrize("name, kind", list(sampled_cases()))
 def test_sampled_tokens_depend_on_the_seed_alone(name, kind):
-    model, inputs, expected = enabled(name), prompts(4), sampled(name)
+    model, inputs, expected = enabled(name), prompts(4), sampled(name, 4)
     out = decode(model, inputs, drafter(kind, expected), max_new_tokens=NEW, decoders_config=EAGER, **SAMPLING)
     assert_same_tokens(model, inputs, expected, out.sequences, f"{name}, {kind}, sampled")
 
 
 def test_sampling_is_not_greedy_and_follows_the_seed():
     model, inputs = enabled("llama"), prompts(4)
-    assert not torch.equal(sampled("llama"), plain("llama", 4))
+    assert not torch.equal(sampled("llama", 4), plain("llama", 4))
     other = decode(
         model, inputs, "autoregressive", max_new_tokens=NEW, decoders_config=EAGER, **SAMPLING | {"seed": 12}
     )
-    assert not torch.equal(sampled("llama"), other.sequences)
+    assert not torch.equal(sampled("llama", 4), other.sequences)
 
 
 @pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "gemma3", "gpt2"])

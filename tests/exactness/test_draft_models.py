@@ -143,7 +143,7 @@ def test_a_stranger_as_draft_costs_steps_only(name):
 @pytest.mark.in_turns(4)
 @pytest.mark.parametrize("kind", STRATEGIES)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "deepseek_v3"])
-def test_every_strategy_with_a_stranger(name, kind):
+def test_a_stranger_as_draft_changes_no_token_of_any_strategy(name, kind):
     assert_exact(name, kind, stranger(name), 4, False)
 
 

@@ -6,7 +6,6 @@ a text one token by token, a short convolution. Prefill runs in small pieces.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -23,28 +22,10 @@ from decoders.strategy import Strategy
 from decoders.testing import RECURRENT, Replay, assert_same_tokens, decode, prompts, tiny_draft, tiny_model
 from decoders.tree import Topology
 
-NEW = 20
-EAGER = {"compile": False, "prefill_chunk": 8}
-SAMPLING = dict(do_sample=True, seed=11, temperature=0.7, top_k=50, top_p=0.98)
+from .references import EAGER, NEW, SAMPLING, enabled, plain, sampled
+
 QUICK = ("qwen3_next", "jamba", "lfm2")
 KINDS = ("autoregressive", "prompt_lookup, 3 branches", "lookahead", "replay", "replay, 3 branches")
-
-
-@functools.cache
-def enabled(name: str):
-    return decoders.enable(tiny_model(name))
-
-
-@functools.cache
-def plain(name: str, rows: int) -> torch.Tensor:
-    """What transformers' own greedy loop gives."""
-    return decode(enabled(name), prompts(rows), max_new_tokens=NEW).sequences
-
-
-@functools.cache
-def sampled(name: str, rows: int) -> torch.Tensor:
-    options = dict(max_new_tokens=NEW, decoders_config=EAGER) | SAMPLING
-    return decode(enabled(name), prompts(rows), "autoregressive", **options).sequences
 
 
 def replay(expected: torch.Tensor, branches: int = 1) -> Replay:

@@ -71,5 +71,5 @@ def test_a_sampled_draft_in_a_batch(pair):
     [Autoregressive(), Speculative(length=3), Speculative(tree="dynamic"), Speculative(tree="static"), Staged()],
     ids=["plain", "chain", "dynamic tree", "static tree", "staged"],
 )
-def test_every_kind_of_graph(pair, strategy, rows, draw):
+def test_compiled_steps_with_a_grammar_write_what_eager_ones_write(pair, strategy, rows, draw):
     assert_as_eager(pair, strategy, rows, draw)

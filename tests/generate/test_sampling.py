@@ -177,7 +177,7 @@ def test_the_first_row_draws_the_same_alone_as_in_a_batch(llama: PreTrainedModel
     assert torch.equal(draw(llama, batch).sequences[:1], alone)
 
 
-def test_extreme_temperatures(llama: PreTrainedModel) -> None:
+def test_sampling_with_nothing_left_to_choose_is_greedy(llama: PreTrainedModel) -> None:
     greedy = decode(llama, prompts(), max_new_tokens=NEW).sequences
     assert torch.equal(draw(llama, prompts(), temperature=1e-4, top_k=0).sequences, greedy)
     assert torch.equal(draw(llama, prompts(), top_k=1).sequences, greedy)

@@ -77,7 +77,7 @@ def assert_exact(
 
 @every_kind("threshold")
 @pytest.mark.parametrize("lengths", [(1,), (2,), (1, 2, 9)], ids=str)
-def test_prompts_of_one_and_two_tokens(target, near, strategy, lengths):
+def test_behind_prompts_of_one_and_two_tokens_it_writes_what_plain_decoding_writes(target, near, strategy, lengths):
     assert_exact(target, near, strategy, ids(*lengths), draws=[SAMPLING])
 
 
@@ -97,7 +97,7 @@ def test_an_end_token_inside_a_draft_ends_its_row_alone(target, strategy):
 
 
 @every_kind("chain")
-def test_a_long_text_outgrows_every_view(target, near, strategy):
+def test_a_text_that_outgrows_every_view_is_what_plain_decoding_writes(target, near, strategy):
     assert_exact(target, near, strategy, prompts(2), new=80, draws=[SAMPLING])
 
 
@@ -131,7 +131,7 @@ def test_a_draft_with_learnt_positions_and_a_short_context(target):
 
 
 @every_kind("static tree")
-def test_a_draft_with_a_sliding_window(target, strategy):
+def test_a_draft_with_a_sliding_window_changes_no_token(target, strategy):
     draft = tiny_model("mistral")
     draft.load_state_dict(tiny_draft("llama").state_dict())
     assert_exact(target, draft, strategy, prompts(3), new=40, draws=[{}])
@@ -185,7 +185,7 @@ def test_a_draft_in_bfloat16(target, strategy):
 @pytest.mark.parametrize(
     "options", [dict(repetition_penalty=1.3), dict(min_new_tokens=9, eos_token_id=list(range(40)))], ids=str
 )
-def test_processors(target, near, strategy, options):
+def test_processors_on_the_host_see_the_same_prefixes(target, near, strategy, options):
     assert_exact(target, near, strategy, prompts(3), draws=[SAMPLING], **options)
 
 

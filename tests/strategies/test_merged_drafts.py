@@ -40,7 +40,7 @@ MERGED = ["speculative+prompt_lookup", "prompt_lookup+speculative", "threshold+p
         for turn, strategy in enumerate(MERGED)
     ],
 )
-def test_merged_with_other_drafters(target, near, strategy, rows):
+def test_merged_drafters_write_what_plain_decoding_writes(target, near, strategy, rows):
     assert_exact(target, near, strategy, prompts(rows), new=32)
 
 
@@ -85,7 +85,7 @@ def test_a_node_budget_that_cuts_the_own_nodes_hides_no_others(target):
     assert sum(out.report.accepted_lengths[3:]) > 8
 
 
-def test_more_nodes_of_others_than_there_are_tokens(target, near):
+def test_a_block_with_more_nodes_of_others_than_there_are_tokens_changes_no_token(target, near):
     """Everything in the block might have been accepted; the text is shorter than that."""
     wide = Merged([Speculative(length=3), PromptLookup(length=64, branches=8)], MergedSettings(nodes=1024))
     for inputs in (prompts(1, length=3), prompts(3)):

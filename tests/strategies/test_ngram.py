@@ -167,7 +167,7 @@ def test_loop_is_continued_for_as_long_as_the_spine():
     assert propose([[1, 2, 3] * 4], widths=(1,) * 8) == [[1, 2, 3, 1, 2, 3, 1, 2]]
 
 
-def test_large_vocabulary():
+def test_token_ids_of_a_large_vocabulary_are_kept_apart():
     text = [149_999, 149_998, 7, 149_999, 149_998]
     table = NgramTable.count([(torch.tensor([149_998, 7, 149_999, 149_999, 149_999]), 0)], 150_000)
     assert propose([text] * 3, vocab=150_000, widths=(1, 1, 1)) == [[7, 149_999, 149_998]] * 3

@@ -109,10 +109,13 @@ def test_progress_is_told_at_checkpoints(tmp_path: Path) -> None:
     assert "line: step 3 of 3, loss" in log.getvalue() and checkpoints == [True] * 3
 
 
-def test_schedules() -> None:
+def test_a_stable_schedule_warms_up_stays_and_decays() -> None:
     stable = [warmup_stable_decay(step, 100, 2.0, warmup_steps=10, decay_share=0.2) for step in range(101)]
     assert stable[0] == pytest.approx(0.2) and set(stable[10:80]) == {2.0}
     assert stable[90] == pytest.approx(1.0) and stable[100] == 0
+
+
+def test_a_cosine_schedule_warms_up_and_falls_to_nothing() -> None:
     cosine = [warmup_cosine(step, 100, 2.0, warmup_share=0.1) for step in range(101)]
     assert cosine[0] == pytest.approx(0.2) and cosine[50] == pytest.approx(1.0) and cosine[100] == pytest.approx(0)
     assert max(cosine) == cosine[9]
