@@ -18,6 +18,7 @@ MODULES = {
     "decoders.engine.sampling": "decoders.sampling",
     "decoders.grammars": "decoders.hf.grammars",
     "decoders.library": "decoders.constraints.library",
+    "decoders.medusa.calibration": "decoders.medusa.hidden_states",
     "decoders.resolve": "decoders.plugins",
     "decoders.verifier": "decoders.verifiers",
 }
@@ -82,6 +83,8 @@ class MovedModules:
     def exec_module(self, module: ModuleType) -> None:
         moved = importlib.import_module(MODULES[module.__name__])
         module.__dict__.update({name: value for name, value in vars(moved).items() if not name.startswith("__")})
+        if "__getattr__" in vars(moved):  # older names of what it holds
+            module.__dict__["__getattr__"] = vars(moved)["__getattr__"]
 
 
 def install() -> None:

@@ -1,1 +1,1 @@
-"""What every room needs and none owns: files, devices, layers of a model, small weight files, private parts of transformers."""
+"""What several packages share: files, devices, layers of a model, small weight files, private parts of transformers."""

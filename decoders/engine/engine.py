@@ -28,9 +28,9 @@ from .freed import FreedParameter, FreedWeights, free_originals, restore_origina
 from .locks import CallLock
 from .modules import ModuleTwin
 from .packing import freed_error
+from .per_shape import WholeStep
 from .quantization import Precision
 from .session import Sessions
-from .static import WholeStep
 from .target import Target
 from .tiered_function import TieredFunction
 from .tiers import Compile, ForwardPass

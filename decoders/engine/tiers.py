@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import UnsupportedError
 from ..report import Report
 from ..tree import TreeTensors
-from . import graphs, mixed
+from . import forward_graphs, mixed
 from .attention import STRETCH
 from .background import BackgroundCompile, worth_compiling
 from .blocks import Blocks
@@ -217,7 +217,7 @@ class ForwardPass:
         assert self._regional is not None
         self.compiled_passes += 1
         kept = torch.arange(FEWEST_LOGITS, device=nodes.device) if kept is None else kept
-        return ForwardResult(*self._regional(nodes, base, graphs.laid_out(tree), buffers, view, kept))
+        return ForwardResult(*self._regional(nodes, base, forward_graphs.laid_out(tree), buffers, view, kept))
 
     def _mixed(
         self, nodes: Tensor, base: Tensor, tree: TreeTensors, view: Tensor, text: int, piece: PromptPiece, compiled: bool
@@ -229,7 +229,9 @@ class ForwardPass:
         self.compiled_passes += 1
         rows, n = nodes.shape
         kept = mixed.with_logits(rows, n, text, nodes.device)
-        given = self._regional_mixed(nodes, base, graphs.laid_out(tree), view, graphs.laid_out_piece(piece), kept)
+        given = self._regional_mixed(
+            nodes, base, forward_graphs.laid_out(tree), view, forward_graphs.laid_out_piece(piece), kept
+        )
         return mixed.by_row(ForwardResult(*given), rows, n).behind(text)
 
     def _reads_compiled(self, tokens: Tensor) -> bool:
@@ -249,7 +251,7 @@ class ForwardPass:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """:func:`decoders.engine.core.settle` in the tier of the passes."""
         if self._compiled(len(nodes) > 1):
-            return self._settle(nodes, chosen, graphs.laid_out_to_settle(tree), *arguments)
+            return self._settle(nodes, chosen, forward_graphs.laid_out_to_settle(tree), *arguments)
         return settle(nodes, chosen, tree, *arguments)
 
     def compile(self, several: bool, report: Report, single: bool = False) -> bool:
@@ -316,27 +318,27 @@ class ForwardPass:
         tier = self._mixed_tiers[single]
         if tier.job is None:
             if self._regional_mixed is None:
-                self._regional_mixed = graphs.mixed(self.target)
+                self._regional_mixed = forward_graphs.mixed(self.target)
             forward, target, count = self._regional_mixed, self.target, 1 if single else 11
             tier.job = BackgroundCompile(
-                "the mixed forward pass", lambda: forward.compile(*graphs.mixed_examples(target, count))
+                "the mixed forward pass", lambda: forward.compile(*forward_graphs.mixed_examples(target, count))
             )
         return tier
 
     def _compilation(self, rows: int, count: int) -> BackgroundCompile:
         """Begins to compile for so many rows and nodes, see :func:`examples`."""
         if self._regional is None:
-            self._regional = graphs.plain(self.target)
+            self._regional = forward_graphs.plain(self.target)
         forward, settle_compiled, target = self._regional, self._settle, self.target
 
         def work() -> None:
-            nodes, base, tree, buffers, view, kept = graphs.examples(target, rows, count)
-            forward.compile(nodes, base, graphs.laid_out(tree), buffers, view, kept)
+            nodes, base, tree, buffers, view, kept = forward_graphs.examples(target, rows, count)
+            forward.compile(nodes, base, forward_graphs.laid_out(tree), buffers, view, kept)
             tokens, flags = torch.zeros(rows, buffers.slots, dtype=torch.int64), torch.zeros(rows).bool()
             stops = torch.full((rows, 8), -1)
             block = torch.zeros(rows, len(tree), dtype=torch.int64)
             settle_compiled(
-                block, block.clone(), graphs.laid_out_to_settle(tree), tokens, base + 1, base + 40, flags, stops
+                block, block.clone(), forward_graphs.laid_out_to_settle(tree), tokens, base + 1, base + 40, flags, stops
             )
 
         return BackgroundCompile("the forward pass", work)

@@ -13,9 +13,9 @@ from torch import Tensor
 from ..training import Run
 from ..training.epochs import EpochLearner
 from ..training.schedules import warmup_cosine
-from .calibration import UNKNOWN
 from .config import HeadsTraining
 from .heads import MedusaHeads
+from .hidden_states import UNKNOWN
 
 WARMUP_SHARE = 0.05
 #: Positions that head accuracy is measured on between steps.

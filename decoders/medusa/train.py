@@ -18,10 +18,10 @@ from ..training import Trainer, TrainingError
 from ..training.progress import log_scores, progress_bar
 from ..training.texts import TextStore, digest, held_out_rows, hold_out, stop_tokens, workplace
 from . import card
-from .calibration import HiddenStates, labels_of
 from .config import HeadsTraining
 from .files import check_fit, save_heads
 from .heads import MedusaHeads
+from .hidden_states import HiddenStates, labels_of
 from .learner import Examples, Head, HeadsLearner, accuracies, ranks_of
 from .trees import DEFAULT_TREE, accepted_length, search_tree
 

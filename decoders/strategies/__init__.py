@@ -1,4 +1,4 @@
-"""The built-in strategies, one file each."""
+"""The built-in strategies, one file each, and the parts that several of them share."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ from ..costs import AcceptanceRates, Follower, row_weights
 from ..errors import DecodersError, SettingsError, UnsupportedError
 from ..settings import Settings, Table
 from ..strategy import Context, Draft, Sequences, Step, Strategy, finish_all
+from .auto_candidates import Candidate, Experience, missing, refuse_unfit
 from .auto_plan import AutoState, Plan
-from .candidates import Candidate, Experience, missing, refuse_unfit
 
 #: What candidates are set to unless the user sets them: long drafts, of which auto takes as much as pays.
 LONG = {"prompt_lookup": {"length": 24}, "ngram": {"widths": (2, 1, 1, 1, 1, 1, 1, 1)}, "speculative": {"length": 12}}

@@ -12,7 +12,7 @@ import torch
 from ..costs import Follower, Proposals
 from ..strategy import Draft
 from ..tree import TreeTensors
-from .candidates import Candidate
+from .auto_candidates import Candidate
 
 #: Most entries of a report's history.
 LONGEST_HISTORY = 1000

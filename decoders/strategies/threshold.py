@@ -13,7 +13,7 @@ from ..drafting import Drafter
 from ..strategy import Context, Draft, Sequences, Step
 from ..tree import Topology
 from .budget import draft_budget
-from .calibration import CalibratedThreshold
+from .calibrated_threshold import CalibratedThreshold
 from .draft_model import DraftModelStrategy, DraftTreeSettings
 from .draft_tree import DynamicTree, require_coupled
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoders.engine import graphs, mixed, self_check
+from decoders.engine import forward_graphs, mixed, self_check
 from decoders.engine.cache import CacheBuffers
 from decoders.engine.compiler import compilations
 from decoders.engine.mixed import PromptPiece
@@ -92,8 +92,8 @@ def same_as_apart(rows: Rows, text: int, topology: Topology, count: int, compile
         ours = mixed.forward(rows.target, nodes, base, tree, view, text, rows.piece(count))
     else:
         kept = mixed.with_logits(*nodes.shape, text, CPU)
-        piece = graphs.laid_out_piece(rows.piece(count))
-        given = ForwardResult(*compiled(nodes, base, graphs.laid_out(tree), view, piece, kept))
+        piece = forward_graphs.laid_out_piece(rows.piece(count))
+        given = ForwardResult(*compiled(nodes, base, forward_graphs.laid_out(tree), view, piece, kept))
         ours = mixed.by_row(given, *nodes.shape).behind(text)
     theirs = other.apart(text, topology, count)
     return [ours.logits, ours.hidden, *rows.buffers.tensors], [theirs.logits, theirs.hidden, *other.buffers.tensors]
@@ -139,9 +139,9 @@ def test_a_design_that_mixes_otherwise_is_found_out(monkeypatch: pytest.MonkeyPa
 )
 def test_one_graph_reads_any_number_of_tokens_beside_any_number_of_rows(name: str, dtype: torch.dtype) -> None:
     target = Target(tiny_model(name).to(dtype))
-    compiled = graphs.mixed(target)
+    compiled = forward_graphs.mixed(target)
     for count in (1, 11):
-        compiled.compile(*graphs.mixed_examples(target, count))
+        compiled.compile(*forward_graphs.mixed_examples(target, count))
     before, tolerance = compilations(), 1e-4 if dtype == torch.float32 else 0.03
     for lengths, count in (([5, 40, 23], 9), ([31, 2, 60, 17, 48], 30), ([31, 2, 60, 17, 48, 3, 8, 9, 12], 47)):
         for text, topology in (BLOCKS["single"], BLOCKS["chain"], BLOCKS["text"]):

@@ -12,10 +12,10 @@ from rich.console import Console
 from decoders.errors import SettingsError
 from decoders.medusa import learner as learner_module
 from decoders.medusa import train as train_module
-from decoders.medusa.calibration import UNKNOWN, HiddenStates, labels_of
 from decoders.medusa.config import HeadsConfig, HeadsTraining
 from decoders.medusa.files import load_heads
 from decoders.medusa.heads import MedusaHeads
+from decoders.medusa.hidden_states import UNKNOWN, HiddenStates, labels_of
 from decoders.medusa.learner import HeadsLearner, accuracies
 from decoders.medusa.train import train_medusa
 from decoders.testing import tiny_model
@@ -106,9 +106,9 @@ def test_interrupted_run_ends_where_a_whole_one_does(tmp_path, model, tokenizer,
 
         monkeypatch.setattr(HeadsLearner, "learn", interrupted)
     else:
-        from decoders.medusa import calibration
+        from decoders.medusa import hidden_states
 
-        monkeypatch.setattr(calibration, "ROWS", 4)
+        monkeypatch.setattr(hidden_states, "ROWS", 4)
 
         class Interrupted(HiddenStates):
             def fill(self, progress=lambda rows: None):

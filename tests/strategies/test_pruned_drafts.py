@@ -14,7 +14,7 @@ from decoders.costs import Looks
 from decoders.draft import Draft
 from decoders.engine.worth import DraftWorth
 from decoders.strategies import Ngram, PromptLookup, Speculative, Suffix, TokenRecycling
-from decoders.strategies.candidates import Candidate, Experience
+from decoders.strategies.auto_candidates import Candidate, Experience
 from decoders.strategy import Step, Strategy
 from decoders.testing import decode, prompts, tiny_model
 

@@ -122,9 +122,9 @@ def test_a_cosine_schedule_warms_up_and_falls_to_nothing() -> None:
 
 
 def test_old_names_still_work() -> None:
-    from decoders.medusa import calibration, config
+    from decoders.medusa import config, hidden_states
 
     with pytest.warns(FutureWarning, match="HeadsTraining"):
         assert config.Run is config.HeadsTraining
     with pytest.warns(FutureWarning, match="decoders.training.TrainingError"):
-        assert calibration.MedusaTrainingError is TrainingError
+        assert hidden_states.MedusaTrainingError is TrainingError
