@@ -91,7 +91,7 @@ class Admission:
     def mixes(self) -> bool:
         """Whether a step reads prompts on the way: then nobody waits for passes of their own."""
         call = self.call
-        return not call.request.strategy.reads_prompt and call.passes.mixes(self._rows, call.blocks.single)
+        return not call.request.strategy.reads_prompt and call.passes.mixes(self._rows, single=call.blocks.single)
 
     def read(self, pause: float) -> None:
         """Reads prompts, pass by pass in turns; at least one pass, and all of them if nobody waits meanwhile."""
@@ -107,7 +107,7 @@ class Admission:
             for each in seats:
                 self.was_read(each, spent, count * len(seats))
             if not self.call.request.strategy.reads_prompt:
-                self.call.passes.book_mixed(spent, self._rows, self.call.blocks.single)
+                self.call.passes.book_mixed(spent, self._rows, single=self.call.blocks.single)
 
     def _pass(self, seats: list[Seat]) -> None:
         """The next pass of prompts whose places lie side by side, and which are read alike."""
@@ -200,7 +200,7 @@ class Admission:
         chunk = min(seat.member.request.prefill_chunk for seat in seats)
         if self._rows:
             chunk = min(chunk, max(int(pause / self._pace / len(seats)), 32) if self._pace else 128)
-        reading = Reading.of([len(seat.prompt) for seat in seats], kept, chunk, self.pool.target, leave=False)
+        reading = Reading.of([len(seat.prompt) for seat in seats], kept, chunk, self.pool.target)
         for seat, start in zip(seats, reading.starts, strict=True):
             seat.reading = replace(reading, starts=[start])
             seat.passes = list(reading.passes)
@@ -213,7 +213,7 @@ class Admission:
         length = torch.tensor([len(seat.prompt)], device=self.pool.target.device)
 
         def run(*stretch: Any) -> None:
-            seat.chunks.append(self.call.read_chunk(length, False, *stretch))
+            seat.chunks.append(self.call.read_chunk(length, *stretch, logits=False))
 
         return run
 

@@ -20,7 +20,7 @@ from ..tree import Topology
 from .blocks import NodeBlock
 from .buckets import row_bucket
 from .rows import sampling_inputs
-from .tiers import Compile
+from .tiers import Compile, PassKind
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -134,7 +134,9 @@ class Calibrator:
 
     def _compiled(self, rows: Sequence[int], compile: Compile) -> bool:
         forward = self.engine.forward
-        return bool(compile) and (self.engine.target.static or compile is True or forward.ready(max(rows) > 1))
+        return bool(compile) and (
+            self.engine.target.static or compile is True or forward.ready(PassKind(max(rows) > 1))
+        )
 
 
 @torch.no_grad()

@@ -35,7 +35,7 @@ def seat_rows(
         pool.put(place, text)
         prompt = text.cpu()
         kept = pool.take_over(place, prompt, pool.texts) if call.request.reuse else 0
-        reading = Reading.of([len(text)], [kept], call.request.prefill_chunk, target, leave=False)
+        reading = Reading.of([len(text)], [kept], call.request.prefill_chunk, target)
         for done, count in reading.passes:
             pool.read_rows(place, reading.starts, done, count, run)
         # Behind it a draft's slots may hold other nodes than those accepted.

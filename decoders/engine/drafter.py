@@ -96,7 +96,7 @@ class ModelDrafter(Drafter):
         self.inner: list[ModelDrafter] = []
         if opened is not None:
             chunk, run = call.request.prefill_chunk, self.engine.forward.prefill
-            self.session.prefill(opened.lengths, opened.reusable, chunk, leave=False, run=run)
+            self.session.prefill(opened.lengths, opened.reusable, chunk, run)
             # Behind the prompts a draft's slots may hold other nodes than those accepted: they serve no other call.
             call.stack.callback(self.session.keep, [len(prompt) - 1 for prompt in call.request.prompts])
         self.stage = DraftStage(stage, self._context(context), self.inner, call.stack) if stage is not None else None

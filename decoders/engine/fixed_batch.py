@@ -103,8 +103,8 @@ class FixedBatch:
         call.session = opened.session
         call.noise_keys = sampling.keys.clone()
         if not reads:
-            leave = not (target.recurrent or target.static) and request.new_tokens > 0
-            call.read_prompts(opened.lengths, opened.reusable, leave)
+            leave_last_chunk = not (target.recurrent or target.static) and request.new_tokens > 0
+            call.read_prompts(opened.lengths, opened.reusable, leave_last_chunk=leave_last_chunk)
         call.where = "start"
         call.guide = call.new_guide()
         call.fit_blocks()
@@ -112,7 +112,7 @@ class FixedBatch:
         with finishing(request.strategy, lambda: call.state):
             if reads:
                 call.where = "prefill"
-                call.read_prompts(opened.lengths, opened.reusable, leave=False)
+                call.read_prompts(opened.lengths, opened.reusable)
             timings.prefill = stopwatch.next()
             self._decode()
 

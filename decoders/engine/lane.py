@@ -282,7 +282,7 @@ class Lane:
         """Shows the strategy what was read of the prompts of new rows; `anew`, with a new state, the texts of all rows."""
         call = self.call
         if anew:
-            call.read_prompts(call.lengths, [0] * call.width, leave=False)
+            call.read_prompts(call.lengths, [0] * call.width)
         for row, seat in enumerate(self.batch):
             for chunk in seat.chunks if not anew else ():
                 if call.request.strategy.prompt_logits:

@@ -123,17 +123,19 @@ class Call:
         strategy = self.request.strategy
         return f"strategy {strategy.name!r} ({self.request.origin or type(strategy).__module__})"
 
-    def read_prompts(self, lengths: list[int], reusable: list[int], leave: bool) -> None:
+    def read_prompts(self, lengths: list[int], reusable: list[int], *, leave_last_chunk: bool = False) -> None:
         """Prefills the rows.
 
         Args:
             lengths: tokens per row.
             reusable: how many of them have their keys and values in place.
-            leave: whether the end of the prompts is left to the first step; a recorded one has one size.
+            leave_last_chunk: whether the end of the prompts is left to the first step; a recorded one has one size.
         """
         shows = self.request.strategy.reads_prompt
         run = self._read_and_show if shows else self.passes.prefill
-        reused, left = self.session.prefill(lengths, reusable, self.request.prefill_chunk, leave, run, padded=shows)
+        reused, left = self.session.prefill(
+            lengths, reusable, self.request.prefill_chunk, run, leave_last_chunk=leave_last_chunk, padded=shows
+        )
         self.pending = self.prompt_left = left  # tokens of the prompts that the first step reads
         self.report.reused = reused[: self.batch]
 
@@ -149,7 +151,7 @@ class Call:
     def _read_and_show(self, tokens: Tensor, begin: Tensor, buffers: CacheBuffers, view: Tensor, latest: int) -> None:
         """Runs a stretch of the prompts and hands it to the strategy. tokens: ``[B, N]`` from slots `begin` ``[B]`` on."""
         logits = self.request.strategy.prompt_logits
-        self.show(self.read_chunk(self.rows.length, logits, tokens, begin, buffers, view, latest), latest)
+        self.show(self.read_chunk(self.rows.length, tokens, begin, buffers, view, latest, logits=logits), latest)
 
     def show(self, chunk: PromptChunk, latest: int) -> None:
         """Hands a stretch of the prompts to the strategy. latest: largest of the slots at which it begins."""
@@ -160,18 +162,18 @@ class Call:
             strategy.prefill(self.state, chunk)
 
     def read_chunk(
-        self, lengths: Tensor, logits: bool, tokens: Tensor, begin: Tensor, buffers: CacheBuffers, view: Tensor, latest: int
+        self, lengths: Tensor, tokens: Tensor, begin: Tensor, buffers: CacheBuffers, view: Tensor, latest: int, *, logits: bool
     ) -> PromptChunk:  # fmt: skip
         """Runs a stretch of texts for a strategy that reads prompts.
 
         Args:
             lengths: ``[B]``, of the texts.
-            logits: whether the chunk has them.
             tokens, begin, buffers, view, latest: as of :meth:`Target.features`.
+            logits: whether the chunk has them.
         """
         positions = begin[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         valid = positions < lengths[:, None] - 1
-        result = self.passes.features(tokens, begin, buffers, view, latest, logits, valid)
+        result = self.passes.features(tokens, begin, buffers, view, latest, logits=logits, valid=valid)
         return PromptChunk(tokens, positions, valid, result.hidden, result.layers, result.logits if logits else None)
 
     def start(self) -> None:

@@ -24,7 +24,9 @@ class Reading:
     left: int
 
     @staticmethod
-    def of(lengths: list[int], reused: list[int], chunk: int, target: Target, leave: bool) -> Reading:
+    def of(
+        lengths: list[int], reused: list[int], chunk: int, target: Target, *, leave_last_chunk: bool = False
+    ) -> Reading:
         """As :meth:`~decoders.engine.session.Session.prefill` has it."""
         ends, multiple = [length - 1 for length in lengths], target.multiple
         if not target.continues:  # more than one pass would be a pass per token
@@ -36,5 +38,5 @@ class Reading:
         unread = [max(end - kept, min(end, again)) for end, kept in zip(ends, reused, strict=True)]
         pending = round_up(max(unread, default=0), multiple)
         starts = [max(end - pending, 0) for end in ends]
-        left = (pending - 1) % chunk + 1 if leave and pending else 0
+        left = (pending - 1) % chunk + 1 if leave_last_chunk and pending else 0
         return Reading(starts, prefill_chunks(pending - left, chunk, target.static), left)

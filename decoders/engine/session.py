@@ -91,8 +91,8 @@ class Session:
             self.recordings.clear()
 
     def prefill(
-        self, lengths: list[int], reused: list[int], chunk: int, leave: bool, run: Callable[..., None],
-        padded: bool = False,
+        self, lengths: list[int], reused: list[int], chunk: int, run: Callable[..., None], *,
+        leave_last_chunk: bool = False, padded: bool = False,
     ) -> tuple[list[int], int]:  # fmt: skip
         """Stores keys and values of all prompt tokens but each row's last, which is node 0 of the first block.
 
@@ -100,8 +100,8 @@ class Session:
             lengths: tokens per prompt.
             reused: how many of each row's first slots hold its keys and values already.
             chunk: most tokens per row and pass.
-            leave: whether the last chunk is left to the first step, which then reads the weights once for both.
             run: runs each pass, as :meth:`Target.prefill` does.
+            leave_last_chunk: whether that is left to the first step, which then reads the weights once for both.
             padded: whether `run` tells recurrent layers what is no row's text; otherwise they are shown one row at a time.
 
         Returns:
@@ -110,7 +110,7 @@ class Session:
         """
         if self.target.recurrent and not padded:
             return self._prefill_each(lengths, reused, chunk, run)
-        reading = Reading.of(lengths, reused, chunk, self.target, leave)
+        reading = Reading.of(lengths, reused, chunk, self.target, leave_last_chunk=leave_last_chunk)
         begin = torch.tensor(reading.starts, device=self.rows.tokens.device)
         for done, count in reading.passes:
             self.read(self.rows, begin, max(reading.starts), done, count, run)
@@ -121,7 +121,7 @@ class Session:
     ) -> tuple[list[int], int]:
         """As :meth:`prefill`, row by row: what a recurrent layer reads cannot be read a second time, nor behind a text's end."""
         for row, (length, kept) in enumerate(zip(lengths, reused, strict=True)):
-            reading = Reading.of([length], [kept], chunk, self.target, leave=False)
+            reading = Reading.of([length], [kept], chunk, self.target)
             begin = torch.tensor(reading.starts, device=self.rows.tokens.device)
             for done, count in reading.passes:
                 self.read(self.rows.of_rows(row, row + 1), begin, reading.starts[0], done, count, run)

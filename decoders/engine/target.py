@@ -259,7 +259,7 @@ class Target:
             self.backbone(**self.inputs(tokens, start, tree, buffers, view, text, text_pass))
 
     def features(
-        self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int, logits: bool,
+        self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int, *, logits: bool,
         valid: Tensor | None = None,
     ) -> ForwardResult:  # fmt: skip
         """As :meth:`prefill`, with results of all tokens; without `logits` these are those of the first token alone.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,9 +37,21 @@ FORWARD_SECONDS = 12.0
 FEWEST_LOGITS = 2
 
 
+class PassKind(NamedTuple):
+    """What a forward pass is compiled for.
+
+    Attributes:
+        several_rows: whether it is over more than one row.
+        single_node: whether each row has one node, which gets a graph of its own.
+    """
+
+    several_rows: bool
+    single_node: bool = False
+
+
 @dataclass
 class _Tier:
-    """Passes over one row, or over several.
+    """Passes of one kind.
 
     Attributes:
         seconds: spent in uncompiled passes so far.
@@ -73,8 +85,7 @@ class ForwardPass:
 
     def forget(self) -> None:
         """Drops compiled code; a compilation under way is left to end by itself."""
-        # By whether there are several rows, and whether each has one node.
-        self._tiers = {key: _Tier() for key in product((False, True), repeat=2)}
+        self._tiers = {PassKind(*both): _Tier() for both in product((False, True), repeat=2)}
         self._mixed_tiers = {single: _Tier() for single in (False, True)}  # of several rows
         self._regional: RegionalForward | None = None
         self._regional_mixed: RegionalForward | None = None
@@ -108,9 +119,9 @@ class ForwardPass:
     def compiles(self, several: bool) -> bool:
         """Whether the next pass over one row, or over `several`, may run compiled."""
         allowed = self._allowed is None or several in self._allowed
-        return bool(self._mode) and (self._mode is True or (self.ready(several) and allowed))
+        return bool(self._mode) and (self._mode is True or (self.ready(PassKind(several)) and allowed))
 
-    def mixes(self, rows: int, single: bool) -> bool:
+    def mixes(self, rows: int, *, single: bool) -> bool:
         """Whether the next pass of so many rows, with a `single` node in each or more, may read a prompt: uncompiled, or by a graph
         of its own.
         """
@@ -119,7 +130,7 @@ class ForwardPass:
         job = self._mixed_tiers[single].job
         return not self.compiles(several=True) or (job is not None and job.poll())
 
-    def book_mixed(self, seconds: float, rows: int, single: bool) -> None:
+    def book_mixed(self, seconds: float, rows: int, *, single: bool) -> None:
         """Notes a pass over a prompt that might have been a mixed one; once these have taken long enough, they get a graph."""
         if rows < 2 or not self.target.mixes or not self.compiles(several=True):
             return
@@ -138,7 +149,7 @@ class ForwardPass:
         """
         if not self.target.takes_single_nodes(rows):
             return False
-        return not self.compiles(rows > 1) or self.ready(rows > 1, single=True)
+        return not self.compiles(rows > 1) or self.ready(PassKind(rows > 1, single_node=True))
 
     def fit(self, blocks: Blocks, rows: int) -> None:
         """Says how `blocks` of so many rows are padded, by what the next pass runs as."""
@@ -147,15 +158,15 @@ class ForwardPass:
 
     def book_single(self, seconds: float, rows: int) -> None:
         """Notes a step with one node per row, padded or not; once these have taken long enough, they get a graph."""
-        several = rows > 1
-        if not self._mode or not self.target.takes_single_nodes(rows) or not self.ready(several):
+        kind = PassKind(rows > 1, single_node=True)
+        if not self._mode or not self.target.takes_single_nodes(rows) or not self.ready(PassKind(kind.several_rows)):
             return
-        tier = self._tiers[several, True]
+        tier = self._tiers[kind]
         tier.seconds += seconds
         if self._mode is True and tier.job is None:
-            self.compile(several, self._report, single=True)
+            self.compile(kind.several_rows, self._report, single=True)
         elif worth_compiling(tier.seconds, FORWARD_SECONDS):
-            self._begin(several, single=True)
+            self._begin(kind)
         if tier.job is not None and tier.job.ready:
             self._book(tier)
 
@@ -163,7 +174,7 @@ class ForwardPass:
         """In which tiers a call that begins now may run compiled; None: whenever that is ready."""
         if mode != "auto" or self._steady:
             return None
-        return {several for several in (False, True) if self.ready(several)}
+        return {several for several in (False, True) if self.ready(PassKind(several))}
 
     def __call__(
         self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor,
@@ -176,13 +187,13 @@ class ForwardPass:
         """
         if piece is not None:
             compiled, single = self._compiled(several=True), nodes.shape[1] == 1
-            if self.mixes(len(nodes), single):
+            if self.mixes(len(nodes), single=single):
                 return self._mixed(nodes, base, tree, view, text.length, piece, compiled)
             started = (
                 time.perf_counter()
             )  # the block has other sizes than was foreseen, or a graph became ready meanwhile
             self.prefill(*piece.alone)
-            self.book_mixed(time.perf_counter() - started, len(nodes), single)
+            self.book_mixed(time.perf_counter() - started, len(nodes), single=single)
         if self._compiled(len(nodes) > 1):
             kept = torch.arange(text.length, nodes.shape[1], device=nodes.device)
             return self._run(nodes, base, tree, buffers, view, kept).behind(text.length)
@@ -198,7 +209,7 @@ class ForwardPass:
             self.target.prefill(tokens, start, buffers, view, latest)
 
     def features(
-        self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int, logits: bool,
+        self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int, *, logits: bool,
         valid: Tensor | None = None,
     ) -> ForwardResult:  # fmt: skip
         """As :meth:`Target.features`; without `logits` these are those of some tokens."""
@@ -208,7 +219,7 @@ class ForwardPass:
                 tokens, start, causal_block(len(tokens), tokens.shape[1], tokens.device), buffers, view, kept
             )
         with self._counted(tokens):
-            return self.target.features(tokens, start, buffers, view, latest, logits, valid)
+            return self.target.features(tokens, start, buffers, view, latest, logits=logits, valid=valid)
 
     def _run(
         self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor, kept: Tensor | None = None
@@ -244,7 +255,7 @@ class ForwardPass:
         started = time.perf_counter()
         yield
         share = min(STRETCH / nodes.shape[1], 1.0)
-        self._tiers[len(nodes) > 1, False].seconds += share * (time.perf_counter() - started)
+        self._tiers[PassKind(len(nodes) > 1)].seconds += share * (time.perf_counter() - started)
 
     def settle(
         self, nodes: Tensor, chosen: Tensor, tree: TreeTensors, *arguments: Any
@@ -254,22 +265,22 @@ class ForwardPass:
             return self._settle(nodes, chosen, forward_graphs.laid_out_to_settle(tree), *arguments)
         return settle(nodes, chosen, tree, *arguments)
 
-    def compile(self, several: bool, report: Report, single: bool = False) -> bool:
+    def compile(self, several: bool, report: Report, *, single: bool = False) -> bool:
         """Compiles passes over one row, or over `several`, waits for it, and says whether it succeeded.
 
         Args:
             single: compile those with one node in each row as well.
         """
-        ready = self._wait(self._begin(several), report)
-        return self._wait(self._begin(several, single), report) if ready and single else ready
+        ready = self._wait(self._begin(PassKind(several)), report)
+        return self._wait(self._begin(PassKind(several, single)), report) if ready and single else ready
 
     def compile_for(self, rows: int, report: Report) -> None:
         """Compiles what a batch may need that has up to so many rows at a time, before the first step holds anybody up."""
         if not self.target.static:
             for several in (True, False) if rows > 1 else (False,):
                 self.compile(several, report, single=self.target.takes_single_nodes(1 + several))
-            kinds = (False, True) if self.target.takes_single_nodes(2) else (False,)
-            for single in kinds if rows > 1 and self.target.mixes else ():
+            singles = (False, True) if self.target.takes_single_nodes(2) else (False,)
+            for single in singles if rows > 1 and self.target.mixes else ():
                 self._wait(self._begin_mixed(single), report)
 
     def _wait(self, tier: _Tier, report: Report) -> bool:
@@ -289,29 +300,30 @@ class ForwardPass:
             self._report.timings.background += tier.job.seconds
             self._report.compilations += 1
 
-    def ready(self, several: bool, single: bool = False) -> bool:
-        """Whether passes over one row, or over `several`, have been compiled; for one node in each with `single`."""
-        job = self._tiers[several, single].job
+    def ready(self, kind: PassKind) -> bool:
+        """Whether passes of a `kind` have been compiled."""
+        job = self._tiers[kind].job
         return job is not None and job.poll()
 
     def _compiled(self, several: bool) -> bool:
         """Whether a pass of this call is to run compiled; begins to compile when that is due."""
-        tier = self._tiers[several, False]
+        kind = PassKind(several)
+        tier = self._tiers[kind]
         if not self._mode:
             return False
         if tier.job is None or not (tier.job.ready or tier.job.failed):
             if self._mode is True:
                 return self.compile(several, self._report)
             if tier.job is None and worth_compiling(tier.seconds, FORWARD_SECONDS):
-                self._begin(several)
+                self._begin(kind)
             return False
         self._book(tier)
         return tier.job.poll() and (self._allowed is None or several in self._allowed)
 
-    def _begin(self, several: bool, single: bool = False) -> _Tier:
-        tier = self._tiers[several, single]
+    def _begin(self, kind: PassKind) -> _Tier:
+        tier = self._tiers[kind]
         if tier.job is None:
-            tier.job = self._compilation(3 if several else 1, 1 if single else 11)
+            tier.job = self._compilation(3 if kind.several_rows else 1, 1 if kind.single_node else 11)
         return tier
 
     def _begin_mixed(self, single: bool) -> _Tier:

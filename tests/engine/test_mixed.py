@@ -158,6 +158,6 @@ def test_a_pass_is_mixed_where_its_tier_allows_it(monkeypatch: pytest.MonkeyPatc
     with forward.during(False, report):
         assert forward.mixes(2, single=True) and forward.mixes(2, single=False)
         assert not forward.mixes(1, single=True)  # nothing is shared that way
-    monkeypatch.setattr(forward, "ready", lambda several, single=False: True)
+    monkeypatch.setattr(forward, "ready", lambda kind: True)
     with forward.during("auto", report):
         assert not forward.mixes(2, single=True)  # compiled passes mix by a graph of their own

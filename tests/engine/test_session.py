@@ -36,7 +36,7 @@ def read(
     """What a call does before its first step: per row the tokens not read, and the session."""
     lengths = [len(prompt) for prompt in prompts]
     with torch.no_grad(), pool.open(prompts, 4, sampling(len(prompts)), max(*lengths, slots) + 4, reuse) as opened:
-        reused, left = opened.session.prefill(lengths, opened.reusable, chunk, leave=False, run=pool.target.prefill)
+        reused, left = opened.session.prefill(lengths, opened.reusable, chunk, pool.target.prefill)
         assert left == 0
         opened.session.keep([length - 1 for length in lengths])
     return reused, opened.session
