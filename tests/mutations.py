@@ -64,7 +64,7 @@ MUTATIONS = (
         ("strategies/test_auto_choosing.py", "engine/test_worth.py"),
     ),
     Mutation(
-        "the-end-of-a-kept-prompt-keeps-the-bits-of-another-tier", "decoders/engine/reading.py",
+        "the-end-of-a-kept-prompt-keeps-the-bits-of-another-tier", "decoders/engine/prefill_plan.py",
         "again = multiple if multiple > 1 else 0",
         "again = 0",
         ("generate/test_compiled.py",),
@@ -384,7 +384,7 @@ MUTATIONS = (
     Mutation(
         "who-waits-for-its-prompt-loses-its-place", "decoders/engine/lane.py",
         "for seat in self.seats if seat not in seats}",
-        "for seat in self.seats if seat not in seats and seat.reading is not None}",
+        "for seat in self.seats if seat not in seats and seat.plan is not None}",
         ("serving/test_scheduler.py",),
     ),
     Mutation(

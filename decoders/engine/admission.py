@@ -13,8 +13,8 @@ from torch import Tensor
 from ..strategy import PromptChunk
 from .loop import Call
 from .pool import RowPool
+from .prefill_plan import PrefillPlan
 from .prefixes import NOTHING, KeptText
-from .reading import Reading
 from .request import Request
 from .request_output import RequestOutput
 
@@ -29,8 +29,8 @@ class Seat:
     Attributes:
         member: the request, and what it has come to.
         place: its row in the pool.
-        reading: how its prompt is read, None before that has begun.
-        passes: those still to come.
+        plan: how its prompt is prefilled, None before that has begun.
+        to_read: chunks of the plan that are still to come.
         chunks: what its strategy is to be shown of the prompt, if it reads prompts: at the beginning of its first step. Without
             logits.
         row: the row of the batch that it is, None while it is read.
@@ -39,8 +39,8 @@ class Seat:
 
     member: RequestOutput
     place: int
-    reading: Reading | None = None
-    passes: list[tuple[int, int]] = field(default_factory=list)
+    plan: PrefillPlan | None = None
+    to_read: list[tuple[int, int]] = field(default_factory=list)
     chunks: list[PromptChunk] = field(default_factory=list)
     row: int | None = None
     turns: int = 0
@@ -51,7 +51,7 @@ class Seat:
 
     @property
     def ready(self) -> bool:
-        return self.reading is not None and not self.passes
+        return self.plan is not None and not self.to_read
 
 
 class Admission:
@@ -101,7 +101,7 @@ class Admission:
             if self._rows and not first and started - begun >= pause:
                 return
             first = False
-            seats, count = self._read_alike(seat), seat.passes[0][1]
+            seats, count = self._read_alike(seat), seat.to_read[0][1]
             self._pass(seats)
             spent = time.perf_counter() - started
             for each in seats:
@@ -111,10 +111,10 @@ class Admission:
 
     def _pass(self, seats: list[Seat]) -> None:
         """The next pass of prompts whose places lie side by side, and which are read alike."""
-        done, count = seats[0].passes[0]
-        starts = [seat.reading.starts[0] for seat in seats if seat.reading is not None]
+        done, count = seats[0].to_read[0]
+        starts = [seat.plan.starts[0] for seat in seats if seat.plan is not None]
         for seat in seats:
-            seat.passes.pop(0)
+            seat.to_read.pop(0)
             seat.turns += 1
         self.pool.read_rows(seats[0].place, starts, done, count, self._run_for(seats[0]))
 
@@ -122,10 +122,10 @@ class Admission:
         """Whose prompt the next step reads on the way, from which slot on, and how many tokens."""
         if (seat := self._next(pause)) is None:
             return None
-        assert seat.reading is not None
-        done, count = seat.passes.pop(0)
+        assert seat.plan is not None
+        done, count = seat.to_read.pop(0)
         seat.turns += 1
-        return seat, seat.reading.starts[0] + done, count
+        return seat, seat.plan.starts[0] + done, count
 
     def was_read(self, seat: Seat, seconds: float, count: int) -> None:
         """Notes what a pass, or a step's part of one, has spent on so many tokens, a piece of this seat's prompt among them."""
@@ -140,18 +140,18 @@ class Admission:
         """
         while waiting := [seat for seat in self.seats if seat.row is None and not seat.ready]:
             seat = min(waiting, key=lambda each: each.turns)
-            if seat.reading is None:
+            if seat.plan is None:
                 started = time.perf_counter()
                 self._start_reading(self._companions(seat) if together else [seat], pause)
                 seat.member.report.timings.prefill += time.perf_counter() - started
-            if seat.passes:
+            if seat.to_read:
                 return seat
         return None
 
     def _read_alike(self, seat: Seat) -> list[Seat]:
         """The seats whose next pass is that of `seat`, it among them."""
-        following = seat.passes[0]
-        return self._beside(seat, lambda other: other.passes[:1] == [following], lambda other: following[1])
+        following = seat.to_read[0]
+        return self._beside(seat, lambda other: other.to_read[:1] == [following], lambda other: following[1])
 
     def _companions(self, seat: Seat) -> list[Seat]:
         """The seats whose prompts are read in the same passes as that of `seat`, it among them.
@@ -163,7 +163,7 @@ class Admission:
 
         def fits(other: Seat) -> bool:
             return (
-                other.reading is None and len(prompt) <= 2 * len(other.prompt) and len(other.prompt) <= 2 * len(prompt)
+                other.plan is None and len(prompt) <= 2 * len(other.prompt) and len(other.prompt) <= 2 * len(prompt)
                 and 2 * own.shared_with(other.prompt.cpu()) < len(other.prompt)
             )  # fmt: skip
 
@@ -200,10 +200,10 @@ class Admission:
         chunk = min(seat.member.request.prefill_chunk for seat in seats)
         if self._rows:
             chunk = min(chunk, max(int(pause / self._pace / len(seats)), 32) if self._pace else 128)
-        reading = Reading.of([len(seat.prompt) for seat in seats], kept, chunk, self.pool.target)
-        for seat, start in zip(seats, reading.starts, strict=True):
-            seat.reading = replace(reading, starts=[start])
-            seat.passes = list(reading.passes)
+        plan = PrefillPlan.of([len(seat.prompt) for seat in seats], kept, chunk, self.pool.target)
+        for seat, start in zip(seats, plan.starts, strict=True):
+            seat.plan = replace(plan, starts=[start])
+            seat.to_read = list(plan.chunks)
             seat.member.report.reused = [start]
 
     def _run_for(self, seat: Seat) -> Callable[..., None]:
@@ -221,7 +221,7 @@ class Admission:
         """What every place holds, those in use included; the place of `seat` holds what was there before."""
         texts = list(self.pool.texts)
         for other in self.seats:
-            if other is not seat and other.reading is not None:
+            if other is not seat and other.plan is not None:
                 texts[other.place] = self.held(other)
         return texts
 
@@ -230,8 +230,8 @@ class Admission:
         if seat.row is not None:
             written = seat.member.text(0).cpu()
             return self.pool.kept(seat.place, written[: max(len(written) - 1 - self.call.pending, 0)])
-        if seat.reading is None:
+        if seat.plan is None:
             return NOTHING
-        start, end = seat.reading.starts[0], len(seat.prompt) - 1
-        text = seat.prompt.cpu()[: min(start + seat.passes[0][0], end) if seat.passes else end]
+        start, end = seat.plan.starts[0], len(seat.prompt) - 1
+        text = seat.prompt.cpu()[: min(start + seat.to_read[0][0], end) if seat.to_read else end]
         return self.pool.kept(seat.place, text)

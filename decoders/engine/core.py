@@ -175,7 +175,8 @@ class Core:
     ) -> StepOutput:
         """Moves the accepted path's keys and values and appends its tokens, `most` of them (``[B]``).
 
-        Unless a verifier has decided already, the path is that which matches the choices.
+        Unless a verifier has decided already, the path is that which matches the choices. Recurrent states stay where they were,
+        as stopping criteria may still cut the rows.
         """
         # One shape, whether rows share their stop tokens or not: compiled code serves both.
         stop_tokens = rows.sampling.stop_tokens.expand(len(nodes), -1).contiguous()
@@ -186,8 +187,6 @@ class Core:
             acceptance = acceptance or follow_matches(nodes, chosen, tree)
             path, (new, summary) = acceptance.path, append(nodes, chosen, tree, acceptance, *rewritten, most)
         move_slots(rows.buffers, rows.length - summary[0] - 1, path)
-        if rows.buffers.states is not None:
-            rows.buffers.states.commit(path, summary[0], rows.length)
         return StepOutput(nodes, chosen, path, new, summary, result.logits, scores, result.hidden, result.layers)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from ..strategy import Sequences
 from .call_settings import CallSettings
 from .pool import RowPool
-from .reading import Reading
+from .prefill_plan import PrefillPlan
 
 
 def seat_rows(
@@ -35,9 +35,9 @@ def seat_rows(
         pool.put(place, text)
         prompt = text.cpu()
         kept = pool.take_over(place, prompt, pool.texts) if call.request.reuse else 0
-        reading = Reading.of([len(text)], [kept], call.request.prefill_chunk, target)
-        for done, count in reading.passes:
-            pool.read_rows(place, reading.starts, done, count, run)
+        plan = PrefillPlan.of([len(text)], [kept], call.request.prefill_chunk, target)
+        for done, count in plan.chunks:
+            pool.read_rows(place, plan.starts, done, count, run)
         # Behind it a draft's slots may hold other nodes than those accepted.
         pool.note(place, prompt[:-1])
     lengths = [len(text) for text in texts]

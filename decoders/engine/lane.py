@@ -182,7 +182,7 @@ class Lane:
         for seat in leaving:
             self.seats.remove(seat)
             seat.member.close()
-            if seat.reading is not None:
+            if seat.plan is not None:
                 self.pool.texts[seat.place] = self.admission.held(seat)
                 self._clock += 1
                 self.pool.used[seat.place] = self._clock
@@ -243,7 +243,7 @@ class Lane:
         """Slots of a seat that must not be lost; before it is read these are what an earlier text has left there."""
         if seat.row is not None:
             return seat.member.lengths[0]
-        return len(seat.prompt) if seat.reading is not None else len(self.pool.texts[seat.place].tokens)
+        return len(seat.prompt) if seat.plan is not None else len(self.pool.texts[seat.place].tokens)
 
     def _guide(self, sources: list[int], grammars: list[CompiledGrammar | None]) -> Guide | None:
         """Where the rows stand in their grammars. Rows that stay go on where they are."""

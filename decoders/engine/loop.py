@@ -245,6 +245,10 @@ class Call:
                     part, end = outcome.part(first, member.rows), first + member.rows
                     member.criteria.apply(part, out.of_rows(first, end), self.rows.of_rows(first, end), member.finished)
                     outcome.put(first, part)
+        if (states := self.rows.buffers.states) is not None:  # cannot be cut back: only now is it known how far rows go
+            timings.host += stopwatch.next()
+            states.commit(out.path, out.summary[0], self.rows.length)
+            timings.core += stopwatch.next()
         if self.guide is not None:
             self.guide.commit(out, self.rows.finished)
         timings.mask += stopwatch.next()

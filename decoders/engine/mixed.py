@@ -1,4 +1,4 @@
-"""Mixed passes: rows that are decoded, and a piece of the prompt of another row, run as one.
+"""Mixed passes (chunked prefill): rows that are decoded, and a piece of the prompt of another row, run as one.
 
 The weights are read once for both, and nobody waits for a pass of the prompt's own (Agrawal et al. 2023, "SARATHI", arXiv 2308.16369).
 All tokens stand in one line, ``[1, R·N + C]``: layers treat every token alike, and only attention and the cache have to know whose

@@ -15,8 +15,8 @@ from ..strategy import Sequences
 from .blocks import Blocks
 from .buckets import row_bucket, slots_for, view_bucket
 from .capture import Recorder, Recordings
+from .prefill_plan import PrefillPlan
 from .prefixes import NOTHING, KeptText, PrefixIndex
-from .reading import Reading
 from .rows import Rows
 from .target import Target
 
@@ -110,21 +110,21 @@ class Session:
         """
         if self.target.recurrent and not padded:
             return self._prefill_each(lengths, reused, chunk, run)
-        reading = Reading.of(lengths, reused, chunk, self.target, leave_last_chunk=leave_last_chunk)
-        begin = torch.tensor(reading.starts, device=self.rows.tokens.device)
-        for done, count in reading.passes:
-            self.read(self.rows, begin, max(reading.starts), done, count, run)
-        return reading.starts, reading.left
+        plan = PrefillPlan.of(lengths, reused, chunk, self.target, leave_last_chunk=leave_last_chunk)
+        begin = torch.tensor(plan.starts, device=self.rows.tokens.device)
+        for done, count in plan.chunks:
+            self.read(self.rows, begin, max(plan.starts), done, count, run)
+        return plan.starts, plan.left
 
     def _prefill_each(
         self, lengths: list[int], reused: list[int], chunk: int, run: Callable[..., None]
     ) -> tuple[list[int], int]:
         """As :meth:`prefill`, row by row: what a recurrent layer reads cannot be read a second time, nor behind a text's end."""
         for row, (length, kept) in enumerate(zip(lengths, reused, strict=True)):
-            reading = Reading.of([length], [kept], chunk, self.target)
-            begin = torch.tensor(reading.starts, device=self.rows.tokens.device)
-            for done, count in reading.passes:
-                self.read(self.rows.of_rows(row, row + 1), begin, reading.starts[0], done, count, run)
+            plan = PrefillPlan.of([length], [kept], chunk, self.target)
+            begin = torch.tensor(plan.starts, device=self.rows.tokens.device)
+            for done, count in plan.chunks:
+                self.read(self.rows.of_rows(row, row + 1), begin, plan.starts[0], done, count, run)
         return reused, 0
 
     def read(self, rows: Rows, begin: Tensor, latest: int, done: int, count: int, run: Callable[..., None]) -> None:

@@ -1,4 +1,4 @@
-"""In which passes prompts are read."""
+"""In which chunks prompts are prefilled."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from .target import Target
 
 
 @dataclass(frozen=True)
-class Reading:
-    """How the tokens of prompts are read: in which passes, each row from where on.
+class PrefillPlan:
+    """How prompts are prefilled: in which chunks, each row from where on.
 
     Attributes:
         starts: tokens of each row that are not read (again). Rows advance together, so one with little left to read reads some
             of its tokens a second time.
-        passes: where each begins behind the starts, and how many tokens it reads.
+        chunks: where each begins behind the starts, and how many tokens it has; each is a pass over all rows.
         left: how many tokens in front of the last one are left pending.
     """
 
     starts: list[int]
-    passes: list[tuple[int, int]]
+    chunks: list[tuple[int, int]]
     left: int
 
     @staticmethod
     def of(
         lengths: list[int], reused: list[int], chunk: int, target: Target, *, leave_last_chunk: bool = False
-    ) -> Reading:
+    ) -> PrefillPlan:
         """As :meth:`~decoders.engine.session.Session.prefill` has it."""
         ends, multiple = [length - 1 for length in lengths], target.multiple
         if not target.continues:  # more than one pass would be a pass per token
@@ -39,4 +39,4 @@ class Reading:
         pending = round_up(max(unread, default=0), multiple)
         starts = [max(end - pending, 0) for end in ends]
         left = (pending - 1) % chunk + 1 if leave_last_chunk and pending else 0
-        return Reading(starts, prefill_chunks(pending - left, chunk, target.static), left)
+        return PrefillPlan(starts, prefill_chunks(pending - left, chunk, target.static), left)
