@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -123,10 +124,10 @@ class OutputHead:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        embeddings, head, given = model.get_input_embeddings(), model.get_output_embeddings(), _Given()
+        embeddings, head, given = model.get_input_embeddings(), model.get_output_embeddings(), _HiddenStates()
         for name, child in list(model.named_children()):
             if any(module is embeddings for module in child.modules()):
-                setattr(model, name, given)
+                setattr(model, name, _Given(child, given))
         head.register_forward_pre_hook(lambda _, args: (given.hidden, *args[1:]))
         self._model, self._given = model, given
 
@@ -159,13 +160,29 @@ class _Output(BaseModelOutputWithPast):
             raise AttributeError(name)
 
 
-class _Given(nn.Module):
-    """Stands where a model computes hidden states, and gives those that it has been given."""
+@dataclass
+class _HiddenStates:
+    """``[B, N, H]``, in a call of the head; otherwise None."""
 
     hidden: Tensor | None = None
 
-    def __getattr__(self, name: str) -> Any:  # OPT calls a part of what stood here
-        return super().__getattr__(name) if name.startswith("_") else self
+
+class _Given(nn.Module):
+    """Stands where a model computes hidden states, and gives those that it has been given.
+
+    What is called of the replaced part (OPT calls a module in it) gives the same; its settings (Falcon-H1 reads a multiplier of it)
+    are its own.
+    """
+
+    def __init__(self, replaced: Callable, given: _HiddenStates) -> None:
+        super().__init__()
+        vars(self).update(_replaced=replaced, _given=given)  # as no part of this module
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            return super().__getattr__(name)
+        value = getattr(self._replaced, name)
+        return _Given(value, self._given) if callable(value) else value
 
     def forward(self, *args: object, **kwargs: object) -> _Output:
-        return _Output(last_hidden_state=self.hidden)
+        return _Output(last_hidden_state=self._given.hidden)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import json
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -13,13 +15,14 @@ from transformers import PreTrainedModel, modeling_layers
 import decoders
 from decoders.common.transformers_compat import cache_keyword, cache_of
 from decoders.errors import UnsupportedError
-from decoders.strategies import Eagle3, EarlyExit, Medusa, Mtp, PromptLookup
+from decoders.strategies import DFlash, Eagle3, EarlyExit, Medusa, Mtp, PromptLookup
 from decoders.strategies.merged import Merged
 from decoders.strategies.mtp import use_mtp_layers
 from decoders.strategy import Strategy
 from decoders.testing import RECURRENT, Replay, assert_same_tokens, decode, prompts, tiny_model
 from decoders.testing.models import Architecture
 
+from . import test_dflash, test_eagle1
 from .conftest import needs_mtp, random_heads
 from .test_eagle3 import written
 
@@ -27,6 +30,7 @@ NEW = 16
 EAGER = {"compile": False, "prefill_chunk": 7}
 SAMPLING: dict[str, Any] = dict(do_sample=True, seed=5, temperature=0.8, top_k=40)
 QUICK = ("granitemoehybrid", "lfm2")
+LOW_LAYERS = test_dflash.Names(mask_token_id=test_dflash.MASK, target_layer_ids=(0, 1))
 DRAFTERS = ("eagle3 chain", "eagle3 tree", "medusa", "merged")
 QUICK_CASES = (
     ("qwen3_next", "eagle3 tree"),
@@ -117,6 +121,23 @@ def test_a_design_whose_own_paths_differ_is_decoded_as_its_own_generate_does() -
     plain = decode(model, prompts(2), "autoregressive", max_new_tokens=NEW, decoders_config=EAGER)
     out = decode(model, prompts(2), drafter("merged"), max_new_tokens=NEW, decoders_config=EAGER)
     assert_same_tokens(model, prompts(2), plain.sequences, out.sequences, "nemotron_h with experts")
+
+
+@pytest.mark.parametrize("kind", ["eagle chain", "dflash"])
+def test_drafts_go_through_a_head_that_reads_a_setting_of_the_decoder(kind: str, tmp_path: Path) -> None:
+    """Falcon-H1 multiplies its logits by a number that its decoder keeps."""
+    if kind == "dflash":
+        strategy: Strategy = DFlash(draft_model=test_dflash.written("authors", dflash_config=LOW_LAYERS))
+    else:
+        torch.save(test_eagle1.weights(bias=False), tmp_path / "pytorch_model.bin")
+        (tmp_path / "config.json").write_text(json.dumps(test_eagle1.CONFIG))
+        strategy = Eagle3(head=str(tmp_path), tree="none", length=3)
+    model, inputs = enabled("falcon_h1"), prompts(3)
+    for sampling in ({}, SAMPLING):
+        plain = decode(model, inputs, "autoregressive", max_new_tokens=NEW, decoders_config=EAGER, **sampling)
+        out = decode(model, inputs, strategy, max_new_tokens=NEW, decoders_config=EAGER, **sampling)
+        assert_same_tokens(model, inputs, plain.sequences, out.sequences, f"falcon_h1, {kind}")
+        assert out.report.drafted > 0
 
 
 def test_a_head_that_cannot_tell_the_layers_is_refused() -> None:

@@ -1,0 +1,22 @@
+"""The output head by itself: what a model does behind its decoder layers, whatever it reads of them there."""
+
+from __future__ import annotations
+
+import pytest
+
+from decoders.engine.target import Target
+from decoders.testing import RECURRENT, tiny_model
+from decoders.testing.models import ARCHITECTURES
+
+#: OPT calls a part of its decoder, Falcon-H1 reads a multiplier of it, Gemma 2 squeezes the logits.
+QUICK = ("llama", "opt", "gemma2", "falcon_h1")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in (*ARCHITECTURES, *RECURRENT)]
+)
+def test_head_gives_the_logits_of_the_model(name: str) -> None:
+    model = tiny_model(name)
+    if name == "falcon_h1":
+        model.model.lm_head_multiplier = 0.25
+    Target(model).output_head()  # compares it with the model
