@@ -18,7 +18,7 @@ from ..settings import Settings
 from ..strategy import Context, PromptChunk, Sequences, Step
 from ..tree import TreeTensors
 from .draft_tree import Beam, Children, DraftTree, NodeBudget, TreeForm, shape_of
-from .feature_drafter import FeatureDrafter, ReadsFeatures, tokens_from
+from .feature_drafter import FeatureDrafter, ReadsFeatures, dtype_of, tokens_from
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -108,7 +108,9 @@ class MtpDrafter(FeatureDrafter):
         self.depth, self.head = depth, context.head
         example = torch.zeros(1, 1, dtype=torch.int64, device=context.device), self.window[:1, :1]
         try:
-            self.passes: ModulePasses = context.module(passes_of(layers), ahead=ahead + self.width, example=example)
+            self.passes: ModulePasses = context.module(
+                passes_of(layers, context), ahead=ahead + self.width, example=example
+            )
         except (TypeError, ValueError, AttributeError) as error:  # what transformers built does not fit the design
             raise UnsupportedError(
                 f"mtp: transformers' MtpModel cannot run its layers of {type(context.model).__name__}: {error}"
@@ -141,13 +143,16 @@ class MtpDrafter(FeatureDrafter):
 
 
 class _Passes(nn.Module):
-    """Passes of single layers of an ``MtpModel``; called without one, all of them in turn."""
+    """Passes of single layers of an ``MtpModel``; called without one, all of them in turn.
+
+    Args:
+        layers: see :func:`fitted`.
+    """
 
     def __init__(self, layers: MtpModel) -> None:
         super().__init__()
-        masked = copy.copy(layers)  # another object with the same modules
-        masked.__class__ = _with_ready_masks(type(layers))  # type: ignore[arg-type]  # classes are hashable
-        self.layers = masked
+        layers.__class__ = _with_ready_masks(type(layers))  # type: ignore[arg-type]  # classes are hashable
+        self.layers = layers
 
     def forward(
         self, tokens: Tensor, states: Tensor, *, attention_mask: Tensor, position_ids: Tensor, cache: Any,
@@ -173,24 +178,89 @@ def _with_ready_masks(kind: type) -> type:
     return type(kind.__name__, (kind,), {"create_masks_for_mtp_layer": ready})
 
 
-_passes: weakref.WeakKeyDictionary[nn.Module, nn.Module] = weakref.WeakKeyDictionary()
+#: By model: what its passes were made of, and they.
+_passes: weakref.WeakKeyDictionary[nn.Module, tuple[tuple, nn.Module]] = weakref.WeakKeyDictionary()
 
 
-def passes_of(layers: MtpModel) -> nn.Module:
-    """The module that :attr:`Context.module` is given, the same for the same layers."""
-    if layers not in _passes:
-        _passes[layers] = _Passes(layers)
-    return _passes[layers]
+def passes_of(layers: MtpModel, context: Context) -> nn.Module:
+    """The module that :attr:`Context.module` is given, the same for the same layers, dtype and device."""
+    model, dtype, device = context.model, dtype_of(context), context.device
+    own = list(layers.layers.parameters())
+    alike = matrix_dtype(layers) == dtype and {tensor.device for tensor in own} == {device}
+    # A converted copy is of the weights that it was made of.
+    values = () if alike else tuple((tensor.data_ptr(), writes(tensor)) for tensor in own)
+    origin = (layers, model.get_input_embeddings(), dtype, device, values)
+    if model not in _passes or _passes[model][0] != origin:
+        _passes[model] = origin, _Passes(fitted(layers, model, None if alike else (device, dtype)))
+    return _passes[model][1]
+
+
+def fitted(layers: MtpModel, model: PreTrainedModel, place: tuple[torch.device, torch.dtype] | None) -> MtpModel:
+    """`layers` over the embedding and the rotary positions of `model`, another object with the same modules.
+
+    Args:
+        place: device and dtype of copies that stand for these modules; None: the modules themselves.
+    """
+    twin = copy.copy(layers)
+    vars(twin)["_modules"] = dict(layers._modules)
+    twin.tie_with_main_model(model)
+    tied = {id(module) for module in (twin.embed_tokens, twin.shared_head, twin.rotary_emb)}
+    for name, module in list(twin.named_children()):
+        if place is not None and id(module) not in tied:
+            setattr(twin, name, copy.deepcopy(module).to(*place))
+    return twin
+
+
+def matrix_dtype(layers: MtpModel) -> torch.dtype:
+    """What the largest matrix is in: a norm, or the bias of a router, may be in another dtype."""
+    return max((p for p in layers.layers.parameters() if p.is_floating_point()), key=torch.numel).dtype
+
+
+def writes(tensor: Tensor) -> int:
+    """How often `tensor` was written to in place, as far as torch counts."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def use_mtp_layers(model: PreTrainedModel, layers: MtpModel | None) -> None:
     """Lets ``strategy="mtp"`` draft for `model` with `layers`, built or trained by the caller; None takes them away again.
 
-    Without this the layers are read from the model's checkpoint, once.
+    They draft over the model's embedding and output head, in its dtype and on its device: where theirs are others, a copy of them
+    does. Without this the layers are read from the model's checkpoint, once.
+
+    Raises:
+        SettingsError: they are no ``MtpModel``, hold no layer, or are of another hidden size than the model.
+        UnsupportedError: transformers is too old to have them.
     """
-    vars(model).pop(ATTRIBUTE, None)
     if layers is not None:
+        _check_fit(layers, model)
         vars(model)[ATTRIBUTE] = layers
+    else:
+        vars(model).pop(ATTRIBUTE, None)
+        _passes.pop(model, None)
+
+
+def _check_fit(layers: MtpModel, model: PreTrainedModel) -> None:
+    kind, name = _mtp_model(), type(model).__name__
+    if not isinstance(layers, kind):
+        raise SettingsError(
+            f"mtp: layers={layers!r:.60} are given for {name}: use_mtp_layers takes an MtpModel of transformers or None, not "
+            f"{type(layers).__name__}"
+        )
+    if not layers.num_mtp_layers:
+        raise SettingsError(f"mtp: the layers given for {name} hold no layer: num_mtp_layers is at least 1")
+    own, width = (part.config.get_text_config(decoder=True).hidden_size for part in (layers, model))
+    if own != width:
+        raise SettingsError(f"mtp: the layers given are for hidden size {own}, this {name} has {width}")
+
+
+def _mtp_model() -> type[MtpModel]:
+    try:
+        from transformers.modeling_layers import MtpModel
+    except ImportError as error:
+        raise UnsupportedError(_TOO_OLD) from error
+    if not hasattr(MtpModel, "forward_layer"):
+        raise UnsupportedError(_TOO_OLD)
+    return MtpModel
 
 
 def mtp_layers(model: PreTrainedModel) -> MtpModel:
@@ -201,17 +271,11 @@ def mtp_layers(model: PreTrainedModel) -> MtpModel:
     """
     if ATTRIBUTE in vars(model):
         return vars(model)[ATTRIBUTE]
-    name = type(model).__name__
-    try:
-        from transformers.modeling_layers import MtpModel
-    except ImportError as error:
-        raise UnsupportedError(_TOO_OLD) from error
-    if not hasattr(MtpModel, "forward_layer"):
-        raise UnsupportedError(_TOO_OLD)
+    name, kind = type(model).__name__, _mtp_model()
     if not getattr(model.config.get_text_config(decoder=True), "num_mtp_layers", None):
         raise UnsupportedError(f"{name} has no multi-token-prediction layers (num_mtp_layers in its config)")
     try:
-        layers = MtpModel.from_pretrained(model, device_map={"": model.device})
+        layers = kind.from_pretrained(model, device_map={"": model.device})
     except Exception as error:  # files, keys and shapes fail in many ways
         raise UnsupportedError(
             f"mtp: the layers of {name} cannot be loaded from {model.config.name_or_path!r}: {error}. Layers that you have built "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 from types import MappingProxyType
@@ -182,3 +183,70 @@ def test_what_cannot_be_had_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(sys.modules["transformers.modeling_layers"], "MtpModel")
     with pytest.raises(UnsupportedError, match="newer transformers"):
         call(plain, "mtp")
+
+
+def tokens_and_drafts(model: Any, strategy: Strategy | None = None) -> tuple[list[list[int]], list[list[int]]]:
+    """What is written, that of plain decoding, and the drafts on the way."""
+    inputs, spy = prompts(2), Spy(strategy or Mtp())
+    out = decode(model, inputs, spy, max_new_tokens=12, decoders_config={"compile": False}).sequences
+    plain = decode(model, inputs, "autoregressive", max_new_tokens=12, decoders_config={"compile": False}).sequences
+    assert torch.equal(out, plain)
+    return out.tolist(), [step.draft.tokens.tolist() for step in spy.seen]
+
+
+def test_layers_follow_the_dtype_of_the_model() -> None:
+    model = with_layers.__wrapped__("llama")
+    layers = vars(model)[ATTRIBUTE]
+    before = tokens_and_drafts(model)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.to(torch.bfloat16)
+    assert tokens_and_drafts(model)[1]
+    assert {parameter.dtype for parameter in layers.layers.parameters()} == {torch.float32}  # they are the caller's
+    model.to(torch.float32).load_state_dict(weights)
+    assert tokens_and_drafts(model) == before
+
+
+def test_layers_of_another_dtype_are_converted_and_written_to_as_they_change() -> None:
+    model = with_layers.__wrapped__("llama")
+    layers = copy.deepcopy(vars(model)[ATTRIBUTE]).to(torch.bfloat16)
+    use_mtp_layers(model, layers)
+    first = tokens_and_drafts(model)[1]
+    assert {parameter.dtype for parameter in layers.parameters()} == {torch.bfloat16}
+    with torch.no_grad():
+        for layer in layers.layers:
+            layer.eh_proj.weight.neg_()
+    assert tokens_and_drafts(model)[1] != first
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_every_design_converts_its_layers(design: str) -> None:
+    model = with_layers.__wrapped__(design)
+    use_mtp_layers(model, vars(model)[ATTRIBUTE].to(torch.bfloat16))
+    model.to(torch.float32)
+    tokens_and_drafts(model)
+
+
+def test_layers_read_the_embedding_of_the_model_that_they_draft_for() -> None:
+    model, other = with_layers.__wrapped__("llama"), Architecture("llama", MappingProxyType(DESIGNS["llama"][1]))(7)
+    expected, other.config.num_mtp_layers = tokens_and_drafts(model), 3
+    elsewhere = modeling.MtpModel(other, 3).eval()
+    elsewhere.layers.load_state_dict(vars(model)[ATTRIBUTE].layers.state_dict())
+    use_mtp_layers(model, elsewhere)
+    assert tokens_and_drafts(model) == expected
+    assert elsewhere.embed_tokens is other.get_input_embeddings()
+
+
+def test_what_are_no_layers_for_the_model_is_refused_at_once() -> None:
+    model = with_layers.__wrapped__("llama")
+    kept = vars(model)[ATTRIBUTE]
+    wide = Architecture("llama", MappingProxyType(DESIGNS["llama"][1] | dict(hidden_size=64)))(0)
+    wide.config.num_mtp_layers = 1
+    for layers, message in [
+        (torch.nn.Linear(2, 2), "an MtpModel of transformers or None, not Linear"),
+        ("folder", "an MtpModel of transformers or None, not str"),
+        (modeling.MtpModel(wide, 1), "for hidden size 64, this LlamaForCausalLM has 32"),
+        (modeling.MtpModel(model, 0), "hold no layer"),
+    ]:
+        with pytest.raises(SettingsError, match=message):
+            use_mtp_layers(model, layers)
+        assert vars(model)[ATTRIBUTE] is kept
