@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import StoppingCriteria
 
 import decoders
 from decoders.engine.recurrent import levels_of
@@ -129,6 +130,23 @@ def test_a_stop_token_inside_of_a_draft_leaves_no_state_that_has_seen_more():
     want = decode(model, {"input_ids": continued}, max_new_tokens=6).sequences
     got = decode(model, {"input_ids": continued}, "autoregressive", max_new_tokens=6, decoders_config=EAGER).sequences
     assert_same_tokens(model, {"input_ids": continued}, want, got, "continued")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in RECURRENT]
+)
+def test_rows_that_wait_for_others_have_states_no_further_than_their_text(name):
+    class Never(StoppingCriteria):
+        """Sees whole batches, so that all rows go as far as the slowest."""
+
+        def __call__(self, input_ids, scores, **kwargs):
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    model, inputs, expected = enabled(name), prompts(4), plain(name, 4)
+    criteria = dict(stopping_criteria=[Never()], max_new_tokens=NEW)
+    out = decode(model, inputs, replay(expected), decoders_config=EAGER, **criteria)
+    assert_same_tokens(model, inputs, expected, out.sequences, name)
+    assert out.report.accepted > 0
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "jamba"])
