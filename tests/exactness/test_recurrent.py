@@ -149,6 +149,18 @@ def test_rows_that_wait_for_others_have_states_no_further_than_their_text(name):
     assert out.report.accepted > 0
 
 
+@pytest.mark.parametrize("name", ["nemotron_h", "zamba2"])
+def test_designs_with_two_sets_of_equations_run_whatever_their_weights(name):
+    inputs = {"input_ids": torch.tensor([[3, 4, 5, 6]])}
+    for seed in range(6):
+        model = decoders.enable(tiny_model(name, seed, vocab_size=24))
+        expected = decode(model, inputs, max_new_tokens=8).sequences
+        out = decode(
+            model, inputs, Replay(texts=(tuple(expected[0].tolist()),)), max_new_tokens=8, decoders_config=EAGER
+        )
+        assert_same_tokens(model, inputs, expected, out.sequences, f"{name}, seed {seed}")
+
+
 @pytest.mark.parametrize("name", ["qwen3_next", "jamba"])
 def test_requests_that_come_and_go_have_the_tokens_of_calls_of_their_own(name):
     model, texts = enabled(name), [prompts(1, length, seed=length)["input_ids"] for length in (5, 17, 9, 24, 12)]
