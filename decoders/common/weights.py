@@ -44,16 +44,19 @@ def read_tensors(path: Path, owner: str) -> dict[str, Tensor]:
     """Weights by name, on the CPU: of a safetensors file, or of a pickle that torch's ``weights_only`` loader reads.
 
     Raises:
-        SettingsError: they cannot be read.
+        SettingsError: they cannot be read, or are no mapping of names to tensors.
     """
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
             return load_file(path)
-        return torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # what a damaged file raises is up to the reader
         raise SettingsError(f"{owner}: {path} cannot be read: {error}") from error
+    if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
+        raise SettingsError(f"{owner}: {path} holds a {type(state).__name__}, which is no mapping of names to tensors")
+    return state
 
 
 def filled(

@@ -2,53 +2,69 @@
 
 from __future__ import annotations
 
-import json
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field, model_validator
 from torch import Tensor
 from transformers import LlamaConfig
 
+from ..common.file_configs import Count, FileConfig, LlamaLayerConfig, Whole
 from ..common.weights import Stamp, filled, read_json, read_tensors, stamp_of
 from ..errors import SettingsError, UnsupportedError
 from .network import DFlashConfig, DFlashNetwork
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
-#: Of a decoder layer's config; all else is of no use to it.
-_LAYER_FIELDS = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
-    "hidden_act", "attention_bias", "max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters",
-)  # fmt: skip
-_NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "block_size")
 #: What transformers calls the parts that fuse the target's hidden states, and what the authors do.
 _RENAMED = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
+
+
+class _Config(LlamaLayerConfig):
+    """Either format's. The authors keep two fields apart in ``dflash_config``; transformers puts them beside the others."""
+
+    intermediate_size: Count
+    num_hidden_layers: Whole
+    block_size: Annotated[Whole, Field(ge=2)]
+    mask_token_id: Whole
+    target_layer_ids: list[Whole] | None = None
+    num_target_layers: Whole | None = None
+    layer_types: list[str] | None = None
+    sliding_window: Annotated[Whole, Field(ge=0)] | None = None
+    dflash_config: dict[str, Any] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _side_by_side(cls, raw: dict[str, Any]) -> dict[str, Any]:
+        apart = raw.get("dflash_config")
+        return raw | {n: v for n, v in apart.items() if v is not None} if isinstance(apart, dict) else raw
+
+
+class _Index(FileConfig):
+    """Which file holds which tensor."""
+
+    weight_map: dict[str, str]
 
 
 def read_config(folder: str | Path) -> DFlashConfig:
     """What the ``config.json`` of a draft model says, in either format.
 
     Raises:
-        SettingsError: there is none, or it is none of a DFlash draft model. UnsupportedError: a design that is not had here.
+        SettingsError: there is none, it is none of a DFlash draft model, or a field has a value that it cannot have.
+        UnsupportedError: a design that is not had here.
     """
     path = Path(folder).expanduser() / CONFIG
-    raw = read_json(path, f"there is no draft model at {str(folder)!r}", "dflash")
-    missing = [name for name in _NEEDED if not isinstance(raw, dict) or raw.get(name) is None]
-    # The authors keep these two apart; transformers puts them beside the others.
-    own = {} if missing else raw | (raw.get("dflash_config") or {})
-    missing += [name for name in ("mask_token_id",) if own.get(name) is None and own]
-    layers = own.get("target_layer_ids") or _authors_choice(own)
-    if missing or not layers:
-        raise SettingsError(
-            f"dflash: {path} is no config of a DFlash draft model: it has no {', '.join(missing) or 'target_layer_ids'}"
-        )
-    return DFlashConfig(_layer(own, path), int(own["block_size"]), int(own["mask_token_id"]), tuple(map(int, layers)))
+    place, kind = f"dflash: {path}", "config of a DFlash draft model"
+    own = _Config.of(read_json(path, f"there is no draft model at {str(folder)!r}", "dflash"), place, kind)
+    layers = own.target_layer_ids or _authors_choice(own.num_target_layers, own.num_hidden_layers)
+    if not layers:
+        raise SettingsError(f"{place} is no {kind}: it has no target_layer_ids")
+    return DFlashConfig(_layer(own, place), own.block_size, own.mask_token_id, tuple(layers))
 
 
-def _authors_choice(raw: dict[str, Any]) -> list[int] | None:
+def _authors_choice(depth: int | None, count: int) -> list[int] | None:
     """Layers of the target, spread evenly: the authors' where a config names none."""
-    depth, count = raw.get("num_target_layers"), raw.get("num_hidden_layers")
     if not depth or not count:
         return None
     if count == 1:
@@ -56,19 +72,20 @@ def _authors_choice(raw: dict[str, Any]) -> list[int] | None:
     return [round(1 + i * (depth - 4) / (count - 1)) for i in range(count)]
 
 
-def _layer(raw: dict[str, Any], path: Path) -> LlamaConfig:
-    count, window = raw["num_hidden_layers"], raw.get("sliding_window") or 0
-    authors = "dflash_config" in raw
-    types = raw.get("layer_types") or ["full_attention" if authors or not window else "sliding_attention"] * count
-    unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
-    if unknown or len(types) != count:
-        raise UnsupportedError(f"dflash: {path}: {count} layers, whose types are {', '.join(types)}")
+def _layer(own: _Config, place: str) -> LlamaConfig:
+    count, window = own.num_hidden_layers, own.sliding_window or 0
+    authors = own.dflash_config is not None
+    types = own.layer_types or ["full_attention" if authors or not window else "sliding_attention"] * count
+    if set(types) - {"full_attention", "sliding_attention"} or len(types) != count or not count:
+        raise UnsupportedError(
+            f"{place}: num_hidden_layers is {count}, and layer_types are {', '.join(types) or 'none'}: there is one layer or more, and "
+            "each is full_attention or sliding_attention"
+        )
     if "sliding_attention" in types and not window:
-        raise SettingsError(f"dflash: {path} has layers with a sliding window, and no sliding_window")
+        raise SettingsError(f"{place} has layers with a sliding window, and no sliding_window")
     # The authors see a window of so many tokens, the token itself included; transformers as many before it.
     seen = (window if authors else window + 1) if "sliding_attention" in types else None
-    fields = {name: raw[name] for name in _LAYER_FIELDS if raw.get(name) is not None}
-    return LlamaConfig(**fields | {"layer_types": types, "sliding_window": seen})
+    return own.llama(place, num_hidden_layers=count, layer_types=types, sliding_window=seen)
 
 
 def load_network(folder: str | Path, device: torch.device, dtype: torch.dtype) -> tuple[DFlashConfig, DFlashNetwork]:
@@ -98,7 +115,8 @@ def _read(path: Path) -> dict[str, Tensor]:
     """All weights of a folder, which may be in several files."""
     names = [WEIGHTS]
     if (path / INDEX).is_file():
-        names = sorted(set(json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+        raw = read_json(path / INDEX, f"{path / INDEX} cannot be read", "dflash")
+        names = sorted(set(_Index.of(raw, f"dflash: {path / INDEX}", "index of weights").weight_map.values()))
     if missing := [name for name in names if not (path / name).is_file()]:
         raise SettingsError(f"dflash: {path} holds no {', '.join(missing)}, where weights are looked for")
     state: dict[str, Tensor] = {}

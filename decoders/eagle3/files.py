@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig
 
+from ..common.file_configs import Count, FileConfig, LlamaLayerConfig, Whole
 from ..common.weights import Stamp, filled, read_json, read_tensors, stamp_of
 from ..drafting import DraftVocabulary
 from ..errors import SettingsError, UnsupportedError
@@ -20,11 +20,6 @@ from .head import Eagle3Config, Eagle3Head
 FOLDER, DEMO = "eagle3", "demo"
 CONFIG = "config.json"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-#: Of a decoder layer's config; all else is of no use to it.
-_LAYER_FIELDS = (
-    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "vocab_size",
-    "hidden_act", "attention_bias", "mlp_bias", "max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -54,56 +49,82 @@ def find_head(named: str | None, config: Any) -> Path:
     )
 
 
+class _LayerConfig(LlamaLayerConfig):
+    """Of the decoder layer; in `speculators`' format it has a place of its own."""
+
+    vocab_size: Count
+    model_type: str = "llama"
+    num_hidden_layers: Whole = 1
+
+
+class _SpecForge(FileConfig):
+    """What heads trained with SpecForge have beside the authors' fields."""
+
+    eagle_aux_hidden_state_layer_ids: list[Whole] | None = None
+
+
+class _HeadConfig(FileConfig):
+    """All else, in any of the formats."""
+
+    transformer_layer_config: dict[str, Any] | None = None
+    architectures: list[str] = []
+    draft_vocab_size: Count | None = None
+    target_hidden_size: Count | None = None
+    eagle_aux_hidden_state_layer_ids: list[Whole] | None = None
+    eagle_config: _SpecForge = _SpecForge()
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    bias: bool = True
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+
+    def layers(self, place: str) -> tuple[int, ...] | None:
+        """The decoder layers whose outputs a head reads.
+
+        `speculators` numbers what goes *into* a layer, as vLLM does: its 2 is what comes out of layer 1. Heads trained with SpecForge
+        keep them in ``eagle_config`` and number what comes out, as SGLang does.
+        """
+        into, out_of = self.eagle_aux_hidden_state_layer_ids, self.eagle_config.eagle_aux_hidden_state_layer_ids
+        if into and min(into) < 1:
+            raise UnsupportedError(
+                f"{place}: eagle_aux_hidden_state_layer_ids has {min(into)}: the head reads the target's embeddings as a feature, "
+                "which is not supported"
+            )
+        return tuple(layer - 1 for layer in into) if into else tuple(out_of) if out_of else None
+
+
 def read_config(folder: str | Path) -> Eagle3Config | EagleConfig:
     """What the ``config.json`` of a head says, in any of the formats.
 
     Raises:
-        SettingsError: there is none, or it is none of an EAGLE-3 head. UnsupportedError: a design that is not had here.
+        SettingsError: there is none, it is none of an EAGLE-3 head, or a field has a value that it cannot have.
+        UnsupportedError: a design that is not had here.
     """
     path = Path(folder).expanduser() / CONFIG
+    place, kind = f"eagle3: {path}", "config of an EAGLE-3 head"
     raw = read_json(path, f"there is no head at {str(folder)!r}", "eagle3")
-    nested = raw.get("transformer_layer_config")
-    layer = nested if isinstance(nested, dict) else raw
-    missing = [name for name in ("hidden_size", "num_attention_heads", "vocab_size") if name not in layer]
-    if missing or not isinstance(raw, dict):
-        raise SettingsError(f"eagle3: {path} is no config of an EAGLE-3 head: it has no {', '.join(missing)}")
-    if layer.get("model_type", "llama") != "llama" or layer.get("num_hidden_layers", 1) != 1:
+    own = _HeadConfig.of(raw, place, kind)
+    nested = own.transformer_layer_config
+    within = place if nested is None else f"{place}, transformer_layer_config"
+    layer = _LayerConfig.of(raw if nested is None else nested, within, kind)
+    if layer.model_type != "llama" or layer.num_hidden_layers != 1:
         raise UnsupportedError(
-            f"eagle3: {path}: {layer.get('num_hidden_layers', 1)} layers of {layer.get('model_type')!r}; only one Llama layer fits"
+            f"{place}: {layer.num_hidden_layers} layers of {layer.model_type!r}; only one Llama layer fits"
         )
     for name in ("norm_before_fc", "fc_norm"):
-        if raw.get(name):
-            raise UnsupportedError(f"eagle3: {path} asks for {name}, which is not supported")
-    config = LlamaConfig(
-        **{name: layer[name] for name in _LAYER_FIELDS if layer.get(name) is not None}, num_hidden_layers=1
-    )
-    if layer is raw and "draft_vocab_size" not in raw and "Eagle3" not in "".join(raw.get("architectures") or ()):
-        return EagleConfig(config, bias=bool(raw.get("bias", True)))
+        if getattr(own, name):
+            raise UnsupportedError(f"{place} asks for {name}, which is not supported")
+    config = layer.llama(within, num_hidden_layers=1)
+    if nested is None and "draft_vocab_size" not in raw and "Eagle3" not in "".join(own.architectures):
+        return EagleConfig(config, bias=own.bias)
     return Eagle3Config(
         layer=config,
-        draft_vocab_size=int(raw.get("draft_vocab_size") or config.vocab_size),
-        target_hidden_size=int(raw.get("target_hidden_size") or config.hidden_size),
-        layers=_layers(raw),
-        norm_before_residual=bool(raw.get("norm_before_residual", False)),
-        norm_output=bool(raw.get("norm_output", False)),
+        draft_vocab_size=own.draft_vocab_size or layer.vocab_size,
+        target_hidden_size=own.target_hidden_size or layer.hidden_size,
+        layers=own.layers(place),
+        norm_before_residual=own.norm_before_residual,
+        norm_output=own.norm_output,
     )
-
-
-def _layers(raw: dict[str, Any]) -> tuple[int, ...] | None:
-    """The decoder layers whose outputs a head reads.
-
-    `speculators` numbers what goes *into* a layer, as vLLM does: its 2 is what comes out of layer 1. Heads trained with SpecForge
-    keep them in ``eagle_config`` and number what comes out, as SGLang does.
-    """
-    into = raw.get("eagle_aux_hidden_state_layer_ids")
-    if into:
-        if min(into) < 1:
-            raise UnsupportedError(
-                "eagle3: the head reads the target's embeddings as a feature, which is not supported"
-            )
-        return tuple(int(layer) - 1 for layer in into)
-    out_of = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    return tuple(map(int, out_of)) if out_of else None
 
 
 def load_head(folder: str | Path, device: torch.device, dtype: torch.dtype) -> Eagle3Files:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError, field_validator
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..common.weights import Stamp, stamp_of
+from ..common.file_configs import Count, FileConfig, Whole
+from ..common.weights import Stamp, read_json, read_tensors, stamp_of
 from ..errors import SettingsError, UnsupportedError
-from .config import HeadsConfig
+from .config import HeadsConfig, Projection
 from .heads import MedusaHeads
 
 FOLDER = "medusa"
@@ -88,36 +91,48 @@ def load_heads(folder: str | Path, device: torch.device | None = None, dtype: to
 @lru_cache(maxsize=8)
 def _load(path: Path, stamp: Stamp, device: torch.device, dtype: torch.dtype | None) -> MedusaHeads:
     names = {name for name, *_ in stamp}
-    config = _read_config(path) if CONFIG in names and path.is_dir() else {}
     weights = path if path.is_file() else next((path / n for n in (WEIGHTS, *UPSTREAM) if n in names), None)
     if weights is None:
-        raise SettingsError(f"{path} holds no Medusa heads: {WEIGHTS}, {' or '.join(UPSTREAM)} is looked for")
-    state = _read_weights(weights)
-    if "linear" in state:
-        heads = _ours(path, config, state)
-    else:
-        heads = _upstream(weights, state)
+        raise SettingsError(f"medusa: {path} holds no Medusa heads: {WEIGHTS}, {' or '.join(UPSTREAM)} is looked for")
+    state = read_tensors(weights, "medusa")
+    heads = _ours(path, state) if "linear" in state else _upstream(weights, state)
     heads.requires_grad_(False)
     return heads.to(device=device, dtype=dtype).eval()
 
 
-def _ours(path: Path, config: dict[str, Any], state: dict[str, Tensor]) -> MedusaHeads:
-    field_names = HeadsConfig.__dataclass_fields__
-    fields = {name: value for name, value in config.items() if name in field_names}
-    if fields.get("tree") is not None:
+class _Config(FileConfig):
+    """The fields of :class:`HeadsConfig` as JSON."""
+
+    heads: Count
+    layers: Count
+    hidden_size: Count
+    vocab_size: Count
+    projection: Projection = "full"
+    rank: Whole = 0
+    tree: tuple[tuple[Whole, ...], ...] | None = None
+    figures: dict[str, Any] = {}
+
+    @field_validator("tree", mode="wrap")
+    @classmethod
+    def _is_tree(cls, value: Any, handler: Callable[[Any], Any]) -> Any:
         try:
-            if not isinstance(fields["tree"], list):
-                raise TypeError
-            fields["tree"] = tuple(tuple(map(int, branch)) for branch in fields["tree"])
-        except (TypeError, ValueError) as error:
-            raise SettingsError(
-                f"{path}: the tree of these Medusa heads must be a list of paths of ranks, [[0], [0, 1]], not {fields['tree']!r:.60}"
-            ) from error
+            return handler(value)
+        except ValidationError as error:
+            raise ValueError("the tree must be a list of paths of ranks, [[0], [0, 1]]") from error
+
+
+def _ours(path: Path, state: dict[str, Tensor]) -> MedusaHeads:
+    place = f"medusa: {path / CONFIG}"
+    raw = read_json(path / CONFIG, f"these Medusa heads have no config at {str(path / CONFIG)!r}", "medusa")
+    fields = _Config.of(raw, place, "config of Medusa heads")
     try:
-        heads = MedusaHeads(HeadsConfig(**fields))
+        heads = MedusaHeads(HeadsConfig(**dict(fields)))
+    except SettingsError as error:
+        raise SettingsError(f"{place}: {error}") from error
+    try:
         heads.load_state_dict({name: tensor.float() for name, tensor in state.items()})
-    except (TypeError, RuntimeError) as error:  # a field or tensor that lacks or does not fit
-        raise SettingsError(f"{path}: config and weights of these Medusa heads do not fit: {error}") from error
+    except RuntimeError as error:  # a tensor that lacks or does not fit
+        raise SettingsError(f"medusa: {path}: config and weights of these Medusa heads do not fit: {error}") from error
     return heads
 
 
@@ -138,7 +153,7 @@ def _upstream(file: Path, state: dict[str, Tensor]) -> MedusaHeads:
     expected = {(k, layers) for k in range(count)}
     if not count or set(projections) != expected or blocks != {(k, i) for k in range(count) for i in range(layers)}:
         raise SettingsError(
-            f"{file} holds no Medusa heads: heads have keys such as 0.0.linear.weight and 0.1.weight, this file has "
+            f"medusa: {file} holds no Medusa heads: heads have keys such as 0.0.linear.weight and 0.1.weight, this file has "
             f"{', '.join(sorted(state)[:4]) or 'none'}"
         )
     vocab, hidden = projections[0, layers].shape
@@ -159,32 +174,8 @@ def _upstream(file: Path, state: dict[str, Tensor]) -> MedusaHeads:
             }
         )
     except RuntimeError as error:
-        raise SettingsError(f"{file}: these Medusa heads are of different sizes: {error}") from error
+        raise SettingsError(f"medusa: {file}: these Medusa heads are of different sizes: {error}") from error
     return heads
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads((folder / CONFIG).read_text(encoding="utf-8")))
-    except ValueError as error:
-        raise SettingsError(f"{folder / CONFIG} is not JSON: {error}") from error
-
-
-def _read_weights(file: Path) -> dict[str, Tensor]:
-    import pickle
-
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        if file.suffix == ".safetensors":
-            return load_file(file)
-        state = torch.load(file, map_location="cpu", weights_only=True)
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise SettingsError(f"{file} cannot be read as weights: {error}") from error
-    if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
-        raise SettingsError(f"{file} holds no state dict, a mapping of names to tensors")
-    return state
 
 
 def _readable(config: dict[str, Any]) -> str:

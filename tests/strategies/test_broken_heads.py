@@ -1,0 +1,128 @@
+"""Folders of heads and draft models that are wrong: what is said names the file, the field, and what it may be."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from decoders.errors import SettingsError
+from decoders.strategies import DFlash, Eagle3, Medusa
+from decoders.strategy import Strategy
+from decoders.testing import decode, prompts
+
+from . import test_dflash, test_eagle3
+from .conftest import random_heads
+
+#: How each kind of folder is written, and drafted with.
+KINDS: dict[str, tuple[Callable[[], str], Callable[[str], Strategy]]] = {
+    "eagle3": (lambda: test_eagle3.written("authors"), lambda folder: Eagle3(head=folder)),
+    "speculators": (lambda: test_eagle3.written("speculators"), lambda folder: Eagle3(head=folder)),
+    "dflash": (lambda: test_dflash.written("authors"), lambda folder: DFlash(draft_model=folder)),
+    "shards": (lambda: test_dflash.written("sliding"), lambda folder: DFlash(draft_model=folder)),
+    "medusa": (random_heads, lambda folder: Medusa(heads=folder)),
+}
+MASK = dict(mask_token_id=test_dflash.MASK, target_layer_ids=[0, 2])
+SLIDING = dict(layer_types=["sliding_attention"] * 2)
+
+
+def refused(kind: str, folder: Path, message: str, file: str = "config.json", error: Any = SettingsError) -> None:
+    """A call with `folder` says `message` of a file."""
+    with pytest.raises(error) as raised:
+        decode(test_eagle3.target(), prompts(1), KINDS[kind][1](str(folder)), max_new_tokens=2)
+    assert str(folder / file) in str(raised.value) and message in str(raised.value)
+
+
+@pytest.fixture
+def folder_of(tmp_path: Path) -> Callable[[str], Path]:
+    def copied(kind: str) -> Path:
+        return Path(shutil.copytree(KINDS[kind][0](), tmp_path / kind))
+
+    return copied
+
+
+@pytest.mark.parametrize(
+    "kind, changes, message",
+    [
+        ("eagle3", dict(num_attention_heads=5), "num_attention_heads is 5, which does not divide hidden_size, 32"),
+        ("eagle3", dict(num_attention_heads=0), "num_attention_heads: Input should be greater than or equal to 1 (got 0)"),
+        ("eagle3", dict(num_key_value_heads=3), "num_key_value_heads is 3, which does not divide num_attention_heads, 4"),
+        ("eagle3", dict(head_dim=7), "head_dim is 7, and rotary positions need an even one"),
+        ("eagle3", dict(hidden_size="32"), "hidden_size: Input should be a number (got '32')"),
+        ("eagle3", dict(hidden_size=None), "is no config of an EAGLE-3 head: it has no hidden_size"),
+        ("eagle3", dict(rms_norm_eps="a"), "rms_norm_eps: Input should be a number (got 'a')"),
+        ("eagle3", dict(rope_theta=0), "rope_theta: Input should be greater than 0 (got 0)"),
+        ("eagle3", dict(hidden_act="silo"), "hidden_act: Unknown activation. Did you mean 'silu'?"),
+        ("eagle3", dict(rope_scaling=dict(type="weird")), "rope_scaling: Unknown rope_type 'weird'. Choose from: default, dynamic"),
+        ("eagle3", dict(rope_scaling=dict(rope_type="llama3")), "low_freq_factor"),
+        ("eagle3", dict(rope_scaling=5), "rope_scaling: Input should be a valid dictionary (got 5)"),
+        ("eagle3", dict(draft_vocab_size="x"), "draft_vocab_size: Input should be a number (got 'x')"),
+        ("eagle3", dict(architectures=5), "architectures: Input should be a valid list (got 5)"),
+        ("eagle3", dict(eagle_config=[1]), "eagle_config: Input should be"),
+        ("speculators", dict(eagle_aux_hidden_state_layer_ids=5), "eagle_aux_hidden_state_layer_ids: Input should be a valid list"),
+        (
+            "speculators",
+            dict(eagle_aux_hidden_state_layer_ids=["a", 1, 2]),
+            "eagle_aux_hidden_state_layer_ids.0: Input should be a number (got 'a')",
+        ),
+        ("speculators", dict(transformer_layer_config=[]), "transformer_layer_config: Input should be a valid dictionary"),
+        (
+            "speculators",
+            dict(transformer_layer_config=dict(hidden_size=32, num_attention_heads=5, vocab_size=128)),
+            "config.json, transformer_layer_config: num_attention_heads is 5",
+        ),
+        ("dflash", dict(block_size=1), "block_size: Input should be greater than or equal to 2 (got 1)"),
+        ("dflash", dict(block_size=-3), "block_size: Input should be greater than or equal to 2 (got -3)"),
+        ("dflash", dict(block_size=True), "block_size: Input should be a number (got True)"),
+        ("dflash", dict(block_size="x"), "block_size: Input should be a number (got 'x')"),
+        ("dflash", dict(dflash_config=5), "dflash_config: Input should be a valid dictionary (got 5)"),
+        ("dflash", dict(dflash_config=MASK | dict(mask_token_id="a")), "mask_token_id: Input should be a number (got 'a')"),
+        ("dflash", dict(dflash_config=MASK | dict(target_layer_ids=3)), "target_layer_ids: Input should be a valid list"),
+        ("dflash", dict(dflash_config=MASK | dict(target_layer_ids=["q", 1])), "target_layer_ids.0: Input should be a number"),
+        ("dflash", SLIDING | dict(sliding_window="a"), "sliding_window: Input should be a number (got 'a')"),
+        ("dflash", dict(layer_types="full"), "layer_types: Input should be a valid list (got 'full')"),
+        ("dflash", dict(num_attention_heads=5), "num_attention_heads is 5, which does not divide hidden_size, 32"),
+        ("dflash", dict(head_dim=7), "head_dim is 7, and rotary positions need an even one"),
+        ("dflash", dict(hidden_act="foo"), "hidden_act: Unknown activation. Choose from: gelu"),
+        ("medusa", dict(heads=2.5), "heads: Input should be a valid integer"),
+        ("medusa", dict(heads=0), "heads: Input should be greater than or equal to 1 (got 0)"),
+        ("medusa", dict(heads=None), "is no config of Medusa heads: it has no heads"),
+        ("medusa", dict(projection="half"), "projection: Input should be 'tied', 'low_rank' or 'full' (got 'half')"),
+        ("medusa", dict(rank=3), "a rank goes with projection low_rank"),
+        ("medusa", dict(tree=[[0.5]]), "tree: the tree must be a list of paths of ranks, [[0], [0, 1]] (got [[0.5]])"),
+    ],
+)  # fmt: skip
+def test_a_field_that_cannot_be_is_named(
+    kind: str, changes: dict[str, Any], message: str, folder_of: Callable[[str], Path]
+) -> None:
+    folder = folder_of(kind)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    refused(kind, folder, message)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "medusa"])
+@pytest.mark.parametrize("text", ["[]", "null", "3", '"x"'])
+def test_a_config_that_is_no_object_is_said_to_be(kind: str, text: str, folder_of: Callable[[str], Path]) -> None:
+    folder = folder_of(kind)
+    (folder / "config.json").write_text(text)
+    refused(kind, folder, f"it holds {text}, and names with values are looked for")
+
+
+@pytest.mark.parametrize("content", [[1, 2], {"fc.weight": 1}])
+def test_weights_that_are_none_are_said_to_be(content: Any, folder_of: Callable[[str], Path]) -> None:
+    folder = folder_of("eagle3")
+    torch.save(content, folder / "pytorch_model.bin")
+    refused("eagle3", folder, "no mapping of names to tensors", "pytorch_model.bin")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": {"a": 1}}'])
+def test_an_index_of_weights_that_is_none_is_said_to_be(text: str, folder_of: Callable[[str], Path]) -> None:
+    folder = folder_of("shards")
+    (folder / "model.safetensors.index.json").write_text(text)
+    refused("shards", folder, "dflash: ", "model.safetensors.index.json")
