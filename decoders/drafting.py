@@ -196,9 +196,12 @@ class DraftVocabulary:
             t2d: ``[V]`` bool, which of the target's tokens there are, in order. One of the two is enough.
 
         Raises:
-            UnsupportedError: they disagree, or name tokens that the target does not have.
+            UnsupportedError: they are no lists, disagree, or name no token or one that the target does not have.
         """
         ids: Tensor | None = None
+        for name, table in (("d2t", d2t), ("t2d", t2d)):
+            if table is not None and (table.dim() != 1 or not len(table)):
+                raise UnsupportedError(f"{name} is {list(table.shape)}, not a list of one entry or more")
         if d2t is not None:
             ids = torch.arange(len(d2t), device=d2t.device) + d2t.long()
         if t2d is not None:
@@ -206,6 +209,8 @@ class DraftVocabulary:
             if ids is not None and not torch.equal(ids.sort().values, named):
                 raise UnsupportedError("d2t and t2d name different tokens of the target")
             ids = named if ids is None else ids
+        if ids is not None and not len(ids):
+            raise UnsupportedError("t2d names no token of the target")
         if ids is not None and (int(ids.min()) < 0 or int(ids.max()) >= size or len(ids.unique()) < len(ids)):
             raise UnsupportedError(f"a draft vocabulary names tokens outside of 0 … {size - 1}, or one twice")
         return DraftVocabulary(size, ids)

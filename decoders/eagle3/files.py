@@ -156,7 +156,15 @@ def _load(path: Path, stamp: Stamp, device: torch.device, dtype: torch.dtype) ->
         return Eagle3Files(filled(eagle, state, weights, "eagle3", device, dtype), vocabulary)
     if d2t is None and t2d is None and config.draft_vocab_size != config.layer.vocab_size:
         raise SettingsError(f"eagle3: {weights} has a reduced vocabulary, and neither d2t nor t2d to tell which")
-    vocabulary = DraftVocabulary.of(config.layer.vocab_size, d2t, t2d)
+    try:
+        vocabulary = DraftVocabulary.of(config.layer.vocab_size, d2t, t2d)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"eagle3: {weights}: {error}") from error
+    if len(vocabulary) != config.draft_vocab_size:
+        raise SettingsError(
+            f"eagle3: {weights}: d2t and t2d name {len(vocabulary)} tokens, and draft_vocab_size of {CONFIG} is "
+            f"{config.draft_vocab_size}"
+        )
     ids = vocabulary.ids.to(device) if vocabulary.ids is not None else None
     with torch.random.fork_rng(devices=[]):
         head = Eagle3Head(config, embeds="embed_tokens.weight" in state)

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from decoders.errors import SettingsError
+from decoders.errors import SettingsError, UnsupportedError
 from decoders.strategies import DFlash, Eagle3, Medusa
 from decoders.strategy import Strategy
 from decoders.testing import decode, prompts
@@ -126,3 +128,31 @@ def test_an_index_of_weights_that_is_none_is_said_to_be(text: str, folder_of: Ca
     folder = folder_of("shards")
     (folder / "model.safetensors.index.json").write_text(text)
     refused("shards", folder, "dflash: ", "model.safetensors.index.json")
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    [
+        (dict(d2t=lambda t: t + 500), UnsupportedError, "d2t and t2d name different tokens of the target"),
+        (dict(d2t=lambda t: t + 500, t2d=None), UnsupportedError, "names tokens outside of 0 … 127, or one twice"),
+        (dict(d2t=lambda t: t[:0], t2d=None), UnsupportedError, "d2t is [0], not a list of one entry or more"),
+        (dict(d2t=None, t2d=lambda t: ~t | t), SettingsError, "d2t and t2d name 128 tokens, and draft_vocab_size"),
+        (dict(d2t=None, t2d=lambda t: t & ~t), UnsupportedError, "t2d names no token of the target"),
+        (
+            dict(d2t=lambda t: t[:5], t2d=None),
+            SettingsError,
+            "name 5 tokens, and draft_vocab_size of config.json is 96",
+        ),
+    ],
+)
+def test_tables_of_a_smaller_vocabulary_that_do_not_fit_are_named(
+    changes: dict[str, Callable[[Tensor], Tensor] | None], error: Any, message: str, folder_of: Callable[[str], Path]
+) -> None:
+    folder = folder_of("speculators")
+    state = load_file(folder / "model.safetensors")
+    for name, change in changes.items():
+        table = state.pop(name)
+        if change is not None:
+            state[name] = change(table)
+    save_file(state, folder / "model.safetensors")
+    refused("speculators", folder, message, "model.safetensors", error)
