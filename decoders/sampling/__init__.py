@@ -6,7 +6,7 @@ For strategies that have scores of their own: ``process`` treats them as the tar
 
 from .choice import Candidates, candidates
 from .processors import Masks, SamplingInputs, SamplingPlan, choose, gumbel_noise, mix64, process
-from .selection import largest
+from .top import largest
 
 __all__ = [
     "Candidates", "Masks", "SamplingInputs", "SamplingPlan", "candidates", "choose", "gumbel_noise", "largest", "mix64", "process",

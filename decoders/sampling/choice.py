@@ -24,7 +24,8 @@ from .processors import (
     process,
 )
 from .processors import choose as choose_of_all
-from .selection import NEVER, Operations, Selection, by_reference, first_largest, largest, select
+from .selection import NEVER, Operations, Selection, by_reference, select
+from .top import first_largest, largest
 
 #: Vocabularies up to this are drawn from with the noise of all their tokens.
 _FEW = 4096

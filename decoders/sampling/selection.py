@@ -15,13 +15,10 @@ import torch
 from torch import Tensor
 
 from .processors import OPERATIONS, at_temperature
+from .top import first_largest, largest
 
 #: How many of the largest are looked at first: mostly enough.
 FIRST = 64
-#: Tokens that share one maximum in the search for the largest.
-BLOCK = 64
-#: So many scores are sorted sooner than looked through in several operations.
-FEW = 2**17
 #: Half the distance from 1 to the next float32: the largest relative error of one operation.
 _ROUNDING = 2.0**-24
 #: float32 numbers that a vector register holds: as many partial sums softmax adds up. 4 is the least of any CPU.
@@ -69,45 +66,6 @@ class Selection:
 def _sure(scores: Tensor, tokens: Tensor) -> Selection:
     unsure = torch.zeros_like(tokens, dtype=torch.bool)
     return Selection(scores, tokens, unsure, unsure.new_zeros(len(scores)))
-
-
-def largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest scores of every row of ``[R, V]``, in descending order, and their tokens, ``[R, count]`` int64.
-
-    What ``topk`` gives (of equal scores any may come first, and fewer than `count` come where the vocabulary is smaller), without a
-    pass that sorts: the `count` largest lie in the `count` blocks with the largest maxima, and maxima are taken at the speed of
-    memory. Made for the CPU.
-    """
-    vocab = scores.shape[-1]
-    blocks = vocab // BLOCK
-    if 2 * count >= blocks or scores.numel() <= FEW:
-        top = scores.topk(min(count, vocab))
-        return top.values, top.indices
-    blocked = scores[:, : blocks * BLOCK].unflatten(-1, (blocks, BLOCK))
-    best = blocked.amax(-1).topk(count, sorted=False).indices  # [R, count]
-    row = torch.arange(len(scores), device=scores.device)[:, None]
-    pool = torch.cat([blocked[row, best].flatten(1), scores[:, blocks * BLOCK :]], -1)
-    top = pool.topk(count)
-    inside = best.gather(1, (top.indices // BLOCK).clamp(max=count - 1)) * BLOCK + top.indices % BLOCK
-    behind = top.indices + (blocks - count) * BLOCK  # the vocabulary's end, which fills no block
-    return top.values, torch.where(top.indices < count * BLOCK, inside, behind)
-
-
-def first_largest(scores: Tensor) -> Tensor:
-    """``argmax`` over the last axis of ``[..., V]``: of equals the first."""
-    vocab = scores.shape[-1]
-    blocks = vocab // BLOCK
-    if blocks < BLOCK:
-        return scores.argmax(-1)
-    blocked = scores[..., : blocks * BLOCK].unflatten(-1, (blocks, BLOCK))
-    maxima = blocked.amax(-1)
-    block = maxima.argmax(-1, keepdim=True)  # [..., 1]
-    inside = blocked.gather(-2, block[..., None].expand(*block.shape, BLOCK))[..., 0, :]
-    best = block[..., 0] * BLOCK + inside.argmax(-1)
-    if blocks * BLOCK == vocab:
-        return best
-    rest = scores[..., blocks * BLOCK :]
-    return torch.where(rest.amax(-1) > maxima.amax(-1), blocks * BLOCK + rest.argmax(-1), best)
 
 
 def select(scores: Tensor, operations: Operations, at_least: int) -> Selection:

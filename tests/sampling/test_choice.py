@@ -12,7 +12,7 @@ from transformers.generation import logits_process as hf
 from decoders.sampling import choice as module
 from decoders.sampling.choice import Candidates, candidates
 from decoders.sampling.processors import Masks, SamplingInputs, SamplingPlan, choose, gumbel_noise, process, row_keys
-from decoders.sampling.selection import first_largest, largest
+from decoders.sampling.top import first_largest, largest
 
 CPU = torch.device("cpu")
 NEVER = float("-inf")
