@@ -85,7 +85,7 @@ class DFlash(ReadsFeatures):
         layers = read_config(self._folder).layers
         if not all(0 <= layer < count for layer in layers):
             raise SettingsError(
-                f"dflash: the draft model reads layers {', '.join(map(str, layers))} of a target that has {count}"
+                f"dflash: the draft model in {self._folder} reads layers {', '.join(map(str, layers))} of a target that has {count}"
             )
         return layers
 
@@ -104,7 +104,9 @@ class DFlash(ReadsFeatures):
         most = config.block_size - 1
         length = s.length or most
         if length > most:
-            raise SettingsError(f"dflash: length is {length}, and the draft model was trained to draft {most} tokens")
+            raise SettingsError(
+                f"dflash: length is {length}, and the draft model in {self._folder} was trained to draft {most} tokens"
+            )
         children = min(s.children, context.vocab_size)
         tree = shape_of(self.name, s.tree, length, children, s.nodes, s.beam, context)
         drafter = DFlashDrafter(context, config, network, length, tree.children)

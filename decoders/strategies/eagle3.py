@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ..drafting import ModulePasses
-from ..eagle3.eagle1 import EagleHead
+from ..eagle3.eagle1 import EagleConfig, EagleHead
 from ..eagle3.files import Eagle3Files, find_head, load_head, read_config
 from ..errors import SettingsError, UnsupportedError
 from ..settings import Settings
@@ -70,10 +70,24 @@ class Eagle3(ReadsFeatures):
 
     def layers_for(self, config: Any, count: int) -> tuple[int, ...]:
         s: Eagle3Settings = self.settings
-        layers = s.layers or read_config(find_head(s.head, config)).layers_of(count)
-        if s.layers is None and not all(0 <= layer < count for layer in layers):
+        folder = find_head(s.head, config)
+        head, width = read_config(folder), config.get_text_config(decoder=True).hidden_size
+        if isinstance(head, EagleConfig):
+            if s.layers:
+                raise SettingsError(
+                    f"eagle3: layers={s.layers}, and the head in {folder} is one of EAGLE or EAGLE-2, which reads none, but what the "
+                    "target's output head reads: leave layers= out"
+                )
+            return ()
+        if head.target_hidden_size != width:
             raise SettingsError(
-                f"eagle3: the head reads layers {', '.join(map(str, layers))} of a target that has {count}: name others as layers="
+                f"eagle3: the head in {folder} reads layers of hidden size {head.target_hidden_size}, this model has {width}"
+            )
+        layers = s.layers or head.layers_of(count)
+        if not s.layers and not all(0 <= layer < count for layer in layers):
+            raise SettingsError(
+                f"eagle3: the head in {folder} reads layers {', '.join(map(str, layers))} of a target that has {count}: name others "
+                "as layers="
             )
         return layers
 

@@ -13,12 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import decoders
 from decoders.errors import SettingsError, UnsupportedError
 from decoders.strategies import DFlash, Eagle3, Medusa
 from decoders.strategy import Strategy
-from decoders.testing import decode, prompts
+from decoders.testing import decode, prompts, tiny_model
 
-from . import test_dflash, test_eagle3
+from . import test_dflash, test_eagle1, test_eagle3
 from .conftest import random_heads
 
 #: How each kind of folder is written, and drafted with.
@@ -156,3 +157,20 @@ def test_tables_of_a_smaller_vocabulary_that_do_not_fit_are_named(
             state[name] = change(table)
     save_file(state, folder / "model.safetensors")
     refused("speculators", folder, message, "model.safetensors", error)
+
+
+def test_layers_for_a_head_that_reads_none_are_refused(tmp_path: Path) -> None:
+    torch.save(test_eagle1.weights(bias=False), tmp_path / "pytorch_model.bin")
+    (tmp_path / "config.json").write_text(json.dumps(test_eagle1.CONFIG))
+    with pytest.raises(SettingsError, match=r"layers=\(0, 1\), and the head in .* leave layers= out") as raised:
+        decode(test_eagle1.target(), prompts(1), Eagle3(head=str(tmp_path), layers=(0, 1)), max_new_tokens=2)
+    assert str(tmp_path) in str(raised.value)
+
+
+def test_a_head_of_another_width_is_said_to_be_before_its_layers() -> None:
+    model = decoders.enable(tiny_model("llama"))
+    for layers in (None, (0, 1, -1)):
+        with pytest.raises(
+            SettingsError, match="models/target/eagle3 reads layers of hidden size 256, this model has 32"
+        ):
+            decode(model, prompts(1), Eagle3(head="demo", layers=layers), max_new_tokens=2)
