@@ -96,7 +96,7 @@ class LlamaLayerConfig(FileConfig):
     @classmethod
     def _known_rope(cls, rope: dict[str, Any]) -> dict[str, Any]:
         kind, choices = rope.get("rope_type", rope.get("type", "default")), {"default", *ROPE_INIT_FUNCTIONS}
-        if kind not in choices:
+        if str(kind) not in choices:
             raise ValueError(f"Unknown rope_type {kind!r}. {suggest(str(kind), choices)}")
         return rope
 

@@ -62,6 +62,7 @@ def folder_of(tmp_path: Path) -> Callable[[str], Path]:
         ("eagle3", dict(rope_theta=0), "rope_theta: Input should be greater than 0 (got 0)"),
         ("eagle3", dict(hidden_act="silo"), "hidden_act: Unknown activation. Did you mean 'silu'?"),
         ("eagle3", dict(rope_scaling=dict(type="weird")), "rope_scaling: Unknown rope_type 'weird'. Choose from: default, dynamic"),
+        ("eagle3", dict(rope_scaling=dict(type=["yarn"])), "rope_scaling: Unknown rope_type ['yarn']"),
         ("eagle3", dict(rope_scaling=dict(rope_type="llama3")), "low_freq_factor"),
         ("eagle3", dict(rope_scaling=5), "rope_scaling: Input should be a valid dictionary (got 5)"),
         ("eagle3", dict(draft_vocab_size="x"), "draft_vocab_size: Input should be a number (got 'x')"),
