@@ -865,7 +865,9 @@ def test_a_request_takes_the_row_of_one_that_has_left_without_a_copy(
 
     monkeypatch.setattr(RowPool, "exchange", spied)
     monkeypatch.setattr(Lane, "_rebatch", counted)
-    monkeypatch.setattr(ForwardPass, "mixes", lambda *_, single: False)  # or the others would go on without it while it is read
+    monkeypatch.setattr(
+        ForwardPass, "mixes", lambda *_, single: False
+    )  # or the others would go on without it while it is read
     with scheduler_of(llama, rows=3, decoders_config={"compile": False}) as scheduler:
         asked = [scheduler.submit(text_of(seed, 6), max_new_tokens=30 + 5 * seed) for seed in range(6)]
         for generation in asked:
