@@ -176,13 +176,13 @@ class _Given(nn.Module):
 
     def __init__(self, replaced: Callable, given: _HiddenStates) -> None:
         super().__init__()
-        vars(self).update(_replaced=replaced, _given=given)  # as no part of this module
+        vars(self).update(replaced=replaced, given=given)  # as no part of this module
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             return super().__getattr__(name)
-        value = getattr(self._replaced, name)
-        return _Given(value, self._given) if callable(value) else value
+        value = getattr(self.replaced, name)
+        return _Given(value, self.given) if callable(value) else value
 
     def forward(self, *args: object, **kwargs: object) -> _Output:
-        return _Output(last_hidden_state=self._given.hidden)
+        return _Output(last_hidden_state=self.given.hidden)

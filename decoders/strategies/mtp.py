@@ -179,20 +179,19 @@ def _with_ready_masks(kind: type) -> type:
 
 
 #: By model: what its passes were made of, and they.
-_passes: weakref.WeakKeyDictionary[nn.Module, tuple[tuple, nn.Module]] = weakref.WeakKeyDictionary()
+_passes: weakref.WeakKeyDictionary[nn.Module, tuple[tuple, _Passes]] = weakref.WeakKeyDictionary()
 
 
 def passes_of(layers: MtpModel, context: Context) -> nn.Module:
     """The module that :attr:`Context.module` is given, the same for the same layers, dtype and device."""
     model, dtype, device = context.model, dtype_of(context), context.device
-    own = list(layers.layers.parameters())
-    alike = matrix_dtype(layers) == dtype and {tensor.device for tensor in own} == {device}
-    # A converted copy is of the weights that it was made of.
-    values = () if alike else tuple((tensor.data_ptr(), writes(tensor)) for tensor in own)
-    origin = (layers, model.get_input_embeddings(), dtype, device, values)
-    if model not in _passes or _passes[model][0] != origin:
-        _passes[model] = origin, _Passes(fitted(layers, model, None if alike else (device, dtype)))
-    return _passes[model][1]
+    alike = matrix_dtype(layers) == dtype and {tensor.device for tensor in layers.layers.parameters()} == {device}
+    origin = (layers, model.get_input_embeddings(), dtype, device)
+    made, passes = _passes.get(model, (None, None))
+    if passes is None or made != origin or not (alike or converted(layers, passes.layers)):
+        passes = _Passes(fitted(layers, model, None if alike else (device, dtype)))
+        _passes[model] = origin, passes
+    return passes
 
 
 def fitted(layers: MtpModel, model: PreTrainedModel, place: tuple[torch.device, torch.dtype] | None) -> MtpModel:
@@ -201,8 +200,8 @@ def fitted(layers: MtpModel, model: PreTrainedModel, place: tuple[torch.device, 
     Args:
         place: device and dtype of copies that stand for these modules; None: the modules themselves.
     """
-    twin = copy.copy(layers)
-    vars(twin)["_modules"] = dict(layers._modules)
+    shared = (layers.config, *layers.children())
+    twin = copy.deepcopy(layers, {id(part): part for part in shared})
     twin.tie_with_main_model(model)
     tied = {id(module) for module in (twin.embed_tokens, twin.shared_head, twin.rotary_emb)}
     for name, module in list(twin.named_children()):
@@ -211,14 +210,15 @@ def fitted(layers: MtpModel, model: PreTrainedModel, place: tuple[torch.device, 
     return twin
 
 
+def converted(layers: MtpModel, twin: MtpModel) -> bool:
+    """Whether the copies in `twin` still have the values of `layers`, which may have been trained since."""
+    pairs = zip(layers.layers.parameters(), twin.layers.parameters(), strict=True)
+    return all(torch.equal(own.to(other), other) for own, other in pairs)
+
+
 def matrix_dtype(layers: MtpModel) -> torch.dtype:
     """What the largest matrix is in: a norm, or the bias of a router, may be in another dtype."""
     return max((p for p in layers.layers.parameters() if p.is_floating_point()), key=torch.numel).dtype
-
-
-def writes(tensor: Tensor) -> int:
-    """How often `tensor` was written to in place, as far as torch counts."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def use_mtp_layers(model: PreTrainedModel, layers: MtpModel | None) -> None:
