@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..demo.shapes import TOKENS
+from ..demo.shapes import LOOP_STEPS, TOKENS
 from ..errors import SettingsError
 
 app = typer.Typer(no_args_is_help=True, help="Train models.")
@@ -26,6 +26,12 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seed of weights and data order.")] = 0,
     target_tokens: Annotated[int, typer.Option(min=1, help="Training tokens of the target.")] = TOKENS["target"],
     draft_tokens: Annotated[int, typer.Option(min=1, help="Training tokens of the draft.")] = TOKENS["draft"],
+    loop_steps: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Steps after that, of each model, in which the loops of its own text are made unlikely."
+        ),
+    ] = LOOP_STEPS,
     resume: Annotated[bool, typer.Option(help="Continue from checkpoints under the directory.")] = True,
     compile: Annotated[bool, typer.Option(help="Compile the training step.")] = True,
     bf16: Annotated[bool, typer.Option(help="Compute in bfloat16.")] = True,
@@ -44,6 +50,7 @@ def demo(
         seed=seed,
         target_tokens=target_tokens,
         draft_tokens=draft_tokens,
+        loop_steps=loop_steps,
         resume=resume,
         compile=compile,
         bf16=bf16,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,14 @@ eagle3`), lie in the folders `medusa` and `eagle3` beside this file, with cards 
 """
 
 
+@dataclass(frozen=True, kw_only=True)
+class Leg:
+    """A part of the training: on files, or against loops."""
+
+    steps: int
+    seconds: float
+
+
 @dataclass(frozen=True)
 class Files:
     """How many source files were trained on and how many held out."""
@@ -30,10 +38,9 @@ class Files:
 
 
 def text(
-    name: str, learner: DemoLearner, files: Files, *, step: int, seconds: float,
-    figures: Mapping[str, float] | None = None,
-) -> str:  # fmt: skip
-    """The card of model `name` after `step` steps, which took `seconds`; without `figures` training is not finished."""
+    name: str, learner: DemoLearner, files: Files, legs: Sequence[Leg], figures: Mapping[str, float] | None = None
+) -> str:
+    """The card of model `name` after `legs`, on files and against loops; without `figures` training is not finished."""
     training, shape = learner.training, learner.training.shape
     parameters = sum(parameter.numel() for parameter in learner.model.parameters())
     other = "draft" if name == "target" else "target"
@@ -49,8 +56,7 @@ tags: [code, python, speculative-decoding]
 # {name}: one of two demo models of hf-decoders
 
 A Llama-style model of {parameters:,} parameters for Python code, made to show and measure decoding strategies on a
-laptop CPU. Its partner, `{other}`, has the same tokenizer. It is far too small to write code anyone should run: greedy
-text often falls into a loop, which flatters every strategy that drafts from the text so far.
+laptop CPU. Its partner, `{other}`, has the same tokenizer. It is far too small to write code anyone should run.
 
 | | |
 |---|---|
@@ -73,14 +79,25 @@ About {EDIT_SHARE:.0%} of the training rows are an *edit task* made from trainin
 model of this size to copy from its context, as large models do.
 
 ## Training
-{step * learner.positions:,} tokens seen (seed {training.seed}; {training.rows} rows of {training.length} a step).
-{seconds / 60:.0f} minutes on a CPU. Muon for the hidden matrices, AdamW for embeddings and norms.
+{legs[0].steps * learner.positions:,} tokens seen (seed {training.seed}; {training.rows} rows of {training.length} a step).
+{legs[0].seconds / 60:.0f} minutes on a CPU. Muon for the hidden matrices, AdamW for embeddings and norms.
 Peak learning rate {shape.learning_rate:g}, warm-up, stable, linear decay over the last fifth.
+{_against_loops(legs[1:])}
 Reproduce with `decoders train demo`.
 
 ## Held-out figures
 {_figures(figures)}
 {HEADS if name == "target" else ""}"""
+
+
+def _against_loops(legs: Sequence[Leg]) -> str:
+    if not legs:
+        return "Not yet trained against loops."
+    steps, minutes = legs[0].steps, legs[0].seconds / 60
+    return f"""Then {steps} steps, {minutes:.0f} minutes, in which loops in what the model itself writes greedily were made
+unlikely beside the likelihood of the files (unlikelihood training, Welleck et al. 2020, arXiv 1908.04319).
+Without them a model of this size soon writes the same lines for ever, which flatters every strategy that drafts
+from the text so far."""
 
 
 def _figures(figures: Mapping[str, float] | None) -> str:
@@ -92,4 +109,7 @@ def _figures(figures: Mapping[str, float] | None) -> str:
 | Bits per byte | {figures["bits_per_byte"]:.3f} |
 | Greedy next-token accuracy | {figures["accuracy"]:.1%} |
 | Draft and target choose the same greedy token | {figures["agreement"]:.1%} |
-| Measured on | {figures["tokens"]:,.0f} tokens, {figures["bytes"]:,.0f} bytes of the held-out files |"""
+| Greedy text that goes on with a loop | {figures["looping"]:.1%} ({figures["looping_before"]:.1%} before the steps against loops) |
+| Measured on | {figures["tokens"]:,.0f} tokens, {figures["bytes"]:,.0f} bytes of the held-out files |
+
+Loops: of 192 tokens after each of 64 places in the held-out files, those that repeat a passage for the second time or more."""

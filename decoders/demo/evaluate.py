@@ -1,4 +1,4 @@
-"""Figures on the held-out files: loss, bits per byte, and how often draft and target agree."""
+"""Figures on the held-out files: loss, bits per byte, how often draft and target agree, and how much of the text loops."""
 
 from __future__ import annotations
 
@@ -72,3 +72,28 @@ def agreement(
             same += int((chosen[0] == chosen[1]).sum())
             count += chosen[0].numel()
     return same / count
+
+
+def looping(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    sources: list[Source],
+    *,
+    prompt: int = 64,
+    length: int = 256,
+    rows: int = 64,
+) -> float:
+    """Share of greedy text that goes on with a loop: of `length - prompt` tokens each after the beginnings of `rows` windows.
+
+    The windows of `length` tokens lie evenly in the sources; nan where these have none.
+    """
+    import torch
+
+    from ..common.repetition import in_loops
+    from ..training.texts import own_texts
+
+    cut = [ids[:, :length] for ids in windows(sources, tokenizer, length=length, rows=1) if ids.shape[1] > length]
+    if not cut:
+        return math.nan
+    beginnings = torch.cat(cut[:: math.ceil(len(cut) / rows)])
+    return in_loops(own_texts(model, beginnings, 1.0, prompt).ids)[:, prompt:].float().mean().item()

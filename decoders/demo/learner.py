@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -88,7 +88,7 @@ class DemoLearner(Learner):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(training.seed)
             self.model = training.shape.model(vocabulary=len(tokenizer))
-        self.optimizers = _optimizers(self.model, training)
+        self.optimizers = optimizers_of(self.model, rate=training.shape.learning_rate, decay=training.weight_decay)
         self.positions = training.rows * training.length
         self._loss_of: Callable[[Tensor], Tensor] = torch.compile(self._loss) if compile else self._loss
 
@@ -97,9 +97,13 @@ class DemoLearner(Learner):
         loss.backward()
         return loss.detach()
 
+    def autocast(self) -> AbstractContextManager[object]:
+        """What forward passes run in."""
+        return torch.autocast("cpu", torch.bfloat16) if self.bf16 else nullcontext()
+
     def _loss(self, ids: Tensor) -> Tensor:
         """ids: [B, T + 1] int64 -> mean cross-entropy in nats, scalar."""
-        with torch.autocast("cpu", torch.bfloat16) if self.bf16 else nullcontext():
+        with self.autocast():
             logits = self.model(input_ids=ids[:, :-1], use_cache=False).logits
         return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
 
@@ -133,7 +137,7 @@ class DemoLearner(Learner):
         partial.rmdir()
 
 
-def _optimizers(model: torch.nn.Module, training: DemoTraining) -> tuple[torch.optim.Optimizer, ...]:
+def optimizers_of(model: torch.nn.Module, *, rate: float, decay: float) -> tuple[torch.optim.Optimizer, ...]:
     """Muon for the hidden matrices, AdamW for the embedding and the norms (Muon is not defined for them).
 
     `match_rms_adamw` scales Muon's updates to AdamW's, so that one learning rate serves both.
@@ -144,7 +148,6 @@ def _optimizers(model: torch.nn.Module, training: DemoTraining) -> tuple[torch.o
     for name, parameter in model.named_parameters():
         group = norms if parameter.dim() < 2 else embeddings if "embed" in name else hidden
         group.append(parameter)
-    rate, decay = training.shape.learning_rate, training.weight_decay
     return (
         torch.optim.Muon(hidden, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(

@@ -54,3 +54,5 @@ SHAPES = {
 
 # Training tokens of the shipped models.
 TOKENS = {"target": 17_469_440, "draft": 20_480_000}
+# Steps of the shipped models against loops.
+LOOP_STEPS = 400

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..training import Trainer, TrainingError
+from ..training import Learner, Run, Trainer, TrainingError
 from . import card, corpus
 from .batches import Batches
-from .evaluate import agreement, evaluate
+from .evaluate import agreement, evaluate, looping
 from .learner import DemoLearner, DemoTraining
-from .shapes import SHAPES, TOKENS, DemoShape
+from .shapes import LOOP_STEPS, SHAPES, TOKENS, DemoShape
 from .tokenizer import train_tokenizer
+from .unlikelihood import UnlikelihoodLearner, UnlikelihoodTraining
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from transformers import LlamaForCausalLM
 
 
 def train_demo(
@@ -26,6 +30,7 @@ def train_demo(
     seed: int = 0,
     target_tokens: int = TOKENS["target"],
     draft_tokens: int = TOKENS["draft"],
+    loop_steps: int = LOOP_STEPS,
     resume: bool = True,
     compile: bool = True,
     bf16: bool = True,
@@ -38,7 +43,9 @@ def train_demo(
 ) -> dict[str, dict[str, float]]:
     """Trains tokenizer, draft and target, writes them to `out_dir/{draft,target}`, and returns each model's figures.
 
-    The figures are those of `decoders.demo.evaluate.evaluate` on the held-out files, and `agreement`.
+    Each learns from `target_tokens` or `draft_tokens` of files, and then for `loop_steps` not to go round in circles
+    (:class:`UnlikelihoodLearner`). The figures are those of `decoders.demo.evaluate.evaluate` on the held-out files,
+    `agreement`, and `looping` after and before those steps.
 
     At every checkpoint the model is also written as it stands, so that it can be tried while training goes on. With
     `resume`, checkpoints under `out_dir/checkpoints` are continued, and the result is that of a run that was never
@@ -61,34 +68,69 @@ def train_demo(
     batches = Batches(train, tokenizer, seed=seed, rows=rows, length=length)
     files = card.Files(train=len(train), held_out=len(held_out))
 
-    trainers: dict[str, Trainer] = {}
-    learners: dict[str, DemoLearner] = {}
+    courses: dict[str, _Course] = {}
     for name, tokens in (("draft", draft_tokens), ("target", target_tokens)):
         training = DemoTraining(shape=shapes[name], tokens=tokens, seed=seed, rows=rows, length=length)
-        learner = learners[name] = DemoLearner(training, tokenizer, batches, compile=compile, bf16=bf16)
-        trainer = trainers[name] = Trainer(learner, training.run(corpus.digest(train)))
-        export = partial(_export, out_dir / name, name, trainer, learner, files)
-        trainer.train(
-            name, checkpoints / f"{name}.pt", resume=resume, checkpoint_minutes=checkpoint_minutes, console=console,
-            on_checkpoint=export,
-        )  # fmt: skip
-        export()
+        learner = DemoLearner(training, tokenizer, batches, compile=compile, bf16=bf16)
+        course = courses[name] = _Course(name, learner, out_dir / name, files)
+        train_leg = partial(course.train, resume=resume, checkpoint_minutes=checkpoint_minutes, console=console)
+        train_leg(name, learner, training.run(corpus.digest(train)), checkpoints / f"{name}.pt")
+        course.looping = looping(course.model(), tokenizer, held_out)
+        against = UnlikelihoodLearner(learner, UnlikelihoodTraining(steps=loop_steps), first_step=training.steps)
+        train_leg(f"{name} against loops", against, against.run(), checkpoints / f"{name}-loops.pt")
+        course.export()
 
-    # Figures are of the rounded weights, the ones that are shipped.
-    models = {name: learner.rounded().float().eval() for name, learner in learners.items()}
+    models = {name: course.model() for name, course in courses.items()}
     agreed = agreement(models["draft"], models["target"], tokenizer, held_out)
     figures = {}
-    for name, learner in learners.items():
-        figures[name] = {**evaluate(models[name], tokenizer, held_out), "agreement": agreed}
-        _export(out_dir / name, name, trainers[name], learner, files, figures[name])
+    for name, model in models.items():
+        figures[name] = {
+            **evaluate(model, tokenizer, held_out),
+            "agreement": agreed,
+            "looping": looping(model, tokenizer, held_out),
+            "looping_before": courses[name].looping,
+        }
+        courses[name].export(figures[name])
     return figures
 
 
-def _export(
-    directory: Path, name: str, trainer: Trainer, learner: DemoLearner, files: card.Files,
-    figures: Mapping[str, float] | None = None,
-) -> None:  # fmt: skip
-    """Writes a model as it stands, with a card that says how far its training got."""
-    learner.export(
-        directory, card.text(name, learner, files, step=trainer.step, seconds=trainer.seconds, figures=figures)
-    )
+@dataclass
+class _Course:
+    """The training of one model: on files, then against loops.
+
+    Attributes:
+        name: "draft" or "target".
+        learner: holds the model.
+        directory: where it is written.
+        files: what it learns from.
+        looping: of the model when it had learnt from files alone.
+        legs: trained so far, the one that runs included.
+    """
+
+    name: str
+    learner: DemoLearner
+    directory: Path
+    files: card.Files
+    looping: float = math.nan
+    legs: list[Trainer] = field(default_factory=list)
+
+    def train(
+        self, title: str, learner: Learner, run: Run, checkpoint: Path, *,
+        resume: bool, checkpoint_minutes: float, console: Console | None,
+    ) -> None:  # fmt: skip
+        """Trains one more leg to its end; at every checkpoint the model is written as it stands."""
+        leg = Trainer(learner, run)
+        self.legs.append(leg)
+        leg.train(
+            title, checkpoint, resume=resume, checkpoint_minutes=checkpoint_minutes, console=console,
+            on_checkpoint=self.export,
+        )  # fmt: skip
+
+    def export(self, figures: Mapping[str, float] | None = None) -> None:
+        """Writes the model as it stands, with a card that says how far its training got."""
+        legs = [card.Leg(steps=leg.step, seconds=leg.seconds) for leg in self.legs]
+        self.learner.export(self.directory, card.text(self.name, self.learner, self.files, legs, figures))
+
+    def model(self) -> LlamaForCausalLM:
+        """The model to measure: with the rounded weights, the ones that are written, in float32."""
+        return self.learner.rounded().float().eval()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import math
+from functools import partial
 
 import pytest
 import torch
@@ -10,11 +12,17 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from decoders import demo
+from decoders.common.repetition import in_loops
 from decoders.demo import corpus
-from decoders.demo.learner import DemoTraining
+from decoders.demo.batches import Batches
+from decoders.demo.evaluate import looping
+from decoders.demo.learner import DemoLearner, DemoTraining
 from decoders.demo.shapes import SHAPES, DemoShape
+from decoders.demo.tokenizer import train_tokenizer
 from decoders.demo.train import train_demo
+from decoders.demo.unlikelihood import UnlikelihoodLearner, UnlikelihoodTraining
 from decoders.training import Trainer, TrainingError
+from decoders.training.texts import own_texts
 
 TINY = DemoShape(hidden=16, layers=1, intermediate=32, heads=2, kv_heads=1, learning_rate=3e-3, vocabulary=300)
 STEP = 2 * 32  # tokens in a step
@@ -26,6 +34,16 @@ def sources():
     return [s for s in corpus.read_sources() if s.path in {"bisect.py", "colorsys.py", "stat.py"}]
 
 
+@pytest.fixture(autouse=True)
+def short_texts(monkeypatch):
+    """How much of the text loops is measured several times in a run: here on a few tokens."""
+    from decoders.demo import train, unlikelihood
+
+    monkeypatch.setattr(train, "looping", partial(looping, length=80, rows=2))
+    settings = partial(unlikelihood.UnlikelihoodTraining, prompt=8, length=32)
+    monkeypatch.setattr(train, "UnlikelihoodTraining", settings)
+
+
 def train(directory, sources, *, steps=4, **settings):
     return train_demo(
         directory,
@@ -33,6 +51,7 @@ def train(directory, sources, *, steps=4, **settings):
         shapes={"target": TINY, "draft": TINY},
         target_tokens=steps * STEP,
         draft_tokens=2 * STEP,
+        loop_steps=2,
         rows=2,
         length=32,
         compile=False,
@@ -67,10 +86,10 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path, sources, monkeypatch):
             if self.run.steps == 4 and step.done == 3:
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(Trainer, "steps", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "cut", sources, checkpoint_minutes=0)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "steps", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train(tmp_path / "cut", sources, checkpoint_minutes=0)
     train(tmp_path / "cut", sources)
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "cut"))
 
@@ -96,7 +115,7 @@ def test_trained_directory_loads_and_its_card_tells(tmp_path, sources):
     assert model.config.vocab_size == len(tokenizer)
     card = (tmp_path / "target" / "README.md").read_text()
     assert card.startswith("---\n")
-    for part in ("PSF-2.0", f"{4 * STEP} tokens seen", "nats per token"):
+    for part in ("PSF-2.0", f"{4 * STEP} tokens seen", "nats per token", "Then 2 steps", "goes on with a loop"):
         assert part in card
     assert "target: step 4 of 4" in log.getvalue()
 
@@ -109,3 +128,36 @@ def test_schedule_warms_up_stays_and_decays_to_zero():
     assert set(rates[200:4000]) == {peak}
     assert rates[4500] == pytest.approx(peak / 2)
     assert rates[-1] == 0
+
+
+def test_a_step_against_loops_adds_the_unlikelihood_of_the_loops_in_what_the_model_writes(sources):
+    tokenizer = train_tokenizer([source.text for source in sources], vocabulary=300)
+    batches = Batches(sources, tokenizer, seed=0, rows=4, length=64)
+    training = DemoTraining(shape=TINY, tokens=0, rows=4, length=64)
+    before = DemoLearner(training, tokenizer, batches, compile=False, bf16=False)
+    learner = UnlikelihoodLearner(before, UnlikelihoodTraining(steps=1, prompt=16, length=64, weight=3.0), first_step=5)
+    model = learner.model
+
+    def gradients():
+        taken = [weight.grad.clone() for weight in model.parameters()]
+        model.zero_grad()
+        return taken
+
+    before.learn(5)
+    of_files = gradients()
+    # A model that has learnt nothing writes the same tokens again and again.
+    ids = own_texts(model, batches.batch(5)[:, :64], 1.0, 16).ids
+    looping = in_loops(ids)[:, 16:]
+    assert looping.float().mean() > 0.3
+    likelihood = model(input_ids=ids).logits[:, 15:-1].softmax(-1).gather(-1, ids[:, 16:, None])[..., 0]
+    (-(1 - likelihood).log() * looping).mean().backward()
+    of_loops = gradients()
+    learner.learn(0)
+    for left, files, loops in zip(gradients(), of_files, of_loops, strict=True):
+        torch.testing.assert_close(left, files + 3 * loops, rtol=1e-3, atol=1e-6)
+
+
+def test_looping_of_too_little_text_is_not_a_number(sources):
+    tokenizer = train_tokenizer([source.text for source in sources], vocabulary=300)
+    short = [corpus.Source("short.py", "x = 1")]
+    assert math.isnan(looping(TINY.model(vocabulary=len(tokenizer)), tokenizer, short))
