@@ -73,7 +73,7 @@ def load(
     path = _directory(directory) / name
     if not (path / "model.safetensors").is_file():
         raise DemoModelMissingError(
-            f"There is no demo model in {path}. Train it with `decoders train demo` (about an hour on a laptop CPU) "
+            f"There is no demo model in {path}. Train it with `decoders train demo` (an hour and a half on a laptop CPU) "
             "and pass the directory it wrote."
         )
     import torch

@@ -49,7 +49,8 @@ def train_demo(
 
     At every checkpoint the model is also written as it stands, so that it can be tried while training goes on. With
     `resume`, checkpoints under `out_dir/checkpoints` are continued, and the result is that of a run that was never
-    interrupted. The same seed, settings, thread count and CPU give the same weights.
+    interrupted; with other numbers of tokens the training on files goes on, too. The same seed, settings, thread count
+    and CPU give the same weights.
 
     With a `console`, shows a progress bar and a line at each checkpoint; without one, prints nothing.
 
@@ -77,7 +78,9 @@ def train_demo(
         train_leg(name, learner, training.run(corpus.digest(train)), checkpoints / f"{name}.pt")
         course.looping = looping(course.model(), tokenizer, held_out)
         against = UnlikelihoodLearner(learner, UnlikelihoodTraining(steps=loop_steps), first_step=training.steps)
-        train_leg(f"{name} against loops", against, against.run(), checkpoints / f"{name}-loops.pt")
+        # A run that is resumed with other numbers keeps what it has learnt from files, and begins this leg anew.
+        stem = f"{name}-loops-{training.steps}-{loop_steps}"
+        train_leg(f"{name} against loops", against, against.run(), checkpoints / f"{stem}.pt")
         course.export()
 
     models = {name: course.model() for name, course in courses.items()}

@@ -51,11 +51,10 @@ def train(directory, sources, *, steps=4, **settings):
         shapes={"target": TINY, "draft": TINY},
         target_tokens=steps * STEP,
         draft_tokens=2 * STEP,
-        loop_steps=2,
         rows=2,
         length=32,
         compile=False,
-        **settings,
+        **{"loop_steps": 2, **settings},
     )
 
 
@@ -92,6 +91,15 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path, sources, monkeypatch):
             train(tmp_path / "cut", sources, checkpoint_minutes=0)
     train(tmp_path / "cut", sources)
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "cut"))
+
+
+def test_a_run_goes_on_with_more_tokens_and_other_steps_against_loops(tmp_path, sources):
+    train(tmp_path, sources)
+    train(tmp_path, sources, steps=6)
+    train(tmp_path, sources, steps=6, loop_steps=3)
+    card = (tmp_path / "target" / "README.md").read_text()
+    assert f"{6 * STEP} tokens seen" in card
+    assert "Then 3 steps" in card
 
 
 def test_checkpoint_of_other_settings_is_refused(tmp_path, sources):
