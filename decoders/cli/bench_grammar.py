@@ -33,7 +33,6 @@ def grammar(
 
     The vocabularies are made up, with the mixture of real ones; grammars have no names with commas.
     """
-
     progress_console, console = consoles(json_file)
     sizes = vocabulary_sizes(vocabulary)
 

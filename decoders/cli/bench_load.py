@@ -62,7 +62,6 @@ def load(
 
     Only tokens that were asked for are counted. The instructions of the bench serve as prompts; nothing stops before its length.
     """
-
     progress_console, console = consoles(json_file)
     chosen, named = pieces(methods) or list(METHODS[:3]), pieces(strategies) or ["autoregressive"]
     for method in chosen:

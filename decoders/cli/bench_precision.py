@@ -35,7 +35,6 @@ def precision(
     ] = None,
 ) -> None:
     """Measure what quantized weights and a quantized cache change: perplexity, the next token, step times, memory."""
-
     progress_console, console = consoles(json_file)
     counts = numbers(nodes, "--nodes takes nodes of a block such as 4,8,12,20")
     names = pieces(precisions) or list(KNOWN)

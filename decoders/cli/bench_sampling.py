@@ -42,7 +42,6 @@ def sampling(
 
     The logits are made up and fall as language models' do; no model is needed.
     """
-
     progress_console, console = consoles(json_file)
     sizes = vocabulary_sizes(vocabulary)
     counts = numbers(nodes, "--nodes takes nodes of a block such as 1,9,33")

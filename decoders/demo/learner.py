@@ -93,7 +93,11 @@ class DemoLearner(Learner):
         self._loss_of: Callable[[Tensor], Tensor] = torch.compile(self._loss) if compile else self._loss
 
     def learn(self, step: int) -> Tensor:
-        loss = self._loss_of(self.batches.batch(step))
+        return self.learn_from(self.batches.batch(step))
+
+    def learn_from(self, ids: Tensor) -> Tensor:
+        """:meth:`learn` of a batch, ids: ``[B, T + 1]`` int64."""
+        loss = self._loss_of(ids)
         loss.backward()
         return loss.detach()
 

@@ -73,9 +73,9 @@ class UnlikelihoodLearner(Learner):
         return Run(steps=self.training.steps, rate=self.training.rate, identity=identity, clip=before.clip)
 
     def learn(self, step: int) -> Tensor:
-        loss = self.before.learn(self.first_step + step)
-        beginnings = self.before.batches.batch(self.first_step + step)[:, : self.training.length]
-        ids = own_texts(self.model, beginnings, 1.0, self.training.prompt).ids
+        batch = self.before.batches.batch(self.first_step + step)
+        loss = self.before.learn_from(batch)
+        ids = own_texts(self.model, batch[:, : self.training.length], 1.0, self.training.prompt).ids
         looping = in_loops(ids)[:, self.training.prompt :]
         if looping.any():
             (self.training.weight * self._unlikelihood(ids, looping)).backward()
