@@ -55,7 +55,8 @@ class Context:
         compile: compiles a plain tensor function without graph breaks, once per model, with sizes left dynamic; gives it
             back as it is when the call runs eagerly. The time of the first call is booked as compile time.
         draft: opens a draft model for this call: ``draft(model, ahead=K)`` gives a
-            :class:`~decoders.drafting.Drafter`, with its own cache and compiled passes.
+            :class:`~decoders.drafting.Drafter`, with its own cache and compiled passes. With ``seldom=True`` it reads the prompts when
+            it first drafts, which may be late or never.
         vocabulary_of: what the tokens of a draft model are where its ids mean others than the target's:
             ``vocabulary_of(model)`` gives an :class:`~decoders.drafting.OtherVocabulary`, or None where they mean the same, or
             where no tokenizers tell. `draft` takes such a model too, if the two have enough tokens in common.
@@ -125,9 +126,14 @@ class Context:
     clock: Callable[[], float] = time.perf_counter
     first_layers: Callable[[int], PreTrainedModel] = _outside_a_call
 
-    def part(self, strategy: Strategy) -> Context:
-        """The same for a strategy that another one is built of: what it keeps is its own, whoever contains it."""
-        return replace(self, memory=partial(self.memory, of=strategy))
+    def part(self, strategy: Strategy, seldom: bool = False) -> Context:
+        """The same for a strategy that another one is built of: what it keeps is its own, whoever contains it.
+
+        Args:
+            seldom: whether it may be asked late or never, as by ``auto``: its draft models read the prompts when they first draft.
+        """
+        draft = partial(self.draft, seldom=True) if seldom else self.draft
+        return replace(self, memory=partial(self.memory, of=strategy), draft=draft)
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,8 @@ class Strategy(Configured, ABC):
             What a guide does counts for the guide: the loop asks it too.
         hidden_layers: decoder layers of the target whose outputs ``Step.layers`` and ``PromptChunk.layers`` hold; 0 is the
             first, -1 the last. Read when a call begins. Taking them is another forward pass to compile.
+        grade_rates: how often draft tokens of each grade (:attr:`Draft.grades`) are right if their parent is, as a rule, from grade 0
+            on: what they are expected to be before any was judged. Empty where it grades nothing, or does not know.
         prompt_logits: whether :meth:`prefill` is handed the prompts' logits: a pass of the output head over every token.
     """
 
@@ -125,6 +127,7 @@ class Strategy(Configured, ABC):
     needs_grammar: bool = False
     on_device: bool = False
     hidden_layers: tuple[int, ...] = ()
+    grade_rates: tuple[float, ...] = ()
     prompt_logits: bool = False
 
     def start(self, context: Context) -> Any:

@@ -6,7 +6,7 @@ whether it was put to the target or not: looking at a drafter costs its drafting
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 #: Weight of the past when a draft token is judged: half of it is forgotten after some four of its kind. Of the deepest ones many
 #: are judged at once, and only where all before them were right: there it is forgotten slowly.
@@ -16,6 +16,8 @@ KEEP, KEEP_DEEPEST = 0.85, 0.98
 PRIOR_WEIGHT, PRIOR = 2.0, 0.3
 #: Depths and ranks from here on are one.
 DEEPEST, LOWEST_RANK = 4, 3
+#: How many draft tokens of a drafter what is said of its grades counts as, before it is held against what they turn out to be.
+GRADES_WEIGHT = 4.0
 #: Weight of the newest step in a row's outlook.
 OUTLOOK_WEIGHT = 1 / 8
 
@@ -30,12 +32,19 @@ class AcceptanceRates:
 
     Args:
         common: what holds for all rows, where these are the rates of one; it is the expectation of what the row has not seen.
+        grade_rates: by drafter's bit, how often its tokens of each grade are right as a rule (:attr:`Strategy.grade_rates`): the
+            expectation of grades that were not seen, in proportion to how far the rule holds for those that were.
     """
 
-    def __init__(self, common: AcceptanceRates | None = None) -> None:
+    def __init__(
+        self, common: AcceptanceRates | None = None, grade_rates: Mapping[int, Sequence[float]] | None = None
+    ) -> None:
         self.common = common
+        self.grade_rates = dict(grade_rates or {})
         self._hits: dict[Kind, float] = {}
         self._trials: dict[Kind, float] = {}
+        self._right: dict[int, float] = {}  # by drafter, of tokens that were graded
+        self._said: dict[int, float] = {}  # and how many of them were to be right by the rule
 
     def rate(self, sources: int, depth: int, rank: int = 0, grade: int = WHICHEVER) -> float:
         """The probability for a draft token of these `sources`."""
@@ -53,6 +62,9 @@ class AcceptanceRates:
         if grade != WHICHEVER:
             kinds.append((sources, depth, rank, grade))
         kinds += [(-(1 << bit), depth, rank, WHICHEVER) for bit in range(sources.bit_length()) if sources >> bit & 1]
+        for drafter, said in self._rules(sources, rank, grade):
+            self._right[drafter] = KEEP_DEEPEST * self._right.get(drafter, 0.0) + right
+            self._said[drafter] = KEEP_DEEPEST * self._said.get(drafter, 0.0) + said
         for kind in kinds:
             self._hits[kind] = keep * self._hits.get(kind, 0.0) + right
             self._trials[kind] = keep * self._trials.get(kind, 0.0) + 1
@@ -70,7 +82,8 @@ class AcceptanceRates:
             return self.common._rate(kind)
         sources, depth, rank, grade = kind
         if grade != WHICHEVER:
-            return self._rate((sources, depth, rank, WHICHEVER))
+            by_rule = [said * self._holds(drafter) for drafter, said in self._rules(sources, rank, grade)]
+            return min(max(by_rule), 1.0) if by_rule else self._rate((sources, depth, rank, WHICHEVER))
         if depth > 1:
             return self._rate((sources, depth - 1, rank, WHICHEVER))
         if rank:
@@ -79,6 +92,19 @@ class AcceptanceRates:
             return PRIOR
         single = [1 << bit for bit in range(sources.bit_length()) if sources >> bit & 1]
         return PRIOR if len(single) == 1 else max(self._rate((source, depth, rank, WHICHEVER)) for source in single)
+
+    def _rules(self, sources: int, rank: int, grade: int) -> list[tuple[int, float]]:
+        """By each drafter of these `sources` that has such a grade, how often its tokens of that are right as a rule."""
+        rules = []
+        for drafter, rates in self.grade_rates.items():
+            if sources & drafter and 0 <= grade < len(rates):
+                said = rates[grade]
+                rules.append((drafter, min(said, (1 - said) / 2 ** (rank + 1)) if rank else said))
+        return rules
+
+    def _holds(self, drafter: int) -> float:
+        """How many times as often as by the rule its tokens are right."""
+        return (self._right.get(drafter, 0.0) + GRADES_WEIGHT) / (self._said.get(drafter, 0.0) + GRADES_WEIGHT)
 
 
 class Proposals:
@@ -191,6 +217,7 @@ class Follower:
     def __init__(self, rates: AcceptanceRates) -> None:
         self.rates = rates
         self.outlook = 0.0
+        self._expected = 0
         self._open: list[tuple[Proposals, int]] = []
 
     def write(self, token: int) -> int:
@@ -211,7 +238,8 @@ class Follower:
 
     def expect(self, tokens: float) -> None:
         """So many of the tokens that this step's proposals hold are expected to be right."""
-        self.outlook += OUTLOOK_WEIGHT * (tokens - self.outlook)
+        self._expected += 1
+        self.outlook += max(OUTLOOK_WEIGHT, 1 / self._expected) * (tokens - self.outlook)
 
     def follow(self, proposals: Proposals) -> None:
         """From here on `proposals` are judged: they continue the row as it is now."""

@@ -39,6 +39,11 @@ class Looks:
         """
         return waited >= int(2 * min(self.wait, most) * (GOLDEN * self.count % 1) + 0.5)
 
+    @property
+    def pays(self) -> bool:
+        """Whether looks bring more than their price at present."""
+        return self.net is not None and not self.wait
+
     def judge(self, net: float, longest: int) -> None:
         """Learns what a look has brought beyond its price. longest: steps to wait at most."""
         self.count += 1

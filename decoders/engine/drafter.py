@@ -46,6 +46,8 @@ class ModelDrafter(Drafter):
         ahead: most nodes that a round writes behind the committed tokens; :meth:`advance` stops there by itself.
         children: see :class:`DraftCore`.
         stage: a strategy that drafts for the draft model.
+        seldom: whether it may be asked late or never: then it reads the prompts when it first drafts. One with a stage reads them at
+            once.
 
     Attributes:
         proposed: nodes of the block that is verified next, its padding not counted; set by whoever puts it to the model.
@@ -53,7 +55,7 @@ class ModelDrafter(Drafter):
 
     def __init__(
         self, call: CallSettings, context: Context, guide: Guide | None, model: PreTrainedModel | str, ahead: int,
-        children: int = 1, stage: Strategy | None = None,
+        children: int = 1, stage: Strategy | None = None, seldom: bool = False,
     ) -> None:  # fmt: skip
         self.call, self.level, self.ahead = call, context.level + 1, ahead
         assert call.request.engine_of is not None, "a request with draft models says whose engines serve"
@@ -94,11 +96,9 @@ class ModelDrafter(Drafter):
         self.counts = DraftCounts(target.device)
         self._name = model if isinstance(model, str) else model.config.name_or_path or type(model).__name__
         self.inner: list[ModelDrafter] = []
-        if opened is not None:
-            chunk, run = call.request.prefill_chunk, self.engine.forward.prefill
-            self.session.prefill(opened.lengths, opened.reusable, chunk, run)
-            # Behind the prompts a draft's slots may hold other nodes than those accepted: they serve no other call.
-            call.stack.callback(self.session.keep, [len(prompt) - 1 for prompt in call.request.prompts])
+        self._unread = opened
+        if not seldom or stage is not None:
+            self._read_prompts()
         self.stage = DraftStage(stage, self._context(context), self.inner, call.stack) if stage is not None else None
 
     def _open(self, slots: int) -> OpenSession:
@@ -108,6 +108,15 @@ class ModelDrafter(Drafter):
         return self.call.stack.enter_context(
             sessions.open(request.prompts, self.ahead, self.call.sampling, slots, request.reuse, shared=True)
         )
+
+    def _read_prompts(self) -> None:
+        """Runs the prompts, unless that has been done."""
+        if self._unread is None:
+            return
+        opened, call, self._unread = self._unread, self.call, None
+        self.session.prefill(opened.lengths, opened.reusable, call.request.prefill_chunk, self.engine.forward.prefill)
+        # Behind the prompts a draft's slots may hold other nodes than those accepted: they serve no other call.
+        call.stack.callback(self.session.keep, [len(prompt) - 1 for prompt in call.request.prompts])
 
     def rebatch(self, rows: Sequence[int], call: CallSettings, context: Context, guide: Guide | None) -> None:
         """Rows have come or gone; only those that are new are read.
@@ -165,6 +174,7 @@ class ModelDrafter(Drafter):
         return self.rows.length
 
     def begin(self, sequences: Sequences) -> None:
+        self._read_prompts()
         self._reach = sequences.tokens.shape[1]
         if isinstance(self.session, SharedSlots):
             self.session.follow()
@@ -348,8 +358,15 @@ def context_draft(
 ) -> Callable[..., Drafter]:
     """``Context.draft`` for the strategy that gets `context`; what it opens is listed in `opened`."""
 
-    def draft(model: PreTrainedModel | str, *, ahead: int, children: int = 1, stage: Strategy | None = None) -> Drafter:
-        opened.append(ModelDrafter(call, context, guide, model, ahead, children, stage))
+    def draft(
+        model: PreTrainedModel | str,
+        *,
+        ahead: int,
+        children: int = 1,
+        stage: Strategy | None = None,
+        seldom: bool = False,
+    ) -> Drafter:
+        opened.append(ModelDrafter(call, context, guide, model, ahead, children, stage, seldom))
         return opened[-1]
 
     return draft

@@ -60,7 +60,7 @@ class FixedBatch:
         self.call.members.append((self.written, 0))
         if request.prune and self.call.batch > 1:  # one row waits for no other
             ends = [len(prompt) + request.new_tokens for prompt in request.prompts]
-            self.call.worth = DraftWorth(engine.node_costs, self.call.batch, ends)
+            self.call.worth = DraftWorth(engine.node_costs, self.call.batch, ends, request.strategy.grade_rates)
 
     def run(self) -> Decoded:
         """Decodes to the end. An exception on the way gets a note, and ``partial``: what was committed before."""

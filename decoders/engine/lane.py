@@ -52,7 +52,7 @@ class Lane:
         self.stack = ExitStack()
         self.call = call = Call(engine, request, self.stack)
         call.capacity = capacity
-        call.worth = DraftWorth(engine.node_costs) if request.prune else None
+        call.worth = DraftWorth(engine.node_costs, grade_rates=request.strategy.grade_rates) if request.prune else None
         static = engine.target.static
         # Where rows are padded to a bucket, the padding must not touch what is read or kept behind them.
         reserved = row_bucket(capacity) if static else 0

@@ -30,10 +30,13 @@ class DraftWorth:
         costs: of the model's steps, as calls before have learnt them.
         rows: how many there are.
         ends: length that no row grows beyond, where all begin together and the call lasts as long as its slowest row.
+        grade_rates: how often draft tokens of each grade are right as a rule (:attr:`Strategy.grade_rates`).
     """
 
-    def __init__(self, costs: NodeCosts, rows: int = 0, ends: Sequence[int] | None = None) -> None:
-        self._common = AcceptanceRates()
+    def __init__(
+        self, costs: NodeCosts, rows: int = 0, ends: Sequence[int] | None = None, grade_rates: Sequence[float] = ()
+    ) -> None:
+        self._common = AcceptanceRates(grade_rates={SOURCE: grade_rates})
         self._rows: list[Follower] = []
         self._proposals: dict[int, Proposals] = {}
         self._costs = costs

@@ -9,7 +9,6 @@ while ``P`` exceeds ``R`` times the seconds that it adds (Dinkelbach 1967 for th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import Field, field_validator
@@ -19,8 +18,9 @@ from ..costs import AcceptanceRates, Follower, row_weights
 from ..errors import DecodersError, SettingsError, UnsupportedError
 from ..settings import Settings, Table
 from ..strategy import Context, Draft, Sequences, Step, Strategy, finish_all
-from .auto_candidates import Candidate, Experience, missing, refuse_unfit
-from .auto_plan import AutoState, Plan
+from .auto_accounts import Ledger
+from .auto_candidates import FIRST_DEPTH, Candidate, Experience, PricesSteps, first_price, missing, refuse_unfit
+from .auto_plan import AutoState, Memory, Plan
 
 #: What candidates are set to unless the user sets them: long drafts, of which auto takes as much as pays.
 LONG = {"prompt_lookup": {"length": 24}, "ngram": {"widths": (2, 1, 1, 1, 1, 1, 1, 1)}, "speculative": {"length": 12}}
@@ -49,19 +49,12 @@ class AutoSettings(Settings):
         return tuple(names)
 
 
-@dataclass
-class _Memory:
-    """What is kept between calls: how often the drafters were right, what they cost, and the rate, all of the last calls."""
-
-    rates: AcceptanceRates = field(default_factory=AcceptanceRates)
-    experience: dict[str, Experience] = field(default_factory=dict)
-
-
 class Auto(Strategy):
     """In every step the draft tokens that pay, of whichever drafters propose them; none where none does.
 
-    Never slower than plain decoding but for looking at its candidates, which it does ever less often while they bring nothing:
-    about a hundredth of the time.
+    Never slower than plain decoding but for looking at its candidates, which it does ever less often while they bring nothing, for
+    about a hundredth of the time. A call that has fallen behind plain decoding all the same, by two hundredths, decodes plainly
+    until it can afford another attempt.
     """
 
     name = "auto"
@@ -79,12 +72,13 @@ class Auto(Strategy):
                 "or another strategy"
             )
         self._check_config()
-        memory: _Memory = context.memory("rates", _Memory)
+        memory: Memory = context.memory("rates", Memory)
+        costs: PricesSteps = context.costs(measure=True) or _Flat()
         candidates: list[Candidate] = []
         left_out: dict[str, str] = {}
         for name in self.settings.candidates:
             try:
-                opened = self._opened(context, name, memory)
+                opened = self._opened(context, name, memory, costs)
             except DecodersError as error:
                 finish_all(((c.strategy, c.state) for c in candidates), error)
                 raise
@@ -93,11 +87,11 @@ class Auto(Strategy):
             else:
                 left_out[name] = opened
         common, several = memory.rates, context.rows > 1
+        common.grade_rates = {candidate.bit: candidate.strategy.grade_rates for candidate in candidates}
         rates = [AcceptanceRates(common) for _ in range(context.rows)] if several else [common]
-        return AutoState(
-            candidates, left_out, context.costs(measure=True) or _Flat(), [Follower(r) for r in rates], clock=context.clock,
-            new_tokens=context.new_tokens if several else None,
-        )  # fmt: skip
+        ledger = Ledger(None if context.new_tokens is None else [0] * context.rows)
+        rows = [Follower(r) for r in rates]
+        return AutoState(memory, candidates, left_out, costs, rows, ledger, context.new_tokens, clock=context.clock)
 
     def _check_config(self) -> None:
         unknown = sorted(set(self.settings.config) - set(self.settings.candidates))
@@ -106,7 +100,7 @@ class Auto(Strategy):
                 f"auto: config sets {unknown[0]!r}, which is no candidate: {', '.join(self.settings.candidates)}"
             )
 
-    def _opened(self, context: Context, name: str, memory: _Memory) -> Candidate | str:
+    def _opened(self, context: Context, name: str, memory: Memory, costs: PricesSteps) -> Candidate | str:
         """A candidate that has begun, or why it is left out.
 
         Raises:
@@ -118,29 +112,33 @@ class Auto(Strategy):
         if reason is not None:
             return reason
         try:
-            state = strategy.start(context.part(strategy))
+            state = strategy.start(context.part(strategy, seldom=True))
         except DecodersError as error:
             if name in self.settings.config:
                 raise
             return str(error)
         bit = 1 << self.settings.candidates.index(name)  # it means the same drafter in every call
         known = memory.experience.setdefault(name, Experience())
-        return Candidate(bit, strategy, state, self.settings.nodes, known, context.clock)
+        price = first_price(strategy, context, costs)
+        return Candidate(bit, strategy, state, self.settings.nodes, known, context.clock, price)
 
     def keeps_rows(self, state: AutoState) -> bool:
         return all(candidate.strategy.keeps_rows(candidate.state) for candidate in state.candidates)
 
     def rebatch(self, state: AutoState, rows: Tensor, context: Context) -> AutoState:
         """Rows that stay keep their rates of acceptance; those of all calls are what is expected of new ones."""
-        memory: _Memory = context.memory("rates", _Memory)
         before, costs = state.rows, context.costs(measure=True) or _Flat()
         for candidate in state.candidates:
-            candidate.state = candidate.strategy.rebatch(candidate.state, rows, context.part(candidate.strategy))
+            candidate.state = candidate.strategy.rebatch(
+                candidate.state, rows, context.part(candidate.strategy, seldom=True)
+            )
         # The rate is of as many rows as there were, whose steps cost what these did.
         state.tokens *= context.rows / len(before)
         state.seconds *= costs.step(1) / state.costs.step(1)
         state.costs = costs
-        state.rows = [before[row] if row >= 0 else Follower(AcceptanceRates(memory.rates)) for row in rows.tolist()]
+        state.rows = [
+            before[row] if row >= 0 else Follower(AcceptanceRates(state.memory.rates)) for row in rows.tolist()
+        ]
         state.plan = None
         return state
 
@@ -152,17 +150,19 @@ class Auto(Strategy):
         active = [row for row, ended in enumerate(sequences.finished.tolist()) if not ended]
         if not state.seconds:
             state.tokens, state.seconds = float(len(active)), state.costs.step(1)
-        plan = state.plan = Plan(state, _weights(state, sequences, active), self.settings.nodes, begun)
+        tries = state.ledger.may_try(state.costs.step(1))
+        plan = state.plan = Plan(state, _weights(state, active), self.settings.nodes, begun, tries)
         for candidate in state.candidates:
             limit = None
-            if candidate.limited:
+            if tries and candidate.limited:
                 plan.weigh()
                 limit = plan.depth_of(candidate)
-            candidate.requested_depth = 0
-            if not (limit or candidate.due(state.rate)):
+            if not (tries and (limit or candidate.due(state.rate, state.all_seconds))):
                 candidate.skip()
                 continue
-            drafts = candidate.run(sequences, max(limit or 0, 1) if candidate.limited else None)
+            if candidate.limited and not limit:
+                limit = 1 if candidate.experience.runs else FIRST_DEPTH
+            drafts = candidate.run(sequences, limit)
             for row in active:
                 plan.proposals[row].add(candidate.bit, *drafts[row])
         plan.weigh()
@@ -173,7 +173,8 @@ class Auto(Strategy):
     def observe(self, state: AutoState, step: Step) -> None:
         plan = state.plan
         assert plan is not None
-        seconds = state.clock() - plan.begun
+        observed = state.clock()
+        seconds = observed - plan.begun
         emitted = step.emitted.tolist()
         written = step.chosen.gather(1, step.path).tolist()
         right, credit = 0, dict.fromkeys((c.bit for c in state.candidates), 0.0)
@@ -199,6 +200,10 @@ class Auto(Strategy):
         state.history[-1].tokens += sum(emitted)
         # A step that was interrupted, or that compiled something, says nothing of the rate.
         seconds = min(seconds, 4 * state.costs.step(step.nodes.shape[1]) + plan.chosen - plan.begun)
+        state.memory.seconds += seconds
+        once = sum(candidate.preparing for candidate in state.candidates)
+        drafting = plan.chosen - plan.begun - once + state.clock() - observed
+        plan.book(drafting, {row: emitted[row] for row in plan.active})
         newest = max(RATE_WEIGHT, 1 / (state.steps + 1))
         state.tokens += newest * (worth - state.tokens)
         state.seconds += newest * (seconds - state.seconds)
@@ -220,11 +225,11 @@ class Auto(Strategy):
         }  # fmt: skip
 
 
-def _weights(state: AutoState, sequences: Sequences, active: list[int]) -> dict[int, float]:
+def _weights(state: AutoState, active: list[int]) -> dict[int, float]:
     """What a token is worth in each row that goes on."""
-    if state.new_tokens is None:
+    written = state.ledger.written
+    if state.new_tokens is None or written is None or len(state.rows) == 1:
         return dict.fromkeys(active, 1.0)
-    written = (sequences.length - sequences.prompt_length).tolist()
     left = [state.new_tokens - written[row] for row in active]
     return dict(zip(active, row_weights(left, [state.rows[row].outlook for row in active]), strict=True))
 

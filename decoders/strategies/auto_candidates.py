@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
+
+from transformers import PretrainedConfig
 
 from ..costs import Looks, affordable
 from ..errors import SettingsError, UnsupportedError
 from ..strategy import Context, Sequences, Step, Strategy, check_draft
+from .auto_accounts import FIRST_SHARE, LOOKS_SHARE
 
 #: A drafter that can be looked at every so many steps at little cost is cheap; the dearest is looked at every so many steps.
 CHEAP_WAIT, DEAREST_WAIT = 4, 256
@@ -18,6 +21,15 @@ UNTAUGHT = 16
 PATIENCE = 4
 #: Weight of the newest run in the means of a drafter.
 RUN_WEIGHT = 1 / 4
+#: Tokens that a drafter to which every token costs a pass drafts at first.
+FIRST_DEPTH = 2
+
+
+class PricesSteps(Protocol):
+    """What a step costs, as :class:`~decoders.costs.StepCosts` says."""
+
+    def step(self, nodes: int) -> float:
+        """Seconds."""
 
 
 @dataclass
@@ -28,12 +40,14 @@ class Experience:
         runs: how often it was asked.
         cost: mean seconds of a run; of a token of its draft, where it is limited.
         learning: mean seconds of what it learns from a step, where that can be left out with its draft.
+        lost: seconds of looks that brought nothing. What one call cannot bear is tried in a later one.
         looks: what runs have brought, and how often it is looked at.
     """
 
     runs: int = 0
     cost: float = 0.0
     learning: float = 0.0
+    lost: float = 0.0
     looks: Looks = field(default_factory=Looks)
 
 
@@ -46,6 +60,7 @@ class Candidate:
         depth: most tokens that it drafts on a path.
         experience: of it, kept between calls.
         clock: of the call.
+        first_price: seconds that its first run is expected to take, before there was one.
 
     Attributes:
         limited: whether it drafts as deep as it is told to, so that a token more costs time.
@@ -53,34 +68,48 @@ class Candidate:
         proposed: how many draft tokens it made.
         right: how often the token that was written next stood where it had proposed it.
         seconds: of all its runs, and of what it learnt from steps that it can miss.
+        preparing: seconds of its run in this step, if that was the first one of this call.
         requested_depth: how deep it was told to draft in this step; 1 if it knows no limit, 0 if it was left out.
     """
 
     def __init__(
-        self, bit: int, strategy: Strategy, state: Any, depth: int, experience: Experience, clock: Callable[[], float]
-    ) -> None:
-        self._clock = clock
+        self, bit: int, strategy: Strategy, state: Any, depth: int, experience: Experience, clock: Callable[[], float],
+        first_price: float = 0.0,
+    ) -> None:  # fmt: skip
+        self._clock, self._first_price = clock, first_price
         self.bit, self.strategy, self.state, self.depth = bit, strategy, state, depth
         self.name = strategy.name
-        self.limited = type(strategy).limit is not Strategy.limit
+        self.limited = limited(strategy)
         self._observes = strategy.observes
         self.runs = self.proposed = self.right = 0
-        self.seconds, self.requested_depth = 0.0, 0
+        self.seconds, self.preparing, self.requested_depth = 0.0, 0.0, 0
         self.experience = experience
         self._waited = 0
         self._patience = 0 if experience.runs else PATIENCE
 
-    def due(self, rate: float) -> bool:
-        """Whether it is looked at in this step. rate: present tokens per second."""
+    def due(self, rate: float, seconds: float) -> bool:
+        """Whether it is looked at in this step.
+
+        Args:
+            rate: present tokens per second.
+            seconds: of all calls so far and, as expected, the rest of this one.
+        """
         known = self.experience
-        most = affordable(rate * (known.cost + known.learning), DEAREST_WAIT)
+        cost = known.cost + known.learning
+        most = affordable(rate * cost, DEAREST_WAIT)
         if self.limited:  # what it is worth is known before it is asked: this is a look
-            return self._waited >= most
-        return (self._patience > 0 and most <= CHEAP_WAIT) or known.looks.due(self._waited, most)
+            due = self._waited >= most
+        else:
+            due = (self._patience > 0 and most <= CHEAP_WAIT) or known.looks.due(self._waited, most)
+            if known.looks.pays:
+                return due
+        price, share = (cost, LOOKS_SHARE) if known.runs else (self._first_price, FIRST_SHARE)
+        return due and known.lost + price <= share * seconds
 
     def skip(self) -> None:
         """The step goes without it."""
         self._waited += 1
+        self.preparing, self.requested_depth = 0.0, 0
 
     def run(self, sequences: Sequences, limit: int | None = None) -> list[tuple[Any, ...]]:
         """Its draft: of every row the tokens, the nodes' parents and the grades; see :meth:`Proposals.add`.
@@ -105,6 +134,7 @@ class Candidate:
         known = self.experience
         known.cost = _mean(known.cost, cost, known.runs)
         known.runs += 1
+        self.preparing = 0.0 if self.runs else seconds
         self.runs, self.requested_depth = self.runs + 1, limit or 1
         self.seconds += seconds
         self.proposed += sum(token >= 0 for row in tokens for token in row)
@@ -134,6 +164,8 @@ class Candidate:
         known = self.experience
         price = rate * (known.cost * self.requested_depth + known.learning + verifying)
         known.looks.judge(benefit - price, DEAREST_WAIT)
+        if not known.looks.pays:
+            known.lost += max(price - benefit, 0.0) / rate
 
     def was_right(self) -> None:
         """A token that it had proposed was written: a closer look, where that costs little."""
@@ -144,6 +176,29 @@ class Candidate:
 def _mean(known: float, seconds: float, runs: int) -> float:
     """A mean with one more run in it: the first one prepares things, and any may be interrupted."""
     return seconds if runs < 2 or not known else known + RUN_WEIGHT * (min(seconds, 4 * known) - known)
+
+
+def limited(strategy: Strategy) -> bool:
+    """Whether it drafts as deep as it is told to, so that a token more costs time."""
+    return type(strategy).limit is not Strategy.limit
+
+
+def first_price(strategy: Strategy, context: Context, costs: PricesSteps) -> float:
+    """Seconds that the first run of a drafter is expected to take: a draft model reads the prompt, and drafts :data:`FIRST_DEPTH`
+    tokens. Its passes are taken to take as long as the target's of so many layers. Drafters that are no model take next to nothing.
+    """
+    if not limited(strategy):
+        return 0.0
+    read = 0 if context.sequences is None else int(context.sequences.length.max())
+    own, whole = (_layers(model) for model in (context.assistant_model, context.model))
+    share = min(own / whole, 1.0) if own and whole else 1.0
+    return share * (costs.step(1 + read) + FIRST_DEPTH * costs.step(1))
+
+
+def _layers(model: Any) -> int:
+    """How many layers a model has; 0 if it does not say."""
+    config = getattr(model, "config", None)
+    return getattr(config.get_text_config(), "num_hidden_layers", 0) if isinstance(config, PretrainedConfig) else 0
 
 
 def refuse_unfit(strategy: Strategy) -> None:

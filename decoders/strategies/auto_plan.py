@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
-from ..costs import Follower, Proposals
+from ..costs import AcceptanceRates, Follower, Proposals
 from ..strategy import Draft
 from ..tree import TreeTensors
-from .auto_candidates import Candidate
+from .auto_accounts import AHEAD, Ledger
+from .auto_candidates import Candidate, Experience, PricesSteps
 
 #: Most entries of a report's history.
 LONGEST_HISTORY = 1000
@@ -42,11 +42,19 @@ class Phase:
     tokens: float = 0.0
 
 
-class PricesSteps(Protocol):
-    """What a step costs, as :class:`~decoders.costs.StepCosts` says."""
+@dataclass
+class Memory:
+    """What is kept between calls.
 
-    def step(self, nodes: int) -> float:
-        """Seconds."""
+    Attributes:
+        rates: how often the drafters were right, of the last calls.
+        experience: what they cost and brought, by name.
+        seconds: of all steps.
+    """
+
+    rates: AcceptanceRates = field(default_factory=AcceptanceRates)
+    experience: dict[str, Experience] = field(default_factory=dict)
+    seconds: float = 0.0
 
 
 @dataclass
@@ -54,10 +62,12 @@ class AutoState:
     """What `auto` knows of a call.
 
     Attributes:
+        memory: of the calls before.
         candidates: the drafters.
         left_out: why others are not among them, by name.
         costs: of a step, by its nodes.
         rows: what is known of each row's text.
+        ledger: how far the call is behind plain decoding.
         new_tokens: most that a row may write, where all begin and end together.
         tokens: of the present rate, per step; those of rows that others wait for count more.
         seconds: of the present rate, per step.
@@ -67,10 +77,12 @@ class AutoState:
         plan: of the last step.
     """
 
+    memory: Memory
     candidates: list[Candidate]
     left_out: dict[str, str]
     costs: PricesSteps
     rows: list[Follower]
+    ledger: Ledger
     new_tokens: int | None = None
     tokens: float = 0.0
     seconds: float = 0.0
@@ -83,6 +95,12 @@ class AutoState:
     def rate(self) -> float:
         """Tokens per second, all rows."""
         return self.tokens / self.seconds
+
+    @property
+    def all_seconds(self) -> float:
+        """Of all calls so far and, as expected, the rest of this one."""
+        left = AHEAD if self.new_tokens is None else min(max(self.new_tokens - self.ledger.least, 0), AHEAD)
+        return self.memory.seconds + left * len(self.rows) / self.rate
 
 
 class Plan:
@@ -102,17 +120,21 @@ class Plan:
         weights: what a token is worth in each row that goes on, 1 on average.
         most: draft tokens per row.
         begun: when the step began.
+        tries: whether drafts are made in it; else it is a plain step.
     """
 
-    def __init__(self, state: AutoState, weights: dict[int, float], most: int, begun: float) -> None:
-        self.state, self.weights, self.most = state, weights, most
+    def __init__(
+        self, state: AutoState, weights: dict[int, float], most: int, begun: float, tries: bool = True
+    ) -> None:
+        self.state, self.weights, self.most, self.tries = state, weights, most, tries
         self.begun = self.chosen = begun
         self.active = list(weights)
         self.proposals = [Proposals() for _ in state.rows]
         self.width = self.chain = 0
         self.verifying: dict[int, float] = {}
-        self.costs, self.price = state.costs, CAUTION * state.rate
+        self.costs = state.costs
         self._plain = self.costs.step(1)
+        self.price = CAUTION * state.rate * state.ledger.strictness(self._plain)
         self.count = 0
         self.gain = 0.0
         self.worth = 0.0
@@ -136,11 +158,13 @@ class Plan:
                 self.count, self.gain, self.worth = count, gain, worth
 
     def depth_of(self, candidate: Candidate) -> int:
-        """How many tokens a drafter is to draft to which each costs time; 0 if none is worth it beside what there is."""
+        """How many tokens a drafter is to draft to which each costs time; 0 if none is worth it beside what there is, or if nothing is
+        known of it.
+        """
         best, depth, worth = self.worth, 0, 0.0
         likely = [self.weights[row] for row in self.active]
         if not candidate.experience.runs:
-            return 2
+            return 0
         gain = 0.0
         for count in range(1, candidate.depth + 1):
             for index, row in enumerate(self.active):
@@ -217,3 +241,15 @@ class Plan:
             for row in self.active:
                 state.rows[row].expect(sum(likely for likely, _ in self._ranked[row]))
         self.chosen = state.clock()
+
+    def book(self, drafting: float, emitted: dict[int, int]) -> None:
+        """Books what the step has cost beside plain decoding. The verification is taken to have taken as long as such steps take: a
+        single one says more of the machine than of its nodes.
+
+        Args:
+            drafting: seconds that drafts took, and learning from the step.
+            emitted: tokens that it wrote, by row.
+        """
+        if self.tries:
+            drafting += self.costs.step(self.count + 1) - self._plain
+        self.state.ledger.book(drafting if self.tries else 0.0, self._plain, emitted)

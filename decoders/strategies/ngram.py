@@ -82,6 +82,7 @@ class Ngram(Strategy):
     summary = "Proposes the likeliest followers by n-gram counts of the text so far, a saved table, or both."
     settings_class = NgramSettings
     on_device = True
+    grade_rates = (0.05, 0.3, 0.75)  # by the tokens before it that were looked up
 
     def start(self, context: Context) -> NgramState:
         s: NgramSettings = self.settings

@@ -42,6 +42,7 @@ class PromptLookup(Strategy):
     settings_class = PromptLookupSettings
     hints = {"prompt_lookup_num_tokens": "length", "max_matching_ngram_size": "max_ngram"}
     on_device = True
+    grade_rates = (0.0, 0.35, 0.7, 0.87)  # by the match's length
 
     def start(self, context: Context) -> Callable[..., tuple[Tensor, Tensor]]:
         return context.compile(continuations)

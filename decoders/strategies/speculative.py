@@ -98,6 +98,7 @@ class Speculative(DraftModelStrategy):
     hints = {"num_assistant_tokens": "length", "num_assistant_tokens_schedule": "schedule"}
     on_device = True
     rests = True
+    grade_rates = (0.45, 0.8, 0.92, 0.98, 1.0)  # by the draft model's probability
 
     def __init__(self, settings: Settings | None = None, /, **values: Any) -> None:
         super().__init__(settings, **values)

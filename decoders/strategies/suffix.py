@@ -96,6 +96,10 @@ class Suffix(Strategy):
     rests = True
     rows_apart = False
     on_device = False
+    #: By the match's length, each with siblings that are as frequent, with rarer ones, and without (:func:`_grade`).
+    grade_rates = (
+        0.0, 0.0, 0.0, 0.1, 0.35, 0.6, 0.15, 0.65, 0.95, 0.25, 0.8, 0.9, 0.3, 0.9, 0.95, 0.5, 0.95, 0.98,
+    )  # fmt: skip
 
     def start(self, context: Context) -> _State:
         s: SuffixSettings = self.settings

@@ -76,6 +76,7 @@ class TokenRecycling(Strategy):
     summary = "Proposes what the target thought likely when it last met the same tokens, as a static tree."
     settings_class = TokenRecyclingSettings
     on_device = True
+    grade_rates = (0.45, 0.6, 0.7, 0.75, 0.6)  # by the margin, the last of those that only followed
     rests = True
     rows_apart = False
     misses_steps = True

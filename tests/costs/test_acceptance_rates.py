@@ -32,6 +32,27 @@ def test_grades_are_kinds_of_their_own_once_they_are_seen() -> None:
     assert 0.3 < rates.rate(A, 1) < 0.7
 
 
+def test_what_grades_mean_as_a_rule_is_expected_of_those_that_were_not_seen() -> None:
+    rule = {A: (0.1, 0.5, 0.9)}
+    rates = AcceptanceRates(grade_rates=rule)
+    assert [rates.rate(A, 1, 0, grade) for grade in range(3)] == [0.1, 0.5, 0.9]
+    assert rates.rate(A, 1, 0, 3) == PRIOR  # no rule says what that means
+    assert rates.rate(A, 1, 1, 2) == pytest.approx(0.025)  # where the best sibling is right nine times of ten
+    assert rates.rate(B, 1, 0, 2) == PRIOR
+    assert rates.rate(A | B, 1, 0, 2) == 0.9
+    assert AcceptanceRates(rates).rate(A, 1, 0, 2) == 0.9  # a row begins with what holds for all
+
+
+def test_a_rule_that_does_not_hold_is_expected_to_hold_as_little_elsewhere() -> None:
+    rates = AcceptanceRates(grade_rates={A: (0.1, 0.5, 0.9)})
+    for _ in range(20):
+        rates.learn(A, 1, 0, 1, False)
+    assert rates.rate(A, 1, 0, 2) < 0.9 / 2
+    for _ in range(60):
+        rates.learn(A, 2, 0, 1, True)
+    assert rates.rate(A, 1, 0, 2) == 1.0
+
+
 def test_the_rate_of_a_drafter_counts_what_it_shares_with_others() -> None:
     rates = AcceptanceRates()
     for _ in range(40):

@@ -14,9 +14,11 @@ from transformers import PreTrainedModel
 
 import decoders
 from decoders import Context, Draft, Sequences, Step, Strategy
+from decoders.engine.session import Session
 from decoders.errors import SettingsError, UnknownNameError, UnsupportedError
 from decoders.plugins import registry
 from decoders.strategies import Auto, Speculative
+from decoders.strategies.auto_candidates import Candidate
 from decoders.testing import assert_same_tokens, decode, prompts, reference, tiny_draft, tiny_model
 from decoders.testing.conditions import Conditions
 from decoders.testing.kit import CHECKS
@@ -47,6 +49,51 @@ def test_tokens_are_those_of_plain_decoding(rows: int, sampling: dict[str, Any],
     assert_same_tokens(model, inputs, expected.sequences, out.sequences, "auto")
     assert out.report.exact and "suffix" in out.report.details["candidates"]
     assert ("speculative" in out.report.details["candidates"]) == assistant
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many layers the models have whose sessions have read their prompts, in order."""
+    models: list[int] = []
+    prefill = Session.prefill
+
+    def noted(self: Session, *args: Any, **options: Any) -> Any:
+        models.append(self.target.model.config.num_hidden_layers)
+        return prefill(self, *args, **options)
+
+    monkeypatch.setattr(Session, "prefill", noted)
+    return models
+
+
+def test_a_draft_model_that_is_never_asked_reads_no_prompt(read: list[int]) -> None:
+    """Reading a long prompt takes longer than many steps: a call that is too short for a look at the draft model is spared it."""
+    draft = tiny_draft("llama", num_hidden_layers=1)
+    model = decoders.enable(tiny_model("llama", seed=1))
+    out = decode(model, prompts(1), "auto", max_new_tokens=16, decoders_config=EAGER, assistant_model=draft)
+    assert out.report.details["candidates"]["speculative"]["runs"] == 0
+    assert read == [2]
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_draft_model_that_is_asked_late_reads_all_that_there_is(
+    read: list[int], monkeypatch: pytest.MonkeyPatch, rows: int, sampling: dict[str, Any]
+) -> None:
+    looks: list[int] = []
+
+    def seventh(self: Candidate, rate: float, seconds: float) -> bool:
+        looks.append(len(read))
+        return len(looks) > 6
+
+    monkeypatch.setattr(Candidate, "due", seventh)
+    model, inputs, draft = enabled(), prompts(rows), tiny_draft("llama", num_hidden_layers=1)
+    expected = reference(model, inputs, "autoregressive" if sampling else None, max_new_tokens=40, **sampling)
+    read.clear()
+    out = auto_call(rows, strategy_config={"candidates": ["speculative"]}, assistant_model=draft, **sampling)
+    assert_same_tokens(model, inputs, expected.sequences, out.sequences, "auto")
+    assert 0 < out.report.details["candidates"]["speculative"]["runs"] < out.report.steps
+    assert read == [2, 1]
+    assert looks[:7] == [1] * 7, "it was read at once"
 
 
 def test_with_a_grammar_it_drafts_what_the_grammar_forces() -> None:

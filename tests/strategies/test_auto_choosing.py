@@ -313,6 +313,84 @@ def test_where_others_take_their_place_rows_are_hurried(world: World) -> None:
     assert sum(drafted for _, drafted in steps[20:40]) > 20
 
 
+#: Milliseconds of a step of a model as small as the demo target, by nodes.
+SMALL = {1: 2.5, 9: 2.9, 17: 3.4, 33: 4.6, 65: 7.0}
+
+
+class ScriptedHeads(Scripted):
+    """A drafter whose first runs take longer than those that follow, as compiling, reading the prompt and cold memory make it.
+
+    Args:
+        first: seconds that its first run takes beside.
+    """
+
+    def __init__(self, *args: Any, first: float, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.first = first
+
+    def propose(self, state: Any, sequences: Sequences) -> Draft:
+        self.world.clock.now += self.first
+        self.first = 0.0
+        return super().propose(state, sequences)
+
+
+class ScriptedDraftModel(ScriptedHeads, ScriptedModel):
+    """A draft model that reads the prompt first."""
+
+
+def small_drafters(world: World, lookup: float, rows: int = 99) -> list[Scripted]:
+    """Candidates that cost as much, beside a step of a small model, as those of the demo target do."""
+    return [
+        Scripted("lookup", world, lambda t: lookup, 0.00015, rows=rows), Scripted("table", world, lambda t: 0.1, 0.0001),
+        ScriptedHeads("heads", world, lambda t: 0.15, 0.0012, length=3, first=0.002),
+        ScriptedDraftModel("model", world, lambda t: 0.3, 0.0009, per_token=True, first=0.007),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("lookup", [0.02, 0.3])
+def test_a_short_call_of_a_small_model_is_as_fast_as_plain_decoding(world: World, lookup: float, rows: int) -> None:
+    """Looks at drafters, the first ones included, must not cost more than a call as short as this one can bear."""
+    auto, context, costs = choosing(world, small_drafters(world, lookup), SMALL, rows=rows, new_tokens=96)
+    seconds, _ = decode(world, auto, context, costs, 96)
+    assert seconds <= 96 * SMALL[1] / 1e3 / 0.97
+
+
+def test_a_short_call_of_a_small_model_finds_what_is_right(world: World) -> None:
+    drafters = small_drafters(world, 0.9)
+    best = best_fixed(world, drafters[0], SMALL, 96)
+    auto, context, costs = choosing(world, drafters, SMALL, new_tokens=96)
+    seconds, _ = decode(world, auto, context, costs, 96)
+    assert best / seconds >= 0.8  # all of it takes 36 ms, of which one look at the heads takes 3
+
+
+def test_what_a_short_call_cannot_bear_is_tried_over_several(world: World) -> None:
+    """What looks may cost adds up over calls."""
+    auto, context, costs = choosing(world, small_drafters(world, 0.02), SMALL, new_tokens=96)
+    kept: dict[str, Any] = {}
+    context = replace(context, memory=lambda key, factory, of=None: kept.setdefault(key, factory()))
+    model = [call for call in range(12) if _runs(world, auto, context, costs, "model")]
+    assert model
+    assert model[0] > 0
+
+
+def _runs(world: World, auto: Auto, context: Context, costs: StepCosts, name: str) -> int:
+    states: list[Any] = []
+    start = auto.start
+    auto.start = lambda context: states.append(start(context)) or states[-1]  # type: ignore[method-assign,func-returns-value]
+    decode(world, auto, context, costs, 96)
+    auto.start = start  # type: ignore[method-assign]
+    return auto.details(states[0])["candidates"][name]["runs"]
+
+
+def test_rows_that_gain_no_time_for_the_slowest_are_left_alone(world: World) -> None:
+    """Each row gains in its turn, none of them enough: what the last one to end takes is what counts."""
+    copier = Scripted("copier", world, lambda t: 0.35, 0.0003)
+    auto, context, costs = choosing(world, [copier], {1: 2.5, 2: 3.4, 3: 3.6, 9: 4.2, 65: 8.0}, rows=4, new_tokens=96)
+    seconds, _ = decode(world, auto, context, costs, 96)
+    assert seconds <= 96 * 2.5 / 1e3 / 0.97
+
+
 @given(st.lists(st.tuples(st.integers(0, 10_000), st.floats(0, 8)), max_size=16))
 def test_weights_are_one_on_average_and_grow_with_the_steps_that_are_left(rows: list[tuple[int, float]]) -> None:
     weights = row_weights([tokens for tokens, _ in rows], [outlook for _, outlook in rows])
