@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import faulthandler
-import sys
-import tempfile
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from ..errors import SettingsError, UnknownNameError
-from .bench_models import load, other_engines, tokenizers_of
-from .bench_options import by_strategy, in_both_tiers, numbers, pieces
-from .bench_output import consoles, dtypes_order, footnote, interrupted_by_sigterm, progress_bar, write_json
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from ..bench import Method, Record
-
+from ..errors import SettingsError
+from .bench_options import by_strategy, numbers, pieces
+from .bench_output import consoles, footnote, write_json
 
 app = typer.Typer(invoke_without_command=True)
 
@@ -132,7 +121,6 @@ def bench(
 
     batches = numbers(batch)
     lengths = None if prompt_length is None else numbers(prompt_length, "--prompt-length takes tokens such as 64,2000")
-    dtypes = [name.strip() for name in dtype.split(",") if name.strip()]
     progress_console, console = consoles(json_file)
     if plot_file is not None:
         from ..bench.plot import figure_class
@@ -147,137 +135,42 @@ def bench(
 
     import torch
 
-    from .. import bench as b
-    from ..bench import bandwidth, machine
-    from ..bench import capacity as c
-    from ..bench.beside import check_installed, requests
-    from ..bench.call import vocabulary_size
-    from ..bench.scaled_shapes import shape_named
-    from ..bench.shapes import SHAPES
-    from ..bench.tables import capacity_table, noise, tables
+    from ..bench import Sampling
+    from ..bench.tables import noise
     from ..settings import parse_assignments
-    from . import generate
-    from .prompts import read_prompts
+    from . import bench_run, generate
 
     if threads is not None:
         torch.set_num_threads(threads)
     loop_settings, strategy_settings = by_strategy(parse_assignments(settings or []))
-    generate_options = generate.sampling(temperature, top_k, top_p, None, None)
-    sampling_options = {
-        name: generate_options[name] for name in ("temperature", "top_k", "top_p") if name in generate_options
-    }
-    sampling = b.Sampling(**sampling_options, seed=seed) if generate_options["do_sample"] else None
-    config: dict[str, Any] = {"compile": compile} | ({"slots": capacity} if capacity else {}) | loop_settings
-    subjects = pieces(shapes) or [model or "demo"]
-    for name in subjects if shapes is not None else ():
-        if name not in SHAPES:
-            raise UnknownNameError("shape", name, SHAPES)
-    if scale is not None:
-        shape_named(scale)  # a misspelt name shows before the minutes of loading
+    options = generate.sampling(temperature, top_k, top_p, None, None)
+    chosen = {name: options[name] for name in ("temperature", "top_k", "top_p") if name in options}
+    sampling = Sampling(**chosen, seed=seed) if options["do_sample"] else None
+    of_shapes, named = shapes is not None, pieces(baselines)
+    subjects = bench_run.checked_subjects(model, shapes, scale)
     has_draft = draft is not None or subjects == ["demo"]
-    engines = [request for text in pieces(beside) or () for request in requests(text, has_draft)]
-    for request in engines:
-        check_installed(request.engine)
-    if engines and sampling is not None:
-        raise SettingsError("--beside compares greedy decoding: other engines draw other tokens")
-    if engines and sys.__stderr__ is not None:
-        faulthandler.enable(sys.__stderr__)  # an engine that crashes takes the run along: then it is said where
-    names, baseline_names = pieces(strategies), pieces(baselines)
-    if shapes is not None:
-        names, baseline_names = names or ["autoregressive", "prompt_lookup"], baseline_names or []
-        lengths = lengths or [64]
-    names = in_both_tiers(names) if tiers else names
-    names = ["autoregressive"] if check_capacity else names
-    texts = [] if check_capacity or prompts is None else read_prompts(prompts, limit)
-    records: list[Record] = []
-    capacity_costs: list[Any] = []
-    facts: dict[str, Any] = {}
-    folder = Path(context.with_resource(tempfile.TemporaryDirectory(prefix="decoders-"))) if engines else None
-    interrupted = False
-    for name in subjects:
-        methods: list[Method] = []
-        tokenizer: PreTrainedTokenizerBase | None = None
-        for dtype_name in dtypes:
-            with progress_console.status(f"loading {name} in {dtype_name}"):
-                target, tokenizer, assistant = load(name, draft, dtype_name, device, scale)
-                tokenizers = tokenizers_of(tokenizer, assistant_tokenizer)
-            label = str(target.dtype).removeprefix("torch.")
-            if not check_capacity:
-                methods += b.transformers_methods(target, assistant, baseline_names, label, sampling, tokenizers)
-            methods += b.strategy_methods(
-                target, names, assistant, strategy_settings, config, tokenizer, label, sampling,
-                tokenizers.get("assistant_tokenizer"),
-            )  # fmt: skip
-        if folder is not None and not check_capacity:
-            with progress_console.status("writing models for other engines") as status:
-                exact = load(name, draft, "float32", "cpu", scale)  # every engine rounds the same numbers itself
-                methods += other_engines(engines, methods[0].model, folder, exact, dtypes_order(methods), status.update)
-                del exact
-        device_used = methods[0].model.device
-        if not facts:
-            with progress_console.status("measuring the memory's bandwidth"):
-                speed = bandwidth.copy_bandwidth(device_used)
-            facts = machine.facts(device_used) | {"copy_bandwidth": speed}
-        if check_capacity:
-            calls = len(methods) * len(batches) * len(c.SLOTS) * (repeats + 1)
-            with progress_bar(progress_console, calls) as advance:
-                for rows in batches:
-                    capacity_costs += c.check_capacity(methods, rows, slots=c.SLOTS, repeats=repeats, progress=advance)
-            continue
-        if lengths is not None:
-            groups = [
-                b.random_workloads(vocabulary_size(target), lengths, rows, min(limit or 1, 2)) for rows in batches
-            ]
-        else:
-            assert tokenizer is not None
-            if prompts is None:
-                texts = read_prompts("instruct" if tokenizer.chat_template else "all", limit)
-            groups = [b.workloads(tokenizer, texts, rows) for rows in batches]
-        total = sum(b.calls(len(methods), len(group), repeats) for group in groups)
-        subject_records: list[Record] = []
-        with progress_bar(progress_console, total) as advance, interrupted_by_sigterm():
-            for group in groups:
-                try:
-                    entries = b.measure(methods, group, new_tokens=new_tokens, repeats=repeats, progress=advance)
-                except b.Interrupted as stopped:
-                    entries, interrupted = stopped.entries, True
-                subject_records += b.summarise(entries, speed, "" if name == "demo" else name, name in SHAPES)
-                if interrupted:
-                    break
-        order = dtypes_order(methods)
-        records += sorted(subject_records, key=lambda r: (order.index(r.dtype), r.batch))
-        for method in methods:
-            if method.engine is not None:
-                method.engine.close()
-        del methods, target, assistant, groups, entries  # the next one wants the memory
-        if interrupted:
-            break
-    result: dict[str, Any] = {
-        "machine": facts,
-        "run": {
-            "model": None if shapes is not None else subjects[0], "shapes": subjects if shapes is not None else [],
-            "draft": draft, "scale": scale, "beside": [request.name for request in engines],
-            "new_tokens": new_tokens, "repeats": repeats, "compile": config["compile"],
-            "slots": capacity, "prompts": prompts, "prompt_lengths": lengths, "loop": loop_settings,
-            "sampling": sampling and asdict(sampling),
-        },
-    }  # fmt: skip
-    if check_capacity:
-        result["capacity"] = [x.as_dict() for x in capacity_costs]
-        result_tables = [capacity_table(capacity_costs)]
-    else:
-        result["records"] = [record.as_dict() for record in records]
-        result_tables = tables(records)
-    for table in result_tables:
+    plan = bench_run.Plan(
+        subjects=subjects, of_shapes=of_shapes, draft=draft, assistant_tokenizer=assistant_tokenizer, scale=scale, device=device,
+        engines=bench_run.checked_engines(beside, has_draft, sampling),
+        strategies=bench_run.checked_strategies(strategies, of_shapes, tiers, check_capacity),
+        baselines=(named or []) if of_shapes else named, strategy_settings=strategy_settings, loop_settings=loop_settings,
+        compile=compile, capacity=capacity, sampling=sampling, prompts=prompts,
+        prompt_lengths=(lengths or [64]) if of_shapes else lengths, limit=limit, batches=batches,
+        dtypes=[name.strip() for name in dtype.split(",") if name.strip()], new_tokens=new_tokens, repeats=repeats,
+        capacity_only=check_capacity,
+    )  # fmt: skip
+    run = bench_run.Run(plan, progress_console)
+    run.measure()
+    for table in run.tables():
         console.print(table)
-    console.print(footnote(result["machine"]), style="dim")
-    if interrupted:
+    console.print(footnote(run.facts), style="dim")
+    if run.interrupted:
         console.print("Interrupted: the tables hold the prompts that every method has decoded.", style="yellow")
-    if not check_capacity and (warning := noise(records)):
+    if not check_capacity and (warning := noise(run.records)):
         console.print(warning, style="yellow")
     if json_file is not None:
-        write_json(result, json_file)
+        write_json(run.as_dict(), json_file)
     if plot_file is not None and not check_capacity:
         from ..bench.plot import plot
 
-        plot(records, plot_file)
+        plot(run.records, plot_file)

@@ -85,7 +85,8 @@ def demo(
         from ..bench.methods import ASSISTED
         from ..bench.prompts import bare
         from ..bench.tiers import AT_ONCE
-        from .bench import load, progress_bar
+        from .bench_models import load
+        from .bench_output import progress_bar
 
         target, tokenizer, assistant = load(model, draft, dtype, device)
         assert tokenizer is not None
