@@ -32,7 +32,7 @@ STATIONS = (
     ("hf.wrapper", "Generate.engine"),
     ("engine.engine", "Engine.serves"),
     ("hf.grammars", "Grammars.of"),
-    ("engine.fixed_batch", "decode"),
+    ("engine.batches.fixed_batch", "decode"),
     ("engine.session", "Sessions.open"),
     ("engine.session", "Session.prefill"),
     ("strategies.lookahead", "Lookahead.start"),
@@ -62,7 +62,7 @@ STATIONS = (
 
 
 def floors() -> Iterator[str]:
-    """The rooms, the highest floor first: what a floor imports lies below it."""
+    """The rooms, the highest floor first, each with the rooms within it: what a floor imports lies below it."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
         "contracts"
     ]
@@ -72,10 +72,17 @@ def floors() -> Iterator[str]:
     for layer in layers:
         for name in (part.strip(" ()") for part in layer.split("|")):
             room = PACKAGE / name
-            path = room / "__init__.py" if room.is_dir() else room.with_suffix(".py")
-            files = sorted(room.rglob("*.py")) if room.is_dir() else [path]
-            shown = f"`{name}/`" if room.is_dir() else f"`{name}.py`"
-            yield f"| {shown} | {first_sentence(ast.get_docstring(ast.parse(path.read_text(encoding='utf-8'))))} | {len(files)} |"
+            yield _row(room if room.is_dir() else room.with_suffix(".py"))
+            yield from (_row(path.parent) for path in sorted(room.glob("*/__init__.py")))
+
+
+def _row(room: Path) -> str:
+    """What is in a room, and how many files that are."""
+    name = room.relative_to(PACKAGE).as_posix()
+    path = room / "__init__.py" if room.is_dir() else room
+    files = len(list(room.rglob("*.py"))) if room.is_dir() else 1
+    shown = f"`{name}/`" if room.is_dir() else f"`{name}`"
+    return f"| {shown} | {first_sentence(ast.get_docstring(ast.parse(path.read_text(encoding='utf-8'))))} | {files} |"
 
 
 def way() -> Iterator[str]:

@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 
 from ..engine.buckets import view_bucket
 from ..engine.cache import CacheBuffers
-from ..engine.quantization import Precision
+from ..engine.compiled.tiers import ForwardPass
 from ..engine.target import Target
 from ..engine.text_blocks import causal_block
-from ..engine.tiers import ForwardPass
+from ..engine.weights.quantization import Precision
 from ..report import Report
 from ..tree import Topology
 from .interleave import rotation

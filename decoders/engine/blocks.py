@@ -10,8 +10,8 @@ from torch import Tensor
 from ..sampling.processors import Masks
 from ..strategy import Draft, check_draft
 from ..tree import Topology, TreeTensors
+from .batches.mixed import PromptPiece
 from .buckets import node_bucket, pad_block
-from .mixed import PromptPiece
 from .text_blocks import LeadingText
 
 

@@ -19,8 +19,8 @@ from ..sampling.processors import SamplingPlan
 from ..tree import Topology
 from .blocks import NodeBlock
 from .buckets import row_bucket
+from .compiled.tiers import Compile, PassKind
 from .rows import sampling_inputs
-from .tiers import Compile, PassKind
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -128,12 +128,12 @@ class Calibrator:
 
     def _runs_single(self, rows: int, compile: Compile) -> bool:
         """Whether a plain step of a call has one node per row now."""
-        forward = self.engine.forward
+        forward = self.engine.forward_pass
         with forward.during(compile, Report("calibration")):
             return forward.runs_single(rows)
 
     def _compiled(self, rows: Sequence[int], compile: Compile) -> bool:
-        forward = self.engine.forward
+        forward = self.engine.forward_pass
         return bool(compile) and (
             self.engine.target.static or compile is True or forward.ready(PassKind(max(rows) > 1))
         )
@@ -159,11 +159,11 @@ def measure(
     report = Report("calibration")
     points: list[CostPoint] = []
     with (
-        engine.forward.during(compile, report),
+        engine.forward_pass.during(compile, report),
         engine.sessions.open(prompts, max(nodes), sampling, context + 2 * max(nodes), reuse=False) as opened,
     ):
         session = opened.session
-        engine.forward.fit(session.blocks, rows)
+        engine.forward_pass.fit(session.blocks, rows)
         step = engine.whole(engine.core(SamplingPlan()), "step", compile, report)
         sizes = list(dict.fromkeys(session.blocks.size(n) for n in sorted(nodes)))
         session.reserve(context + max(sizes))

@@ -14,9 +14,9 @@ from ..sampling.processors import Masks, SamplingPlan
 from ..strategy import Sequences, Step
 from ..tree import TreeTensors
 from ..verifiers.verifier import Block, Verifier, check_outcomes
+from .batches.mixed import PromptPiece
 from .blocks import NodeBlock
 from .cache import CacheBuffers, move_slots
-from .mixed import PromptPiece
 from .rows import Fault, Rows
 from .target import ForwardResult, Target
 from .text_blocks import LeadingText, after_text
@@ -66,8 +66,8 @@ class StepOutput:
         )  # fmt: skip
 
 
-class Passes(Protocol):
-    """How a model's passes are run, and their results settled (:class:`~decoders.engine.tiers.ForwardPass`)."""
+class RunsForward(Protocol):
+    """How a model's passes are run, and their results settled (:class:`~decoders.engine.compiled.tiers.ForwardPass`)."""
 
     def __call__(
         self,
@@ -92,7 +92,7 @@ class Core:
         vocabulary: how many tokens a grammar's masks speak of: those of the target that decides.
     """
 
-    def __init__(self, target: Target, plan: SamplingPlan, run: Passes | None = None) -> None:
+    def __init__(self, target: Target, plan: SamplingPlan, run: RunsForward | None = None) -> None:
         self.target, self.plan, self.vocabulary = target, plan, target.vocab_size
         self.run: Callable[..., ForwardResult] = run or target.forward
         self.settle: Callable[..., tuple[Tensor, Tensor, Tensor]] = run.settle if run is not None else settle

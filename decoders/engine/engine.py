@@ -13,29 +13,29 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..costs.fitted import FittedStepCosts
 from ..errors import UnsupportedError
 from ..report import Report
 from ..sampling.processors import SamplingPlan
 from ..strategy import Strategy
-from . import compiler
 from .calibration import Calibrator
-from .capture import recorder_of
-from .core import Core, Passes
-from .draft_core import DraftCore
+from .compiled import compiler
+from .compiled.per_shape import WholeStep
+from .compiled.tiered_function import TieredFunction
+from .compiled.tiers import Compile, ForwardPass
+from .core import Core, RunsForward
+from .cuda_graphs.capture import recorder_of
+from .drafts.draft_core import DraftCore
+from .drafts.first_layers import first_layers
+from .drafts.modules import ModuleTwin
 from .features import OutputHead, layer_indices
-from .first_layers import first_layers
-from .freed import FreedParameter, FreedWeights, free_originals, restore_originals
 from .locks import CallLock
-from .modules import ModuleTwin
-from .packing import freed_error
-from .per_shape import WholeStep
-from .quantization import Precision
 from .session import Sessions
 from .target import Target
-from .tiered_function import TieredFunction
-from .tiers import Compile, ForwardPass
-from .twin import WeightState
-from .worth import NodeCosts
+from .weights.freed import FreedParameter, FreedWeights, free_originals, restore_originals
+from .weights.packing import freed_error
+from .weights.quantization import Precision
+from .weights.twin import WeightState
 
 #: Compiled functions of strategies that an engine keeps.
 KEPT_FUNCTIONS = 64
@@ -53,10 +53,10 @@ class Engine:
 
     Attributes:
         target: the model as the loop sees it, its weights packed.
-        forward: its forward pass, uncompiled or compiled.
+        forward_pass: its forward pass, uncompiled or compiled.
         sessions: buffers and the texts they hold.
         calibration: what its steps cost, as far as that was measured.
-        node_costs: what those of several rows cost, as the calls so far have shown.
+        step_costs: what those of several rows cost, as the calls so far have shown.
 
     Raises:
         UnsupportedError: see :class:`Target`.
@@ -78,13 +78,13 @@ class Engine:
             self.target = make_target(model, attention, precision)
         self.preparing = time.perf_counter() - started
         self.sessions = Sessions(self.target, recorder_of(self.target.device))
-        self.forward = ForwardPass(self.target)
+        self.forward_pass = ForwardPass(self.target)
         self._watching: dict[tuple[int, ...], ForwardPass] = {}
         self._cut: dict[int, PreTrainedModel] = {}
         self._modules: weakref.WeakKeyDictionary[nn.Module, ModuleTwin] = weakref.WeakKeyDictionary()
         self._head: OutputHead | None = None
         self.calibration = Calibrator(self)
-        self.node_costs = NodeCosts()
+        self.step_costs = FittedStepCosts()
         self._whole: dict[tuple, WholeStep] = {}
         self._memories: dict[MemoryKey, Any] = {}
         self._functions: dict[Callable, TieredFunction] = {}
@@ -128,7 +128,7 @@ class Engine:
     @property
     def compiled_passes(self) -> int:
         """Passes that ran compiled so far."""
-        forwards = (self.forward, *self._watching.values())
+        forwards = (self.forward_pass, *self._watching.values())
         return sum(f.compiled_passes for f in forwards) + sum(whole.runs for whole in self._whole.values())
 
     def settle_originals(self, model: PreTrainedModel, weights: Literal["keep", "packed"]) -> None:
@@ -179,25 +179,25 @@ class Engine:
             del self._memories[next(iter(self._memories))]
 
     def _forget_compiled(self) -> None:
-        self.forward.forget()
+        self.forward_pass.forget()
         self._watching.clear()
         self._cut.clear()
         self._modules.clear()
         self._head = None
         self._whole.clear()
 
-    def passes(self, strategy: Strategy) -> ForwardPass:
+    def forward_pass_for(self, strategy: Strategy) -> ForwardPass:
         """The forward pass that a call with `strategy` runs: that of all, or one that takes the hidden layers it asks for.
 
         Raises:
             SettingsError: the model has no such layers. UnsupportedError: its layers cannot be told.
         """
         if not strategy.reads_layers:
-            return self.forward
+            return self.forward_pass
         with self.lock:
             layers = layer_indices(self.target, strategy)
             if not layers:
-                return self.forward
+                return self.forward_pass
             if layers not in self._watching:
                 self._watching[layers] = ForwardPass(self.target.watching(layers))
             return self._watching[layers]
@@ -221,16 +221,16 @@ class Engine:
         """Whether `model` is what :meth:`first_layers` has made."""
         return any(part is model for part in self._cut.values())
 
-    def core(self, plan: SamplingPlan, passes: ForwardPass | None = None) -> Core:
-        passes = passes or self.forward
-        return Core(passes.target, plan, self._run(passes))
+    def core(self, plan: SamplingPlan, forward_pass: ForwardPass | None = None) -> Core:
+        forward_pass = forward_pass or self.forward_pass
+        return Core(forward_pass.target, plan, self._run(forward_pass))
 
     def draft_core(self, plan: SamplingPlan, vocabulary: int, children: int) -> DraftCore:
-        return DraftCore(self.target, plan, vocabulary, children, self._run(self.forward))
+        return DraftCore(self.target, plan, vocabulary, children, self._run(self.forward_pass))
 
-    def _run(self, passes: ForwardPass) -> Passes | None:
+    def _run(self, forward_pass: ForwardPass) -> RunsForward | None:
         """On the CPU the forward pass is compiled by itself; on other devices it is a part of whole steps."""
-        return None if self.target.static else passes
+        return None if self.target.static else forward_pass
 
     def whole(self, core: Core, method: str, compile: Compile, report: Report) -> Callable:
         """A method of `core` as one compiled graph for every shape, where the device wants that.

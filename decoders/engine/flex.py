@@ -22,7 +22,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from . import attention
 from .attention import KIND_ATTRIBUTE, LayerKind
-from .per_shape import PerShape, compile_static
+from .compiled.per_shape import PerShape, compile_static
 from .torch_compat import flex_decoding_takes_several_programs
 
 NAME = "decoders_flex"
@@ -223,7 +223,7 @@ class FusedAttention:
     Run as it is, FlexAttention makes the whole score matrix, and compiles a public function that everything in the process shares.
 
     Args:
-        compile: as in :class:`~decoders.engine.per_shape.PerShape`; by default the compiler of the tensors' device.
+        compile: as in :class:`~decoders.engine.compiled.per_shape.PerShape`; by default the compiler of the tensors' device.
     """
 
     def __init__(self, compile: Callable[[Callable], Callable] | None = None) -> None:

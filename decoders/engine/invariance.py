@@ -3,7 +3,8 @@
 Measured with torch 2.13 on AVX512 (oneDNN, MKL, ATen), one to three threads; :func:`check` measures the model at hand:
 
 - oneDNN's packed products give a row the same bits for any number of rows from two up. A single row takes another kernel.
-- The products with quantized weights (:mod:`.quantized`) give a row the same bits for any number of rows, one included.
+- The products with quantized weights (:mod:`~decoders.engine.weights.quantized`) give a row the same bits for any number of rows,
+  one included.
 - Fused attention works on 32 query rows of a head at a time; one to three left over are summed in another order. Blocks
   and stretches of text therefore come in multiples of four (:func:`~decoders.engine.buckets.row_multiple`).
 - Its last 512 slots are summed in another order if their number lies strictly between 192 and 384:

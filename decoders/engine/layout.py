@@ -12,9 +12,9 @@ from ..common.transformers_compat import cache_keyword, keeps_recurrent_state
 from ..errors import UnsupportedError
 from . import attention, flex
 from .cache import LayerSpec, LayoutProbe
-from .fused import Group, SharedInputs
-from .packing import packable
 from .state_probe import Recurrent, StateProbe, may_keep_states
+from .weights.fused import Group, SharedInputs
+from .weights.packing import packable
 
 
 def backbone_of(model: PreTrainedModel) -> nn.Module:

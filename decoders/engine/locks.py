@@ -9,7 +9,7 @@ import weakref
 from contextlib import suppress
 from types import TracebackType
 
-from .openmp import release_threads
+from .compiled.openmp import release_threads
 
 
 class CallLock:

@@ -14,18 +14,18 @@ from ..report import Stopwatch
 from ..strategy import Draft, PromptChunk, check_draft
 from ..tree import TreeTensors
 from . import guard
+from .batches.mixed import PromptPiece
 from .blocks import Blocks, NodeBlock, without_empty_end
 from .buckets import round_up, row_bucket
 from .cache import CacheBuffers
 from .core import StepOutput
 from .criteria import Outcome
-from .drafter import ModelDrafter
+from .drafts.drafter import ModelDrafter
 from .engine import Engine
 from .grammar.device_guide import guide_of
 from .grammar.guide import Guide
 from .guard import check_tree, untouched
 from .invariance import branch_length
-from .mixed import PromptPiece
 from .request import Request
 from .request_output import RequestOutput, empty_report
 from .resources import CallResources
@@ -40,8 +40,8 @@ from .worth import DraftWorth
 class Call:
     """Rows that are decoded together, and what belongs to their steps; what belongs to a request is its :class:`RequestOutput`.
 
-    In :class:`~decoders.engine.fixed_batch.FixedBatch` it is one request whose rows come and go together. In
-    :class:`~decoders.engine.lane.Lane` requests of one row come and go between two steps.
+    In :class:`~decoders.engine.batches.fixed_batch.FixedBatch` it is one request whose rows come and go together. In
+    :class:`~decoders.engine.batches.lane.Lane` requests of one row come and go between two steps.
 
     Attributes:
         members: the requests and the first row of each, in the order of rows; every row is a member's.
@@ -67,8 +67,8 @@ class Call:
 
     def __init__(self, engine: Engine, request: Request, stack: ExitStack) -> None:
         self.engine, self.request, self.stack = engine, request, stack
-        self.passes = engine.passes(request.strategy)
-        self.target = self.passes.target
+        self.forward_pass = engine.forward_pass_for(request.strategy)
+        self.target = self.forward_pass.target
         self.width = row_bucket(len(request.prompts), self.target.static)  # rows nobody has asked for have ended
         chosen = request.verifier
         # Where nothing is drawn, all exact rules are one: keep what matches.
@@ -132,7 +132,7 @@ class Call:
             leave_last_chunk: whether the end of the prompts is left to the first step; a recorded one has one size.
         """
         shows = self.request.strategy.reads_prompt
-        run = self._read_and_show if shows else self.passes.prefill
+        run = self._read_and_show if shows else self.forward_pass.prefill
         reused, left = self.session.prefill(
             lengths, reusable, self.request.prefill_chunk, run, leave_last_chunk=leave_last_chunk, padded=shows
         )
@@ -145,7 +145,7 @@ class Call:
             return
         begin = (self.rows.length - 1 - self.prompt_left).clamp(min=0)
         latest = max(max(self.lengths) - 1 - self.prompt_left, 0)
-        self.session.read(self.rows, begin, latest, 0, self.prompt_left, self.passes.prefill)
+        self.session.read(self.rows, begin, latest, 0, self.prompt_left, self.forward_pass.prefill)
         self.pending = self.prompt_left = 0
 
     def _read_and_show(self, tokens: Tensor, begin: Tensor, buffers: CacheBuffers, view: Tensor, latest: int) -> None:
@@ -173,7 +173,7 @@ class Call:
         """
         positions = begin[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         valid = positions < lengths[:, None] - 1
-        result = self.passes.features(tokens, begin, buffers, view, latest, logits=logits, valid=valid)
+        result = self.forward_pass.features(tokens, begin, buffers, view, latest, logits=logits, valid=valid)
         return PromptChunk(tokens, positions, valid, result.hidden, result.layers, result.logits if logits else None)
 
     def start(self) -> None:
@@ -193,11 +193,11 @@ class Call:
             self.state = strategy.rebatch(self.state, torch.tensor(sources, device=self.target.device), context)
 
     def make_step(self) -> StepFunction:
-        return make_step(self.engine, self.passes, self.request, self.verifier, self.members, self.report)
+        return make_step(self.engine, self.forward_pass, self.request, self.verifier, self.members, self.report)
 
     def fit_blocks(self) -> None:
         """Says how blocks are padded, by what the next pass runs as. Budgets depend on it: a strategy starts with it."""
-        self.passes.fit(self.blocks, self.batch)
+        self.forward_pass.fit(self.blocks, self.batch)
         # Text that is run in front of a block is a multiple of nodes, and then the block is one as well.
         if self.pending:
             self.blocks.single = False
@@ -281,7 +281,7 @@ class Call:
             return
         self.report.timings.core += core
         if not draft.tokens.shape[1]:
-            self.passes.book_single(core, self.batch)
+            self.forward_pass.book_single(core, self.batch)
         if self.worth is None and self.resources.costs is None:
             return
         agreed = self.target.ranks.first_number

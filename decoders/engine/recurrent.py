@@ -3,7 +3,8 @@
 Such a layer keeps a state per row instead of keys and values per token: it cannot look past a rejected draft token, and a state
 cannot be cut back. So the module that keeps the state runs level by level, all nodes of one depth at once, each from a copy of its
 parent's state; what stands behind every node is kept until the block is decided, and commit takes that of the last accepted node.
-Everything else of the model (attention, experts, the projections of the module itself, :mod:`.hoisting`) runs on the whole block.
+Everything else of the model (attention, experts, the projections of the module itself,
+:mod:`~decoders.engine.compiled.hoisting`) runs on the whole block.
 
 The modules are not known by name. They are those that update a state in transformers' cache (:mod:`.state_probe`).
 """
@@ -20,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
-from . import hoisting
 from .cache import RowStates, SlotCache, StateSpec
+from .compiled import hoisting
 
 LAYER_ATTRIBUTE = "decoders_recurrent_layer"
 CONTINUES_ATTRIBUTE = "decoders_continues_text"

@@ -15,9 +15,9 @@ from ..report import Report
 from ..sampling.processors import SamplingPlan
 from ..strategy import Strategy
 from ..verifiers.verifier import Verifier
+from .compiled.tiers import Compile
 from .criteria import Criteria
 from .host_processors import Processors
-from .tiers import Compile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -47,7 +47,7 @@ class Request:
         keep_logits: return them per generated token.
         keep_scores: the same, processed.
         top_logprobs: note the log probability of every token, and of that many likeliest ones; None: of none.
-        compile: see :data:`~decoders.engine.tiers.Compile`.
+        compile: see :data:`~decoders.engine.compiled.tiers.Compile`.
         reuse: whether keys and values of earlier calls may serve.
         memory: whether strategies may keep what they learn between calls.
         prune: whether draft tokens that are not worth their time are left out where rows share steps.

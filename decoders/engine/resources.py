@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from ..costs.steps import StepCosts
 from ..strategy import Context, Strategy, no_memory
 from .call_settings import CallSettings
-from .drafter import ModelDrafter, context_draft
-from .modules import SlotPasses
+from .drafts.drafter import ModelDrafter, context_draft
+from .drafts.modules import SlotPasses
 
 if TYPE_CHECKING:
     from .loop import Call

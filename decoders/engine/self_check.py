@@ -11,12 +11,12 @@ from transformers import PreTrainedModel
 from ..common.transformers_compat import cache_keyword, cache_of
 from ..errors import UnsupportedError
 from ..tree import Topology
-from . import mixed
+from .batches import mixed
+from .batches.mixed import PromptPiece
 from .cache import CacheBuffers, LayerSpec
 from .layout import embeddings_of
-from .mixed import PromptPiece
-from .quantization import quantize
-from .twin import share_weights
+from .weights.quantization import quantize
+from .weights.twin import share_weights
 
 if TYPE_CHECKING:
     from .target import Target
@@ -60,7 +60,7 @@ def check_tree_logits(target: Target, model: PreTrainedModel, layout: list[Layer
 
 @torch.no_grad()
 def can_mix(target: Target) -> bool:
-    """Whether a mixed pass (:mod:`.mixed`) gives what passes of the rows and of the prompt by themselves give.
+    """Whether a mixed pass (:mod:`~decoders.engine.batches.mixed`) gives what passes of the rows and of the prompt by themselves give.
 
     It does for designs whose attention is transformers' function by name. Those that have attention of their own look at whole rows.
     """

@@ -12,10 +12,10 @@ from torch import Tensor
 from ..errors import CacheMemoryError
 from ..sampling.processors import SamplingInputs
 from ..strategy import Sequences
+from .batches.prefill_plan import PrefillPlan
 from .blocks import Blocks
 from .buckets import row_bucket, slots_for, view_bucket
-from .capture import Recorder, Recordings
-from .prefill_plan import PrefillPlan
+from .cuda_graphs.capture import Recorder, Recordings
 from .prefixes import NOTHING, KeptText, PrefixIndex
 from .rows import Rows
 from .target import Target
@@ -35,7 +35,7 @@ class Session:
         blocks: drafts as the core wants them.
         recordings: steps that work on these very tensors; None where nothing can be recorded.
         texts: per row, what the slots hold while no call uses the session.
-        shared: sessions of drafts that are so many of the target's first layers (:mod:`.shared_slots`).
+        shared: sessions of drafts that are so many of the target's first layers (:mod:`~decoders.engine.drafts.shared_slots`).
     """
 
     def __init__(self, target: Target, batch: int, slots: int, recorder: Recorder | None = None) -> None:

@@ -14,8 +14,8 @@ from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
 
 from ..common.transformers_compat import keeps_recurrent_state
 from ..errors import UnsupportedError
-from . import hoisting
 from .cache import LayoutProbe, StateSpec
+from .compiled import hoisting
 from .recurrent import CONTINUES_ATTRIBUTE, LAYER_ATTRIBUTE, by_node, cache_of, on_others, states_in, tokens_of
 
 #: Tokens that a layer is tried on.

@@ -14,11 +14,11 @@ from ..strategy import Draft
 from ..tree import Topology, TreeTensors
 from ..verifiers.verifier import Verifier
 from .blocks import NodeBlock
+from .compiled.tiers import ForwardPass
 from .core import StepOutput
 from .engine import Engine
 from .host_processors import NOT_REACHED, choose_along_path
 from .rows import Rows
-from .tiers import ForwardPass
 
 if TYPE_CHECKING:
     from .request import Request
@@ -29,17 +29,18 @@ StepFunction = Callable[[Draft, NodeBlock, Rows], StepOutput]
 
 
 def make_step(
-    engine: Engine, passes: ForwardPass, request: Request, verifier: Verifier | None, members: Sequence[tuple[RequestOutput, int]],
+    engine: Engine, forward_pass: ForwardPass, request: Request, verifier: Verifier | None,
+    members: Sequence[tuple[RequestOutput, int]],
     report: Report,
 ) -> StepFunction:  # fmt: skip
     """The step of one call.
 
     Args:
-        passes: of the target.
+        forward_pass: of the target.
         verifier: None where the built-in rule decides.
         members: the requests whose rows are decoded, and the first row of each; read in every step.
     """
-    core = engine.core(request.plan, passes)
+    core = engine.core(request.plan, forward_pass)
     if request.processors is None and verifier is None:
         step = engine.whole(core, "step", request.compile, report)
         return lambda draft, block, rows: step(block, rows)

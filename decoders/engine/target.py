@@ -20,16 +20,16 @@ from ..tree import TreeTensors
 from . import attention, attention_functions, buckets, flex, invariance, recurrent
 from .cache import CacheBuffers, SlotCache
 from .features import HeadInputs, LayerStates, OutputHead
-from .fingerprints import Fingerprints
 from .fitness import refuse_unfit
 from .layout import backbone_of, context_length, embeddings_of, probe_layout, shared_inputs, vocabulary_of
-from .packing import pack
-from .quantization import Precision, quantize, rounds_activations
 from .ranks import Ranks
 from .self_check import can_mix, check_tree_logits
 from .state_probe import adopt
 from .text_blocks import LeadingText, causal_block
-from .twin import WeightState, share_weights, tensors_of
+from .weights.fingerprints import Fingerprints
+from .weights.packing import pack
+from .weights.quantization import Precision, quantize, rounds_activations
+from .weights.twin import WeightState, share_weights, tensors_of
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Target:
 
     @functools.cached_property
     def mixes(self) -> bool:
-        """Whether rows and a piece of another one's prompt may be run as one pass (:mod:`.mixed`)."""
+        """Whether rows and a piece of another one's prompt may be run as one pass (:mod:`~decoders.engine.batches.mixed`)."""
         return can_mix(self)
 
     @property

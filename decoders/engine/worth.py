@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..costs.acceptance import AcceptanceRates, Follower, Proposals
+from ..costs.fitted import FittedStepCosts
 from ..costs.looks import Looks, affordable
 from ..costs.rows import row_weights
 from ..draft import Draft
@@ -34,7 +35,11 @@ class DraftWorth:
     """
 
     def __init__(
-        self, costs: NodeCosts, rows: int = 0, ends: Sequence[int] | None = None, grade_rates: Sequence[float] = ()
+        self,
+        costs: FittedStepCosts,
+        rows: int = 0,
+        ends: Sequence[int] | None = None,
+        grade_rates: Sequence[float] = (),
     ) -> None:
         self._common = AcceptanceRates(grade_rates={SOURCE: grade_rates})
         self._rows: list[Follower] = []
@@ -132,61 +137,3 @@ class DraftWorth:
             follower.expect(outlook)
             self._proposals[row] = proposals
         return gains
-
-
-class NodeCosts:
-    """What a step of a model costs, and each node in it: a straight line through the steps that were seen, of which recent ones count
-    more. Steps that run compiled have little in common with others: what the one kind cost is forgotten once the other comes.
-    """
-
-    #: What a step adds is worth so much less a step later.
-    DECAY = 0.97
-    #: A node's share of the cost of a step, until steps of several sizes were seen.
-    GUESS = 0.03
-    #: Until then a step is taken without a draft now and then, if all had one, and else nodes are taken for cheaper.
-    TRIAL = 4
-    #: Later too, rarely.
-    LATER_TRIAL = 128
-    #: How much cheaper.
-    HOPE = 4
-
-    def __init__(self) -> None:
-        self._compiled = False
-        self._forget()
-
-    def _forget(self) -> None:
-        self._sums = [0.0] * 5  # of 1, nodes, seconds, nodes², nodes · seconds
-        self._steps = 0
-        self._smallest = 0
-
-    def observe(self, nodes: int, seconds: float, compiled: bool) -> None:
-        """Learns from a step of so many nodes, all rows together."""
-        if compiled != self._compiled:
-            self._compiled = compiled
-            self._forget()
-        new = (1.0, nodes, seconds, nodes * nodes, nodes * seconds)
-        self._sums = [self.DECAY * old + value for old, value in zip(self._sums, new, strict=True)]
-        self._smallest = min(self._smallest or nodes, nodes)
-        self._steps += 1
-
-    def step(self, nodes: int) -> float | None:
-        """Seconds of a step of so many nodes, all rows together; None before steps of several sizes were seen."""
-        line = self._line()
-        return None if line is None else line[0] + line[1] * nodes
-
-    def estimate(self, plain: int) -> tuple[float, float]:
-        """What to take a step and each node in it for, in whatever unit. plain: nodes of a step without a draft."""
-        line, trial = self._line(), self.LATER_TRIAL
-        if line is None:
-            line, trial = (1.0, self.GUESS), self.TRIAL
-            if self._smallest > plain and self._steps % trial == 0:
-                return 0.0, 1.0
-        return line[0], line[1] / self.HOPE if self._steps % trial == trial - 1 else line[1]
-
-    def _line(self) -> tuple[float, float] | None:
-        one, x, y, xx, xy = self._sums
-        spread = one * xx - x * x
-        if one < self.TRIAL or spread <= 1e-6 * xx:
-            return None
-        node = max((one * xy - x * y) / spread, 0.0)
-        return max((y - node * x) / one, 0.05 * y / one), node

@@ -19,8 +19,8 @@ from transformers import (
 
 from ..common.transformers_compat import pad_token_of
 from ..costs.store import default_folder
+from ..engine.batches.fixed_batch import decode
 from ..engine.engine import Engine
-from ..engine.fixed_batch import decode
 from ..engine.request import Decoded, Request
 from ..errors import SettingsError, UnsupportedError
 from ..registry.registry import registry

@@ -14,7 +14,7 @@ from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBa
 from ..engine.engine import Engine, MemoryKey
 from ..engine.fitness import refuse_unfit
 from ..engine.locks import CallLock
-from ..engine.quantization import Precision
+from ..engine.weights.quantization import Precision
 from .arguments import refuse_arguments
 from .assistants import Assistants
 from .call import GenerateCall, PreparedCall

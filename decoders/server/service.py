@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from ..constraints.specs import Regex
+from ..engine.compiled.openmp import release_threads
 from ..engine.layout import context_length
-from ..engine.openmp import release_threads
 from ..errors import CancelledError
 from ..generate import enable
 from ..plugins import resolve_strategy

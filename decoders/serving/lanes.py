@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 
-from ..engine.lane import Lane
+from ..engine.batches.lane import Lane
 from ..errors import CancelledError, DeadlineError, DecodersError
 from .generation import Generation
 

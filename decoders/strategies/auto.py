@@ -153,16 +153,11 @@ class Auto(Strategy):
         tries = state.ledger.may_try(state.costs.step(1))
         plan = state.plan = Plan(state, _weights(state, active), self.settings.nodes, begun, tries)
         for candidate in state.candidates:
-            limit = None
-            if tries and candidate.limited:
-                plan.weigh()
-                limit = plan.depth_of(candidate)
-            if not (tries and (limit or candidate.due(state.rate, state.all_seconds))):
+            depth = _depth(state, plan, candidate)
+            if depth == 0:
                 candidate.skip()
                 continue
-            if candidate.limited and not limit:
-                limit = 1 if candidate.experience.runs else FIRST_DEPTH
-            drafts = candidate.run(sequences, limit)
+            drafts = candidate.run(sequences, depth)
             for row in active:
                 plan.proposals[row].add(candidate.bit, *drafts[row])
         plan.weigh()
@@ -223,6 +218,21 @@ class Auto(Strategy):
             },
             "left_out": state.left_out,
         }  # fmt: skip
+
+
+def _depth(state: AutoState, plan: Plan, candidate: Candidate) -> int | None:
+    """How deep a candidate is to draft in this step: 0 if it is left out, None if it knows no limit."""
+    if not plan.tries:
+        return 0
+    if candidate.limited:
+        plan.weigh()
+        if worth := plan.depth_of(candidate):
+            return worth
+    if not candidate.due(state.rate, state.all_seconds):
+        return 0
+    if not candidate.limited:
+        return None
+    return 1 if candidate.experience.runs else FIRST_DEPTH
 
 
 def _weights(state: AutoState, active: list[int]) -> dict[int, float]:

@@ -137,7 +137,7 @@ class DFlashDrafter(FeatureWindow):
         self.embed, self.head = _embedding_of(context), context.head
         self._make_block(context.rows, block)
         example = self.window.new_zeros(1, 1, config.layer.hidden_size)
-        self.passes: ModulePasses = context.module(network, ahead=block + self.width, example=(example,))
+        self.module: ModulePasses = context.module(network, ahead=block + self.width, example=(example,))
 
     def _make_block(self, rows: int, block: int) -> None:
         """What is run for every row: the last token and masks, which see each other."""
@@ -152,15 +152,15 @@ class DFlashDrafter(FeatureWindow):
         self._make_block(context.rows, len(self.block))
 
     def own_parts(self) -> Any:
-        return self.masks, self.block, self.passes
+        return self.masks, self.block, self.module
 
     def read(self, base: Tensor, features: Tensor, sequences: Sequences) -> None:
-        self.passes(base, features, context=True)
+        self.module(base, features, context=True)
 
     def root(self) -> Expansion:
         self.read_window()
         block = torch.cat([self.sequences.last, self.masks], dim=1)
-        states = self.passes(self.sequences.length - 1, self.embed(block), tree=self.block)
+        states = self.module(self.sequences.length - 1, self.embed(block), tree=self.block)
         self.level, self.places = 0, self.best(self.head(states[:, 1:]), self.block.offsets[:, :-1])
         return self._level(1)
 

@@ -121,16 +121,16 @@ class Eagle3Drafter(FeatureDrafter):
         # EAGLE's features become logits in the target's own head; an EAGLE-3 head has one of its own.
         self.head = context.head if eagle else lambda logits: logits
         one = torch.zeros(1, 1, files.head.fc.out_features, dtype=self.window.dtype, device=context.device)
-        self.passes: ModulePasses = context.module(
+        self.module: ModulePasses = context.module(
             files.head, ahead=ahead + self.width, example=(one, self.window[:1, :1])
         )
 
     def own_parts(self) -> Any:
-        return self.passes
+        return self.module
 
     def read(self, base: Tensor, features: Tensor, sequences: Sequences) -> None:
         tokens = tokens_from(sequences, base + 1, features.shape[1]).clamp(max=self.most_id)
-        states, self.last = self.passes(base, self.embed(tokens), features)
+        states, self.last = self.module(base, self.embed(tokens), features)
         self.states = states[:, -1:]
 
     def first(self) -> Tensor:
@@ -139,7 +139,7 @@ class Eagle3Drafter(FeatureDrafter):
     def further(self, nodes: Tensor, tree: TreeTensors) -> Tensor:
         count = nodes.shape[1]
         above = self.states.gather(1, tree.parents[:, -count:, None].expand(-1, -1, self.states.shape[-1]))
-        states, last = self.passes(
+        states, last = self.module(
             self.sequences.length - 2, self.embed(nodes), above, tree=tree, logits=count, fuse=False
         )
         self.states = torch.cat([self.states, states], dim=1)

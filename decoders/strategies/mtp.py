@@ -108,8 +108,8 @@ class MtpDrafter(FeatureDrafter):
         self.depth, self.head = depth, context.head
         example = torch.zeros(1, 1, dtype=torch.int64, device=context.device), self.window[:1, :1]
         try:
-            self.passes: ModulePasses = context.module(
-                passes_of(layers, context), ahead=ahead + self.width, example=example
+            self.module: ModulePasses = context.module(
+                single_layers(layers, context), ahead=ahead + self.width, example=example
             )
         except (TypeError, ValueError, AttributeError) as error:  # what transformers built does not fit the design
             raise UnsupportedError(
@@ -117,14 +117,14 @@ class MtpDrafter(FeatureDrafter):
             ) from error
 
     def own_parts(self) -> Any:
-        return self.depth, self.passes
+        return self.depth, self.module
 
     def read(self, base: Tensor, features: Tensor, sequences: Sequences) -> None:
         states, count = features, features.shape[1]
         self.ends = []
         for layer in range(self.depth):
             tokens = tokens_from(sequences, base + 1 + layer, count)
-            states = self.passes(base, tokens, states, layer=layer)
+            states = self.module(base, tokens, states, layer=layer)
             # What comes behind this slot was read with tokens that are not known yet.
             self.ends.append(states[:, max(count - 1 - layer, 0)][:, None])
 
@@ -137,12 +137,12 @@ class MtpDrafter(FeatureDrafter):
         layer = self.level
         above = self.states.gather(1, tree.parents[:, 1:, None].expand(-1, -1, self.states.shape[-1]))
         base = self.sequences.length - 2 - layer
-        states = self.passes(base, self.nodes, above, tree=tree, layer=layer)
+        states = self.module(base, self.nodes, above, tree=tree, layer=layer)
         self.states = torch.cat([self.ends[layer], states], dim=1)
         return self.head(states[:, -nodes.shape[1] :])
 
 
-class _Passes(nn.Module):
+class _SingleLayers(nn.Module):
     """Passes of single layers of an ``MtpModel``; called without one, all of them in turn.
 
     Args:
@@ -178,20 +178,20 @@ def _with_ready_masks(kind: type) -> type:
     return type(kind.__name__, (kind,), {"create_masks_for_mtp_layer": ready})
 
 
-#: By model: what its passes were made of, and they.
-_passes: weakref.WeakKeyDictionary[nn.Module, tuple[tuple, _Passes]] = weakref.WeakKeyDictionary()
+#: By model: what its layers were made ready from, and they.
+_made_ready: weakref.WeakKeyDictionary[nn.Module, tuple[tuple, _SingleLayers]] = weakref.WeakKeyDictionary()
 
 
-def passes_of(layers: MtpModel, context: Context) -> nn.Module:
+def single_layers(layers: MtpModel, context: Context) -> nn.Module:
     """The module that :attr:`Context.module` is given, the same for the same layers, dtype and device."""
     model, dtype, device = context.model, dtype_of(context), context.device
     alike = matrix_dtype(layers) == dtype and {tensor.device for tensor in layers.layers.parameters()} == {device}
     origin = (layers, model.get_input_embeddings(), dtype, device)
-    made, passes = _passes.get(model, (None, None))
-    if passes is None or made != origin or not (alike or converted(layers, passes.layers)):
-        passes = _Passes(fitted(layers, model, None if alike else (device, dtype)))
-        _passes[model] = origin, passes
-    return passes
+    made_from, ready = _made_ready.get(model, (None, None))
+    if ready is None or made_from != origin or not (alike or converted(layers, ready.layers)):
+        ready = _SingleLayers(fitted(layers, model, None if alike else (device, dtype)))
+        _made_ready[model] = origin, ready
+    return ready
 
 
 def fitted(layers: MtpModel, model: PreTrainedModel, place: tuple[torch.device, torch.dtype] | None) -> MtpModel:
@@ -236,7 +236,7 @@ def use_mtp_layers(model: PreTrainedModel, layers: MtpModel | None) -> None:
         vars(model)[ATTRIBUTE] = layers
     else:
         vars(model).pop(ATTRIBUTE, None)
-        _passes.pop(model, None)
+        _made_ready.pop(model, None)
 
 
 def _check_fit(layers: MtpModel, model: PreTrainedModel) -> None:

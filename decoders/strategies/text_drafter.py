@@ -130,7 +130,7 @@ class TextDrafter:
         ]
         self.capacity = context.slots
         self.module: ModulePasses = context.module(
-            passes_of(vocabularies.model), ahead=length + 2, on_device=False,
+            likeliest_tokens(vocabularies.model), ahead=length + 2, on_device=False,
             example=(torch.zeros(1, 1, dtype=torch.int64, device=context.device),),
         )  # fmt: skip
 
@@ -195,7 +195,7 @@ class TextDrafter:
         return torch.tensor(list(starts), device=self.device), torch.tensor(padded, device=self.device)
 
 
-class _Passes(nn.Module):
+class _LikeliestTokens(nn.Module):
     """A language model whose passes give the likeliest next token of every node."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -217,11 +217,11 @@ class _Passes(nn.Module):
         return logits.argmax(-1)
 
 
-_passes: weakref.WeakKeyDictionary[PreTrainedModel, nn.Module] = weakref.WeakKeyDictionary()
+_made_ready: weakref.WeakKeyDictionary[PreTrainedModel, nn.Module] = weakref.WeakKeyDictionary()
 
 
-def passes_of(model: PreTrainedModel) -> nn.Module:
+def likeliest_tokens(model: PreTrainedModel) -> nn.Module:
     """The module that :attr:`Context.module` is given, the same for the same model."""
-    if model not in _passes:
-        _passes[model] = _Passes(model)
-    return _passes[model]
+    if model not in _made_ready:
+        _made_ready[model] = _LikeliestTokens(model)
+    return _made_ready[model]

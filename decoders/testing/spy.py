@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from ..engine.capture import WARM_UP_STEPS
+from ..engine.cuda_graphs.capture import WARM_UP_STEPS
 from ..engine.guard import tensors_of
 from ..errors import DraftError
 from ..strategies.merged import Merged

@@ -15,7 +15,7 @@ from decoders.engine.buckets import (
     row_bucket,
     slot_bucket,
 )
-from decoders.engine.per_shape import PerShape
+from decoders.engine.compiled.per_shape import PerShape
 from decoders.tree import Topology
 
 

@@ -45,7 +45,7 @@ def test_a_plain_step_that_got_a_graph_of_its_own_is_measured_then(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     single = False
-    monkeypatch.setattr(engine.forward, "runs_single", lambda rows: single)
+    monkeypatch.setattr(engine.forward_pass, "runs_single", lambda rows: single)
     before = engine.calibration.measured(tmp_path, [1], [300], False)
     assert next(p.nodes for p in before.points if p.context == 300) == 3
     single = True

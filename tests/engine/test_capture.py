@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from decoders.engine import capture
-from decoders.engine.capture import CudaRecorder, RecordedCapacity, RecordedStep, Recordings
 from decoders.engine.core import StepOutput
-from decoders.engine.static_inputs import StaticInputs, find_tensors
+from decoders.engine.cuda_graphs import capture
+from decoders.engine.cuda_graphs.capture import CudaRecorder, RecordedCapacity, RecordedStep, Recordings
+from decoders.engine.cuda_graphs.static_inputs import StaticInputs, find_tensors
 from decoders.testing.syncs import HostReadError, RecordingError
 from decoders.testing.tape import Tape, TapeRecorder
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoders.engine.compiler import CompiledFunction
+from decoders.engine.compiled.compiler import CompiledFunction
 from decoders.engine.engine import KEPT_FUNCTIONS, Engine
 from decoders.report import Report
 from decoders.testing import tiny_model

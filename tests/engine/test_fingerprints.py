@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from decoders.engine.fingerprints import DeviceSamples, Fingerprint, Fingerprints, sampled
+from decoders.engine.weights.fingerprints import DeviceSamples, Fingerprint, Fingerprints, sampled
 
 KINDS = [Fingerprint, lambda tensor: DeviceSamples([tensor])]
 WRITES: dict[str, Callable[[Tensor], object]] = {

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from decoders.engine import fused, packing, quantized, torch_compat
+from decoders.engine import torch_compat
 from decoders.engine.cache import CacheBuffers
-from decoders.engine.freed import free_originals, restore_originals
-from decoders.engine.packing import pack
-from decoders.engine.quantization import Scheme, quantize
 from decoders.engine.target import Target
-from decoders.engine.twin import share_weights
+from decoders.engine.weights import fused, packing, quantized
+from decoders.engine.weights.freed import free_originals, restore_originals
+from decoders.engine.weights.packing import pack
+from decoders.engine.weights.quantization import Scheme, quantize
+from decoders.engine.weights.twin import share_weights
 from decoders.testing import tiny_model
 from decoders.tree import Topology
 

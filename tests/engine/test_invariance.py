@@ -17,8 +17,8 @@ from decoders.engine import invariance, target
 from decoders.engine.blocks import Blocks, NodeBlock
 from decoders.engine.buckets import row_multiple, slots_for, view_bucket
 from decoders.engine.core import Core
-from decoders.engine.packing import pack
 from decoders.engine.target import Target
+from decoders.engine.weights.packing import pack
 from decoders.strategy import Draft
 from decoders.testing.exactness import decode, prompts
 from decoders.testing.models import tiny_draft, tiny_model

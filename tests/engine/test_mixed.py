@@ -8,13 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoders.engine import forward_graphs, mixed, self_check
+from decoders.engine import self_check
+from decoders.engine.batches import mixed
+from decoders.engine.batches.mixed import PromptPiece
 from decoders.engine.cache import CacheBuffers
-from decoders.engine.compiler import compilations
-from decoders.engine.mixed import PromptPiece
+from decoders.engine.compiled import forward_graphs
+from decoders.engine.compiled.compiler import compilations
+from decoders.engine.compiled.tiers import ForwardPass
 from decoders.engine.target import ForwardResult, Target
 from decoders.engine.text_blocks import LeadingText, after_text
-from decoders.engine.tiers import ForwardPass
 from decoders.report import Report
 from decoders.testing import tiny_model
 from decoders.testing.models import ARCHITECTURES

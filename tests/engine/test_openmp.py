@@ -13,7 +13,8 @@ import torch
 from transformers import StoppingCriteria
 
 import decoders
-from decoders.engine import locks, openmp
+from decoders.engine import locks
+from decoders.engine.compiled import openmp
 from decoders.engine.locks import CallLock
 from decoders.testing import prompts, tiny_model
 

@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn.utils import prune
 from transformers.pytorch_utils import Conv1D
 
-from decoders.engine.freed import free_originals, restore_originals
-from decoders.engine.packing import PackedLinear, pack
-from decoders.engine.twin import share_weights
+from decoders.engine.weights.freed import free_originals, restore_originals
+from decoders.engine.weights.packing import PackedLinear, pack
+from decoders.engine.weights.twin import share_weights
 from decoders.errors import UnsupportedError
 from decoders.testing import tiny_model
 

@@ -13,10 +13,12 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 import decoders
-from decoders.engine import cache, invariance, quantized, self_check, target, tiers
+from decoders.engine import cache, invariance, self_check, target
 from decoders.engine.cache import CacheBuffers, LayerSpec, SlotCache
-from decoders.engine.quantization import Precision, QuantizedWeight, quantize
+from decoders.engine.compiled import tiers
 from decoders.engine.target import Target
+from decoders.engine.weights import quantized
+from decoders.engine.weights.quantization import Precision, QuantizedWeight, quantize
 from decoders.errors import SettingsError, UnsupportedError
 from decoders.testing.exactness import decode, prompts
 from decoders.testing.models import tiny_draft, tiny_model
@@ -228,7 +230,7 @@ def test_a_compiled_step_of_one_row_and_node_gets_a_graph_of_its_own(
     model = decoders.enable(tiny_model("llama", num_hidden_layers=1).bfloat16())
     settings = {"weights": "int4", "compile": True}
     padded = decode(model, prompts(1), "autoregressive", max_new_tokens=8, decoders_config=settings)
-    job = vars(model)["generate"].engine(weights="int4").forward._tiers[False, True].job
+    job = vars(model)["generate"].engine(weights="int4").forward_pass._tiers[False, True].job
     assert padded.report.nodes >= 3 and job is not None and job.wait()
     block_sizes.clear()
     single = decode(model, prompts(1), "autoregressive", max_new_tokens=8, decoders_config=settings)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import decoders
-from decoders.engine import tiers
+from decoders.engine.compiled import tiers
 from decoders.testing import decode, prompts, tiny_model
 
 
@@ -17,7 +17,7 @@ def test_plain_steps_of_several_rows_get_a_graph_of_their_own(
 ) -> None:
     monkeypatch.setattr(tiers, "FORWARD_SECONDS", 0.0)
     model, inputs = decoders.enable(tiny_model("llama", num_hidden_layers=1).bfloat16()), prompts(3)
-    passes = vars(model)["generate"].engine().forward
+    passes = vars(model)["generate"].engine().forward_pass
     compiled = dict(max_new_tokens=8, decoders_config={"compile": True})
     padded = decode(model, inputs, "autoregressive", **compiled)
     assert (

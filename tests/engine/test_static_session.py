@@ -17,7 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, StoppingCrite
 
 import decoders
 from decoders.common import devices
-from decoders.engine import capture, engine
+from decoders.engine import engine
+from decoders.engine.cuda_graphs import capture
 from decoders.engine.target import Target
 from decoders.strategies import EarlyExit, Lookahead, Mtp, PromptLookup, Speculative, Staged
 from decoders.strategies.mtp import use_mtp_layers

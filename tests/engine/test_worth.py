@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import decoders
+from decoders.costs.fitted import FittedStepCosts
 from decoders.draft import Draft
-from decoders.engine.worth import DraftWorth, NodeCosts
+from decoders.engine.worth import DraftWorth
 from decoders.testing import Replay, decode, prompts, tiny_model
 from decoders.testing.models import VOCAB
 from decoders.tree import Topology, TreeTensors
@@ -33,7 +32,7 @@ class Play:
         seconds: float = 0.0,
         tree: bool = False,
     ) -> None:
-        self.worth = DraftWorth(NodeCosts(), ROWS, ends)
+        self.worth = DraftWorth(FittedStepCosts(), ROWS, ends)
         self.right, self.node_cost, self.drafting, self.size, self.tree = right, node_cost, drafting, size, tree
         self.seconds, self.lengths, self.looks = seconds, [1] * ROWS, 0
 
@@ -129,33 +128,11 @@ def test_blocks_of_one_size_are_left_out_now_and_then_until_it_is_known_what_the
     assert 0 in counts[:6] and set(counts[12:]) == {0}
 
 
-@given(st.floats(0.5, 10), st.floats(0, 0.1), st.lists(st.integers(1, 64), min_size=8, max_size=30))
-def test_costs_on_a_line_are_found(fixed: float, node: float, sizes: list[int]) -> None:
-    costs = NodeCosts()
-    for size in sizes:
-        costs.observe(size, fixed + node * size, False)
-    if costs.step(1) is None:
-        assert len(set(sizes)) == 1
-    else:
-        assert costs.step(100) == pytest.approx(fixed + 100 * node, rel=1e-3)
-
-
-def test_compiled_steps_are_not_judged_by_those_that_were_not() -> None:
-    costs = NodeCosts()
-    for size in (8, 16, 8, 32, 8, 16):
-        costs.observe(size, 9 + 3 * size, False)
-    costs.observe(8, 9.0, True)
-    assert costs.step(8) is None
-    for size in (8, 16, 8, 32):
-        costs.observe(size, 1 + size, True)
-    assert costs.step(100) == pytest.approx(101)
-
-
 def test_what_steps_cost_outlives_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[NodeCosts] = []
+    given: list[FittedStepCosts] = []
     plain = DraftWorth.__init__
 
-    def noted(self: DraftWorth, costs: NodeCosts, *arguments: Any) -> None:
+    def noted(self: DraftWorth, costs: FittedStepCosts, *arguments: Any) -> None:
         given.append(costs)
         plain(self, costs, *arguments)
 

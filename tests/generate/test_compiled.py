@@ -11,12 +11,13 @@ import torch
 from transformers import LogitsProcessor, PreTrainedModel
 
 import decoders
-from decoders.engine import packing, tiers
-from decoders.engine.background import threads_may_compile
 from decoders.engine.cache import CacheBuffers
-from decoders.engine.regions import fixed
+from decoders.engine.compiled import tiers
+from decoders.engine.compiled.background import threads_may_compile
+from decoders.engine.compiled.regions import fixed
 from decoders.engine.target import Target
 from decoders.engine.text_blocks import after_text, causal_block
+from decoders.engine.weights import packing
 from decoders.report import Report
 from decoders.strategies import PromptLookup
 from decoders.testing import Replay, assert_same_tokens, prompts, reference, tiny_draft, tiny_model
@@ -109,7 +110,7 @@ def test_a_block_of_any_size_takes_the_same_graph(compiled: PreTrainedModel) -> 
 
 def test_whole_trees_and_their_ends_take_the_same_graph(compiled: PreTrainedModel) -> None:
     """A dynamic tree is drafted level by level, each level the end of its tree; rows may share one tree's memory."""
-    forward = vars(compiled)["generate"].engine().forward
+    forward = vars(compiled)["generate"].engine().forward_pass
     target, tree = forward.target, Topology.branches(2, 3).tensors(4, torch.device("cpu"))
     buffers, base, view = CacheBuffers.allocate(target.layout, 4, 64), torch.full((4,), 9), torch.arange(64)[:32]
     shared = causal_block(4, 6, torch.device("cpu"))
@@ -125,7 +126,7 @@ def test_whole_trees_and_their_ends_take_the_same_graph(compiled: PreTrainedMode
 @pytest.mark.parametrize("rows", [1, 2])
 def test_trees_take_the_same_graph_whatever_their_tensors_are_views_of(compiled: PreTrainedModel, rows: int) -> None:
     """Dynamo guards what the tensors that it compiles for are views of, and would compile anew in the middle of a call."""
-    forward = vars(compiled)["generate"].engine().forward
+    forward = vars(compiled)["generate"].engine().forward_pass
     target, topology, device = forward.target, Topology.branches(2, 3), torch.device("cpu")
     buffers, base = CacheBuffers.allocate(target.layout, rows, 64), torch.full((rows,), 9)
     fixed(*((buffer, (1, 3)) for buffer in buffers.tensors))
@@ -215,7 +216,7 @@ def test_a_call_changes_over_between_two_steps_when_the_compiler_is_ready(monkey
             nonlocal steps
             steps += 1
             if steps == 4:
-                passes = vars(model)["generate"].engine().forward
+                passes = vars(model)["generate"].engine().forward_pass
                 assert passes._tiers[False, False].job.wait()
             return super().propose(state, sequences)
 
@@ -285,7 +286,7 @@ def test_in_lower_precision_a_call_ends_in_the_tier_in_which_it_began(monkeypatc
     model, inputs = decoders.enable(one_layer().bfloat16()), prompts()
     auto = dict(max_new_tokens=8, decoders_config={"compile": "auto"})
     first = decode(model, inputs, "autoregressive", **auto)
-    assert vars(model)["generate"].engine().forward._tiers[False, False].job.wait()
+    assert vars(model)["generate"].engine().forward_pass._tiers[False, False].job.wait()
     second = decode(model, inputs, "autoregressive", **auto)
     assert (first.report.compiled_steps, second.report.compiled_steps) == (
         0,

@@ -129,8 +129,8 @@ def test_who_asks_for_nothing_gets_nothing_and_runs_the_pass_of_all(llama) -> No
     assert Plain.log.steps[0].layers is None
     assert Plain.log.chunks[0].layers is None and Plain.log.chunks[0].logits is None
     engine = vars(llama)["generate"].engine()
-    assert engine.passes(PromptLookup()) is engine.passes(Plain()) is engine.forward
-    assert engine.passes(Reader()) is not engine.forward
+    assert engine.forward_pass_for(PromptLookup()) is engine.forward_pass_for(Plain()) is engine.forward_pass
+    assert engine.forward_pass_for(Reader()) is not engine.forward_pass
     # Nor do those that ask leave anything on the pass of all: it has the hook of the output head alone.
     decode(llama, Reader())
     hooked = [

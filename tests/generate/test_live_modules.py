@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama as llama_file
 
 import decoders
-from decoders.engine.twin import WeightState, share_weights
+from decoders.engine.weights.twin import WeightState, share_weights
 from decoders.testing import prompts, tiny_model
 
 NEW = 12

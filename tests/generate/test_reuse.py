@@ -15,7 +15,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 import decoders
-from decoders.engine import fixed_batch
+from decoders.engine.batches import fixed_batch
 from decoders.engine.session import Session
 from decoders.testing import decode, prompts, tiny_draft, tiny_model
 

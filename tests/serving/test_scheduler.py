@@ -17,9 +17,9 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, 
 from transformers.generation.streamers import BaseStreamer
 
 import decoders
-from decoders.engine.lane import Lane, in_place
-from decoders.engine.pool import RowPool
-from decoders.engine.tiers import ForwardPass
+from decoders.engine.batches.lane import Lane, in_place
+from decoders.engine.batches.pool import RowPool
+from decoders.engine.compiled.tiers import ForwardPass
 from decoders.errors import (
     CancelledError,
     ContextLengthError,

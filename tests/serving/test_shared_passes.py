@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from decoders.engine import admission
-from decoders.engine.lane import Lane
-from decoders.engine.pool import RowPool
+from decoders.engine.batches import admission
+from decoders.engine.batches.lane import Lane
+from decoders.engine.batches.pool import RowPool
 from decoders.serving import scheduler
 from decoders.strategies import TokenRecycling
 

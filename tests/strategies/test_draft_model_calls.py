@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import decoders
-from decoders.engine.pending import MIN_PENDING
-from decoders.engine.tiers import ForwardPass
+from decoders.engine.compiled.tiers import ForwardPass
+from decoders.engine.drafts.pending import MIN_PENDING
 from decoders.strategies import Speculative, Staged, Threshold
 from decoders.strategies.merged import Merged
 from decoders.strategy import Strategy
@@ -309,7 +309,7 @@ def test_a_round_begins_with_the_tokens_that_its_model_has_not_read(monkeypatch,
     """Fewer would leave holes in the draft's cache, which cost acceptance and change no token; more would be run for nothing."""
     run, passes = ForwardPass.__call__, []
     plain = decode(target, prompts(2), max_new_tokens=40).sequences
-    forward = vars(target)["generate"].engine().forward
+    forward = vars(target)["generate"].engine().forward_pass
 
     def noted(self, nodes, *arguments):
         passes.append((self is forward, nodes.shape[1]))

@@ -1,0 +1,1 @@
+"""How passes and functions are compiled: beside decoding, by region and size, in tiers."""

@@ -1,0 +1,135 @@
+"""Compiling beside decoding: a thread makes the graph while the loop goes on with the uncompiled function."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import gc
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ..torch_compat import traced_by_one_thread
+
+#: Seconds for which a thread may hold the interpreter's lock while something compiles (Python's default is 0.005).
+#: Every operator of a decoding step gives the lock up and waits for it again: a step of 300 operators would take 1.5 s.
+SWITCH_INTERVAL = 2e-5
+
+#: Dynamo and inductor keep process-wide state: one compilation at a time.
+_turn = threading.Lock()
+
+_running: weakref.WeakSet[BackgroundCompile] = weakref.WeakSet()
+
+
+class _ProcessEnds(BaseException):
+    """Raised in a compiling thread when the interpreter shuts down."""
+
+
+class BackgroundCompile:
+    """Runs `work`, which compiles something, in a daemon thread: ``ready`` when it has succeeded.
+
+    A failure is one warning, given by :meth:`poll` in the thread that asks. Nothing waits for the thread: a process that ends
+    while compiling ends at once. Where :func:`threads_may_compile` says no, the caller compiles and waits.
+
+    Attributes:
+        name: what is compiled, for the warning.
+        seconds: what the compilation took, once it is over, its turn not waited for.
+        ready: the graph is there.
+        failed: it will never be.
+    """
+
+    def __init__(self, name: str, work: Callable[[], object]) -> None:
+        self.name, self.seconds = name, 0.0
+        self.ready = self.failed = False
+        self._work = work
+        self._error: BaseException | None = None
+        self._modes = torch.is_inference_mode_enabled(), torch.get_num_threads()
+        self._over = threading.Event()
+        self._warned = False
+        self._thread = threading.Thread(target=self._run, name=f"compile {name}", daemon=True)
+        _running.add(self)
+        if threads_may_compile():
+            self._thread.start()
+        else:
+            self._run()
+
+    def poll(self) -> bool:
+        """Whether the graph can be used from now on; to be asked between two steps."""
+        if self.failed and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self.name} could not be compiled, decoding goes on uncompiled: {self._error}", stacklevel=2
+            )
+        return self.ready
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits for the end, or `timeout` seconds; as :meth:`poll`."""
+        self._over.wait(timeout)
+        return self.poll()
+
+    def _run(self) -> None:
+        inference, threads = self._modes
+        # Graphs are guarded by these; a new thread starts with defaults.
+        torch.set_num_threads(threads)
+        started = time.perf_counter()
+        try:
+            with compiling() as started, torch.inference_mode(inference), torch.no_grad():
+                self._work()
+            self.ready = True
+        except BaseException as error:
+            self._error, self.failed = error, True
+        finally:
+            self.seconds = time.perf_counter() - started
+            _running.discard(self)
+            self._over.set()
+
+
+@functools.cache
+def threads_may_compile() -> bool:
+    """Whether a thread beside the caller's may compile: not with torch built for CUDA where there is no GPU.
+
+    Tracing there puts a device guard in CUDA's place. With torch 2.11 (2.13 for the CPU is sound) the process then crashes when
+    another thread traces, or calls its first ``backward``: lines of torch alone show it.
+    """
+    return not torch.backends.cuda.is_built() or torch.cuda.is_available()
+
+
+@contextmanager
+def compiling() -> Iterator[float]:
+    """Waits for this thread's turn to compile, and lets others have the interpreter often meanwhile; gives the time it began."""
+    with _turn:
+        usual = sys.getswitchinterval()
+        sys.setswitchinterval(min(usual, SWITCH_INTERVAL))
+        try:
+            with traced_by_one_thread():
+                yield time.perf_counter()
+        finally:
+            sys.setswitchinterval(usual)
+
+
+def worth_compiling(spent: float, expected: float) -> bool:
+    """Whether to begin compiling, rent or buy: once uncompiled steps have taken the seconds that compiling is expected to.
+
+    Whoever stops before has paid nothing, and whoever goes on pays at most twice what foresight would have.
+    """
+    return spent >= expected
+
+
+@atexit.register
+def _end_threads() -> None:
+    """Stops compiling threads before the interpreter goes: one that met its end in the middle of a torch operator would abort
+    the process. One that waits for g++ is left where it is."""
+    threads = [compile._thread for compile in list(_running) if compile._thread.is_alive()]
+    for thread in threads:
+        if thread.ident is not None:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_ProcessEnds))
+    if threads:
+        threads[0].join(0.5)
+        gc.freeze()  # or the interpreter would walk through half-made graphs for seconds

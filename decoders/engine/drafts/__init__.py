@@ -1,0 +1,1 @@
+"""Draft models and drafting modules of a call."""

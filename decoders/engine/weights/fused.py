@@ -1,0 +1,120 @@
+"""Linear layers that read the same input, multiplied as one: queries, keys and values; gate and up.
+
+A call of a kernel costs some 15 microseconds whatever it multiplies, and threads meet at its end. A model of 30 small layers
+makes 211 calls in a step, of which 90 can be spared.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import torch_compat
+
+#: Paths of layers that read the same input, in the order in which they are called.
+Group = tuple[str, ...]
+
+
+class SharedInputs:
+    """While entered, layers of a module tree compute nothing: zeros go through the model, and who reads what is noted.
+
+    Args:
+        layers: by path; each has one input and gives as many outputs as its weight has rows, or columns (``Conv1D``).
+    """
+
+    def __init__(self, layers: dict[str, nn.Module]) -> None:
+        self._layers = layers
+        self._calls: list[tuple[str, Tensor]] = []
+
+    def __enter__(self) -> SharedInputs:
+        for path, layer in self._layers.items():
+            layer.forward = functools.partial(self._note, path, outputs_of(layer))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for layer in self._layers.values():
+            vars(layer).pop("forward", None)
+
+    def _note(self, path: str, outputs: int, x: Tensor) -> Tensor:
+        self._calls.append((path, x))
+        return x.new_zeros((*x.shape[:-1], outputs))
+
+    def groups(self) -> list[Group]:
+        """Layers that were given the same tensor. One that ran twice is in no group, and no two groups ran at the same time."""
+        times = Counter(path for path, _ in self._calls)
+        readers: dict[int, list[int]] = {}
+        for place, (_, x) in enumerate(self._calls):
+            readers.setdefault(id(x), []).append(place)
+        groups: list[Group] = []
+        end = -1
+        for places in readers.values():
+            group = tuple(self._calls[place][0] for place in places)
+            if len(group) > 1 and places[0] > end and all(times[path] == 1 for path in group):
+                groups.append(group)
+                end = places[-1]
+        return groups
+
+
+def outputs_of(layer: nn.Module) -> int:
+    """How many numbers a linear layer, or GPT-2's ``Conv1D``, gives."""
+    return int(layer.out_features if isinstance(layer, nn.Linear) else layer.nf)  # type: ignore[arg-type]
+
+
+def same_kind(groups: Iterable[Group], kind: Callable[[str], object]) -> Iterator[Group]:
+    """The parts of groups that can be multiplied as one: layers in a row of which `kind` tells the same, and not None."""
+    for what, paths in (part for group in groups for part in itertools.groupby(group, kind)):
+        part = tuple(paths)
+        if what is not None and len(part) > 1:
+            yield part
+
+
+def columns_of(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Where the outputs of each layer lie among those of all."""
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+
+class Latest(threading.local):
+    """What a thread last computed of a tensor: layers that read the same one compute it once."""
+
+    source: Tensor | None = None
+    writes = -1
+    by: object = None
+    result: Any = None
+
+    def of(self, x: Tensor, by: object, compute: Callable[[Tensor], Any]) -> Any:
+        """``compute(x)``, unless it is what was computed last. by: told apart by identity."""
+        writes = torch_compat.writes_counted(x)
+        if self.source is not x or self.by is not by or self.writes != writes:
+            self.source, self.writes, self.by, self.result = x, writes, by, compute(x)
+        return self.result
+
+    def forget(self) -> None:
+        self.source = self.by = self.result = None
+
+
+#: Products of several layers, each until the last of these has its share.
+_products = Latest()
+
+
+def share_of(x: Tensor, packed: Tensor, columns: tuple[int, int], multiply: Callable[[Tensor], Tensor]) -> Tensor:
+    """One layer's columns of the product that several make: the first one computes it.
+
+    Args:
+        packed: tells whose product it is.
+        columns: first, and one behind the last.
+        multiply: ``[…, in]`` → ``[…, out]`` of all layers.
+    """
+    if torch.compiler.is_dynamo_compiling():  # the compiler leaves one of the equal products
+        return multiply(x)[..., columns[0] : columns[1]]
+    product: Tensor = _products.of(x, packed, multiply)
+    if columns[1] == product.shape[-1]:
+        _products.forget()
+    return product.narrow(-1, columns[0], columns[1] - columns[0])

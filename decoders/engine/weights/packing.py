@@ -1,0 +1,309 @@
+"""Weight matrices packed once for oneDNN, shared by uncompiled steps, compiled graphs and every use of a model as a draft."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from ...errors import UnsupportedError
+from .. import torch_compat
+from .fingerprints import Fingerprint
+from .fused import Group, columns_of, outputs_of, same_kind, share_of
+
+#: Matrices with fewer elements are left alone: calling oneDNN costs more than its kernel saves.
+SMALLEST = 128 * 128
+
+_library = torch.library.Library("decoders", "FRAGMENT")
+_library.define("packed_linear(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor")
+
+
+def _packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    return torch_compat.multiply_packed(x, packed, bias)
+
+
+_library.impl("packed_linear", _packed_linear, "CPU")
+_library.impl("packed_linear", _packed_linear, "MkldnnCPU")
+
+
+@torch.library.register_fake("decoders::packed_linear", lib=_library)
+def _(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], out_features))
+
+
+def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    """``x @ weight.T + bias`` with a packed weight. x: ``[…, in]``, packed: ``[out, in]`` opaque, bias: ``[out]`` or None."""
+    # Not is_compiling(): in torch 2.13 that is true in every thread while one of them compiles.
+    if torch.compiler.is_dynamo_compiling():
+        return torch.ops.decoders.packed_linear(x, packed, bias, out_features)
+    return _packed_linear(x, packed, bias, out_features)  # without a second pass through the dispatcher
+
+
+class _Packed:
+    """What the layers below have in common.
+
+    Attributes:
+        packed: ``[out, in]``, opaque; of several layers where these are multiplied as one (:mod:`.fused`).
+        columns: which outputs of that are this layer's; None is all.
+        packed_bias: ``[out]``, of all of them.
+    """
+
+    packed: Tensor
+    columns: tuple[int, int] | None = None
+    packed_bias: Tensor | None = None
+
+    def product(self, x: Tensor, outputs: int) -> Tensor:
+        if self.columns is None:
+            return packed_linear(x, self.packed, self.bias, outputs)  # type: ignore[attr-defined]
+        packed, bias = self.packed, self.packed_bias
+        return share_of(x, packed, self.columns, lambda x: packed_linear(x, packed, bias, packed.shape[0]))
+
+
+class PackedLinear(_Packed, nn.Linear):
+    """An ``nn.Linear`` that multiplies by the packed copy of its weight; ``weight`` and ``bias`` stay for those who read them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != self.packed.dtype:
+            _refuse_freed(self.weight)
+            return F.linear(x, self.weight, self.bias)  # raises PyTorch's own error, or is autocast's business
+        return self.product(x, self.out_features)
+
+
+class PackedConv1D(_Packed, Conv1D):
+    """GPT-2's linear layer, whose weight is stored as ``[in, out]``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != self.packed.dtype:
+            _refuse_freed(self.weight)
+            return super().forward(x)
+        return self.product(x, self.nf)
+
+
+#: How a kind of layer is packed: the class that stands in for it, and the matrix ``[out, in]`` that its weight holds.
+_KINDS: dict[type[nn.Module], tuple[type[nn.Module], Callable[[Tensor], Tensor]]] = {
+    nn.Linear: (PackedLinear, lambda weight: weight),
+    Conv1D: (PackedConv1D, lambda weight: weight.t()),
+}
+
+
+class PackedWeight:
+    """A matrix in oneDNN's layout, or several that are multiplied as one, below each other.
+
+    Attributes:
+        sources: the parameters it was packed from.
+        packed: ``[out, in]``, opaque; the same object for life.
+        bias: ``[out]``, of several layers that have one; likewise.
+    """
+
+    def __init__(
+        self, sources: Sequence[Tensor], matrix: Callable[[Tensor], Tensor], biases: Sequence[Tensor] = ()
+    ) -> None:
+        self.sources, self._matrix, self._biases = tuple(sources), matrix, tuple(biases)
+        self._rows = [matrix(source).shape[0] for source in sources]
+        self.packed = self._pack()
+        self.bias = torch.cat([bias.detach() for bias in biases]) if biases else None
+        self.settle()
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.packed] if self.bias is None else [self.packed, self.bias]
+
+    def settle(self) -> None:
+        """Notes that the packed copy has the parameters' present values, or all that there is if they were freed."""
+        self._packed_from = [state_of(source) for source in (*self.sources, *self._biases)]
+        self._samples = [Fingerprint(source) for source in (*self.sources, *self._biases) if source.numel()]
+
+    @property
+    def stale(self) -> bool:
+        """Whether a parameter has changed since it was packed."""
+        if [state_of(source) for source in (*self.sources, *self._biases)] != self._packed_from:
+            return True
+        return any(sample.changed for sample in self._samples)
+
+    def repack(self) -> None:
+        """Packs the parameters' present values into the same tensors: graphs that hold them see them."""
+        self.packed.copy_(self._pack())
+        if self.bias is not None:
+            self.bias.copy_(torch.cat([bias.detach() for bias in self._biases]))
+        self.settle()
+
+    def dense(self) -> list[Tensor]:
+        """The weights in their original layout, bit for bit."""
+        whole = self.packed.to_dense()
+        # Of one matrix no second copy is made, of several each gets memory of its own.
+        parts = [whole] if len(self.sources) == 1 else [part.clone() for part in whole.split(self._rows)]
+        return [self._matrix(part).contiguous() for part in parts]
+
+    def _pack(self) -> Tensor:
+        matrices = [self._matrix(source.detach()) for source in self.sources]
+        return torch_compat.reorder_linear_weight(matrices[0] if len(matrices) == 1 else torch.cat(matrices))
+
+
+#: Packed copies in use anywhere in the process: two engines that share a parameter share its packed copy.
+_in_use: weakref.WeakValueDictionary[tuple, PackedWeight] = weakref.WeakValueDictionary()
+
+
+class PackedLayer(NamedTuple):
+    """A module that was packed, and which of its matrix's sources is its own."""
+
+    module: nn.Module
+    weight: PackedWeight
+    place: int = 0
+
+
+@dataclass
+class Packing:
+    """What :func:`pack` did to a module tree.
+
+    Attributes:
+        weights: one per distinct matrix.
+        layers: every module that was packed, by its path.
+    """
+
+    weights: list[PackedWeight] = field(default_factory=list)
+    layers: dict[str, PackedLayer] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the packed copies."""
+        return sum(weight.packed.nbytes for weight in self.weights)
+
+    @torch.no_grad()
+    def repack(self) -> int:
+        """Packs again what has been written since, in place; returns how many matrices that were."""
+        stale = [weight for weight in self.weights if weight.stale]
+        with torch.inference_mode(False):
+            for weight in stale:
+                weight.repack()
+        return len(stale)
+
+
+@torch.no_grad()
+def pack(model: nn.Module, smallest: int | None = None, groups: Sequence[Group] = ()) -> Packing:
+    """Makes the linear layers of `model`, a private tree, multiply by packed copies of their weights.
+
+    Packed are plain linear layers with dense weights on the CPU in a type that oneDNN multiplies on this machine. Left
+    alone is all else: subclasses and layers whose ``forward`` was exchanged, quantized and distributed weights,
+    parametrized layers, batched experts, other devices.
+
+    Args:
+        smallest: matrices with fewer elements are left alone; None is :data:`SMALLEST`.
+        groups: layers that read the same input. Those of which all are packed alike are multiplied as one.
+    """
+    smallest = SMALLEST if smallest is None else smallest
+    packing = Packing()
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for paths in same_kind(groups, lambda path: _kind(modules[path], smallest)):
+        layers = {path: modules[path] for path in paths}
+        weights: list[Any] = [cast(Any, module).weight for module in layers.values()]
+        biases: list[Any] = [cast(Any, module).bias for module in layers.values()]
+        kind, matrix = cast(Any, packable(modules[paths[0]], smallest))
+        _stand_in(packing, layers, kind, _shared(weights, matrix, [] if biases[0] is None else biases))
+    known = {id(layer.module): layer for layer in packing.layers.values()}
+    for path, module in modules.items():
+        plain = packable(module, smallest)
+        if plain is not None:
+            stand_in, matrix = plain
+            _stand_in(packing, {path: module}, stand_in, _shared([module.weight], matrix))
+            known[id(module)] = packing.layers[path]
+        elif id(module) in known:  # one module under two names
+            packing.layers[path] = known[id(module)]
+    return packing
+
+
+def _kind(module: Any, smallest: int) -> object:
+    """What layers that are packed as one have in common; None for one that is not packed."""
+    kind = packable(module, smallest)
+    return None if kind is None else (kind, module.weight.dtype, module.bias is None)
+
+
+def _stand_in(packing: Packing, layers: dict[str, nn.Module], kind: type[nn.Module], weight: PackedWeight) -> None:
+    """Makes `layers` of `kind`: they multiply by `weight`, which holds the matrices of all."""
+    if weight not in packing.weights:
+        packing.weights.append(weight)
+    columns = columns_of([outputs_of(module) for module in layers.values()])
+    for place, (path, module) in enumerate(layers.items()):
+        packing.layers[path] = PackedLayer(module, weight, place)
+        module.__class__ = kind
+        module.packed = weight.packed
+        if len(layers) > 1:
+            vars(module).update(columns=columns[place], packed_bias=weight.bias)
+
+
+def packable(module: nn.Module, smallest: int) -> tuple[type[nn.Module], Callable[[Tensor], Tensor]] | None:
+    """The class that stands in for a plain layer, and how to get its matrix; None for whatever is no plain layer."""
+    kind = _KINDS.get(type(module))
+    weight = torch_compat.own_parameters(module).get("weight")  # of a parametrized or pruned one none
+    if kind is None or weight is None or "forward" in vars(module):
+        return None
+    plain = type(weight) in (nn.Parameter, Tensor) and weight.layout == torch.strided and weight.device.type == "cpu"
+    return (
+        kind
+        if plain and weight.dim() == 2 and weight.numel() >= smallest and torch_compat.multiplies_packed(weight.dtype)
+        else None
+    )
+
+
+def _shared(sources: list[Tensor], matrix: Callable[[Tensor], Tensor], biases: Sequence[Tensor] = ()) -> PackedWeight:
+    """The packed copy of `sources`, from this process's if there is one."""
+    key = (matrix, *map(place_of, biases))
+    return shared_copy(_in_use, sources, key, lambda: PackedWeight(sources, matrix, biases))
+
+
+class Copied(Protocol):
+    """What is made of parameters, and goes stale when they change."""
+
+    @property
+    def sources(self) -> Sequence[Tensor]: ...
+
+    @property
+    def stale(self) -> bool: ...
+
+
+Copy = TypeVar("Copy", bound=Copied)
+
+
+def shared_copy(
+    in_use: weakref.WeakValueDictionary[tuple, Copy], sources: Sequence[Tensor], key: tuple, make: Callable[[], Copy]
+) -> Copy:
+    """What `make` makes of `sources`, unless it is in use already. key: what else tells copies of them apart."""
+    key = (*key, len(sources), *map(place_of, sources))
+    copy = in_use.get(key)
+    # The copy's own parameters keep the memory from being used by another, unless their data have been exchanged.
+    moved = copy is not None and [s.data_ptr() for s in copy.sources] != [s.data_ptr() for s in sources]
+    if copy is None or copy.stale or moved:
+        with torch.inference_mode(False):
+            copy = in_use[key] = make()
+    return copy
+
+
+def place_of(tensor: Tensor) -> tuple:
+    """Which memory a tensor shows, and how."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def state_of(source: Tensor) -> tuple:
+    """Differs after an in-place change that PyTorch counts."""
+    return source.data_ptr(), torch_compat.writes_counted(source)
+
+
+def freed_error() -> UnsupportedError:
+    return UnsupportedError(
+        "this model's weights were freed (setting weights='packed'), since a packed copy of them decodes. Call "
+        "decoders.release(model) or decoders.disable(model) to get them back before you run, copy, change, train or save it "
+        "without strategy=; the next call with strategy= frees them again unless weights='keep'"
+    )
+
+
+def _refuse_freed(weight: Tensor) -> None:
+    if weight.stride() == (0, 0):
+        raise freed_error()

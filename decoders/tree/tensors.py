@@ -1,0 +1,176 @@
+"""A block's tree on the device, row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import DraftError
+
+NO_PARENT = -1
+#: Most nodes of a block, the root included: attention among them, and masks, grow with the square.
+MAX_NODES = 1024
+
+
+@dataclass(frozen=True)
+class TreeTensors:
+    """A block's topology on the device, per row, so that rows may hold trees of different shape.
+
+    Attributes:
+        parents: ``[B, N]`` int64; 0 where there is none.
+        offsets: ``[B, N]`` int64, position of each node relative to the root's.
+        visible: ``[B, N, N]`` bool, ``visible[b, q, k]``: node ``q`` attends to node ``k``.
+        ancestors: ``[B, N, N]`` bool, ``ancestors[b, q, k]``: ``k`` lies on the path from the root to candidate ``q``,
+            itself included; the row of a node that is no candidate is all false.
+    """
+
+    parents: Tensor
+    offsets: Tensor
+    visible: Tensor
+    ancestors: Tensor
+
+    def __len__(self) -> int:
+        return self.offsets.shape[1]
+
+    @property
+    def candidates(self) -> Tensor:
+        """``[B, N]`` bool: nodes that may be accepted, the root among them."""
+        return self.ancestors.any(-1)
+
+    def of_rows(self, begin: int, end: int) -> TreeTensors:
+        """Views of those of some rows."""
+        rows = slice(begin, end)
+        return TreeTensors(self.parents[rows], self.offsets[rows], self.visible[rows], self.ancestors[rows])
+
+    def check(self, rows: int) -> None:
+        """Raises DraftError if shapes or dtypes are not those of trees for `rows` rows."""
+        n = self.offsets.shape[-1] if isinstance(self.offsets, Tensor) and self.offsets.dim() else 0
+        for name, dtype, shape in (
+            ("parents", torch.int64, (rows, n)), ("offsets", torch.int64, (rows, n)),
+            ("visible", torch.bool, (rows, n, n)), ("ancestors", torch.bool, (rows, n, n)),
+        ):  # fmt: skip
+            tensor = getattr(self, name)
+            if not isinstance(tensor, Tensor) or tensor.dtype != dtype or tensor.shape != shape:
+                given = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise DraftError(
+                    f"{name} of trees for {rows} rows of {n} nodes must be {dtype} {list(shape)}, not {given}"
+                )
+
+    def sound(self, wait: bool = False) -> Tensor:
+        """``[B]`` bool, without a sync unless `wait` allows it: whether what is said of every candidate follows from its parent.
+
+        A candidate comes one position after its parent, and sees what lies on its path and nothing else: otherwise its
+        logits would not be those of its own text. Nodes that are never accepted may see anything.
+        """
+        tensors = self.parents, self.offsets, self.visible, self.ancestors
+        rows, nodes = self.parents.shape
+        if wait and self.parents.device.type == "cpu":  # numpy takes a fifth of the time for tensors this small
+            return torch.from_numpy(_sound([t.numpy() for t in tensors], np.arange(rows)[:, None], np.arange(nodes)))
+        row, index = (torch.arange(n, device=self.parents.device) for n in (rows, nodes))
+        return _sound(tensors, row[:, None], index)
+
+    @staticmethod
+    def from_parents(parents: Tensor, depth: int | None = None) -> TreeTensors:
+        """Topology of dynamic trees, on the device and without a sync.
+
+        Args:
+            parents: ``[B, N]`` int64; ``-1`` for the root (node 0) and for nodes that are never accepted. A parent
+                comes before its child.
+            depth: bound of the trees' depth, if one is known that is smaller than ``N - 1``.
+
+        Trees of other parents have no candidate, not even the root: they are not :meth:`sound`.
+
+        Raises:
+            DraftError: another shape or type.
+        """
+        if (
+            not isinstance(parents, Tensor)
+            or parents.dim() != 2
+            or parents.dtype != torch.int64
+            or not parents.shape[1]
+        ):
+            raise DraftError(
+                f"parents of trees must be an int64 tensor [B, N] with N from 1 up, not {described(parents)}"
+            )
+        n = parents.shape[1]
+        index = torch.arange(n, device=parents.device)
+        reach = (index[:, None] == index) | (parents[..., None] == index)
+        # Squaring the one-step relation doubles the depth that is covered each time.
+        for _ in range(max(1, (n - 1 if depth is None else depth).bit_length())):
+            reach = (reach.float() @ reach.float()) > 0
+        ordered = (parents < index) & (parents >= NO_PARENT) & ((parents == NO_PARENT) | (index > 0))
+        candidate = reach[:, :, 0] & ordered.all(1, keepdim=True)
+        return TreeTensors(parents.clamp(0, n - 1), reach.sum(-1) - 1, reach, reach & candidate.unsqueeze(-1))
+
+    def padded(self, nodes: int) -> TreeTensors:
+        """These trees filled up to `nodes` with nodes that are never accepted and see themselves alone."""
+        n = len(self)
+        extra = nodes - n
+        if extra <= 0:
+            return self
+        pad = torch.nn.functional.pad
+        visible = pad(self.visible, (0, extra, 0, extra))
+        visible = visible | torch.diag(torch.arange(nodes, device=visible.device) >= n)
+        return TreeTensors(
+            pad(self.parents, (0, extra)),
+            pad(self.offsets, (0, extra)),
+            visible,
+            pad(self.ancestors, (0, extra, 0, extra)),
+        )
+
+    def head(self, nodes: int) -> TreeTensors:
+        """The first `nodes` nodes of every row."""
+        return TreeTensors(
+            self.parents[:, :nodes], self.offsets[:, :nodes],
+            self.visible[:, :nodes, :nodes], self.ancestors[:, :nodes, :nodes],
+        )  # fmt: skip
+
+    def merge(self, other: TreeTensors) -> TreeTensors:
+        """Both trees of every row under one root: `other`'s nodes follow these and are renumbered."""
+        n, shift = len(self), len(self) - 1
+        parents = torch.where(other.parents > 0, other.parents + shift, 0)[:, 1:]
+
+        def joined(own: Tensor, theirs: Tensor) -> Tensor:
+            """Visibility within each tree, and of the common root."""
+            wide = torch.nn.functional.pad(theirs, (shift, 0, shift, 0))[:, n:]
+            wide[:, :, shift] = False
+            wide[:, :, 0] = theirs[:, 1:, 0]
+            return torch.cat([torch.nn.functional.pad(own, (0, len(other) - 1)), wide], dim=1)
+
+        return TreeTensors(
+            torch.cat([self.parents, parents], dim=1),
+            torch.cat([self.offsets, other.offsets[:, 1:]], dim=1),
+            joined(self.visible, other.visible),
+            joined(self.ancestors, other.ancestors),
+        )
+
+
+def described(value: object) -> str:
+    """What was given, for a message."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {list(value.shape)}"
+    return f"a {type(value).__name__}"
+
+
+def _sound(tree: Sequence[Any], row: Any, index: Any) -> Any:
+    """:meth:`TreeTensors.sound` of arrays or tensors. tree: as the fields there. row: ``[B, 1]``, index: ``[N]``, each 0, 1, …"""
+    parents, offsets, visible, ancestors = tree
+    candidate = ancestors[..., :1]
+    before = (parents < index) | ~candidate[..., 0] | (index == 0)
+    inside = (parents >= 0) & (parents < len(index)) & before
+    parents = parents * inside
+    path = ancestors[row, parents]
+    path[:, index, index] = True
+    path[:, 0, 1:] = False
+    depth = offsets[row, parents] + 1
+    depth[:, 0] = 0
+    # What is no candidate must not be on a path to one either.
+    wrong = (candidate & ((ancestors ^ path) | (visible ^ path))) | (~candidate & ancestors)
+    return (
+        ~wrong.any(-1).any(-1) & ~(candidate[..., 0] & (depth != offsets)).any(-1) & inside.all(-1) & candidate[:, 0, 0]
+    )

@@ -1,0 +1,202 @@
+"""The static shape of a block of nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+
+from ..deprecated import renamed, renamed_keyword
+from ..errors import DraftError
+from .tensors import NO_PARENT, TreeTensors
+
+
+@renamed_keyword("extra_sight", "extra_visible")
+@dataclass(frozen=True)
+class Topology:
+    """The static shape of a block of ``N`` nodes; hashable, so that its tensors are made once per device.
+
+    Attributes:
+        parents: for each node the index of its parent, smaller than its own; ``-1`` for the root and for nodes that
+            can never be accepted.
+        offsets: for each node its position relative to the root's (the depth, for candidates).
+        extra_visible: for each node the further nodes it attends to, beyond its ancestors and itself.
+    """
+
+    parents: tuple[int, ...]
+    offsets: tuple[int, ...]
+    extra_visible: tuple[tuple[int, ...], ...] = ()
+
+    extra_sight = renamed("Topology", "extra_sight", "extra_visible")
+
+    def __post_init__(self) -> None:
+        n = len(self.parents)
+        if n == 0 or self.parents[0] != NO_PARENT or self.offsets[0] != 0:
+            raise DraftError("node 0 must be the root: parent -1, offset 0")
+        if len(self.offsets) != n or (self.extra_visible and len(self.extra_visible) != n):
+            raise DraftError(
+                f"{n} parents, {len(self.offsets)} offsets, {len(self.extra_visible)} extra_visible: lengths differ"
+            )
+        for node, parent in enumerate(self.parents):
+            if not NO_PARENT <= parent < max(node, 1):
+                raise DraftError(f"node {node} has parent {parent}: a parent must come before its child")
+            if parent >= 0 and self.offsets[node] != self.offsets[parent] + 1:
+                raise DraftError(
+                    f"node {node} at offset {self.offsets[node]} continues node {parent} at offset {self.offsets[parent]}: "
+                    "a child sits one position after its parent"
+                )
+            if parent > 0 and self.parents[parent] == NO_PARENT:
+                raise DraftError(f"node {node} continues node {parent}, which can never be accepted")
+        for node, seen in enumerate(self.extra_visible):
+            if any(not 0 <= other < n for other in seen):
+                raise DraftError(f"node {node} attends to {seen}: nodes are numbered 0 to {n - 1}")
+            # A candidate's logits must be those of its own path alone, or accepted tokens would not be the target's.
+            if seen and (node == 0 or self.parents[node] >= 0) and not set(seen) <= set(self.path_to(node)):
+                raise DraftError(f"node {node} may be accepted, so it may see its own ancestors only, not {seen}")
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Looked up in every step, so made once."""
+        return hash((self.parents, self.offsets, self.extra_visible))
+
+    @cached_property
+    def width(self) -> int:
+        """Number of proposed nodes, ``N - 1``."""
+        return len(self.parents) - 1
+
+    @cached_property
+    def max_depth(self) -> int:
+        """Most tokens a step can accept from this block."""
+        return max(self.offsets[i] for i, p in enumerate(self.parents) if p >= 0 or i == 0)
+
+    @cached_property
+    def max_siblings(self) -> int:
+        """Most children of one node that can be accepted."""
+        children = [parent for parent in self.parents if parent >= 0]
+        return max((children.count(parent) for parent in children), default=0)
+
+    def path_to(self, node: int) -> tuple[int, ...]:
+        """Nodes from the first one of the branch down to `node`, both included."""
+        path = [node]
+        while self.parents[path[-1]] >= 0:
+            path.append(self.parents[path[-1]])
+        return tuple(reversed(path))
+
+    @staticmethod
+    def from_parents(parents: Sequence[int]) -> Topology:
+        """A tree given by parent indices: ``[-1, 0, 1, 1]`` is a root, its child and two grandchildren."""
+        offsets: list[int] = []
+        if not parents or parents[0] != NO_PARENT:
+            raise DraftError(f"node 0 is the root: its parent must be -1, in {list(parents)[:8]}")
+        for node, parent in enumerate(parents):
+            if not NO_PARENT <= parent < max(node, 1):
+                raise DraftError(f"node {node} has parent {parent}: a parent must come before its child")
+            offsets.append(offsets[parent] + 1 if parent >= 0 else 0)
+        return Topology(tuple(parents), tuple(offsets))
+
+    @staticmethod
+    @lru_cache
+    def chain(length: int) -> Topology:
+        """The root followed by `length` nodes in a row."""
+        return Topology.branches(1, length)
+
+    @staticmethod
+    @lru_cache
+    def branches(count: int, length: int) -> Topology:
+        """`count` chains of `length` nodes that all start at the root; branch ``b`` takes nodes ``1+b·length …``."""
+        parents = [NO_PARENT]
+        for b in range(count):
+            first = 1 + b * length
+            parents += [0 if j == 0 else first + j - 1 for j in range(length)]
+        return Topology.from_parents(parents)
+
+    @staticmethod
+    def from_paths(paths: Sequence[Sequence[int]]) -> tuple[Topology, tuple[tuple[int, int], ...]]:
+        """A tree in Medusa's notation: every path lists, level by level, which draft token (0 = best) is taken.
+
+        Returns:
+            the topology with paths sorted by depth, and for every node after the root ``(level, rank)``: take the
+            `rank`-th best draft token for that level.
+        """
+        ordered = sorted({tuple(p) for p in paths}, key=lambda p: (len(p), p))
+        index = {(): 0} | {path: i + 1 for i, path in enumerate(ordered)}
+        missing = [p for p in ordered if p[:-1] not in index]
+        if missing:
+            raise DraftError(f"path {list(missing[0])} has no parent {list(missing[0][:-1])} in the tree")
+        topology = Topology.from_parents([NO_PARENT] + [index[p[:-1]] for p in ordered])
+        return topology, tuple((len(p) - 1, p[-1]) for p in ordered)
+
+    def merge(self, other: Topology) -> Topology:
+        """Both trees under one root: `other`'s nodes follow this one's and are renumbered."""
+        shift = len(self) - 1
+
+        def moved(node: int) -> int:
+            return node if node <= 0 else node + shift
+
+        extra = (self.extra_visible or ((),) * len(self)) + tuple(
+            tuple(moved(s) for s in seen) for seen in (other.extra_visible or ((),) * len(other))[1:]
+        )
+        return Topology(
+            self.parents + tuple(moved(p) for p in other.parents[1:]),
+            self.offsets + other.offsets[1:],
+            extra if any(extra) else (),
+        )
+
+    def head(self, nodes: int) -> Topology:
+        """The first `nodes` nodes: parents come before children, so what is left is a tree."""
+        return (
+            self
+            if nodes >= len(self)
+            else Topology(
+                self.parents[:nodes],
+                self.offsets[:nodes],
+                tuple(tuple(s for s in seen if s < nodes) for seen in self.extra_visible[:nodes]),
+            )
+        )
+
+    def padded(self, nodes: int) -> Topology:
+        """This block filled up to `nodes` with nodes that are never accepted."""
+        extra = nodes - len(self)
+        if extra <= 0:
+            return self
+        return Topology(
+            self.parents + (NO_PARENT,) * extra,
+            self.offsets + (0,) * extra,
+            self.extra_visible + ((),) * extra if self.extra_visible else (),
+        )
+
+    @lru_cache(maxsize=64)  # noqa: B019 - topologies are few, small and live as long as the process
+    def tensors(self, rows: int, device: torch.device) -> TreeTensors:
+        """This topology as tensors for `rows` rows on `device`, made once."""
+        n = len(self)
+        ancestors = torch.zeros(n, n, dtype=torch.bool)
+        visible = torch.zeros(n, n, dtype=torch.bool)
+        for node in range(n):
+            visible[node, list(self.path_to(node))] = True
+            if node == 0 or self.parents[node] >= 0:
+                ancestors[node, list(self.path_to(node))] = True
+            if self.extra_visible:
+                visible[node, list(self.extra_visible[node])] = True
+        offsets, parents = torch.tensor(self.offsets), torch.tensor(self.parents).clamp(min=0)
+        return TreeTensors(
+            parents.expand(rows, n).contiguous().to(device),
+            offsets.expand(rows, n).contiguous().to(device),
+            visible.expand(rows, n, n).contiguous().to(device),
+            ancestors.expand(rows, n, n).contiguous().to(device),
+        )
+
+
+def parents_by_row(tree: Topology | TreeTensors, rows: int) -> Sequence[Sequence[int]]:
+    """Of every row the parent of each node; -1 for the root and for nodes that are never accepted. Waits for the device."""
+    if isinstance(tree, Topology):
+        return [tree.parents] * rows
+    index = torch.arange(len(tree), device=tree.parents.device)
+    return torch.where(tree.candidates & (index > 0), tree.parents, NO_PARENT).tolist()
