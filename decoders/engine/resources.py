@@ -39,7 +39,7 @@ class CallResources:
         self.drafters: list[ModelDrafter] = []
         self.modules: list[SlotPasses] = []
         self.costs: StepCosts | None = None
-        self._measured = False
+        self._measured = self._measured_rows = False
 
     def close(self) -> None:
         """Gives back what the strategy has opened; it may open more afterwards."""
@@ -116,8 +116,10 @@ class CallResources:
             calibration, compile, folder = call.engine.calibration, call.request.compile, call.request.cost_folder
             context = max(call.lengths)
             known = calibration.known(folder)
-            if measure:
-                known = calibration.measured(folder, [call.width], [context], compile)
+            # Where rows come and go nobody is made to wait for every number of them: what lies between is in proportion.
+            if measure and not (call.capacity and self._measured_rows):
+                rows = sorted({1, call.capacity}) if call.capacity else [call.width]
+                known, self._measured_rows = calibration.measured(folder, rows, [context], compile), True
             if known is not None:
                 # Budgets of equal calls are equal: only who watches the clock learns from other calls.
                 ratios = calibration.ratios(call.width) if measure else None

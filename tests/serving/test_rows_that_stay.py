@@ -9,6 +9,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+import decoders
+from decoders.engine import calibration
+from decoders.engine.engine import Engine
 from decoders.medusa.config import HeadsConfig
 from decoders.medusa.files import save_heads
 from decoders.medusa.heads import MedusaHeads
@@ -16,7 +19,7 @@ from decoders.strategies import Auto, Lookahead, Medusa, PromptLookup, Speculati
 from decoders.strategies.merged import Merged, MergedState
 from decoders.strategy import Context, Strategy
 
-from .conftest import SIZE
+from .conftest import DESIGN, SIZE
 
 #: Lengths of prompts and new tokens.
 RAGGED = [(5, 19), (17, 4), (40, 14), (2, 25), (9, 2), (23, 16)]
@@ -94,6 +97,26 @@ def test_auto_keeps_the_rates_of_rows_that_stay(llama: PreTrainedModel, schedule
         for generation in asked:
             generation.result(120)
     assert len(starts) == 1
+
+
+def test_auto_measures_no_more_numbers_of_rows_than_two(
+    scheduler_of: Any, text_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All rows wait while it measures."""
+    measured: list[int] = []
+    plain = calibration.measure
+
+    def noted(engine: Engine, rows: int, *args: Any) -> Any:
+        measured.append(rows)
+        return plain(engine, rows, *args)
+
+    monkeypatch.setattr(calibration, "measure", noted)
+    model = decoders.enable(DESIGN(1))
+    with scheduler_of(model, rows=4, strategy="auto", decoders_config={"compile": False}) as scheduler:
+        asked = [scheduler.submit(text_of(n, p), max_new_tokens=new) for n, (p, new) in enumerate(RAGGED)]
+        for generation in asked:
+            generation.result(120)
+    assert measured == [1, 4]
 
 
 def test_strategies_say_whether_they_keep_rows() -> None:
