@@ -56,7 +56,7 @@ class Context:
             back as it is when the call runs eagerly. The time of the first call is booked as compile time.
         draft: opens a draft model for this call: ``draft(model, ahead=K)`` gives a
             :class:`~decoders.drafting.Drafter`, with its own cache and compiled passes. With ``seldom=True`` it reads the prompts when
-            it first drafts, which may be late or never.
+            it first drafts, which may be late or never; where rows come and go, as they join.
         vocabulary_of: what the tokens of a draft model are where its ids mean others than the target's:
             ``vocabulary_of(model)`` gives an :class:`~decoders.drafting.OtherVocabulary`, or None where they mean the same, or
             where no tokenizers tell. `draft` takes such a model too, if the two have enough tokens in common.

@@ -30,8 +30,7 @@ StepFunction = Callable[[Draft, NodeBlock, Rows], StepOutput]
 
 def make_step(
     engine: Engine, forward_pass: ForwardPass, request: Request, verifier: Verifier | None,
-    members: Sequence[tuple[RequestOutput, int]],
-    report: Report,
+    members: Sequence[tuple[RequestOutput, int]], report: Report,
 ) -> StepFunction:  # fmt: skip
     """The step of one call.
 

@@ -151,7 +151,7 @@ class Auto(Strategy):
         if not state.seconds:
             state.tokens, state.seconds = float(len(active)), state.costs.step(1)
         tries = state.ledger.may_try(state.costs.step(1))
-        plan = state.plan = Plan(state, _weights(state, active), self.settings.nodes, begun, tries)
+        plan = state.plan = Plan(state, _weights(state, active), self.settings.nodes, begun, tries=tries)
         for candidate in state.candidates:
             depth = _depth(state, plan, candidate)
             if depth == 0:

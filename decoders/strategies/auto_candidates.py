@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from transformers import PretrainedConfig
-
 from ..costs import Looks, affordable
 from ..errors import SettingsError, UnsupportedError
 from ..strategy import Context, Sequences, Step, Strategy, check_draft
@@ -190,15 +188,10 @@ def first_price(strategy: Strategy, context: Context, costs: PricesSteps) -> flo
     if not limited(strategy):
         return 0.0
     read = 0 if context.sequences is None else int(context.sequences.length.max())
-    own, whole = (_layers(model) for model in (context.assistant_model, context.model))
-    share = min(own / whole, 1.0) if own and whole else 1.0
+    config = getattr(context.assistant_model, "config", None)
+    own = getattr(config.get_text_config(), "num_hidden_layers", 0) if config is not None else 0
+    share = min(own / context.decoder_layers, 1.0) if own and context.decoder_layers else 1.0
     return share * (costs.step(1 + read) + FIRST_DEPTH * costs.step(1))
-
-
-def _layers(model: Any) -> int:
-    """How many layers a model has; 0 if it does not say."""
-    config = getattr(model, "config", None)
-    return getattr(config.get_text_config(), "num_hidden_layers", 0) if isinstance(config, PretrainedConfig) else 0
 
 
 def refuse_unfit(strategy: Strategy) -> None:

@@ -123,9 +123,7 @@ class Plan:
         tries: whether drafts are made in it; else it is a plain step.
     """
 
-    def __init__(
-        self, state: AutoState, weights: dict[int, float], most: int, begun: float, tries: bool = True
-    ) -> None:
+    def __init__(self, state: AutoState, weights: dict[int, float], most: int, begun: float, *, tries: bool) -> None:
         self.state, self.weights, self.most, self.tries = state, weights, most, tries
         self.begun = self.chosen = begun
         self.active = list(weights)
