@@ -383,6 +383,18 @@ def _runs(world: World, auto: Auto, context: Context, costs: StepCosts, name: st
     return auto.details(states[0])["candidates"][name]["runs"]
 
 
+def test_a_call_that_is_behind_asks_nobody(world: World) -> None:
+    copier = Scripted("copier", world, lambda t: 0.9, 0.0003)
+    auto, context, _ = choosing(world, [copier], SMALL, new_tokens=96)
+    state, one = auto.start(context), torch.ones(1, dtype=torch.int64)
+    sequences = Sequences(torch.tensor([world.text]), 8 * one, 8 * one, one == 0, 0 * one)
+    for behind, asked in ((-1.0, True), (1.0, False)):
+        state.ledger.behind, begun = behind, world.clock.now
+        auto.propose(state, sequences)
+        assert (world.clock.now > begun) == asked
+        assert state.candidates[0].requested_depth == int(asked)
+
+
 def test_rows_that_gain_no_time_for_the_slowest_are_left_alone(world: World) -> None:
     """Each row gains in its turn, none of them enough: what the last one to end takes is what counts."""
     copier = Scripted("copier", world, lambda t: 0.35, 0.0003)
