@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.live import Live
-from rich.markup import escape
 from rich.panel import Panel
 from rich.text import Text
 from torch import Tensor
@@ -96,11 +95,11 @@ def show(
         figures = f"{count / seconds:.0f} tokens/s" if seconds > 0 else ""
         if stream.steps:
             figures += f" · {count / stream.steps:.2f} tokens per step"
-        legend = Text.assemble(("drafted ahead", ACCEPTED), " · ", ("the target's own", OWN)) if stream.steps else None
+        legend = ["   ", ("drafted ahead", ACCEPTED), " · ", ("the target's own", OWN)] if stream.steps else []
         return Panel(
             Text.assemble(*_tail(prompt, stream.text(), console)),
-            title=f"{escape(name)} · [bold]{escape(method.name)}[/]" + (f"   {legend.markup}" if legend else ""),
-            title_align="left", subtitle=figures, subtitle_align="right",
+            title=Text.assemble(name, " · ", (method.name, "bold"), *legend), title_align="left",
+            subtitle=figures, subtitle_align="right",
         )  # fmt: skip
 
     if not console.is_terminal:

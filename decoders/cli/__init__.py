@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from ..errors import DecodersError
+from .console import plain_console
 
 
 class Group(TyperGroup):
@@ -20,11 +21,10 @@ class Group(TyperGroup):
         except DecodersError as error:
             if ctx.params.get("debug"):
                 raise
-            from rich.console import Console
             from rich.text import Text
 
             line = Text("error: " + " ".join(str(error).split()), style="red")
-            Console(stderr=True).print(line, soft_wrap=True)
+            plain_console(stderr=True).print(line, soft_wrap=True)
             raise typer.Exit(2) from error
 
 

@@ -45,7 +45,7 @@ def bench(
         typer.Option(
             "--beside",
             help="Other engines with the same weights, comma-separated or repeated: llama.cpp, openvino; everything "
-            "that they do, or one number format and mode, as in llama.cpp[q8_0], openvino[int4,lookup].",
+            "that they do, or one number format and mode, as in llama.cpp\\[q8_0], openvino\\[int4,lookup].",
         ),
     ] = None,
     strategies: Annotated[
@@ -54,9 +54,8 @@ def bench(
             "--strategy",
             "--strategies",
             "-s",
-            # In capitals: rich would take lower-case brackets for markup.
             help="Strategies, comma-separated or repeated; a+b merges, STRATEGY[KEY=VALUE,…] is a variant with other "
-            "settings, STRATEGY[compile=false] the uncompiled tier. Default: all; of shapes autoregressive, prompt_lookup.",
+            "settings, STRATEGY\\[compile=false] the uncompiled tier. Default: all; of shapes autoregressive, prompt_lookup.",
         ),
     ] = None,
     baselines: Annotated[

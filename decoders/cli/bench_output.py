@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingsError
+from .console import plain_console
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,9 +37,8 @@ def interrupted_by_sigterm() -> Iterator[None]:
 
 def consoles(json_file: Path | None) -> tuple[Console, Console]:
     """Where progress is shown, and where tables are: these go to stderr as well where the JSON is written to stdout ("-")."""
-    from rich.console import Console
 
-    return Console(stderr=True), Console(stderr=json_file is not None and str(json_file) == "-")
+    return plain_console(stderr=True), plain_console(stderr=json_file is not None and str(json_file) == "-")
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from ..errors import SettingsError, UnknownNameError
 from .bench_models import load, other_engines, tokenizers_of
 from .bench_options import in_both_tiers, pieces
 from .bench_output import dtypes_order, interrupted_by_sigterm, progress_bar
+from .console import waiting
 from .prompts import read_prompts
 
 #: Prompts as they are read: name, kind, text or messages.
@@ -195,7 +196,7 @@ class Run:
         plan, methods = self.plan, list[Method]()
         tokenizer: PreTrainedTokenizerBase | None = None
         for dtype in plan.dtypes:
-            with self.console.status(f"loading {name} in {dtype}"):
+            with waiting(self.console, f"loading {name} in {dtype}"):
                 target, tokenizer, assistant = load(name, plan.draft, dtype, plan.device, plan.scale)
                 tokenizers = tokenizers_of(tokenizer, plan.assistant_tokenizer)
             label = str(target.dtype).removeprefix("torch.")

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from .bench_output import conclude
+from .console import plain_console
 
 
 def serve(
@@ -25,13 +26,12 @@ def serve(
     ] = None,
 ) -> None:
     """Measure the time that `decoders serve` adds to a request: the same ones to a scheduler and through HTTP, in turns."""
-    from rich.console import Console
     from rich.table import Table
 
     from .serve import check_installed
 
     check_installed()
-    console = Console(stderr=json_file is not None and str(json_file) == "-")
+    console = plain_console(stderr=json_file is not None and str(json_file) == "-")
 
     import torch
 

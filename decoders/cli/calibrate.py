@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .console import plain_console, waiting
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -27,12 +29,11 @@ def calibrate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """Measure the cost of a verification step by its nodes (rows x tokens per row), keep it for strategy auto, and print it."""
-    from rich.console import Console
 
     from . import models
 
-    console = Console(stderr=True, quiet=as_json)
-    with console.status(f"loading {model}"):
+    console = plain_console(stderr=True, quiet=as_json)
+    with waiting(console, f"loading {model}"):
         import decoders
 
         loaded, tokenizer = models.load(model, dtype)
@@ -47,7 +48,7 @@ def calibrate(
         strategies = [asdict(cost) for cost in done.strategies]
         typer.echo(json.dumps({**curves, "strategies": strategies, "path": str(done.path)}, indent=2))
         return
-    out = Console()
+    out = plain_console()
     out.print(_curves(done))
     out.print(_strategies(done))
     out.print(f"kept as {done.path}", soft_wrap=True)

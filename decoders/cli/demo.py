@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import SettingsError, UnknownNameError
+from .console import plain_console, waiting
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -72,14 +73,12 @@ def demo(
     The model that comes with this package needs no download. Exits with 1 if a strategy that promises transformers' own
     output writes anything else.
     """
-    from rich.console import Console
-
     started = time.monotonic()
-    progress = Console(stderr=True, quiet=as_json)
-    console = Console(quiet=as_json)
+    progress = plain_console(stderr=True, quiet=as_json)
+    console = plain_console(quiet=as_json)
     known = DEMO_KINDS if model == "demo" else INSTRUCTION_KINDS
     texts = choose_prompts(prompt, prompt_file, kind, known)
-    with progress.status(f"loading {'the demo models' if model == 'demo' else model}"):
+    with waiting(progress, f"loading {'the demo models' if model == 'demo' else model}"):
         from .. import bench as b
         from ..bench import machine
         from ..bench.methods import ASSISTED
@@ -105,16 +104,18 @@ def demo(
         for first_method in (without_draft or runnable)[-1:]:
             name, _, content = texts[0]
             show(console, first_method, workloads[0], tokenizer, name, bare(content), max_new_tokens)
-            console.print(f"[dim]first text {time.monotonic() - started:.0f} s after the start, loading included[/]\n")
+            console.print(
+                f"first text {time.monotonic() - started:.0f} s after the start, loading included\n", style="dim"
+            )
     if not seconds:
         return
     methods = b.transformers_methods(target, assistant, names=baselines)
     methods += b.strategy_methods(target, names, assistant, None, {"compile": compile}, tokenizer)
     if compile:
-        progress.print("[dim]compiling and measuring for the table; --no-compile or --seconds 0 leave that out[/]")
+        progress.print("compiling and measuring for the table; --no-compile or --seconds 0 leave that out", style="dim")
     with progress_bar(progress, len(methods)) as advance:
         entries = b.warm_up(methods, workloads, new_tokens=max_new_tokens, progress=advance)
-    console.print(f"[dim]{compilation(entries)}[/]\n")
+    console.print(f"{compilation(entries)}\n", style="dim")
     deadline = time.monotonic() + seconds
     measured, unmeasured = affordable(entries, texts, workloads, seconds)
     if live and not as_json and console.is_terminal:
@@ -154,7 +155,7 @@ def demo(
             break
         if not strategies and (other_names := others(names)):
             console.print(f"There are also {other_names}: decoders bench measures all, with settings of your choice.")
-        console.print(f"[dim]{time.monotonic() - started:.0f} s in all[/]")
+        console.print(f"{time.monotonic() - started:.0f} s in all", style="dim")
     if different:
         raise typer.Exit(1)
 

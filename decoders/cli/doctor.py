@@ -12,6 +12,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from .console import plain_console
+
 STYLES = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 
@@ -34,7 +36,6 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """Examine the installation, and a model if one is named; exit with 1 if something is broken."""
-    from rich.console import Console
     from rich.text import Text
 
     findings: list[Finding] = []
@@ -53,7 +54,7 @@ def doctor(
             line = Text.assemble(
                 (f"{finding.status:8}", STYLES[finding.status]), (f" {finding.name:12} ", "bold"), finding.detail
             )
-            Console().print(line, soft_wrap=True)
+            plain_console().print(line, soft_wrap=True)
     if any(finding.status == "problem" for finding in findings):
         raise typer.Exit(1)
 

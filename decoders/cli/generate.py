@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import SettingsError
+from .console import plain_console, waiting
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -79,7 +80,6 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print text and report as JSON, nothing else.")] = False,
 ) -> None:
     """Continue a prompt, or with --input a file of them. The text goes to standard output, everything else to standard error."""
-    from rich.console import Console
 
     from ..settings import parse_assignments
     from . import models
@@ -95,10 +95,10 @@ def generate(
 
         arguments["grammar"] = grammar_or_file(grammar)
     needs_draft = models.needs_assistant(strategy, arguments["strategy_config"])
-    console = Console(stderr=True, quiet=as_json)
+    console = plain_console(stderr=True, quiet=as_json)
 
     def load() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        with console.status(f"loading {model}"):
+        with waiting(console, f"loading {model}"):
             import decoders
 
             loaded, tokenizer = models.load(model, dtype)

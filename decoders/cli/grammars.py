@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from .console import plain_console
 from .listing import Json
 
 
@@ -35,7 +36,6 @@ def grammars(
         listed += [{"name": n, "provider": entry.provider, "version": entry.version} for n, entry in others.items()]
         typer.echo(json.dumps(listed, indent=2, ensure_ascii=False))
         return
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -44,4 +44,4 @@ def grammars(
         table.add_row(Text(ready.name, style="bold"), ready.kind, Text(ready.description))
     for plugin_grammar, entry in others.items():
         table.add_row(Text(plugin_grammar, style="bold"), "", f"of {entry.provider} {entry.version}".strip())
-    Console().print(table)
+    plain_console().print(table)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .console import plain_console
+
 if TYPE_CHECKING:
     from ..plugins import Entry
     from ..strategy import Strategy
@@ -24,7 +26,6 @@ def strategies(as_json: Json = False) -> None:
     if as_json:
         typer.echo(json.dumps(listed, indent=2, default=str))
         return
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -37,7 +38,7 @@ def strategies(as_json: Json = False) -> None:
             Text(item["summary"]),
             Text("\n".join(f"{s['name']} = {s['default']!r}" for s in item["settings"])),
         )
-    Console().print(table)
+    plain_console().print(table)
 
 
 def describe(entry: Entry[Strategy]) -> dict[str, Any]:
@@ -77,7 +78,6 @@ def verifiers(as_json: Json = False) -> None:
         ]
         typer.echo(json.dumps(listed, indent=2))
         return
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -90,7 +90,7 @@ def verifiers(as_json: Json = False) -> None:
             Text(entry.cls.summary),
             f"{entry.provider} {entry.version}".strip(),
         )
-    Console().print(table)
+    plain_console().print(table)
 
 
 def grammar_backends(as_json: Json = False) -> None:
@@ -104,7 +104,6 @@ def grammar_backends(as_json: Json = False) -> None:
         ]
         typer.echo(json.dumps(listed, indent=2))
         return
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -112,7 +111,7 @@ def grammar_backends(as_json: Json = False) -> None:
     for entry in entries:
         provider = f"{entry.provider} {entry.version}".strip()
         table.add_row(Text(entry.name, style="bold"), Text(entry.cls.summary), provider)
-    Console().print(table)
+    plain_console().print(table)
 
 
 def plugins(
@@ -126,7 +125,6 @@ def plugins(
     if as_json:
         typer.echo(json.dumps([asdict(info) for info in infos], indent=2))
     else:
-        from rich.console import Console
         from rich.table import Table
         from rich.text import Text
 
@@ -146,7 +144,7 @@ def plugins(
                     )
                 ),
             )
-        console = Console()
+        console = plain_console()
         console.print(table)
         for info in infos:  # below the table, where a narrow window leaves the remedy readable
             if info.error:

@@ -142,7 +142,6 @@ def complete_file(
             + (f", {task.failed} had failed and were tried again" if task.failed else "")
             + (f", {failed} failed (see their lines; the first: {shortened(first_error, 200)})" if failed else "")
             + f": {tokens} tokens in {seconds:.1f} s, {tokens / seconds:.1f} tokens/s",
-            markup=False,
             highlight=False,
         )
     return failed

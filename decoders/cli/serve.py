@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import DecodersError, SettingsError
+from .console import plain_console, waiting
 
 if TYPE_CHECKING:
     from ..server.limits import Limits
@@ -69,8 +70,6 @@ def serve(
     if log_level not in ("critical", "error", "warning", "info", "debug"):
         raise SettingsError(f"--log-level must be critical, error, warning, info or debug, not {log_level!r}")
 
-    from rich.console import Console
-
     from ..server.limits import LOOPBACK, Limits, hosts_of
 
     limits = Limits(
@@ -78,7 +77,7 @@ def serve(
         slots=slots, queue=queue, schedulers=strategies,
     )  # fmt: skip
     config = parse_assignments(settings or [])
-    console = Console(stderr=True)
+    console = plain_console(stderr=True)
     if host not in LOOPBACK and api_key is None:
         console.print(
             f"warning: anybody who reaches {host} can use this server; --api-key asks for a key", style="yellow"
@@ -87,7 +86,7 @@ def serve(
         import torch
 
         torch.set_num_threads(threads)
-    with console.status(f"loading {model}"):
+    with waiting(console, f"loading {model}"):
         service = _service(model, name, strategy, config, assistant, chat_template, dtype, compile, limits)
     from ..server.app import make_app
     from ..server.running import Server
@@ -145,7 +144,6 @@ def _announce(server: Any, name: str, console: Any) -> None:
             console.print(
                 f"{name} at http://{shown}:{port}/v1, a page to try it at http://{shown}:{port}/",
                 soft_wrap=True,
-                markup=False,
             )
 
     server.startup = announced

@@ -9,6 +9,7 @@ import typer
 
 from ..demo.shapes import LOOP_STEPS, TOKENS
 from ..errors import SettingsError
+from .console import plain_console, waiting
 
 app = typer.Typer(no_args_is_help=True, help="Train models.")
 
@@ -41,8 +42,6 @@ def demo(
     """Train the demo's target and draft from this Python's own sources."""
     import json
 
-    from rich.console import Console
-
     from ..demo.train import train_demo
 
     figures = train_demo(
@@ -55,7 +54,7 @@ def demo(
         compile=compile,
         bf16=bf16,
         checkpoint_minutes=checkpoint_minutes,
-        console=None if as_json else Console(),
+        console=None if as_json else plain_console(),
     )
     if as_json:
         typer.echo(json.dumps(figures, indent=2))
@@ -87,7 +86,6 @@ def ngram(
     """Sample from a model and count its n-grams, for the strategy ngram. Without --prompts texts start from nothing."""
     import json
 
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from . import models
@@ -97,8 +95,8 @@ def ngram(
     if not out.absolute().parent.is_dir():
         raise SettingsError(f"{out} cannot be written: there is no folder {out.absolute().parent}")
     texts = [read_prompt(None, path) for path in prompts or ()]
-    console = Console(stderr=True, quiet=as_json)
-    with console.status(f"loading {model}"):
+    console = plain_console(stderr=True, quiet=as_json)
+    with waiting(console, f"loading {model}"):
         import decoders
 
         from ..strategies.ngram_training import excerpts, train_table

@@ -8,6 +8,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from ..distillation.recipe import DraftTraining
+from .console import plain_console
 from .training_options import (
     AsJson,
     Bf16,
@@ -74,8 +75,6 @@ def draft(
     """Make a draft model for a target: some of its layers, or a smaller model, taught by its texts and distributions."""
     import json
 
-    from rich.console import Console
-
     training = DraftTraining(
         origin=cast(Any, origin), count=layers, keep=indices(keep), hidden=hidden, tokens=tokens, length=length,
         own_share=own_share, epochs=epochs, rows=rows, rate=rate, bf16=bf16, checks=checks, patience=patience, seed=seed,
@@ -90,7 +89,7 @@ def draft(
     figures = train_draft(
         loaded, tokenizer, texts.texts, out, run=training, held=texts.held, test=texts.test,
         command=command_line(), resume=resume, checkpoint_minutes=checkpoint_minutes,
-        console=None if as_json else Console(),
+        console=None if as_json else plain_console(),
     )  # fmt: skip
     if as_json:
         typer.echo(json.dumps(figures, indent=2))

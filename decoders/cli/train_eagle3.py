@@ -9,6 +9,7 @@ import typer
 
 from ..eagle3.recipe import HeadTraining
 from ..errors import UnknownNameError
+from .console import plain_console
 from .training_options import (
     AsJson,
     Bf16,
@@ -90,8 +91,6 @@ def eagle3(
     """Train an EAGLE-3 head for a model, which stays frozen: its own outputs are fed back as in decoding."""
     import json
 
-    from rich.console import Console
-
     if form not in FORMATS:
         raise UnknownNameError("format of a head", form, FORMATS)
     training = HeadTraining(
@@ -109,7 +108,7 @@ def eagle3(
     figures = train_eagle3(
         loaded, tokenizer, texts.texts, out, run=training, held=texts.held, test=texts.test,
         start=start, form=cast(Any, form), command=command_line(), resume=resume, checkpoint_minutes=checkpoint_minutes,
-        console=None if as_json else Console(),
+        console=None if as_json else plain_console(),
     )  # fmt: skip
     if as_json:
         typer.echo(json.dumps(figures, indent=2))

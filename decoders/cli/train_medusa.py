@@ -8,6 +8,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from ..medusa.config import HeadsTraining
+from .console import plain_console
 from .training_options import (
     AsJson,
     CheckpointMinutes,
@@ -73,8 +74,6 @@ def medusa(
     """Train Medusa heads for a model, which stays frozen, and find their tree."""
     import json
 
-    from rich.console import Console
-
     from ..medusa.files import load_heads
     from ..medusa.train import train_medusa
     from .models import load
@@ -89,7 +88,7 @@ def medusa(
         loaded, tokenizer, out=out, run=training, tree=tree, nodes=nodes,
         texts=texts.texts, held=texts.held, test=texts.test,
         given=load_heads(given) if given is not None else None, resume=resume,
-        checkpoint_minutes=checkpoint_minutes, console=None if as_json else Console(),
+        checkpoint_minutes=checkpoint_minutes, console=None if as_json else plain_console(),
     )  # fmt: skip
     if as_json:
         typer.echo(json.dumps(figures, indent=2))

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from ..errors import SettingsError
+from .console import plain_console, waiting
 
 
 def warmup(
@@ -23,14 +24,13 @@ def warmup(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """Pack a model's weights and compile it into torch.compile's cache on disk, and say how long that took."""
-    from rich.console import Console
 
     from . import models
 
     names = strategies or ["autoregressive", "prompt_lookup"]
     needs = {name: models.needs_assistant(name) for name in names}
-    console = Console(stderr=True, quiet=as_json)
-    with console.status(f"loading {model}"):
+    console = plain_console(stderr=True, quiet=as_json)
+    with waiting(console, f"loading {model}"):
         import decoders
 
         loaded, tokenizer = models.load(model, dtype)

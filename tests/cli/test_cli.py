@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +18,7 @@ from typer.testing import CliRunner, Result
 
 from decoders import demo, plugins
 from decoders.cli import app, doctor, models
+from decoders.cli.console import plain_console, waiting
 from decoders.constraints import library
 from decoders.errors import SettingsError, UnknownNameError
 from decoders.plugins import PluginInfo, registry
@@ -64,18 +67,46 @@ def test_help_imports_neither_torch_nor_transformers() -> None:
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
 
 
-def test_every_command_and_option_has_help() -> None:
+def every_command() -> Iterator[tuple[list[str], Any]]:
     from typer.main import get_command
 
-    def commands(command: Any, path: str) -> Any:
+    def commands(command: Any, path: list[str]) -> Iterator[tuple[list[str], Any]]:
         yield path, command
         for name, inner in getattr(command, "commands", {}).items():
-            yield from commands(inner, f"{path} {name}")
+            yield from commands(inner, [*path, name])
 
-    for path, command in commands(get_command(app), "decoders"):
+    return commands(get_command(app), [])
+
+
+def test_every_command_and_option_has_help() -> None:
+    for path, command in every_command():
         assert command.help, f"{path} has no help"
         for parameter in command.params:
             assert getattr(parameter, "help", True), f"{path}: {parameter.name} has no help"
+
+
+def test_help_shows_every_word_that_stands_in_brackets() -> None:
+    def joined(text: str) -> str:
+        return re.sub(r"[\s│]+", "", text)
+
+    for path, command in every_command():
+        shown = joined(CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "150"}).output)
+        for parameter in command.params:
+            written = joined(getattr(parameter, "help", None) or "").replace("\\[", "[")
+            assert written in shown, f"{path}: {parameter.name}"
+
+
+def test_brackets_are_no_markup_on_a_console(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.table import Table
+
+    console = plain_console()
+    table = Table("method", title="my[model]")
+    table.add_row("auto[weights=int8]")
+    console.print("pip install 'hf-decoders[bench]'", table)
+    with waiting(console, "loading my[model]") as status:
+        console.print(status.status)
+    shown = capsys.readouterr().out
+    assert all(text in shown for text in ("hf-decoders[bench]", "auto[weights=int8]")) and shown.count("my[model]") >= 2
 
 
 def test_strategies_as_json_lists_settings_with_their_defaults() -> None:
