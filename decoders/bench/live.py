@@ -95,7 +95,9 @@ def show(
         figures = f"{count / seconds:.0f} tokens/s" if seconds > 0 else ""
         if stream.steps:
             figures += f" · {count / stream.steps:.2f} tokens per step"
-        legend = ["   ", ("drafted ahead", ACCEPTED), " · ", ("the target's own", OWN)] if stream.steps else []
+        legend: list[Any] = (
+            ["   ", ("drafted ahead", ACCEPTED), " · ", ("the target's own", OWN)] if stream.steps else []
+        )
         return Panel(
             Text.assemble(*_tail(prompt, stream.text(), console)),
             title=Text.assemble(name, " · ", (method.name, "bold"), *legend), title_align="left",

@@ -29,6 +29,7 @@ from .text_blocks import LeadingText, causal_block
 from .weights.fingerprints import Fingerprints
 from .weights.packing import pack
 from .weights.quantization import Precision, quantize, rounds_activations
+from .weights.quantized import LONG_TEXT, dequantized_products
 from .weights.twin import WeightState, share_weights, tensors_of
 
 
@@ -146,6 +147,17 @@ class Target:
         """Whether rows and a piece of another one's prompt may be run as one pass (:mod:`~decoders.engine.batches.mixed`)."""
         return can_mix(self)
 
+    @functools.cached_property
+    def _dequantizable(self) -> bool:
+        return self.quantized.dequantizable
+
+    def dequantizes(self, tokens: int) -> bool:
+        """Whether a text of so many tokens, of all rows, is read with 4-bit matrices that are made bfloat16 ones first, uncompiled."""
+        return tokens >= LONG_TEXT and self._dequantizable
+
+    def _products(self, text: Tensor) -> AbstractContextManager:
+        return dequantized_products() if self.dequantizes(text.numel()) else nullcontext()
+
     @property
     def matrices(self) -> list[Tensor]:
         """The tensors of all packed and quantized matrices."""
@@ -253,7 +265,7 @@ class Target:
 
     def prefill(self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int) -> None:
         """Writes the keys and values of ``tokens`` ``[B, N]`` to slots ``start …`` without computing logits."""
-        with self._quick():
+        with self._quick(), self._products(tokens):
             tree = causal_block(tokens.shape[0], tokens.shape[1], tokens.device)
             text, text_pass = LeadingText(tokens.shape[1], latest), self._text_pass(tokens, start, buffers)
             self.backbone(**self.inputs(tokens, start, tree, buffers, view, text, text_pass))
@@ -270,7 +282,8 @@ class Target:
         tree = causal_block(tokens.shape[0], tokens.shape[1], tokens.device)
         text, text_pass = LeadingText(tokens.shape[1], latest), self._text_pass(tokens, start, buffers, valid)
         inputs = self.inputs(tokens, start, tree, buffers, view, text, text_pass)
-        return self.results(inputs, None if logits else torch.zeros(1, dtype=torch.int64, device=tokens.device))
+        with self._products(tokens):
+            return self.results(inputs, None if logits else torch.zeros(1, dtype=torch.int64, device=tokens.device))
 
     def results(self, inputs: dict, kept: Tensor | None = None) -> ForwardResult:
         """What the model gives for `inputs`, as tensors that strategies and compiled functions may do anything with.

@@ -116,6 +116,50 @@ def multiply_int4(x: Tensor, packed: Tensor, group: int, scales: Tensor) -> Tens
     return torch.ops.aten._weight_int4pack_mm_for_cpu.default(x, packed, group, scales)
 
 
+@cache
+def int4_block() -> int:
+    """How many outputs :func:`reorder_int4` puts side by side, by this processor's vectors; 0 if its layout is none that we know."""
+    levels = torch.arange(128 * 32, dtype=torch.int32).reshape(128, 32) * 7 // 5 % 16
+    packed = reorder_int4(levels).view(torch.int64)
+    for block in (64, 32):
+        if torch.equal(_int4_levels(packed.view(128 // block, 32, -1)).T + 8, levels.to(torch.int8)):
+            return block
+    return 0
+
+
+def _int4_levels(blocks: Tensor) -> Tensor:
+    """``[in, out]`` int8 from -8 to 7. blocks: ``[blocks, in, eights of bytes]`` int64.
+
+    A byte has an output of the block's first half below, and one of its second half above.
+    """
+    pairs = blocks.transpose(0, 1).contiguous().view(torch.uint8).unsqueeze(2)
+    return torch.cat([pairs & 15, pairs >> 4], dim=2).view(torch.int8).sub_(8).flatten(1)
+
+
+#: Numbers of a matrix that are in memory dequantized at a time.
+_DEQUANTIZED = 2**22
+
+
+def multiply_dequantized_int4(x: Tensor, packed: Tensor, group: int, scales: Tensor) -> Tensor:
+    """:func:`multiply_int4` as products of matrices of the type of `x`, ``[…, in]``; `out` is a multiple of :func:`int4_block`."""
+    (groups, out, _), block = scales.shape, int4_block()
+    columns = groups * group
+    blocks = packed.view(torch.int64).view(out // block, columns, -1)
+    step, middle = (part.contiguous()[:, None] for part in scales.unbind(-1))  # strided ones are read one by one
+    products, size = [], block * max(_DEQUANTIZED // (columns * block), 1)
+    for begin in range(0, out, size):
+        of = slice(begin, min(begin + size, out))
+        levels = _int4_levels(blocks[of.start // block : of.stop // block]).view(groups, group, -1).to(scales.dtype)
+        weight = torch.addcmul(middle[..., of], levels, step[..., of], out=levels)
+        products.append(x @ weight.view(columns, -1))
+    return torch.cat(products, -1) if len(products) > 1 else products[0]
+
+
+def multiplies_tiles() -> bool:
+    """Whether this processor multiplies bfloat16 by tiles (AMX), several times as fast as by vectors."""
+    return multiplies_packed(torch.bfloat16) and torch.cpu._is_amx_tile_supported()
+
+
 def lower_to_quantized_kernels(int8: Any, weight_int8: Any, int4: Any) -> bool:
     """:func:`lower_to_kernel` for operators with the arguments of :func:`multiply_int8` and the others."""
     aten = torch.ops.aten

@@ -62,6 +62,19 @@ def test_quantized_products_multiply_as_dense_ones() -> None:
         torch.testing.assert_close(product, (rows.float() - 128) @ levels.float().T * scale, msg=VERSION)
 
 
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="4 bits lie otherwise without vectors")
+def test_matrices_of_4_bits_multiply_dequantized(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert torch_compat.int4_block(), VERSION
+    x = torch.randn(3, 64)
+    nibbles, scales = torch.randint(0, 16, (192, 64), dtype=torch.int32), torch.rand(2, 192, 2)
+    step, offset = (part.T.repeat_interleave(32, dim=1) for part in scales.unbind(-1))
+    monkeypatch.setattr(
+        torch_compat, "_DEQUANTIZED", 2 * 64 * torch_compat.int4_block()
+    )  # the last part is a smaller one
+    product = torch_compat.multiply_dequantized_int4(x[None], torch_compat.reorder_int4(nibbles), 32, scales)
+    torch.testing.assert_close(product[0], x @ ((nibbles - 8) * step + offset).T, atol=1e-2, rtol=1e-4, msg=VERSION)
+
+
 def test_inductor_has_lowerings_for_the_quantized_kernels() -> None:
     library = torch.library.Library("decoders_test_quantized", "FRAGMENT")
     library.define("int8(Tensor x, Tensor packed, Tensor scale, Tensor zero, int out_features) -> Tensor")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 import decoders
-from decoders.engine import cache, invariance, self_check, target
+from decoders.engine import cache, invariance, self_check, target, torch_compat
+from decoders.engine.batches.prefill_plan import PrefillPlan
 from decoders.engine.cache import CacheBuffers, LayerSpec, SlotCache
 from decoders.engine.compiled import tiers
 from decoders.engine.target import Target
@@ -25,6 +27,21 @@ from decoders.testing.models import tiny_draft, tiny_model
 
 STRATEGIES = ["prompt_lookup", "lookahead", "speculative"]
 AS_IT_IS = {"compile": False, "reuse": False}
+
+
+@pytest.fixture
+def dequantized(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """As where bfloat16 is multiplied by tiles; the shapes that were multiplied by 4-bit matrices made bfloat16 ones."""
+    shapes: list[tuple[int, ...]] = []
+    multiply = torch_compat.multiply_dequantized_int4
+
+    def noted(x: torch.Tensor, *weight: Any) -> torch.Tensor:
+        shapes.append(tuple(x.shape[:-1]))
+        return multiply(x, *weight)
+
+    monkeypatch.setattr(torch_compat, "multiplies_tiles", lambda: True)
+    monkeypatch.setattr(torch_compat, "multiply_dequantized_int4", noted)
+    return shapes
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +67,61 @@ def test_strategies_write_the_tokens_of_plain_decoding(dtype: torch.dtype, setti
     for strategy in STRATEGIES:
         extra = {"assistant_model": draft} if strategy == "speculative" else {}
         assert torch.equal(write(model, settings, strategy, **extra).sequences, expected.sequences), strategy
+
+
+@pytest.mark.parametrize(("chunk", "read"), [(512, {(2, 116)}), (96, {(2, 96)})], ids=["at once", "in chunks"])
+def test_long_texts_are_read_in_bfloat16_but_for_their_ends(
+    chunk: int, read: set[tuple[int, int]], dequantized: list[tuple[int, ...]]
+) -> None:
+    model = decoders.enable(tiny_model("llama", hidden_size=64, intermediate_size=128).bfloat16())
+    draft = tiny_draft("llama").bfloat16()
+    settings, texts = AS_IT_IS | {"weights": "int4", "prefill_chunk": chunk}, prompts(2, length=121)
+    expected = decode(model, texts, "autoregressive", max_new_tokens=16, decoders_config=settings)
+    assert set(dequantized) == read and expected.report.same_bits is True
+    for strategy in STRATEGIES:
+        extra = {"assistant_model": draft} if strategy == "speculative" else {}
+        written = decode(model, texts, strategy, max_new_tokens=16, decoders_config=settings, **extra)
+        assert torch.equal(written.sequences, expected.sequences), strategy
+    assert set(dequantized) == read
+
+
+def test_strategies_that_read_prompts_are_shown_the_same_of_long_texts(dequantized: list[tuple[int, ...]]) -> None:
+    model = tiny_model("llama", hidden_size=64, intermediate_size=128).bfloat16()
+    quantized_target = Target(model, precision=Precision("int4"))
+    assert PrefillPlan.of([121], [0], 512, quantized_target).chunks == [(0, 116), (116, 4)]
+    assert PrefillPlan.of([121], [0], 512, quantized_target, leave_last_chunk=True).chunks == [(0, 116)]
+    assert PrefillPlan.of([90], [0], 512, quantized_target).chunks == [(0, 92)]
+    keys = []
+    for run in (quantized_target.prefill, functools.partial(quantized_target.features, logits=False)):
+        buffers = CacheBuffers.allocate(quantized_target.layout, 1, 192)
+        tokens = prompts(1, length=116)["input_ids"]
+        run(tokens, torch.zeros(1, dtype=torch.int64), buffers, torch.arange(128), 0)
+        keys.append(buffers.keys[-1][:, :, :116])
+    assert torch.equal(*keys) and set(dequantized) == {(1, 116)}
+
+
+def test_short_texts_and_other_types_are_multiplied_by_the_kernel(dequantized: list[tuple[int, ...]]) -> None:
+    for dtype, length in ((torch.bfloat16, 90), (torch.float32, 120)):
+        model = decoders.enable(tiny_model("llama", hidden_size=64, intermediate_size=128).to(dtype))
+        settings = AS_IT_IS | {"weights": "int4"}
+        decode(model, prompts(1, length), "autoregressive", max_new_tokens=4, decoders_config=settings)
+    assert not dequantized
+
+
+@pytest.mark.usefixtures("dequantized")
+def test_few_rows_and_a_matrix_without_whole_blocks_of_outputs_keep_to_the_kernel() -> None:
+    layers = nn.ModuleList([nn.Linear(64, 128), nn.Linear(64, 144)]).bfloat16()
+    quantize(layers, "int4", None, smallest=0)
+    even, odd = (cast(quantized.WeightInt4Linear, layer) for layer in layers)
+    assert even.dequantizable and not odd.dequantizable
+    x = torch.randn(100, 64, dtype=torch.bfloat16)
+    with torch.no_grad():
+        by_kernel = even(x), odd(x)
+        with quantized.dequantized_products():
+            products = even(x), odd(x)
+            assert torch.equal(even(x[:95]), by_kernel[0][:95])  # too few rows to pay
+    assert torch.equal(products[1], by_kernel[1])
+    torch.testing.assert_close(products[0], by_kernel[0], atol=0.02, rtol=0.02)
 
 
 def test_a_quantized_cache_in_float32_and_a_kept_text() -> None:

@@ -38,5 +38,11 @@ class PrefillPlan:
         unread = [max(end - kept, min(end, again)) for end, kept in zip(ends, reused, strict=True)]
         pending = round_up(max(unread, default=0), multiple)
         starts = [max(end - pending, 0) for end in ends]
-        left = (pending - 1) % chunk + 1 if leave_last_chunk and pending else 0
-        return PrefillPlan(starts, prefill_chunks(pending - left, chunk, target.static), left)
+        last = (pending - 1) % chunk + 1 if pending else 0
+        # A long text may be read by other products than blocks; its end is not, since blocks may begin with some of it.
+        end = multiple if target.dequantizes(len(lengths) * (last - multiple)) else last
+        if leave_last_chunk:
+            return PrefillPlan(starts, prefill_chunks(pending - end, chunk, target.static), end)
+        if end == last:
+            return PrefillPlan(starts, prefill_chunks(pending, chunk, target.static), 0)
+        return PrefillPlan(starts, [*prefill_chunks(pending - end, chunk, target.static), (pending - end, end)], 0)

@@ -188,7 +188,8 @@ class ForwardPass:
         """
         if piece is not None:
             compiled, single = self._compiled(several=True), nodes.shape[1] == 1
-            if self.mixes(len(nodes), single=single):
+            alone = self.target.dequantizes(piece.tokens.numel())
+            if not alone and self.mixes(len(nodes), single=single):
                 return self._mixed(nodes, base, tree, view, text.length, piece, compiled)
             started = (
                 time.perf_counter()
@@ -248,6 +249,8 @@ class ForwardPass:
 
     def _reads_compiled(self, tokens: Tensor) -> bool:
         """Whether a stretch of text is read compiled. Where sizes are static, whole steps are compiled and nothing else."""
+        if self.target.dequantizes(tokens.numel()):
+            return False
         return not self.target.static and tokens.shape[1] >= LEAST_NODES and self._compiled(len(tokens) > 1)
 
     @contextmanager

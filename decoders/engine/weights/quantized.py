@@ -13,10 +13,16 @@ kernel             weights                                    activations
 ``int8`` is oneDNN's product of bytes, whose sums are whole numbers. With one byte per activation, outliers leave little of the
 rest (SmolLM2-135M: a KL divergence of 0.045 per token, 4 bits per weight cost 0.013); with two, 0.002 is left. A row then counts
 as two rows of bytes, which is still the fastest of the products with int8 weights where there is VNNI.
+
+``weight_int4`` takes as long for every row as for the one before. Long texts are read otherwise where that pays
+(:func:`dequantized_products`): the matrix is made a bfloat16 one, and multiplied by as such.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,6 +34,10 @@ from .fused import Latest, share_of
 
 #: Weights of one row that share a step and an offset: the smallest that the kernel knows.
 GROUP = 32
+#: Tokens from which on a text is long: what making a bfloat16 matrix costs is 40 rows of the kernel, and products take the rest.
+LONG_TEXT = 96
+#: Numbers of what is computed on the way that are in memory at a time: above 32 MiB the C library fetches new pages for each.
+TEMPORARY = 2**20
 #: Shares of a group's range that are tried for its 16 values: outliers may be cut off where the sum of squares gains.
 CUTS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8)
 
@@ -76,9 +86,9 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
         ``[2·rows, in]`` uint8, first all upper bytes, then all lower ones; 128 is the zero of either.
     """
     step = x.abs().amax(-1, keepdim=True).float().clamp_min(1e-20) / 32512  # the upper byte then is at most 127
-    numbers = (x / step).round()
-    upper = ((numbers + 128) / 256).floor()
-    return (torch.cat([upper, numbers - 256 * upper]) + 128).to(torch.uint8), step
+    numbers = (x / step).round_()
+    upper = numbers.add(128).div_(256).floor_()
+    return torch.cat([upper, numbers.sub_(upper, alpha=256)]).add_(128).to(torch.uint8), step
 
 
 _activations = Latest()
@@ -123,11 +133,21 @@ class _Int8(_Quantized):
     after: Tensor | None
 
     def product(self, x: Tensor) -> Tensor:
-        rows, step = _quantized(x)
+        out = self.scale.shape[0]
+        most = max(TEMPORARY // max(x.shape[-1], out), 32)
+        if torch.compiler.is_dynamo_compiling() or x.numel() <= most * x.shape[-1]:
+            product = self._product(x, *_quantized(x))
+        else:
+            parts = x.reshape(-1, x.shape[-1]).split(most)
+            product = torch.cat([self._product(part, *quantize_activations(part)) for part in parts])
+        return product.reshape(*x.shape[:-1], out)
+
+    def _product(self, x: Tensor, rows: Tensor, step: Tensor) -> Tensor:
+        """``[rows, out]``. rows, step: `x` as :func:`quantize_activations` has it."""
         out = self.scale.shape[0]
         upper, lower = kernel("multiply_int8")(rows, self.packed, self.scale, self.zero, out).view(2, -1, out)
-        product = ((upper * 256 + lower) * step).to(x.dtype)
-        return (product if self.after is None else product * self.after).reshape(*x.shape[:-1], out)
+        product = lower.add_(upper, alpha=256).mul_(step).to(x.dtype)
+        return product if self.after is None else product * self.after
 
 
 class _WeightInt8(_Quantized):
@@ -136,10 +156,41 @@ class _WeightInt8(_Quantized):
         return kernel("multiply_weight_int8")(rows, self.packed, self.scale).reshape(*x.shape[:-1], -1)
 
 
+class _Reading(threading.local):
+    dequantizes = False
+
+
+_reading = _Reading()
+
+
+@contextmanager
+def dequantized_products() -> Iterator[None]:
+    """Within it this thread multiplies by 4-bit matrices that it makes bfloat16 ones first. Other roundings than the kernel's."""
+    before, _reading.dequantizes = _reading.dequantizes, True
+    try:
+        yield
+    finally:
+        _reading.dequantizes = before
+
+
 class _WeightInt4(_Quantized):
     group: int
 
+    @property
+    def dequantizable(self) -> bool:
+        """Whether products in bfloat16 are faster for long texts, and this matrix lies as these need it."""
+        if self.scale.dtype != torch.bfloat16 or not torch_compat.multiplies_tiles():
+            return False
+        block = torch_compat.int4_block()
+        return block > 0 and self.scale.shape[1] % block == 0
+
+    def _dequantizes(self, x: Tensor) -> bool:
+        # Of a long text the head is given a few tokens, and an expert some.
+        return self.dequantizable and x.numel() >= LONG_TEXT * x.shape[-1]
+
     def product(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_dynamo_compiling() and _reading.dequantizes and self._dequantizes(x):
+            return torch_compat.multiply_dequantized_int4(x, self.packed, self.group, self.scale)
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         product = kernel("multiply_int4")(rows, self.packed, self.group, self.scale)
         return product.reshape(*x.shape[:-1], self.scale.shape[1])
