@@ -45,4 +45,4 @@ class CallSettings:
 
     def compiler(self, engine: Engine) -> Callable[[Callable], Callable]:
         """``Context.compile`` for strategies on `engine`."""
-        return lambda function: engine.function(function, self.request.compile, self.report)
+        return lambda function: engine.function(function, self.request.runtime.compile, self.report)

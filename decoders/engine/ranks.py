@@ -167,18 +167,19 @@ class Ranks:
         """
         if not self.several:
             return request
-        if request.compile is True:
+        runtime = request.runtime
+        if runtime.compile is True:
             raise UnsupportedError(
                 f"compile=True: {self.size} processes share this model, and what they share runs uncompiled. Leave compile='auto'"
             )
         self.check(
             "what generate is asked for", *request.prompts, request.new_tokens, request.stop_tokens, request.seed, request.values,
-            request.plan.sample, request.strategy.name, request.strategy.settings, request.compile, request.reuse, request.memory,
-            request.prune, request.prefill_chunk, request.slots, request.keep_logits, request.keep_scores, request.criteria is None,
+            request.plan.sample, request.strategy.name, request.strategy.settings, runtime.compile, runtime.reuse, runtime.memory,
+            runtime.prune, runtime.prefill_chunk, runtime.slots, request.keep_logits, request.keep_scores, request.criteria is None,
             request.processors is None, [grammar is None for grammar in request.grammars],
             [request.verifier.name, request.verifier.settings_in_force()] if request.verifier is not None else None,
         )  # fmt: skip
-        return replace(request, compile=False)
+        return replace(request, runtime=runtime.model_copy(update={"compile": False}))
 
     def _first(self, values: list, dtype: torch.dtype) -> list:
         held = torch.tensor(values, dtype=dtype, device=self.device)

@@ -13,9 +13,9 @@ from ..constraints.base import CompiledGrammar
 from ..observer import Observer
 from ..report import Report
 from ..sampling.processors import SamplingPlan
+from ..settings import RuntimeSettings
 from ..strategy import Strategy
 from ..verifiers.verifier import Verifier
-from .compiled.tiers import Compile
 from .criteria import Criteria
 from .host_processors import Processors
 
@@ -36,6 +36,7 @@ class Request:
         prompts: one 1-D int64 tensor per row, padding removed.
         padded_prompt: ``[B, P]`` as the user passed it.
         new_tokens: most tokens to generate per row.
+        runtime: how the loop runs.
         stop_tokens: end-of-sequence ids.
         pad_token: follows them.
         plan: what runs on logits inside the step.
@@ -47,12 +48,6 @@ class Request:
         keep_logits: return them per generated token.
         keep_scores: the same, processed.
         top_logprobs: note the log probability of every token, and of that many likeliest ones; None: of none.
-        compile: see :data:`~decoders.engine.compiled.tiers.Compile`.
-        reuse: whether keys and values of earlier calls may serve.
-        memory: whether strategies may keep what they learn between calls.
-        prune: whether draft tokens that are not worth their time are left out where rows share steps.
-        prefill_chunk: most prompt tokens per pass.
-        slots: least capacity of the rows.
         verifier: decides what is accepted, None is the coupled rule; it cannot be had with host processors.
         grammars: what each row may write, None is anything; with any, the plan is ``masked``.
         origin: distribution and version of the strategy, for notes on errors.
@@ -70,6 +65,7 @@ class Request:
     prompts: list[Tensor]
     padded_prompt: Tensor
     new_tokens: int
+    runtime: RuntimeSettings
     stop_tokens: tuple[int, ...] = ()
     pad_token: int = 0
     plan: SamplingPlan = SamplingPlan()
@@ -81,12 +77,6 @@ class Request:
     keep_logits: bool = False
     keep_scores: bool = False
     top_logprobs: int | None = None
-    compile: Compile = True
-    reuse: bool = True
-    memory: bool = True
-    prune: bool = True
-    prefill_chunk: int = 512
-    slots: int | None = None
     verifier: Verifier | None = None
     grammars: Sequence[CompiledGrammar | None] = ()
     origin: str = ""

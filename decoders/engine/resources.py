@@ -68,7 +68,7 @@ class CallResources:
             new_tokens=None if call.capacity else request.new_tokens,
             decoder_layers=target.decoder_layers, embed=target.embed, head=call.engine.head, module=self._module,
             first_layers=partial(call.engine.first_layers, request.model),
-            memory=self._memory_of if request.memory else no_memory,
+            memory=self._memory_of if request.runtime.memory else no_memory,
         )  # fmt: skip
         if request.resolve is not None:
             context = replace(context, strategy=request.resolve)
@@ -81,7 +81,7 @@ class CallResources:
     ) -> SlotPasses:
         """See :attr:`Context.module`."""
         call = self.call
-        compile = partial(call.engine.function, compile=call.request.compile, report=call.report)
+        compile = partial(call.engine.function, compile=call.request.runtime.compile, report=call.report)
         twin = call.engine.module(module, example)
         self.modules.append(SlotPasses(twin, call.width, self._slots, ahead, compile))
         self.modules[-1].on_device = on_device
@@ -113,13 +113,14 @@ class CallResources:
         """See :attr:`Context.costs`."""
         if self.costs is None or (measure and not self._measured):
             call = self.call
-            calibration, compile, folder = call.engine.calibration, call.request.compile, call.request.cost_folder
+            calibration, folder = call.engine.calibration, call.request.cost_folder
             context = max(call.lengths)
             known = calibration.known(folder)
             # Where rows come and go nobody is made to wait for every number of them: what lies between is in proportion.
             if measure and not (call.capacity and self._measured_rows):
                 rows = sorted({1, call.capacity}) if call.capacity else [call.width]
-                known, self._measured_rows = calibration.measured(folder, rows, [context], compile), True
+                known = calibration.measured(folder, rows, [context], call.request.runtime.compile)
+                self._measured_rows = True
             if known is not None:
                 # Budgets of equal calls are equal: only who watches the clock learns from other calls.
                 ratios = calibration.ratios(call.width) if measure else None

@@ -41,11 +41,11 @@ def make_step(
     """
     core = engine.core(request.plan, forward_pass)
     if request.processors is None and verifier is None:
-        step = engine.whole(core, "step", request.compile, report)
+        step = engine.whole(core, "step", request.runtime.compile, report)
         return lambda draft, block, rows: step(block, rows)
-    forward = engine.whole(core, "forward", request.compile, report)
+    forward = engine.whole(core, "forward", request.runtime.compile, report)
     if verifier is not None:
-        judge = engine.whole(core, "judge", request.compile, report)
+        judge = engine.whole(core, "judge", request.runtime.compile, report)
         return judged(forward, judge, verifier, request.strategy.name)
 
     def on_host(draft: Draft, block: NodeBlock, rows: Rows) -> StepOutput:

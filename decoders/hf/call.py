@@ -167,12 +167,11 @@ class GenerateCall:
         if len(prompts) > 1 and pads_ended_rows(stopping_criteria):
             check_pad_token(self.model, pad_token)
         aligner = StreamAligner(streamer, len(prompts), pad_token) if streamer is not None else None
-        engine = self.engine()
+        engine, runtime = self.engine(), options.runtime
         grammars = Grammars.of(
             options.grammar, len(prompts), generation_config.num_return_sequences or 1, self.tokenizer,
-            engine.target.vocab_size, stop_tokens, options.runtime,
+            engine.target.vocab_size, stop_tokens, runtime,
         )  # fmt: skip
-        runtime = options.runtime
         seed = resolve_seed(options.seed, options.generator, bool(generation_config.do_sample))
         if options.seed is None:  # processes that share the model draw the same noise
             (seed,) = engine.target.ranks.first([seed])
@@ -185,8 +184,7 @@ class GenerateCall:
             on_step=aligner.step if aligner is not None else None,
             keep_logits=bool(generation_config.return_dict_in_generate and generation_config.output_logits),
             keep_scores=plan.keep_scores,
-            compile=runtime.compile, reuse=runtime.reuse, memory=runtime.memory, prune=runtime.prune,
-            prefill_chunk=runtime.prefill_chunk, slots=runtime.slots,
+            runtime=runtime,
             origin=registry().origin(type(options.strategy)),
             engine_of=assistants.engine_of, vocabulary_of=assistants.vocabulary_of,
             model=self.model, tokenizer=self.tokenizer, assistant_model=options.arguments.get("assistant_model"),

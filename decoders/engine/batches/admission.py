@@ -77,7 +77,7 @@ class Admission:
         taken = {seat.place for seat in self.seats}
         free = [place for place in range(self.reserved, self.pool.batch) if place not in taken]
         prompt = request.prompts[0].cpu()
-        shared = {place: self.pool.texts[place].shared_with(prompt) if request.reuse else 0 for place in free}
+        shared = {place: self.pool.texts[place].shared_with(prompt) if request.runtime.reuse else 0 for place in free}
         place = max(free, key=lambda place: (shared[place], -self.pool.used[place], -place))
         self.pool.cut(place, shared[place])
         return place
@@ -193,11 +193,11 @@ class Admission:
         kept = []
         for seat in seats:
             request = seat.member.request
-            reuse = request.reuse and not request.strategy.reads_prompt  # which is shown all of it
+            reuse = request.runtime.reuse and not request.strategy.reads_prompt  # which is shown all of it
             self.pool.put(seat.place, seat.prompt)
             kept.append(self.pool.take_over(seat.place, seat.prompt.cpu(), self._texts(seat)) if reuse else 0)
             self.pool.drop(seat.place)
-        chunk = min(seat.member.request.prefill_chunk for seat in seats)
+        chunk = min(seat.member.request.runtime.prefill_chunk for seat in seats)
         if self._rows:
             chunk = min(chunk, max(int(pause / self._pace / len(seats)), 32) if self._pace else 128)
         plan = PrefillPlan.of([len(seat.prompt) for seat in seats], kept, chunk, self.pool.target)

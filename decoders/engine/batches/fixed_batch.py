@@ -58,7 +58,7 @@ class FixedBatch:
         self.call = Call(engine, request, stack)
         self.written = RequestOutput(request, self.call.report, engine.target.ranks)
         self.call.members.append((self.written, 0))
-        if request.prune and self.call.batch > 1:  # one row waits for no other
+        if request.runtime.prune and self.call.batch > 1:  # one row waits for no other
             ends = [len(prompt) + request.new_tokens for prompt in request.prompts]
             self.call.worth = DraftWorth(engine.step_costs, self.call.batch, ends, request.strategy.grade_rates)
 
@@ -86,19 +86,20 @@ class FixedBatch:
         call, request, target = self.call, self.request, self.call.target
         timings = call.report.timings
         timings.pack, self.engine.preparing = self.engine.preparing, 0.0
-        self.stack.enter_context(call.forward_pass.during(request.compile, call.report))
+        self.stack.enter_context(call.forward_pass.during(request.runtime.compile, call.report))
         call.step = call.make_step()
         stopwatch = Stopwatch(timings)
         sampling = sampling_inputs(request.values, request.seed, call.width, request.stop_tokens, target.device)
         call.longest = max(call.lengths) + request.new_tokens
         slots = max(
             call.longest if target.static_slots else min(call.longest, max(call.lengths) + SLOTS_AHEAD),
-            request.slots or 0,
+            request.runtime.slots or 0,
         )
         # A strategy that reads prompts reads all of them: equal calls draft alike, and its own cache has no holes.
         reads = request.strategy.reads_prompt
+        reuse = request.runtime.reuse and not reads
         opened = self.stack.enter_context(
-            self.engine.sessions.open(request.prompts, request.new_tokens, sampling, slots, request.reuse and not reads)
+            self.engine.sessions.open(request.prompts, request.new_tokens, sampling, slots, reuse)
         )
         call.session = opened.session
         call.noise_keys = sampling.keys.clone()

@@ -52,7 +52,8 @@ class Lane:
         self.stack = ExitStack()
         self.call = call = Call(engine, request, self.stack)
         call.capacity = capacity
-        call.worth = DraftWorth(engine.step_costs, grade_rates=request.strategy.grade_rates) if request.prune else None
+        if request.runtime.prune:
+            call.worth = DraftWorth(engine.step_costs, grade_rates=request.strategy.grade_rates)
         static = engine.target.static
         # Where rows are padded to a bucket, the padding must not touch what is read or kept behind them.
         reserved = row_bucket(capacity) if static else 0
@@ -96,7 +97,7 @@ class Lane:
         What belongs to all, a strategy that raises, say, is raised.
         """
         with self._running():
-            if self.template.compile is True and not self._begun:
+            if self.template.runtime.compile is True and not self._begun:
                 self.call.forward_pass.compile_for(self.capacity, self.call.report)
             # Decided once: what a pause is for is not read twice.
             mixes = self.admission.mixes
@@ -133,7 +134,7 @@ class Lane:
             torch.autocast(engine.target.device.type, enabled=False),
             torch.inference_mode(False),
             torch.no_grad(),
-            self.call.forward_pass.during(self.template.compile, self.call.report, self._tiers),
+            self.call.forward_pass.during(self.template.runtime.compile, self.call.report, self._tiers),
         ):
             yield
 
@@ -143,7 +144,7 @@ class Lane:
         if self._weights is not target.weights:  # they were written to: what is kept is not theirs
             self._weights = target.weights
             self.pool.forget()
-        self._tiers = self.call.forward_pass.steady_tiers(self.template.compile)
+        self._tiers = self.call.forward_pass.steady_tiers(self.template.runtime.compile)
 
     def _settle(self) -> None:
         """Those whose prompts are read join the batch, in the rows of those that have left it if there are any."""

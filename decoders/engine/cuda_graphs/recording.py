@@ -19,7 +19,7 @@ def recordable(call: Call) -> bool:
     """Whether nothing in a step of `call` needs the host or varies in shape, so that a device that records can replay it."""
     request = call.request
     return (
-        call.session.recordings is not None and call.target.static and bool(request.compile) and request.strategy.on_device
+        call.session.recordings is not None and call.target.static and bool(request.runtime.compile) and request.strategy.on_device
         and (call.guide is None or call.guide.on_device)
         and all(drafter.on_device for drafter in call.drafters)
         and all(module.on_device for module in call.resources.modules)

@@ -34,8 +34,8 @@ def seat_rows(
             text = text.clamp(max=largest_id)
         pool.put(place, text)
         prompt = text.cpu()
-        kept = pool.take_over(place, prompt, pool.texts) if call.request.reuse else 0
-        plan = PrefillPlan.of([len(text)], [kept], call.request.prefill_chunk, target)
+        kept = pool.take_over(place, prompt, pool.texts) if call.request.runtime.reuse else 0
+        plan = PrefillPlan.of([len(text)], [kept], call.request.runtime.prefill_chunk, target)
         for done, count in plan.chunks:
             pool.read_rows(place, plan.starts, done, count, run)
         # Behind it a draft's slots may hold other nodes than those accepted.

@@ -68,7 +68,7 @@ class ModelDrafter(Drafter):
             )
         self.core = self.engine.draft_core(call.plan, context.vocab_size, children)
         self.vocab_size, self.children = self.core.vocab, self.core.children
-        call.stack.enter_context(self.engine.forward_pass.during(call.request.compile, call.report))
+        call.stack.enter_context(self.engine.forward_pass.during(call.request.runtime.compile, call.report))
         # How far a row may be drafted is set anew in every round, as its length is.
         slots = (call.longest if target.static else context.slots) + 2 * ahead
         layouts = target.layout, call.engine.target.layout
@@ -106,7 +106,7 @@ class ModelDrafter(Drafter):
         request = self.call.request
         sessions = self.engine.sessions
         return self.call.stack.enter_context(
-            sessions.open(request.prompts, self.ahead, self.call.sampling, slots, request.reuse, shared=True)
+            sessions.open(request.prompts, self.ahead, self.call.sampling, slots, request.runtime.reuse, shared=True)
         )
 
     def _read_prompts(self) -> None:
@@ -115,7 +115,7 @@ class ModelDrafter(Drafter):
             return
         opened, call, self._unread = self._unread, self.call, None
         self.session.prefill(
-            opened.lengths, opened.reusable, call.request.prefill_chunk, self.engine.forward_pass.prefill
+            opened.lengths, opened.reusable, call.request.runtime.prefill_chunk, self.engine.forward_pass.prefill
         )
         # Behind the prompts a draft's slots may hold other nodes than those accepted: they serve no other call.
         call.stack.callback(self.session.keep, [len(prompt) - 1 for prompt in call.request.prompts])
@@ -314,7 +314,7 @@ class ModelDrafter(Drafter):
     def _run(self, method: str, *arguments: Any) -> Any:
         if method not in self._functions:
             call = self.call
-            self._functions[method] = self.engine.whole(self.core, method, call.request.compile, call.report)
+            self._functions[method] = self.engine.whole(self.core, method, call.request.runtime.compile, call.report)
         with self.counts.clock("forward", self.call.report.timings):
             result = self._functions[method](*arguments)
         self.counts.passes += 1
