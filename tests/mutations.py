@@ -64,6 +64,24 @@ MUTATIONS = (
         ("strategies/test_auto_choosing.py", "engine/test_worth.py"),
     ),
     Mutation(
+        "the-end-of-a-long-text-has-the-bits-of-other-products", "decoders/engine/batches/prefill_plan.py",
+        "        end = multiple if multiple > 1 and target.dequantizes(len(lengths) * (last - multiple)) else last\n",
+        "        end = last\n",
+        ("engine/test_quantization.py",),
+    ),
+    Mutation(
+        "halves-of-a-block-of-4-bits-are-taken-for-each-other", "decoders/engine/torch_compat.py",
+        "torch.cat([pairs & 15, pairs >> 4], dim=2)",
+        "torch.cat([pairs >> 4, pairs & 15], dim=2)",
+        ("engine/test_compat.py",),
+    ),
+    Mutation(
+        "an-expert-of-few-tokens-dequantizes-its-matrix", "decoders/engine/weights/quantized.py",
+        "self.dequantizable and x.numel() >= LONG_TEXT * x.shape[-1]",
+        "self.dequantizable",
+        ("engine/test_quantization.py",),
+    ),
+    Mutation(
         "the-end-of-a-kept-prompt-keeps-the-bits-of-another-tier", "decoders/engine/batches/prefill_plan.py",
         "again = multiple if multiple > 1 else 0",
         "again = 0",

@@ -17,6 +17,5 @@ def compiles(config: Mapping[str, Any]) -> bool:
 
 
 def compiled_share(report: Report | None) -> float | None:
-    """Share of a call's steps that ran compiled, None of transformers'. A step that reads the prompt's end never does."""
-    later = 0 if report is None else report.steps - report.prefill_steps
-    return report.compiled_steps / later if report is not None and later else None
+    """Share of a call's steps that ran compiled, None of transformers'."""
+    return report.compiled_steps / report.steps if report is not None and report.steps else None

@@ -18,8 +18,10 @@ from decoders.bench import fresh, processes
 from decoders.bench.fresh import Job, measure
 from decoders.bench.fresh_tables import fresh_tables
 from decoders.bench.shapes import SHAPES, RandomShape, build, random_workloads
+from decoders.bench.tiers import compiled_share
 from decoders.cli import app
 from decoders.errors import UnknownNameError
+from decoders.report import Report
 
 SMALL = RandomShape("llama", dict(
     num_hidden_layers=2, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
@@ -195,3 +197,13 @@ def test_mistakes_end_in_one_line(arguments: tuple[str, ...], said: str) -> None
     done = CliRunner().invoke(app, ["bench", "fresh", *arguments])
     assert done.exit_code == 2, done.output
     assert said in " ".join(done.output.split())
+
+
+def test_the_share_of_compiled_steps_counts_the_one_that_reads_the_prompts_end() -> None:
+    report = Report(strategy="autoregressive", steps=4, prefill_steps=1)
+    shares = []
+    for compiled in (0, 3, 4):
+        report.compiled_steps = compiled
+        shares.append(compiled_share(report))
+    assert shares == [0, 0.75, 1]  # a run waits until it is 1
+    assert compiled_share(None) is None

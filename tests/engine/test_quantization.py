@@ -85,12 +85,16 @@ def test_long_texts_are_read_in_bfloat16_but_for_their_ends(
     assert set(dequantized) == read
 
 
-def test_strategies_that_read_prompts_are_shown_the_same_of_long_texts(dequantized: list[tuple[int, ...]]) -> None:
+def test_strategies_that_read_prompts_are_shown_the_same_of_long_texts(
+    dequantized: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny_model("llama", hidden_size=64, intermediate_size=128).bfloat16()
     quantized_target = Target(model, precision=Precision("int4"))
     assert PrefillPlan.of([121], [0], 512, quantized_target).chunks == [(0, 116), (116, 4)]
     assert PrefillPlan.of([121], [0], 512, quantized_target, leave_last_chunk=True).chunks == [(0, 116)]
     assert PrefillPlan.of([90], [0], 512, quantized_target).chunks == [(0, 92)]
+    monkeypatch.setattr(quantized_target, "multiple", 1)  # as with recurrent layers, which run no text again
+    assert PrefillPlan.of([121], [0], 512, quantized_target).chunks == [(0, 120)]
     keys = []
     for run in (quantized_target.prefill, functools.partial(quantized_target.features, logits=False)):
         buffers = CacheBuffers.allocate(quantized_target.layout, 1, 192)

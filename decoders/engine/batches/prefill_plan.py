@@ -39,8 +39,8 @@ class PrefillPlan:
         pending = round_up(max(unread, default=0), multiple)
         starts = [max(end - pending, 0) for end in ends]
         last = (pending - 1) % chunk + 1 if pending else 0
-        # A long text may be read by other products than blocks; its end is not, since blocks may begin with some of it.
-        end = multiple if target.dequantizes(len(lengths) * (last - multiple)) else last
+        # A long text may be read by other products than blocks; its end is not where blocks may begin with some of it.
+        end = multiple if multiple > 1 and target.dequantizes(len(lengths) * (last - multiple)) else last
         if leave_last_chunk:
             return PrefillPlan(starts, prefill_chunks(pending - end, chunk, target.static), end)
         if end == last:

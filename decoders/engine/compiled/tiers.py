@@ -188,12 +188,11 @@ class ForwardPass:
         """
         if piece is not None:
             compiled, single = self._compiled(several=True), nodes.shape[1] == 1
-            alone = self.target.dequantizes(piece.tokens.numel())
-            if not alone and self.mixes(len(nodes), single=single):
+            faster_alone = self.target.dequantizes(piece.tokens.numel())
+            if not faster_alone and self.mixes(len(nodes), single=single):
                 return self._mixed(nodes, base, tree, view, text.length, piece, compiled)
-            started = (
-                time.perf_counter()
-            )  # the block has other sizes than was foreseen, or a graph became ready meanwhile
+            # Otherwise the block has other sizes than was foreseen, or a graph became ready meanwhile.
+            started = time.perf_counter()
             self.prefill(*piece.alone)
             self.book_mixed(time.perf_counter() - started, len(nodes), single=single)
         if self._compiled(len(nodes) > 1):
