@@ -127,7 +127,7 @@ def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("", overflow="fold", min_width=20, max_width=NAME_WIDTH)
     for column in columns:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", overflow="fold")  # a figure without its end is none
     return table
 
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.status import Status
 
+#: Columns of what is written to a file or a pipe: there nothing is cut to a screen's width.
+FILE_WIDTH = 200
+
 
 def plain_console(*, stderr: bool = False, quiet: bool = False) -> Console:
     """A console that shows text as it is: methods, models, patterns and extras have brackets, which rich takes for markup."""
     from rich.console import Console
 
-    return Console(stderr=stderr, quiet=quiet, markup=False)
+    console = Console(stderr=stderr, quiet=quiet, markup=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = FILE_WIDTH
+    return console
 
 
 def waiting(console: Console, text: str) -> Status:

@@ -248,19 +248,22 @@ def overview(records: list[Record]) -> Table:
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("", no_wrap=True)
-    for header in ("tokens/s", "ratio", "tokens per step", "identical output"):
-        table.add_column(header, justify="right")
+    for header, whole in (("tokens/s", True), ("ratio", True), ("tokens per step", False), ("identical output", False)):
+        table.add_column(header, justify="right", no_wrap=whole)
+    lines = []
     for kind in dict.fromkeys(r.kind for r in records):
         table.add_section()
         members = [r for r in records if r.kind == kind]
-        table.add_row(Text(f"{kind} prompt{loops(members)}", style="italic"))
+        table.add_row(Text(f"{kind} prompt", style="italic"))
+        if looping := loops(members):
+            lines.append(Text(f"{kind} prompt{looping}"))
         for r in [r for r in members if r.status == "ok"]:
             table.add_row(
                 Text(r.method, style="bold" if r.ours else ""), ranged(r.tokens_per_second, ".0f"),
                 ranged(r.ratio, ".2f", ratio_style(r.ratio)), shown(r.accepted_length, ".2f"), identical(r),
             )  # fmt: skip
     absent = {r.method: r for r in records if r.status != "ok"}
-    if absent:
-        lines = (Text.assemble(f"{name}: ", reason(r)) for name, r in absent.items())
+    lines += [Text.assemble(f"{name}: ", reason(r)) for name, r in absent.items()]
+    if lines:
         table.caption, table.caption_justify = Text("\n").join(lines), "left"
     return table

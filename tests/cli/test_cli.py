@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 
 from decoders import demo, plugins
 from decoders.cli import app, doctor, models
-from decoders.cli.console import plain_console, waiting
+from decoders.cli.console import FILE_WIDTH, plain_console, waiting
 from decoders.constraints import library
 from decoders.errors import SettingsError, UnknownNameError
 from decoders.plugins import PluginInfo, registry
@@ -94,6 +94,13 @@ def test_help_shows_every_word_that_stands_in_brackets() -> None:
         for parameter in command.params:
             written = joined(getattr(parameter, "help", None) or "").replace("\\[", "[")
             assert written in shown, f"{path}: {parameter.name}"
+
+
+def test_what_goes_to_a_file_is_as_wide_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert plain_console().width == FILE_WIDTH
+    monkeypatch.setenv("COLUMNS", "70")
+    assert plain_console().width == 70
 
 
 def test_brackets_are_no_markup_on_a_console(capsys: pytest.CaptureFixture[str]) -> None:
