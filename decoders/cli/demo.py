@@ -248,7 +248,7 @@ def overview(records: list[Record]) -> Table:
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("", no_wrap=True)
-    for header, whole in (("tokens/s", True), ("ratio", True), ("tokens per step", False), ("identical output", False)):
+    for header, whole in (("tokens/s", True), ("ratio", True), ("tokens per step", False), ("same output", False)):
         table.add_column(header, justify="right", no_wrap=whole)
     lines = []
     for kind in dict.fromkeys(r.kind for r in records):

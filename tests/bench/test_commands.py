@@ -274,7 +274,7 @@ def test_demo_shows_few_strategies_and_names_the_others() -> None:
 def test_demo_shows_text_and_one_table() -> None:
     done = run(*DEMO, "--prompt", "ab ab ab")
     assert done.exit_code == 0, done.output
-    assert done.output.count("identical output") == 1
+    assert done.output.count("same output") == 1
     assert "prompt_lookup" in done.output
 
 
