@@ -93,15 +93,13 @@ def show(
         seconds = time.perf_counter() - started - stream.drawing
         count = len(stream.pieces)
         figures = f"{count / seconds:.0f} tokens/s" if seconds > 0 else ""
+        title = Text.assemble(name, " · ", (method.name, "bold"))
         if stream.steps:
             figures += f" · {count / stream.steps:.2f} tokens per step"
-        legend: list[Any] = (
-            ["   ", ("drafted ahead", ACCEPTED), " · ", ("the target's own", OWN)] if stream.steps else []
-        )
+            title = Text.assemble(title, "   ", ("drafted ahead", ACCEPTED), " · ", ("the target's own", OWN))
         return Panel(
             Text.assemble(*_tail(prompt, stream.text(), console)),
-            title=Text.assemble(name, " · ", (method.name, "bold"), *legend), title_align="left",
-            subtitle=figures, subtitle_align="right",
+            title=title, title_align="left", subtitle=figures, subtitle_align="right",
         )  # fmt: skip
 
     if not console.is_terminal:

@@ -37,7 +37,6 @@ def interrupted_by_sigterm() -> Iterator[None]:
 
 def consoles(json_file: Path | None) -> tuple[Console, Console]:
     """Where progress is shown, and where tables are: these go to stderr as well where the JSON is written to stdout ("-")."""
-
     return plain_console(stderr=True), plain_console(stderr=json_file is not None and str(json_file) == "-")
 
 

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .bench_output import conclude
-from .console import plain_console
+from .bench_output import conclude, consoles
 
 
 def serve(
@@ -31,7 +30,7 @@ def serve(
     from .serve import check_installed
 
     check_installed()
-    console = plain_console(stderr=json_file is not None and str(json_file) == "-")
+    _, console = consoles(json_file)
 
     import torch
 

@@ -29,7 +29,6 @@ def calibrate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """Measure the cost of a verification step by its nodes (rows x tokens per row), keep it for strategy auto, and print it."""
-
     from . import models
 
     console = plain_console(stderr=True, quiet=as_json)

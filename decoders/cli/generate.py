@@ -80,7 +80,6 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print text and report as JSON, nothing else.")] = False,
 ) -> None:
     """Continue a prompt, or with --input a file of them. The text goes to standard output, everything else to standard error."""
-
     from ..settings import parse_assignments
     from . import models
     from .many import Task, check_files, complete_file

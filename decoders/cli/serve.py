@@ -141,9 +141,7 @@ def _announce(server: Any, name: str, console: Any) -> None:
         if server.started:
             host, port = server.bound
             shown = f"[{host}]" if ":" in host else host
-            console.print(
-                f"{name} at http://{shown}:{port}/v1, a page to try it at http://{shown}:{port}/",
-                soft_wrap=True,
-            )
+            where = f"http://{shown}:{port}"
+            console.print(f"{name} at {where}/v1, a page to try it at {where}/", soft_wrap=True)
 
     server.startup = announced

@@ -24,7 +24,6 @@ def warmup(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """Pack a model's weights and compile it into torch.compile's cache on disk, and say how long that took."""
-
     from . import models
 
     names = strategies or ["autoregressive", "prompt_lookup"]

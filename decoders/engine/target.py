@@ -147,13 +147,9 @@ class Target:
         """Whether rows and a piece of another one's prompt may be run as one pass (:mod:`~decoders.engine.batches.mixed`)."""
         return can_mix(self)
 
-    @functools.cached_property
-    def _dequantizable(self) -> bool:
-        return self.quantized.dequantizable
-
     def dequantizes(self, tokens: int) -> bool:
         """Whether a text of so many tokens, of all rows, is read with 4-bit matrices that are made bfloat16 ones first, uncompiled."""
-        return tokens >= LONG_TEXT and self._dequantizable
+        return tokens >= LONG_TEXT and self.quantized.dequantizable
 
     def _products(self, text: Tensor) -> AbstractContextManager:
         return dequantized_products() if self.dequantizes(text.numel()) else nullcontext()

@@ -142,16 +142,16 @@ _DEQUANTIZED = 2**22
 
 def multiply_dequantized_int4(x: Tensor, packed: Tensor, group: int, scales: Tensor) -> Tensor:
     """:func:`multiply_int4` as products of matrices of the type of `x`, ``[…, in]``; `out` is a multiple of :func:`int4_block`."""
-    (groups, out, _), block = scales.shape, int4_block()
-    columns = groups * group
-    blocks = packed.view(torch.int64).view(out // block, columns, -1)
-    step, middle = (part.contiguous()[:, None] for part in scales.unbind(-1))  # strided ones are read one by one
-    products, size = [], block * max(_DEQUANTIZED // (columns * block), 1)
-    for begin in range(0, out, size):
-        of = slice(begin, min(begin + size, out))
-        levels = _int4_levels(blocks[of.start // block : of.stop // block]).view(groups, group, -1).to(scales.dtype)
-        weight = torch.addcmul(middle[..., of], levels, step[..., of], out=levels)
-        products.append(x @ weight.view(columns, -1))
+    groups, out, _ = scales.shape
+    columns, block = groups * group, int4_block()
+    at_once = max(_DEQUANTIZED // (columns * block), 1)
+    blocks = packed.view(torch.int64).view(out // block, columns, -1).split(at_once)
+    # Made contiguous: strided numbers are read one by one.
+    steps, middles = (part.contiguous()[:, None].split(at_once * block, -1) for part in scales.unbind(-1))
+    products = []
+    for part, step, middle in zip(blocks, steps, middles, strict=True):
+        levels = _int4_levels(part).view(groups, group, -1).to(scales.dtype)
+        products.append(x @ torch.addcmul(middle, levels, step, out=levels).view(columns, -1))
     return torch.cat(products, -1) if len(products) > 1 else products[0]
 
 

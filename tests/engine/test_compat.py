@@ -68,9 +68,8 @@ def test_matrices_of_4_bits_multiply_dequantized(monkeypatch: pytest.MonkeyPatch
     x = torch.randn(3, 64)
     nibbles, scales = torch.randint(0, 16, (192, 64), dtype=torch.int32), torch.rand(2, 192, 2)
     step, offset = (part.T.repeat_interleave(32, dim=1) for part in scales.unbind(-1))
-    monkeypatch.setattr(
-        torch_compat, "_DEQUANTIZED", 2 * 64 * torch_compat.int4_block()
-    )  # the last part is a smaller one
+    # The last part is a smaller one.
+    monkeypatch.setattr(torch_compat, "_DEQUANTIZED", 2 * 64 * torch_compat.int4_block())
     product = torch_compat.multiply_dequantized_int4(x[None], torch_compat.reorder_int4(nibbles), 32, scales)
     torch.testing.assert_close(product[0], x @ ((nibbles - 8) * step + offset).T, atol=1e-2, rtol=1e-4, msg=VERSION)
 

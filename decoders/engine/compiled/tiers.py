@@ -248,9 +248,8 @@ class ForwardPass:
 
     def _reads_compiled(self, tokens: Tensor) -> bool:
         """Whether a stretch of text is read compiled. Where sizes are static, whole steps are compiled and nothing else."""
-        if self.target.dequantizes(tokens.numel()):
-            return False
-        return not self.target.static and tokens.shape[1] >= LEAST_NODES and self._compiled(len(tokens) > 1)
+        apart = self.target.static or self.target.dequantizes(tokens.numel())
+        return not apart and tokens.shape[1] >= LEAST_NODES and self._compiled(len(tokens) > 1)
 
     @contextmanager
     def _counted(self, nodes: Tensor) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -104,13 +105,11 @@ class Quantized:
         """One per distinct matrix."""
         return list({id(weight): weight for _, weight in self.layers.values()}.values())
 
-    @property
+    @functools.cached_property
     def dequantizable(self) -> bool:
         """Whether long texts are read faster with some of the matrices made bfloat16 ones first."""
-        four_bits = (
-            module for module, _ in self.layers.values() if isinstance(module, WeightInt4Linear | WeightInt4Conv1D)
-        )
-        return any(module.dequantizable for module in four_bits)
+        kinds = WeightInt4Linear | WeightInt4Conv1D
+        return any(isinstance(module, kinds) and module.dequantizable for module, _ in self.layers.values())
 
 
 @torch.no_grad()

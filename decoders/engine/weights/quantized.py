@@ -133,14 +133,13 @@ class _Int8(_Quantized):
     after: Tensor | None
 
     def product(self, x: Tensor) -> Tensor:
-        out = self.scale.shape[0]
-        most = max(TEMPORARY // max(x.shape[-1], out), 32)
+        most = max(TEMPORARY // max(x.shape[-1], self.scale.shape[0]), 32)
         if torch.compiler.is_dynamo_compiling() or x.numel() <= most * x.shape[-1]:
             product = self._product(x, *_quantized(x))
         else:
             parts = x.reshape(-1, x.shape[-1]).split(most)
             product = torch.cat([self._product(part, *quantize_activations(part)) for part in parts])
-        return product.reshape(*x.shape[:-1], out)
+        return product.reshape(*x.shape[:-1], self.scale.shape[0])
 
     def _product(self, x: Tensor, rows: Tensor, step: Tensor) -> Tensor:
         """``[rows, out]``. rows, step: `x` as :func:`quantize_activations` has it."""
