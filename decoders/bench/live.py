@@ -99,7 +99,7 @@ def show(
             title = Text.assemble(title, "   ", ("drafted ahead", ACCEPTED), " · ", ("the target's own", OWN))
         return Panel(
             Text.assemble(*_tail(prompt, stream.text(), console)),
-            title=title, title_align="left", subtitle=figures, subtitle_align="right",
+            title=title, title_align="left", subtitle=figures, subtitle_align="right", expand=console.is_terminal,
         )  # fmt: skip
 
     if not console.is_terminal:
