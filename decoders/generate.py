@@ -243,6 +243,9 @@ def calibrate(
         options: more arguments for ``generate``: ``decoders_config={"compile": True}`` measures compiled steps.
 
     Raises:
-        UnsupportedError: a model that cannot be decoded. SettingsError: `rows`, `contexts` or `seconds` out of range.
+        UnsupportedError: a model that cannot be decoded. SettingsError: `rows`, `contexts` or `seconds` out of range. Whatever
+            :func:`check_arguments` raises for `options`.
     """
-    return calibrate_model(enabled(model, tokenizer), rows, contexts, assistant_model, seconds, options)
+    generate = enabled(model, tokenizer)
+    check_arguments(model, options | {"strategy": "autoregressive"})
+    return calibrate_model(generate, rows, contexts, assistant_model, seconds, options)

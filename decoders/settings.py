@@ -124,7 +124,12 @@ class RuntimeSettings(Settings):
         "keep",
         description="int8 stores keys and values as int8 with a scale per head and token, which changes the text (on CPUs).",
     )
-    prefill_chunk: int = Field(512, ge=1, description="Prompt tokens per forward pass of the prefill.")
+    prefill_chunk: int | None = Field(
+        None,
+        ge=1,
+        description="Most prompt tokens per forward pass of the prefill; by default 512, and 2048 where each pass makes bfloat16 "
+        "matrices of int4 weights.",
+    )
     attention: Literal["auto", "sdpa", "flex"] = Field(
         "auto", description="Attention kernel: auto takes flex on CUDA where it applies, sdpa elsewhere."
     )

@@ -72,7 +72,9 @@ class HeadInputs:
 
     def taken(self) -> Tensor:
         """``[B, N, H]``, what it was given in the pass before, those that it did not read included."""
-        return self._seen.pop()
+        states = self._seen[-1]
+        self._seen.clear()
+        return states
 
     def forget(self) -> None:
         """Drops what trial passes have left."""
@@ -100,8 +102,13 @@ class LayerStates:
 
     def taken(self) -> Tensor:
         """``[B, N, T, H]``, what the layers gave in the pass before, in the order asked for."""
-        states = [self._seen.pop() for _ in self._order][::-1]
+        states = self._seen[-len(self._order) :]
+        self._seen.clear()
         return torch.stack([states[place] for place in self._places], dim=2)
+
+    def forget(self) -> None:
+        """Drops what a pass has left that nobody asked."""
+        self._seen.clear()
 
     def _note(self):  # type: ignore[no-untyped-def]
         seen = self._seen

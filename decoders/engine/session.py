@@ -91,7 +91,7 @@ class Session:
             self.recordings.clear()
 
     def prefill(
-        self, lengths: list[int], reused: list[int], chunk: int, run: Callable[..., None], *,
+        self, lengths: list[int], reused: list[int], chunk: int | None, run: Callable[..., None], *,
         leave_last_chunk: bool = False, padded: bool = False,
     ) -> tuple[list[int], int]:  # fmt: skip
         """Stores keys and values of all prompt tokens but each row's last, which is node 0 of the first block.
@@ -99,7 +99,7 @@ class Session:
         Args:
             lengths: tokens per prompt.
             reused: how many of each row's first slots hold its keys and values already.
-            chunk: most tokens per row and pass.
+            chunk: most tokens per row and pass; None is :attr:`Target.prefill_chunk`.
             run: runs each pass, as :meth:`Target.prefill` does.
             leave_last_chunk: whether that is left to the first step, which then reads the weights once for both.
             padded: whether `run` tells recurrent layers what is no row's text; otherwise they are shown one row at a time.
@@ -117,7 +117,7 @@ class Session:
         return plan.starts, plan.left
 
     def _prefill_each(
-        self, lengths: list[int], reused: list[int], chunk: int, run: Callable[..., None]
+        self, lengths: list[int], reused: list[int], chunk: int | None, run: Callable[..., None]
     ) -> tuple[list[int], int]:
         """As :meth:`prefill`, row by row: what a recurrent layer reads cannot be read a second time, nor behind a text's end."""
         for row, (length, kept) in enumerate(zip(lengths, reused, strict=True)):
@@ -156,14 +156,16 @@ class Session:
 
 @contextmanager
 def room_for(rows: int, slots: int) -> Iterator[None]:
-    """Raises CacheMemoryError where there is no memory for the buffers; CUDA's own error gets a note."""
+    """Raises CacheMemoryError where there is no memory for the buffers; CUDA's own error gets a note, and so does any other."""
     what = f"the key-value cache of {rows} rows with {slots} slots each"
     try:
         yield
-    except torch.cuda.OutOfMemoryError as error:
-        error.add_note(f"decoders: while allocating {what}")
-        raise
     except (RuntimeError, MemoryError) as error:
+        # The CPU's allocator has no error of its own; sizes above 2⁶³ bytes "overflow".
+        cpu = isinstance(error, MemoryError) or any(word in str(error) for word in ("memory", "overflow"))
+        if isinstance(error, torch.OutOfMemoryError) or not cpu:
+            error.add_note(f"decoders: while allocating {what}")
+            raise
         raise CacheMemoryError(
             f"there is no memory for {what}: ask for fewer tokens, rows or slots ({error})"
         ) from error
@@ -262,6 +264,7 @@ class Sessions:
             (source.of_row(place, count), 0) if source is own and place in written else (source, place)
             for _, source, place, count in moves
         ]
+        session.forget()  # from here on its rows are written to, and whatever ends that leaves nothing that counts
         for (row, _, _, count), (source, place) in zip(moves, sources, strict=True):
             own.copy_row(row, source, place, count)
         return reused

@@ -32,6 +32,9 @@ from .weights.quantization import Precision, quantize, rounds_activations
 from .weights.quantized import LONG_TEXT, dequantized_products
 from .weights.twin import WeightState, share_weights, tensors_of
 
+#: Most prompt tokens per row and pass; and where each pass makes matrices anew, of which longer ones make fewer.
+PREFILL_CHUNK, DEQUANTIZED_CHUNK = 512, 2048
+
 
 @dataclass(frozen=True)
 class ForwardResult:
@@ -146,6 +149,11 @@ class Target:
     def mixes(self) -> bool:
         """Whether rows and a piece of another one's prompt may be run as one pass (:mod:`~decoders.engine.batches.mixed`)."""
         return can_mix(self)
+
+    @property
+    def prefill_chunk(self) -> int:
+        """Most prompt tokens per row and pass, where no setting says so."""
+        return DEQUANTIZED_CHUNK if self.quantized.dequantizable else PREFILL_CHUNK
 
     def dequantizes(self, tokens: int) -> bool:
         """Whether a text of so many tokens, of all rows, is read with 4-bit matrices that are made bfloat16 ones first, uncompiled."""
@@ -265,6 +273,8 @@ class Target:
             tree = causal_block(tokens.shape[0], tokens.shape[1], tokens.device)
             text, text_pass = LeadingText(tokens.shape[1], latest), self._text_pass(tokens, start, buffers)
             self.backbone(**self.inputs(tokens, start, tree, buffers, view, text, text_pass))
+        if self._layer_states is not None:
+            self._layer_states.forget()
 
     def features(
         self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int, *, logits: bool,

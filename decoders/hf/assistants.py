@@ -101,12 +101,13 @@ class Assistants:
         return twin
 
     def load(self, path: str, target: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-        """A draft model and its tokenizer, None where it has none.
+        """A draft model and its tokenizer, None where it has none; of the type and on the device that the target has now.
 
         Raises:
             UnsupportedError: there is no such model.
         """
-        if path not in self._loaded:
+        kept = self._loaded.get(path)
+        if kept is None or (kept[0].dtype, kept[0].device) != (target.dtype, target.device):
             try:
                 model = load_model(path, target.dtype).to(target.device)  # type: ignore[arg-type]
             except (OSError, ValueError) as error:

@@ -91,6 +91,9 @@ def _strategies(
 ) -> tuple[StrategyCost, ...]:
     model = generate.model
     prompt = torch.tensor([PROMPT], device=model.device).remainder(embeddings_of(model))
+    call = dict(
+        input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=TOKENS, return_dict_in_generate=True
+    )
     costs = []
     for name, entry in registry().strategies().items():
         strategy = resolve_strategy(name)
@@ -101,12 +104,11 @@ def _strategies(
         extra = {"assistant_model": assistant_model} if strategy.needs_assistant else {}
         try:
             for _ in range(2):  # the first call prepares things
-                out = generate(
-                    input_ids=prompt, attention_mask=torch.ones_like(prompt), strategy=name, max_new_tokens=TOKENS,
-                    do_sample=False, return_dict_in_generate=True, **options, **extra,
-                )  # fmt: skip
-        except DecodersError:  # this model has no heads, or is not of the kind that the strategy wants
-            continue
+                out = generate(**{"do_sample": False, **options, **call, **extra, "strategy": name})
+        except DecodersError:
+            if name == "autoregressive":  # options that plain decoding refuses are wrong for all
+                raise
+            continue  # this model has no heads, or is not of the kind that the strategy wants
         timings, steps = out.report.timings, out.report.steps
         costs.append(StrategyCost(name, timings.propose / steps, timings.observe / steps, timings.steps / steps))
     return tuple(costs)

@@ -110,8 +110,8 @@ class Generation:
         with self._changed:
             if self._done:
                 return False
-            self.cancelled = True
-        self._on_cancel(self)
+            self.cancelled, on_cancel = True, self._on_cancel
+        on_cancel(self)
         return True
 
     @property
@@ -292,6 +292,7 @@ class Generation:
             if self._done:
                 return
             self._value, self._error, self._done = value, error, True
+            self._on_cancel = _nothing  # whoever keeps a result does not keep the scheduler
             self._changed.notify_all()
         self._tell()
 
@@ -300,6 +301,9 @@ class Generation:
             listeners = list(self._listeners)
         for listener in listeners:
             listener()
+
+
+def _nothing(generation: Generation) -> None: ...
 
 
 def _cut(tokens: list[int], seen: int, done: bool, pieces: TextPieces | None) -> Iterator[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from contextlib import ExitStack
 
 from ..engine.batches.lane import Lane
 from ..errors import CancelledError, DeadlineError, DecodersError
@@ -89,11 +90,13 @@ class Lanes:
         return True
 
     def _fail(self, lane: Lane, generations: list[Generation], error: Exception) -> None:
-        """Gives a lane up, and the requests in it."""
+        """Gives a lane up, and the requests in it, even if it cannot be closed."""
         del self._active[lane]
-        lane.close(error)
-        for generation in generations:
-            generation._end(copied(error))
+        try:
+            lane.close(error)
+        finally:
+            for generation in generations:
+                generation._end(copied(error))
 
     def close_idle(self) -> None:
         """Closes lanes that nobody uses, all but the last few."""
@@ -103,10 +106,11 @@ class Lanes:
             lane.close()
 
     def close(self) -> None:
-        """Closes all of them; what becomes of their requests is the caller's to say."""
-        for lane in self._active:
-            lane.close()
-        self._active.clear()
+        """Closes all of them, even if some raise; what becomes of their requests is the caller's to say."""
+        with ExitStack() as stack:
+            for lane in self._active:
+                stack.callback(lane.close)
+            self._active.clear()
 
 
 def copied(error: BaseException) -> BaseException:

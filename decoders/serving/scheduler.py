@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import heapq
 import itertools
+import logging
 import threading
 import time
 import weakref
@@ -25,6 +26,8 @@ from ..strategy import Strategy
 from .arguments import check_count, check_pause, check_turn, own_arguments, prompt_ids
 from .generation import Generation
 from .lanes import Lanes, copied, is_over, reason
+
+log = logging.getLogger("decoders")
 
 #: Seconds without another request after which one that finds nobody running is begun: those that come together share passes.
 GATHERING = 0.002
@@ -89,6 +92,7 @@ class Scheduler:
         self._lanes = Lanes(rows, longest_pause)
         self._admitting: Generation | None = None  # neither waiting nor active
         self._closing = False
+        self._error: BaseException | None = None  # what has ended it, outside of any request
         self.steps = 0
         release_threads()
         self._thread = threading.Thread(target=_work, args=(weakref.ref(self),), name="decoders-scheduler", daemon=True)
@@ -169,6 +173,8 @@ class Scheduler:
         return self._lanes.running
 
     def _check_room(self) -> None:
+        if self._error is not None:
+            raise CancelledError(f"an error has ended the scheduler: {self._error!r}") from self._error
         if self._closing:
             raise CancelledError("the scheduler is closed")
         if len(self._waiting) >= self.queue:
@@ -273,15 +279,16 @@ class Scheduler:
     def _shut(self, error: BaseException | None = None) -> None:
         """Frees everything; whoever still waits is told."""
         with self._changed:
-            self._closing = True
+            self._closing, self._error = True, error
             left = self._all()
             self._waiting.clear()
             self._changed.notify_all()
         try:
             self._lanes.close()
-        finally:
-            for generation in left:
-                generation._end(copied(error) if error else CancelledError("the scheduler was closed"))
+        except Exception:
+            log.exception("decoders: a batch of the scheduler could not be closed")
+        for generation in left:
+            generation._end(copied(error) if error else CancelledError("the scheduler was closed"))
 
 
 def _work(reference: weakref.ref[Scheduler]) -> None:

@@ -79,7 +79,7 @@ class Auto(Strategy):
         for name in self.settings.candidates:
             try:
                 opened = self._opened(context, name, memory, costs)
-            except DecodersError as error:
+            except BaseException as error:
                 finish_all(((c.strategy, c.state) for c in candidates), error)
                 raise
             if isinstance(opened, Candidate):

@@ -146,3 +146,13 @@ def test_without_a_gpu_torch_built_for_cuda_compiles_in_the_callers_thread(monke
     threads: list[threading.Thread] = []
     job = BackgroundCompile("a function", lambda: threads.append(threading.current_thread()))
     assert job.ready and threads == [threading.current_thread()]
+
+
+def test_ctrl_c_where_the_caller_compiles_is_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decoders.engine.compiled.background.threads_may_compile", lambda: False)
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        BackgroundCompile("the step", interrupted)

@@ -14,7 +14,7 @@ import decoders
 from decoders.costs import store
 from decoders.engine.calibration import subject_of
 from decoders.engine.engine import Engine
-from decoders.errors import SettingsError
+from decoders.errors import CacheMemoryError, SettingsError, UnsupportedError
 from decoders.hf import calibration
 from decoders.strategies import Speculative
 from decoders.testing import decode, prompts, tiny_draft, tiny_model
@@ -153,6 +153,15 @@ def test_calibrate_says_what_strategies_cost(tmp_path: Path, monkeypatch: pytest
     assert all(cost.step >= cost.propose >= 0 for cost in done.strategies)
     assert done.assistant is not None and done.assistant.points
     assert json.loads(done.path.read_text())["subject"] == done.curve.subject.model_dump()
+
+
+def test_options_that_no_strategy_takes_are_refused_and_named(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    with pytest.raises(UnsupportedError, match="temprature"):
+        decoders.calibrate(model, temprature=1)
+    loop = {"compile": False, "cost_cache": str(tmp_path), "slots": 10**13}
+    with pytest.raises(CacheMemoryError, match="slots"):  # what plain decoding refuses no strategy is left out for
+        decoders.calibrate(model, rows=[1], contexts=[16], seconds=0.01, decoders_config=loop)
 
 
 @pytest.mark.parametrize("bad", [{"rows": []}, {"rows": [0]}, {"contexts": [1.5]}, {"seconds": 0}])

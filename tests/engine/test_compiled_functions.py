@@ -19,7 +19,7 @@ def test_a_functions_own_assertion_is_its_own() -> None:
         return x
 
     with pytest.raises(AssertionError, match="three rows at most"):
-        CompiledFunction(refuses)._run(torch.zeros(4))
+        CompiledFunction(refuses)(torch.zeros(4))
 
 
 def test_functions_made_in_every_call_are_not_kept_for_ever() -> None:
@@ -33,3 +33,20 @@ def test_functions_made_in_every_call_are_not_kept_for_ever() -> None:
         engine.function(lambda x, number=number: x + number, "auto", report)
         assert engine.function(double, True, report) is kept, "what is used again stays"
     assert len(engine._functions) == KEPT_FUNCTIONS
+
+
+def test_what_cannot_be_compiled_is_tried_once() -> None:
+    unseen = torch.compiler.disable(lambda x: x)  # which no whole graph has
+    function, tries = CompiledFunction(lambda x: unseen(x)[2:]), []
+    compiled = function.compiled
+
+    def counted(*args: Tensor) -> Tensor:
+        tries.append(args)
+        return compiled(*args)
+
+    function.compiled = counted
+    with pytest.warns(UserWarning, match="could not be compiled"):
+        assert torch.equal(function(torch.arange(4.0)), torch.tensor([2.0, 3.0]))
+    for length in (4, 4, 5, 6):
+        assert torch.equal(function(torch.arange(float(length))), torch.arange(2.0, length))
+    assert len(tries) == 1

@@ -11,7 +11,7 @@ from torch.nn.utils import prune
 from transformers.pytorch_utils import Conv1D
 
 from decoders.engine.weights.freed import free_originals, restore_originals
-from decoders.engine.weights.packing import PackedLinear, pack
+from decoders.engine.weights.packing import PackedLinear, PackedWeight, pack
 from decoders.engine.weights.twin import share_weights
 from decoders.errors import UnsupportedError
 from decoders.testing import tiny_model
@@ -173,3 +173,22 @@ def test_freed_memory_is_that_of_layers_that_only_multiply():
     freed = free_originals(model, packing)
     assert freed.nbytes == packing.nbytes - head.nbytes
     restore_originals(freed, packing)
+
+
+def test_weights_that_cannot_all_be_freed_are_all_given_back(monkeypatch):
+    model = tiny_model("llama")
+    before, objects = copy.deepcopy(model.state_dict()), dict(model.named_parameters())
+    packing = pack(share_weights(model), smallest=0)
+    settle, settled = PackedWeight.settle, []
+
+    def short_of_memory(weight):
+        settled.append(weight)
+        if len(settled) == 3:
+            raise MemoryError
+        settle(weight)
+
+    monkeypatch.setattr(PackedWeight, "settle", short_of_memory)
+    with pytest.raises(MemoryError):
+        free_originals(model, packing)
+    assert {k: id(v) for k, v in model.named_parameters()} == {k: id(v) for k, v in objects.items()}
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())

@@ -93,6 +93,8 @@ def test_strategies_that_read_prompts_are_shown_the_same_of_long_texts(
     assert PrefillPlan.of([121], [0], 512, quantized_target).chunks == [(0, 116), (116, 4)]
     assert PrefillPlan.of([121], [0], 512, quantized_target, leave_last_chunk=True).chunks == [(0, 116)]
     assert PrefillPlan.of([90], [0], 512, quantized_target).chunks == [(0, 92)]
+    assert PrefillPlan.of([2001], [0], None, quantized_target).chunks == [(0, 1996), (1996, 4)]
+    assert PrefillPlan.of([2001], [0], None, Target(model)).chunks[0] == (0, 512)
     monkeypatch.setattr(quantized_target, "multiple", 1)  # as with recurrent layers, which run no text again
     assert PrefillPlan.of([121], [0], 512, quantized_target).chunks == [(0, 120)]
     keys = []

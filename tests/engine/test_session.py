@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from decoders.engine.cache import CacheBuffers
 from decoders.engine.prefixes import KeptText
 from decoders.engine.rows import sampling_inputs
 from decoders.engine.session import KEPT_SESSIONS, Session, Sessions
@@ -192,6 +195,29 @@ def test_a_call_that_fails_leaves_nothing_that_counts(target: Target) -> None:
         raise ZeroDivisionError
     assert len(pool._free) == 1
     assert read(pool, texts(LONG))[0] == [0]
+
+
+def test_a_call_that_is_interrupted_while_rows_are_copied_leaves_nothing_that_counts(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = Sessions(target)
+    pool.kept = 1  # the next call takes this session
+    read(pool, texts(LONG, LONG[::-1]))
+    copy_row, copied = CacheBuffers.copy_row, []
+
+    def interrupted(self: CacheBuffers, *arguments: Any) -> None:
+        copied.append(arguments)
+        if len(copied) == 2:
+            raise KeyboardInterrupt
+        copy_row(self, *arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CacheBuffers, "copy_row", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            read(pool, texts(LONG[::-1], LONG))
+    reused, session = read(pool, texts(LONG, LONG[::-1]))
+    assert len(copied) == 2 and reused == [0, 0]
+    assert_holds(session, texts(LONG, LONG[::-1]), target)
 
 
 def test_a_session_in_use_is_not_taken_by_a_call_within_the_call(target: Target) -> None:

@@ -158,6 +158,15 @@ def test_a_path_is_loaded_once_in_the_targets_dtype(saved, monkeypatch):
     assert loads == [{"dtype": torch.float32}]
 
 
+def test_a_path_is_loaded_anew_once_the_target_has_another_dtype(saved):
+    model = decoders.enable(tiny_model("llama"))
+    call(model, Speculative(draft_model=saved))
+    model.bfloat16()
+    call(model, Speculative(draft_model=saved))
+    ((draft, _),) = vars(model)["generate"]._assistants._loaded.values()
+    assert draft.dtype == torch.bfloat16
+
+
 def test_a_path_in_the_generation_config(saved):
     model = decoders.enable(tiny_model("llama"))
     config = copy.deepcopy(model.generation_config)

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 import decoders
 from decoders.drafting import cache_keyword
 from decoders.errors import SettingsError, UnsupportedError
-from decoders.strategies import PromptLookup
+from decoders.strategies import Ngram, PromptLookup, Suffix
 from decoders.strategies.merged import Merged
 from decoders.strategy import Draft, PromptChunk, Sequences, Step, Strategy
 from decoders.testing import prompts, tiny_model
@@ -204,6 +204,18 @@ def test_a_part_that_cannot_start_ends_those_that_did(llama) -> None:
     assert Reader.log.finished == 1
 
 
+def test_a_candidate_of_auto_that_cannot_start_ends_those_that_did(llama, monkeypatch) -> None:
+    def fails(self, context):
+        raise ValueError("no")
+
+    finished = []
+    monkeypatch.setattr(Ngram, "start", fails)
+    monkeypatch.setattr(Suffix, "finish", lambda self, state: finished.append(state))
+    with pytest.raises(ValueError, match="no"):
+        decode(llama, "auto")
+    assert len(finished) == 1
+
+
 def test_memory_is_kept_by_strategy_and_key_and_can_be_forgotten(fresh) -> None:
     class Keeps(Reader):
         name = "keeps"
@@ -331,3 +343,16 @@ def test_a_module_elsewhere_is_refused(llama) -> None:
     WithModule.module = Layered(llama.config.hidden_size).to("meta")
     with pytest.raises(UnsupportedError, match="Layered is on meta"):
         decode(llama, WithModule())
+
+
+def test_layers_that_nobody_reads_are_not_kept(fresh) -> None:
+    """A strategy that asks for layers in its steps alone is shown no prompt."""
+
+    class Steps(PromptLookup):
+        name = "steps"
+        hidden_layers = (0,)
+
+    for _ in range(2):
+        decode(fresh, Steps())
+    target = vars(fresh)["generate"].engine().forward_pass_for(Steps()).target
+    assert target._layer_states is not None and target._layer_states._seen == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -675,6 +676,31 @@ def test_a_scheduler_says_whether_its_thread_runs(
         assert not scheduler.alive
 
 
+def test_a_scheduler_that_an_error_has_ended_says_which(
+    scheduler_of: Any, llama: PreTrainedModel, text_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: decoders.Scheduler) -> None:
+        raise RuntimeError("no lane's fault")
+
+    with scheduler_of(llama) as scheduler:
+        monkeypatch.setattr(decoders.Scheduler, "_sweep", broken)
+        scheduler.submit(text_of(0, 6), max_new_tokens=2).exception(60)
+        scheduler.close()
+        with pytest.raises(CancelledError, match="no lane's fault"):
+            scheduler.submit(text_of(0, 6), max_new_tokens=2)
+
+
+def test_a_result_does_not_keep_the_scheduler(scheduler_of: Any, llama: PreTrainedModel, text_of: Any) -> None:
+    scheduler = scheduler_of(llama)
+    generation = scheduler.submit(text_of(0, 6), max_new_tokens=2)
+    generation.result(60)
+    thread = scheduler._thread
+    del scheduler
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive() and generation.done()
+
+
 class Reads(Strategy):
     """Reads prompts and a hidden layer; drafts the last token again."""
 
@@ -787,6 +813,23 @@ def test_what_finish_raises_is_a_note_on_what_ended_the_lane_and_a_warning_elsew
         assert written(other, prompt) == write_alone(llama, prompt, max_new_tokens=4)
 
 
+def test_a_lane_that_cannot_be_closed_ends_its_requests(
+    scheduler_of: Any, llama: PreTrainedModel, text_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Lane, cause: Exception | None = None) -> None:
+        raise RuntimeError("the device is gone")
+
+    failing = Leaves()
+    failing.fails_in_propose = True
+    with scheduler_of(llama) as scheduler:
+        monkeypatch.setattr(Lane, "close", broken)
+        with pytest.raises(RuntimeError, match="no draft"):
+            scheduler.submit(text_of(1, 5), strategy=failing, max_new_tokens=3).result(60)
+        scheduler._thread.join(60)
+        with pytest.raises(CancelledError, match="the device is gone"):
+            scheduler.submit(text_of(2, 5), max_new_tokens=3)
+
+
 def test_what_goes_wrong_while_a_cancelled_request_leaves_ends_its_lane_alone(
     llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -883,3 +926,41 @@ def test_rows_stay_in_their_places(places: list[int]) -> None:
     rows = in_place(seats)
     assert sorted(seat.place for seat in rows) == sorted(places)
     assert all(rows[place].place == place for place in places if place < len(places))
+
+
+def test_what_is_not_to_be_remembered_is_not_remembered_for_others(
+    llama: PreTrainedModel, scheduler_of: Any, text_of: Any
+) -> None:
+    """Requests with and without memory take turns: a step of both would learn from both."""
+    decoders.forget(llama)
+    private = {"compile": False, "memory": False}
+    with scheduler_of(llama, strategy="suffix", max_new_tokens=12) as scheduler:
+        kept, secret = scheduler.submit(text_of(1, 9)), scheduler.submit(text_of(2, 9), decoders_config=private)
+        kept.result(60), secret.result(60)
+    (remembered,) = decoders.memories(llama).values()
+    texts = remembered.index.tokens.tolist()
+    assert remembered.texts == 1 and kept.tokens[0] in texts and secret.tokens[0] not in texts
+    decoders.forget(llama)
+
+
+def test_lanes_with_one_draft_model_compile_it_each_as_it_says(
+    llama: PreTrainedModel, draft: PreTrainedModel, scheduler_of: Any, text_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes: list[Any] = []
+    during = ForwardPass.during
+
+    def noted(self: ForwardPass, mode: Any, report: Any, *more: Any) -> Any:
+        if self is not target:
+            modes.append((mode, report.strategy))
+        return during(self, mode, report, *more)
+
+    target = vars(llama)["generate"].engine().forward_pass
+    monkeypatch.setattr(ForwardPass, "during", noted)
+    options = dict(assistant_model=draft, max_new_tokens=8)
+    with scheduler_of(llama, **options) as scheduler:
+        one = scheduler.submit(text_of(1, 9), strategy=Speculative(length=3))
+        other = scheduler.submit(text_of(2, 9), strategy=Threshold(), decoders_config={"compile": "auto"})
+        one.result(60), other.result(60)
+    assert set(modes) == {(False, "speculative"), ("auto", "threshold")}
+    passes = vars(llama)["generate"]._assistants.engine(draft, "auto").forward_pass
+    assert passes._mode is False and passes._report.strategy == ""

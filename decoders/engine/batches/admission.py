@@ -197,7 +197,7 @@ class Admission:
             self.pool.put(seat.place, seat.prompt)
             kept.append(self.pool.take_over(seat.place, seat.prompt.cpu(), self._texts(seat)) if reuse else 0)
             self.pool.drop(seat.place)
-        chunk = min(seat.member.request.runtime.prefill_chunk for seat in seats)
+        chunk = min(seat.member.request.runtime.prefill_chunk or self.pool.target.prefill_chunk for seat in seats)
         if self._rows:
             chunk = min(chunk, max(int(pause / self._pace / len(seats)), 32) if self._pace else 128)
         plan = PrefillPlan.of([len(seat.prompt) for seat in seats], kept, chunk, self.pool.target)

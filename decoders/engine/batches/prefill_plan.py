@@ -25,9 +25,10 @@ class PrefillPlan:
 
     @staticmethod
     def of(
-        lengths: list[int], reused: list[int], chunk: int, target: Target, *, leave_last_chunk: bool = False
+        lengths: list[int], reused: list[int], chunk: int | None, target: Target, *, leave_last_chunk: bool = False
     ) -> PrefillPlan:
         """As :meth:`~decoders.engine.session.Session.prefill` has it."""
+        chunk = chunk or target.prefill_chunk
         ends, multiple = [length - 1 for length in lengths], target.multiple
         if not target.continues:  # more than one pass would be a pass per token
             chunk = max(chunk, *ends)

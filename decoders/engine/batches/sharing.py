@@ -22,7 +22,7 @@ def share_steps(one: Request, other: Request) -> bool:
         and replace(one.plan, masked=False) == replace(other.plan, masked=False)
         and (one.processors is None) == (other.processors is None)
         and one.assistant_model is other.assistant_model and one.tokenizer is other.tokenizer
-        and one.runtime.compile == other.runtime.compile and one.runtime.prune == other.runtime.prune
+        and all(getattr(one.runtime, name) == getattr(other.runtime, name) for name in ("compile", "prune", "memory"))
         and type(one.verifier) is type(other.verifier)
         and getattr(one.verifier, "settings", None) == getattr(other.verifier, "settings", None)
     )  # fmt: skip

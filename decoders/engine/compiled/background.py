@@ -85,6 +85,8 @@ class BackgroundCompile:
             self.ready = True
         except BaseException as error:
             self._error, self.failed = error, True
+            if threading.current_thread() is not self._thread and not isinstance(error, Exception):
+                raise  # Ctrl-C, where the caller compiles
         finally:
             self.seconds = time.perf_counter() - started
             _running.discard(self)

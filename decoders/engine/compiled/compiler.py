@@ -35,26 +35,30 @@ def private(function: Callable) -> Callable:
 class CompiledFunction:
     """A strategy's tensor function, compiled with dynamic sizes; `on_compile` is told the seconds of calls that made a graph.
 
-    Where the compiler fails, after too many shapes for instance, a warning says why, once, and the function runs as it is.
+    Where the compiler fails, after too many shapes for instance, a warning says why, once, and the function runs as it is: for
+    arguments of that kind from then on, and for all if it never could be compiled.
     """
 
     def __init__(self, function: Callable) -> None:
-        self.function, self._warned = function, False
+        self.function, self._warned, self._worked = function, False, False
         self.compiled = torch.compile(private(function), fullgraph=True, dynamic=True)
         self.on_compile: Callable[[float], None] = lambda seconds: None
         self._known: set[tuple] = set()
+        self._failed: set[tuple] = set()
 
     def __call__(self, *args: Any) -> Any:
         started, before = time.perf_counter(), compilations()
         kind = tuple([a.shape if type(a) is Tensor else _kind(a) for a in args])
+        if kind in self._failed or (self._failed and not self._worked):
+            return self.function(*args)
         if kind in self._known:
-            result = self._run(*args)
+            result = self._run(kind, args)
         else:
             self._known.add(kind)
             # Sizes that happen to be equal, four rows and four children, are not the same size. (Entering this takes
             # longer than many a function, so not in every call.)
             with torch_compat.sizes_of_their_own():
-                result = self._run(*args)
+                result = self._run(kind, args)
         if compilations() > before:
             self.on_compile(time.perf_counter() - started)
         return result
@@ -63,11 +67,14 @@ class CompiledFunction:
         """Calls share it: see :func:`~decoders.engine.cuda_graphs.static_inputs.find_tensors`."""
         return SameObject(self)
 
-    def _run(self, *args: Any) -> Any:
+    def _run(self, kind: tuple, args: tuple) -> Any:
         try:
-            return self.compiled(*args)
+            result = self.compiled(*args)
+            self._worked = True
+            return result
         except (*torch_compat.COMPILER_ERRORS, AssertionError) as error:
             result = self.function(*args)  # an error of the function's own is raised here, as what it is
+            self._failed.add(kind)
             if not self._warned:
                 name = getattr(self.function, "__name__", repr(self.function))
                 warnings.warn(f"{name} could not be compiled, running it eagerly instead: {error}", stacklevel=3)

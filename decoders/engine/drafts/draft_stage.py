@@ -10,7 +10,7 @@ import torch
 
 from ...draft import Draft
 from ...errors import UnsupportedError
-from ...strategy import Context, Sequences, Step, Strategy, finish_all, finishing
+from ...strategy import Context, Sequences, Step, Strategy, finish_all
 from ..call_settings import CallSettings
 from ..grammar.guide import Guide
 from ..guard import untouched
@@ -39,8 +39,9 @@ class DraftStage:
             )
         self.strategy, self.drafters = strategy, drafters
         self.state: Any = None
+        self._started = False  # it has a state that is not finished
         self._start(context)
-        stack.enter_context(finishing(strategy, lambda: self.state))
+        stack.push(lambda kind, error, trace: self._finish(error))
 
     def rebatch(self, rows: Sequence[int], call: CallSettings, context: Context, guide: Guide | None) -> None:
         """Rows have come or gone.
@@ -51,7 +52,7 @@ class DraftStage:
             context: as in the beginning, of the rows as they are now.
         """
         if not self.strategy.keeps_rows(self.state):
-            finish_all([(self.strategy, self.state)])
+            self._finish()
             self.drafters.clear()
             self._start(context)
             return
@@ -65,6 +66,12 @@ class DraftStage:
     def _start(self, context: Context) -> None:
         with untouched("start", self.strategy, context.sequences):
             self.state = self.strategy.start(context)
+        self._started = True
+
+    def _finish(self, cause: BaseException | None = None) -> None:
+        if self._started:
+            self._started = False
+            finish_all([(self.strategy, self.state)], cause)
 
     def propose(self, sequences: Sequences) -> Draft:
         """What the strategy drafts behind the tokens that the draft model has written so far."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +69,7 @@ class ModelDrafter(Drafter):
             )
         self.core = self.engine.draft_core(call.plan, context.vocab_size, children)
         self.vocab_size, self.children = self.core.vocab, self.core.children
-        call.stack.enter_context(self.engine.forward_pass.during(call.request.runtime.compile, call.report))
+        self._tiers = self.engine.forward_pass.steady_tiers(call.request.runtime.compile)
         # How far a row may be drafted is set anew in every round, as its length is.
         slots = (call.longest if target.static else context.slots) + 2 * ahead
         layouts = target.layout, call.engine.target.layout
@@ -114,9 +115,10 @@ class ModelDrafter(Drafter):
         if self._unread is None:
             return
         opened, call, self._unread = self._unread, self.call, None
-        self.session.prefill(
-            opened.lengths, opened.reusable, call.request.runtime.prefill_chunk, self.engine.forward_pass.prefill
-        )
+        with self._running():
+            self.session.prefill(
+                opened.lengths, opened.reusable, call.request.runtime.prefill_chunk, self.engine.forward_pass.prefill
+            )
         # Behind the prompts a draft's slots may hold other nodes than those accepted: they serve no other call.
         call.stack.callback(self.session.keep, [len(prompt) - 1 for prompt in call.request.prompts])
 
@@ -144,7 +146,8 @@ class ModelDrafter(Drafter):
         # Ids that only the target has would be out of range.
         most = self.vocab_size - 1 if self.core.padding else None
         run = self.engine.forward_pass.prefill
-        seat_rows(self.session, self.call, context.sequences, rows, self.ahead, most, run)
+        with self._running():
+            seat_rows(self.session, self.call, context.sequences, rows, self.ahead, most, run)
 
     @property
     def rows(self) -> Rows:
@@ -311,11 +314,15 @@ class ModelDrafter(Drafter):
         warn("Drafter.grow", "Drafter.expand")
         return self.expand(nodes, tree)
 
+    def _running(self) -> AbstractContextManager:
+        """A pass of the draft model, which others may have as well: calls and lanes compile as each says, and book what it costs."""
+        return self.engine.forward_pass.during(self.call.request.runtime.compile, self.call.report, self._tiers)
+
     def _run(self, method: str, *arguments: Any) -> Any:
         if method not in self._functions:
             call = self.call
             self._functions[method] = self.engine.whole(self.core, method, call.request.runtime.compile, call.report)
-        with self.counts.clock("forward", self.call.report.timings):
+        with self.counts.clock("forward", self.call.report.timings), self._running():
             result = self._functions[method](*arguments)
         self.counts.passes += 1
         self._pending.count = 0

@@ -79,7 +79,8 @@ def free_originals(model: nn.Module, packing: Packing) -> FreedWeights:
     """Frees the dense copy of every weight of `model` that only packed layers use; `packing` is of a twin of its tree.
 
     Until :func:`restore_originals`, the model itself cannot run, change or be saved: its weights are
-    :class:`FreedParameter`, which say so. Weights that are also looked up (tied embeddings) stay.
+    :class:`FreedParameter`, which say so. Weights that are also looked up (tied embeddings) stay. What ends this halfway leaves the
+    model as it was.
     """
     users: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -87,32 +88,42 @@ def free_originals(model: nn.Module, packing: Packing) -> FreedWeights:
             if parameter is not None:
                 users.setdefault(parameter.data_ptr(), []).append((path, module, name))
     freed = FreedWeights()
-    for weight in packing.weights:
-        if weight.stale:
-            weight.repack()
-        places = [place for source in weight.sources for place in users.get(source.data_ptr(), [])]
-        if not places or any(name != "weight" or path not in packing.layers for path, _, name in places):
-            continue
-        if any(packing.layers[path].weight is not weight for path, *_ in places):
-            continue
-        stands: dict[int, FreedParameter] = {}
-        for path, module, name in places:
-            original = own_parameters(module)[name]
-            if original is None or isinstance(original, FreedParameter):  # one module under two names
+    try:
+        for weight in packing.weights:
+            if weight.stale:
+                weight.repack()
+            places = [place for source in weight.sources for place in users.get(source.data_ptr(), [])]
+            if not places or any(name != "weight" or path not in packing.layers for path, _, name in places):
                 continue
-            stand_in = stands.setdefault(id(original), FreedParameter(original))
-            twin, _, place = packing.layers[path]
-            freed.places.append((module, name, original, stand_in, weight, place))
-            own_parameters(module)[name] = stand_in
-            # Layers read the shape, type and device of their weight; the values are never used.
-            nothing = torch.full((1, 1), torch.nan, dtype=original.dtype).expand(original.shape)
-            own_parameters(twin)[name] = nn.Parameter(nothing, requires_grad=False)
-        for _, _, original, _, freed_weight, _ in freed.places:
-            if freed_weight is weight:
-                with torch.inference_mode(original.is_inference()):
-                    original.data = original.data.new_empty(0)
-        weight.settle()
+            if all(packing.layers[path].weight is weight for path, *_ in places):
+                _free(weight, places, packing, freed)
+    except BaseException:
+        restore_originals(freed, packing)
+        raise
     return freed
+
+
+def _free(
+    weight: PackedWeight, places: list[tuple[str, nn.Module, str]], packing: Packing, freed: FreedWeights
+) -> None:
+    """Frees one matrix in all its `places` (path, module, name), noted in `freed` before anything is lost."""
+    stands: dict[int, FreedParameter] = {}
+    for path, module, name in places:
+        original = own_parameters(module)[name]
+        if original is None or isinstance(original, FreedParameter):  # one module under two names
+            continue
+        stand_in = stands.setdefault(id(original), FreedParameter(original))
+        twin, _, place = packing.layers[path]
+        freed.places.append((module, name, original, stand_in, weight, place))
+        own_parameters(module)[name] = stand_in
+        # Layers read the shape, type and device of their weight; the values are never used.
+        nothing = torch.full((1, 1), torch.nan, dtype=original.dtype).expand(original.shape)
+        own_parameters(twin)[name] = nn.Parameter(nothing, requires_grad=False)
+    for _, _, original, _, freed_weight, _ in freed.places:
+        if freed_weight is weight:
+            with torch.inference_mode(original.is_inference()):
+                original.data = original.data.new_empty(0)
+    weight.settle()
 
 
 @torch.no_grad()
