@@ -358,10 +358,10 @@ MUTATIONS = (
         ("strategies/test_medusa.py",),
     ),
     Mutation(
-        "pool-keeps-one-ngram-too-many-per-key", "decoders/strategies/ngram_pool.py",
+        "pool-keeps-one-ngram-too-many-per-key", "decoders/strategies/lookahead_pool.py",
         "alive = torch.cat([first, stays], 1) & (ranks < per_key)",
         "alive = torch.cat([first, stays], 1) & (ranks <= per_key)",
-        ("strategies/test_ngram_pool.py",),
+        ("strategies/test_lookahead_pool.py",),
     ),
     Mutation(
         "prompt-lookup-reads-behind-the-text", "decoders/strategies/prompt_lookup.py",

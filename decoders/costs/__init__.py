@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from .acceptance import AcceptanceRates, Follower, Proposals
+from .acceptance import CAUTION, AcceptanceRates, Follower, Proposals
 from .curve import CostCurve, CostPoint, Subject
-from .looks import Looks, affordable
+from .looks import Looks, affordable, mean_seconds
 from .rows import row_weights
 from .steps import StepCosts
 
 __all__ = [
-    "AcceptanceRates", "CostCurve", "CostPoint", "Follower", "Looks", "Proposals", "StepCosts", "Subject", "affordable", "row_weights",
+    "CAUTION", "AcceptanceRates", "CostCurve", "CostPoint", "Follower", "Looks", "Proposals", "StepCosts", "Subject", "affordable",
+    "mean_seconds", "row_weights",
 ]  # fmt: skip

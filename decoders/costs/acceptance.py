@@ -21,6 +21,10 @@ GRADES_WEIGHT = 4.0
 #: Weight of the newest step in a row's outlook.
 OUTLOOK_WEIGHT = 1 / 8
 
+#: How many times the tokens that its time would bring a node has to be expected to bring. The nodes that seem to pay are, on
+#: average, those whose chances are overrated.
+CAUTION = 1.15
+
 #: Who proposes a token (their bits; minus a bit: that drafter, whoever else does), its depth, and its place among the siblings of
 #: its drafter; and the grade its drafter gives it, -1 for whichever.
 Kind = tuple[int, int, int, int]

@@ -54,3 +54,12 @@ class Looks:
 def affordable(share: float, longest: int) -> int:
     """Steps between two looks that take `share` of a step each, for them to cost :data:`LOOKING` of the time; `longest` at most."""
     return min(math.ceil(share / LOOKING), longest)
+
+
+def mean_seconds(known: float | None, seconds: float, weight: float) -> float:
+    """A running mean with one more measurement, of this `weight`; any may have been interrupted, so four times the mean counts at most.
+
+    Args:
+        known: the mean so far; None or 0 before there is one.
+    """
+    return seconds if not known else known + weight * (min(seconds, 4 * known) - known)

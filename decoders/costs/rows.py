@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-#: A row that has this share of the longest row's way less to go is the last one e times more rarely.
-AHEAD = 1 / 8
+#: A row that has this share of the longest row's steps less to go is the last one e times more rarely.
+LAST_ROW_SPREAD = 1 / 8
 
 
 def row_weights(tokens: Sequence[int], outlooks: Sequence[float]) -> list[float]:
@@ -23,6 +23,6 @@ def row_weights(tokens: Sequence[int], outlooks: Sequence[float]) -> list[float]
         return []
     left = [count / (1 + outlook) for count, outlook in zip(tokens, outlooks, strict=True)]
     longest = max(left)
-    spread = max(AHEAD * longest, 1.0)
+    spread = max(LAST_ROW_SPREAD * longest, 1.0)
     likely = [math.exp((steps - longest) / spread) for steps in left]
     return [share * len(left) / sum(likely) for share in likely]

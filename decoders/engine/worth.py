@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..costs.acceptance import AcceptanceRates, Follower, Proposals
+from ..costs.acceptance import CAUTION, AcceptanceRates, Follower, Proposals
 from ..costs.fitted import FittedStepCosts
-from ..costs.looks import Looks, affordable
+from ..costs.looks import Looks, affordable, mean_seconds
 from ..costs.rows import row_weights
 from ..draft import Draft
 
-#: How many times the tokens that its time would bring a node has to be expected to bring: what seems to pay is what is overrated.
-CAUTION = 1.15
 #: The only drafter's bit.
 SOURCE = 1
 #: Drafts are looked at once in so many steps at least.
@@ -98,8 +96,7 @@ class DraftWorth:
         if drafting is None:
             self._waited += 1
             return
-        known = drafting if self._drafting is None else self._drafting
-        self._drafting, self._waited = known + DRAFT_WEIGHT * (min(drafting, 4 * known) - known), 0
+        self._drafting, self._waited = mean_seconds(self._drafting, drafting, DRAFT_WEIGHT), 0
         if plain is not None:
             active = sum(count > 0 for count in emitted)
             net = sum(emitted) - active - active / plain * (drafting + max(seconds - plain, 0.0))

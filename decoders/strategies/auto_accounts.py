@@ -10,7 +10,7 @@ LOOKS_SHARE, FIRST_SHARE = 0.0075, 0.015
 #: Steps in which drafts are made may leave a call behind plain decoding by this share of the time.
 BEHIND_SHARE = 0.015
 #: Of a call that is to come, at most so many tokens per row are counted on: it may end sooner.
-AHEAD = 256
+COUNTED_AHEAD = 256
 #: From the start a call may be behind by the share of so many steps; each step adds its own.
 FIRST_STEPS = 64
 #: A call cannot be ahead by more plain steps than this, what was gained long ago is not staked; nor decode plainly for more steps on

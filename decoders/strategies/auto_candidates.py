@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from ..costs import Looks, affordable
+from ..costs import Looks, affordable, mean_seconds
 from ..errors import SettingsError, UnsupportedError
 from ..strategy import Context, Sequences, Step, Strategy, check_draft
 from .auto_accounts import FIRST_SHARE, LOOKS_SHARE
@@ -172,8 +172,8 @@ class Candidate:
 
 
 def _mean(known: float, seconds: float, runs: int) -> float:
-    """A mean with one more run in it: the first one prepares things, and any may be interrupted."""
-    return seconds if runs < 2 or not known else known + RUN_WEIGHT * (min(seconds, 4 * known) - known)
+    """The first run prepares things: it is no part of the mean."""
+    return mean_seconds(known if runs >= 2 else None, seconds, RUN_WEIGHT)
 
 
 def limited(strategy: Strategy) -> bool:

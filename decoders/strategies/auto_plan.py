@@ -8,17 +8,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..costs import AcceptanceRates, Follower, Proposals
+from ..costs import CAUTION, AcceptanceRates, Follower, Proposals
 from ..strategy import Draft
 from ..tree import TreeTensors
-from .auto_accounts import AHEAD, Ledger
+from .auto_accounts import COUNTED_AHEAD, Ledger
 from .auto_candidates import Candidate, Experience, PricesSteps
 
 #: Most entries of a report's history.
 LONGEST_HISTORY = 1000
-#: How many times the tokens that its time would bring a node has to be expected to bring. The nodes that seem to pay are, on
-#: average, those whose chances are overrated.
-CAUTION = 1.15
 
 
 @dataclass
@@ -99,7 +96,9 @@ class AutoState:
     @property
     def all_seconds(self) -> float:
         """Of all calls so far and, as expected, the rest of this one."""
-        left = AHEAD if self.new_tokens is None else min(max(self.new_tokens - self.ledger.least, 0), AHEAD)
+        left = COUNTED_AHEAD
+        if self.new_tokens is not None:
+            left = min(max(self.new_tokens - self.ledger.least, 0), COUNTED_AHEAD)
         return self.memory.seconds + left * len(self.rows) / self.rate
 
 

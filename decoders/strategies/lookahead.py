@@ -23,7 +23,7 @@ from ..settings import Settings
 from ..strategy import Context, Draft, Sequences, Step, Strategy
 from ..tree import NO_PARENT, Topology
 from .budget import node_budget
-from .ngram_pool import make_pool, recall, remember
+from .lookahead_pool import make_pool, recall, remember
 
 
 class LookaheadSettings(Settings):
@@ -79,7 +79,7 @@ class LookaheadState:
 
     Attributes:
         block: ``[B, (W + G)(N - 1) - 1]`` int64, the next draft: window without the root, then candidates.
-        pool: ``[B, N + 1, C]`` int64, see :mod:`.ngram_pool`.
+        pool: ``[B, N + 1, C]`` int64, see :mod:`.lookahead_pool`.
         advance: the compiled update.
         shape: of the block.
     """
