@@ -194,8 +194,8 @@ CONSTANTS = {
     "decoders.demo.MODELS": "Names of the demo models: {}.",
     "decoders.constraints.base.Policy": "How text that a grammar forces may be spelled: `full` in any tokens, `canonical` only in "
     "the tokenizer's own; see [grammars](../how-to/grammars.md).",
-    "decoders.costs.CAUTION": "How many times the tokens that its time would bring a draft token has to be expected to bring: what seems "
-    "to pay is, on average, what is overrated. 1.15.",
+    "decoders.costs.CAUTION": "How many times the tokens that its time would bring a draft token has to be expected to bring: "
+    "what seems to pay is, on average, what is overrated. 1.15.",
     "decoders.hookimpl": "Decorator that marks a function of a plugin as the implementation of the [hook](hooks.md) of its name.",
 }
 

@@ -67,7 +67,7 @@ def overhead(
         ids: list[int] = tokenizer(prompt).input_ids
         usual: dict[str, Any] = {"max_tokens": new_tokens, "temperature": 0}
         text = usual | {"prompt": prompt}
-        ways: dict[str, tuple[list[int], str, dict[str, Any]]] = {
+        routes: dict[str, tuple[list[int], str, dict[str, Any]]] = {
             "completions": (ids, "/v1/completions", text),
             "completions, streamed": (ids, "/v1/completions", text | {"stream": True}),
         }
@@ -75,10 +75,10 @@ def overhead(
             message = Message(role="user", content=prompt)
             rendered = service.conversations.ids(service.conversations.prompt([message], (), {}))
             messages = [message.model_dump(include={"role", "content"})]
-            ways["chat"] = rendered, "/v1/chat/completions", usual | {"messages": messages}
+            routes["chat"] = rendered, "/v1/chat/completions", usual | {"messages": messages}
         results = []
         with client(*server.bound) as request_seconds:
-            for name, (tokens, path, body) in ways.items():
+            for name, (tokens, path, body) in routes.items():
                 pairs = [(alone(tokens), request_seconds(path, body)) for _ in range(requests + 3)]
                 pairs = pairs[3:]  # the first ones pack weights and start threads
                 own, whole = [a for a, _ in pairs], [b for _, b in pairs]

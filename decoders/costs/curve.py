@@ -109,8 +109,8 @@ class CostCurve(_Stored):
                 by_context.setdefault(p.context, []).append((p.nodes, p.seconds))
         # Nodes of all rows run side by side: so many rows of so many nodes are as many nodes as fewer rows of more.
         same_work = nodes * rows / nearest
-        at = [(float(c), interpolated(sorted(line), same_work)) for c, line in sorted(by_context.items())]
-        return interpolated(at, context)
+        by_length = [(float(c), interpolated(sorted(line), same_work)) for c, line in sorted(by_context.items())]
+        return interpolated(by_length, context)
 
 
 def interpolated(line: Sequence[tuple[float, float]], x: float) -> float:

@@ -41,10 +41,10 @@ class Teacher:
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int], bf16: bool) -> None:
-        found = decoder_layers(model)
-        if not found:
+        decoder = decoder_layers(model)
+        if not decoder:
             raise TrainingError(f"eagle3 reads hidden layers, and {type(model).__name__} has no list of decoder layers")
-        self.model, self.layers, self.bf16 = model, [found[layer] for layer in layers], bf16
+        self.model, self.layers, self.bf16 = model, [decoder[layer] for layer in layers], bf16
 
     @torch.no_grad()
     def lesson(self, texts: Texts, stops: Sequence[int]) -> Lesson:

@@ -31,21 +31,23 @@ def unrolled(
         features: ``[B, S, F]``, the target's, of the first ``S`` slots.
         chains: ``[C]`` int64, ascending, the indices that go on after token 0; None: all ``S``.
     """
-    at = torch.arange(features.shape[1], device=features.device)
-    chains = at if chains is None else chains
+    indices = torch.arange(features.shape[1], device=features.device)
+    chains = indices if chains is None else chains
     states, seen = head.fc(features), list[Keys]()
     for k in range(depth):
-        rotary = head.rotary_emb(states, (at + k)[None])
-        states = _layer(head.midlayer, embedded[:, at + k], states, rotary, seen, at)
+        rotary = head.rotary_emb(states, (indices + k)[None])
+        states = _layer(head.midlayer, embedded[:, indices + k], states, rotary, seen, indices)
         yield states
         if head.head_config.norm_output:
             states = head.norm(states)
         if k == 0:
-            at, states = chains, states[:, chains]
+            indices, states = chains, states[:, chains]
 
 
-def _layer(layer: DecoderLayer, embedded: Tensor, states: Tensor, rotary: Keys, seen: list[Keys], at: Tensor) -> Tensor:
-    """As :meth:`DecoderLayer.forward`, with the attention of a simulated token of the indices `at`; `seen` gets its keys and values."""
+def _layer(
+    layer: DecoderLayer, embedded: Tensor, states: Tensor, rotary: Keys, seen: list[Keys], indices: Tensor
+) -> Tensor:
+    """As :meth:`DecoderLayer.forward`, with the attention of a simulated token of the `indices`; `seen` gets its keys and values."""
     normed = layer.hidden_norm(states)
     residual = normed if layer.norm_before_residual else states
     attention, shape = layer.self_attn, (*states.shape[:2], -1, layer.self_attn.head_dim)
@@ -54,19 +56,19 @@ def _layer(layer: DecoderLayer, embedded: Tensor, states: Tensor, rotary: Keys, 
     q, k = apply_rotary_pos_emb(q, k, *rotary)
     groups = attention.num_key_value_groups
     seen.append((k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)))
-    attended = _attention(q, seen, attention.scaling, at).transpose(1, 2).flatten(2)
+    attended = _attention(q, seen, attention.scaling, indices).transpose(1, 2).flatten(2)
     states = residual + attention.o_proj(attended)
     return states + layer.mlp(layer.post_attention_layernorm(states))
 
 
-def _attention(q: Tensor, seen: list[Keys], scaling: float, at: Tensor) -> Tensor:
+def _attention(q: Tensor, seen: list[Keys], scaling: float, indices: Tensor) -> Tensor:
     """``[B, heads, S or C, d]``: causal over what was read with the target's features, and one key of each simulated token since."""
     (keys, values), later = seen[0], seen[1:]
     if not later:
         return torch.nn.functional.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=scaling)
     count = keys.shape[2]
     scores = (q @ keys.transpose(2, 3)).float()
-    hidden = torch.arange(count, device=q.device) > at[:, None]
+    hidden = torch.arange(count, device=q.device) > indices[:, None]
     own = torch.stack([(q * k).sum(-1) for k, _ in later], dim=-1).float()
     scores = torch.cat([scores.masked_fill(hidden, float("-inf")), own], dim=-1) * scaling
     weights = scores.softmax(-1).to(values.dtype)

@@ -109,13 +109,13 @@ class CacheBuffers:
     @staticmethod
     def allocate(layout: list[LayerSpec], rows: int, slots: int) -> CacheBuffers:
         def buffers(sizes: list[tuple[int, int]], scales: bool = False) -> list[Tensor]:
-            made = []
+            tensors = []
             for (heads, dim), spec in zip(sizes, layout, strict=True):
                 dtype = torch.int8 if spec.quantized and not scales else spec.dtype
                 shape = rows, heads, slots, 1 if scales else dim
                 if spec.quantized or not scales:
-                    made.append(torch.zeros(shape, dtype=dtype, device=spec.device))
-            return made
+                    tensors.append(torch.zeros(shape, dtype=dtype, device=spec.device))
+            return tensors
 
         keys, values = [(s.key_heads, s.key_dim) for s in layout], [(s.value_heads, s.value_dim) for s in layout]
         states = RowStates.allocate([spec.states for spec in layout], rows) if any(s.states for s in layout) else None
@@ -193,9 +193,9 @@ class RowStates:
 
     @staticmethod
     def allocate(layers: list[tuple[StateSpec, ...]], rows: int) -> RowStates:
-        made = [[torch.zeros(rows, *s.shape, dtype=s.dtype, device=s.device) for s in specs] for specs in layers]
-        device = next(state.device for states in made for state in states)
-        return RowStates(made, torch.zeros(rows, dtype=torch.int64, device=device))
+        zeros = [[torch.zeros(rows, *s.shape, dtype=s.dtype, device=s.device) for s in specs] for specs in layers]
+        device = next(state.device for states in zeros for state in states)
+        return RowStates(zeros, torch.zeros(rows, dtype=torch.int64, device=device))
 
     def of_row(self, row: int) -> RowStates:
         """A copy of a row."""

@@ -92,8 +92,8 @@ class LayerStates:
         self._order = sorted(set(layers))
         self._places = [self._order.index(layer) for layer in layers]
         self._seen: list[Tensor] = []
-        found = decoder_layers(model)
-        self._ids = [found[i].register_forward_hook(self._note()).id for i in self._order]
+        decoder = decoder_layers(model)
+        self._ids = [decoder[i].register_forward_hook(self._note()).id for i in self._order]
 
     def unwatch(self, model: nn.Module) -> None:
         """Removes these hooks from a copy of the tree."""

@@ -80,21 +80,21 @@ def probe_layout(model: PreTrainedModel, kinds: int, packed: bool) -> tuple[list
                 f"{name} keeps recurrent states in a cache of its own ({error}). Call generate without strategy=."
             ) from error
     layouts = probe.layouts
-    found = probe.recurrent if isinstance(probe, StateProbe) else []
-    if keeps_recurrent_state(model) and not found:
+    recurrent = probe.recurrent if isinstance(probe, StateProbe) else []
+    if keeps_recurrent_state(model) and not recurrent:
         raise UnsupportedError(
             f"{name} keeps a recurrent state outside of the cache, where nodes of a block cannot be given their own. "
             "Call generate without strategy=."
         )
-    if not layouts or (not found and sorted(layouts) != list(range(len(layouts)))):
+    if not layouts or (not recurrent and sorted(layouts) != list(range(len(layouts)))):
         raise UnsupportedError(
             f"{name} stored keys and values for layers {sorted(layouts)}: every layer must go through "
             "the cache. Call generate without strategy=."
         )
-    states = {entry.layer: entry.states for entry in found}
+    states = {entry.layer: entry.states for entry in recurrent}
     nothing = LayerSpec.without_keys(next(iter(layouts.values())))
     layers = range(1 + max(*layouts, *states, -1))
-    return [replace(layouts.get(i, nothing), states=states.get(i, ())) for i in layers], shape.groups, found
+    return [replace(layouts.get(i, nothing), states=states.get(i, ())) for i in layers], shape.groups, recurrent
 
 
 @torch.no_grad()

@@ -118,15 +118,15 @@ class StateProbe(LayoutProbe):
     @property
     def recurrent(self) -> list[Recurrent]:
         """All modules that keep states, with what they left."""
-        found = []
+        modules = []
         for layer, (module, args, keywords) in sorted(self._calls.items()):
             states = []
             for part in ("conv_states", "recurrent_states"):
                 for index, state in getattr(self.layers[layer], part).items():
                     if state is not None:
                         states.append(StateSpec(part, index, tuple(state.shape[1:]), state.dtype, state.device))
-            found.append(Recurrent(layer, module, tuple(states), args, keywords))
-        return found
+            modules.append(Recurrent(layer, module, tuple(states), args, keywords))
+        return modules
 
     def note(self, layer: int) -> None:
         """The module that runs has updated a state of this layer."""
@@ -194,7 +194,7 @@ def may_keep_states(model: PreTrainedModel) -> bool:
     )
 
 
-def adopt(found: Sequence[Recurrent]) -> bool:
+def adopt(entries: Sequence[Recurrent]) -> bool:
     """Makes modules of a private tree run as the pass says that they are called in.
 
     Returns:
@@ -204,7 +204,7 @@ def adopt(found: Sequence[Recurrent]) -> bool:
         UnsupportedError: one of them does not fit.
     """
     tried: dict[tuple, tuple[bool, tuple[tuple[str, ...], str | None]]] = {}
-    for recurrent in found:
+    for recurrent in entries:
         module = recurrent.module
         if "forward" in vars(module):
             raise UnsupportedError(
@@ -216,7 +216,7 @@ def adopt(found: Sequence[Recurrent]) -> bool:
             tried[kind] = recurrent.check(), recurrent.projections()
         setattr(module, LAYER_ATTRIBUTE, recurrent.layer)
         setattr(module, CONTINUES_ATTRIBUTE, tried[kind][0])
-    for recurrent in found:
+    for recurrent in entries:
         module = recurrent.module
         hoisting.hoist(module, tried[type(module), recurrent.states][1])
         module.__class__ = by_node(cast(Hashable, type(module)))

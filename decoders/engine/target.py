@@ -115,14 +115,14 @@ class Target:
         self.quantized = quantize(self.model, precision.weights, self.model.get_output_embeddings(), groups=self.groups)
         self.packing = pack(self.model, groups=self.groups)
         self.remember(model)
-        self.layout, groups, found = probe_layout(self.model, len(self.kinds), self.flex)
-        self.recurrent = tuple(entry.layer for entry in found)
-        if found and self.flex:
+        self.layout, groups, recurrent_layers = probe_layout(self.model, len(self.kinds), self.flex)
+        self.recurrent = tuple(entry.layer for entry in recurrent_layers)
+        if recurrent_layers and self.flex:
             raise UnsupportedError(
                 f"{type(model).__name__} keeps recurrent states: attention='sdpa' runs it, flex does not"
             )
-        self.continues = adopt(found)
-        self.static = self.static and not found
+        self.continues = adopt(recurrent_layers)
+        self.static = self.static and not recurrent_layers
         plain_layout = self.layout
         if precision.cache is not None:
             self.layout = [replace(spec, quantized=True) for spec in self.layout]
@@ -133,7 +133,7 @@ class Target:
         self.device = self.layout[0].device
         self.rounds = precision != Precision() or rounds_activations(model)
         # A token whose state is there cannot be run again, as the same bits in every block would want it.
-        self.multiple = 1 if found else buckets.row_multiple(self.dtype, self.device, self.rounds)
+        self.multiple = 1 if recurrent_layers else buckets.row_multiple(self.dtype, self.device, self.rounds)
         if self.multiple > 1:
             invariance.align_activations(self.model)
         check_tree_logits(self, model, plain_layout)
@@ -348,5 +348,5 @@ class Target:
 
 def _ordinary(tensor: Tensor) -> Tensor:
     """`tensor`, or a copy if it was made in inference mode."""
-    made = not torch.compiler.is_dynamo_compiling() and tensor.is_inference()
-    return tensor.clone() if made else tensor
+    inference = not torch.compiler.is_dynamo_compiling() and tensor.is_inference()
+    return tensor.clone() if inference else tensor

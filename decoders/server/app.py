@@ -170,8 +170,8 @@ def _page() -> tuple[str, str]:
     text = resources.files(__package__).joinpath("page", "index.html").read_text(encoding="utf-8")
 
     def hashes(tag: str) -> str:
-        found = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
-        digests = (base64.b64encode(hashlib.sha256(content.encode()).digest()).decode() for content in found)
+        contents = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        digests = (base64.b64encode(hashlib.sha256(content.encode()).digest()).decode() for content in contents)
         return " ".join(f"'sha256-{digest}'" for digest in digests)
 
     policy = (

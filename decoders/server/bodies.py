@@ -272,11 +272,11 @@ def _fields(kind: type[BaseModel], place: list[str]) -> list[str]:
     """The fields of what stands at `place`."""
     models = [kind]
     for step in place:
-        found: list[type[BaseModel]] = []
+        inner: list[type[BaseModel]] = []
         for model in models:
             if step in model.model_fields:
-                found += _models(model.model_fields[step].annotation)
-        models = found or models
+                inner += _models(model.model_fields[step].annotation)
+        models = inner or models
     return sorted({field.alias or name for model in models for name, field in model.model_fields.items()})
 
 

@@ -63,5 +63,5 @@ class StopStrings(StoppingCriteria):
             self._tail = self._tail[-self.longest :] + self._pieces.next(self._tokens, False)
         else:  # asked of another place
             self._begin(input_ids[0, self.prompt :].tolist())
-        found = any(stop in self._tail for stop in self.stops)
-        return torch.full((len(input_ids),), found, device=input_ids.device)
+        stops_here = any(stop in self._tail for stop in self.stops)
+        return torch.full((len(input_ids),), stops_here, device=input_ids.device)

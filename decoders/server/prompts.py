@@ -132,10 +132,10 @@ class Conversations:
             answered = self._render([user, {"role": "assistant", "content": "", "tool_calls": [call]}], None, False, {})
         except Exception:
             answered = ""
-        found = _find_call(answered, prompt)
-        if found is None:
+        call_place = _find_call(answered, prompt)
+        if call_place is None:
             return CallStyle(reads_tools=reads_tools)
-        begin, end, key = found
+        begin, end, key = call_place
         prefix, suffix = answered[len(prompt) : begin], answered[end:]
         specials = [token for token in self.tokenizer.all_special_tokens if token]
         cut = min((place for token in specials if (place := suffix.find(token)) >= 0), default=len(suffix))

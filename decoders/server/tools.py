@@ -206,14 +206,14 @@ class CallSpec(Spec):
 
 def not_beginning(prefix: str) -> str:
     """A regular expression of all texts that do not begin with `prefix`."""
-    ways = [""]  # the empty text
+    alternatives = [""]  # the empty text
     for place, character in enumerate(prefix):
         before = quoted(prefix[:place])
         other = f"[^{_in_class(character)}]"
-        ways.append(f"{before}{other}{_ANY}")
+        alternatives.append(f"{before}{other}{_ANY}")
         if place:
-            ways.append(before)
-    return f"(?:{'|'.join(ways)})"
+            alternatives.append(before)
+    return f"(?:{'|'.join(alternatives)})"
 
 
 def _in_class(character: str) -> str:

@@ -194,13 +194,13 @@ class Plan:
                 chain = chain and parents[row][index + 1] == index
                 place[node] = index + 1
                 sources &= own.sources[node]
-        made = torch.tensor(tokens, device=device)
+        draft_tokens = torch.tensor(tokens, device=device)
         self.width = width
         if chain:
             self.chain = sources
-            return Draft.chain(made)
+            return Draft.chain(draft_tokens)
         depth = max(self.proposals[row].depths[node] for row, nodes in chosen.items() for node in nodes)
-        return Draft(made, TreeTensors.from_parents(torch.tensor(parents, device=device), depth), depth=depth)
+        return Draft(draft_tokens, TreeTensors.from_parents(torch.tensor(parents, device=device), depth), depth=depth)
 
     def _chosen(self, row: int) -> list[int]:
         """The nodes that are verified for a row, children behind their parents.

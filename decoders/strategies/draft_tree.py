@@ -106,8 +106,8 @@ class StaticTree(DraftTree):
             run = inner_tree.head(sum(offsets[node] <= depth for node in inner)).tensors(rows, device)
             where = [frontier.index(parents[node]) for node in children]
             ranks = [picks[node - 1][1] for node in children]
-            at, above, taken = (torch.tensor(x, device=device) for x in (frontier, where, ranks))
-            self._levels.append((at, above, taken, run))
+            expanded, above, taken = (torch.tensor(x, device=device) for x in (frontier, where, ranks))
+            self._levels.append((expanded, above, taken, run))
 
     def of_rows(self, rows: int, device: torch.device) -> StaticTree:
         return StaticTree(self.paths, rows, device)

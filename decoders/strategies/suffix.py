@@ -228,7 +228,7 @@ def _draft(trees: Sequence[tuple[list[DraftedNode], list[int]]], device: torch.d
         missing = width - len(nodes)
         tokens.append([node.token for node in nodes] + [-1] * missing)
         grades.append(own + [0] * missing)
-        chains = chains and all(node.parent == at for at, node in enumerate(nodes))
+        chains = chains and all(node.parent == place for place, node in enumerate(nodes))
         parents.append([NO_PARENT, *(node.parent for node in nodes)] + [NO_PARENT] * missing)
     drafted, graded = torch.tensor(tokens, device=device), torch.tensor(grades, device=device)
     if chains:

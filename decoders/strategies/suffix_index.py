@@ -96,7 +96,7 @@ class ChainedText:
             before: only occurrences that end before this index count.
         """
         text = self.tokens
-        found: list[Occurrence] = []
+        occurrences: list[Occurrence] = []
         for order, heads, chain in zip(ORDERS, self._heads, self._chains, strict=True):
             if len(suffix) < order:
                 continue
@@ -106,12 +106,12 @@ class ChainedText:
             end = heads.get(key, -1)
             while end >= before:
                 end = chain[end]
-            while end >= 0 and len(found) < most:
-                found.append(Occurrence(_matching(text, end, suffix, order), end))
+            while end >= 0 and len(occurrences) < most:
+                occurrences.append(Occurrence(_matching(text, end, suffix, order), end))
                 end = chain[end]
-            if found:
+            if occurrences:
                 break
-        return found
+        return occurrences
 
 
 def _matching(text: array[int], end: int, suffix: array[int], known: int) -> int:

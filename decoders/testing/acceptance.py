@@ -42,8 +42,8 @@ def check_draft_tokens_are_accepted(strategy: Strategy, conditions: Conditions =
             report = run(model, name, spy, given, conditions, **options).report
         hits += sum(report.accepted_lengths[1:])
         for seen in spy.seen:
-            made = (seen.draft.tokens >= 0)[~torch.tensor(seen.finished)]
-            drafted, steps = drafted + int(made.sum()), steps + int(made.any(1).sum())
+            proposed = (seen.draft.tokens >= 0)[~torch.tensor(seen.finished)]
+            drafted, steps = drafted + int(proposed.sum()), steps + int(proposed.any(1).sum())
         if hits * STEPS_PER_HIT > steps:
             return
     assert drafted < FEWEST_DRAFTED, (

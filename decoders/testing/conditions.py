@@ -62,7 +62,7 @@ class Conditions:
             AssertionError: what ran meanwhile has changed the model.
         """
         given = _tiny(model) if isinstance(model, str) else model
-        found = "generate" in vars(given)
+        was_enabled = "generate" in vars(given)
         before = _condition(given)
         try:
             yield enable(given)
@@ -71,7 +71,7 @@ class Conditions:
                 _tiny.cache_clear()  # no other check is to meet it
                 raise AssertionError(f"changed {' and '.join(changed)} of the model, which is shown to be read")
         finally:
-            if not found:
+            if not was_enabled:
                 disable(given)
 
 

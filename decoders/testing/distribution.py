@@ -74,7 +74,7 @@ def _drawn(seen: SpyLog, generator: torch.Generator) -> Tensor:
     parents, candidate = tree.parents.cpu()[going], tree.candidates.cpu()[going]
     tokens, q = draft.tokens.cpu()[going], draft.scores.cpu()[going].softmax(-1)
     vocabulary = torch.arange(q.shape[-1])
-    rows, found = torch.arange(len(tokens)), []
+    rows, ranks = torch.arange(len(tokens)), []
     spine = torch.zeros(len(tokens), 1, dtype=torch.int64)  # the eldest child whose children are next
     taken = torch.zeros_like(q[:, 0], dtype=torch.bool)  # by elder siblings
     eldest = torch.full_like(spine[:, 0], -1)
@@ -95,10 +95,10 @@ def _drawn(seen: SpyLog, generator: torch.Generator) -> Tensor:
         )
         told = first & (left.amax(-1) <= 0.999)
         if told.any():
-            found.append(_ranks(left[told], token[told], generator))
+            ranks.append(_ranks(left[told], token[told], generator))
         taken = taken | (counted[:, None] & (vocabulary == token[:, None]))
         eldest = torch.where(counted & (eldest < 0), node, eldest)
-    return torch.cat(found) if found else torch.empty(0)
+    return torch.cat(ranks) if ranks else torch.empty(0)
 
 
 def _ranks(distribution: Tensor, tokens: Tensor, generator: torch.Generator) -> Tensor:

@@ -29,13 +29,13 @@ def of_instance(strategy: Strategy) -> Contents:
 
 def of_code(strategy: Strategy) -> Contents:
     """The values in the attributes of a strategy's classes and in what their functions reach: globals, defaults, closures."""
-    found: dict[str, Any] = {}
+    reached: dict[str, Any] = {}
     modules: set[str] = set()
     for owner in _strategies(strategy, set()):
         for cls in type(owner).__mro__[: type(owner).__mro__.index(Strategy)]:
             modules.add(cls.__module__)
-            found |= dict(_reached(cls))
-    return _contents(found, modules)
+            reached |= dict(_reached(cls))
+    return _contents(reached, modules)
 
 
 def difference(before: Contents, after: Contents) -> str | None:
@@ -109,10 +109,10 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def _contents(named: Mapping[str, Any], modules: set[str]) -> Contents:
-    found: Contents = {}
+    contents: Contents = {}
     for name, value in named.items():
-        found |= itertools.islice(_values(value, name, modules, set()), MOST_VALUES)
-    return found
+        contents |= itertools.islice(_values(value, name, modules, set()), MOST_VALUES)
+    return contents
 
 
 def _values(value: Any, path: str, modules: set[str], above: set[int]) -> Iterator[tuple[str, Any]]:

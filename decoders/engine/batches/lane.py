@@ -294,9 +294,9 @@ class Lane:
 
 def in_place(seats: list[Seat]) -> list[Seat]:
     """`seats` as rows of a batch, with those whose place is a row of it there: what they hold need not be moved."""
-    at = {seat.place: seat for seat in seats if seat.place < len(seats)}
+    by_place = {seat.place: seat for seat in seats if seat.place < len(seats)}
     others = iter(seat for seat in seats if seat.place >= len(seats))
-    return [at[row] if row in at else next(others) for row in range(len(seats))]
+    return [by_place[row] if row in by_place else next(others) for row in range(len(seats))]
 
 
 def among_rows(chunk: PromptChunk, row: int, lengths: Tensor) -> PromptChunk:

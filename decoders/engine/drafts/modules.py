@@ -169,5 +169,7 @@ class SlotPasses(ModulePasses):
 
 def _configs(module: nn.Module) -> list[PreTrainedConfig]:
     """The configs that parts of a tree hold, each once, in the order of the parts."""
-    found = [value for part in module.modules() for value in vars(part).values() if isinstance(value, PreTrainedConfig)]
-    return list({id(config): config for config in found}.values())
+    configs = [
+        value for part in module.modules() for value in vars(part).values() if isinstance(value, PreTrainedConfig)
+    ]
+    return list({id(config): config for config in configs}.values())

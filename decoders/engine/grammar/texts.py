@@ -159,7 +159,7 @@ class MatchedText(Text):
 
     def __init__(self, grammar: CompiledGrammar, table: MaskTable) -> None:
         self.grammar, self.matcher, self.table = grammar, grammar.start(), table
-        self.at: tuple[int, ...] = ()
+        self.position: tuple[int, ...] = ()
         self.known: dict[tuple[int, ...], int] = {}
 
     begin = ()
@@ -178,7 +178,7 @@ class MatchedText(Text):
 
     def settle(self, position: tuple[int, ...]) -> tuple[int, ...]:
         self._go(position)
-        self.at = ()
+        self.position = ()
         self.known.clear()
         return ()
 
@@ -189,12 +189,12 @@ class MatchedText(Text):
     def _go(self, position: tuple[int, ...]) -> bool:
         """Brings the matcher to `position`, or as near as is legal."""
         common = 0
-        for here, there in zip(self.at, position, strict=False):
+        for here, there in zip(self.position, position, strict=False):
             if here != there:
                 break
             common += 1
-        if len(self.at) > common:
-            self.matcher.rollback(len(self.at) - common)
+        if len(self.position) > common:
+            self.matcher.rollback(len(self.position) - common)
         accepted = self.matcher.advance(position[common:])
-        self.at = position[: common + accepted]
-        return len(self.at) == len(position)
+        self.position = position[: common + accepted]
+        return len(self.position) == len(position)

@@ -117,9 +117,9 @@ class _Twin:
 
     def _container(self, value: Any) -> Any:
         if isinstance(value, dict):
-            made = copy.copy(value)
-            made.update((key, self.of(entry)) for key, entry in value.items())
-            return made
+            copied = copy.copy(value)
+            copied.update((key, self.of(entry)) for key, entry in value.items())
+            return copied
         entries = map(self.of, value)
         return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
 
