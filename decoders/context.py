@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from .costs import StepCosts
-    from .drafting import Drafter, Forced, ModulePasses, OtherVocabulary
+    from .drafting import Forced, OpensDraft, OpensModule, OtherVocabulary
     from .sampling import SamplingInputs, SamplingPlan
     from .strategy import Strategy
 
@@ -54,9 +54,8 @@ class Context:
         vocab_size: size ``V`` of the target's logits.
         compile: compiles a plain tensor function without graph breaks, once per model, with sizes left dynamic; gives it
             back as it is when the call runs eagerly. The time of the first call is booked as compile time.
-        draft: opens a draft model for this call: ``draft(model, ahead=K)`` gives a
-            :class:`~decoders.drafting.Drafter`, with its own cache and compiled passes. With ``seldom=True`` it reads the prompts when
-            it first drafts, which may be late or never; where rows come and go, as they join.
+        draft: opens a draft model for this call: ``draft(model, ahead=K)`` gives a :class:`~decoders.drafting.Drafter`; see
+            :class:`~decoders.drafting.OpensDraft`.
         vocabulary_of: what the tokens of a draft model are where its ids mean others than the target's:
             ``vocabulary_of(model)`` gives an :class:`~decoders.drafting.OtherVocabulary`, or None where they mean the same, or
             where no tokenizers tell. `draft` takes such a model too, if the two have enough tokens in common.
@@ -84,12 +83,7 @@ class Context:
             `hidden` is what the head reads, as in :attr:`Step.hidden`; all that the model does after its head is in it: a
             soft-cap, a scale.
         module: makes a drafter that is no language model ready for this call: ``module(module, ahead=K, example=(…))`` gives
-            :class:`~decoders.drafting.ModulePasses`, with a slot cache, tree masks and packed weights like a draft model's, compiled
-            where the call compiles. `module` is called with its inputs and ``attention_mask``, ``position_ids`` and
-            ``cache`` (or ``past_key_values``, if its ``forward`` has that), all ready, which it hands to attention layers of
-            transformers (``LlamaDecoderLayer``, say; :func:`~decoders.drafting.cache_keyword` has the name that they take it by).
-            `example`: what it reads of one node, ``[1, 1, …]`` each. `ahead`: most nodes that a step writes behind a row.
-            With ``on_device=False`` a step is not recorded, because what drafts with the module waits for the device.
+            :class:`~decoders.drafting.ModulePasses`; see :class:`~decoders.drafting.OpensModule`.
         new_tokens: most tokens that a row may write, where the rows begin and end together, so that the call lasts as long as its
             slowest row; None where requests come and go, and nobody waits for another.
         clock: seconds, for strategies that decide by time (:attr:`Strategy.timed`). Where several processes share the target, all of
@@ -107,7 +101,7 @@ class Context:
     device: torch.device
     vocab_size: int
     compile: Callable[[Callable[..., Any]], Callable[..., Any]]
-    draft: Callable[..., Drafter] = _outside_a_call
+    draft: OpensDraft = _outside_a_call
     vocabulary_of: Callable[[PreTrainedModel | str], OtherVocabulary | None] = _same_vocabulary
     strategy: Callable[..., Strategy] = _outside_a_call
     sequences: Sequences | None = None
@@ -121,7 +115,7 @@ class Context:
     memory: Callable[..., Any] = no_memory
     embed: Callable[[Tensor], Tensor] = _outside_a_call
     head: Callable[[Tensor], Tensor] = _outside_a_call
-    module: Callable[..., ModulePasses] = _outside_a_call
+    module: OpensModule = _outside_a_call
     new_tokens: int | None = None
     clock: Callable[[], float] = time.perf_counter
     first_layers: Callable[[int], PreTrainedModel] = _outside_a_call

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from .constraints.vocabulary import Vocabulary
     from .context import Sequences
-    from .strategy import Step
+    from .strategy import Step, Strategy
 
 
 @dataclass(frozen=True)
@@ -244,6 +244,49 @@ class DraftVocabulary:
             left = Candidates(dense.index_select(-1, self.ids), own, self.size)
         tokens, weights = left.best(count, plan, sampling, positions)
         return Expansion(tokens, weights, dense if keep_scores else None)
+
+
+class OpensDraft(Protocol):
+    """:attr:`Context.draft`: opens a draft model for the length of a call."""
+
+    def __call__(
+        self, model: PreTrainedModel | str, *, ahead: int, children: int = 1, stage: Strategy | None = None,
+        seldom: bool = False,
+    ) -> Drafter:  # fmt: skip
+        """A drafter with rows, a cache and compiled passes of its own.
+
+        Args:
+            model: loaded, or the path of one.
+            ahead: most nodes that a round writes behind the committed tokens.
+            children: continuations of each node that :attr:`Expansion.tokens` has.
+            stage: drafts for the draft model, whose rounds are then made of :meth:`Drafter.advance`.
+            seldom: whether it may be asked late or never: it reads the prompts when it first drafts; where rows come and go, as
+                they join. One with a stage reads them at once.
+
+        Raises:
+            UnsupportedError: a model that cannot draft for this target, or a stage that drafts from what only the target hands out.
+        """
+
+
+class OpensModule(Protocol):
+    """:attr:`Context.module`: makes a drafter that is no language model ready for a call."""
+
+    def __call__(
+        self, module: nn.Module, *, ahead: int, example: tuple[Tensor, ...], on_device: bool = True
+    ) -> ModulePasses:
+        """Its passes, with a slot cache, tree masks and packed weights like a draft model's, compiled where the call compiles.
+
+        Args:
+            module: is called with its inputs and ``attention_mask``, ``position_ids`` and ``cache`` (or ``past_key_values``, if its
+                ``forward`` has that), all ready, which it hands to attention layers of transformers (``LlamaDecoderLayer``, say;
+                :func:`cache_keyword` has the name that they take it by).
+            ahead: most nodes that a step writes behind a row.
+            example: what it reads of one node, ``[1, 1, …]`` each.
+            on_device: false where what drafts with it waits for the device: such a step is not recorded.
+
+        Raises:
+            UnsupportedError: a module on another device.
+        """
 
 
 class Forced(Protocol):

@@ -113,7 +113,9 @@ def api() -> Iterator[str]:
     yield from section("decoders.strategies.ngram_table", {"NgramTable": ngram_table.NgramTable})
     yield from section("decoders.strategies.ngram_training", {"train_table": ngram_training.train_table})
     yield from section("decoders.sampling", {n: getattr(sampling, n) for n in sampling.__all__})
-    names = ("Drafter", "Expansion", "Advance", "DraftVocabulary", "OtherVocabulary", "ModulePasses", "Forced")
+    names = (
+        "Drafter", "Expansion", "Advance", "DraftVocabulary", "OtherVocabulary", "ModulePasses", "Forced", "OpensDraft", "OpensModule",
+    )  # fmt: skip
     yield from section("decoders.drafting", {n: getattr(drafting, n) for n in (*names, "cache_keyword")})
     yield from section("decoders.costs", {n: getattr(costs, n) for n in costs.__all__})
     yield from section("decoders.serving", {n: getattr(serving, n) for n in serving.__all__})
@@ -165,8 +167,11 @@ def entry(module: str, name: str, value: Any) -> Iterator[str]:
     if not (inspect.isclass(value) or inspect.isroutine(value)):
         yield f"{constant(where, value)}\n"
         return
-    yield f"```text\n{kind(value)}{name}{signature(value)}\n```\n"
+    call = vars(value).get("__call__") if getattr(value, "_is_protocol", False) else None  # a function by its type
+    yield f"```text\n{kind(value) if call is None else ''}{name}{signature(call or value)}\n```\n"
     yield body(value, where)
+    if call is not None:
+        yield body(call, where)
     if not inspect.isclass(value):
         return
     if issubclass(value, settings.Settings) and value.model_fields:
