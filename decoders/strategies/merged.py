@@ -76,6 +76,8 @@ class Merged(Strategy):
         self.needs_assistant = any(part.needs_assistant for part in parts)
         self.needs_grammar = any(part.needs_grammar for part in parts)
         self.timed = any(part.timed for part in parts)
+        self.rests = all(part.rests or not (part.observes or part.reads_prompt) for part in parts)
+        self.misses_steps = all(part.misses_steps or not part.observes for part in parts)
         self.rows_apart = all(part.rows_apart for part in parts)
         self.on_device = all(part.on_device for part in parts)
         self.prompt_logits = any(part.prompt_logits for part in parts)
@@ -196,9 +198,16 @@ class Merged(Strategy):
         )
 
     def observe(self, state: MergedState, step: Step) -> None:
-        for part, own, mine in zip(self.parts, state.parts, state.owned, strict=True):
-            if part.observes:
-                part.observe(own, _first(replace(step, layers=self._layers(state, part, step.layers)), mine))
+        count = step.own_nodes
+        owned = state.owned if count != 0 else [range(1, 1)] * len(self.parts)  # nobody's nodes can be told apart
+        for part, own, mine in zip(self.parts, state.parts, owned, strict=True):
+            if not part.observes:
+                continue
+            part_step = replace(step, layers=self._layers(state, part, step.layers))
+            if count:  # the block has been cut behind its first nodes
+                mine = range(min(mine.start, count), min(mine.stop, count))
+                part_step = replace(part_step, own_nodes=len(mine) + 1)
+            part.observe(own, _first(part_step, mine))
 
 
 def joined(trees: Sequence[Topology | TreeTensors], like: Tensor) -> Topology | TreeTensors:

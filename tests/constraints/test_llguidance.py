@@ -158,6 +158,17 @@ def test_a_grammar_that_would_be_loosened_is_refused_unless_the_whole_text_is_ju
     assert accepts(compiled(vocabulary, lark=lark, whole=SimpleNamespace()), '"x"')
 
 
+def test_bytes_that_no_text_needs_may_have_no_tokens() -> None:
+    """As in SmolLM2's vocabulary."""
+    some = Vocabulary([None if byte in b"\x04\x16\xf1\xf2" else bytes([byte]) for byte in range(256)] + [None], [256])
+    grammar = compiled(some, lark=library.read("json.lark"))
+    assert accepts(grammar, '{"é": ["😀", 1]}') and not accepts(grammar, '"\U00050000"')
+    for legal in walk(grammar.start(), 3, 40):
+        assert legal and not legal & {0x04, 0x16, 0xF1, 0xF2}
+    with pytest.raises(GrammarError, match="leads nowhere|NoExtension"):
+        compiled(some, regex="\U00050000")
+
+
 def test_a_vocabulary_that_lacks_bytes_is_refused_since_texts_could_get_stuck() -> None:
     some = Vocabulary([bytes([byte]) for byte in range(256) if byte != 10] + [b"\n\n", None], [256])
     with pytest.raises(GrammarError, match=r"byte 0x0A.*'table'"):

@@ -151,9 +151,13 @@ def test_candidates_and_their_settings_are_the_users() -> None:
     assert len(out.report.accepted_lengths) <= 3
 
 
-def test_merged_drafters_that_learn_nothing_are_candidates() -> None:
-    out = auto_call(1, strategy_config={"candidates": ["prompt_lookup+ngram"]})
-    assert list(out.report.details["candidates"]) == ["prompt_lookup+ngram"]
+@pytest.mark.parametrize("merged", ["prompt_lookup+ngram", "prompt_lookup+suffix", "token_recycling+ngram"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_merged_drafters_that_can_rest_are_candidates(merged: str, rows: int) -> None:
+    out = auto_call(rows, strategy_config={"candidates": [merged]})
+    expected = reference(enabled(), prompts(rows), max_new_tokens=40)
+    assert list(out.report.details["candidates"]) == [merged]
+    assert_same_tokens(enabled(), prompts(rows), expected.sequences, out.sequences, merged)
 
 
 @pytest.mark.parametrize(
@@ -161,6 +165,7 @@ def test_merged_drafters_that_learn_nothing_are_candidates() -> None:
     [
         ({"candidates": ["lookahead"]}, SettingsError, r"'lookahead' learns from steps .*rests = True"),
         ({"candidates": ["threshold"]}, SettingsError, "'threshold' learns from steps"),
+        ({"candidates": ["suffix+lookahead"]}, SettingsError, r"'suffix\+lookahead' learns from steps"),
         ({"candidates": ["prompt_lokup"]}, UnknownNameError, "prompt_lookup"),
         ({"candidates": ["auto"]}, SettingsError, "not auto itself"),
         ({"candidates": []}, SettingsError, "candidates"),

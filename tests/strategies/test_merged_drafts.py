@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from decoders.registry.resolve import resolve_strategy
 from decoders.strategies import PromptLookup, Speculative
 from decoders.strategies.merged import Merged, MergedSettings, MergedState
 from decoders.strategy import Sequences, Step
 from decoders.testing import Replay, assert_same_tokens, decode, prompts
+from decoders.testing.conditions import Conditions
+from decoders.testing.resting import check_rests
 
 EAGER = {"compile": False, "prefill_chunk": 8}
 SAMPLING = dict(do_sample=True, seed=5, temperature=0.8, top_k=40)
@@ -92,26 +95,54 @@ def test_a_block_with_more_nodes_of_others_than_there_are_tokens_changes_no_toke
         assert_exact(target, near, wide, inputs, new=12)
 
 
-def test_every_part_sees_its_own_nodes_right_behind_the_root():
-    """A block of the root, two nodes of the first part, two of the second and a padded one; the paths go down one part's nodes each."""
+def seen_by_the_second(own_nodes: int | None) -> Step:
+    """Of a block of the root, two nodes of the first part, two of the second and a padded one; the paths go down one part's nodes each."""
     seen: list[Step] = []
 
     class Sees(PromptLookup):
         name = "sees"
+        rests = True
 
         def observe(self, state: Any, step: Step) -> None:
             seen.append(step)
 
-    strategy = Merged([PromptLookup(), Sees()])
     nodes, one = torch.tensor([[10, 11, 12, 13, 14, 15]] * 2), torch.tensor([4, 4])
     step = Step(
         nodes=nodes, chosen=nodes + 100, path=torch.tensor([[0, 3, 4, 0], [0, 1, 2, 0]]), accepted=one - 2,
         emitted=one - 1, logits=nodes[..., None] + 0.5, hidden=nodes[..., None] + 0.25,
-        sequences=Sequences(torch.zeros(2, 8, dtype=torch.int64), one, one, one > 9, one),
+        sequences=Sequences(torch.zeros(2, 8, dtype=torch.int64), one, one, one > 9, one), own_nodes=own_nodes,
     )  # fmt: skip
+    strategy = Merged([PromptLookup(), Sees()])
+    assert strategy.rests
     strategy.observe(MergedState([None, None], [range(1, 3), range(3, 5)], 64), step)
     (mine,) = seen
-    assert mine.nodes.tolist() == [[10, 13, 14, 11, 12, 15]] * 2
+    return mine
+
+
+def test_every_part_sees_its_own_nodes_right_behind_the_root():
+    mine = seen_by_the_second(None)
+    assert mine.nodes.tolist() == [[10, 13, 14, 11, 12, 15]] * 2 and mine.own_nodes is None
     assert mine.path.tolist() == [[0, 1, 2, 0], [0, 3, 4, 0]]
     for name, before in (("chosen", 100), ("logits", 0.5), ("hidden", 0.25)):
         assert torch.equal(getattr(mine, name).squeeze(-1), mine.nodes + before)
+
+
+@pytest.mark.parametrize(
+    ("verified", "own", "nodes"),
+    [
+        (5, 3, [10, 13, 14, 11, 12, 15]),
+        (4, 2, [10, 13, 11, 12, 14, 15]),
+        (2, 1, [10, 11, 12, 13, 14, 15]),
+        (0, 0, [10, 11, 12, 13, 14, 15]),
+    ],
+)
+def test_parts_are_told_how_many_of_their_nodes_were_verified(verified: int, own: int, nodes: list[int]) -> None:
+    mine = seen_by_the_second(verified)
+    assert (mine.own_nodes, mine.nodes[0].tolist()) == (own, nodes)
+
+
+@pytest.mark.parametrize("strategy", ["speculative+prompt_lookup", "suffix+token_recycling"])
+def test_merged_drafters_that_can_rest_do(strategy: str) -> None:
+    merged = resolve_strategy(strategy)
+    assert merged.rests
+    check_rests(merged, Conditions())

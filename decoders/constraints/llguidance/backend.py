@@ -14,8 +14,11 @@ from .matcher import LLGuidanceMatcher, writable
 from .source import compile_matcher, source
 from .tokenizer import tokenizer_for
 
-#: Bytes that occur in UTF-8.
-_UTF8 = (*range(0x80), *range(0x80, 0xC0), *range(0xC2, 0xF5))
+#: Bytes of UTF-8 that only texts with control characters have (tabs and ends of lines are none here), or with characters of planes 4
+#: to 16, which are unassigned or private. Tokenizers that were trained on little text have no tokens for some (SmolLM2's).
+_SELDOM = {*range(0x20), 0x7F, *range(0xF1, 0xF5)} - set(b"\t\n\r")
+#: The others.
+_NEEDED = sorted({*range(0xC0), *range(0xC2, 0xF5)} - _SELDOM)
 
 
 class LLGuidance(Backend):
@@ -25,14 +28,14 @@ class LLGuidance(Backend):
     summary = "Earley parser: context-free grammars and recursion, compiles in a millisecond; masks on the host"
 
     def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> LLGuidanceGrammar:
-        """`language` for `vocabulary`.
+        """`language` for `vocabulary`. Texts with control characters and characters of planes 4 to 16 that have no tokens are left out.
 
         Raises:
-            GrammarError: llguidance cannot read it, hits a limit at once, or could be led into a dead end: some byte
-                of UTF-8 has no token of its own.
+            GrammarError: llguidance cannot read it, hits a limit at once, or could be led into a dead end: some other byte of UTF-8
+                has no token of its own.
         """
         text = source(language)
-        missing = [byte for byte in _UTF8 if bytes([byte]) not in vocabulary.ids]
+        missing = [byte for byte in _NEEDED if bytes([byte]) not in vocabulary.ids]
         if missing:
             shown = ", ".join(f"0x{byte:02X}" for byte in missing[:8]) + (" …" if len(missing) > 8 else "")
             raise GrammarError(
