@@ -30,6 +30,7 @@ from .drafts.first_layers import first_layers
 from .drafts.modules import ModuleTwin
 from .features import OutputHead, layer_indices
 from .locks import CallLock
+from .self_check import parameters_read
 from .session import Sessions
 from .target import Target
 from .weights.freed import FreedParameter, FreedWeights, free_originals, restore_originals
@@ -135,7 +136,7 @@ class Engine:
         """Frees the dense weights of `model`, or gives them back."""
         with self.lock:
             if weights == "packed" and self._freed is None:
-                self._freed = free_originals(model, self.target.packing)
+                self._freed = free_originals(model, self.target.packing, parameters_read(self.target))
             elif weights == "keep" and self._freed is not None:
                 restore_originals(self._freed, self.target.packing)
                 self._freed = None
@@ -211,6 +212,11 @@ class Engine:
         if self.target.recurrent:
             raise UnsupportedError(
                 f"{type(model).__name__} keeps recurrent states, which a draft would have to take back: it cannot be left early"
+            )
+        if self._freed is not None:
+            raise UnsupportedError(
+                "weights='packed' has freed the weights that a draft of the first layers shares: leave weights='keep', or take another "
+                "strategy"
             )
         with self.lock:
             if count not in self._cut:

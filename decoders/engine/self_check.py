@@ -14,7 +14,7 @@ from ..tree import Topology
 from .batches import mixed
 from .batches.mixed import PromptPiece
 from .cache import CacheBuffers, LayerSpec
-from .layout import embeddings_of
+from .weights.freed import ReadParameters
 from .weights.quantization import quantize
 from .weights.twin import share_weights
 
@@ -33,19 +33,10 @@ def check_tree_logits(target: Target, model: PreTrainedModel, layout: list[Layer
     Raises:
         UnsupportedError: the logits differ by more than rounding.
     """
-    vocab = embeddings_of(model)
-    prompt, branch = [3 % vocab, 5 % vocab, 7 % vocab], [11 % vocab, 13 % vocab]
-    device = target.device
-    tree = Topology.branches(2, 2)
-    nodes = torch.tensor([[prompt[-1], 1, 2 % vocab, *branch]], device=device)
-    buffers = CacheBuffers.allocate(layout, 1, 16)
-    start = torch.zeros(1, dtype=torch.int64, device=device)
-    view = torch.arange(8, device=device)
-    target.prefill(torch.tensor([prompt[:-1]], device=device), start, buffers, view, 0)
-    ours = target.forward(nodes, start + 2, tree.tensors(1, device), buffers, view).logits[0, -1]
+    prompt, branch, ours = _small_tree(target, layout)
     reference = share_weights(model)  # as in evaluation, whatever mode the user's model is in
     quantize(reference, target.precision.weights, reference.get_output_embeddings(), groups=target.groups)
-    ids = torch.tensor([prompt + branch], device=device)
+    ids = torch.tensor([prompt + branch], device=target.device)
     plain = reference(input_ids=ids, use_cache=False).logits[0, -1].float()
     gap, scale = (ours - plain).abs().max().item(), max(plain.abs().max().item(), 1.0)
     tolerance = 1e-4 if target.dtype == torch.float32 and not target.rounds else 0.1
@@ -56,6 +47,29 @@ def check_tree_logits(target: Target, model: PreTrainedModel, layout: list[Layer
             f"{type(model).__name__}: logits verified through a token tree differ from a plain forward by {gap:.2g} "
             f"(largest logit {scale:.2g}), so strategies would not be exact. Call generate without strategy=."
         )
+
+
+def _small_tree(target: Target, layout: list[LayerSpec]) -> tuple[list[int], list[int], Tensor]:
+    """Reads a prompt and verifies two branches: the prompt, the second branch, and the logits after it, ``[V]`` float32."""
+    vocab, device = target.embeddings, target.device
+    prompt, branch = [3 % vocab, 5 % vocab, 7 % vocab], [11 % vocab, 13 % vocab]
+    tree = Topology.branches(2, 2)
+    nodes = torch.tensor([[prompt[-1], 1, 2 % vocab, *branch]], device=device)
+    buffers = CacheBuffers.allocate(layout, 1, 16)
+    start = torch.zeros(1, dtype=torch.int64, device=device)
+    view = torch.arange(8, device=device)
+    target.prefill(torch.tensor([prompt[:-1]], device=device), start, buffers, view, 0)
+    return prompt, branch, target.forward(nodes, start + 2, tree.tensors(1, device), buffers, view).logits[0, -1]
+
+
+@torch.no_grad()
+def parameters_read(target: Target) -> set[int]:
+    """The ids of the parameters whose values its passes read. Those of packed layers are read by others: a recurrent layer or an
+    adapter that multiplies by them itself.
+    """
+    with ReadParameters() as reads:
+        _small_tree(target, target.layout)
+    return reads.ids
 
 
 @torch.no_grad()

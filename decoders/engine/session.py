@@ -202,13 +202,15 @@ class Sessions:
         """
         texts = [prompt.cpu() for prompt in prompts]
         texts += [torch.zeros(1, dtype=torch.int64)] * (row_bucket(len(texts), self.target.static) - len(texts))
-        session = self._take(texts, slots_for(slots, self.target.static_slots))
+        session, weights = self._take(texts, slots_for(slots, self.target.static_slots)), self.target.weights
         try:
             reusable = self._fill(session, texts) if reuse else [0] * len(texts)
             session.forget()
             session.start(prompts, new_tokens, sampling if shared else session.own(sampling))
             yield OpenSession(session, reusable, [len(text) for text in texts])
         finally:
+            if self.target.weights is not weights:  # a call within this one has met others
+                session.forget()
             self._free.append(session)
             del self._free[: -self.kept]
 

@@ -24,7 +24,7 @@ def base_of(model: Any) -> Any:
 
 
 def refuse_prompt_learning(model: PreTrainedModel, wrapper: Any) -> None:
-    """Raises UnsupportedError where an adapter puts vectors in front of the prompt: the loop would decode without them.
+    """Raises UnsupportedError where an adapter puts vectors in front of the prompt, or begins within it: the loop would decode without.
 
     Args:
         model: what generates.
@@ -38,6 +38,11 @@ def refuse_prompt_learning(model: PreTrainedModel, wrapper: Any) -> None:
         raise UnsupportedError(
             f"{kind} puts learnt vectors in front of the prompt, which is no token of it. Adapters of layers (LoRA and its "
             "kin) work; call generate without strategy= for this one."
+        )
+    if any(getattr(config, "alora_invocation_tokens", None) for config in active):
+        raise UnsupportedError(
+            "aLoRA adapts the tokens from its invocation on, whose places PEFT's own generate looks up and hands to every layer: "
+            "the loop would decode without the adapter. Call generate without strategy= for this one."
         )
     replaced = vars(model).get("prepare_inputs_for_generation")
     # PEFT puts the model's own method back as an attribute.

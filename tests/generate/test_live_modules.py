@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import types
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 from transformers.models.llama import modeling_llama as llama_file
 
 import decoders
@@ -18,6 +21,15 @@ from decoders.engine.weights.twin import WeightState, share_weights
 from decoders.testing import prompts, tiny_model
 
 NEW = 12
+
+
+class Slotted:
+    """Keeps its value in a slot."""
+
+    __slots__ = ("factor",)
+
+    def __init__(self) -> None:
+        self.factor = 1.0
 
 
 class Helper:
@@ -37,9 +49,13 @@ class Scaled(nn.Module):
         self.listed: list[float] = [1.0, 2.0]
         self.loose = torch.ones(1)
         self.plain = 1.0
+        self.space, self.slotted, self.array = types.SimpleNamespace(factor=1.0), Slotted(), np.ones(3)
+        self.queue, self.bytes, self.names = deque([1.0]), bytearray([1]), {"up"}
 
     def forward(self, x: Tensor) -> Tensor:
         factor = self.nested["by"]["name"][1] * self.listed[0] * self.helper.factor * self.plain
+        factor *= self.space.factor * self.slotted.factor * float(self.array[1]) * self.queue[0] * self.bytes[0]
+        factor *= -1 if "down" in self.names else 1
         return self.inner(x) * factor * self.loose
 
 
@@ -76,6 +92,30 @@ def plain(module: Scaled) -> None:
     module.plain = 2.5
 
 
+def space(module: Scaled) -> None:
+    module.space.factor = -1.5
+
+
+def slotted(module: Scaled) -> None:
+    module.slotted.factor = -1.5
+
+
+def array(module: Scaled) -> None:
+    module.array[1] = -2
+
+
+def queue(module: Scaled) -> None:
+    module.queue[0] = -0.5
+
+
+def a_byte(module: Scaled) -> None:
+    module.bytes[0] = 4
+
+
+def names(module: Scaled) -> None:
+    module.names.add("down")
+
+
 def closure(module: Scaled) -> None:
     before = module.forward
     module.forward = lambda x: before(x) * -1.5  # type: ignore[method-assign]
@@ -92,7 +132,10 @@ def partial(module: Scaled) -> None:
     module.forward = functools.partial(forward, module, -2.0)  # type: ignore[method-assign]
 
 
-CHANGES = [nested, listed, helper, another_helper, loose, another_loose, loose_data, plain, closure, method, partial]
+CHANGES = [
+    nested, listed, helper, another_helper, loose, another_loose, loose_data, plain, space, slotted, array, queue, a_byte, names,
+    closure, method, partial,
+]  # fmt: skip
 
 
 def scaled_model() -> PreTrainedModel:
@@ -311,6 +354,139 @@ def test_a_hook_or_patch_for_all_models_counts_until_it_is_taken_back(
     finally:
         undo()
     assert torch.equal(ours(model), first)
+
+
+STRENGTH = 0.0
+
+
+class Steers:
+    """A hook that adds a vector."""
+
+    def __init__(self) -> None:
+        self.strength, self.vector = 0.0, torch.zeros(32)
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return output + self.strength
+
+
+def steers_by_an_attribute(layer: nn.Module, patch: pytest.MonkeyPatch) -> Callable[[], None]:
+    hook = Steers()
+    layer.register_forward_hook(hook)
+    return lambda: setattr(hook, "strength", 1.0)
+
+
+def steers_by_a_closure(layer: nn.Module, patch: pytest.MonkeyPatch) -> Callable[[], None]:
+    strength = {"by": 0.0}
+    layer.register_forward_hook(lambda module, args, output: output + strength["by"])
+    return lambda: strength.update(by=1.0)
+
+
+def steers_by_a_global(layer: nn.Module, patch: pytest.MonkeyPatch) -> Callable[[], None]:
+    layer.register_forward_hook(lambda module, args, output: output + STRENGTH)
+    return lambda: patch.setitem(globals(), "STRENGTH", 1.0)
+
+
+def steers_by_a_tensor(layer: nn.Module, patch: pytest.MonkeyPatch) -> Callable[[], None]:
+    vector = torch.zeros(32)
+    layer.register_forward_hook(lambda module, args, output: output + vector)
+    return lambda: vector.copy_(torch.linspace(-2, 2, 32))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [steers_by_an_attribute, steers_by_a_closure, steers_by_a_global, steers_by_a_tensor],
+    ids=lambda hook: hook.__name__,
+)
+def test_what_a_hook_reads_counts_in_the_next_call(
+    hook: Callable[..., Callable[[], None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = decoders.enable(tiny_model("llama"))
+    change = hook(model.model.layers[0].mlp, monkeypatch)
+    first = ours(model)
+    assert torch.equal(first, plain_tokens(model))
+    change()
+    expected = plain_tokens(model)
+    assert not torch.equal(expected, first), "the change must matter"
+    assert torch.equal(ours(model), expected)
+
+
+FACTOR = 1.0
+
+
+def factor_of(module: nn.Module, by: float = 1.0) -> float:
+    return by
+
+
+class Named(nn.Module):
+    """An MLP that is scaled by values of its class and its file."""
+
+    scale = 1.0
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    @property
+    def own(self) -> float:
+        return 1.0
+
+    @classmethod
+    def of_class(cls) -> float:
+        return 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * (self.scale * FACTOR * self.own * self.of_class() * factor_of(self))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda patch: patch.setattr(Named, "scale", -1.0),
+        lambda patch: patch.setitem(globals(), "FACTOR", -1.0),
+        lambda patch: patch.setattr(Named, "own", property(lambda self: -1.0)),
+        lambda patch: patch.setattr(Named, "of_class", classmethod(lambda cls: -1.0)),
+        lambda patch: patch.setattr(factor_of, "__defaults__", (-1.0,)),
+        lambda patch: patch.setattr(factor_of, "__code__", (lambda module, by=1.0: -1.0).__code__),
+    ],
+    ids=["class attribute", "global", "property", "classmethod", "defaults", "code"],
+)
+def test_a_value_of_the_class_or_its_file_counts_in_the_next_call(
+    change: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.mlp = Named(layer.mlp)
+    first = ours(decoders.enable(model))
+    change(monkeypatch)
+    expected = plain_tokens(model)
+    assert not torch.equal(expected, first), "the change must matter"
+    assert torch.equal(ours(model), expected)
+
+
+def test_a_call_within_a_call_may_change_the_weights() -> None:
+    """What the outer call has read, it has read with the weights before."""
+    model = decoders.enable(tiny_model("llama"))
+
+    class Changes(BaseStreamer):
+        puts = 0
+
+        def put(self, value: Tensor) -> None:
+            self.puts += 1
+            if self.puts == 3:
+                with torch.no_grad():
+                    model.model.layers[0].self_attn.v_proj.weight.mul_(-1)
+                ours(model)
+
+        def end(self) -> None: ...
+
+    loop = {"compile": False}
+    one = {name: value[-1:] for name, value in prompts(2).items()}
+    model.generate(
+        **one, strategy="autoregressive", max_new_tokens=6, do_sample=False, streamer=Changes(), decoders_config=loop
+    )
+    options = dict(max_new_tokens=NEW, do_sample=False)
+    out = model.generate(**one, strategy="autoregressive", decoders_config=loop, **options)
+    assert torch.equal(out, type(model).generate(model, **one, **options))
 
 
 class Reread(nn.Module):

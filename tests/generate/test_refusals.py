@@ -234,6 +234,15 @@ def test_an_assistant_that_is_no_model_is_told_what_is_wanted(llama: PreTrainedM
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers and peft disagree about a deprecated name
+def test_adapters_that_begin_within_the_prompt_are_refused() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[9, 11])
+    model = decoders.enable(peft.get_peft_model(tiny_model("llama"), config).eval())
+    with pytest.raises(UnsupportedError, match="aLoRA"):
+        model.generate(**prompts(), strategy="prompt_lookup", max_new_tokens=4)
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers and peft disagree about a deprecated name
 def test_adapters_by_row_are_refused_and_leave_no_hooks() -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)

@@ -138,6 +138,37 @@ def test_strategies_decode_without_the_dense_weights(freed: PreTrainedModel, str
     assert out.report.reused == [INPUTS["input_ids"].shape[1] - 1]
 
 
+class Multiplies(nn.Module):
+    """Reads the weight of a linear layer of its own."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.inner.weight) + self.inner(x)
+
+
+def test_weights_that_others_read_stay() -> None:
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.mlp.down_proj = Multiplies(layer.mlp.down_proj)
+    decoders.enable(model)
+    expected = plainly(model)
+    assert torch.equal(ours(model, "packed"), expected)
+    stays = {name for name, parameter in model.named_parameters() if not isinstance(parameter, FreedParameter)}
+    assert any("down_proj.inner" in name for name in stays) and not any("q_proj" in name for name in stays)
+
+
+def test_first_layers_need_the_dense_weights() -> None:
+    model = decoders.enable(tiny_model("llama"))
+    ours(model, strategy="early_exit")
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match="first layers shares"):
+            ours(model, "packed", strategy="early_exit")
+    assert torch.equal(ours(model, strategy="early_exit"), plainly(model))
+
+
 def test_self_draft_decodes_without_the_dense_weights(freed: PreTrainedModel) -> None:
     assert torch.equal(ours(freed, "packed", strategy="speculative", assistant_model=freed), freed.expected)
 

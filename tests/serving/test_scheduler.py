@@ -281,6 +281,23 @@ def test_what_a_running_or_finished_request_has_read_is_not_read_again(
     assert [g.report.reused[0] >= 60 for g in generations if g.report] == [False] + [True] * 5
 
 
+def test_what_was_read_with_other_weights_is_read_again_while_rows_run(
+    scheduler_of: Any, write_alone: Any, text_of: Any
+) -> None:
+    model, prompt = decoders.enable(tiny_model("llama", max_position_embeddings=8192)), text_of(0, 60)
+    with scheduler_of(model, slots=8000) as scheduler:
+        running = scheduler.submit(prompt, max_new_tokens=7000)
+        before = scheduler.submit(prompt, max_new_tokens=8)
+        before.result(60)
+        with torch.no_grad():
+            model.model.layers[0].self_attn.v_proj.weight.mul_(-1)
+        after = [scheduler.submit(prompt, max_new_tokens=8) for _ in range(2)]
+        got = [written(generation, prompt) for generation in after]
+        assert not running.done() and got[0] != before.tokens
+        running.cancel()
+    assert got == [write_alone(model, prompt, max_new_tokens=8)] * 2
+
+
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(

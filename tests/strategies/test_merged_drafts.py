@@ -96,7 +96,7 @@ def test_a_block_with_more_nodes_of_others_than_there_are_tokens_changes_no_toke
 
 
 def seen_by_the_second(own_nodes: int | None) -> Step:
-    """Of a block of the root, two nodes of the first part, two of the second and a padded one; the paths go down one part's nodes each."""
+    """Of the root, two nodes of the first part, two of the second and a padded one; the paths go down one part's nodes each."""
     seen: list[Step] = []
 
     class Sees(PromptLookup):

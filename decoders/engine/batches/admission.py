@@ -15,6 +15,7 @@ from ..loop import Call
 from ..prefixes import NOTHING, KeptText
 from ..request import Request
 from ..request_output import RequestOutput
+from ..weights.twin import WeightState
 from .pool import RowPool
 from .prefill_plan import PrefillPlan
 
@@ -33,6 +34,7 @@ class Seat:
         to_read: chunks of the plan that are still to come.
         chunks: what its strategy is to be shown of the prompt, if it reads prompts: at the beginning of its first step. Without
             logits.
+        weights: those that its prompt is read with, None before that has begun.
         row: the row of the batch that it is, None while it is read.
         turns: passes that it had, and those that others had had when it came; who has had fewest is next.
     """
@@ -42,6 +44,7 @@ class Seat:
     plan: PrefillPlan | None = None
     to_read: list[tuple[int, int]] = field(default_factory=list)
     chunks: list[PromptChunk] = field(default_factory=list)
+    weights: WeightState | None = None
     row: int | None = None
     turns: int = 0
 
@@ -202,7 +205,7 @@ class Admission:
             chunk = min(chunk, max(int(pause / self._pace / len(seats)), 32) if self._pace else 128)
         plan = PrefillPlan.of([len(seat.prompt) for seat in seats], kept, chunk, self.pool.target)
         for seat, start in zip(seats, plan.starts, strict=True):
-            seat.plan = replace(plan, starts=[start])
+            seat.plan, seat.weights = replace(plan, starts=[start]), self.pool.target.weights
             seat.to_read = list(plan.chunks)
             seat.member.report.reused = [start]
 
@@ -226,7 +229,9 @@ class Admission:
         return texts
 
     def held(self, seat: Seat) -> KeptText:
-        """The text whose keys and values are in a seat's slots."""
+        """The text whose keys and values are in a seat's slots; nothing if weights were written to since it came."""
+        if seat.weights is not None and seat.weights is not self.pool.target.weights:
+            return NOTHING
         if seat.row is not None:
             written = seat.member.text(0).cpu()
             return self.pool.kept(seat.place, written[: max(len(written) - 1 - self.call.pending, 0)])

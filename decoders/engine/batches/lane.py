@@ -84,7 +84,10 @@ class Lane:
         """Gives a request of one row a place; its prompt is read in the next steps."""
         assert len(request.prompts) == 1 and self.free > 0
         if not self.seats:
-            self._begin()
+            self._tiers = self.call.forward_pass.steady_tiers(self.template.runtime.compile)
+        if self._weights is not self.engine.target.weights:  # they were written to: what is kept is not theirs
+            self._weights = self.engine.target.weights
+            self.pool.forget()
         member = RequestOutput(request, empty_report(request, self.engine.target))
         seat = Seat(member, self.admission.take_place(request))
         seat.turns = min((other.turns for other in self.seats if other.row is None), default=0)
@@ -137,14 +140,6 @@ class Lane:
             self.call.forward_pass.during(self.template.runtime.compile, self.call.report, self._tiers),
         ):
             yield
-
-    def _begin(self) -> None:
-        """The first request after a rest."""
-        target = self.engine.target
-        if self._weights is not target.weights:  # they were written to: what is kept is not theirs
-            self._weights = target.weights
-            self.pool.forget()
-        self._tiers = self.call.forward_pass.steady_tiers(self.template.runtime.compile)
 
     def _settle(self) -> None:
         """Those whose prompts are read join the batch, in the rows of those that have left it if there are any."""

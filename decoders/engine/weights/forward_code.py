@@ -1,4 +1,6 @@
-"""Which functions run in the forward passes of a model's modules: to patch a class or a modeling file is to change the model."""
+"""Which functions and constants make the forward passes of a model's modules: to patch a class or a modeling file is to change the
+model.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,10 @@ from typing import Any
 
 from torch import nn
 
-#: What a place holds now: functions, classes and other callables.
+#: What a place holds now: functions with their code and defaults, classes and other callables, plain values.
 Code = tuple[object, ...]
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 class _Watched:
@@ -27,7 +31,11 @@ class _Watched:
         self.code = self.read()
 
     def read(self) -> Code:
-        return tuple([get(place) for get, place in self._read])
+        read = [get(place) for get, place in self._read]
+        functions = [
+            f for each in read for f in (each if type(each) is tuple else (each,)) if type(f) is types.FunctionType
+        ]
+        return tuple(read), tuple([(f.__code__, f.__defaults__) for f in functions])
 
 
 _watched: dict[type, _Watched] = {}
@@ -36,8 +44,9 @@ _watched: dict[type, _Watched] = {}
 def forward_code(kinds: Iterable[type[nn.Module]]) -> tuple[Code, ...]:
     """The functions that modules of these classes run: ``forward``, methods that it calls, and functions of their modeling files.
 
-    It differs whenever one of them was exchanged. Functions of torch, and those of transformers outside its modeling files, are
-    taken as they are named there: what they call themselves is not looked at.
+    It differs whenever one of them, or its code, was exchanged, or a plain value that they name in their class or file. Functions of
+    torch, and those of transformers outside its modeling files, are taken as they are named there: what they call themselves is
+    not looked at.
     """
     return tuple([_code_of(kind) for kind in kinds])
 
@@ -69,18 +78,20 @@ def _places(kind: type[nn.Module]) -> tuple[list[str], list[tuple[dict[str, Any]
         if function is None or id(function) in seen:
             continue
         seen.add(id(function))
-        waiting.extend(_captured(function))
+        waiting.extend(captured(function))
         if not _looked_into(function):
             continue
         space = function.__globals__
-        for name in _names(function.__code__):
+        for name in global_names(function.__code__):
             held = space.get(name)
             if held is None:
-                held = getattr(kind, name, None)
-                if isinstance(held, types.FunctionType) and held is not getattr(nn.Module, name, None):
+                if name in vars(nn.Module) or name not in _class_names(kind):
+                    continue
+                held = getattr(kind, name)
+                if isinstance(held, (types.FunctionType, types.MethodType, property, *_PLAIN)):
                     attributes[name] = None
-                    waiting.append(held)
-            elif callable(held):
+                    waiting.append(held.fget if isinstance(held, property) else held)
+            elif callable(held) or isinstance(held, _PLAIN):
                 spaces.setdefault(id(space), (space, {}))[1][name] = None
                 waiting.append(held)
     return list(attributes), [(space, list(names)) for space, names in spaces.values()]
@@ -93,13 +104,26 @@ def _plain(value: Any) -> types.FunctionType | None:
     return value if isinstance(value, types.FunctionType) else None
 
 
-def _captured(function: types.FunctionType) -> Iterator[Any]:
-    """What a decorator keeps."""
+def _class_names(kind: type) -> set[str]:
+    return {name for base in kind.__mro__ for name in vars(base)}
+
+
+def captured(function: types.FunctionType) -> Iterator[Any]:
+    """What a function made within another one, by a decorator say, keeps of that."""
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
         except ValueError:  # not there yet
             continue
+
+
+def is_of_library(function: types.FunctionType) -> bool:
+    """Whether it is one of torch or transformers, or of what hangs hooks on their models."""
+    return str(function.__globals__.get("__name__", "")).partition(".")[0] in _LIBRARIES
+
+
+#: Packages whose hooks keep what is no user's.
+_LIBRARIES = {"torch", "transformers", "accelerate", "peft", "decoders"}
 
 
 def _looked_into(function: types.FunctionType) -> bool:
@@ -108,8 +132,9 @@ def _looked_into(function: types.FunctionType) -> bool:
     return package != "torch" and (package != "transformers" or module.startswith("transformers.models."))
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
+def global_names(code: types.CodeType) -> Iterator[str]:
+    """The names of globals and attributes in a function's code, and in that of functions within."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+            yield from global_names(constant)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..torch_compat import WRITE_COUNTER, as_plain_tensors, own_parameters
 from .packing import PackedWeight, Packing, freed_error
@@ -30,10 +31,7 @@ class FreedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
-        name = getattr(func, "__name__", "")
-        if name == "__get__":
-            name = getattr(getattr(func, "__self__", None), "__name__", "")
-        if name not in _TOLD:
+        if _name_of(func) not in _TOLD:
             raise freed_error()
         with as_plain_tensors():
             return func(*args, **(kwargs or {}))
@@ -46,6 +44,20 @@ class FreedParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: object) -> tuple:
         raise freed_error()
+
+
+def _parameters(values: Iterable[Any]) -> Iterator[nn.Parameter]:
+    for value in values:
+        if isinstance(value, nn.Parameter):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _parameters(value)
+
+
+def _name_of(func: Callable) -> str:
+    """The name of a function of tensors, or of the attribute that it gets."""
+    name = getattr(func, "__name__", "")
+    return getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
 
 
 #: What may be asked of a freed weight.
@@ -74,13 +86,29 @@ class FreedWeights:
         return sum({id(weight): weight.packed.nbytes for *_, weight, _ in self.places}.values())
 
 
+class ReadParameters(TorchFunctionMode):
+    """Within it, notes which parameters' values are read, by their ids: packed layers multiply by their copies and read none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids: set[int] = set()
+
+    def __torch_function__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        if _name_of(func) not in _TOLD:
+            self.ids |= {id(parameter) for parameter in _parameters((*args, *(kwargs or {}).values()))}
+        return func(*args, **(kwargs or {}))
+
+
 @torch.no_grad()
-def free_originals(model: nn.Module, packing: Packing) -> FreedWeights:
+def free_originals(model: nn.Module, packing: Packing, read: Container[int] = ()) -> FreedWeights:
     """Frees the dense copy of every weight of `model` that only packed layers use; `packing` is of a twin of its tree.
 
     Until :func:`restore_originals`, the model itself cannot run, change or be saved: its weights are
     :class:`FreedParameter`, which say so. Weights that are also looked up (tied embeddings) stay. What ends this halfway leaves the
     model as it was.
+
+    Args:
+        read: ids of parameters whose values others than their layers read (:class:`ReadParameters`); they stay, too.
     """
     users: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -95,7 +123,8 @@ def free_originals(model: nn.Module, packing: Packing) -> FreedWeights:
             places = [place for source in weight.sources for place in users.get(source.data_ptr(), [])]
             if not places or any(name != "weight" or path not in packing.layers for path, _, name in places):
                 continue
-            if all(packing.layers[path].weight is weight for path, *_ in places):
+            kept = any(id(source) in read for source in weight.sources)
+            if not kept and all(packing.layers[path].weight is weight for path, *_ in places):
                 _free(weight, places, packing, freed)
     except BaseException:
         restore_originals(freed, packing)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import types
+from array import array
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
@@ -16,12 +19,14 @@ from transformers import PreTrainedConfig
 from ...common.transformers_compat import SET_BY_GENERATE
 from ..torch_compat import buffers_in, hooks_everywhere, hooks_of, local_part, parameters_in, writes_counted
 from .config_state import config_state
-from .forward_code import forward_code
+from .forward_code import captured, forward_code, global_names, is_of_library
 
 _INTERNAL = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 #: How deep, and how many entries of one container, are looked at.
 _DEPTH, _ENTRIES = 6, 1000
+#: Of how many numbers of an array it is seen that they have changed.
+_SAMPLES = 65_536
 #: How deep the helper objects of a closure may lie in each other.
 _HELPERS = 3
 
@@ -165,8 +170,9 @@ class WeightState:
         modules: changes whenever a weight is exchanged for another tensor, resized or cast, whenever a module is exchanged,
             hooked or switched, whenever an attribute of one is set to something else, and whenever a value of a config is.
         code: changes whenever a function that they run is exchanged, or one is hooked to all modules there are.
-        contents: changes whenever something is written into what attributes hold: dicts, lists, tensors, helper objects.
-        values: changes whenever a weight is written in place or gets other data.
+        contents: changes whenever something is written into what attributes hold (dicts, lists, tensors, helper objects), or a plain
+            value that a hook reads is another one.
+        values: changes whenever a weight is written in place or gets other data, or a tensor that a hook reads is.
     """
 
     modules: tuple
@@ -181,10 +187,15 @@ class WeightState:
         shapes = tuple((id(t), t.dtype, t.device, t.shape) for t in tensors)
         modules: list[object] = []
         held: list[object] = []
+        loose: list[Tensor] = []
         configs: dict[int, PreTrainedConfig] = {}
         for module in parts:
             after, before = hooks_of(module)
             modules += [id(module), *after, *before]
+            for hook in (*after.values(), *before.values()):
+                read = read_by(hook)
+                held += [value for value in read if not isinstance(value, Tensor)]
+                loose += [value for value in read if isinstance(value, Tensor)]
             for name, value in vars(module).items():
                 if name in _INTERNAL or _foreign(name):
                     continue
@@ -198,7 +209,7 @@ class WeightState:
                         configs[id(value)] = value
         modules += [config_state(config, _other_content) for config in configs.values()]
         code = hooks_everywhere(), forward_code(dict.fromkeys(map(type, parts)))
-        return cls((shapes, tuple(modules)), code, tuple(held), tuple(map(_written, tensors)))
+        return cls((shapes, tuple(modules)), code, tuple(held), tuple(map(_written, (*tensors, *loose))))
 
     def replaces(self, other: WeightState) -> bool:
         """Whether these are `other` with other values and contents: what runs the model sees them by itself."""
@@ -223,27 +234,67 @@ def _content(value: Any, depth: int) -> object:
         return value
     if isinstance(value, Tensor):
         return id(value), *_written(value)
+    if isinstance(value, (np.ndarray, array, bytearray)):
+        numbers = np.asarray(value).reshape(-1)
+        return id(value), hash(numbers[:: len(numbers) // _SAMPLES + 1].tobytes())
     if depth == 0 or _opaque(type(value)):  # type: ignore[arg-type]
         return id(value)
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (set, frozenset)):
+        return id(value), frozenset(entry if isinstance(entry, _PLAIN) else id(entry) for entry in value)
+    if isinstance(value, (list, tuple, deque)):
         entries: Iterable[tuple[Any, Any]] = enumerate(value)
         count = len(value)
     else:
-        held = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+        held = value if isinstance(value, dict) else _attributes(value)
         entries, count = held.items(), len(held)
     if count > _ENTRIES:
         return id(value), count
     return id(value), tuple((key if isinstance(key, _PLAIN) else id(key), _content(v, depth - 1)) for key, v in entries)
 
 
+def _attributes(value: Any) -> dict[str, Any]:
+    """What an object keeps, in slots too."""
+    slots = [name for kind in type(value).__mro__ for name in _names_of(vars(kind).get("__slots__", ()))]
+    return {name: getattr(value, name, None) for name in slots} | getattr(value, "__dict__", {})
+
+
+def _names_of(slots: str | Iterable[str]) -> Iterable[str]:
+    return (slots,) if isinstance(slots, str) else slots
+
+
 def _other_content(value: Any) -> object:
     return _content(value, _DEPTH)
+
+
+def read_by(hook: Any, depth: int = _HELPERS) -> list[object]:
+    """What a hook of a user's reads beside its arguments: tensors, plain values, and those in what it keeps."""
+    if isinstance(hook, functools.partial):
+        kept: list[Any] = [hook.func, *hook.args, *hook.keywords.values()]
+    elif isinstance(hook, types.MethodType):
+        kept = [hook.__self__, hook.__func__]
+    elif isinstance(hook, types.FunctionType):
+        if is_of_library(hook):
+            return []
+        named = [hook.__globals__.get(name) for name in global_names(hook.__code__)]
+        kept = [*captured(hook), *(hook.__defaults__ or ()), *(hook.__kwdefaults__ or {}).values(), *named]
+    else:
+        kept = [hook]
+    read: list[object] = []
+    for value in kept:
+        if isinstance(value, (*_PLAIN, Tensor)):
+            read.append(value)
+        elif isinstance(value, (functools.partial, types.MethodType, types.FunctionType)):
+            read += read_by(value, depth - 1) if depth else []
+        elif not _opaque(type(value)):  # type: ignore[arg-type]
+            entries = value if isinstance(value, dict) else _attributes(value)
+            read += [entry for entry in entries.values() if isinstance(entry, _PLAIN)]
+    return read
 
 
 @functools.cache
 def _opaque(kind: type) -> bool:
     """Whether objects of this class are not looked into: modules, configs, functions, and what libraries made."""
-    if issubclass(kind, (dict, list, tuple, Tensor)):
+    if issubclass(kind, (dict, list, tuple, set, frozenset, bytearray, types.SimpleNamespace, Tensor)):
         return False
     made_by = kind.__module__.partition(".")[0]
     own = {
