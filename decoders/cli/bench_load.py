@@ -50,6 +50,13 @@ def load(
             metavar="PYTHON", help="Interpreter of an environment that has vLLM, for its method. The model is a folder."
         ),
     ] = None,
+    scale: Annotated[
+        str | None,
+        typer.Option(
+            help="Pad the model to the size of a larger one, 110m, 0.5b, 1b or 3b, without changing what it writes; --dtype has to be "
+            "given. A Llama with tied embeddings, such as the demo."
+        ),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="Precision of the model.")] = "auto",
     compile: Annotated[bool, typer.Option(help="Run compiled steps.")] = False,
     seed: Annotated[int, typer.Option(help="Of lengths and arrivals.")] = 0,
@@ -72,6 +79,10 @@ def load(
         raise SettingsError(
             "method vllm runs in an environment of its own, on a model's folder: --vllm PYTHON, a file, and a folder"
         )
+    if VLLM in chosen and scale is not None:
+        raise SettingsError(
+            "method vllm reads the model's folder, and --scale pads a model in memory: leave one of them out"
+        )
 
     import torch
 
@@ -81,12 +92,18 @@ def load(
     from ..bench.load import LoadResult, arrivals, continuous, in_batches, scheduled
     from ..bench.load_tables import load_table
     from ..bench.prompts import INSTRUCTIONS, encode, instructions
+    from ..bench.scaled_shapes import shape_named
     from ..report import Report
-    from . import models
+    from . import bench_models, models
 
     if threads is not None:
         torch.set_num_threads(threads)
-    loaded, tokenizer = models.load(model, dtype)
+    if scale is None:
+        loaded, tokenizer = models.load(model, dtype)
+    else:
+        shape_named(scale)
+        loaded, tokenizer = models.load(model, "float32")
+        loaded, _ = bench_models.in_scale(loaded, None, scale, dtype)
     decoders.enable(loaded, tokenizer=tokenizer)
     # A load has the lengths that it has.
     loaded.generation_config.eos_token_id = None
@@ -126,9 +143,10 @@ def load(
                 advance(done[-1].method)
     results = [sorted(done, key=lambda result: result.seconds)[len(done) // 2] for done in all_runs]
     come = "at once" if rate is None else f"{rate:g} per second"
-    console.print(load_table(results, within, f"{model}, {requests} requests, {come}, {rows} rows"))
+    subject = model if scale is None else f"{model}, cost-scaled to {scale}"
+    console.print(load_table(results, within, f"{subject}, {requests} requests, {come}, {rows} rows"))
     run = {
-        "model": model, "dtype": dtype, "requests": requests, "rows": rows, "rate": rate, "new_tokens": new_tokens,
+        "model": model, "scale": scale, "dtype": dtype, "requests": requests, "rows": rows, "rate": rate, "new_tokens": new_tokens,
         "longest": longest, "spread": spread, "repeats": repeats, "seed": seed, "compile": compile,
     }  # fmt: skip
     conclude(console, json_file, run, results=[asdict(result) for result in results])

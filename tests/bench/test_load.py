@@ -135,6 +135,15 @@ def test_the_command_writes_what_it_measured():
     assert written["run"]["requests"] == 3
 
 
+def test_the_model_may_have_the_cost_of_a_larger_one():
+    shown = ["bench", "load", "--requests", "2", "--rows", "2", "-n", "3", "--scale", "110m", "--method", "scheduler"]
+    done = CliRunner().invoke(app, [*shown, "--dtype", "bfloat16", "--json", "-"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["run"]["scale"] == "110m"
+    refused = CliRunner().invoke(app, ["bench", "load", "--scale", "110", "--dtype", "bfloat16"])
+    assert refused.exit_code != 0 and "110m" in refused.output + str(refused.exception)
+
+
 def test_an_unknown_method_is_named_with_the_choices():
     done = CliRunner().invoke(app, ["bench", "load", "--method", "schedular"])
     assert done.exit_code != 0 and isinstance(done.exception, decoders.DecodersError | SystemExit)
