@@ -4,16 +4,33 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..engine.request_output import TokenLogprobs
 from .bodies import Body
 from .jobs import Choice, Job
 from .service import Service
-from .texts import ChoiceText, Span
+from .texts import ChoiceText, Span, Spelling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class TextToken:
+    """A token of a text.
+
+    Attributes:
+        data: its bytes, as far as the text has them: a stop string may cut the last token.
+        begin, end: characters of the text before it and with it.
+        logprobs: its log probability, and those of the likeliest tokens.
+    """
+
+    data: bytes
+    begin: int
+    end: int
+    logprobs: TokenLogprobs
 
 
 class Growing:
@@ -25,22 +42,47 @@ class Growing:
         seen: tokens that were looked at.
     """
 
-    def __init__(self, choice: Choice, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> None:
+    def __init__(
+        self, choice: Choice, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], spelling: Spelling | None
+    ) -> None:  # fmt: skip
         self.choice, self.text, self.seen = choice, ChoiceText(tokenizer, stops), 0
-        self._logprobs: list[TokenLogprobs] = []
+        self._spelling, self._tokens = spelling, list[TextToken]()  # not shown yet
 
-    def read(self, ended: bool = False) -> tuple[list[Span], list[TokenLogprobs]]:
-        """What came since it was last asked: text that may be shown, and its tokens' log probabilities."""
+    def read(self, ended: bool = False) -> tuple[list[Span], list[TextToken]]:
+        """What came since it was last asked: text that may be shown, and its tokens if their log probabilities are asked for."""
         generation = self.choice.generation
         tokens, begin = generation.tokens, self.seen
         self.seen = len(tokens)
         spans = self.text.add(tokens[begin:], generation.drafted[begin : self.seen], ended)
+        if self._spelling is None:
+            return spans, []
         stops = generation.call.request.stop_tokens
-        self._logprobs += [each for each in generation.logprobs[begin : self.seen] if each.token not in stops]
-        if not spans and not ended:
-            return [], []
-        logprobs, self._logprobs = self._logprobs, []
-        return spans, logprobs
+        self._tokens += [
+            TextToken(self._spelling.of(each.token), *self.text.places[place], each)
+            for place, each in enumerate(generation.logprobs[begin : self.seen], begin)
+            if each.token not in stops
+        ]
+        count = self._count(ended)
+        shown, self._tokens = self._tokens[:count], self._tokens[count:]
+        return spans, self._cut(shown) if self.text.stopped else shown
+
+    def _count(self, ended: bool) -> int:
+        """How many of the tokens that were not shown are in the text that is."""
+        text, length = self.text, len(self.text.shown)
+        if text.stopped:
+            return sum(token.begin < length for token in self._tokens)
+        whole = (place for place, token in enumerate(self._tokens, 1) if token.begin < token.end <= length)
+        return len(self._tokens) if ended else max(whole, default=0)
+
+    def _cut(self, tokens: list[TextToken]) -> list[TextToken]:
+        """`tokens` without the bytes behind the end of the text."""
+        surplus = len(self.text.written[len(self.text.shown) : tokens[-1].end].encode()) if tokens else 0
+        while surplus > 0 and tokens:
+            last = tokens.pop()
+            if surplus < len(last.data):
+                tokens.append(replace(last, data=last.data[:-surplus]))
+            surplus -= len(last.data)
+        return tokens
 
     @property
     def finish_reason(self) -> str:
@@ -61,10 +103,11 @@ class Answer(ABC):
     def __init__(self, service: Service, body: Body, job: Job) -> None:
         self.service, self.body, self.job = service, body, job
         self.tokenizer = service.tokenizer
+        self._spelling = service.spelling if body.listed is not None else None
 
     def growing(self, choice: Choice) -> Growing:
         """`choice` from its beginning."""
-        return Growing(choice, self.tokenizer, self.job.stops)
+        return Growing(choice, self.tokenizer, self.job.stops, self._spelling)
 
     def whole(self) -> dict[str, Any]:
         """All of it; everything has come to its end."""
@@ -101,11 +144,6 @@ class Answer(ABC):
         if not self.body.drafted:
             return {}
         return {"decoders": {"tokens": [{"text": span.text, "drafted": span.drafted} for span in spans]}}
-
-    def token_text(self, token: int) -> str:
-        """A token by itself. Of one that is a part of a character, a replacement character."""
-        text: str = self.tokenizer.decode([token])  # type: ignore[assignment]
-        return text
 
 
 def joined(spans: Sequence[Span]) -> str:

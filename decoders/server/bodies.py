@@ -148,6 +148,11 @@ class Body(Part):
         return self.max_tokens
 
     @property
+    def listed(self) -> int | None:
+        """How many of the likeliest tokens are listed for each token; None: no log probabilities."""
+        raise NotImplementedError
+
+    @property
     def includes_usage(self) -> bool:
         """Whether a stream ends with usage."""
         return self.stream_options is not None and self.stream_options.include_usage
@@ -159,6 +164,10 @@ class CompletionBody(Body):
     prompt: str | list[str] | list[int] | list[list[int]]
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
+
+    @property
+    def listed(self) -> int | None:
+        return self.logprobs
 
 
 class Function(Part):
@@ -217,6 +226,10 @@ class ChatBody(Body):
     @property
     def most_tokens(self) -> int | None:
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def listed(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 B = TypeVar("B", bound=Body)

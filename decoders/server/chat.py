@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..engine.request_output import TokenLogprobs
-from .answers import Answer, Growing, joined
+from .answers import Answer, Growing, TextToken, joined
 from .bodies import ChatBody
 from .formats import spec_of
 from .jobs import Choice, Job
 from .refusals import Refusal
 from .service import Service
+from .texts import named
 from .tools import Calling
 
 
@@ -29,8 +29,7 @@ def start(service: Service, body: ChatBody) -> Chat:
     if calling is not None and calling.required and calling.style.special:
         text += calling.style.prefix
     grammar = calling.spec if calling is not None else spec_of(body.response_format)
-    top = (body.top_logprobs or 0) if body.logprobs else None
-    job = service.start("chatcmpl", body, [conversations.ids(text)], grammar, top)
+    job = service.start("chatcmpl", body, [conversations.ids(text)], grammar, body.listed)
     return Chat(service, body, job, calling)
 
 
@@ -52,7 +51,7 @@ class Chat(Answer):
 
     def complete(self, choice: Choice) -> dict[str, Any]:
         growing = self.growing(choice)
-        spans, logprobs = growing.read(ended=True)
+        spans, tokens = growing.read(ended=True)
         content, calls = self._parsed(joined(spans))
         message: dict[str, Any] = {
             "role": "assistant",
@@ -64,7 +63,7 @@ class Chat(Answer):
         return {
             "index": choice.index,
             "message": message,
-            "logprobs": self._logprobs(logprobs),
+            "logprobs": self._logprobs(tokens),
             "finish_reason": "tool_calls" if calls else growing.finish_reason,
         } | self.details(spans)
 
@@ -73,16 +72,16 @@ class Chat(Answer):
 
     def pieces(self, growing: Growing, ended: bool) -> list[dict[str, Any]]:
         choice = growing.choice
-        spans, logprobs = growing.read(ended)
+        spans, tokens = growing.read(ended)
         if self.calling is not None:
-            return self._called(growing, joined(spans), logprobs, ended)
+            return self._called(growing, joined(spans), tokens, ended)
         chunks = []
-        if spans or logprobs:
-            chunks.append(self._delta(choice, {"content": joined(spans)}, logprobs) | self.details(spans))
+        if spans or tokens:
+            chunks.append(self._delta(choice, {"content": joined(spans)}, tokens) | self.details(spans))
         return [*chunks, self._delta(choice, {}, reason=growing.finish_reason)] if ended else chunks
 
     def _called(
-        self, growing: Growing, text: str, logprobs: Sequence[TokenLogprobs], ended: bool
+        self, growing: Growing, text: str, tokens: Sequence[TextToken], ended: bool
     ) -> list[dict[str, Any]]:  # fmt: skip
         """Text that is no call is sent as it comes, calls when they are complete."""
         assert self.calling is not None
@@ -94,8 +93,8 @@ class Chat(Answer):
         if ended:
             before, calls = self._parsed(self._sent.get(index, "") + held)
             count = max(len(before) - len(self._sent.get(index, "")), 0) if calls else len(held)
-        if count or logprobs:
-            chunks.append(self._delta(choice, {"content": held[:count]}, logprobs))
+        if count or tokens:
+            chunks.append(self._delta(choice, {"content": held[:count]}, tokens))
             self._sent[index] = self._sent.get(index, "") + held[:count]
         self._held[index] = held[count:]
         chunks += [self._delta(choice, {"tool_calls": [{"index": n, **call}]}) for n, call in enumerate(calls)]
@@ -107,21 +106,20 @@ class Chat(Answer):
         return self.calling.parse(text) if self.calling is not None else (text, [])
 
     def _delta(
-        self, choice: Choice, delta: dict[str, Any], logprobs: Sequence[TokenLogprobs] = (), reason: str | None = None
+        self, choice: Choice, delta: dict[str, Any], tokens: Sequence[TextToken] = (), reason: str | None = None
     ) -> dict[str, Any]:  # fmt: skip
-        shown = self._logprobs(logprobs) if logprobs else None
+        shown = self._logprobs(tokens) if tokens else None
         return {"index": choice.index, "delta": delta, "logprobs": shown, "finish_reason": reason}
 
-    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+    def _logprobs(self, tokens: Sequence[TextToken]) -> dict[str, Any] | None:
         if not self.body.logprobs:
             return None
         entries = []
-        for each in logprobs:
-            top = [self._entry(token, value) for token, value in each.top]
-            entries.append({**self._entry(each.token, each.logprob), "top_logprobs": top})
+        for token in tokens:
+            top = [_entry(self.service.spelling.of(each), value) for each, value in token.logprobs.top]
+            entries.append({**_entry(token.data, token.logprobs.logprob), "top_logprobs": top})
         return {"content": entries, "refusal": None}
 
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self.token_text(token)
-        whole = "\N{REPLACEMENT CHARACTER}" not in text
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if whole else None}
+
+def _entry(data: bytes, logprob: float) -> dict[str, Any]:
+    return {"token": named(data), "logprob": logprob, "bytes": list(data)}

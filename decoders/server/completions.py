@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..engine.request_output import TokenLogprobs
-from .answers import Answer, Growing, joined
+from .answers import Answer, Growing, TextToken, joined
 from .bodies import CompletionBody
 from .formats import spec_of
-from .jobs import Choice, Job
+from .jobs import Choice
 from .refusals import Refusal
 from .service import Service
+from .texts import named
 
 #: New tokens where a body does not say, as OpenAI has it.
 DEFAULT_TOKENS = 16
@@ -28,7 +29,7 @@ def start(service: Service, body: CompletionBody) -> Completion:
             400, "echo beside logprobs is not supported: prompts have none", param="echo", code="invalid_value"
         )
     prompts = [_ids(service, prompt) for prompt in _prompts(body)]
-    job = service.start("cmpl", body, prompts, spec_of(body.response_format), body.logprobs, DEFAULT_TOKENS)
+    job = service.start("cmpl", body, prompts, spec_of(body.response_format), body.listed, DEFAULT_TOKENS)
     return Completion(service, body, job)
 
 
@@ -56,33 +57,28 @@ class Completion(Answer):
     kind = chunk_kind = "text_completion"
     body: CompletionBody
 
-    def __init__(self, service: Service, body: CompletionBody, job: Job) -> None:
-        super().__init__(service, body, job)
-        self._offsets: dict[int, int] = {}
-
     def complete(self, choice: Choice) -> dict[str, Any]:
         growing = self.growing(choice)
-        spans, logprobs = growing.read(ended=True)
+        spans, tokens = growing.read(ended=True)
         text = self._echoed(choice) + joined(spans)
-        return self._choice(growing, text, logprobs, growing.finish_reason) | self.details(spans)
+        return self._choice(growing, text, tokens, growing.finish_reason) | self.details(spans)
 
     def opening(self, choice: Choice) -> list[dict[str, Any]]:
         echo = self._echoed(choice)
         return [{"index": choice.index, "text": echo, "logprobs": None, "finish_reason": None}] if echo else []
 
     def pieces(self, growing: Growing, ended: bool) -> list[dict[str, Any]]:
-        spans, logprobs = growing.read(ended)
+        spans, tokens = growing.read(ended)
         if not spans and not ended:
             return []
         reason = growing.finish_reason if ended else None
-        return [self._choice(growing, joined(spans), logprobs, reason) | self.details(spans)]
+        return [self._choice(growing, joined(spans), tokens, reason) | self.details(spans)]
 
     def _choice(
-        self, growing: Growing, text: str, logprobs: Sequence[TokenLogprobs], reason: str | None
+        self, growing: Growing, text: str, tokens: Sequence[TextToken], reason: str | None
     ) -> dict[str, Any]:  # fmt: skip
-        index = growing.choice.index
-        shown = self._logprobs(index, logprobs) if self.body.logprobs is not None else None
-        return {"index": index, "text": text, "logprobs": shown, "finish_reason": reason}
+        shown = self._logprobs(tokens) if self.body.logprobs is not None else None
+        return {"index": growing.choice.index, "text": text, "logprobs": shown, "finish_reason": reason}
 
     def _echoed(self, choice: Choice) -> str:
         if not self.body.echo:
@@ -90,16 +86,23 @@ class Completion(Answer):
         text: str = self.tokenizer.decode(choice.prompt, skip_special_tokens=True)  # type: ignore[assignment]
         return text
 
-    def _logprobs(self, index: int, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        texts = [self.token_text(each.token) for each in logprobs]
-        offset, offsets = self._offsets.get(index, 0), []
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
-        self._offsets[index] = offset
+    def _logprobs(self, tokens: Sequence[TextToken]) -> dict[str, Any]:
         return {
-            "tokens": texts,
-            "token_logprobs": [each.logprob for each in logprobs],
-            "top_logprobs": [{self.token_text(token): value for token, value in each.top} for each in logprobs],
-            "text_offset": offsets,
+            "tokens": [_key(token.data) for token in tokens],
+            "token_logprobs": [token.logprobs.logprob for token in tokens],
+            "top_logprobs": [self._likeliest(token.logprobs) for token in tokens],
+            "text_offset": [token.begin for token in tokens],
         }
+
+    def _likeliest(self, logprobs: TokenLogprobs) -> dict[str, float]:
+        """The likeliest tokens, and the one that was chosen."""
+        values: dict[str, float] = {}
+        for token, value in ((logprobs.token, logprobs.logprob), *logprobs.top):
+            values.setdefault(_key(self.service.spelling.of(token)), value)
+        return dict(sorted(values.items(), key=lambda pair: -pair[1]))
+
+
+def _key(data: bytes) -> str:
+    """What OpenAI calls a token: its text, or ``bytes:`` and the bytes of one that cuts a character."""
+    name = named(data)
+    return name if name.encode() == data else f"bytes:{name}"

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ..constraints.specs import Regex
@@ -24,6 +25,7 @@ from .metrics import Metrics
 from .pool import SchedulerPool
 from .prompts import Conversations
 from .refusals import Refusal, log, refusal
+from .texts import Spelling
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -72,6 +74,11 @@ class Service:
         release_threads()  # of the thread that has loaded the model, which decodes nothing
         self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="decoders-prepare")
         self.created, self.draining = int(time.time()), False
+
+    @cached_property
+    def spelling(self) -> Spelling:
+        """The bytes of tokens. Takes a moment for a large vocabulary, the first time."""
+        return Spelling(self.tokenizer)
 
     def warm_up(self) -> None:
         """Decodes a token, so that the first request finds weights packed."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..constraints.vocabulary import Vocabulary
+from ..errors import UnsupportedError
 from ..serving.pieces import TextPieces
 
 if TYPE_CHECKING:
@@ -25,16 +28,41 @@ class Span:
     drafted: bool
 
 
+class Spelling:
+    """The bytes of every token by itself."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer, self._tokens = tokenizer, tuple[bytes | None, ...]()
+        with suppress(UnsupportedError):  # its tokens are characters, or nobody knows
+            self._tokens = Vocabulary.of(tokenizer, len(tokenizer), ()).tokens
+
+    def of(self, token: int) -> bytes:
+        """Of special tokens, their names."""
+        data = self._tokens[token] if token < len(self._tokens) else None
+        if data is None:
+            name: str = self.tokenizer.decode([token])  # type: ignore[assignment]
+            return name.encode()
+        return data
+
+
+def named(data: bytes) -> str:
+    """`data` as text, bytes that are no whole character as ``\\xf0``: OpenAI's way to show them."""
+    return data.decode(errors="backslashreplace")
+
+
 class ChoiceText:
     """Tokens in, text out, up to the first stop string.
 
     Attributes:
         stopped: whether a stop string has come.
         shown: the text that was given out.
+        written: all text that tokens have brought, cut or not.
+        places: for each token, the characters of `written` before it and with it. The last byte of a character brings it.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str] = ()) -> None:
         self.stops, self.stopped, self.shown = tuple(stops), False, ""
+        self.written, self.places = "", list[tuple[int, int]]()
         self._pieces, self._tokens = TextPieces(tokenizer), list[int]()
         self._held: list[Span] = []
 
@@ -47,7 +75,10 @@ class ChoiceText:
         """
         for token, flag in zip(tokens, drafted, strict=True):
             self._tokens.append(token)
-            self._hold(self._pieces.next(self._tokens, False), flag)
+            piece = self._pieces.next(self._tokens, False)
+            self.places.append((len(self.written), len(self.written) + len(piece)))
+            self.written += piece
+            self._hold(piece, flag)
         if ended:
             self._hold(self._pieces.next(self._tokens, True), bool(drafted[-1]) if drafted else False)
         return self._released(ended)

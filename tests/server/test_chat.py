@@ -72,8 +72,16 @@ def test_log_probabilities_of_a_message(client: Any) -> None:
     for entry in entries:
         assert len(entry["top_logprobs"]) == 4
         assert entry["logprob"] == pytest.approx(max(top["logprob"] for top in entry["top_logprobs"]))
-        assert entry["bytes"] is None or bytes(entry["bytes"]).decode() == entry["token"]
+        assert bytes(entry["bytes"]).decode(errors="backslashreplace") == entry["token"]
         assert sum(math.exp(top["logprob"]) for top in entry["top_logprobs"]) <= 1.001
+
+
+def test_bytes_of_tokens_make_the_text(client: Any) -> None:
+    emoji = {"type": "choice", "choices": ["😀😁"]}
+    (choice,) = post(client, logprobs=True, response_format=emoji)["choices"]
+    entries = choice["logprobs"]["content"]
+    assert b"".join(bytes(entry["bytes"]) for entry in entries).decode() == choice["message"]["content"] == "😀😁"
+    assert entries[0]["token"] == r"\xf0"
 
 
 def check_call(call: dict[str, Any], name: str) -> None:

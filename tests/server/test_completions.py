@@ -120,14 +120,38 @@ def test_log_probabilities_are_the_models_own(client: Any, tokenizer: Any, llama
     assert len(given["tokens"]) == answer["usage"]["completion_tokens"]
     first = llama(ids).logits[0, -1].log_softmax(-1)
     best = first.topk(3)
-    assert list(given["top_logprobs"][0].values()) == pytest.approx(best.values.tolist(), abs=1e-3)
-    offsets = [sum(map(len, given["tokens"][:n])) for n in range(len(given["tokens"]))]
-    assert given["text_offset"] == offsets
+    assert list(given["top_logprobs"][0].values())[:3] == pytest.approx(best.values.tolist(), abs=1e-3)
+    for token, value, likeliest in zip(given["tokens"], given["token_logprobs"], given["top_logprobs"], strict=True):
+        assert likeliest[token] == value and len(likeliest) <= 4
+    offsets, text = given["text_offset"], answer["choices"][0]["text"]
+    for offset, token in zip(offsets, given["tokens"], strict=True):
+        assert token.startswith("bytes:") or token in (*tokenizer.all_special_tokens, "") or token in text[offset:]
     chunks = stream(client, ROUTE, prompt=PROMPT, max_tokens=20, logprobs=3, temperature=0.5, seed=1)
     parts = [c["logprobs"] for chunk in chunks for c in chunk["choices"]]
     assert [token for part in parts for token in part["tokens"]] == given["tokens"]
     assert [o for part in parts for o in part["text_offset"]] == offsets
     assert [v for part in parts for v in part["token_logprobs"]] == pytest.approx(given["token_logprobs"], abs=1e-3)
+
+
+def test_tokens_that_cut_a_character_are_named_by_their_bytes(client: Any) -> None:
+    emoji = {"type": "choice", "choices": ["😀a😁"]}
+    given = post(client, logprobs=5, response_format=emoji)["choices"][0]["logprobs"]
+    smile = [rf"bytes:\x{byte:02x}" for byte in "😀".encode()]
+    assert given["tokens"][:5] == [*smile, "a"] and given["text_offset"] == [0, 0, 0, 0, 1, 2, 2, 2, 2]
+    for token, likeliest in zip(given["tokens"], given["top_logprobs"], strict=True):
+        assert token in likeliest and 3 < len(likeliest) <= 6
+
+
+def test_log_probabilities_end_where_the_text_is_stopped(client: Any, stream: Any) -> None:
+    body: dict[str, Any] = {
+        "stop": "3😀",
+        "logprobs": 0,
+        "response_format": {"type": "choice", "choices": ["é123😀45"]},
+    }
+    choice = post(client, **body)["choices"][0]
+    assert (choice["text"], choice["logprobs"]["tokens"][2:]) == ("é12", ["1", "2"])
+    parts = [c for chunk in stream(client, ROUTE, prompt=PROMPT, **body) for c in chunk["choices"]]
+    assert [token for part in parts for token in part["logprobs"]["tokens"]] == choice["logprobs"]["tokens"]
 
 
 def test_penalties_are_those_of_openai(client: Any, llama: Any, tokenizer: Any) -> None:

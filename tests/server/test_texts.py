@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("fastapi")
 
+from decoders.engine.request_output import TokenLogprobs
+from decoders.server.answers import Growing
 from decoders.server.processors import StopStrings
-from decoders.server.texts import ChoiceText
+from decoders.server.texts import ChoiceText, Spelling, named
 from decoders.server.tools import not_beginning
 
 
@@ -44,6 +47,58 @@ def test_pieces_are_the_text_before_the_first_stop(
     shown += "".join(span.text for span in growing.add(rest, [True] * len(rest), ended=True))
     assert shown == expected == growing.shown
     assert growing.stopped == bool(places)
+
+
+@pytest.fixture(scope="module")
+def joining() -> Any:
+    """A tokenizer with tokens of several bytes: of two letters, and of a blank with the beginning of a character."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    merges = [("Ġ", "ð"), ("Ġð", "Ł"), ("a", "b")]
+    names = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
+    backend = Tokenizer(models.BPE(vocab={name: number for number, name in enumerate(names)}, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    text=st.text("abé🙂 ", max_size=30),
+    stops=st.lists(st.text("abé🙂", min_size=1, max_size=3), max_size=2),
+    cuts=st.lists(st.integers(1, 4), max_size=40),
+)
+@example(text="a 🙂", stops=["🙂"], cuts=[1] * 9)
+@example(text="a ab", stops=["b"], cuts=[1] * 9)
+@example(text="aba", stops=["bb"], cuts=[1] * 9)
+def test_tokens_with_log_probabilities_are_those_of_the_text(
+    joining: Any, text: str, stops: list[str], cuts: list[int]
+) -> None:
+    ids = joining(text).input_ids
+    generation: Any = SimpleNamespace(
+        tokens=[], drafted=[], logprobs=[], call=SimpleNamespace(request=SimpleNamespace(stop_tokens=()))
+    )
+    growing = Growing(SimpleNamespace(generation=generation), joining, stops, Spelling(joining))  # type: ignore[arg-type]
+    shown, data = "", b""
+    for count in [*cuts, len(ids)]:
+        new, ended = ids[len(generation.tokens) :][:count], count == len(ids)
+        generation.tokens += new
+        generation.drafted += [False] * len(new)
+        generation.logprobs += [TokenLogprobs(token, 0.0, ()) for token in new]
+        spans, tokens = growing.read(ended)
+        shown += "".join(span.text for span in spans)
+        for token in tokens:
+            assert shown[: token.begin].encode() == data[: len(shown[: token.begin].encode())]
+            data += token.data
+        assert len(data) <= len(shown.encode())
+        if ended:
+            break
+    assert data.decode() == shown
+
+
+def test_bytes_that_are_no_text_have_a_name() -> None:
+    assert [named(data) for data in (b"a", "é".encode(), b" \xf0\x9f", b"\x80b")] == ["a", "é", r" \xf0\x9f", r"\x80b"]
 
 
 def test_a_stop_string_ends_the_text_where_it_is_complete(tokenizer: Any) -> None:
