@@ -166,6 +166,12 @@ class CompletionBody(Body):
     logprobs: int | None = Field(None, ge=0, le=20)
 
     @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts, one or several."""
+        given: Any = self.prompt
+        return [given] if isinstance(given, str) or not given or isinstance(given[0], int) else given
+
+    @property
     def listed(self) -> int | None:
         return self.logprobs
 

@@ -28,16 +28,9 @@ def start(service: Service, body: CompletionBody) -> Completion:
         raise Refusal(
             400, "echo beside logprobs is not supported: prompts have none", param="echo", code="invalid_value"
         )
-    prompts = [_ids(service, prompt) for prompt in _prompts(body)]
+    prompts = [_ids(service, prompt) for prompt in body.prompts]
     job = service.start("cmpl", body, prompts, spec_of(body.response_format), body.listed, DEFAULT_TOKENS)
     return Completion(service, body, job)
-
-
-def _prompts(body: CompletionBody) -> list[str] | list[list[int]]:
-    given: Any = body.prompt
-    if not given:
-        raise Refusal(400, "the prompt is empty", param="prompt", code="invalid_value")
-    return [given] if isinstance(given, str) or isinstance(given[0], int) else given
 
 
 def _ids(service: Service, prompt: str | list[int]) -> list[int]:
@@ -83,7 +76,10 @@ class Completion(Answer):
     def _echoed(self, choice: Choice) -> str:
         if not self.body.echo:
             return ""
-        text: str = self.tokenizer.decode(choice.prompt, skip_special_tokens=True)  # type: ignore[assignment]
+        prompt = self.body.prompts[choice.index // (self.body.n or 1)]
+        if isinstance(prompt, str):
+            return prompt
+        text: str = self.tokenizer.decode(prompt, clean_up_tokenization_spaces=False)  # type: ignore[assignment]
         return text
 
     def _logprobs(self, tokens: Sequence[TextToken]) -> dict[str, Any]:

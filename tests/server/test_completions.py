@@ -178,7 +178,17 @@ def test_prompts_are_texts_or_tokens_one_or_several(client: Any, tokenizer: Any)
         choices = post(client, prompt=prompt)["choices"]
         assert [(c["index"], c["text"]) for c in choices] == [(0, one), (1, two)]
     assert post(client, prompt=ids[1])["choices"][0]["text"] == two
-    assert post(client, echo=True)["choices"][0]["text"] == PROMPT + one
+
+
+def test_a_prompt_is_echoed_as_it_was_given(client: Any, stream: Any, tokenizer: Any) -> None:
+    prompts = ["a</s>b", " c  ,"]
+    for given in (prompts, [tokenizer(prompt).input_ids for prompt in prompts]):
+        body = {"prompt": given, "n": 2, "echo": True, "max_tokens": 2}
+        chunks = stream(client, ROUTE, **body)
+        for index, choice in enumerate(post(client, **body)["choices"]):
+            assert choice["text"].startswith(prompts[index // 2])
+            parts = [c["text"] for chunk in chunks for c in chunk["choices"] if c["index"] == index]
+            assert "".join(parts) == choice["text"] and parts[0] == prompts[index // 2]
 
 
 SCHEMA = {
