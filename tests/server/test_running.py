@@ -51,7 +51,11 @@ def begun(response: Any) -> Any:
 
 @pytest.mark.usefixtures("slowed")
 @pytest.mark.parametrize("streamed", [True, False])
-def test_a_client_that_leaves_frees_its_rows(served: Any, service_of: Any, wait_until: Any, streamed: bool) -> None:
+def test_a_client_that_leaves_frees_its_rows(
+    served: Any, service_of: Any, wait_until: Any, caplog: Any, streamed: bool
+) -> None:
+    import gc
+
     import httpx
 
     service = service_of(rows=2)
@@ -68,6 +72,8 @@ def test_a_client_that_leaves_frees_its_rows(served: Any, service_of: Any, wait_
         counts = client.get("/metrics").text
         assert 'decoders_requests_total{endpoint="completions",outcome="cancelled"} 1.0' in counts
         assert client.post(ROUTE, json={"prompt": "a", "max_tokens": 2}).status_code == 200
+    gc.collect()
+    assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
 @pytest.mark.usefixtures("slowed")
