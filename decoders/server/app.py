@@ -44,7 +44,7 @@ def make_app(service: Service, key: str | None = None, hosts: Collection[str] | 
         yield
         await asyncio.to_thread(service.close)
 
-    app = FastAPI(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
+    app = FastAPI(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     page, policy = _page()
 
     @app.api_route("/", methods=_READ)

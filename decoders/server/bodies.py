@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import json
 import types
 import typing
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from ..errors import shortened
 from .refusals import Refusal
 
 #: Fields of OpenAI's, or of other servers', that are refused with what to do instead.
@@ -21,6 +23,7 @@ INSTEAD = {
     "modalities": "text only",
     "prediction": "strategy='prompt_lookup' or 'suffix' drafts from the text",
     "reasoning_effort": "set it in the chat template, by chat_template_kwargs",
+    "verbosity": "say in the messages how long answers are to be",
     "web_search_options": "there is no search",
     "guided_json": 'use response_format={"type": "json_schema", …}',
     "guided_regex": 'use response_format={"type": "regex", "regex": …}',
@@ -30,6 +33,16 @@ INSTEAD = {
     "do_sample": "temperature 0 is greedy, more than 0 draws",
     "max_new_tokens": "it is called max_tokens here",
     "stop_strings": "it is called stop here",
+}
+#: Values of these that ask for nothing; so does ``best_of``, where it is n.
+NO_OPS = {"suffix": "", "modalities": ["text"], "verbosity": "medium"}
+#: What fields of several shapes may hold.
+SHAPES = {
+    "prompt": "a text, token ids, or a list of either",
+    "stop": "a text or a list of up to 16",
+    "content": 'a text or a list of parts such as {"type": "text", "text": "…"}',
+    "tool_choice": '"none", "auto", "required", or an object with the type "function" or "allowed_tools"',
+    "schema": "a JSON schema",
 }
 
 
@@ -136,6 +149,18 @@ class Body(Part):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_no_ops(cls, given: Any) -> Any:
+        """Null is what is not given; some values are likewise."""
+        if not isinstance(given, dict):
+            return given
+        known, no_ops = cls.model_fields.keys() | INSTEAD.keys(), NO_OPS | {"best_of": given.get("n") or 1}
+        nulls = {name for name in known if name in given and given[name] is None}
+        silent = {name for name, value in no_ops.items() if name in given and given[name] == value}
+        return {name: value for name, value in given.items() if name not in nulls | silent}
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -146,6 +171,11 @@ class Body(Part):
     def most_tokens(self) -> int | None:
         """New tokens that are asked for, None if it does not say."""
         return self.max_tokens
+
+    @property
+    def tokens_field(self) -> str:
+        """The field that says so."""
+        return "max_tokens"
 
     @property
     def listed(self) -> int | None:
@@ -234,6 +264,10 @@ class ChatBody(Body):
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
     @property
+    def tokens_field(self) -> str:
+        return "max_completion_tokens" if self.max_completion_tokens is not None else "max_tokens"
+
+    @property
     def listed(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
@@ -251,9 +285,28 @@ def parsed(kind: type[B], content: bytes) -> B:
         return kind.model_validate_json(content)
     except ValidationError as error:
         every = error.errors(include_url=False, include_context=False)
-        # A field that is missing may be there under a wrong name: that is what helps.
-        first = next((each for each in every if each["type"] == "extra_forbidden"), every[0])
-        raise _explained(kind, dict(first), error.error_count()) from error
+        raise _explained(kind, _most_telling([dict(each) for each in every]), error.error_count()) from error
+
+
+def _most_telling(every: list[dict[str, Any]]) -> dict[str, Any]:
+    """The error to explain."""
+    unknown = next((each for each in every if each["type"] == "extra_forbidden"), None)
+    if unknown is not None:  # a field that is missing may be there under a wrong name: that is what helps
+        return unknown
+    first = every[0]["loc"]
+    branch = next((place for place, step in enumerate(first) if _is_label(step)), len(first))
+    alike = [each for each in every if each["loc"][:branch] == first[:branch]]
+    return max(
+        alike,
+        key=lambda each: (not _is_mismatch(each), len(each["loc"]), [n for n in each["loc"] if isinstance(n, int)]),
+    )
+
+
+def _is_mismatch(error: dict[str, Any]) -> bool:
+    """Whether a value is of another shape than a branch of a union."""
+    return _is_label(error["loc"][-1:] and error["loc"][-1]) and (
+        error["type"].endswith("_type") or error["type"] == "literal_error"
+    )
 
 
 def _explained(kind: type[Body], error: dict[str, Any], count: int) -> Refusal:
@@ -276,7 +329,13 @@ def _explained(kind: type[Body], error: dict[str, Any], count: int) -> Refusal:
         )
     if error["type"] == "missing":
         return Refusal(400, f"{param} is missing", param=param, code="missing_parameter")
-    return Refusal(400, f"{param or 'the body'}: {error['msg']}", param=param, code="invalid_value")
+    message = error["msg"].replace("a valid dictionary", "an object")
+    value = shortened(json.dumps(error["input"], ensure_ascii=False)) if param else ""
+    if _is_mismatch(error) and name in SHAPES:
+        message = f"{SHAPES[name]} is needed, not {value}"
+    elif param and error["type"].endswith("_type"):
+        message = f"{message}, not {value}"
+    return Refusal(400, f"{param or 'the body'}: {message}", param=param, code="invalid_value")
 
 
 #: Names that pydantic puts into a path for the branch of a union.

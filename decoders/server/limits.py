@@ -105,7 +105,8 @@ class Gate:
         if self.key is not None and scope["path"] not in OPEN:
             kind, _, key = headers.get(b"authorization", b"").partition(b" ")
             if kind.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self.key):
-                wrong = "Authorization: Bearer KEY is missing" if not key else "the API key is wrong"
+                missing = kind.lower() != b"bearer" or not key.strip()
+                wrong = "Authorization: Bearer KEY is missing" if missing else "the API key is wrong"
                 return Refusal(401, wrong, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         if scope["method"] == "POST":
             kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()

@@ -160,15 +160,15 @@ class Service:
             most = min(limits.prompt_tokens, self.slots - 1)
             message = f"the prompt has {len(prompt)} tokens; the limit is {most}"
             raise Refusal(400, message, param="prompt", code="context_length_exceeded")
-        wanted = body.most_tokens
+        wanted, field = body.most_tokens, body.tokens_field
         if wanted is None:
             return min(default or limits.new_tokens, limits.new_tokens, left)
         if wanted > limits.new_tokens:
-            message = f"max_tokens is {wanted}; the limit is {limits.new_tokens}"
-            raise Refusal(400, message, param="max_tokens", code="invalid_value")
+            message = f"{field} is {wanted}; the limit is {limits.new_tokens}"
+            raise Refusal(400, message, param=field, code="invalid_value")
         if wanted > left:
-            message = f"{len(prompt)} prompt tokens and {wanted} new ones exceed the context of {self.slots}: max_tokens can be {left}"
-            raise Refusal(400, message, param="max_tokens", code="context_length_exceeded")
+            message = f"{len(prompt)} prompt tokens and {wanted} new ones exceed the context of {self.slots}: {field} can be {left}"
+            raise Refusal(400, message, param=field, code="context_length_exceeded")
         return wanted
 
     def refused(self, endpoint: str, error: BaseException) -> Refusal:

@@ -68,6 +68,8 @@ def prompt_ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None) -> Tensor
     else:
         try:
             ids = torch.as_tensor(prompt)
+            if not ids.dim():
+                raise TypeError("a number")
         except (TypeError, ValueError, RuntimeError) as error:
             shown = repr(prompt) if len(repr(prompt)) <= 60 else f"a {type(prompt).__name__}"
             raise InputError(f"a prompt is text, or token ids [P] or [1, P], not {shown}") from error

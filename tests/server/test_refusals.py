@@ -21,7 +21,14 @@ CASES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (COMPLETE, {"max_tokens": 3}, 400, "prompt", "missing"),
     (COMPLETE, {"prompt": ""}, 400, "prompt", "empty"),
     (COMPLETE, {"prompt": []}, 400, "prompt", "empty"),
-    (COMPLETE, {"prompt": ["a", 1]}, 400, "prompt", ""),
+    (COMPLETE, {"prompt": None}, 400, "prompt", "missing"),
+    (COMPLETE, {"prompt": 5}, 400, "prompt", "a text, token ids, or a list of either is needed, not 5"),
+    (COMPLETE, {"prompt": ["a", 1]}, 400, "prompt.1", "valid string, not 1"),
+    (COMPLETE, {"prompt": "a", "best_of": 2, "n": 1}, 400, "best_of", "not supported"),
+    (COMPLETE, {"prompt": "a", "suffix": "b"}, 400, "suffix", "left to right"),
+    (COMPLETE, {"prompt": "a", "max_token": None}, 400, "max_token", "Did you mean 'max_tokens'"),
+    (COMPLETE, {"prompt": "a", "stop": ["x"] * 17}, 400, "stop", "at most 16 items"),
+    (COMPLETE, {"prompt": "a", "stop": 5}, 400, "stop", "a text or a list of up to 16 is needed, not 5"),
     (COMPLETE, {"prompt": [3, 999]}, 400, "prompt", "no token id"),
     (COMPLETE, {"prompt": "a", "max_tokens": "3"}, 400, "max_tokens", "valid integer"),
     (COMPLETE, {"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "greater"),
@@ -59,6 +66,10 @@ CASES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (CHAT, {"messages": []}, 400, "messages", "at least 1"),
     (CHAT, {"messages": [{"role": "boss", "content": "hi"}]}, 400, "messages.0.role", "'user'"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, 400, "messages.0.content.0", "text"),
+    (CHAT, {"messages": [{"role": "user", "content": ["hi"]}]}, 400, "messages.0.content.0", 'an object, not "hi"'),
+    (CHAT, {"messages": [{"role": "user", "content": 5}]}, 400, "messages.0.content", "a text or a list of parts"),
+    (CHAT, {"messages": HI, "max_completion_tokens": 201}, 400, "max_completion_tokens", "max_completion_tokens is 201"),
+    (CHAT, {"messages": HI, "modalities": ["text", "audio"]}, 400, "modalities", "text only"),
     (CHAT, {"messages": HI, "top_logprobs": 2}, 400, "top_logprobs", "needs logprobs"),
     (CHAT, {"messages": HI, "functions": []}, 400, "functions", "use tools"),
     (CHAT, {"messages": HI, "tool_choice": "required"}, 400, "tool_choice", "needs tools"),
@@ -82,6 +93,22 @@ def test_a_wrong_field_is_named(
     assert set(error) == {"message", "type", "param", "code"}
     assert error["type"] == "invalid_request_error" and error["param"] == param
     assert words in error["message"]
+
+
+NULLABLE = "stream n stop seed logprobs functions function_call modalities audio prediction reasoning_effort drafted verbosity best_of"
+NULLABLE += " web_search_options echo suffix response_format guided_json prompt_cache_retention"
+
+
+@pytest.mark.parametrize("route", [COMPLETE, CHAT])
+def test_null_and_what_asks_for_nothing_are_as_if_not_there(client: Any, route: str) -> None:
+    body = {"prompt": "a", "echo": None} if route == COMPLETE else {"messages": HI, "tools": None, "tool_choice": None}
+    plain = client.post(route, json={key: value for key, value in body.items() if value} | {"max_tokens": 2})
+    others = set(NULLABLE.split()) - (set() if route == COMPLETE else {"echo"})
+    silent = {"best_of": 1, "suffix": "", "modalities": ["text"]}
+    for more in (dict.fromkeys(others), silent, silent | {"n": 1}):
+        response = client.post(route, json=body | {"max_tokens": 2} | more)
+        assert response.status_code == 200, response.text
+        assert response.json()["choices"] == plain.json()["choices"]
 
 
 def nested(begin: str, end: str, depth: int = 190) -> Any:
@@ -159,6 +186,9 @@ def test_a_body_of_another_type_is_refused(client: Any) -> None:
 def test_unknown_routes_and_methods(client: Any) -> None:
     missing = client.get("/v1/model")
     assert missing.status_code == 404 and "/v1/models" in missing.json()["error"]["message"]
+    for path in (COMPLETE, CHAT):
+        slashed = client.post(f"{path}/", json={})
+        assert slashed.status_code == 404 and f"Did you mean {path!r}" in slashed.json()["error"]["message"]
     wrong = client.get(COMPLETE)
     assert wrong.status_code == 405 and wrong.json()["error"]["type"] == "invalid_request_error"
     assert client.get("/v1/models/tiny").json()["id"] == "tiny"
@@ -193,9 +223,15 @@ def test_too_large_a_body_is_refused_with_and_without_its_length(served: Any, se
 def test_a_key_is_asked_for(served: Any, service_of: Any) -> None:
     with served(service_of(), key="s3cret-ü") as client:
         body = {"prompt": "a", "max_tokens": 2}
-        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic s3cret"}):
-            response = client.post(COMPLETE, json=body, headers=headers)
+        for given, words in [
+            ("", "missing"),
+            ("Bearer wrong", "wrong"),
+            ("Basic s3cret", "missing"),
+            ("Bearer", "missing"),
+        ]:
+            response = client.post(COMPLETE, json=body, headers={"Authorization": given} if given else {})
             assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"
+            assert words in response.json()["error"]["message"]
         assert client.get("/metrics").status_code == client.get("/v1/models").status_code == 401
         assert client.get("/health").status_code == client.get("/").status_code == 200
         right = {"Authorization": "Bearer s3cret-ü".encode()}
