@@ -72,13 +72,13 @@ class JsonObjectFormat(Part):
 
 
 class NamedSchema(Part):
-    """A schema. strict: false validates what a grammar cannot express instead of refusing it."""
+    """A schema, by default of any object. strict: false validates what a grammar cannot express instead of refusing it."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
 
     name: str = "schema"
     description: str | None = None
-    schema_: dict[str, Any] | bool = Field(alias="schema")
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
@@ -228,11 +228,26 @@ class ToolName(Part):
     name: str
 
 
-class ToolChoice(Part):
-    """The function that has to be called."""
+class NamedTool(Part):
+    """Names a tool."""
 
     type: Literal["function"]
     function: ToolName
+
+
+class AllowedTools(Part):
+    """Tools that may be called, or of which one has to be."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1)
+
+
+class ToolChoice(Part):
+    """The function that has to be called, or the tools that may be."""
+
+    type: Literal["function", "allowed_tools"]
+    function: ToolName | None = None
+    allowed_tools: AllowedTools | None = None
 
 
 class Message(BaseModel):

@@ -64,7 +64,7 @@ class Chat(Answer):
             "index": choice.index,
             "message": message,
             "logprobs": self._logprobs(tokens),
-            "finish_reason": "tool_calls" if calls else growing.finish_reason,
+            "finish_reason": self._reason(growing, calls),
         } | self.details(spans)
 
     def opening(self, choice: Choice) -> list[dict[str, Any]]:
@@ -99,11 +99,17 @@ class Chat(Answer):
         self._held[index] = held[count:]
         chunks += [self._delta(choice, {"tool_calls": [{"index": n, **call}]}) for n, call in enumerate(calls)]
         if ended:
-            chunks.append(self._delta(choice, {}, reason="tool_calls" if calls else growing.finish_reason))
+            chunks.append(self._delta(choice, {}, reason=self._reason(growing, calls)))
         return chunks
 
     def _parsed(self, text: str) -> tuple[str, list[dict[str, Any]]]:
         return self.calling.parse(text) if self.calling is not None else (text, [])
+
+    def _reason(self, growing: Growing, calls: Sequence[Any]) -> str:
+        """Why a message ended; a function that was named ends it as text does, as OpenAI has it."""
+        if not calls or self.calling is None:
+            return growing.finish_reason
+        return "stop" if self.calling.named else "tool_calls"
 
     def _delta(
         self, choice: Choice, delta: dict[str, Any], tokens: Sequence[TextToken] = (), reason: str | None = None

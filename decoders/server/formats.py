@@ -37,7 +37,8 @@ def _spec(wanted: Part | None) -> Spec | CompiledGrammar | None:
         return JsonSchema({"type": "object"}, label="JSON object")
     if isinstance(wanted, JsonSchemaFormat):
         named = wanted.json_schema
-        return JsonSchema(named.schema_, strict=named.strict is not False, label=f"JSON schema {named.name!r}")
+        schema = named.schema_ if named.schema_ is not None else {"type": "object"}
+        return JsonSchema(schema, strict=named.strict is not False, label=f"JSON schema {named.name!r}")
     if isinstance(wanted, RegexFormat):
         return regex(wanted.regex)
     if isinstance(wanted, ChoiceFormat):

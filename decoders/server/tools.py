@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import re
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..constraints.base import Language
+from ..constraints.base import CompiledGrammar, Language
 from ..constraints.json_schema import JsonSchema
-from ..constraints.specs import Spec
+from ..constraints.specs import Lark, Spec
 from ..errors import GrammarError
 from ..patterns.writer import quoted
 from .bodies import ChatBody, Tool, ToolChoice
+from .formats import spec_of
 from .prompts import CallStyle
 from .refusals import Refusal
 
@@ -29,19 +31,23 @@ class Calling:
         style: how calls are written.
         required: whether the answer has to be a call; else it may be text.
         several: whether it may be more than one.
+        named: whether one function was named, which has to be called.
+        format: what text must follow where the answer is no call; None: nothing.
     """
 
     tools: tuple[Tool, ...]
     style: CallStyle
     required: bool
     several: bool
+    named: bool = False
+    format: Spec | None = None
 
     @staticmethod
     def of(body: ChatBody, style: CallStyle) -> Calling | None:
         """None where nothing may be called.
 
         Raises:
-            Refusal: `tool_choice` names what is not there, or there is a grammar beside it.
+            Refusal: `tool_choice` names what is not there, or calls and the format of texts cannot be told apart.
         """
         tools, choice = tuple(body.tools or ()), body.tool_choice
         if not tools:
@@ -53,18 +59,15 @@ class Calling:
             raise Refusal(400, "two tools have one name", param="tools", code="invalid_value")
         if choice == "none":
             return None
+        mode: str = "auto"
         if isinstance(choice, ToolChoice):
-            tools = tuple(tool for tool in tools if tool.function.name == choice.function.name)
-            if not tools:
-                message = f"tool_choice: no tool is called {choice.function.name!r}. Choose from: {', '.join(names)}"
-                raise Refusal(400, message, param="tool_choice", code="invalid_value")
-        if body.response_format is not None and body.response_format.type != "text":
-            message = 'response_format beside tools: say tool_choice="none", or leave one of them out'
-            raise Refusal(400, message, param="response_format", code="invalid_value")
-        required = choice == "required" or isinstance(choice, ToolChoice)
-        return Calling(
-            tools, style, required, body.parallel_tool_calls is not False and not isinstance(choice, ToolChoice)
-        )
+            mode, chosen = _chosen(choice, names)
+            tools = tuple(tool for tool in tools if tool.function.name in chosen)
+        elif choice is not None:
+            mode = choice
+        several = body.parallel_tool_calls is not False and mode != "named"
+        format = _format_beside_calls(body, style) if mode == "auto" else None
+        return Calling(tools, style, mode != "auto", several, mode == "named", format)
 
     @property
     def spec(self) -> Spec | None:
@@ -80,7 +83,7 @@ class Calling:
         prefix = "" if self.style.special else self.style.prefix
         return CallSpec(
             schema=json.dumps(schema), prefix=prefix, suffix=self.style.suffix, text=not self.required,
-            several=self.several and bool(prefix),
+            several=self.several and bool(prefix), format=self.format,
         )  # fmt: skip
 
     def free(self, text: str, begun: bool) -> int:
@@ -88,8 +91,9 @@ class Calling:
         if self.required:
             return 0
         prefix = "" if self.style.special else self.style.prefix.strip()
-        if not prefix:  # bare JSON is the whole answer or none of it
-            return len(text) if begun or not (text.lstrip() or "{").startswith("{") else 0
+        if not prefix or self.format is not None:  # calls are the whole answer or none of it
+            opening, head = prefix or "{", text.lstrip()
+            return len(text) if begun or not head.startswith(opening[: len(head)]) else 0
         if (place := text.find(prefix)) >= 0:
             return place
         sizes = range(min(len(prefix) - 1, len(text)), 0, -1)
@@ -100,7 +104,7 @@ class Calling:
         names = {tool.function.name for tool in self.tools}
         prefix = "" if self.style.special else self.style.prefix.strip()
         begin = text.find(prefix) if prefix else (0 if text.lstrip().startswith("{") else -1)
-        if begin < 0:
+        if begin < 0 or (self.format is not None and text[:begin].strip()):
             return text, []
         calls, place = [], begin
         while True:
@@ -118,6 +122,45 @@ class Calling:
             if not prefix:
                 break
         return (text[:begin].rstrip(), calls) if calls else (text, [])
+
+
+def _chosen(choice: ToolChoice, names: list[str]) -> tuple[str, list[str]]:
+    """What `choice` asks for, ``named``, ``auto`` or ``required``, and the names that it allows.
+
+    Raises:
+        Refusal: one is none of `names`, or there is none.
+    """
+    param = f"tool_choice.{choice.type}"
+    if choice.type == "function" and choice.function is not None:
+        mode, chosen = "named", [choice.function.name]
+    elif choice.type == "allowed_tools" and choice.allowed_tools is not None:
+        mode, chosen = choice.allowed_tools.mode, [tool.function.name for tool in choice.allowed_tools.tools]
+    else:
+        raise Refusal(400, f"{param} is missing", param=param, code="missing_parameter")
+    unknown = next((name for name in chosen if name not in names), None)
+    if unknown is not None:
+        message = f"tool_choice: no tool is called {unknown!r}. Choose from: {', '.join(names)}"
+        raise Refusal(400, message, param="tool_choice", code="invalid_value")
+    return mode, chosen
+
+
+def _format_beside_calls(body: ChatBody, style: CallStyle) -> Spec | None:
+    """What text must follow where there may be calls in its place.
+
+    Raises:
+        Refusal: there is no grammar of both.
+    """
+    wanted = spec_of(body.response_format)
+    if wanted is None:
+        return None
+    if style.special:
+        reason = "the template marks calls with special tokens, which no grammar holds"
+    elif isinstance(wanted, Lark | CompiledGrammar):
+        reason = "rules in Lark's notation are not joined with those of calls"
+    else:
+        return wanted
+    message = f'response_format beside tools: {reason}. Say tool_choice="none" or "required", or leave one of them out'
+    raise Refusal(400, message, param="response_format", code="invalid_value")
 
 
 def _call_schema(name: str, key: str, parameters: dict[str, Any], place: str) -> dict[str, Any]:
@@ -158,14 +201,15 @@ def _call(name: str, arguments: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class CallSpec(Spec):
-    """Answers that are calls, or text that is none.
+    """Answers that are calls, or text: of a format, or any that is no call.
 
     Attributes:
         schema: of a call, as JSON.
         prefix: before a call.
         suffix: after a call.
-        text: whether free text is an answer, too.
+        text: whether text is an answer, too.
         several: whether there may be more than one call.
+        format: of the text; None: any that does not begin as a call.
     """
 
     schema: str
@@ -173,10 +217,12 @@ class CallSpec(Spec):
     suffix: str
     text: bool
     several: bool
+    format: Spec | None = None
 
     @property
     def key(self) -> str:
-        return self._keyed(json.dumps([self.schema, self.prefix, self.suffix, self.text, self.several]))
+        format = self.format.key if self.format is not None else None
+        return self._keyed(json.dumps([self.schema, self.prefix, self.suffix, self.text, self.several, format]))
 
     def language(self) -> Language:
         try:
@@ -184,24 +230,53 @@ class CallSpec(Spec):
             inner = JsonSchema(self.schema, closed=True).language()
         except GrammarError as error:
             raise GrammarError(f"tools: {error}", error.keyword, error.path) from error
-        # Bare JSON begins with a brace, and llguidance's lexer takes the longest text: what begins so is a call.
-        free = not_beginning(self.prefix or "{") if self.text else None
+        text = self._text()
         pattern = None
-        if inner.regex is not None:
+        if inner.regex is not None and (text is None or text.regex is not None):
             call = f"{quoted(self.prefix)}(?:{inner.regex}){quoted(self.suffix)}"
             calls = rf"{call}(?:\n?{call})*" if self.several else call
-            pattern = calls if free is None else f"(?:{calls}|{free})"
-        lark = None
-        if inner.lark is not None:
-            lark = self._lark(inner.lark, free)
-        return Language("calls of functions", pattern, lark, inner.warnings)
+            pattern = calls if text is None else f"(?:{calls}|{text.regex})"
+        lark = self._lark(inner.lark, text) if inner.lark is not None else None
+        if text is None:
+            return Language("calls of functions", pattern, lark, inner.warnings)
+        return Language("calls of functions", pattern, lark, (*inner.warnings, *text.warnings), self._whole(text))
 
-    def _lark(self, inner: str, free: str | None) -> str:
+    def _text(self) -> Language | None:
+        """Answers that are no calls; None: there are none."""
+        if not self.text:
+            return None
+        if self.format is not None:
+            return self.format.language()
+        # Bare JSON begins with a brace, and llguidance's lexer takes the longest text: what begins so is a call.
+        return Language("text", not_beginning(self.prefix or "{"))
+
+    def _whole(self, text: Language) -> Callable[[str], None] | None:
+        """Judges answers that do not begin as calls."""
+        judge = text.whole
+        if judge is None:
+            return None
+        opening = self.prefix or '{"name": "'
+        return lambda answer: None if answer.startswith(opening) else judge(answer)
+
+    def _lark(self, inner: str, text: Language | None) -> str:
         around = [f"/{_slashed(quoted(part))}/" if part else "" for part in (self.prefix, self.suffix)]
         one = f"one: {around[0]} call {around[1]}"
         calls = r"calls: one (/\n?/ one)*" if self.several else "calls: one"
-        start = "start: calls" + (f" | /{_slashed(free)}/" if free is not None else "")
-        return "\n".join([start, calls, one, re.sub(r"^start:", "call:", inner, count=1, flags=re.MULTILINE)])
+        rules = ["start: calls" + (" | text" if text is not None else ""), calls, one, _with_start(inner, "call")]
+        if text is not None and text.lark is not None:  # rather than its expression, one word that a call may begin as
+            rules.append(_with_start(_NAMES.sub(lambda name: f"{name[0]}_" if name[1] else name[0], text.lark), "text"))
+        elif text is not None and text.regex is not None:
+            rules.append(f"text: /{_slashed(text.regex)}/")
+        return "\n".join(rules)
+
+
+#: What stands between slashes or quotes in a grammar of a schema, and the names of its rules.
+_NAMES = re.compile(r'/(?:\\.|[^/\\])*/|"(?:\\.|[^"\\])*"|\b([rtT]\d+)\b')
+
+
+def _with_start(grammar: str, name: str) -> str:
+    """`grammar` with `name` in the place of ``start``."""
+    return re.sub(r"^start:", f"{name}:", grammar, count=1, flags=re.MULTILINE)
 
 
 def not_beginning(prefix: str) -> str:

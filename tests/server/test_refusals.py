@@ -76,7 +76,12 @@ CASES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (CHAT, {"messages": HI, "tools": [TOOL, TOOL]}, 400, "tools", "one name"),
     (CHAT, {"messages": HI, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "run"}}}, 400, "tool_choice",
      "Choose from: walk"),
-    (CHAT, {"messages": HI, "tools": [TOOL], "response_format": {"type": "json_object"}}, 400, "response_format", "leave one"),
+    (CHAT, {"messages": HI, "tools": [TOOL], "tool_choice": {"type": "function"}}, 400, "tool_choice.function", "missing"),
+    (CHAT, {"messages": HI, "tools": [TOOL], "tool_choice": "any"}, 400, "tool_choice", 'not "any"'),
+    (CHAT, {"messages": HI, "tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {
+        "mode": "auto", "tools": [{"type": "function", "function": {"name": "run"}}]}}}, 400, "tool_choice", "Choose from: walk"),
+    (CHAT, {"messages": HI, "tools": [TOOL], "response_format": {"type": "grammar", "grammar": 'start: "a"'}}, 400, "response_format",
+     "leave one"),
     (CHAT, {"messages": HI, "tools": [{"type": "function", "function": {"name": "no blanks"}}]}, 400, "tools.0.function.name", ""),
     (CHAT, {"messages": HI, "chat_template_kwargs": {"tokenize": True}}, 400, "chat_template_kwargs", "tokenize"),
     (CHAT, {"messages": HI, "prompt": "a"}, 400, "prompt", "unknown field"),
