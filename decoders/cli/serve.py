@@ -71,12 +71,14 @@ def serve(
         raise SettingsError(f"--log-level must be critical, error, warning, info or debug, not {log_level!r}")
 
     from ..server.limits import LOOPBACK, Limits, hosts_of
+    from ..server.prompts import read_template
 
     limits = Limits(
         body=max_body, prompt_tokens=max_prompt_tokens, new_tokens=max_tokens, choices=max_choices, deadline=deadline, rows=rows,
         slots=slots, queue=queue, schedulers=strategies,
     )  # fmt: skip
     config = parse_assignments(settings or [])
+    template = read_template(chat_template) if chat_template is not None else None
     console = plain_console(stderr=True)
     if host not in LOOPBACK and api_key is None:
         console.print(
@@ -87,7 +89,7 @@ def serve(
 
         torch.set_num_threads(threads)
     with waiting(console, f"loading {model}"):
-        service = _service(model, name, strategy, config, assistant, chat_template, dtype, compile, limits)
+        service = _service(model, name, strategy, config, assistant, template, dtype, compile, limits)
     from ..server.app import make_app
     from ..server.running import Server
 
@@ -113,7 +115,7 @@ def check_installed() -> None:
 
 
 def _service(
-    model: str, name: str | None, strategy: str, config: dict[str, Any], assistant: str | None, chat_template: Path | None,
+    model: str, name: str | None, strategy: str, config: dict[str, Any], assistant: str | None, chat_template: str | None,
     dtype: str, compile: bool, limits: Limits,
 ) -> Any:  # fmt: skip
     """The service around a model that has been loaded and has written a token."""
@@ -125,8 +127,7 @@ def _service(
     service = Service(
         loaded, tokenizer, name=name or model.rstrip("/").rpartition("/")[2], strategy=strategy, strategy_config=config,
         assistant=models.load_assistant(assistant, model, dtype, needs_draft), limits=limits,
-        chat_template=chat_template.read_text(encoding="utf-8") if chat_template else None,
-        config=None if compile else {"compile": False},
+        chat_template=chat_template, config=None if compile else {"compile": False},
     )  # fmt: skip
     service.warm_up()
     return service

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..errors import SettingsError
 from .bodies import Message, Tool
 from .refusals import Refusal
 
@@ -36,6 +38,29 @@ class CallStyle:
     reads_tools: bool = False
     reads_calls: bool = False
     special: bool = False
+
+
+def read_template(path: Path) -> str:
+    """The chat template in a file.
+
+    Raises:
+        SettingsError: it is no text, or no template.
+    """
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        render_jinja_template([[]], chat_template=text)
+    except UnicodeDecodeError as error:
+        raise SettingsError(
+            f"--chat-template {path} is no text in UTF-8: {error.reason} at byte {error.start}"
+        ) from error
+    except TemplateSyntaxError as error:
+        raise SettingsError(f"--chat-template {path} is no template: line {error.lineno}: {error.message}") from error
+    except Exception:  # it may well refuse a conversation without messages
+        pass
+    return text
 
 
 class Conversations:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 
 pytest.importorskip("fastapi")
+
+from decoders.errors import SettingsError
+from decoders.server.prompts import read_template
 
 COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -272,6 +276,33 @@ def test_a_template_that_refuses_is_quoted(served: Any, service_of: Any) -> None
     with served(service_of(chat_template=template)) as client:
         response = client.post(CHAT, json={"messages": HI})
         assert response.status_code == 400 and "roles must alternate" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (b"{{ messages }}\n{% if %}", "bad.jinja is no template: line 2: Expected an expression"),
+        (b"{% for m in messages %}", "line 1"),
+        (b"\xff", "bad.jinja is no text in UTF-8"),
+    ],
+)
+def test_a_broken_template_is_refused_before_a_model_is_loaded(tmp_path: Any, content: bytes, words: str) -> None:
+    from typer.testing import CliRunner
+
+    from decoders.cli import app
+
+    path = tmp_path / "bad.jinja"
+    path.write_bytes(content)
+    with pytest.raises(SettingsError, match=re.escape(words)):
+        read_template(path)
+    result = CliRunner().invoke(app, ["serve", "no-model", "--chat-template", str(path)])
+    assert result.exit_code == 2 and "--chat-template" in result.output
+
+
+def test_a_template_that_wants_messages_is_read(tmp_path: Any) -> None:
+    path = tmp_path / "good.jinja"
+    path.write_text("{{ raise_exception('none') }}{{ messages[0].content }}{% generation %}{% endgeneration %}")
+    assert read_template(path) == path.read_text()
 
 
 def test_every_setting_that_names_a_file_is_the_operators() -> None:
