@@ -304,24 +304,24 @@ def parsed(kind: type[B], content: bytes) -> B:
 
 
 def _most_telling(every: list[dict[str, Any]]) -> dict[str, Any]:
-    """The error to explain."""
+    """The error to explain: of a union, that of the branch that read furthest."""
     unknown = next((each for each in every if each["type"] == "extra_forbidden"), None)
     if unknown is not None:  # a field that is missing may be there under a wrong name: that is what helps
         return unknown
     first = every[0]["loc"]
     branch = next((place for place, step in enumerate(first) if _is_label(step)), len(first))
     alike = [each for each in every if each["loc"][:branch] == first[:branch]]
-    return max(
-        alike,
-        key=lambda each: (not _is_mismatch(each), len(each["loc"]), [n for n in each["loc"] if isinstance(n, int)]),
-    )
+
+    def progress(error: dict[str, Any]) -> tuple[bool, int, list[int]]:
+        return not _is_mismatch(error), len(error["loc"]), [step for step in error["loc"] if isinstance(step, int)]
+
+    return max(alike, key=progress)
 
 
 def _is_mismatch(error: dict[str, Any]) -> bool:
-    """Whether a value is of another shape than a branch of a union."""
-    return _is_label(error["loc"][-1:] and error["loc"][-1]) and (
-        error["type"].endswith("_type") or error["type"] == "literal_error"
-    )
+    """Whether a value has not the shape of a branch of a union."""
+    loc, kind = error["loc"], error["type"]
+    return bool(loc) and _is_label(loc[-1]) and (kind.endswith("_type") or kind == "literal_error")
 
 
 def _explained(kind: type[Body], error: dict[str, Any], count: int) -> Refusal:

@@ -32,9 +32,8 @@ async def settled(answer: Answer, receive: Receive) -> None:
         Refusal: the client is gone. What a request raises.
     """
     results: asyncio.Future[Any] = asyncio.gather(*(choice.generation for choice in answer.job.choices))
-    results.add_done_callback(
-        lambda ended: ended.cancelled() or ended.exception()
-    )  # nobody asks when the client is gone
+    # When the client is gone nobody asks for the error, and asyncio would log that.
+    results.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     watch: asyncio.Future[Any] = asyncio.ensure_future(gone(receive))
     try:
         await asyncio.wait({results, watch}, return_when=asyncio.FIRST_COMPLETED)
