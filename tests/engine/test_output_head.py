@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from decoders.engine.target import Target
 from decoders.testing import RECURRENT, tiny_model
@@ -19,4 +20,11 @@ def test_head_gives_the_logits_of_the_model(name: str) -> None:
     model = tiny_model(name)
     if name == "falcon_h1":
         model.model.lm_head_multiplier = 0.25
-    Target(model).output_head()  # compares it with the model
+    head = model.get_output_embeddings()
+    read: list[torch.Tensor] = []
+    handle = head.register_forward_pre_hook(lambda module, args: read.append(args[0]))
+    with torch.no_grad():
+        expected = model(torch.tensor([[3, 5, 7, 11]])).logits.float()
+    handle.remove()
+    with torch.no_grad():
+        torch.testing.assert_close(Target(model).output_head()(read[0]), expected, rtol=1e-4, atol=1e-4)
