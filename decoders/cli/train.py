@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ..common.files import regular
 from ..demo.shapes import LOOP_STEPS, TOKENS
 from ..errors import SettingsError
 from .console import plain_console, waiting
@@ -94,6 +95,10 @@ def ngram(
     # Mistakes are reported before minutes go into loading and sampling.
     if not out.absolute().parent.is_dir():
         raise SettingsError(f"{out} cannot be written: there is no folder {out.absolute().parent}")
+    try:
+        regular(out)
+    except OSError as error:
+        raise SettingsError(f"{out} cannot be written: {error.strerror}") from error
     texts = [read_prompt(None, path) for path in prompts or ()]
     console = plain_console(stderr=True, quiet=as_json)
     with waiting(console, f"loading {model}"):

@@ -2,23 +2,43 @@
 
 from __future__ import annotations
 
+import errno
 import os
-import tempfile
+import secrets
+import shutil
 from pathlib import Path
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Puts `content` in the place of whatever `path` holds, in one move; its folder is made. A failure leaves nothing behind.
+def regular(path: Path) -> Path:
+    """The file that `path` leads to, through links, whether it exists or not.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: it is no regular file.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", suffix=path.suffix, delete=False) as file:
-        temporary = Path(file.name)
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return target
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Puts `content` in the place of what the regular file `path` holds, in one move; its folder is made.
+
+    A link is written through. A new file has the mode that the umask leaves, an old one keeps its own. A failure leaves nothing
+    behind.
+
+    Raises:
+        OSError: it cannot be written, or is no regular file.
+    """
+    target = regular(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{secrets.token_hex(8)}{target.suffix}")
     try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    except OSError:
+        with temporary.open("xb") as file:
+            file.write(content)
+        if target.exists():
+            shutil.copymode(target, temporary)
+        os.replace(temporary, target)
+    except BaseException:
         temporary.unlink(missing_ok=True)
         raise

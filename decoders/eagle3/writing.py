@@ -50,8 +50,6 @@ def save_head(
     config["dtype" if form == "speculators" else "torch_dtype"] = str(dtype).removeprefix("torch.")
     write_whole(folder / WEIGHTS[0], save(state, metadata={"format": "pt"}))
     write_whole(folder / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
-    for name in (WEIGHTS[0], CONFIG):
-        (folder / name).chmod(0o644)
 
 
 def _layer(head: Eagle3Head) -> dict[str, Any]:

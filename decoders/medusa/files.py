@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..common.file_configs import Count, FileConfig, Whole
+from ..common.files import write_whole
 from ..common.weights import Stamp, read_json, read_tensors, stamp_of
 from ..errors import SettingsError, UnsupportedError
 from .config import HeadsConfig, Projection
@@ -62,17 +63,13 @@ def check_fit(heads: MedusaHeads, model: PreTrainedModel, origin: str | Path) ->
 
 
 def save_heads(heads: MedusaHeads, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Writes config and weights to `folder`, each aside and then moved, so that a reader never sees half a file."""
-    from safetensors.torch import save_file
+    """Writes config and weights to `folder`, each whole or not at all."""
+    from safetensors.torch import save
 
-    folder.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in heads.state_dict().items()}
-    save_file(state, folder / f".{WEIGHTS}", metadata={"format": "pt"})
     config = {"model_type": "decoders_medusa", **asdict(heads.config)}
-    (folder / f".{CONFIG}").write_text(_readable(config), encoding="utf-8")
-    for name in (WEIGHTS, CONFIG):  # the config last: it is what makes a folder one of heads
-        (folder / f".{name}").chmod(0o644)
-        (folder / f".{name}").replace(folder / name)
+    write_whole(folder / WEIGHTS, save(state, metadata={"format": "pt"}))
+    write_whole(folder / CONFIG, _readable(config).encode())  # last: it is what makes a folder one of heads
 
 
 def load_heads(folder: str | Path, device: torch.device | None = None, dtype: torch.dtype | None = None) -> MedusaHeads:

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
+from ..common.files import write_whole
 from ..errors import SettingsError
 
 FORMAT = "decoders-ngram-table"
@@ -92,7 +93,11 @@ class NgramTable:
         return NgramTable(tuple(orders), vocab_size, int(orders[0].totals.sum()), source)
 
     def save(self, path: Path) -> None:
-        """Writes the table as safetensors, its description in the metadata."""
+        """Writes the table as safetensors, its description in the metadata.
+
+        Raises:
+            SettingsError: it cannot be written.
+        """
         names = ("keys", "followers", "counts", "totals")
         tensors = {
             f"{n}.{name}": tensor
@@ -103,7 +108,11 @@ class NgramTable:
             "format": FORMAT, "version": VERSION, "vocab_size": self.vocab_size, "max_ngram": len(self.orders),
             "tokens": self.tokens, "source": self.source,
         }  # fmt: skip
-        save_file(tensors, path, metadata={name: str(value) for name, value in about.items()})
+        content = save(tensors, metadata={name: str(value) for name, value in about.items()})
+        try:
+            write_whole(path, content)
+        except OSError as error:
+            raise SettingsError(f"n-gram table {path} cannot be written: {error.strerror}") from error
 
     @staticmethod
     def load(path: Path) -> NgramTable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,10 +41,10 @@ def train_table(
         options: further arguments of ``generate``.
 
     Raises:
-        SettingsError: nothing to sample from, or a temperature that would give the same text every time.
+        SettingsError: nothing to sample from, or a temperature that texts cannot be sampled at.
     """
-    if temperature <= 0:
-        raise SettingsError(f"temperature {temperature} would sample the same text every time; it must be above 0")
+    if not 0 < temperature < math.inf:
+        raise SettingsError(f"the temperature that texts are sampled at must be above 0, and finite, not {temperature:g}")
     if not prompts or not all(prompts):
         raise SettingsError("there must be prompts, of at least one token each")
     options = dict(temperature=temperature, top_k=0, top_p=1.0, max_new_tokens=length) | options

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -274,7 +275,10 @@ def test_ngram_table_is_trained_and_used(checkpoint: str, tmp_path: Path) -> Non
     assert drafted.exit_code == 0, drafted.output
     assert json.loads(drafted.stdout)["text"] == json.loads(plain.stdout)["text"]
     first = NgramTable.load(tmp_path / "t.safetensors").orders[2]
+    (tmp_path / "t.safetensors").rename(tmp_path / "table")
+    (tmp_path / "t.safetensors").symlink_to(tmp_path / "table")
     again = run(*train, "--prompts", "a.txt")
+    assert (tmp_path / "t.safetensors").is_symlink()
     assert "contexts: 1 of 0" in again.stdout and "Written to t.safetensors" in again.stdout
     assert torch.equal(NgramTable.load(tmp_path / "t.safetensors").orders[2].keys, first.keys)
     run(*train, "--prompts", "a.txt", "--seed", "1")
@@ -288,7 +292,9 @@ def test_ngram_table_is_trained_and_used(checkpoint: str, tmp_path: Path) -> Non
         (["t.safetensors"], "has no token that begins a text: give files with --prompts"),
         (["t.safetensors", "--prompts", "empty.txt"], "is empty"),
         (["t.safetensors", "--prompts", "none.txt"], "none.txt cannot be read: No such file"),
-        (["t.safetensors", "--prompts", "a.txt", "--temperature", "0"], "must be above 0"),
+        (["t.safetensors", "--prompts", "a.txt", "--temperature", "0"], "must be above 0, and finite, not 0"),
+        (["t.safetensors", "--prompts", "a.txt", "--temperature", "nan"], "must be above 0, and finite, not nan"),
+        (["pipe", "--prompts", "a.txt"], "pipe cannot be written: it is no regular file"),
     ],
 )
 def test_ngram_table_that_cannot_be_trained_is_explained(
@@ -296,6 +302,7 @@ def test_ngram_table_that_cannot_be_trained_is_explained(
 ) -> None:
     (tmp_path / "a.txt").write_text("abc")
     (tmp_path / "empty.txt").write_text("")
+    os.mkfifo(tmp_path / "pipe")
     result = run("train", "ngram", *arguments, "--model", checkpoint)
     assert result.exit_code == 2
     assert message in result.stderr
