@@ -58,12 +58,16 @@ def prompt_ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None) -> Tensor
     """`prompt`, text or token ids, as ``[1, P]``.
 
     Raises:
-        InputError: neither, or several prompts. ContextLengthError: there is nothing in it. UnsupportedError: text, without
-            `tokenizer`.
+        InputError: neither, several prompts, or text with half of a surrogate pair. ContextLengthError: there is nothing in it.
+        UnsupportedError: text, without `tokenizer`.
     """
     if isinstance(prompt, str):
         if tokenizer is None:
             raise UnsupportedError("a prompt that is text needs a tokenizer: pass tokenizer= to the Scheduler")
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(f"the prompt is no UTF-8 text: {error.reason} at character {error.start}") from error
         ids = tokenizer(prompt, return_tensors="pt").input_ids
     else:
         try:

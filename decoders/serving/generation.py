@@ -296,6 +296,12 @@ class Generation:
             self._changed.notify_all()
         self._tell()
 
+    def _abandon(self, error: BaseException) -> None:
+        """In a forked child, `error` is its end; who listened does so in the parent."""
+        self._changed, self._listeners = threading.Condition(), []
+        if not self._done:
+            self._error, self._done, self._on_cancel = error, True, _nothing
+
     def _tell(self) -> None:
         with self._changed:
             listeners = list(self._listeners)

@@ -73,8 +73,13 @@ def generate_many(
         arguments: of ``generate``, for all prompts.
 
     Raises:
-        SettingsError: `errors` is something else. Whatever a request raises, unless it is kept.
+        SettingsError: `errors` is something else. InputError: `prompts` is one prompt. Whatever a request raises, unless it is kept.
+            Whatever taking a prompt from the iterable raises, once those that were taken before are completed and given.
     """
+    if isinstance(prompts, str | bytes | Mapping):
+        raise InputError(
+            f"prompts are several, in a list for example, not a {type(prompts).__name__}: put a single one into a list, [prompt]"
+        )
     if errors not in ("raise", "keep"):
         raise SettingsError(f"errors must be 'raise' or 'keep', not {errors!r}")
     check_count("rows", rows)
@@ -93,6 +98,7 @@ def _completions(
     with Scheduler(model, tokenizer=tokenizer, queue=18 * rows, **options, **arguments) as scheduler:
         line: deque[_Request] = deque()  # in order
         running, numbers, more = 0, count(), True
+        failure: Exception | None = None  # of the iterable
         while more or running or line:
             # Two prompts per row stand ready; in order, what has ended waits for its turn as well.
             while more and running < 3 * rows and len(line) < 16 * rows:
@@ -101,18 +107,24 @@ def _completions(
                 except StopIteration:
                     more = False
                     break
+                except Exception as error:
+                    more, failure = False, error
+                    break
                 request = _Request(next(numbers), prompt)
                 request.submit(scheduler, ended)
                 running += 1
                 if ordered:
                     line.append(request)
             if running:
+                scheduler._check_process()  # a forked child would wait for ever
                 request = ended.get()
                 running -= 1
                 if not ordered:
                     yield request.completion(raises)
             while line and line[0].done:
                 yield line.popleft().completion(raises)
+        if failure is not None:
+            raise failure
 
 
 class _Request:

@@ -6,6 +6,7 @@ import atexit
 import heapq
 import itertools
 import logging
+import os
 import threading
 import time
 import weakref
@@ -29,6 +30,8 @@ from .lanes import Lanes, copied, is_over, reason
 
 log = logging.getLogger("decoders")
 
+_FORKED = "the scheduler belongs to the process that this one was forked from: make one in this process"
+
 #: Seconds without another request after which one that finds nobody running is begun: those that come together share passes.
 GATHERING = 0.002
 #: Seconds that it waits for others at most.
@@ -42,7 +45,8 @@ class Scheduler:
     budgets; those with another strategy, other kinds of processors or another verifier take turns with them, step by step. Calls of
     ``generate`` on the same model take turns with it, too.
 
-    Use it as a context manager, or :meth:`close` it.
+    Use it as a context manager, or :meth:`close` it. It belongs to the process that made it: in a forked child it is closed, its
+    requests have ended, and a new one can be made there.
 
     Args:
         model: enabled, or it will be.
@@ -91,7 +95,7 @@ class Scheduler:
         self._serial = itertools.count()
         self._lanes = Lanes(rows, longest_pause)
         self._admitting: Generation | None = None  # neither waiting nor active
-        self._closing = False
+        self._closing = self._forked = False
         self._error: BaseException | None = None  # what has ended it, outside of any request
         self.steps = 0
         release_threads()
@@ -115,12 +119,14 @@ class Scheduler:
             arguments: as of ``generate``.
 
         Raises:
-            QueueFull: as many requests wait as may. CancelledError: it is closed. ContextLengthError: more tokens than `slots`.
+            QueueFull: as many requests wait as may. CancelledError: it is closed, or of another process. ContextLengthError: more
+                tokens than `slots`.
             SettingsError, InputError: a value of the wrong kind. Whatever ``generate`` raises for the arguments.
         """
         check_turn(priority, deadline)
         if top_logprobs is not None:
             check_count("top_logprobs", top_logprobs, least=0)
+        self._check_open()
         if not wait:
             self._check_room()
         tokenizer = arguments.get("tokenizer") or self._generate.tokenizer
@@ -134,6 +140,7 @@ class Scheduler:
         with self._changed:
             while wait and len(self._waiting) >= self.queue and not self._closing:
                 self._changed.wait()
+            self._check_open()
             self._check_room()
             heapq.heappush(self._waiting, (-priority, next(self._serial), generation))
             self._changed.notify_all()
@@ -141,6 +148,8 @@ class Scheduler:
 
     def close(self, cancel: bool = False) -> None:
         """Takes no more requests, waits until those that it has are done, or cancels them, and frees everything."""
+        if not self.alive:  # nothing to wait for, and where the interpreter ends, nothing to wait with
+            return
         with self._changed:
             self._closing = True
             if cancel:
@@ -172,11 +181,19 @@ class Scheduler:
         """Requests that have a row."""
         return self._lanes.running
 
-    def _check_room(self) -> None:
+    def _check_process(self) -> None:
+        """Raises CancelledError in a child forked from the process that made it: no thread decodes there."""
+        if self._forked:
+            raise CancelledError(_FORKED)
+
+    def _check_open(self) -> None:
+        self._check_process()
         if self._error is not None:
             raise CancelledError(f"an error has ended the scheduler: {self._error!r}") from self._error
         if self._closing:
             raise CancelledError("the scheduler is closed")
+
+    def _check_room(self) -> None:
         if len(self._waiting) >= self.queue:
             raise QueueFull(
                 f"{len(self._waiting)} requests are waiting, which is all that the queue takes (queue={self.queue}): try again later, "
@@ -214,6 +231,15 @@ class Scheduler:
         admitting = [self._admitting] if self._admitting is not None else []
         active = [generation for generation in self._lanes.generations() if generation is not self._admitting]
         return [entry[2] for entry in self._waiting] + admitting + active
+
+    def _abandon(self) -> None:
+        """In a forked child, where its thread does not exist and its lock may be held by one of the parent's."""
+        self._changed = threading.Condition()
+        self._closing = self._forked = True
+        left = self._all()
+        self._waiting, self._admitting, self._lanes = [], None, Lanes(self.rows, self.longest_pause)
+        for generation in left:
+            generation._abandon(CancelledError(_FORKED))
 
     # What the thread does:
 
@@ -306,6 +332,15 @@ def _work(reference: weakref.ref[Scheduler]) -> None:
 
 
 _open: weakref.WeakSet[Scheduler] = weakref.WeakSet()
+
+
+def _abandon_all() -> None:
+    for scheduler in list(_open):
+        scheduler._abandon()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_abandon_all)
 
 
 @atexit.register

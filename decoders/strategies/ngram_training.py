@@ -44,7 +44,9 @@ def train_table(
         SettingsError: nothing to sample from, or a temperature that texts cannot be sampled at.
     """
     if not 0 < temperature < math.inf:
-        raise SettingsError(f"the temperature that texts are sampled at must be above 0, and finite, not {temperature:g}")
+        raise SettingsError(
+            f"the temperature that texts are sampled at must be above 0, and finite, not {temperature:g}"
+        )
     if not prompts or not all(prompts):
         raise SettingsError("there must be prompts, of at least one token each")
     options = dict(temperature=temperature, top_k=0, top_p=1.0, max_new_tokens=length) | options
