@@ -61,14 +61,16 @@ def generate(
             exists=True,
             dir_okay=False,
             readable=True,
-            help="Complete a file of prompts: JSON lines with prompt, text or messages and arguments beside it, or plain lines.",
+            help="Complete a file of prompts: JSON lines (.jsonl) with prompt, text or messages and arguments beside it, or plain "
+            "lines (.txt). No pipe: it is read twice.",
         ),
     ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
             dir_okay=False,
-            help="Where completions go, a JSON line each; the next run goes on with it, and tries again what failed.",
+            help="Where completions go, a JSON line each; the next run goes on with it, if model and options are the same, and tries "
+            "again what failed.",
         ),
     ] = None,
     rows: Annotated[int, typer.Option(min=1, help="With --input: most prompts that are decoded at a time.")] = 8,
@@ -82,12 +84,13 @@ def generate(
     """Continue a prompt, or with --input a file of them. The text goes to standard output, everything else to standard error."""
     from ..settings import parse_assignments
     from . import models
-    from .many import Task, check_files, complete_file
+    from .many import Task, check_files, complete_file, options_of_texts
 
     # Mistakes are reported before minutes go into loading a model.
     many = check_files(input, output, prompt, prompt_file)
     prompt_text = "" if many else read_prompt(prompt, prompt_file)
-    arguments: dict[str, Any] = sampling(temperature, top_k, top_p, min_p, seed)
+    given: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
+    arguments: dict[str, Any] = sampling(**given)
     arguments["strategy_config"] = parse_assignments(settings or [])
     if grammar is not None:
         from ..plugins import grammar_or_file
@@ -114,11 +117,14 @@ def generate(
     if input is not None and output is not None:
         from ..serving.outputs import OutputLines
 
+        options = options_of_texts(model, dtype, max_new_tokens, given, grammar, chat)
         with OutputLines(output) as out:
-            task = Task.of(input, out)
+            task = Task.of(input, out, options)
             loaded, tokenizer = load()
             arguments |= {"strategy": strategy, "max_new_tokens": max_new_tokens}
-            failed = complete_file(loaded, tokenizer, task, rows, slots, ordered, chat, arguments, console, as_json)
+            failed = complete_file(
+                loaded, tokenizer, task, rows, slots, ordered, chat, given, arguments, console, as_json
+            )
         if failed:
             raise typer.Exit(1)
         return
@@ -172,7 +178,8 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     try:
         text = prompt_file.read_text(encoding="utf-8") if prompt_file else prompt
         text = sys.stdin.read() if text is None or text == "-" else text
-    except UnicodeDecodeError as error:
+        text.encode()  # bytes that are no UTF-8 come as half surrogates from arguments
+    except UnicodeError as error:
         raise SettingsError(f"the prompt is not UTF-8 text: {error}") from error
     except OSError as error:
         raise SettingsError(f"{prompt_file} cannot be read: {error.strerror}") from error
@@ -189,7 +196,7 @@ def sampling(
     options = {name: value for name, value in options.items() if value is not None}
     if temperature == 0 or not options:
         if len(options) > 1:
-            raise SettingsError("temperature 0 is greedy: leave out --top-k, --top-p and --min-p")
+            raise SettingsError("temperature 0 is greedy: leave out top-k, top-p and min-p")
         # Models often ship sampling defaults; greedy means none of them.
         return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None, "min_p": None}
     # transformers' own default of top_k=50 would silently cut what the user asked for.

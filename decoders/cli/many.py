@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,14 +28,17 @@ def check_files(input: Path | None, output: Path | None, prompt: str | None, pro
     """Whether a file of prompts is asked for.
 
     Raises:
-        SettingsError: half of it is, or both are one file.
+        SettingsError: half of it is, both are one file, or the prompts are in none that can be read twice.
     """
+    from ..serving.lines import check_file
+
     if input is None and output is None:
         return False
     if input is None or output is None:
         raise SettingsError("--input and --output go together: prompts from one file, completions to the other")
     if prompt is not None or prompt_file is not None:
         raise SettingsError("give --input, or a prompt, not both")
+    check_file(input)
     if output.exists() and os.path.samefile(input, output):
         raise SettingsError("--input and --output are one file: completions would stand among the prompts")
     return True
@@ -50,6 +54,7 @@ class Task:
         total: prompts.
         left: of these, those that are not completed.
         failed: of these, those that have failed before.
+        options: what decides the texts, beside the prompts.
     """
 
     input: Path
@@ -57,10 +62,11 @@ class Task:
     total: int
     left: int
     failed: int
+    options: Mapping[str, Any]
 
     @staticmethod
-    def of(input: Path, out: OutputLines) -> Task:
-        """Compares both files.
+    def of(input: Path, out: OutputLines, options: Mapping[str, Any]) -> Task:
+        """Compares both files, and `options` with those that were in force before.
 
         Raises:
             SettingsError: they do not go together, or the input cannot be read.
@@ -72,7 +78,8 @@ class Task:
             total += 1
             left += not out.check(line)
         out.check_count(total)
-        return Task(input, out, total, left, len(out.failed))
+        out.check_options(options)
+        return Task(input, out, total, left, len(out.failed), options)
 
     def lines(self) -> Iterator[InputLine]:
         """The prompts that are left."""
@@ -83,12 +90,17 @@ class Task:
 
 def complete_file(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, rows: int, slots: int, ordered: bool,
-    chat: bool, arguments: dict[str, Any], console: Console, as_json: bool,
+    chat: bool, given: Mapping[str, Any], arguments: dict[str, Any], console: Console, as_json: bool,
 ) -> int:  # fmt: skip
     """Completes what is left, says what it took, and counts the prompts that were refused or failed.
 
+    Args:
+        given: the command's sampling options, None where it has none.
+        arguments: of ``generate`` for all prompts.
+
     Raises:
         typer.Exit: with 1, completions cannot be written.
+        SettingsError: there are more or fewer prompts than there were.
     """
     import json
 
@@ -103,7 +115,7 @@ def complete_file(
 
     def prompts() -> Iterator[Prompt]:
         for place, line in enumerate(task.lines()):
-            prompt, name = _prompt(line, tokenizer, chat, arguments)
+            prompt, name = _prompt(line, tokenizer, chat, given)
             pending[place] = line, name
             yield prompt
 
@@ -113,7 +125,7 @@ def complete_file(
     with Progress(*columns, console=console) as progress, closing(completions):
         bar = progress.add_task("", total=task.total, completed=earlier)
         for done in completions:
-            item = _item(*pending.pop(done.index), done)
+            item = _item(*pending.pop(done.index), task.options, done)
             try:
                 task.out.write(item)
             except OSError as error:
@@ -127,6 +139,11 @@ def complete_file(
             seconds = time.perf_counter() - begun
             speed = f"{tokens / seconds:.1f} tokens/s, {tokens / max(row_steps, 1):.2f} per step"
             progress.update(bar, advance=1, description=speed + (f", {failed} failed" if failed else ""))
+    if written != task.left:
+        raise SettingsError(
+            f"{task.input} was changed while it was completed: {task.left} prompts were left in it, and {written} have been read and "
+            "written. Run the same command again"
+        )
     seconds = time.perf_counter() - begun
     figures = {
         "prompts": task.total, "completed": task.left - failed, "failed": failed, "earlier": earlier, "retried": task.failed,
@@ -159,7 +176,7 @@ def _unwritable(out: OutputLines, error: OSError, written: int) -> typer.Exit:
 
 
 def _prompt(
-    line: InputLine, tokenizer: PreTrainedTokenizerBase, chat: bool, arguments: dict[str, Any]
+    line: InputLine, tokenizer: PreTrainedTokenizerBase, chat: bool, given: Mapping[str, Any]
 ) -> tuple[Prompt, Any]:  # fmt: skip
     """A prompt with its arguments, or the error that it is, and its id. Each draws with a seed of its own, the same in every run."""
     import json
@@ -181,19 +198,57 @@ def _prompt(
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
             # The template writes the special tokens itself.
             item["prompt"] = tokenizer(text, add_special_tokens=False).input_ids
+        item = _sampling(item, given) | item
     except RecursionError:
         return SettingsError(f"{line.place}: nested too deeply"), None
     except DecodersError as error:
         return error, name
     except Exception as error:  # a template raises what it likes
         return SettingsError(f"{line.place}: {type(error).__name__}: {error}"), name
-    if arguments.get("seed") is not None:
-        item.setdefault("seed", arguments["seed"] + line.number)
+    if given["seed"] is not None:
+        item.setdefault("seed", given["seed"] + line.number)
     return item, name
 
 
-def _item(line: InputLine, name: Any, done: Completion) -> dict[str, Any]:
-    item = {"index": line.number, "input": line.mark} | ({"id": name} if name is not None else {})
+def _sampling(item: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments for a prompt with sampling values beside it: they take the place of the command's, and ask for sampling as those do."""
+    from .generate import sampling
+
+    own = {name: item[name] for name in ("temperature", "top_k", "top_p", "min_p") if name in item}
+    if not own:
+        return {}
+    others = {} if own.get("temperature") == 0 else given
+    return sampling(**{**dict.fromkeys(given), **others, **own, "seed": None})
+
+
+def options_of_texts(
+    model: str, dtype: str, max_new_tokens: int, given: Mapping[str, Any], grammar: str | None, chat: bool
+) -> dict[str, Any]:  # fmt: skip
+    """What decides the texts of a run, beside the prompts. What has its default is left out."""
+    from ..plugins import registry
+    from ..setting_sources import load_settings
+    from ..settings import RuntimeSettings
+
+    options: dict[str, Any] = {"model": str(Path(model).resolve()) if Path(model).exists() else model, "dtype": dtype}
+    options["max_new_tokens"] = max_new_tokens
+    options |= {
+        name: value for name, value in given.items() if value is not None and (name, value) != ("temperature", 0)
+    }
+    if grammar is not None:
+        file = Path(grammar)
+        content = f", {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}" if file.is_file() else ""
+        options["grammar"] = file.name + content
+    if chat:
+        options["chat"] = True
+    runtime = load_settings(RuntimeSettings, None, {}, {}, sections=registry().strategies())
+    for name in ("weights", "kv_cache", "verifier"):
+        if (value := getattr(runtime, name)) != RuntimeSettings.model_fields[name].default:
+            options[name] = value
+    return options
+
+
+def _item(line: InputLine, name: Any, options: Mapping[str, Any], done: Completion) -> dict[str, Any]:
+    item = {"index": line.number, "input": line.mark, "options": options} | ({"id": name} if name is not None else {})
     if done.error is not None:
         return item | {"error": f"{type(done.error).__name__}: {done.error}"}
     assert done.report is not None

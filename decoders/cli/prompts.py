@@ -51,7 +51,7 @@ def _from_file(chosen: str, limit: int | None, known: tuple[str, ...]) -> list[t
     path = Path(chosen)
     try:
         content = path.read_text(encoding="utf-8")
-        if path.suffix == ".jsonl":
+        if path.suffix.lower() == ".jsonl":
             prompts = [_prompt(json.loads(line), path.stem) for line in content.splitlines() if line.strip()]
         else:
             prompts = [(path.stem, content)]

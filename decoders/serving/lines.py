@@ -11,6 +11,9 @@ from typing import Any, NoReturn
 
 from ..errors import SettingsError, shortened
 
+JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+PLAIN_SUFFIX = ".txt"
+
 
 @dataclass(frozen=True)
 class InputLine:
@@ -40,15 +43,35 @@ class InputLine:
 
 
 def is_json(path: Path) -> bool:
-    """Whether its lines are JSON, by its name."""
-    return path.suffix in (".jsonl", ".json", ".ndjson")
+    """Whether its lines are JSON, by its name.
+
+    Raises:
+        SettingsError: the name does not tell.
+    """
+    suffix = path.suffix.lower()
+    if suffix not in (*JSON_SUFFIXES, PLAIN_SUFFIX):
+        raise SettingsError(
+            f"{path}: the name of a file of prompts ends in {' or '.join(JSON_SUFFIXES)} (JSON lines) or in {PLAIN_SUFFIX} "
+            "(plain lines)"
+        )
+    return suffix != PLAIN_SUFFIX
+
+
+def check_file(path: Path) -> None:
+    """Raises SettingsError unless `path` is a file that can be read twice, with a name that tells what its lines are."""
+    if path.exists() and not path.is_file():
+        raise SettingsError(
+            f"{path} is no regular file: prompts are read twice, and a run that goes on reads them again. Write them to a file first"
+        )
+    is_json(path)
 
 
 def input_lines(path: Path) -> Iterator[InputLine]:
     """The lines of a file that are not empty. A byte order mark is not part of them.
 
     Raises:
-        SettingsError: it cannot be read, or its first line shows that it holds something else.
+        SettingsError: it cannot be read, or its name does not tell what its lines are, or its first line shows that they are
+            something else.
     """
     whole = "" if is_json(path) else "\r\n"  # blanks around JSON mean nothing, around a prompt they do
     try:
@@ -80,7 +103,7 @@ def parsed(line: InputLine) -> dict[str, Any]:
     """What a line asks for: an object with ``prompt``, ``text`` or ``messages``, and arguments; in a .txt file, a prompt.
 
     Raises:
-        SettingsError: neither.
+        SettingsError: neither, or several prompts.
     """
     text = _text(line)
     if not is_json(line.path):
@@ -91,7 +114,9 @@ def parsed(line: InputLine) -> dict[str, Any]:
         raise SettingsError(
             f'{line.place}: write {{"prompt": "…"}} or {{"messages": […]}}, with arguments of generate beside it'
         )
-    if "prompt" not in item and "text" in item:
+    if len(several := [name for name in ("prompt", "text", "messages") if name in item]) > 1:
+        raise SettingsError(f"{line.place}: {' and '.join(several)} are prompts, each of them: give one of them")
+    if "text" in item:
         item["prompt"] = item.pop("text")
     if isinstance(prompt := item.get("prompt"), str):
         try:

@@ -8,12 +8,13 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ..errors import SettingsError
+from ..errors import SettingsError, shortened
 from .lines import InputLine
 from .locks import locked
 
@@ -26,7 +27,8 @@ _ELSE = "name another --output, or move it away"
 class OutputLines:
     """A file of completions that grows line by line, locked while it is open. What is in it already is not written again.
 
-    Every line holds ``index`` and ``input``, the number and the mark of the prompt, and ``text`` or ``error``. A prompt that failed
+    Every line holds ``index`` and ``input``, the number and the mark of the prompt, ``options``, which decide its text beside the
+    prompt, and ``text`` or ``error``. Files of earlier versions have no options. A prompt that failed
     may have another line further down: then that one counts, and takes the first one's place when the file is closed after a
     run without an exception. Nothing is changed before the first :meth:`write`, which also drops a line that was cut off.
 
@@ -34,6 +36,7 @@ class OutputLines:
         path: the file.
         done: mark of every prompt that is completed, by number.
         failed: mark and error of every prompt that has only failed, by number.
+        options: of the prompts that are completed, as JSON, the same ones once.
 
     Raises:
         SettingsError: the file holds something else, cannot be written, or another process writes it.
@@ -43,6 +46,7 @@ class OutputLines:
         self.path = path
         self.done: dict[int, str] = {}
         self.failed: dict[int, tuple[str, str]] = {}
+        self.options: set[str] = set()
         # Of prompts that failed: where their lines begin, and which of these counts.
         self._places: dict[int, list[int]] = {}
         self._counts: dict[int, int] = {}
@@ -85,6 +89,8 @@ class OutputLines:
         if not failed:
             self.failed.pop(number, None)
             self.done[number] = item["input"]
+            if isinstance(options := item.get("options"), dict):
+                self.options.add(json.dumps(options))
             self._counts[number] = place
         elif number not in self.done:
             self.failed[number] = item["input"], str(item["error"])
@@ -100,6 +106,18 @@ class OutputLines:
         if mark is not None and mark != line.mark:
             raise SettingsError(f"{self.path} was written from another input ({line.place} differs): {_ELSE}")
         return mark is not None
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Raises SettingsError if prompts were completed with others than `options`."""
+        for earlier in map(json.loads, self.options):
+            different = [name for name in {**earlier, **options} if options.get(name) != earlier.get(name)]
+            if different:
+                changes = ", ".join(
+                    f"{name} {_shown(earlier.get(name))}, now {_shown(options.get(name))}" for name in different
+                )
+                raise SettingsError(
+                    f"{self.path} was written with other options ({changes}): give the same ones, {_ELSE}"
+                )
 
     def check_count(self, count: int) -> None:
         """Raises SettingsError if there are lines of prompts after the first `count`."""
@@ -188,6 +206,10 @@ class OutputLines:
                     self._target.unlink()
         finally:
             self._file.close()
+
+
+def _shown(value: Any) -> str:
+    return "not given" if value is None else shortened(str(value))
 
 
 def _opened(path: Path, name: Path) -> tuple[io.FileIO, bool]:

@@ -216,6 +216,7 @@ def test_expected_error_is_one_line_and_exit_code_2() -> None:
         (["no/such/model", "hello"], "Model 'no/such/model' cannot be loaded"),
         (["demo", "hello", "--dtype", "float31"], "Did you mean 'float32'?"),
         (["demo", ""], "the prompt is empty"),
+        (["demo", "a\udcff"], "the prompt is not UTF-8 text"),
         (["demo", "hello", "--temperature", "0", "--top-k", "5"], "temperature 0 is greedy"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from decoders.cli import app
+from decoders.cli.many import Task
 from decoders.serving.outputs import OutputLines
 
 
@@ -84,6 +86,90 @@ def test_every_line_that_is_no_prompt_has_an_error_of_its_own(tmp_path: Path) ->
     assert items[0]["id"] == "\ud800" and items[4]["id"] == 4
     assert [i["index"] for i in items if "text" in i and i["index"] != 5] == [0, 8]
     assert "in.jsonl, line 3: no JSON" in items[1]["error"]
+
+
+def test_sampling_values_of_a_line_take_the_place_of_the_commands(tmp_path: Path) -> None:
+    prompts, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [
+        {}, {"temperature": 5.0, "seed": 9}, {"top_p": 0.9}, {"temperature": 5.0, "do_sample": False},
+        {"temperature": 0, "top_p": 0.5},
+    ]  # fmt: skip
+    prompts.write_text("".join(json.dumps({"prompt": "x = 1"} | line) + "\n" for line in lines))
+    assert run("--input", str(prompts), "--output", str(out), "--seed", "2")[0] == 1
+    items = [json.loads(line) for line in out.read_text().splitlines()]
+    assert "temperature 0 is greedy: leave out" in items[4]["error"]
+    texts = [each["text"] for each in items[:4]]
+    assert texts[0] == texts[3] and len(set(texts)) == 3
+    for text, options in zip(
+        texts, [[], ["--temperature", "5", "--seed", "9"], ["--top-p", "0.9", "--seed", "4"]], strict=False
+    ):
+        assert json.loads(run("x = 1", "--json", *options)[1])["text"] == text
+    prompts.write_text('{"prompt": "x = 1", "temperature": 0}\n')
+    assert (
+        run(
+            "--input", str(prompts), "--output", str(tmp_path / "greedy.jsonl"), "--temperature", "2", "--top-p", "0.9"
+        )[0]
+        == 0
+    )
+    assert json.loads((tmp_path / "greedy.jsonl").read_text())["text"] == texts[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--temperature", "1", "--seed", "3"], "temperature not given, now 1.0, seed not given, now 3"),
+        (["--chat"], "chat not given, now True"),
+        (["--dtype", "bfloat16"], "dtype float32, now bfloat16"),
+        (["-n", "7"], "max_new_tokens 6, now 7"),
+        (["--grammar", "json"], "grammar not given, now json"),
+    ],
+)
+def test_a_run_goes_on_with_the_options_of_its_beginning_only(tmp_path: Path, options: list[str], said: str) -> None:
+    prompts, out = tmp_path / "in.txt", tmp_path / "out.jsonl"
+    prompts.write_text("a\nb\n")
+    mark = hashlib.sha256(b"a").hexdigest()[:12]
+    first = {
+        "index": 0,
+        "input": mark,
+        "options": {"model": "demo", "dtype": "float32", "max_new_tokens": 6},
+        "text": "x",
+    }
+    out.write_text(json.dumps(first) + "\n")
+    begun = out.read_bytes()
+    code, printed = run("--input", str(prompts), "--output", str(out), *options)
+    assert code == 2 and f"({said})" in " ".join(printed.split()) and out.read_bytes() == begun
+
+
+def test_settings_that_change_the_text_count_as_options_and_others_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, out = tmp_path / "in.txt", tmp_path / "out.jsonl"
+    files = ["--input", str(prompts), "--output", str(out)]
+    prompts.write_text("a\n")
+    assert run(*files)[0] == 0
+    monkeypatch.setenv("DECODERS_REUSE", "0")
+    assert run(*files, "--rows", "3", "-s", "autoregressive", "--as-they-end", "--temperature", "0")[0] == 0
+    monkeypatch.setenv("DECODERS_KV_CACHE", "int8")
+    code, printed = run(*files)
+    assert code == 2 and "kv_cache not given, now int8" in " ".join(printed.split())
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes")
+def test_a_pipe_of_prompts_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    pipe, out = tmp_path / "in.txt", tmp_path / "out.jsonl"
+    os.mkfifo(pipe)
+    code, printed = run("--input", str(pipe), "--output", str(out))
+    assert code == 2 and "is no regular file: prompts are read twice" in printed and not out.exists()
+
+
+def test_a_file_of_prompts_that_changes_meanwhile_is_no_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, out = tmp_path / "in.txt", tmp_path / "out.jsonl"
+    prompts.write_text("a\nb\n")
+    monkeypatch.setattr(Task, "lines", lambda task: iter([]))
+    code, printed = run("--input", str(prompts), "--output", str(out))
+    assert code == 2 and "2 prompts were left in it, and 0 have been read" in " ".join(printed.split())
 
 
 @pytest.mark.parametrize("link", [False, True])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,6 +72,48 @@ def test_errors_are_raised_or_kept(llama: PreTrainedModel, text_of: Any) -> None
         many(llama, [{"text": "abc"}], max_new_tokens=3)
 
 
+@pytest.mark.parametrize("prompts", ["abc", b"abc", {"prompt": "abc"}])
+def test_a_single_prompt_is_no_list_of_them(llama: PreTrainedModel, prompts: Any) -> None:
+    with pytest.raises(InputError, match=r"not a (str|bytes|dict): put a single one into a list"):
+        decoders.generate_many(llama, prompts)
+
+
+@pytest.mark.parametrize("errors", ["raise", "keep"])
+@pytest.mark.parametrize("ordered", [True, False])
+def test_prompts_that_were_taken_are_completed_before_the_error_of_the_next(
+    llama: PreTrainedModel, text_of: Any, errors: str, ordered: bool
+) -> None:
+    def prompts() -> Iterator[list[int]]:
+        yield from (text_of(n, 4) for n in range(2))
+        raise LookupError("no more prompts")
+
+    options: Any = {
+        "errors": errors,
+        "ordered": ordered,
+        "max_new_tokens": 3,
+        "pad_token_id": 0,
+        "decoders_config": EAGER,
+    }
+    completions = decoders.generate_many(llama, prompts(), **options)
+    done = [next(completions).index for _ in range(2)]
+    with pytest.raises(LookupError, match="no more prompts"):
+        next(completions)
+    assert sorted(done) == [0, 1]
+
+
+def test_an_interpreter_that_ends_closes_what_was_half_read() -> None:
+    code = """
+import decoders
+from decoders.testing import tiny_model
+prompts = ([n % 50] for n in range(1000))
+half = decoders.generate_many(tiny_model("llama"), prompts, max_new_tokens=9, pad_token_id=0, decoders_config={"compile": False})
+next(half)
+raise SystemExit(3)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 3 and "Traceback" not in ended.stderr, ended.stderr
+
+
 def test_text_prompts_give_text(llama: PreTrainedModel, letters: PreTrainedTokenizerFast) -> None:
     (done,) = many(llama, ["abc"], max_new_tokens=5)
     assert done.text == letters.decode(done.tokens, skip_special_tokens=True)
@@ -99,6 +144,30 @@ def test_lines_are_prompts_messages_or_plain_text(tmp_path: Path) -> None:
             parsed(line)
     with pytest.raises(SettingsError, match="cannot be read"):
         list(input_lines(tmp_path / "missing.jsonl"))
+
+
+@pytest.mark.parametrize("keys", [("prompt", "messages"), ("text", "messages"), ("prompt", "text")])
+def test_a_line_has_one_prompt(tmp_path: Path, keys: tuple[str, str]) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text(json.dumps(dict.fromkeys(keys, "a")))
+    (line,) = input_lines(path)
+    with pytest.raises(SettingsError, match=f"line 1: {keys[0]} and {keys[1]} are prompts, .* give one of them"):
+        parsed(line)
+
+
+@pytest.mark.parametrize("name", ["in.JSONL", "in.Json", "in.ndjson", "in.TXT"])
+def test_the_end_of_the_name_in_any_case_tells_what_lines_are(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text('"a"')
+    (line,) = input_lines(path)
+    assert parsed(line)["prompt"] == ('"a"' if name == "in.TXT" else "a")
+
+
+@pytest.mark.parametrize("name", ["in", "in.json1", "in.csv"])
+def test_a_name_that_does_not_tell_what_lines_are_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text('"a"')
+    with pytest.raises(SettingsError, match=r"ends in \.jsonl or \.ndjson or \.json .* or in \.txt"):
+        list(input_lines(tmp_path / name))
 
 
 def test_plain_lines_keep_their_blanks_and_lose_their_ends_and_a_byte_order_mark(tmp_path: Path) -> None:

@@ -91,6 +91,21 @@ def test_another_or_a_longer_input_is_refused(path: Path) -> None:
             out.check_count(1)
 
 
+def test_other_options_are_refused_with_what_differs(path: Path) -> None:
+    options = {"model": "a", "temperature": 0.8, "seed": 3}
+    with OutputLines(path) as out:
+        out.write(item(0))  # as earlier versions did
+        out.check_options(options)
+        out.write({"options": {"model": "b"}} | item(1, error="no"))
+        out.check_options(options)
+        out.write({"options": options} | item(2))
+    with OutputLines(path) as out:
+        out.check_options(options)
+        different = r"\(temperature 0.8, now not given, seed 3, now 4, chat not given, now True\): give the same ones, name another"
+        with pytest.raises(SettingsError, match="other options " + different):
+            out.check_options({"model": "a", "seed": 4, "chat": True})
+
+
 def test_a_prompt_that_failed_has_its_next_outcome_in_its_place(path: Path) -> None:
     first = [item(0), item(1, error="a"), item(2, error="b"), item(3)]
     with OutputLines(path) as out:
