@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from typing import Annotated, Any
 
@@ -13,19 +15,49 @@ from .console import plain_console
 
 
 class Group(TyperGroup):
-    """Commands whose expected errors (:class:`DecodersError`) end in one red line and exit code 2."""
+    """Commands whose expected errors end in one red line: a :class:`DecodersError` with exit code 2, what the system refuses with 1."""
 
     def invoke(self, ctx: Any) -> Any:  # a context of click, or of typer's own copy of it, depending on the version
         try:
-            return super().invoke(ctx)
+            result = super().invoke(ctx)
+            typer.echo(nl=False)  # so that what cannot be written is an error here
+            return result
+        except typer.BadParameter as error:
+            _name_value(error)
+            raise
         except DecodersError as error:
             if ctx.params.get("debug"):
                 raise
-            from rich.text import Text
-
-            line = Text("error: " + " ".join(str(error).split()), style="red")
-            plain_console(stderr=True).print(line, soft_wrap=True)
+            _print_error(str(error))
             raise typer.Exit(2) from error
+        except OSError as error:
+            if error.errno == errno.EPIPE or ctx.params.get("debug"):  # a reader that has gone is typer's to handle
+                raise
+            _forget_output()
+            _print_error(f"{error} (--debug shows where)")
+            raise typer.Exit(1) from error
+
+
+def _name_value(error: typer.BadParameter) -> None:
+    """Adds the value to typer's message, which says only what it should have been."""
+    from pydantic import ValidationError
+
+    if isinstance(error.__cause__, ValidationError):
+        error.message += f", not {error.__cause__.errors()[0]['input']!r}"
+
+
+def _print_error(message: str) -> None:
+    from rich.text import Text
+
+    plain_console(stderr=True).print(Text("error: " + " ".join(message.split()), style="red"), soft_wrap=True)
+
+
+def _forget_output() -> None:
+    """Where standard output cannot take what it holds, that goes nowhere, so that the process can end."""
+    try:
+        typer.echo(nl=False)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 app = typer.Typer(

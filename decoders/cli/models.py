@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoints import load_model, load_tokenizer
+from ..checkpoints import is_gguf, load_model, load_tokenizer
 from ..errors import DecodersError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEMO = "demo"
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
 
 class ModelLoadError(DecodersError, OSError):
@@ -41,6 +44,7 @@ def load(name: str, dtype: str = "float32") -> tuple[PreTrainedModel, PreTrained
             name.partition(":")[2] or "target", None if isinstance(torch_dtype, str) else torch_dtype
         )
         return _placed(model), tokenizer
+    _check_name("Model", name)
     try:
         tokenizer = load_tokenizer(name)
         model = load_model(name, torch_dtype)
@@ -55,10 +59,22 @@ def load_other_tokenizer(name: str) -> PreTrainedTokenizerBase:
     Raises:
         ModelLoadError: no such tokenizer.
     """
+    _check_name("Tokenizer", name)
     try:
         return load_tokenizer(name)
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"Tokenizer {name!r} cannot be loaded: {error}") from error
+
+
+def _check_name(kind: str, name: str) -> None:
+    """Raises ModelLoadError where there is nothing at `name`, and no hub could have it."""
+    place = Path(name)
+    repository = str(place.parent) if is_gguf(name) else name
+    if not place.exists() and not _HUB_NAME.fullmatch(repository):
+        raise ModelLoadError(
+            f"{kind} {name!r} cannot be loaded: there is no such {'file' if is_gguf(name) else 'folder'} here, and names on the hub "
+            "are like owner/name"
+        )
 
 
 def load_shape(name: str, dtype: str = "float32") -> PreTrainedModel:

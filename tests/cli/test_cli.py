@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import re
@@ -213,7 +215,17 @@ def test_expected_error_is_one_line_and_exit_code_2() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["no/such/model", "hello"], "Model 'no/such/model' cannot be loaded"),
+        (["no/such/model", "hello"], "there is no such folder here, and names on the hub are like owner/name"),
+        (["/nowhere", "hello"], "Model '/nowhere' cannot be loaded: there is no such folder here"),
+        (["./nowhere.gguf", "hello"], "there is no such file here"),
+        (
+            ["demo", "hello", "--assistant-tokenizer", "../nowhere"],
+            "Tokenizer '../nowhere' cannot be loaded: there is no",
+        ),
+        (["demo", "hello", "-n", "0"], "equal to 1, not '0'"),
+        (["demo", "hello", "-n", "x"], "not 'x'"),
+        (["demo", "hello", "--temperature", "nan"], "equal to 0, not 'nan'"),
+        (["demo", "hello", "--top-p", "1.5"], "equal to 1, not '1.5'"),
         (["demo", "hello", "--dtype", "float31"], "Did you mean 'float32'?"),
         (["demo", ""], "the prompt is empty"),
         (["demo", "a\udcff"], "the prompt is not UTF-8 text"),
@@ -223,7 +235,33 @@ def test_expected_error_is_one_line_and_exit_code_2() -> None:
 def test_bad_argument_of_generate_is_explained(arguments: list[str], message: str) -> None:
     result = run("generate", *arguments)
     assert result.exit_code == 2
-    assert message in result.stderr
+    assert message in " ".join(result.stderr.replace("│", " ").split())
+
+
+class Full(io.FileIO):
+    """A file on a disk without room, as long as its descriptor is not given to another file."""
+
+    def write(self, content: Any) -> int:
+        if os.path.samestat(os.fstat(self.fileno()), os.stat(os.devnull)):
+            return super().write(content)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("buffered", [True, False])
+def test_output_that_cannot_be_written_is_an_error_of_one_line(
+    checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], buffered: bool
+) -> None:
+    for arguments in (["strategies", "--json"], ["generate", checkpoint, "ab", "-n", "3", "--no-compile"]):
+        file: Any = Full(tmp_path / "out", "w")
+        stream = io.TextIOWrapper(io.BufferedWriter(file) if buffered else file, write_through=not buffered)
+        with stream, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", stream)
+            with pytest.raises(SystemExit, match="1"):
+                app(arguments)
+        assert (
+            capsys.readouterr().err.splitlines()[-1]
+            == "error: [Errno 28] No space left on device (--debug shows where)"
+        )
 
 
 def test_generate_streams_text_and_reports_on_standard_error(checkpoint: str) -> None:
