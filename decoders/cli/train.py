@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..common.files import regular
+from ..common.files import regular, write_whole
 from ..demo.shapes import LOOP_STEPS, TOKENS
 from ..errors import SettingsError
 from .console import plain_console, waiting
@@ -122,7 +122,10 @@ def ngram(
             on_progress=lambda counted: bar.update(task, completed=min(counted, tokens)),
             **({} if compile else {"decoders_config": {"compile": False}}),
         )  # fmt: skip
-    table.save(out)
+    try:
+        write_whole(out, table.dump())
+    except OSError as error:
+        raise SettingsError(f"{out} cannot be written: {error.strerror}") from error
     contexts, size = [order.keys.numel() for order in table.orders], out.stat().st_size
     if as_json:
         figures = {

@@ -12,7 +12,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from ..common.files import write_whole
 from ..errors import SettingsError
 
 FORMAT = "decoders-ngram-table"
@@ -93,11 +92,20 @@ class NgramTable:
         return NgramTable(tuple(orders), vocab_size, int(orders[0].totals.sum()), source)
 
     def save(self, path: Path) -> None:
-        """Writes the table as safetensors, its description in the metadata.
+        """Puts :meth:`dump` in the place of the file `path`, in one move: tables that are loaded stay in their old file.
 
         Raises:
-            SettingsError: it cannot be written.
+            SettingsError: something else is there. OSError: it cannot be written.
         """
+        target = path.resolve()
+        if target.exists() and not target.is_file():
+            raise SettingsError(f"n-gram table {path} cannot be written: it is no regular file")
+        draft = target.with_name(f".{target.name}")
+        draft.write_bytes(self.dump())
+        draft.replace(target)
+
+    def dump(self) -> bytes:
+        """The table as safetensors, its description in the metadata."""
         names = ("keys", "followers", "counts", "totals")
         tensors = {
             f"{n}.{name}": tensor
@@ -108,15 +116,11 @@ class NgramTable:
             "format": FORMAT, "version": VERSION, "vocab_size": self.vocab_size, "max_ngram": len(self.orders),
             "tokens": self.tokens, "source": self.source,
         }  # fmt: skip
-        content = save(tensors, metadata={name: str(value) for name, value in about.items()})
-        try:
-            write_whole(path, content)
-        except OSError as error:
-            raise SettingsError(f"n-gram table {path} cannot be written: {error.strerror}") from error
+        return save(tensors, metadata={name: str(value) for name, value in about.items()})
 
     @staticmethod
     def load(path: Path) -> NgramTable:
-        """Reads what :meth:`save` wrote.
+        """Reads a file of what :meth:`dump` gives.
 
         Raises:
             SettingsError: no such file, no table, or one that does not hold together.

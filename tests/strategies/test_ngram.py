@@ -219,6 +219,20 @@ def test_table_comes_back_from_its_file(tmp_path):
         assert all(torch.equal(x, y) for x, y in zip(a.tensors(), b.tensors(), strict=True))
 
 
+def test_table_is_written_through_links_beside_what_is_loaded_and_to_files_alone(tmp_path):
+    path, link, pipe = tmp_path / "t.safetensors", tmp_path / "link.safetensors", tmp_path / "pipe"
+    link.symlink_to(path)
+    os.mkfifo(pipe)
+    table_of([1, 2, 3, 4, 5]).save(link)
+    loaded = NgramTable.load(path)
+    table_of([1, 2, 3]).save(link)
+    assert loaded.orders[0].followers.tolist() == [[1, 2, 3, 4, 5]]
+    assert link.is_symlink() and NgramTable.load(path).tokens == 3
+    with pytest.raises(SettingsError, match="it is no regular file"):
+        table_of([1, 2, 3]).save(pipe)
+    assert pipe.is_fifo() and len(os.listdir(tmp_path)) == 3
+
+
 def test_file_is_read_again_only_when_it_was_written_again(tmp_path, monkeypatch):
     path, reads, load = tmp_path / "t.safetensors", [], NgramTable.load
     monkeypatch.setattr(NgramTable, "load", staticmethod(lambda p: reads.append(p) or load(p)))
