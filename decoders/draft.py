@@ -122,9 +122,9 @@ class Draft:
                 and self.scores.dim() == 3
                 and self.scores.shape[:2] == self.tokens.shape
             )
-            if not fits or not self.scores.is_floating_point():
-                wanted = [*self.tokens.shape, "V"]
-                raise DraftError(f"draft scores must be floating-point {wanted}, not {described(self.scores)}")
+            if not fits or self.scores.dtype != torch.float32:
+                wanted = ", ".join(map(str, (*self.tokens.shape, "V")))
+                raise DraftError(f"draft scores must be float32 [{wanted}], not {described(self.scores)}")
 
 
 def check_draft(draft: object, proposer: str, rows: int) -> None:

@@ -26,6 +26,15 @@ NOT_SETTINGS = ("config", "plugins_block", "plugins_allow", "plugins_strict", "a
 S = TypeVar("S", bound=Settings)
 
 
+def variable_of(section: str | None, name: str) -> str:
+    """The environment variable of a setting."""
+    return "_".join(["DECODERS", *([section] if section else []), name]).upper()
+
+
+#: Variables that the loop and the registry read; no strategy's setting can have one.
+OWN_VARIABLES = {variable_of(None, name): name for name in (*RuntimeSettings.model_fields, *NOT_SETTINGS)}
+
+
 def load_settings(
     cls: type[S],
     section: str | None,
@@ -74,19 +83,17 @@ def load_settings(
 def unknown_variables(sections: Collection[str]) -> list[str]:
     """``DECODERS_*`` variables that are set and that neither the loop nor any of `sections` reads."""
     prefixes = tuple(variable_of(name.replace("-", "_"), "") for name in sections)
-    own = {variable_of(None, name) for name in (*RuntimeSettings.model_fields, *NOT_SETTINGS)}
-    return sorted(v for v in os.environ if v.startswith("DECODERS_") and v not in own and not v.startswith(prefixes))
-
-
-def variable_of(section: str | None, name: str) -> str:
-    """The environment variable of a setting."""
-    return "_".join(["DECODERS", *([section] if section else []), name]).upper()
+    return sorted(
+        v for v in os.environ if v.startswith("DECODERS_") and v not in OWN_VARIABLES and not v.startswith(prefixes)
+    )
 
 
 def _environment(cls: type[Settings], section: str | None, known: Collection[str]) -> dict[str, Any]:
     """Values that the environment gives to `section`, still unvalidated."""
     prefix = variable_of(section, "")
     names = {key[len(prefix) :].lower() for key in os.environ if key.upper().startswith(prefix)}
+    if section:
+        names = {name for name in names if variable_of(section, name) not in OWN_VARIABLES}
     if not names:  # the usual case, and this runs in every generate
         return {}
     # What belongs to a section with a longer name ("prompt_lookup" beside "prompt") is not ours.
@@ -114,9 +121,10 @@ def _environment(cls: type[Settings], section: str | None, known: Collection[str
         values = EnvSettingsSource(cls, env_prefix=prefix, env_ignore_empty=True)()  # type: ignore[arg-type]
     except SourceError as error:  # a list or table that is not JSON
         field = next((name for name in sorted(names) if f'"{name}"' in str(error)), "")
+        variable = variable_of(section, field)
         raise SettingsError(
-            f"{cls.__name__}: {field} from environment variable {variable_of(section, field)} must be JSON "
-            f"({error.__cause__ or error})"
+            f"{cls.__name__}: {field} from environment variable {variable} must be JSON, such as '[1, 2]' or "
+            f"'{{\"name\": 1}}', not {os.environ.get(variable, '')!r} ({error.__cause__ or error})"
         ) from error
     # pydantic-settings reports under the field's name whatever the section's longer-named neighbours hold.
     return renamed | {name: value for name, value in values.items() if name in names}
@@ -148,7 +156,10 @@ def _read(path: Path, mtime_ns: int, size: int) -> dict[str, Any]:
     except (OSError, ValueError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
         raise SettingsError(f"{path} cannot be read: {error}") from error
     if path.name == "pyproject.toml":
-        content = content.get("tool", {}).get("decoders", {})
+        tools = content.get("tool", {})
+        content = tools.get("decoders", {}) if isinstance(tools, dict) else {}
+        if not isinstance(content, dict):
+            raise SettingsError(f"tool.decoders in {path} must be a table [tool.decoders], not {content!r}")
     return {key.replace("-", "_"): value for key, value in content.items()}
 
 

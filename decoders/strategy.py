@@ -247,6 +247,7 @@ def finish_all(states: Iterable[tuple[Strategy, Any]], cause: BaseException | No
             strategy.finish(state)
         except Exception as error:
             if first is None:
+                error.add_note(f"decoders: in finish of {strategy.name!r}")
                 first = error
             else:
                 first.add_note(f"decoders: finish of {strategy.name!r} failed as well: {error!r}")

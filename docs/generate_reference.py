@@ -10,6 +10,7 @@ import importlib
 import inspect
 import re
 import sys
+import textwrap
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -187,8 +188,15 @@ def entry(module: str, name: str, value: Any) -> Iterator[str]:
         if not function.__doc__ and any(method in vars(base) for base in value.__mro__[1:]):
             continue  # documented where it is declared
         shown = "" if isinstance(raw, property) else signature(function)
-        yield f"- `{method}{shown}`: {paragraph(function, f'{where}.{method}')}"
+        yield f"- `{method}{shown}`: {indented(function, f'{where}.{method}')}"
     yield ""
+
+
+def indented(value: Any, where: str) -> str:
+    """A docstring under an item of a list: its prose on one line, arguments and errors below."""
+    prose, *rest = body(value, where).strip().split("\n\n```text\n")
+    lines = [" ".join(prose.split()), *(f"\n  ```text\n{textwrap.indent(block, '  ')}" for block in rest)]
+    return "\n".join(lines)
 
 
 #: What a data member of a public list of names is; there is no docstring to read.

@@ -118,6 +118,8 @@ def plugins() -> Iterator[Finding]:
     for info in infos:
         if info.status in ("failed", "conflict"):
             yield Finding("plugin", "problem", f"{info.name} ({info.provider} {info.version}): {info.error}")
+    for problem in registry().unmatched():
+        yield Finding("plugins", "warning", problem)
     loaded = ", ".join(info.name for info in infos if info.status == "loaded")
     yield Finding("plugins", "ok", f"{loaded or 'none'} loaded")
 

@@ -21,21 +21,24 @@ class Observation:
             request.plan.sample,
         )  # fmt: skip
         self._over = False
-        self._tell(lambda observer: observer.start(self._call))
+        self._tell("start", lambda observer: observer.start(self._call))
 
     def step(self, tokens: list[list[int]]) -> None:
         """See :meth:`~decoders.observer.Observer.step`."""
-        self._tell(lambda observer: observer.step(self._call, [list(row) for row in tokens]))
+        self._tell("step", lambda observer: observer.step(self._call, [list(row) for row in tokens]))
 
     def end(self, report: Report, error: BaseException | None) -> None:
         """See :meth:`~decoders.observer.Observer.end`. Only the first time counts."""
         if not self._over:
             self._over = True
-            self._tell(lambda observer: observer.end(self._call, report, error))
+            self._tell("end", lambda observer: observer.end(self._call, report, error))
 
-    def _tell(self, action: Callable[[Observer], Any]) -> None:
+    def _tell(self, method: str, action: Callable[[Observer], Any]) -> None:
         for observer in self._observers:
             try:
                 action(observer)
             except Exception as error:
-                warnings.warn(f"decoders: observer {observer.name!r} raised {error!r}", RuntimeWarning, stacklevel=3)
+                warnings.warn(
+                    f"decoders: {method} of observer {observer.name!r} raised {error!r}; the call goes on", RuntimeWarning,
+                    stacklevel=3,
+                )  # fmt: skip

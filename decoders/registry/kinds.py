@@ -11,8 +11,9 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from ..constraints.base import Backend
-from ..errors import PluginError
+from ..errors import PluginError, suggest
 from ..observer import Observer
+from ..setting_sources import OWN_VARIABLES, variable_of
 from ..settings import Settings
 from ..strategy import Strategy
 from ..verifiers.verifier import Verifier
@@ -47,6 +48,8 @@ class Kind(Generic[Provided]):
         """
         if isinstance(provided, type):
             raise PluginError(f"{self.hook} must return an iterable of classes, not one class")
+        if not isinstance(provided, Iterable):
+            raise PluginError(f"{self.hook} must return an iterable of classes, not {type(provided).__name__}")
         classes: dict[str, type[Provided]] = {}
         for cls in provided:
             name = self.check(cls)
@@ -106,6 +109,21 @@ def _check_settings(cls: type[Strategy], shown: str) -> None:
     settings = cls.settings_class
     if not isinstance(settings, type) or not issubclass(settings, Settings):
         raise PluginError(f"{shown}.settings_class must be a subclass of decoders.settings.Settings, not {settings!r}")
+    for setting in settings.model_fields:
+        own = OWN_VARIABLES.get(variable_of(cls.name, setting))
+        if own is not None:
+            raise PluginError(
+                f"setting {setting!r} of strategy {cls.name!r} would be read from {variable_of(cls.name, setting)}, which is "
+                f"{own!r} of the loop: call one of the two something else"
+            )
+    if not isinstance(cls.hints, Mapping):
+        raise PluginError(f"{shown}.hints must be a dict of settings by argument, not {cls.hints!r}")
+    for hint, setting in cls.hints.items():
+        if setting not in settings.model_fields:
+            raise PluginError(
+                f"{shown}.hints: {hint!r} stands for setting {setting!r}, which {settings.__name__} does not have. "
+                f"{suggest(str(setting), settings.model_fields)}"
+            )
 
 
 def _check_made_by_name(cls: type[ABC], shown: str) -> None:

@@ -125,6 +125,15 @@ class Registry:
         """Every plugin found, whatever became of it."""
         return list(self._plugins.values())
 
+    def unmatched(self) -> list[str]:
+        """What is wrong with the block and allow lists: names of no plugin that was found."""
+        names = {canonical(name) for info in self._plugins.values() for name in (info.name, info.provider)}
+        return [
+            f"DECODERS_PLUGINS_{which} names {name!r}, which no plugin is called. {suggest(name, names)}"
+            for which in ("BLOCK", "ALLOW")
+            for name in sorted(_listed(which) - names)
+        ]
+
     def register(self, plugin: object, name: str) -> PluginInfo:
         """Adds `plugin` (a module or object with ``@decoders.hookimpl`` functions) to this process as `name`.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import json
 import pickle
 from dataclasses import replace
 
@@ -40,11 +41,18 @@ def check_class(strategy: Strategy, conditions: Conditions = Conditions()) -> No
     assert isinstance(cls.settings_class, type) and issubclass(cls.settings_class, Settings), (
         f"{cls.__name__}.settings_class must be a subclass of decoders.Settings"
     )
-    for flag in ("exact", "needs_assistant", "needs_grammar", "on_device", "prompt_logits"):
+    for flag in (
+        "exact", "needs_assistant", "takes_assistant", "rests", "misses_steps", "timed", "rows_apart", "needs_grammar", "on_device",
+        "prompt_logits",
+    ):  # fmt: skip
         assert isinstance(getattr(strategy, flag), bool), f"{cls.__name__}.{flag} must be True or False"
     layers = strategy.hidden_layers
     assert isinstance(layers, tuple) and all(type(layer) is int for layer in layers), (
         f"{cls.__name__}.hidden_layers must be a tuple of integers, not {layers!r}"
+    )
+    rates = strategy.grade_rates
+    assert isinstance(rates, tuple) and all(isinstance(rate, int | float) and 0 <= rate <= 1 for rate in rates), (
+        f"{cls.__name__}.grade_rates must be a tuple of shares from 0 to 1, not {rates!r}"
     )
     for part in parts_of(strategy):
         check_class(part)
@@ -144,7 +152,7 @@ def check_one_new_token(strategy: Strategy, conditions: Conditions = Conditions(
 
 
 def check_report(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """The report names the strategy and its figures add up."""
+    """The report names the strategy, its figures add up, and JSON holds what the strategy says in it."""
     for rows in (1, 4):
         name, inputs = conditions.models[0], prompts(rows)
         with conditions.enabled(name) as model:
@@ -166,6 +174,10 @@ def check_report(strategy: Strategy, conditions: Conditions = Conditions()) -> N
             f"{report.accepted} accepted and at most one more in each of {row_steps} row-steps are not {total} tokens"
         )
         assert report.steps <= row_steps <= report.steps * rows, f"{row_steps} row-steps in {report.steps} steps"
+        try:
+            json.dumps(report.details)
+        except (TypeError, ValueError) as error:
+            raise AssertionError(f"details gives what JSON has no word for: {report.details!r} ({error})") from error
 
 
 def check_greedy_equals_transformers(strategy: Strategy, conditions: Conditions = Conditions()) -> None:

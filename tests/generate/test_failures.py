@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -42,6 +43,13 @@ class Fails(Strategy):
     def observe(self, state: list[int], step: Step) -> None:
         self._maybe("observe", state)
         state[0] += 1
+
+    def details(self, state: list[int]) -> Mapping[str, Any]:
+        self._maybe("details", state)
+        return {}
+
+    def finish(self, state: list[int]) -> None:
+        self._maybe("finish", state)
 
     def _maybe(self, hook: str, state: list[int]) -> None:
         if hook == self.hook and state[0] >= AFTER:
@@ -85,8 +93,10 @@ class Streamer(BaseStreamer):
         (dict(logits_processor=[Processor()]), "in logits processor Processor", AFTER),
         (dict(stopping_criteria=[Criterion()]), "stopping criteria, after 5 steps", AFTER),
         (dict(streamer=Streamer()), "streamer", AFTER),
+        (dict(strategy=Fails("details")), "details, after 12 steps", 12),
+        (dict(strategy=Fails("finish")), "finish, after 12 steps", 12),
     ],
-    ids=["start", "propose", "observe", "interrupt", "processor", "criterion", "streamer"],
+    ids=["start", "propose", "observe", "interrupt", "processor", "criterion", "streamer", "details", "finish"],
 )
 def test_an_error_says_where_and_keeps_what_was_written(
     llama: PreTrainedModel, call: dict[str, Any], where: str, written: int

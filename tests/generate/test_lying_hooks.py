@@ -102,7 +102,7 @@ WRONG_SHAPES: dict[str, tuple[Callable[[Sequences, Tensor], Any], str]] = {
     "chain of a list": (lambda s, t: Draft.chain([1, 2]), "a chain is made of a tensor"),
     "chain of a row": (lambda s, t: Draft.chain(t[0]), r"not torch.int64 \[3\]"),
     "branches of a chain": (lambda s, t: Draft.branches(t), "branches are made of a tensor"),
-    "scores of tokens": (lambda s, t: Draft(t, Topology.chain(3), t), "draft scores must be floating-point"),
+    "scores of tokens": (lambda s, t: Draft(t, Topology.chain(3), t), "draft scores must be float32"),
     "long floats": (lambda s, t: Draft.chain(t.float()), "must be int64"),
     "root": (lambda s, t: Draft(t, Topology.from_parents([0, 0, 1, 2])), "node 0 is the root"),
     "visible of floats": (with_tree(visible=lambda t: t.visible.float()), "visible of trees for 1 rows of 4 nodes"),

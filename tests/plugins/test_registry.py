@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import Field
 
 import decoders
 from decoders import constraints, plugins, verifiers
@@ -19,6 +20,7 @@ from decoders.constraints.vocabulary import Vocabulary
 from decoders.errors import PluginError, SettingsError, UnknownNameError
 from decoders.plugins import Registry, registry, reset_registry
 from decoders.registry.resolve import resolve_backend
+from decoders.settings import Settings
 from decoders.strategies import PromptLookup
 from decoders.strategy import Draft, Sequences, Strategy
 from decoders.verifiers import Block, Coupled, Outcomes, TreeRejection, Verifier
@@ -203,6 +205,20 @@ class BadSettings(PromptLookup):
     settings_class = dict  # type: ignore[assignment]
 
 
+class ChunkSettings(Settings):
+    chunk: int = Field(1, description="How many.")
+
+
+class Prefill(PromptLookup):
+    name = "prefill"
+    settings_class = ChunkSettings
+
+
+class Hinted(PromptLookup):
+    name = "hinted"
+    hints = {"num_assistant_tokens": "lenght"}
+
+
 class Undecided(Verifier):
     name = "undecided"
 
@@ -238,6 +254,12 @@ class OneClass:
         return PromptLookup
 
 
+class NoClasses:
+    @decoders.hookimpl
+    def decoders_strategies(self) -> int:
+        return 3
+
+
 class OneVerifier:
     @decoders.hookimpl
     def decoders_verifiers(self) -> type[Verifier]:
@@ -253,6 +275,9 @@ class OneVerifier:
         (UnknownHook(), "no hook 'decoders_stratgies'. Did you mean 'decoders_strategies'"),
         (WrongArguments(), "wanted"),
         (OneClass(), "iterable of classes"),
+        (NoClasses(), "iterable of classes, not int"),
+        (plugin_with(Prefill), "'chunk' of strategy 'prefill' would be read from DECODERS_PREFILL_CHUNK"),
+        (plugin_with(Hinted), "'num_assistant_tokens' stands for setting 'lenght', which .* Did you mean 'length'"),
         (SimpleNamespace(), "no function marked"),
         (plugin_with(int), "builtins.int is not a subclass"),
         (plugin_with("lookahead"), "'lookahead' is not a subclass"),
@@ -384,6 +409,14 @@ def test_blocked_plugin_is_not_even_imported(install: Callable[..., None], monke
     for listed in ("crasher", "Decoders_Crasher"):
         monkeypatch.setenv("DECODERS_PLUGINS_BLOCK", listed)
         assert status_of("crasher", Registry()).status == "blocked"
+
+
+def test_listed_name_of_no_plugin_is_told(install: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    install(("fine", "decoders-fine", plugin_with(strategy_named("fine"))))
+    assert registry().unmatched() == []
+    monkeypatch.setenv("DECODERS_PLUGINS_BLOCK", "fin,decoders_fine")
+    (said,) = Registry().unmatched()
+    assert said.startswith("DECODERS_PLUGINS_BLOCK names 'fin', which no plugin is called. Did you mean 'fine'")
 
 
 def test_allow_list_admits_only_the_named_and_always_the_built_ins(

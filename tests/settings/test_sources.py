@@ -141,7 +141,11 @@ def test_unknown_top_level_key_and_misspelt_table_are_errors() -> None:
             "3",
             r"unknown setting 'siz' from environment variable DECODERS_LOOKUP_SIZ. Did you mean 'size'",
         ),
-        ("DECODERS_LOOKUP_NAMES", "a,b", r"names from environment variable DECODERS_LOOKUP_NAMES must be JSON"),
+        (
+            "DECODERS_LOOKUP_NAMES",
+            "a,b",
+            r"names from environment variable DECODERS_LOOKUP_NAMES must be JSON, such as .*, not 'a,b'",
+        ),
     ],
 )
 def test_mistake_in_the_environment_names_the_variable(
@@ -167,6 +171,26 @@ def test_variable_belongs_to_the_section_with_the_longest_name(monkeypatch: pyte
     sections = ["prompt", "prompt_lookup"]
     assert load_settings(PromptSettings, "prompt", {}, {}, sections=sections) == PromptSettings()
     assert load_settings(LookupSettings, "prompt-lookup", {}, {}, sections=sections).size == 4
+
+
+def test_variable_of_the_loop_is_no_strategys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DECODERS_PREFILL_CHUNK", "64")
+    monkeypatch.setenv("DECODERS_PLUGINS_BLOCK", "x")
+    assert runtime().prefill_chunk == 64
+    for section in ("prefill", "plugins"):
+        assert load_settings(PromptSettings, section, {}, {}, sections=[section]) == PromptSettings()
+
+
+@pytest.mark.parametrize("content", ["[tool]\ndecoders = 3\n", "tool = 3\n"])
+def test_pyproject_without_a_table_of_ours(content: str) -> None:
+    Path("pyproject.toml").write_text(content)
+    if "decoders" not in content:  # no business of ours
+        assert runtime() == RuntimeSettings()
+        return
+    with pytest.raises(
+        SettingsError, match=r"tool.decoders in .*pyproject.toml must be a table \[tool.decoders\], not 3"
+    ):
+        runtime()
 
 
 def test_mistake_in_the_call_suggests_and_blames_no_file(monkeypatch: pytest.MonkeyPatch) -> None:

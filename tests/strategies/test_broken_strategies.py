@@ -390,9 +390,9 @@ NOT_DRAWN = "the draft tokens of 'good' are not drawn from what Draft.scores say
     ("broken", "reason"),
     [
         (HoldsNaN, "Draft.scores holds NaN"),
-        (SaysTooLittle, r"draft scores must be floating-point \[2, 3, 'V'\], not torch.float32 \[2, 1, 128\]"),
+        (SaysTooLittle, r"draft scores must be float32 \[2, 3, V\], not torch.float32 \[2, 1, 128\]"),
         (SmallerVocabulary, r"Draft.scores must be torch.float32 \[2, 3, 128\], not torch.float32 \[2, 3, 127\]"),
-        (OtherDtype, "must be torch.float32 .*, not torch.float64"),
+        (OtherDtype, "must be float32 .*, not torch.float64"),
         (SaysNothingIsPossible, "-inf for the whole vocabulary"),
         (SaysUniform, NOT_DRAWN),
         (SaysSharper, NOT_DRAWN),

@@ -135,4 +135,6 @@ class FixedBatch:
         call.raise_faults(wait=True)
         call.session.keep([max(length - 1 - call.pending, 0) for length in call.lengths])
         call.report.peak_memory = call.resources.peak_memory
+        call.where = "details"
         call.report.details = dict(self.request.strategy.details(call.state))
+        call.where = "finish"
