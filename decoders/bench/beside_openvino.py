@@ -26,11 +26,13 @@ class OpenVino:
         scheduler.enable_prefix_caching = False  # else only the first call would read its prompt
         scheduler.max_num_batched_tokens = 2**20
         scheduler.cache_size = 1  # GiB
+        # It has no bfloat16 where the processor has none.
+        computed = "bf16" if number_format != "f32" and "BF16" in _capabilities() else "f32"
         precision = {
-            "INFERENCE_PRECISION_HINT": "f32" if number_format == "f32" else "bf16",
+            "INFERENCE_PRECISION_HINT": computed,
             "INFERENCE_NUM_THREADS": torch.get_num_threads(),
             # Keys and values as ours are: GenAI would round them to eight bits.
-            "KV_CACHE_PRECISION": "f32" if number_format == "f32" else "bf16",
+            "KV_CACHE_PRECISION": computed,
         }
         options: dict[str, Any] = {"scheduler_config": scheduler, **precision}
         if mode == LOOKUP:
@@ -68,6 +70,13 @@ class OpenVino:
     def _steps(self, result: Any) -> int | None:
         """Passes of the target, as GenAI's figures have them."""
         return len(result.perf_metrics.raw_metrics.token_infer_durations) or None
+
+
+def _capabilities() -> list[str]:
+    """What this processor computes in, by OpenVINO's word."""
+    import openvino as ov
+
+    return list(ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"))
 
 
 def _streamer(genai: Any, on_tokens: OnTokens) -> Any:

@@ -10,11 +10,14 @@ from torch import nn
 from torch.nn.utils import prune
 from transformers.pytorch_utils import Conv1D
 
+import decoders
+from decoders.engine import torch_compat
 from decoders.engine.weights.freed import free_originals, restore_originals
 from decoders.engine.weights.packing import PackedLinear, PackedWeight, pack
 from decoders.engine.weights.twin import share_weights
 from decoders.errors import UnsupportedError
-from decoders.testing import tiny_model
+from decoders.testing import prompts, tiny_model
+from decoders.testing.exactness import decode
 
 
 @pytest.fixture(autouse=True)
@@ -89,6 +92,52 @@ def test_unlike_layers_are_left_alone():
     classes = [type(m) for m in module]
     assert len(pack(module, smallest=0)) == 0
     assert [type(m) for m in module] == classes
+
+
+@pytest.fixture
+def _without_instructions(monkeypatch):
+    """As on a processor that has none for types of 16 bits."""
+    monkeypatch.setattr(torch_compat, "_computes_in", lambda dtype: False)
+
+
+@pytest.mark.usefixtures("_without_instructions")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_types_without_instructions_are_packed_and_multiplied_in_float32(dtype):
+    layers = nn.ModuleDict({name: nn.Linear(96, 160) for name in ("alone", "q", "k")}).to(dtype)
+    layers["conv"] = Conv1D(160, 96).to(dtype)
+    plain = copy.deepcopy(layers)
+    packing = pack(layers, smallest=0, groups=[("q", "k")])
+    assert {weight.packed.dtype for weight in packing.weights} == {torch.float32} and len(packing) == 3
+    x = torch.randn(5, 96).to(dtype)
+    for name, layer in layers.items():
+        out = layer(x)
+        torch.testing.assert_close(out, copy.deepcopy(plain[name]).float()(x.float()).to(dtype))
+        assert torch.equal(out[:2], layer(x[:2])), name
+        assert torch.equal(packing.layers[name].weight.dense()[packing.layers[name].place], plain[name].weight), name
+        assert torch.equal(torch.compile(layer, fullgraph=True)(x), out), name
+    layers["k"].weight.mul_(2)
+    layers["k"].bias.mul_(2)
+    assert packing.repack() == 1
+    torch.testing.assert_close(layers["k"](x), plain["k"](x) * 2)
+    torch.testing.assert_close(layers["q"](x), plain["q"](x))
+    with pytest.raises(RuntimeError, match="dtype"):
+        layers["alone"](x.float())
+
+
+@pytest.mark.usefixtures("_without_instructions")
+def test_a_model_without_instructions_decodes_and_gets_its_weights_back():
+    model = tiny_model("llama", hidden_size=128, intermediate_size=256).bfloat16()
+    before = copy.deepcopy(model.state_dict())
+    settings = {"compile": False, "weights": "packed", "reuse": False}
+    decoders.enable(model)
+    expected = decode(model, prompts(2), "autoregressive", max_new_tokens=12, decoders_config=settings)
+    for strategy in ("prompt_lookup", "lookahead"):
+        out = decode(model, prompts(2), strategy, max_new_tokens=12, decoders_config=settings)
+        assert torch.equal(out.sequences, expected.sequences)
+    with pytest.raises(UnsupportedError, match="freed"):
+        model(prompts(2)["input_ids"])
+    decoders.disable(model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 def test_hooks_of_a_packed_layer_still_run():

@@ -83,7 +83,7 @@ class FreedWeights:
     @property
     def nbytes(self) -> int:
         """Memory that the dense weights took."""
-        return sum({id(weight): weight.packed.nbytes for *_, weight, _ in self.places}.values())
+        return sum({id(weight): weight.dense_nbytes for *_, weight, _ in self.places}.values())
 
 
 class ReadParameters(TorchFunctionMode):

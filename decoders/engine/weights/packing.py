@@ -45,6 +45,14 @@ def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: 
     return _packed_linear(x, packed, bias, out_features)  # without a second pass through the dispatcher
 
 
+def multiply(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    """:func:`packed_linear` of any type of `x` and `bias`; the product is computed in that of `packed`."""
+    if x.dtype == packed.dtype:
+        return packed_linear(x, packed, bias, out_features)
+    wide = None if bias is None else bias.to(packed.dtype)
+    return packed_linear(x.to(packed.dtype), packed, wide, out_features).to(x.dtype)
+
+
 class _Packed:
     """What the layers below have in common.
 
@@ -52,24 +60,26 @@ class _Packed:
         packed: ``[out, in]``, opaque; of several layers where these are multiplied as one (:mod:`.fused`).
         columns: which outputs of that are this layer's; None is all.
         packed_bias: ``[out]``, of all of them.
+        packed_from: the type of the weight, of which inputs must be and outputs are; `packed` may be of a wider one.
     """
 
     packed: Tensor
+    packed_from: torch.dtype
     columns: tuple[int, int] | None = None
     packed_bias: Tensor | None = None
 
     def product(self, x: Tensor, outputs: int) -> Tensor:
         if self.columns is None:
-            return packed_linear(x, self.packed, self.bias, outputs)  # type: ignore[attr-defined]
+            return multiply(x, self.packed, self.bias, outputs)  # type: ignore[attr-defined]
         packed, bias = self.packed, self.packed_bias
-        return share_of(x, packed, self.columns, lambda x: packed_linear(x, packed, bias, packed.shape[0]))
+        return share_of(x, packed, self.columns, lambda x: multiply(x, packed, bias, packed.shape[0]))
 
 
 class PackedLinear(_Packed, nn.Linear):
     """An ``nn.Linear`` that multiplies by the packed copy of its weight; ``weight`` and ``bias`` stay for those who read them."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype != self.packed.dtype:
+        if x.dtype != self.packed_from:
             _refuse_freed(self.weight)
             return F.linear(x, self.weight, self.bias)  # raises PyTorch's own error, or is autocast's business
         return self.product(x, self.out_features)
@@ -79,7 +89,7 @@ class PackedConv1D(_Packed, Conv1D):
     """GPT-2's linear layer, whose weight is stored as ``[in, out]``."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype != self.packed.dtype:
+        if x.dtype != self.packed_from:
             _refuse_freed(self.weight)
             return super().forward(x)
         return self.product(x, self.nf)
@@ -97,8 +107,8 @@ class PackedWeight:
 
     Attributes:
         sources: the parameters it was packed from.
-        packed: ``[out, in]``, opaque; the same object for life.
-        bias: ``[out]``, of several layers that have one; likewise.
+        packed: ``[out, in]``, opaque, of the parameters' type or a wider one; the same object for life.
+        bias: ``[out]``, of several layers that have one; likewise, of the type of `packed`.
     """
 
     def __init__(
@@ -107,7 +117,7 @@ class PackedWeight:
         self.sources, self._matrix, self._biases = tuple(sources), matrix, tuple(biases)
         self._rows = [matrix(source).shape[0] for source in sources]
         self.packed = self._pack()
-        self.bias = torch.cat([bias.detach() for bias in biases]) if biases else None
+        self.bias = self._bias() if biases else None
         self.settle()
 
     @property
@@ -130,19 +140,28 @@ class PackedWeight:
         """Packs the parameters' present values into the same tensors: graphs that hold them see them."""
         self.packed.copy_(self._pack())
         if self.bias is not None:
-            self.bias.copy_(torch.cat([bias.detach() for bias in self._biases]))
+            self.bias.copy_(self._bias())
         self.settle()
+
+    @property
+    def dense_nbytes(self) -> int:
+        """Memory of the parameters."""
+        return self.packed.numel() * self.sources[0].dtype.itemsize
 
     def dense(self) -> list[Tensor]:
         """The weights in their original layout, bit for bit."""
-        whole = self.packed.to_dense()
+        whole = self.packed.to_dense().to(self.sources[0].dtype)
         # Of one matrix no second copy is made, of several each gets memory of its own.
         parts = [whole] if len(self.sources) == 1 else [part.clone() for part in whole.split(self._rows)]
         return [self._matrix(part).contiguous() for part in parts]
 
     def _pack(self) -> Tensor:
         matrices = [self._matrix(source.detach()) for source in self.sources]
-        return torch_compat.reorder_linear_weight(matrices[0] if len(matrices) == 1 else torch.cat(matrices))
+        whole = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
+        return torch_compat.reorder_linear_weight(whole.to(torch_compat.packed_type(whole.dtype)))
+
+    def _bias(self) -> Tensor:
+        return torch.cat([bias.detach() for bias in self._biases]).to(self.packed.dtype)
 
 
 #: Packed copies in use anywhere in the process: two engines that share a parameter share its packed copy.
@@ -234,7 +253,7 @@ def _stand_in(packing: Packing, layers: dict[str, nn.Module], kind: type[nn.Modu
     for place, (path, module) in enumerate(layers.items()):
         packing.layers[path] = PackedLayer(module, weight, place)
         module.__class__ = kind
-        module.packed = weight.packed
+        vars(module).update(packed=weight.packed, packed_from=weight.sources[place].dtype)
         if len(layers) > 1:
             vars(module).update(columns=columns[place], packed_bias=weight.bias)
 
@@ -248,7 +267,10 @@ def packable(module: nn.Module, smallest: int) -> tuple[type[nn.Module], Callabl
     plain = type(weight) in (nn.Parameter, Tensor) and weight.layout == torch.strided and weight.device.type == "cpu"
     return (
         kind
-        if plain and weight.dim() == 2 and weight.numel() >= smallest and torch_compat.multiplies_packed(weight.dtype)
+        if plain
+        and weight.dim() == 2
+        and weight.numel() >= smallest
+        and torch_compat.packed_type(weight.dtype) is not None
         else None
     )
 

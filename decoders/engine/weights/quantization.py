@@ -263,6 +263,7 @@ def _given(module: nn.Module) -> QuantizedWeight | None:
         and block[0] == 1
         and block[1] in (32, 64, 128, 256)
         and rows % 16 == 0
+        and dtype == torch.bfloat16  # of other types the library's own layer is as fast, and rounds nothing more
     ):
         return _shared(sources, ("given int4", dtype), int4)
     return None

@@ -7,14 +7,15 @@ kernel             weights                                    activations
 =================  =========================================  ==============================================
 ``int8``           int8, one scale per output                 two bytes each, one scale per row
 ``weight_int8``    int8, one scale per output                 as they are
-``weight_int4``    4 bits, step and offset per group          as they are
+``weight_int4``    4 bits, step and offset per group          in bfloat16
 =================  =========================================  ==============================================
 
 ``int8`` is oneDNN's product of bytes, whose sums are whole numbers. With one byte per activation, outliers leave little of the
 rest (SmolLM2-135M: a KL divergence of 0.045 per token, 4 bits per weight cost 0.013); with two, 0.002 is left. A row then counts
 as two rows of bytes, which is still the fastest of the products with int8 weights where there is VNNI.
 
-``weight_int4`` takes as long for every row as for the one before. Long texts are read otherwise where that pays
+``weight_int4`` takes as long for every row as for the one before; of other types than bfloat16 PyTorch multiplies one number at a
+time, 30 times as slowly. Long texts are read otherwise where that pays
 (:func:`dequantized_products`): the matrix is made a bfloat16 one, and multiplied by as such.
 """
 
@@ -188,11 +189,12 @@ class _WeightInt4(_Quantized):
         return self.dequantizable and x.numel() >= LONG_TEXT * x.shape[-1]
 
     def product(self, x: Tensor) -> Tensor:
+        inputs = x.to(self.scale.dtype)
         if not torch.compiler.is_dynamo_compiling() and _reading.dequantizes and self._dequantizes(x):
-            return torch_compat.multiply_dequantized_int4(x, self.packed, self.group, self.scale)
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
+            return torch_compat.multiply_dequantized_int4(inputs, self.packed, self.group, self.scale).to(x.dtype)
+        rows = inputs.reshape(-1, x.shape[-1]).contiguous()
         product = kernel("multiply_int4")(rows, self.packed, self.group, self.scale)
-        return product.reshape(*x.shape[:-1], self.scale.shape[1])
+        return product.reshape(*x.shape[:-1], self.scale.shape[1]).to(x.dtype)
 
 
 class Int8Linear(_Int8, nn.Linear):
@@ -226,15 +228,15 @@ def rounded_to_int8(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rounded_to_int4(matrix: Tensor, group: int = GROUP) -> tuple[Tensor, Tensor]:
-    """`matrix` ``[out, in]`` as 0 … 15, int32, and a step and an offset per group, ``[in / group, out, 2]`` of the type of `matrix`."""
+    """`matrix` ``[out, in]`` as 0 … 15, int32, and a step and an offset per group, ``[in / group, out, 2]`` bfloat16."""
     rows, columns = matrix.shape
     groups = matrix.float().reshape(rows, columns // group, group)
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     best: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
     for cut in CUTS:
-        # What the kernel multiplies by has the type of the matrix: rounded first, the levels fit what it has.
-        step = ((high - low) * cut / 15).clamp_min(1e-20).to(matrix.dtype).float()
-        middle = ((high + low) / 2 + step / 2).to(matrix.dtype).float()
+        # What the kernel multiplies by is bfloat16: rounded first, the levels fit what it has.
+        step = ((high - low) * cut / 15).clamp_min(1e-20).to(torch.bfloat16).float()
+        middle = ((high + low) / 2 + step / 2).to(torch.bfloat16).float()
         levels = ((groups - middle) / step + 8).round().clamp(0, 15)
         error = ((levels - 8) * step + middle - groups).square().sum(-1, keepdim=True)
         if best is None:
@@ -246,5 +248,5 @@ def rounded_to_int4(matrix: Tensor, group: int = GROUP) -> tuple[Tensor, Tensor]
             )  # type: ignore[assignment]
     assert best is not None
     _, levels, step, middle = best
-    scales = torch.cat([step, middle], dim=-1).transpose(0, 1).contiguous().to(matrix.dtype)
+    scales = torch.cat([step, middle], dim=-1).transpose(0, 1).contiguous().to(torch.bfloat16)
     return levels.reshape(rows, columns).to(torch.int32), scales
