@@ -87,10 +87,19 @@ def device() -> Iterator[Finding]:
     """Where models would run."""
     import torch
 
+    from ..engine.torch_compat import packed_type
+
     if torch.cuda.is_available():
         yield Finding("device", "ok", f"cuda: {torch.cuda.get_device_name()}")
     else:
         yield Finding("device", "ok", f"cpu: {torch.backends.cpu.get_cpu_capability()}")
+        if packed_type(torch.bfloat16) == torch.float32:
+            yield Finding(
+                "bfloat16",
+                "warning",
+                "this processor has no instructions for it: such models decode in float32, with a copy of their weights that is "
+                "twice as large; weights='int8' and 'int4' take less and are faster",
+            )
     yield Finding("threads", "ok", f"{torch.get_num_threads()} (torch.set_num_threads, OMP_NUM_THREADS)")
 
 

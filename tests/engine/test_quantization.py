@@ -117,22 +117,37 @@ def test_short_texts_are_multiplied_by_the_kernel(dequantized: list[tuple[int, .
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_the_kernel_of_4_bits_multiplies_bfloat16_alone(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    """Of other types PyTorch's kernel takes 30 times as long."""
-    types, kernel = set(), torch_compat.multiply_int4
+@pytest.mark.parametrize(("scheme", "kernel"), [("int4", "multiply_int4"), ("int8", "multiply_weight_int8")])
+def test_pytorchs_kernels_multiply_bfloat16_alone(
+    monkeypatch: pytest.MonkeyPatch, scheme: Any, kernel: str, dtype: torch.dtype
+) -> None:
+    """Of other types they take 30 times as long."""
+    types, multiply = set(), getattr(torch_compat, kernel)
 
-    def noted(x: torch.Tensor, packed: torch.Tensor, group: int, scales: torch.Tensor) -> torch.Tensor:
-        types.update((x.dtype, scales.dtype))
-        return kernel(x, packed, group, scales)
+    def noted(*arguments: Any) -> torch.Tensor:
+        types.update((arguments[0].dtype, arguments[-1].dtype))
+        return multiply(*arguments)
 
-    monkeypatch.setattr(torch_compat, "multiply_int4", noted)
+    monkeypatch.setattr(torch_compat, kernel, noted)
+    monkeypatch.setattr(torch_compat, "multiplies_int8", lambda: False)
     layer = nn.Linear(64, 128, bias=False).to(dtype)
     expected = layer.weight.detach().float()
-    quantize(layers := nn.ModuleList([layer]), "int4", None, smallest=0)
+    quantize(layers := nn.ModuleList([layer]), scheme, None, smallest=0)
     with torch.no_grad():
         out = layers[0](torch.eye(64, dtype=dtype))
     assert types == {torch.bfloat16} and out.dtype == dtype
     assert (out.float().T - expected).abs().max() < expected.abs().max() / 12
+
+
+@pytest.mark.parametrize(("digits", "error"), [(2, 2e-5), (3, 1e-7)])
+def test_activations_are_sums_of_bytes(digits: int, error: float) -> None:
+    x = torch.cat([torch.randn(4, 300), torch.tensor([[1.0, -1.0, 1e-9] * 100]), torch.zeros(1, 300)])
+    rows, step = quantized.quantize_activations(x, digits)
+    assert rows.dtype == torch.uint8 and rows.shape == (6 * digits, 300)
+    parts = rows.double().sub(128).view(digits, 6, 300)
+    whole = sum(part * 256.0 ** (digits - 1 - place) for place, part in enumerate(parts))
+    assert isinstance(whole, torch.Tensor)
+    assert ((whole * step - x).abs() <= error * x.abs().amax(-1, keepdim=True)).all()
 
 
 @pytest.mark.usefixtures("dequantized")

@@ -214,13 +214,16 @@ def _int8(levels: Tensor, scale: Tensor, dtype: torch.dtype, transposed: bool, g
     Args:
         given: a library's, whose roundings count. In float32 activations in two bytes would be too coarse for them.
     """
-    if torch_compat.multiplies_int8() and not (given and dtype == torch.float32):
+    if torch_compat.multiplies_int8():
         packed, zero = torch_compat.reorder_int8(levels.contiguous()), torch.zeros(len(scale), dtype=torch.int32)
         after = scale.to(dtype).contiguous() if given else None
         inside = torch.ones_like(scale) if given else scale
-        attributes = dict(packed=packed, scale=inside.contiguous(), zero=zero, after=after)
+        digits = 3 if given and dtype == torch.float32 else 2
+        attributes: dict[str, Any] = dict(
+            packed=packed, scale=inside.contiguous(), zero=zero, after=after, digits=digits
+        )
         return Made(Int8Conv1D if transposed else Int8Linear, attributes)
-    attributes = dict(packed=levels.contiguous(), scale=scale.to(dtype).contiguous())
+    attributes = dict(packed=levels.contiguous(), scale=scale.bfloat16().contiguous())
     return Made(WeightInt8Conv1D if transposed else WeightInt8Linear, attributes)
 
 
@@ -255,7 +258,9 @@ def _given(module: nn.Module) -> QuantizedWeight | None:
         packed = torch_compat.reorder_int4(levels.to(torch.int32) + 8)
         return Made(WeightInt4Linear, dict(packed=packed, scale=scales, group=block[1]))
 
-    if target == torch.int8 and zeros and block in ((1, columns), (rows, columns)):
+    # Where no kernel is fast without rounding more than the library does, its own layer stays.
+    fast = dtype == torch.bfloat16 or torch_compat.multiplies_int8()
+    if target == torch.int8 and zeros and block in ((1, columns), (rows, columns)) and fast:
         return _shared(sources, ("given int8", dtype), int8)
     if (
         str(target) == "torch.int4"
@@ -263,7 +268,7 @@ def _given(module: nn.Module) -> QuantizedWeight | None:
         and block[0] == 1
         and block[1] in (32, 64, 128, 256)
         and rows % 16 == 0
-        and dtype == torch.bfloat16  # of other types the library's own layer is as fast, and rounds nothing more
+        and dtype == torch.bfloat16
     ):
         return _shared(sources, ("given int4", dtype), int4)
     return None

@@ -5,8 +5,8 @@ Three kernels, each with the same bits for a row whatever the number of rows:
 =================  =========================================  ==============================================
 kernel             weights                                    activations
 =================  =========================================  ==============================================
-``int8``           int8, one scale per output                 two bytes each, one scale per row
-``weight_int8``    int8, one scale per output                 as they are
+``int8``           int8, one scale per output                 two or three bytes each, one scale per row
+``weight_int8``    int8, one scale per output                 in bfloat16
 ``weight_int4``    4 bits, step and offset per group          in bfloat16
 =================  =========================================  ==============================================
 
@@ -14,8 +14,8 @@ kernel             weights                                    activations
 rest (SmolLM2-135M: a KL divergence of 0.045 per token, 4 bits per weight cost 0.013); with two, 0.002 is left. A row then counts
 as two rows of bytes, which is still the fastest of the products with int8 weights where there is VNNI.
 
-``weight_int4`` takes as long for every row as for the one before; of other types than bfloat16 PyTorch multiplies one number at a
-time, 30 times as slowly. Long texts are read otherwise where that pays
+The others multiply bfloat16 alone: of other types PyTorch's kernels take one number at a time, and 30 times as long. ``weight_int4``
+takes as long for every row as for the one before. Long texts are read otherwise where that pays
 (:func:`dequantized_products`): the matrix is made a bfloat16 one, and multiplied by as such.
 """
 
@@ -80,30 +80,34 @@ def kernel(name: str) -> Any:
     return getattr(torch.ops.decoders if torch.compiler.is_dynamo_compiling() else torch_compat, name)
 
 
-def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of `x` ``[rows, in]`` as 16-bit numbers, and what 1 stands for, ``[rows, 1]`` float32.
+def quantize_activations(x: Tensor, digits: int = 2) -> tuple[Tensor, Tensor]:
+    """Rows of `x` ``[rows, in]`` as whole numbers of two or three bytes, and what 1 stands for, ``[rows, 1]`` float32.
 
     Returns:
-        ``[2·rows, in]`` uint8, first all upper bytes, then all lower ones; 128 is the zero of either.
+        ``[digits·rows, in]`` uint8, first all upper bytes, the lowest ones last; 128 is the zero of each.
     """
-    step = x.abs().amax(-1, keepdim=True).float().clamp_min(1e-20) / 32512  # the upper byte then is at most 127
-    numbers = (x / step).round_()
-    upper = numbers.add(128).div_(256).floor_()
-    return torch.cat([upper, numbers.sub_(upper, alpha=256)]).add_(128).to(torch.uint8), step
+    most = 127 * 256 ** (digits - 1)  # the upper byte then is at most 127
+    step = x.abs().amax(-1, keepdim=True).float().clamp_min(1e-20) / most
+    left, parts = (x / step).round_(), []
+    for place in range(digits - 1, 0, -1):
+        unit = 256**place
+        below = 128 * (unit - 1) // 255  # what all bytes below it can take away at most
+        parts.append(left.add(below).div_(unit).floor_())
+        left = left.sub_(parts[-1], alpha=unit)
+    return torch.cat([*parts, left]).add_(128).to(torch.uint8), step
 
 
 _activations = Latest()
 
 
-def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+def _quantized(x: Tensor, digits: int) -> tuple[Tensor, Tensor]:
+    def rows(x: Tensor) -> tuple[Tensor, Tensor]:
+        return quantize_activations(x.reshape(-1, x.shape[-1]), digits)
+
     if torch.compiler.is_dynamo_compiling():  # the compiler sees for itself what is computed twice
-        return _quantized_rows(x)
-    result: tuple[Tensor, Tensor] = _activations.of(x, None, _quantized_rows)
+        return rows(x)
+    result: tuple[Tensor, Tensor] = _activations.of(x, digits, rows)
     return result
-
-
-def _quantized_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    return quantize_activations(x.reshape(-1, x.shape[-1]))
 
 
 class _Quantized:
@@ -132,28 +136,34 @@ class _Int8(_Quantized):
     zero: Tensor
     #: ``[out]`` of the type of the activations: multiplies what has been rounded to that type, as torchao's product does.
     after: Tensor | None
+    #: Bytes of an activation: three where a library's float32 counts to the last bit.
+    digits: int
 
     def product(self, x: Tensor) -> Tensor:
         most = max(TEMPORARY // max(x.shape[-1], self.scale.shape[0]), 32)
         if torch.compiler.is_dynamo_compiling() or x.numel() <= most * x.shape[-1]:
-            product = self._product(x, *_quantized(x))
+            product = self._product(x, *_quantized(x, self.digits))
         else:
             parts = x.reshape(-1, x.shape[-1]).split(most)
-            product = torch.cat([self._product(part, *quantize_activations(part)) for part in parts])
+            product = torch.cat([self._product(part, *quantize_activations(part, self.digits)) for part in parts])
         return product.reshape(*x.shape[:-1], self.scale.shape[0])
 
     def _product(self, x: Tensor, rows: Tensor, step: Tensor) -> Tensor:
         """``[rows, out]``. rows, step: `x` as :func:`quantize_activations` has it."""
         out = self.scale.shape[0]
-        upper, lower = kernel("multiply_int8")(rows, self.packed, self.scale, self.zero, out).view(2, -1, out)
-        product = lower.add_(upper, alpha=256).mul_(step).to(x.dtype)
+        sums = kernel("multiply_int8")(rows, self.packed, self.scale, self.zero, out).view(self.digits, -1, out)
+        product = sums[-1]
+        for place in range(1, self.digits):
+            product = product.add_(sums[-1 - place], alpha=256**place)
+        product = product.mul_(step).to(x.dtype)
         return product if self.after is None else product * self.after
 
 
 class _WeightInt8(_Quantized):
     def product(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        return kernel("multiply_weight_int8")(rows, self.packed, self.scale).reshape(*x.shape[:-1], -1)
+        rows = x.to(self.scale.dtype).reshape(-1, x.shape[-1]).contiguous()
+        product = kernel("multiply_weight_int8")(rows, self.packed, self.scale)
+        return product.reshape(*x.shape[:-1], -1).to(x.dtype)
 
 
 class _Reading(threading.local):
