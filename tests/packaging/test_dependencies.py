@@ -21,7 +21,7 @@ EXTRAS = {
     "bench": {"psutil", "matplotlib", "gguf", "llama_cpp", "openvino", "openvino_genai", "openvino_tokenizers"},
     "testing": {"pytest"},
     "checkpoints.py": {"gguf", "accelerate"},
-    "server": {"fastapi", "starlette", "uvicorn", "prometheus_client"},
+    "server": {"fastapi", "starlette", "uvicorn", "prometheus_client", "jinja2"},
     "cli": {"fastapi", "uvicorn", "prometheus_client"},
 }
 #: Scripts that Pythons of other environments run, and what these have.
