@@ -23,10 +23,11 @@ class Subject(_Stored):
         model: class and sizes of the model; weights do not matter.
         dtype: of its weights.
         quantization: method of a quantised checkpoint, precision of the packed weights and of the cache; "" for the model's own.
-        device: name of the processor or GPU.
+        device: name of the processor, with the instructions that kernels are chosen by, or of the GPU.
         threads: of torch, within an operation; 0 on a GPU.
         attention: kernel of the loop, "sdpa" or "flex".
         torch: version.
+        package: version of this package.
     """
 
     model: str
@@ -36,6 +37,7 @@ class Subject(_Stored):
     threads: int
     attention: str
     torch: str
+    package: str
 
     @property
     def key(self) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .. import __version__
 from ..common.devices import processor_name
 from ..costs.curve import CostCurve, CostPoint, Subject
 from ..costs.steps import SizeRatios
@@ -17,6 +18,7 @@ from ..costs.store import read, write
 from ..report import Report
 from ..sampling.processors import SamplingPlan
 from ..tree import Topology
+from . import torch_compat
 from .blocks import NodeBlock
 from .buckets import row_bucket
 from .compiled.tiers import Compile, PassKind
@@ -58,11 +60,14 @@ def subject_of(engine: Engine) -> Subject:
         own.cache and f"kv={own.cache}",
         f"ranks={target.ranks.size}" if target.ranks.several else "",
     ]
+    on_cpu, device = target.device.type == "cpu", processor_name(target.device)
+    if on_cpu:  # a virtual one may hide some of what its name promises
+        device = f"{device}, {torch_compat.instructions()}"
     return Subject(
         model="-".join([type(config).__name__, *sizes, str(target.vocab_size)]),
         dtype=str(target.dtype).removeprefix("torch."), quantization=" ".join(filter(None, parts)),
-        device=processor_name(target.device), threads=0 if target.device.type != "cpu" else torch.get_num_threads(),
-        attention="flex" if target.flex else "sdpa", torch=torch.__version__,
+        device=device, threads=torch.get_num_threads() if on_cpu else 0,
+        attention="flex" if target.flex else "sdpa", torch=torch.__version__, package=__version__,
     )  # fmt: skip
 
 

@@ -153,11 +153,16 @@ class Target:
     @property
     def prefill_chunk(self) -> int:
         """Most prompt tokens per row and pass, where no setting says so."""
-        return DEQUANTIZED_CHUNK if self.quantized.dequantizable else PREFILL_CHUNK
+        return DEQUANTIZED_CHUNK if self._dequantizable else PREFILL_CHUNK
+
+    @property
+    def _dequantizable(self) -> bool:
+        """False in float32, where a text has the same bits whatever is read beside it."""
+        return self.dtype != torch.float32 and self.quantized.dequantizable
 
     def dequantizes(self, tokens: int) -> bool:
-        """Whether a text of so many tokens, of all rows, is read with 4-bit matrices that are made bfloat16 ones first, uncompiled."""
-        return tokens >= LONG_TEXT and self.quantized.dequantizable
+        """Whether a text of so many tokens, of all rows, is read with 4-bit matrices that are made wider ones first, uncompiled."""
+        return tokens >= LONG_TEXT and self._dequantizable
 
     def _products(self, text: Tensor) -> AbstractContextManager:
         return dequantized_products() if self.dequantizes(text.numel()) else nullcontext()

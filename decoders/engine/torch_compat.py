@@ -69,6 +69,16 @@ def _computes_in(dtype: torch.dtype) -> bool:
     return multiplies_packed(dtype)
 
 
+def instructions() -> str:
+    """Those of this processor that decide which kernels run: its vectors, and for bytes (VNNI), bfloat16 and tiles (AMX)."""
+    special = {
+        "VNNI": torch.cpu._is_vnni_supported,
+        "BF16": torch.cpu._is_avx512_bf16_supported,
+        "AMX": torch.cpu._is_amx_tile_supported,
+    }
+    return " ".join([torch.backends.cpu.get_cpu_capability(), *(name for name, here in special.items() if here())])
+
+
 def lower_to_kernel(operator: Any, kernel: Any, arranged: Callable[..., tuple]) -> bool:
     """Lets inductor call `kernel` for an operator of ours; `arranged` makes its arguments of the operator's.
 
@@ -165,17 +175,22 @@ def multiply_dequantized_int4(x: Tensor, packed: Tensor, group: int, scales: Ten
     at_once = max(_DEQUANTIZED // (columns * block), 1)
     blocks = packed.view(torch.int64).view(out // block, columns, -1).split(at_once)
     # Made contiguous: strided numbers are read one by one.
-    steps, middles = (part.contiguous()[:, None].split(at_once * block, -1) for part in scales.unbind(-1))
+    steps, middles = (part.to(x.dtype).contiguous()[:, None].split(at_once * block, -1) for part in scales.unbind(-1))
     products = []
     for part, step, middle in zip(blocks, steps, middles, strict=True):
-        levels = _int4_levels(part).view(groups, group, -1).to(scales.dtype)
+        levels = _int4_levels(part).view(groups, group, -1).to(x.dtype)
         products.append(x @ torch.addcmul(middle, levels, step, out=levels).view(columns, -1))
     return torch.cat(products, -1) if len(products) > 1 else products[0]
 
 
-def multiplies_tiles() -> bool:
-    """Whether this processor multiplies bfloat16 by tiles (AMX), several times as fast as by vectors."""
-    return multiplies_packed(torch.bfloat16) and torch.cpu._is_amx_tile_supported()
+def dequantized_type() -> torch.dtype | None:
+    """The type of the matrices that long texts are multiplied by in the place of 4-bit ones; None where :func:`multiply_int4` stays.
+
+    bfloat16 where the processor multiplies it by tiles (AMX), float32 where it has no instructions for bfloat16.
+    """
+    if multiplies_packed(torch.bfloat16) and torch.cpu._is_amx_tile_supported():
+        return torch.bfloat16
+    return torch.float32 if packed_type(torch.bfloat16) == torch.float32 else None
 
 
 def lower_to_quantized_kernels(int8: Any, weight_int8: Any, int4: Any) -> bool:

@@ -17,6 +17,7 @@ SUBJECT = Subject(
     threads=2,
     attention="sdpa",
     torch="2.13",
+    package="0.1.0",
 )
 
 

@@ -12,6 +12,7 @@ import torch
 
 import decoders
 from decoders.costs import store
+from decoders.engine import torch_compat
 from decoders.engine.calibration import subject_of
 from decoders.engine.engine import Engine
 from decoders.errors import CacheMemoryError, SettingsError, UnsupportedError
@@ -132,6 +133,7 @@ def test_what_the_curve_depends_on_is_in_its_subject(engine: Engine) -> None:
     assert (
         subject.dtype == "float32" and subject.torch == torch.__version__ and subject.threads == torch.get_num_threads()
     )
+    assert subject.package == decoders.__version__ and subject.device.endswith(torch_compat.instructions())
     assert subject_of(Engine(tiny_model("gpt2"))).key != subject.key
     assert subject_of(Engine(tiny_model("llama").to(torch.bfloat16))).dtype == "bfloat16"
 

@@ -29,17 +29,18 @@ STRATEGIES = ["prompt_lookup", "lookahead", "speculative"]
 AS_IT_IS = {"compile": False, "reuse": False}
 
 
-@pytest.fixture
-def dequantized(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """As where bfloat16 is multiplied by tiles; the shapes that were multiplied by 4-bit matrices made bfloat16 ones."""
+@pytest.fixture(params=[torch.bfloat16, torch.float32], ids=str)
+def dequantized(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """As where long texts are multiplied by wider matrices than 4-bit ones; the shapes that were."""
     shapes: list[tuple[int, ...]] = []
     multiply = torch_compat.multiply_dequantized_int4
 
     def noted(x: torch.Tensor, *weight: Any) -> torch.Tensor:
+        assert x.dtype == request.param
         shapes.append(tuple(x.shape[:-1]))
         return multiply(x, *weight)
 
-    monkeypatch.setattr(torch_compat, "multiplies_tiles", lambda: True)
+    monkeypatch.setattr(torch_compat, "dequantized_type", lambda: request.param)
     monkeypatch.setattr(torch_compat, "multiply_dequantized_int4", noted)
     return shapes
 
@@ -70,7 +71,7 @@ def test_strategies_write_the_tokens_of_plain_decoding(dtype: torch.dtype, setti
 
 
 @pytest.mark.parametrize(("chunk", "read"), [(512, {(2, 116)}), (96, {(2, 96)})], ids=["at once", "in chunks"])
-def test_long_texts_are_read_in_bfloat16_but_for_their_ends(
+def test_long_texts_are_read_with_wider_matrices_but_for_their_ends(
     chunk: int, read: set[tuple[int, int]], dequantized: list[tuple[int, ...]]
 ) -> None:
     model = decoders.enable(tiny_model("llama", hidden_size=64, intermediate_size=128).bfloat16())
@@ -107,13 +108,15 @@ def test_strategies_that_read_prompts_are_shown_the_same_of_long_texts(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_short_texts_are_multiplied_by_the_kernel(dequantized: list[tuple[int, ...]], dtype: torch.dtype) -> None:
+def test_short_texts_and_those_in_float32_are_multiplied_by_the_kernel(
+    dequantized: list[tuple[int, ...]], dtype: torch.dtype
+) -> None:
     model = decoders.enable(tiny_model("llama", hidden_size=64, intermediate_size=128).to(dtype))
     settings = AS_IT_IS | {"weights": "int4"}
     decode(model, prompts(1, 90), "autoregressive", max_new_tokens=4, decoders_config=settings)
     assert not dequantized
     decode(model, prompts(1, 120), "autoregressive", max_new_tokens=4, decoders_config=settings)
-    assert dequantized
+    assert bool(dequantized) == (dtype != torch.float32)  # where a text has the same bits whatever is read beside it
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -94,7 +94,14 @@ def curve(milliseconds: dict[int, float]) -> CostCurve:
         CostPoint(rows=1, context=64, nodes=n, compiled=False, seconds=ms / 1e3) for n, ms in milliseconds.items()
     ]
     subject = Subject(
-        model="made up", dtype="float32", quantization="", device="none", threads=1, attention="sdpa", torch="2"
+        model="made up",
+        dtype="float32",
+        quantization="",
+        device="none",
+        threads=1,
+        attention="sdpa",
+        torch="2",
+        package="0",
     )
     return CostCurve(subject=subject).with_points(points)
 

@@ -28,7 +28,14 @@ STEEP = {1: 10.0, 65: 202.0}
 
 def curve(milliseconds: dict[int, float]) -> CostCurve:
     subject = Subject(
-        model="made up", dtype="float32", quantization="", device="none", threads=1, attention="sdpa", torch="2"
+        model="made up",
+        dtype="float32",
+        quantization="",
+        device="none",
+        threads=1,
+        attention="sdpa",
+        torch="2",
+        package="0",
     )
     points = [
         CostPoint(rows=1, context=64, nodes=n, compiled=False, seconds=ms / 1e3) for n, ms in milliseconds.items()

@@ -16,7 +16,7 @@ as two rows of bytes, which is still the fastest of the products with int8 weigh
 
 The others multiply bfloat16 alone: of other types PyTorch's kernels take one number at a time, and 30 times as long. ``weight_int4``
 takes as long for every row as for the one before. Long texts are read otherwise where that pays
-(:func:`dequantized_products`): the matrix is made a bfloat16 one, and multiplied by as such.
+(:func:`dequantized_products`): the matrix is made one of bfloat16 or float32, and multiplied by as such.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .fused import Latest, share_of
 
 #: Weights of one row that share a step and an offset: the smallest that the kernel knows.
 GROUP = 32
-#: Tokens from which on a text is long: what making a bfloat16 matrix costs is 40 rows of the kernel, and products take the rest.
+#: Tokens from which on a text is long: what making a matrix of 16 bits costs is 40 rows of the kernel, and products take the rest.
 LONG_TEXT = 96
 #: Numbers of what is computed on the way that are in memory at a time: above 32 MiB the C library fetches new pages for each.
 TEMPORARY = 2**20
@@ -175,7 +175,7 @@ _reading = _Reading()
 
 @contextmanager
 def dequantized_products() -> Iterator[None]:
-    """Within it this thread multiplies by 4-bit matrices that it makes bfloat16 ones first. Other roundings than the kernel's."""
+    """Within it this thread multiplies by 4-bit matrices that it makes wider ones first. Other roundings than the kernel's."""
     before, _reading.dequantizes = _reading.dequantizes, True
     try:
         yield
@@ -188,8 +188,8 @@ class _WeightInt4(_Quantized):
 
     @property
     def dequantizable(self) -> bool:
-        """Whether products in bfloat16 are faster for long texts, and this matrix lies as these need it."""
-        if self.scale.dtype != torch.bfloat16 or not torch_compat.multiplies_tiles():
+        """Whether products of a wider type are faster for long texts, and this matrix lies as these need it."""
+        if torch_compat.dequantized_type() is None:
             return False
         block = torch_compat.int4_block()
         return block > 0 and self.scale.shape[1] % block == 0
@@ -199,10 +199,10 @@ class _WeightInt4(_Quantized):
         return self.dequantizable and x.numel() >= LONG_TEXT * x.shape[-1]
 
     def product(self, x: Tensor) -> Tensor:
-        inputs = x.to(self.scale.dtype)
         if not torch.compiler.is_dynamo_compiling() and _reading.dequantizes and self._dequantizes(x):
-            return torch_compat.multiply_dequantized_int4(inputs, self.packed, self.group, self.scale).to(x.dtype)
-        rows = inputs.reshape(-1, x.shape[-1]).contiguous()
+            wide = x.to(torch_compat.dequantized_type())
+            return torch_compat.multiply_dequantized_int4(wide, self.packed, self.group, self.scale).to(x.dtype)
+        rows = x.to(self.scale.dtype).reshape(-1, x.shape[-1]).contiguous()
         product = kernel("multiply_int4")(rows, self.packed, self.group, self.scale)
         return product.reshape(*x.shape[:-1], self.scale.shape[1]).to(x.dtype)
 
