@@ -70,6 +70,7 @@ class Stage:
         forward_seconds: in its passes.
         drafter_seconds: in its drafter, which holds the passes of `stages`.
         stages: the draft models of its drafter.
+        weights: "int8" or "int4" where it computed with quantized copies of its weights; "keep": the model's own.
     """
 
     model: str
@@ -82,6 +83,7 @@ class Stage:
     forward_seconds: float = 0.0
     drafter_seconds: float = 0.0
     stages: list[Stage] = field(default_factory=list)
+    weights: str = "keep"
 
 
 @dataclass

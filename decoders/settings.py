@@ -120,6 +120,11 @@ class RuntimeSettings(Settings):
         "decoders.release or decoders.disable the model can only be used with strategy=. int8 and int4 decode with quantized "
         "copies, which changes the text (on CPUs); the model itself is left as it is.",
     )
+    draft_weights: Literal["auto", "keep", "int8", "int4"] = Field(
+        "auto",
+        description="Number format that draft models compute with, as weights has it; auto takes that of weights. Which tokens are drafted "
+        "depends on it, which are written does not.",
+    )
     kv_cache: Literal["keep", "int8"] = Field(
         "keep",
         description="int8 stores keys and values as int8 with a scale per head and token, which changes the text (on CPUs).",

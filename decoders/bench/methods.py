@@ -32,6 +32,8 @@ BASELINE = "transformers"
 PLAIN = "autoregressive"
 #: Settings of the loop that change the target's numbers, and so its text.
 PRECISION = ("weights", "kv_cache")
+#: Those that packed weights depend on: one model has one engine, and one for each of its drafts.
+PACKED = (*PRECISION, "draft_weights")
 #: A grammar that allows every text: what constrained decoding costs by itself.
 ANYTHING = "anything"
 #: Tokens that transformers' own prompt lookup proposes per step (the value its documentation uses).
@@ -203,7 +205,8 @@ def strategy_methods(
     A name may carry settings, ``speculative[length=2]``, and be there several times with other ones; ``verifier=…`` among
     them names the verifier, ``grammar=…`` a grammar of the library or a file with one, ``compile=false`` the uncompiled tier;
     with ``memory=true`` strategies keep what they learn from one prompt of a round to the next; ``weights=int4`` and
-    ``kv_cache=int8`` are the number formats of the target and its cache, on a twin of `model` that shares its parameters.
+    ``kv_cache=int8`` are the number formats of the target and its cache, ``draft_weights=int8`` that of the draft model, on a twin of
+    `model` that shares its parameters.
     Every call reads its prompt anew, unless `decoders_config` says otherwise. ``a+b`` merges, each part with
     brackets of its own. When sampling, plain decoding comes first: it is what the others are compared with.
 
@@ -224,15 +227,14 @@ def strategy_methods(
         names = [PLAIN, *(name for name in names if name != PLAIN)]
     methods: dict[str, Method] = {}
     used: set[str] = set()
-    # One model has one engine, whose weights are packed in one number format.
-    twins: dict[tuple[Any, ...], PreTrainedModel] = {(None, None): model}
+    twins: dict[tuple[Any, ...], PreTrainedModel] = {(None,) * len(PACKED): model}
     for text in names:
         variant = parse(text)
-        precision = tuple(variant.loop.get(key) for key in PRECISION)
-        if precision not in twins:
-            twins[precision] = enable(_twin(model), tokenizer)
+        packed = tuple(variant.loop.get(key) for key in PACKED)
+        if packed not in twins:
+            twins[packed] = enable(_twin(model), tokenizer)
         strategies_used, method = _method(
-            variant, twins[precision], draft, settings_by_strategy, decoders_config or {}, sampling
+            variant, twins[packed], draft, settings_by_strategy, decoders_config or {}, sampling
         )
         used |= strategies_used
         if assistant_tokenizer is not None and method.arguments.get("assistant_model") is not None:

@@ -16,12 +16,13 @@ VERIFIER = "verifier"
 GRAMMAR = "grammar"
 COMPILE = "compile"
 #: Settings of the loop that brackets may hold, and their values: whether the core is compiled, whether strategies keep what they
-#: learn from call to call, and the number formats of the target's matrices and of its cache.
+#: learn from call to call, the number formats of the target's matrices and cache, and of the draft's matrices.
 LOOP: dict[str, tuple[bool | str, ...]] = {
     COMPILE: (True, False, "auto"),
     "memory": (True, False),
     "weights": ("keep", "int8", "int4"),
     "kv_cache": ("keep", "int8"),
+    "draft_weights": ("auto", "keep", "int8", "int4"),
 }
 _OPENING = {"[": "]", "{": "}", "(": ")"}
 

@@ -246,7 +246,8 @@ def histogram(lengths: Sequence[int]) -> str:
 
 def stage_lines(stage: Stage, depth: int = 0) -> Iterator[tuple[str, str]]:
     """A draft model's figures; those of its drafter's models follow, further in."""
-    text = f"{stage.model}: {stage.passes} passes in {stage.forward_seconds:.2f} s"
+    quantized = "" if stage.weights == "keep" else f" in {stage.weights}"
+    text = f"{stage.model}{quantized}: {stage.passes} passes in {stage.forward_seconds:.2f} s"
     if stage.drafter is not None:
         passes = sum(stage.accepted_lengths)
         tokens_per_pass = (

@@ -15,7 +15,9 @@ from ..engine.engine import Engine
 from ..engine.fitness import refuse_unfit
 from ..engine.layout import vocabulary_of
 from ..engine.torch_compat import writes_counted
+from ..engine.weights.quantization import Precision, Scheme, scheme_of
 from ..errors import UnsupportedError
+from ..settings import RuntimeSettings
 from .translation import TokenMap, tokens_of, translated
 
 #: Heads are padded to multiples of up to this many ids; a larger difference means another vocabulary.
@@ -50,16 +52,18 @@ class Assistants:
         for engine in list(self._engines.values()):
             engine.forget()
 
-    def engine(self, model: PreTrainedModel, attention: Literal["auto", "sdpa", "flex"]) -> Engine:
-        """The engine of a draft model, made once.
+    def engine(
+        self, model: PreTrainedModel, attention: Literal["auto", "sdpa", "flex"], weights: Scheme | None
+    ) -> Engine:
+        """The engine of a draft model, made once. weights: number format of its matrices, None for its own.
 
         Raises:
             UnsupportedError: its design does not fit the loop.
         """
-        known = self._engines.get(model)
-        if known is None or not known.refresh(model, attention):
+        known, precision = self._engines.get(model), Precision(weights)
+        if known is None or not known.refresh(model, attention, precision):
             refuse_unfit(model)
-            known = self._engines[model] = Engine(model, attention)
+            known = self._engines[model] = Engine(model, attention, precision=precision)
         return known
 
     def tokens(
@@ -130,6 +134,7 @@ class CallAssistants:
         engine: of the target.
         tokenizer: likewise.
         assistant_tokenizer: of a draft model that is given loaded.
+        weights: number format of the draft models' matrices, None for their own.
     """
 
     kept: Assistants
@@ -137,6 +142,7 @@ class CallAssistants:
     engine: Engine
     tokenizer: PreTrainedTokenizerBase | None
     assistant_tokenizer: PreTrainedTokenizerBase | None
+    weights: Scheme | None
 
     def engine_of(self, model: PreTrainedModel | str) -> Engine:
         """The engine of a draft model, given loaded or as a path.
@@ -156,7 +162,7 @@ class CallAssistants:
             raise UnsupportedError(
                 f"the draft model is on {model.device}, the target on {target.device}: move one, draft.to({str(target.device)!r})"
             )
-        known = self.kept.engine(model, engine.attention)
+        known = self.kept.engine(model, engine.attention, self.weights)
         if known.target.ranks.several and known.target.ranks.size != engine.target.ranks.size:
             raise UnsupportedError(
                 f"the draft model is shared by {known.target.ranks.size} processes and the target is not: load the draft without "
@@ -189,6 +195,11 @@ class CallAssistants:
     def _loaded(self, model: PreTrainedModel | str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
         """A draft model and its tokenizer."""
         return self.kept.load(model, self.target) if isinstance(model, str) else (model, self.assistant_tokenizer)
+
+
+def draft_scheme(runtime: RuntimeSettings) -> Scheme | None:
+    """Number format of the matrices of a call's draft models, None for their own."""
+    return scheme_of(runtime.weights if runtime.draft_weights == "auto" else runtime.draft_weights)
 
 
 def check_vocabulary(

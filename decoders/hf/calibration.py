@@ -18,6 +18,7 @@ from ..registry.registry import registry
 from ..registry.resolve import resolve_strategy
 from ..setting_sources import load_settings
 from ..settings import RuntimeSettings
+from .assistants import draft_scheme
 from .warmup import PROMPT
 from .wrapper import Generate
 
@@ -79,7 +80,9 @@ def calibrate_model(
         curve = engine.calibration.measured(folder, rows, contexts, runtime.compile, seconds, anew=True)
     assistant = None
     if assistant_model is not None:
-        draft = Generate(assistant_model, generate.tokenizer, None).engine(runtime.attention)
+        draft = Generate(assistant_model, generate.tokenizer, None).engine(
+            runtime.attention, draft_scheme(runtime) or "keep"
+        )
         with draft.lock, draft.active():
             assistant = draft.calibration.measured(folder, rows[:1], contexts[:1], runtime.compile, seconds, anew=True)
     strategies = _strategies(generate, assistant_model, options)

@@ -26,7 +26,7 @@ from ..errors import SettingsError, UnsupportedError
 from ..registry.registry import registry
 from ..registry.resolve import resolve_strategy
 from .arguments import HINTS, TRANSLATED, first_of, resolve_seed
-from .assistants import Assistants, CallAssistants
+from .assistants import Assistants, CallAssistants, draft_scheme
 from .grammars import Grammars
 from .inputs import check_lengths, check_pad_token, unpad
 from .options import Options
@@ -175,7 +175,9 @@ class GenerateCall:
         seed = resolve_seed(options.seed, options.generator, bool(generation_config.do_sample))
         if options.seed is None:  # processes that share the model draw the same noise
             (seed,) = engine.target.ranks.first([seed])
-        assistants = CallAssistants(self.assistants, self.model, engine, self.tokenizer, assistant_tokenizer)
+        assistants = CallAssistants(
+            self.assistants, self.model, engine, self.tokenizer, assistant_tokenizer, draft_scheme(runtime)
+        )  # fmt: skip
         request = Request(
             strategy=options.strategy, prompts=prompts, padded_prompt=padded, new_tokens=new_tokens,
             stop_tokens=stop_tokens, pad_token=pad_token, plan=replace(plan, masked=grammars.any), values=values,

@@ -14,7 +14,7 @@ from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBa
 from ..engine.engine import Engine, MemoryKey
 from ..engine.fitness import refuse_unfit
 from ..engine.locks import CallLock
-from ..engine.weights.quantization import Precision
+from ..engine.weights.quantization import Precision, scheme_of
 from .arguments import refuse_arguments
 from .assistants import Assistants
 from .call import GenerateCall, PreparedCall
@@ -76,9 +76,7 @@ class Generate:
         """The engine for the model's present weights; built on first use and again after weights change."""
         # Two first calls from two threads share one. Calls hold the same lock: with two, a call made within a call (by a
         # streamer) and one in another thread would wait for each other.
-        precision = Precision(
-            weights if weights in ("int8", "int4") else None, kv_cache if kv_cache != "keep" else None
-        )
+        precision = Precision(scheme_of(weights), kv_cache if kv_cache != "keep" else None)
         originals: Literal["keep", "packed"] = "packed" if weights == "packed" else "keep"
         present = self._engine
         # A scheduler holds the lock for a step at a time: requests that are submitted need not wait for each.

@@ -12,6 +12,9 @@ from ...strategy import Strategy
 from ..request import Request
 from ..rows import stop_tensor
 
+#: Settings of the loop that hold for a whole step, or for the draft models of all its rows.
+SHARED = ("compile", "prune", "memory", "draft_weights")
+
 
 def share_steps(one: Request, other: Request) -> bool:
     """Whether two requests on one engine can be decoded in the same steps."""
@@ -22,7 +25,7 @@ def share_steps(one: Request, other: Request) -> bool:
         and replace(one.plan, masked=False) == replace(other.plan, masked=False)
         and (one.processors is None) == (other.processors is None)
         and one.assistant_model is other.assistant_model and one.tokenizer is other.tokenizer
-        and all(getattr(one.runtime, name) == getattr(other.runtime, name) for name in ("compile", "prune", "memory"))
+        and all(getattr(one.runtime, name) == getattr(other.runtime, name) for name in SHARED)
         and type(one.verifier) is type(other.verifier)
         and getattr(one.verifier, "settings", None) == getattr(other.verifier, "settings", None)
     )  # fmt: skip

@@ -54,13 +54,13 @@ class DraftCounts:
         self.passes += steps * like._per_step
         self.tally = like.tally.clone()  # later calls write to that one
 
-    def report(self, model: str, drafter: str | None, stages: list[Stage]) -> Stage:
+    def report(self, model: str, weights: str, drafter: str | None, stages: list[Stage]) -> Stage:
         """Everything counted. Reads the device: not for use between steps."""
         tokens, accepted, drafted, *lengths = self.tally.tolist()
         while lengths and not lengths[-1]:
             lengths.pop()
         return Stage(
-            model=model, drafter=drafter, passes=self.passes,
+            model=model, weights=weights, drafter=drafter, passes=self.passes,
             tokens=tokens, drafted=drafted, accepted=accepted, accepted_lengths=lengths,
             forward_seconds=self._seconds["forward"], drafter_seconds=self._seconds["stage"], stages=stages,
         )  # fmt: skip

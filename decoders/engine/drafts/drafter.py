@@ -307,7 +307,8 @@ class ModelDrafter(Drafter):
     def report(self) -> Stage:
         """What it did in this call. Reads the device: not for use between steps."""
         stage = self.stage.strategy.name if self.stage is not None else None
-        return self.counts.report(self._name, stage, [drafter.report() for drafter in self.inner])
+        weights = self.engine.precision.weights or "keep"
+        return self.counts.report(self._name, weights, stage, [drafter.report() for drafter in self.inner])
 
     def grow(self, nodes: Tensor, tree: TreeTensors) -> Expansion:
         """Old name of :meth:`expand`."""

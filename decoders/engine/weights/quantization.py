@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,11 @@ from .quantized import (
 )
 
 Scheme = Literal["int8", "int4"]
+
+
+def scheme_of(weights: str) -> Scheme | None:
+    """What the setting `weights` asks to be quantized to; None: nothing."""
+    return weights if weights in get_args(Scheme) else None  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
