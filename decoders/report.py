@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .deprecated import renamed
@@ -34,6 +35,10 @@ class Timings:
     compile: float = 0.0
     pack: float = 0.0
     background: float = 0.0
+
+    def since(self, before: Timings) -> dict[str, float]:
+        """Seconds by part that were booked after `before`, without those that there were none of."""
+        return {part: seconds for part, now in vars(self).items() if (seconds := now - getattr(before, part))}
 
     @property
     def steps(self) -> float:
@@ -178,12 +183,12 @@ class Report:
     details: dict[str, Any] = field(default_factory=dict)
     grammars: list[GrammarUse | None] = field(default_factory=list)
 
-    def share(self, before: Timings, step: Report, compiled: bool) -> None:
-        """Books a step that was shared with others: all of its time since `before`, and how it was run."""
-        for each in fields(Timings):
-            own, spent = getattr(self.timings, each.name), getattr(step.timings, each.name) - getattr(before, each.name)
-            setattr(self.timings, each.name, own + spent)
-        self.nodes = max(self.nodes, step.nodes)
+    def share(self, spent: Mapping[str, float], nodes: int, compiled: bool) -> None:
+        """Books a step that was shared with others: all of its time, the largest block so far, and how it was run."""
+        own = vars(self.timings)
+        for part, seconds in spent.items():
+            own[part] += seconds
+        self.nodes = max(self.nodes, nodes)
         self.compiled_steps += compiled
 
     @property

@@ -122,8 +122,8 @@ class RuntimeSettings(Settings):
     )
     draft_weights: Literal["auto", "keep", "int8", "int4"] = Field(
         "auto",
-        description="Number format that draft models compute with, as weights has it; auto takes that of weights. Which tokens are drafted "
-        "depends on it, which are written does not.",
+        description="Number format that draft models compute with, as weights has it; auto takes that of weights. Which tokens are "
+        "drafted depends on it; which are written does not.",
     )
     kv_cache: Literal["keep", "int8"] = Field(
         "keep",
@@ -132,7 +132,7 @@ class RuntimeSettings(Settings):
     prefill_chunk: int | None = Field(
         None,
         ge=1,
-        description="Most prompt tokens per forward pass of the prefill; by default 512, and 2048 where each pass makes bfloat16 "
+        description="Most prompt tokens per forward pass of the prefill; by default 512, and 2048 where each pass makes wider "
         "matrices of int4 weights.",
     )
     attention: Literal["auto", "sdpa", "flex"] = Field(

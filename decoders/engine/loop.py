@@ -265,9 +265,10 @@ class Call:
         if self.target.multiple > 1:
             self.pending = round_up(branch_length(out.path, outcome.emitted), self.target.multiple)
         timings.host += stopwatch.next()
+        spent = timings.since(before)
         for member, _ in self.members:
             if member.report is not self.report:
-                member.report.share(before, self.report, compiled)
+                member.report.share(spent, self.report.nodes, compiled)
 
     def learn_cost(
         self, core: float, draft: Draft, block: NodeBlock, outcome: Outcome, compiled: bool, drafting: float | None

@@ -46,7 +46,7 @@ class Generation:
         self.member: RequestOutput | None = None
         self.cancelled = False
         self._on_cancel = on_cancel
-        self._changed = threading.Condition()
+        self._renew_conditions()
         self._tokens: list[int] = []
         self._times: list[tuple[float, int]] = []
         self._done = False
@@ -63,9 +63,8 @@ class Generation:
             CancelledError, DeadlineError: it was ended before. Whatever ``generate`` raises. ``partial`` of the error is what was
                 written.
         """
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._done, timeout):
-                raise TimeoutError(f"not done after {timeout} seconds")
+        with self._over:
+            self._wait_for_end(timeout)
             if self._error is not None:
                 raise self._error
             return self._value
@@ -76,10 +75,13 @@ class Generation:
         Raises:
             TimeoutError: as :meth:`result`.
         """
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._done, timeout):
-                raise TimeoutError(f"not done after {timeout} seconds")
+        with self._over:
+            self._wait_for_end(timeout)
             return self._error
+
+    def _wait_for_end(self, timeout: float | None) -> None:
+        if not self._over.wait_for(lambda: self._done, timeout):
+            raise TimeoutError(f"not done after {timeout} seconds")
 
     def done(self) -> bool:
         """Whether it has come to its end, in whatever way."""
@@ -294,13 +296,20 @@ class Generation:
             self._value, self._error, self._done = value, error, True
             self._on_cancel = _nothing  # whoever keeps a result does not keep the scheduler
             self._changed.notify_all()
+            self._over.notify_all()
         self._tell()
 
     def _abandon(self, error: BaseException) -> None:
         """In a forked child, `error` is its end; who listened does so in the parent."""
-        self._changed, self._listeners = threading.Condition(), []
+        self._renew_conditions()
+        self._listeners = []
         if not self._done:
             self._error, self._done, self._on_cancel = error, True, _nothing
+
+    def _renew_conditions(self) -> None:
+        """What tokens and the end are waited for with. Whoever waits for the end alone is not woken in every step."""
+        lock = threading.RLock()
+        self._changed, self._over = threading.Condition(lock), threading.Condition(lock)
 
     def _tell(self) -> None:
         with self._changed:

@@ -70,6 +70,33 @@ def test_strategies_write_the_tokens_of_plain_decoding(dtype: torch.dtype, setti
         assert torch.equal(write(model, settings, strategy, **extra).sequences, expected.sequences), strategy
 
 
+@pytest.mark.parametrize(
+    ("settings", "used"),
+    [
+        ({}, "keep"),
+        ({"draft_weights": "int4"}, "int4"),
+        ({"weights": "int8"}, "int8"),
+        ({"weights": "int8", "draft_weights": "keep"}, "keep"),
+        ({"weights": "int4", "draft_weights": "int8"}, "int8"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("strategy", ["speculative", "early_exit"])
+def test_draft_models_compute_in_a_number_format_of_their_own(
+    settings: dict[str, str], used: str, strategy: str
+) -> None:
+    model, draft = decoders.enable(tiny_model("llama")), tiny_draft("llama")
+    before = {name: value.clone() for name, value in draft.state_dict().items()}
+    expected = write(model, settings)
+    extra = {"assistant_model": draft} if strategy == "speculative" else {"strategy_config": {"exit_layer": 1}}
+    for _ in range(2):
+        written = write(model, settings, strategy, **extra)
+        assert torch.equal(written.sequences, expected.sequences)
+        (stage,) = written.report.stages
+        assert stage.weights == used and stage.passes
+    assert all(torch.equal(before[name], value) for name, value in draft.state_dict().items())
+
+
 @pytest.mark.parametrize(("chunk", "read"), [(512, {(2, 116)}), (96, {(2, 96)})], ids=["at once", "in chunks"])
 def test_long_texts_are_read_with_wider_matrices_but_for_their_ends(
     chunk: int, read: set[tuple[int, int]], dequantized: list[tuple[int, ...]]

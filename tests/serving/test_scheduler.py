@@ -980,5 +980,5 @@ def test_lanes_with_one_draft_model_compile_it_each_as_it_says(
         other = scheduler.submit(text_of(2, 9), strategy=Threshold(), decoders_config={"compile": "auto"})
         one.result(60), other.result(60)
     assert set(modes) == {(False, "speculative"), ("auto", "threshold")}
-    passes = vars(llama)["generate"]._assistants.engine(draft, "auto").forward_pass
+    passes = vars(llama)["generate"]._assistants.engine(draft, "auto", None).forward_pass
     assert passes._mode is False and passes._report.strategy == ""
