@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 from contextlib import suppress
@@ -130,6 +131,9 @@ def _service(
         chat_template=chat_template, config=None if compile else {"compile": False},
     )  # fmt: skip
     service.warm_up()
+    # What is here stays. A full collection would walk through it, half a second in which nobody is given a token.
+    gc.collect()
+    gc.freeze()
     return service
 
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
+from collections.abc import Callable
 
 from transformers import PreTrainedModel
 
 from ..common.transformers_compat import keeps_recurrent_state
 from ..errors import UnsupportedError
 from .ranks import Ranks
-from .torch_compat import parameters_in
+from .torch_compat import modules_in, parameters_in
+
+
+@functools.lru_cache(64)
+def _parameters_of(forward: Callable) -> frozenset[str]:
+    return frozenset(inspect.signature(forward).parameters)
 
 
 def refuse_unfit(model: PreTrainedModel) -> None:
@@ -18,7 +25,7 @@ def refuse_unfit(model: PreTrainedModel) -> None:
     name, advice = type(model).__name__, "Call generate without strategy=."
     if model.config.is_encoder_decoder:
         raise UnsupportedError(f"{name} is an encoder-decoder model; the shared loop decodes causal models. {advice}")
-    placed = "position_ids" in inspect.signature(type(model).forward).parameters
+    placed = "position_ids" in _parameters_of(type(model).forward)
     if keeps_recurrent_state(model) and not placed:
         raise UnsupportedError(
             f"{name} keeps nothing but a recurrent state and takes no position_ids: the shared loop runs designs that have "
@@ -30,7 +37,7 @@ def refuse_unfit(model: PreTrainedModel) -> None:
             f"{name}.forward was replaced by the function {replaced.__qualname__!r}, which runs the model as it is and not as the "
             f"loop has it. Wrap a layer, register a hook, or bind a method instead. {advice}"
         )
-    devices = {parameter.device for parameter in parameters_in(model.modules())}
+    devices = {parameter.device for parameter in parameters_in(modules_in(model))}
     if any(device.type == "meta" for device in devices):
         raise UnsupportedError(
             f"{name} has weights on the meta device, where they have no values: load them first. {advice}"

@@ -197,7 +197,7 @@ class GenerateCall:
 
 def _without_own_work(config: GenerationConfig) -> GenerationConfig:
     """A copy without what the loop does itself: stop strings (their tokenizer would get lost), the static cache, drafting."""
-    config = copy.deepcopy(config)
+    config = copy.copy(config)
     for name in ("stop_strings", "cache_implementation", *HINTS, *TRANSLATED):
         setattr(config, name, None)
     return config

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from ...common.transformers_compat import SET_BY_GENERATE
-from ..torch_compat import buffers_in, hooks_everywhere, hooks_of, local_part, parameters_in, writes_counted
+from ..torch_compat import buffers_in, hooks_everywhere, hooks_of, local_part, modules_in, parameters_in, writes_counted
 from .config_state import config_state
 from .forward_code import captured, forward_code, global_names, is_of_library
 
@@ -33,13 +33,17 @@ _HELPERS = 3
 
 #: Attributes that generating sets: no part of the network.
 _OF_GENERATION = SET_BY_GENERATE | {"generate", "__getstate__", "generation_config"}
+#: Attributes that no state of a model has.
+_LEFT_OUT = _INTERNAL | _OF_GENERATION
+#: How the names of attributes begin that a tool of ours has set.
+_OURS = "decoders_"
 
 Tree = TypeVar("Tree", bound=nn.Module)
 
 
 def _foreign(name: str) -> bool:
     """Whether an attribute of a model is what generating, or a tool of ours, hung on it."""
-    return name in _OF_GENERATION or name.startswith("decoders_")
+    return name in _OF_GENERATION or name.startswith(_OURS)
 
 
 def share_weights(model: Tree, packed: Sequence[Tensor] = ()) -> Tree:
@@ -182,7 +186,7 @@ class WeightState:
 
     @classmethod
     def of(cls, model: nn.Module) -> Self:
-        parts = list(model.modules())
+        parts = modules_in(model)
         tensors = (*parameters_in(parts), *buffers_in(parts))
         shapes = tuple((id(t), t.dtype, t.device, t.shape) for t in tensors)
         modules: list[object] = []
@@ -197,15 +201,16 @@ class WeightState:
                 held += [value for value in read if not isinstance(value, Tensor)]
                 loose += [value for value in read if isinstance(value, Tensor)]
             for name, value in vars(module).items():
-                if name in _INTERNAL or _foreign(name):
+                if name in _LEFT_OUT or name.startswith(_OURS):
                     continue
-                if isinstance(value, _PLAIN):
+                kind = type(value)  # a config is slow to say what it is an instance of
+                if issubclass(kind, _PLAIN):
                     modules.append(value)
                 else:
                     modules.append(id(value))
-                    if not _opaque(type(value)):  # type: ignore[arg-type]  # types are hashable
+                    if not _opaque(kind):  # type: ignore[arg-type]  # types are hashable
                         held.append(_content(value, _DEPTH))
-                    elif isinstance(value, PreTrainedConfig):
+                    elif issubclass(kind, PreTrainedConfig):
                         configs[id(value)] = value
         modules += [config_state(config, _other_content) for config in configs.values()]
         code = hooks_everywhere(), forward_code(dict.fromkeys(map(type, parts)))
