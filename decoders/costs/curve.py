@@ -27,7 +27,7 @@ class Subject(_Stored):
         threads: of torch, within an operation; 0 on a GPU.
         attention: kernel of the loop, "sdpa" or "flex".
         torch: version.
-        package: version of this package.
+        package: version of this package; "" in files of before it was noted.
     """
 
     model: str
@@ -37,7 +37,7 @@ class Subject(_Stored):
     threads: int
     attention: str
     torch: str
-    package: str
+    package: str = ""
 
     @property
     def key(self) -> str:

@@ -63,6 +63,7 @@ class Assistants:
         known, precision = self._engines.get(model), Precision(weights)
         if known is None or not known.refresh(model, attention, precision):
             refuse_unfit(model)
+            precision.check(model.device, weights="draft_weights")
             known = self._engines[model] = Engine(model, attention, precision=precision)
         return known
 

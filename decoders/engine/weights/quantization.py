@@ -48,9 +48,9 @@ class Precision:
     weights: Scheme | None = None
     cache: Literal["int8"] | None = None
 
-    def check(self, device: torch.device) -> None:
-        """Raises UnsupportedError where `device` has no kernels for it."""
-        for setting, value in (("weights", self.weights), ("kv_cache", self.cache)):
+    def check(self, device: torch.device, weights: str = "weights") -> None:
+        """Raises UnsupportedError where `device` has no kernels for it. weights: the setting that asks for them."""
+        for setting, value in ((weights, self.weights), ("kv_cache", self.cache)):
             if value is not None and device.type != "cpu":
                 raise UnsupportedError(
                     f"{setting}={value!r} works on the CPU so far, and this model is on {device}. Leave the setting out, or "
