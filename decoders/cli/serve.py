@@ -98,6 +98,9 @@ def serve(
         make_app(service, api_key.strip() if api_key else None, hosts_of(host, allow_host or [])), service, host=host, port=port,
         grace=grace, log_level=log_level,
     )  # fmt: skip
+    # What is here stays. A full collection would walk through it, half a second in which nobody is given a token.
+    gc.collect()
+    gc.freeze()
     _announce(server, service.name, console)
     # When all is done, uvicorn raises the signal that ended it once more.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -131,9 +134,6 @@ def _service(
         chat_template=chat_template, config=None if compile else {"compile": False},
     )  # fmt: skip
     service.warm_up()
-    # What is here stays. A full collection would walk through it, half a second in which nobody is given a token.
-    gc.collect()
-    gc.freeze()
     return service
 
 

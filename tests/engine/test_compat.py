@@ -194,6 +194,22 @@ def test_hooks_are_listed_and_removed_from_copies() -> None:
     assert all(torch_compat.hooks_of(module)), VERSION
 
 
+def test_modules_are_those_that_torch_gives_in_its_order() -> None:
+    model = tiny_model("llama")
+    model.model.layers[1].mlp = model.model.layers[0].mlp  # one that is there twice, and a place without any
+    model.register_module("nothing", None)
+    assert torch_compat.modules_in(model) == list(model.modules()), VERSION
+
+
+def test_instructions_say_what_kernels_are_chosen_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_is_vnni_supported", "_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(torch.cpu, name, lambda: True)
+    vectors = torch.backends.cpu.get_cpu_capability()
+    assert torch_compat.instructions() == f"{vectors} VNNI BF16 AMX", VERSION
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    assert torch_compat.instructions() == f"{vectors} VNNI AMX", VERSION
+
+
 def test_parameters_of_a_module_itself() -> None:
     module = torch.nn.Linear(2, 2, bias=False)
     assert torch_compat.own_parameters(module) == {"weight": module.weight, "bias": None}, VERSION

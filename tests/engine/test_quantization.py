@@ -312,8 +312,8 @@ def test_unknown_precisions_are_refused_and_other_devices_told() -> None:
     for settings in ({"weights": "int2"}, {"kv_cache": "fp8"}):
         with pytest.raises(SettingsError, match="int8"):
             write(model, settings)
-    with pytest.raises(UnsupportedError, match="^draft_weights=.int8. works on the CPU so far"):
-        Precision("int8").check(torch.device("cuda"), weights="draft_weights")
+    with pytest.raises(UnsupportedError, match="^weights='int8' works on the CPU so far"):
+        Precision("int8").check(torch.device("cuda"))
 
 
 @pytest.mark.slow

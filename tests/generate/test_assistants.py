@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import decoders
 from decoders.errors import SettingsError, UnsupportedError
-from decoders.hf.assistants import PADDING, check_vocabulary
+from decoders.hf.assistants import PADDING, Assistants, check_vocabulary
 from decoders.strategies import PromptLookup, Speculative, Staged, Threshold
 from decoders.testing import decode, prompts, tiny_draft, tiny_model
 from decoders.testing.models import ARCHITECTURES, VOCAB, Architecture
@@ -203,3 +203,10 @@ def test_a_draft_on_another_device_is_refused(llama):
 def test_a_draft_of_an_unfit_design_is_refused(llama, name, reason):
     with pytest.raises(UnsupportedError, match=reason):
         call(llama, assistant_model=tiny_model(name))
+
+
+def test_a_device_without_kernels_is_told_by_the_setting_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    draft = tiny_draft("llama")
+    monkeypatch.setattr(type(draft), "device", torch.device("cuda"))
+    with pytest.raises(UnsupportedError, match="^draft_weights='int8' works on the CPU so far"):
+        Assistants().engine(draft, "auto", "int8")

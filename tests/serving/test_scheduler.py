@@ -20,6 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 import decoders
 from decoders.engine.batches.lane import Lane, in_place
 from decoders.engine.batches.pool import RowPool
+from decoders.engine.batches.sharing import share_steps
 from decoders.engine.compiled.tiers import ForwardPass
 from decoders.errors import (
     CancelledError,
@@ -959,6 +960,19 @@ def test_what_is_not_to_be_remembered_is_not_remembered_for_others(
     texts = remembered.index.tokens.tolist()
     assert remembered.texts == 1 and kept.tokens[0] in texts and secret.tokens[0] not in texts
     decoders.forget(llama)
+
+
+def test_requests_share_steps_if_their_drafts_have_one_number_format(
+    llama: PreTrainedModel, draft: PreTrainedModel, text_of: Any
+) -> None:
+    def request(**config: Any) -> Any:
+        ids = torch.tensor([text_of(1, 9)])
+        options = dict(input_ids=ids, strategy="speculative", assistant_model=draft, max_new_tokens=8)
+        return vars(llama)["generate"].prepared(**options, decoders_config=config).request
+
+    one = request(draft_weights="int8")
+    assert share_steps(one, request(draft_weights="int8"))
+    assert not share_steps(one, request()) and not share_steps(one, request(draft_weights="int4"))
 
 
 def test_lanes_with_one_draft_model_compile_it_each_as_it_says(

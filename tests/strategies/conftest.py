@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel, modeling_layers
 
 import decoders
+from decoders.costs import CostCurve, CostPoint, Subject
 from decoders.medusa.config import HeadsConfig
 from decoders.medusa.files import save_heads
 from decoders.medusa.heads import MedusaHeads
@@ -123,3 +124,14 @@ def looping() -> PreTrainedModel:
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
     return decoders.enable(model)
+
+
+def curve(milliseconds: dict[int, float]) -> CostCurve:
+    """What steps of so many nodes take, in one row and uncompiled."""
+    subject = Subject(
+        model="made up", dtype="float32", quantization="", device="none", threads=1, attention="sdpa", torch="2"
+    )
+    points = [
+        CostPoint(rows=1, context=64, nodes=n, compiled=False, seconds=ms / 1e3) for n, ms in milliseconds.items()
+    ]
+    return CostCurve(subject=subject).with_points(points)

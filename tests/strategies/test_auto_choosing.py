@@ -13,12 +13,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoders.costs import CostCurve, CostPoint, StepCosts, Subject, row_weights
+from decoders.costs import StepCosts, row_weights
 from decoders.errors import UnsupportedError
 from decoders.strategies import Auto
 from decoders.strategy import Context, Draft, Sequences, Step, Strategy
 from decoders.testing import context
 from decoders.tree import TreeTensors
+
+from .conftest import curve
 
 #: Milliseconds of a step by nodes: as of a model whose step is all memory traffic, and of one that pays for every node.
 FLAT = {1: 10.0, 9: 10.5, 17: 11.0, 65: 13.0}
@@ -87,23 +89,6 @@ class ScriptedModel(Scripted):
 
     def limit(self, state: Any, tokens: int) -> None:
         self.wanted = tokens
-
-
-def curve(milliseconds: dict[int, float]) -> CostCurve:
-    points = [
-        CostPoint(rows=1, context=64, nodes=n, compiled=False, seconds=ms / 1e3) for n, ms in milliseconds.items()
-    ]
-    subject = Subject(
-        model="made up",
-        dtype="float32",
-        quantization="",
-        device="none",
-        threads=1,
-        attention="sdpa",
-        torch="2",
-        package="0",
-    )
-    return CostCurve(subject=subject).with_points(points)
 
 
 def decode(

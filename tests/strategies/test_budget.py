@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import decoders
-from decoders.costs import CostCurve, CostPoint, StepCosts, Subject
+from decoders.costs import StepCosts
 from decoders.engine.calibration import Calibrator
 from decoders.strategies import Autoregressive, Lookahead, Medusa, PromptLookup, Speculative, Staged, Threshold
 from decoders.strategies.budget import node_budget
@@ -16,7 +16,7 @@ from decoders.strategies.merged import Merged, MergedSettings
 from decoders.strategy import Strategy
 from decoders.testing import decode, prompts, tiny_model
 
-from .conftest import random_heads
+from .conftest import curve, random_heads
 
 EAGER = {"compile": False}
 
@@ -24,23 +24,6 @@ FLAT = {1: 10.0, 65: 10.5}
 """Milliseconds by nodes: a step in which nodes are all but free."""
 STEEP = {1: 10.0, 65: 202.0}
 """Each node costs nearly a third of a step."""
-
-
-def curve(milliseconds: dict[int, float]) -> CostCurve:
-    subject = Subject(
-        model="made up",
-        dtype="float32",
-        quantization="",
-        device="none",
-        threads=1,
-        attention="sdpa",
-        torch="2",
-        package="0",
-    )
-    points = [
-        CostPoint(rows=1, context=64, nodes=n, compiled=False, seconds=ms / 1e3) for n, ms in milliseconds.items()
-    ]
-    return CostCurve(subject=subject).with_points(points)
 
 
 class Costs:

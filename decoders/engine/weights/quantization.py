@@ -112,7 +112,7 @@ class Quantized:
 
     @functools.cached_property
     def dequantizable(self) -> bool:
-        """Whether long texts are read faster with some of the matrices made bfloat16 ones first."""
+        """Whether long texts are read faster with some of the matrices made wider ones first."""
         kinds = WeightInt4Linear | WeightInt4Conv1D
         return any(isinstance(module, kinds) and module.dequantizable for module, _ in self.layers.values())
 

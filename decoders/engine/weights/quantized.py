@@ -35,7 +35,7 @@ from .fused import Latest, share_of
 
 #: Weights of one row that share a step and an offset: the smallest that the kernel knows.
 GROUP = 32
-#: Tokens from which on a text is long: what making a matrix of 16 bits costs is 40 rows of the kernel, and products take the rest.
+#: Tokens from which on a text is long: what making a wider matrix costs is 40 rows of the kernel, and products take the rest.
 LONG_TEXT = 96
 #: Numbers of what is computed on the way that are in memory at a time: above 32 MiB the C library fetches new pages for each.
 TEMPORARY = 2**20

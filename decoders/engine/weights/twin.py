@@ -41,11 +41,6 @@ _OURS = "decoders_"
 Tree = TypeVar("Tree", bound=nn.Module)
 
 
-def _foreign(name: str) -> bool:
-    """Whether an attribute of a model is what generating, or a tool of ours, hung on it."""
-    return name in _OF_GENERATION or name.startswith(_OURS)
-
-
 def share_weights(model: Tree, packed: Sequence[Tensor] = ()) -> Tree:
     """A copy of the module tree with its own config, in evaluation mode. Everything else is shared.
 
@@ -54,7 +49,7 @@ def share_weights(model: Tree, packed: Sequence[Tensor] = ()) -> Tree:
     """
     twin = _Twin(model, packed).of(model)
     # What other tools hung on the instance (an overridden generate, a lock) is not part of the network.
-    for name in filter(_foreign, list(vars(twin))):
+    for name in [name for name in vars(twin) if name in _OF_GENERATION or name.startswith(_OURS)]:
         del vars(twin)[name]
     return twin.eval()
 
