@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
@@ -31,6 +33,7 @@ from .grammars import Grammars
 from .inputs import check_lengths, check_pad_token, unpad
 from .options import Options
 from .output import DecodersOutput, assemble
+from .preparations import Kind, Preparation, Preparations, kind_of
 from .prepared import host_criteria, max_length, pads_ended_rows, plan_sampling, stop_tokens_of
 from .streaming import StreamAligner
 
@@ -75,6 +78,7 @@ class GenerateCall:
         model: the user's.
         engine: gives the model's engine; called once the inputs are prepared.
         assistants: the draft models that are kept with `model`.
+        preparations: what transformers has prepared for earlier requests.
         options: what the call asks for.
         tokenizer: of the call or of the model.
     """
@@ -82,6 +86,7 @@ class GenerateCall:
     model: PreTrainedModel
     engine: Callable[[], Engine]
     assistants: Assistants
+    preparations: Preparations
     options: Options
     tokenizer: PreTrainedTokenizerBase | None
 
@@ -90,8 +95,14 @@ class GenerateCall:
         return self._through_transformers(self._decode)
 
     def prepared(self) -> PreparedCall:
-        """The same up to where it would be decoded, for whoever does that."""
-        return self._through_transformers(self._prepare)
+        """The same up to where it would be decoded, for whoever does that. What an earlier one like it was prepared with is kept."""
+        kind = kind_of(self.model, self.options.configs, self.options.arguments)
+        if kind is None:
+            return self._through_transformers(self._prepare)
+        kept = self.preparations.get(kind)
+        if kept is None:
+            return self._through_transformers(partial(self._prepare_and_keep, kind))
+        return self._prepare_with(kept)
 
     def _through_transformers(self, custom_generate: Callable[..., Any]) -> Any:
         """What `custom_generate` gives, called by transformers' ``generate`` with all that it has prepared."""
@@ -136,6 +147,32 @@ class GenerateCall:
                 error.partial = call.partial(error.partial)  # type: ignore[attr-defined]
             raise
         return call.result(decoded)
+
+    def _prepare_and_keep(
+        self,
+        kind: Kind,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> PreparedCall:
+        call = self._prepare(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
+        if len(call.request.prompts) == 1:
+            self.preparations.keep(kind, Preparation(logits_processor, stopping_criteria, generation_config))
+        return call
+
+    def _prepare_with(self, kept: Preparation) -> PreparedCall:
+        """As transformers' ``generate`` would call :meth:`_prepare`, with what it has prepared for another prompt."""
+        arguments = self.options.arguments
+        ids: Tensor = arguments["input_ids"]
+        if arguments.get("streamer") is not None:
+            arguments["streamer"].put(ids.cpu())
+        now = kept.of_length(ids.shape[1], arguments["max_new_tokens"])
+        mask = arguments["attention_mask"]
+        with torch.no_grad():
+            return self._prepare(self.model, ids, now.processors, now.criteria, now.config, attention_mask=mask)
 
     def _prepare(
         self,

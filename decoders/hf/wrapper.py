@@ -22,6 +22,7 @@ from .copies import CopiedState
 from .inputs import check_inputs
 from .options import OWN, Options
 from .peft import refuse_adapter_names, refuse_prompt_learning
+from .preparations import Preparations
 
 _POSITIONAL = [p for p in inspect.signature(GenerationMixin.generate).parameters if p not in ("self", "kwargs")]
 
@@ -41,6 +42,7 @@ class Generate:
         self._remembered: dict[MemoryKey, Any] = {}
         self._lock = CallLock()
         self._assistants = Assistants()
+        self._preparations = Preparations()
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in vars(self).items() if k not in ("_engine", "_lock")}  # they stay with this copy
@@ -76,12 +78,7 @@ class Generate:
         """The engine for the model's present weights; built on first use and again after weights change."""
         # Two first calls from two threads share one. Calls hold the same lock: with two, a call made within a call (by a
         # streamer) and one in another thread would wait for each other.
-        precision = Precision(scheme_of(weights), kv_cache if kv_cache != "keep" else None)
-        originals: Literal["keep", "packed"] = "packed" if weights == "packed" else "keep"
-        present = self._engine
-        # A scheduler holds the lock for a step at a time: requests that are submitted need not wait for each.
-        if present is not None and not self._remembered and present.serves(self.model, attention, precision, originals):
-            return present
+        precision, originals = _formats(weights, kv_cache)
         with self._lock:
             if self._engine is not None and not self._engine.refresh(self.model, attention, precision):
                 self._drop()
@@ -92,6 +89,21 @@ class Generate:
                 self._remembered = {}
             self._engine.settle_originals(self.model, originals)
             return self._engine
+
+    def _ready_engine(
+        self,
+        attention: Literal["auto", "sdpa", "flex"],
+        weights: Literal["keep", "packed", "int8", "int4"],
+        kv_cache: Literal["keep", "int8"],
+    ) -> Engine | None:
+        """What :meth:`engine` gives, if there is nothing to do for it.
+
+        A scheduler holds the lock for a step at a time: requests that are submitted need not wait for each.
+        """
+        present = self._engine
+        if present is None or self._remembered:
+            return None
+        return present if present.serves(self.model, attention, *_formats(weights, kv_cache)) else None
 
     def give_way(self) -> None:
         """Lets other threads' calls on the model go first that wait for it; for whoever decodes step after step."""
@@ -156,7 +168,10 @@ class Generate:
 
     def _call(self, options: Options) -> GenerateCall:
         """Refuses what cannot be honoured, before anything is touched."""
-        refuse_unfit(self.model)
+        settings = (options.runtime.attention, options.runtime.weights, options.runtime.kv_cache)
+        ready = self._ready_engine(*settings)
+        if ready is None:  # else it is the model that was found fit
+            refuse_unfit(self.model)
         refuse_prompt_learning(self.model, self.wrapper)
         refuse_adapter_names(self.model)
         arguments = options.arguments
@@ -166,9 +181,17 @@ class Generate:
             self.model, arguments.get("inputs") if input_ids is None else input_ids, arguments.get("attention_mask")
         )
         options.check()
-        runtime = options.runtime
-        engine = partial(self.engine, runtime.attention, runtime.weights, runtime.kv_cache)
-        return GenerateCall(self.model, engine, self._assistants, options, arguments.get("tokenizer") or self.tokenizer)
+        engine = partial(self.engine, *settings) if ready is None else lambda: ready
+        tokenizer = arguments.get("tokenizer") or self.tokenizer
+        return GenerateCall(self.model, engine, self._assistants, self._preparations, options, tokenizer)
+
+
+def _formats(
+    weights: Literal["keep", "packed", "int8", "int4"], kv_cache: Literal["keep", "int8"]
+) -> tuple[Precision, Literal["keep", "packed"]]:
+    """The number formats that an engine computes in, and what becomes of the model's own weights."""
+    precision = Precision(scheme_of(weights), kv_cache if kv_cache != "keep" else None)
+    return precision, "packed" if weights == "packed" else "keep"
 
 
 def ordinary_device(model: PreTrainedModel) -> AbstractContextManager:

@@ -54,6 +54,7 @@ class Generation:
         self._error: BaseException | None = None
         self._report: Report | None = None
         self._listeners: list[Callable[[], None]] = []
+        self._callbacks: list[Callable[[Generation], None]] = []
 
     def result(self, timeout: float | None = None) -> Any:
         """Waits for the end: the new text for a prompt that was text, else what ``generate`` returns for that prompt.
@@ -92,20 +93,17 @@ class Generation:
 
         What it raises is logged by the logger ``decoders``, and nothing else: other requests go on.
         """
+        with self._changed:
+            if not self._done:
+                self._callbacks.append(function)
+                return
+        self._call_back(function)
 
-        def listener() -> None:
-            with self._changed:
-                due = self._done and not called
-                called.extend([True] * due)
-            if due:
-                try:
-                    function(self)
-                except Exception:
-                    log.exception("decoders: a callback of a request raised (add_done_callback(%r))", function)
-
-        called: list[bool] = []
-        self._listen(listener)
-        listener()
+    def _call_back(self, function: Callable[[Generation], None]) -> None:
+        try:
+            function(self)
+        except Exception:
+            log.exception("decoders: a callback of a request raised (add_done_callback(%r))", function)
 
     def cancel(self) -> bool:
         """Ends it: its row is free after the step that is running. False if it has come to its end before."""
@@ -294,15 +292,18 @@ class Generation:
             if self._done:
                 return
             self._value, self._error, self._done = value, error, True
-            self._on_cancel = _nothing  # whoever keeps a result does not keep the scheduler
+            # Whoever keeps a result keeps neither the scheduler nor what was to be called.
+            self._on_cancel, callbacks, self._callbacks = _nothing, self._callbacks, []
             self._changed.notify_all()
             self._over.notify_all()
         self._tell()
+        for function in callbacks:
+            self._call_back(function)
 
     def _abandon(self, error: BaseException) -> None:
         """In a forked child, `error` is its end; who listened does so in the parent."""
         self._renew_conditions()
-        self._listeners = []
+        self._listeners, self._callbacks = [], []
         if not self._done:
             self._error, self._done, self._on_cancel = error, True, _nothing
 

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -718,6 +719,28 @@ def test_a_result_does_not_keep_the_scheduler(scheduler_of: Any, llama: PreTrain
     gc.collect()
     thread.join(60)
     assert not thread.is_alive() and generation.done()
+
+
+def test_a_generation_with_callbacks_goes_without_the_collector(
+    scheduler_of: Any, llama: PreTrainedModel, text_of: Any
+) -> None:
+    told: list[bool] = []
+
+    def finished(scheduler: decoders.Scheduler) -> weakref.ref[decoders.Generation]:
+        generation = scheduler.submit(text_of(0, 6), max_new_tokens=2)
+        generation.add_done_callback(lambda _: told.append(generation.done()))
+        generation.result(60)
+        return weakref.ref(generation)
+
+    with scheduler_of(llama) as scheduler:
+        gc.disable()
+        try:
+            reference, until = finished(scheduler), time.monotonic() + 10
+            while reference() is not None and time.monotonic() < until:  # the thread has it until the round is over
+                time.sleep(0.01)
+        finally:
+            gc.enable()
+        assert reference() is None and told == [True]
 
 
 class Reads(Strategy):
