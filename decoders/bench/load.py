@@ -13,7 +13,6 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..serving.scheduler import Scheduler
-from .stamps import Stamps
 
 #: Spread of the lengths: standard deviation of their logarithm.
 SPREAD = 0.9
@@ -89,27 +88,27 @@ def scheduled(
     model: PreTrainedModel, strategy: str, load: Sequence[Arrival], rows: int, options: Mapping[str, Any]
 ) -> LoadResult:
     """A :class:`decoders.Scheduler` with so many rows."""
-    stamps, ends = [Stamps() for _ in load], [0.0] * len(load)
+    ends = [0.0] * len(load)
 
     def note(number: int) -> Callable[[Any], None]:
         def ended(_: Any) -> None:
-            ends[number] = time.perf_counter()
+            ends[number] = time.monotonic()
 
         return ended
 
     slots = max(len(request.prompt) + request.new_tokens for request in load)
     with Scheduler(model, strategy=strategy, rows=rows, queue=len(load), slots=slots, **options) as scheduler:
-        began, generations = time.perf_counter(), []
+        began, generations = time.monotonic(), []
         for number, request in enumerate(load):
             _sleep_until(began + request.seconds)
-            generation = scheduler.submit(
-                request.prompt, max_new_tokens=request.new_tokens, streamer=stamps[number], do_sample=False
-            )
+            generation = scheduler.submit(request.prompt, max_new_tokens=request.new_tokens, do_sample=False)
             generation.add_done_callback(note(number))
             generations.append(generation)
         for generation in generations:
             generation.result()
-    return result_of(f"scheduler, {strategy}", load, began, [stamp.times[0] for stamp in stamps], ends)
+    return result_of(
+        f"scheduler, {strategy}", load, began, [generation.times[0][0] for generation in generations], ends
+    )
 
 
 def in_batches(
@@ -117,10 +116,10 @@ def in_batches(
 ) -> LoadResult:
     """``generate`` over batches of up to `rows` of those that have arrived, each until its longest row ends; None: transformers'."""
     ours = {} if strategy is None else {"strategy": strategy, **options}
-    waiting, ends, began = list(range(len(load))), [0.0] * len(load), time.perf_counter()
+    waiting, ends, began = list(range(len(load))), [0.0] * len(load), time.monotonic()
     while waiting:
         _sleep_until(began + load[waiting[0]].seconds)
-        now = max(time.perf_counter() - began, load[waiting[0]].seconds)
+        now = max(time.monotonic() - began, load[waiting[0]].seconds)
         batch = [number for number in waiting[:rows] if load[number].seconds <= now]
         waiting = waiting[len(batch) :]
         longest = max(len(load[number].prompt) for number in batch)
@@ -135,7 +134,7 @@ def in_batches(
             **{"pad_token_id": 0, **ours},
         )  # fmt: skip
         for number in batch:
-            ends[number] = time.perf_counter()
+            ends[number] = time.monotonic()
     name = "transformers, batches" if strategy is None else f"batches, {strategy}"
     return result_of(name, load, began, [], ends)
 
@@ -149,7 +148,7 @@ def continuous(model: PreTrainedModel, load: Sequence[Arrival]) -> LoadResult:
     config = GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=-1)
     ends, numbers = [0.0] * len(load), {f"load-{number}": number for number in range(len(load))}
     with model.continuous_batching_context_manager(generation_config=config) as manager:  # type: ignore[operator]
-        began = time.perf_counter()
+        began = time.monotonic()
 
         def submit() -> None:
             for name, number in numbers.items():
@@ -163,13 +162,13 @@ def continuous(model: PreTrainedModel, load: Sequence[Arrival]) -> LoadResult:
             result = manager.get_result(timeout=PATIENCE)
             if result is None:
                 raise RuntimeError(f"transformers' continuous batching gave nothing for {PATIENCE:.0f} seconds")
-            ends[numbers[result.request_id]] = time.perf_counter()
+            ends[numbers[result.request_id]] = time.monotonic()
         sender.join()
     return result_of("transformers, continuous", load, began, [], ends)
 
 
 def _sleep_until(moment: float) -> None:
-    time.sleep(max(moment - time.perf_counter(), 0.0))
+    time.sleep(max(moment - time.monotonic(), 0.0))
 
 
 def result_of(

@@ -6,6 +6,7 @@ import atexit
 import heapq
 import itertools
 import logging
+import math
 import os
 import threading
 import time
@@ -93,6 +94,7 @@ class Scheduler:
         self._changed = threading.Condition()
         self._waiting: list[tuple[int, int, Generation]] = []  # a heap: the least is next
         self._serial = itertools.count()
+        self._expiry = math.inf  # before this moment none that waits is over
         self._lanes = Lanes(rows, longest_pause)
         self._admitting: Generation | None = None  # neither waiting nor active
         self._closing = self._forked = False
@@ -143,6 +145,7 @@ class Scheduler:
             self._check_open()
             self._check_room()
             heapq.heappush(self._waiting, (-priority, next(self._serial), generation))
+            self._expiry = min(self._expiry, generation.expires or math.inf)
             self._changed.notify_all()
         return generation
 
@@ -262,11 +265,15 @@ class Scheduler:
     def _sweep(self) -> None:
         """Ends requests that were cancelled or whose time is over."""
         now = time.monotonic()
+        over = []
         with self._changed:
-            over = [entry for entry in self._waiting if is_over(entry[2], now)]
-            if over:
+            if (
+                now >= self._expiry or self._closing
+            ):  # else one that waits was not cancelled, or its cancel() takes it out
+                over = [entry for entry in self._waiting if is_over(entry[2], now)]
                 self._waiting = [entry for entry in self._waiting if not is_over(entry[2], now)]
                 heapq.heapify(self._waiting)
+                self._expiry = min((entry[2].expires or math.inf for entry in self._waiting), default=math.inf)
                 self._changed.notify_all()
         for _, _, generation in over:
             generation._end(reason(generation))

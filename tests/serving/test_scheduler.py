@@ -33,6 +33,7 @@ from decoders.errors import (
     UnknownNameError,
     UnsupportedError,
 )
+from decoders.serving import scheduler as scheduler_module
 from decoders.strategies import Lookahead, PromptLookup, Speculative, Staged, Threshold, TokenRecycling
 from decoders.strategy import Draft, PromptChunk, Sequences, Step, Strategy
 from decoders.testing import Replay, tiny_model
@@ -453,6 +454,29 @@ def test_cancelled_requests_free_their_rows(
         assert isinstance(error, CancelledError)
         assert len(error.partial[0]) > 6  # type: ignore[attr-defined]
         assert not last.cancel()
+
+
+def test_a_step_does_not_look_at_everybody_who_waits(
+    scheduler_of: Any, llama: PreTrainedModel, text_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[decoders.Generation] = []
+    original = scheduler_module.is_over
+
+    def counted(generation: decoders.Generation, now: float) -> bool:
+        looked.append(generation)
+        return original(generation, now)
+
+    monkeypatch.setattr(scheduler_module, "is_over", counted)
+    with scheduler_of(llama, rows=1) as scheduler:
+        running = scheduler.submit(text_of(0, 6), max_new_tokens=60)
+        waiting = [scheduler.submit(text_of(n, 6), max_new_tokens=1) for n in range(20)]
+        assert waiting[7].cancel() and len(running.result(60)[0]) == 66
+        assert not looked
+        expiring = [scheduler.submit(text_of(n, 6), max_new_tokens=2000, deadline=n / 10) for n in (3, 1, 2)]
+        later = scheduler.submit(text_of(0, 6), max_new_tokens=1)
+        for generation in expiring:
+            assert isinstance(generation.exception(60), DeadlineError)
+        assert looked and len(later.result(60)[0]) == 7
 
 
 def test_deadlines_end_requests_that_run_and_requests_that_wait(
