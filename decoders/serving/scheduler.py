@@ -11,7 +11,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -36,7 +37,7 @@ _FORKED = "the scheduler belongs to the process that this one was forked from: m
 #: Seconds without another request after which one that finds nobody running is begun: those that come together share passes.
 GATHERING = 0.002
 #: Seconds that it waits for others at most.
-LONGEST_GATHERING = 0.02
+LONGEST_GATHERING = 0.05
 
 
 class Scheduler:
@@ -93,6 +94,7 @@ class Scheduler:
         self.rows, self.slots, self.queue, self.longest_pause = rows, slots, queue, longest_pause
         self._changed = threading.Condition()
         self._waiting: list[tuple[int, int, Generation]] = []  # a heap: the least is next
+        self._coming = 0  # that are being prepared, and are in the queue in a moment
         self._serial = itertools.count()
         self._expiry = math.inf  # before this moment none that waits is over
         self._lanes = Lanes(rows, longest_pause)
@@ -131,14 +133,15 @@ class Scheduler:
         self._check_open()
         if not wait:
             self._check_room()
-        tokenizer = arguments.get("tokenizer") or self._generate.tokenizer
-        ids = prompt_ids(prompt, tokenizer).to(self._generate.model.device)
-        call = self._prepared(ids, own_arguments(arguments))
-        if top_logprobs is not None:
-            call = replace(call, request=replace(call.request, top_logprobs=top_logprobs))
-        text_of = tokenizer if isinstance(prompt, str) else None
-        generation = Generation(call, text_of, priority, deadline, self._cancel)
-        release_threads()  # loading, packing, other calls: from here on the scheduler's thread decodes
+        with self._comes():
+            tokenizer = arguments.get("tokenizer") or self._generate.tokenizer
+            ids = prompt_ids(prompt, tokenizer).to(self._generate.model.device)
+            call = self._prepared(ids, own_arguments(arguments))
+            if top_logprobs is not None:
+                call = replace(call, request=replace(call.request, top_logprobs=top_logprobs))
+            text_of = tokenizer if isinstance(prompt, str) else None
+            generation = Generation(call, text_of, priority, deadline, self._cancel)
+            release_threads()  # loading, packing, other calls: from here on the scheduler's thread decodes
         with self._changed:
             while wait and len(self._waiting) >= self.queue and not self._closing:
                 self._changed.wait()
@@ -219,6 +222,17 @@ class Scheduler:
             )
         return call
 
+    @contextmanager
+    def _comes(self) -> Iterator[None]:
+        """Within it, a request is about to be in the queue."""
+        with self._changed:
+            self._coming += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._coming -= 1
+
     def _cancel(self, generation: Generation) -> None:
         """A request in the queue ends at once, one that has a row when its step is over."""
         with self._changed:
@@ -285,7 +299,8 @@ class Scheduler:
         with self._changed:
             while not (self.running or self._closing) and 0 < (count := len(self._waiting)) < self.rows:
                 self._changed.wait(GATHERING)
-                if len(self._waiting) <= count or time.monotonic() >= until:
+                others = self._coming or len(self._waiting) > count
+                if not others or time.monotonic() >= until:
                     return
 
     def _admit(self) -> None:

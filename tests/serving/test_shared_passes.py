@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -62,6 +64,49 @@ def test_requests_that_are_submitted_one_after_the_other_begin_together(
         assert [generation.result().shape[1] for generation in generations] == [36, 37, 38, 39]
         assert requests.steps == 6
     assert passes == [(4, 32)]
+
+
+def test_a_request_that_is_being_submitted_is_waited_for(
+    llama: PreTrainedModel, scheduler_of: Any, passes: list[Any], text_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = scheduler.Scheduler._prepared
+
+    def slowly(self: Any, *args: Any) -> Any:
+        time.sleep(20 * scheduler.GATHERING)
+        return prepared(self, *args)
+
+    monkeypatch.setattr(scheduler.Scheduler, "_prepared", slowly)
+    monkeypatch.setattr(scheduler, "LONGEST_GATHERING", 60.0)
+    with scheduler_of(llama, rows=4) as requests:
+        generations = [requests.submit(text_of(n, 30 + n), max_new_tokens=6) for n in range(3)]
+        with pytest.raises(ValueError, match="max_new_tokens"):
+            requests.submit(text_of(3, 30), max_new_tokens=-1)
+        assert [generation.result().shape[1] for generation in generations] == [36, 37, 38], "one that failed is not"
+    assert passes == [(3, 31)]
+
+
+def test_nobody_is_waited_for_long(
+    llama: PreTrainedModel, scheduler_of: Any, text_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asks, go_on = threading.Event(), threading.Event()
+    prepared = scheduler.Scheduler._prepared
+
+    def waits(self: Any, *args: Any) -> Any:
+        if asks.is_set():
+            go_on.wait(60)
+        return prepared(self, *args)
+
+    monkeypatch.setattr(scheduler.Scheduler, "_prepared", waits)
+    with scheduler_of(llama, rows=4) as requests:
+        first = requests.submit(text_of(0, 30), max_new_tokens=6)
+        asks.set()
+        other = threading.Thread(target=lambda: requests.submit(text_of(1, 30), max_new_tokens=6))
+        other.start()
+        try:
+            assert first.result(60).shape[1] == 36, "while the other is still being submitted"
+        finally:
+            go_on.set()
+            other.join()
 
 
 def test_the_next_burst_is_read_as_one_where_the_first_was(
