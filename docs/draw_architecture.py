@@ -29,7 +29,7 @@ STATIONS = (
     ("hf.call", "GenerateCall.generate"),
     ("hf.call", "GenerateCall._decode"),
     ("hf.prepared", "plan_sampling"),
-    ("hf.wrapper", "Generate.engine"),
+    ("hf.wrapper", "Generate.ready_engine"),
     ("engine.engine", "Engine.serves"),
     ("hf.grammars", "Grammars.of"),
     ("engine.batches.fixed_batch", "decode"),

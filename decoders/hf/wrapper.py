@@ -90,13 +90,13 @@ class Generate:
             self._engine.settle_originals(self.model, originals)
             return self._engine
 
-    def _ready_engine(
+    def ready_engine(
         self,
         attention: Literal["auto", "sdpa", "flex"],
         weights: Literal["keep", "packed", "int8", "int4"],
         kv_cache: Literal["keep", "int8"],
     ) -> Engine | None:
-        """What :meth:`engine` gives, if there is nothing to do for it.
+        """The engine if it is there and the model is as it was; nobody is waited for. None: :meth:`engine` has something to do.
 
         A scheduler holds the lock for a step at a time: requests that are submitted need not wait for each.
         """
@@ -169,7 +169,7 @@ class Generate:
     def _call(self, options: Options) -> GenerateCall:
         """Refuses what cannot be honoured, before anything is touched."""
         settings = (options.runtime.attention, options.runtime.weights, options.runtime.kv_cache)
-        ready = self._ready_engine(*settings)
+        ready = self.ready_engine(*settings)
         if ready is None:  # else it is the model that was found fit
             refuse_unfit(self.model)
         refuse_prompt_learning(self.model, self.wrapper)
