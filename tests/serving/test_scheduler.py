@@ -201,16 +201,25 @@ def test_compiled_steps_write_the_same(
 def test_every_graph_of_a_batch_that_must_be_compiled_is_made_before_the_first_step(
     llama: PreTrainedModel, scheduler_of: Any, text_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[tuple[bool, int]] = []
+    made: list[tuple[bool | str, int]] = []
 
     def compile(self: ForwardPass, several: bool, report: Any, single: bool = False) -> bool:
         made.append((several, report.steps))
         return False
 
-    monkeypatch.setattr(ForwardPass, "compile", compile)
+    def begin_mixed(self: ForwardPass, single: bool) -> str:
+        return f"mixed, {'one node' if single else 'several'}"
+
+    def wait(self: ForwardPass, tier: str, report: Any) -> bool:
+        made.append((tier, report.steps))
+        return False
+
+    for name, function in (("compile", compile), ("_begin_mixed", begin_mixed), ("_wait", wait)):
+        monkeypatch.setattr(ForwardPass, name, function)
     with scheduler_of(llama, decoders_config={"compile": True}) as scheduler:
         scheduler.submit(text_of(1, 5), max_new_tokens=3).result()
-    assert made[:2] == [(True, 0), (False, 0)]  # one request alone has them too: others may come and go
+    # One request alone has them too: others may come and go.
+    assert made[:4] == [(True, 0), (False, 0), ("mixed, several", 0), ("mixed, one node", 0)]
 
 
 def test_stop_strings_end_only_their_own_row(
