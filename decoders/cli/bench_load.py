@@ -15,6 +15,7 @@ import typer
 from ..errors import SettingsError, UnknownNameError
 from .bench_options import pieces
 from .bench_output import conclude, consoles, progress_bar
+from .collector import set_aside
 
 if TYPE_CHECKING:
     from ..bench.load import Arrival
@@ -128,6 +129,7 @@ def load(
         vars(loaded)["generate"].engine().forward_pass.compile(True, Report(""), single=True)
     all_runs: list[list[LoadResult]] = [[] for _ in runs]
     with ExitStack() as stack, progress_bar(progress_console, repeats * len(runs)) as advance:
+        stack.callback(gc.unfreeze)
 
         @cache
         def engine() -> Vllm:
@@ -140,10 +142,7 @@ def load(
             for (method, strategy), done in zip(runs, all_runs, strict=True):
                 if repeat == 0 and method != CONTINUOUS:
                     run_of(method, strategy, first)
-                    # As `decoders serve` does: walking through what torch and its compiler keep, a full collection takes up to a
-                    # second, whoever's turn it is.
-                    gc.collect()
-                    gc.freeze()
+                    set_aside()  # or a collection would fall into somebody's turn
                 done.append(run_of(method, strategy, waves))
                 advance(done[-1].method)
     results = [sorted(done, key=lambda result: result.seconds)[len(done) // 2] for done in all_runs]

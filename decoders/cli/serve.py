@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import signal
 import sys
 from contextlib import suppress
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import DecodersError, SettingsError
+from .collector import set_aside
 from .console import plain_console, waiting
 
 if TYPE_CHECKING:
@@ -98,9 +98,7 @@ def serve(
         make_app(service, api_key.strip() if api_key else None, hosts_of(host, allow_host or [])), service, host=host, port=port,
         grace=grace, log_level=log_level,
     )  # fmt: skip
-    # What is here stays. A full collection would walk through it, half a second in which nobody is given a token.
-    gc.collect()
-    gc.freeze()
+    set_aside()
     _announce(server, service.name, console)
     # When all is done, uvicorn raises the signal that ended it once more.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))

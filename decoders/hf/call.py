@@ -97,15 +97,21 @@ class GenerateCall:
     def prepared(self) -> PreparedCall:
         """The same up to where it would be decoded, for whoever does that. What an earlier one like it was prepared with is kept."""
         kind = kind_of(self.model, self.options.configs, self.options.arguments)
-        if kind is None:
-            return self._through_transformers(self._prepare)
         kept = self.preparations.get(kind)
         if kept is None:
             return self._through_transformers(partial(self._prepare_and_keep, kind))
         return self._prepare_with(kept)
 
-    def _through_transformers(self, custom_generate: Callable[..., Any]) -> Any:
-        """What `custom_generate` gives, called by transformers' ``generate`` with all that it has prepared."""
+    def _through_transformers(self, go_on: Callable[[Tensor, Preparation, Tensor | None], Any]) -> Any:
+        """What `go_on` gives, called by transformers' ``generate`` with the prompts, all that it has prepared, and the mask."""
+
+        def custom_generate(
+            model: PreTrainedModel, input_ids: Tensor, logits_processor: LogitsProcessorList,
+            stopping_criteria: StoppingCriteriaList, generation_config: GenerationConfig, **model_kwargs: Any,
+        ) -> Any:  # fmt: skip
+            preparation = Preparation(logits_processor, stopping_criteria, generation_config)
+            return go_on(input_ids, preparation, model_kwargs.get("attention_mask"))
+
         handled = (
             "custom_generate",
             "assistant_model",
@@ -137,9 +143,9 @@ class GenerateCall:
             criteria.append(StopStringCriteria(stop_strings=strings, tokenizer=self.tokenizer))
         return criteria
 
-    def _decode(self, *args: Any, **kwargs: Any) -> Tensor | DecodersOutput:
+    def _decode(self, input_ids: Tensor, preparation: Preparation, mask: Tensor | None) -> Tensor | DecodersOutput:
         """The loop behind transformers' ``custom_generate``."""
-        call = self._prepare(*args, **kwargs)
+        call = self._prepare(input_ids, preparation, mask)
         try:
             decoded = decode(call.engine, call.request)
         except BaseException as error:
@@ -149,18 +155,10 @@ class GenerateCall:
         return call.result(decoded)
 
     def _prepare_and_keep(
-        self,
-        kind: Kind,
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        **model_kwargs: Any,
+        self, kind: Kind | None, input_ids: Tensor, preparation: Preparation, mask: Tensor | None
     ) -> PreparedCall:
-        call = self._prepare(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
-        if len(call.request.prompts) == 1:
-            self.preparations.keep(kind, Preparation(logits_processor, stopping_criteria, generation_config))
+        call = self._prepare(input_ids, preparation, mask)
+        self.preparations.keep(kind, preparation, call.request)
         return call
 
     def _prepare_with(self, kept: Preparation) -> PreparedCall:
@@ -170,46 +168,37 @@ class GenerateCall:
         if arguments.get("streamer") is not None:
             arguments["streamer"].put(ids.cpu())
         now = kept.of_length(ids.shape[1], arguments["max_new_tokens"])
-        mask = arguments["attention_mask"]
         with torch.no_grad():
-            return self._prepare(self.model, ids, now.processors, now.criteria, now.config, attention_mask=mask)
+            return self._prepare(ids, now, arguments["attention_mask"])
 
-    def _prepare(
-        self,
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        **model_kwargs: Any,
-    ) -> PreparedCall:
+    def _prepare(self, input_ids: Tensor, preparation: Preparation, mask: Tensor | None) -> PreparedCall:
         """What transformers has prepared, in the loop's terms."""
         options, device = self.options, input_ids.device
+        processors_given, criteria, config = preparation.processors, preparation.criteria, preparation.config
         padded = input_ids.to(self.model.device)
-        mask = model_kwargs.get("attention_mask")
-        pad_token, given = pad_token_of(generation_config), options.arguments.get("attention_mask") is not None
+        pad_token, given = pad_token_of(config), options.arguments.get("attention_mask") is not None
         prompts = unpad(
             padded, mask if mask is None else mask.to(self.model.device), inferred_from=None if given else pad_token
         )
-        new_tokens = max_length(stopping_criteria, generation_config) - padded.shape[1]
+        new_tokens = max_length(criteria, config) - padded.shape[1]
         check_lengths(self.model, prompts, new_tokens)
-        stop_tokens = stop_tokens_of(stopping_criteria)
-        plan, values, processors = plan_sampling(logits_processor, padded.shape[1], generation_config, stop_tokens)
+        stop_tokens = stop_tokens_of(criteria)
+        plan, values, processors = plan_sampling(processors_given, padded.shape[1], config, stop_tokens)
         if processors is not None and not options.verifier.coupled:
             raise UnsupportedError(
                 f"verifier={options.verifier.name!r} needs the distribution after every draft token at once, and a logits "
                 "processor of this call is asked about one token after the other: take verifier='coupled'"
             )
         streamer, assistant_tokenizer = map(options.arguments.get, ("streamer", "assistant_tokenizer"))
-        if len(prompts) > 1 and pads_ended_rows(stopping_criteria):
+        if len(prompts) > 1 and pads_ended_rows(criteria):
             check_pad_token(self.model, pad_token)
         aligner = StreamAligner(streamer, len(prompts), pad_token) if streamer is not None else None
         engine, runtime = self.engine(), options.runtime
         grammars = Grammars.of(
-            options.grammar, len(prompts), generation_config.num_return_sequences or 1, self.tokenizer,
+            options.grammar, len(prompts), config.num_return_sequences or 1, self.tokenizer,
             engine.target.vocab_size, stop_tokens, runtime,
         )  # fmt: skip
-        seed = resolve_seed(options.seed, options.generator, bool(generation_config.do_sample))
+        seed = resolve_seed(options.seed, options.generator, bool(config.do_sample))
         if options.seed is None:  # processes that share the model draw the same noise
             (seed,) = engine.target.ranks.first([seed])
         assistants = CallAssistants(
@@ -219,9 +208,9 @@ class GenerateCall:
             strategy=options.strategy, prompts=prompts, padded_prompt=padded, new_tokens=new_tokens,
             stop_tokens=stop_tokens, pad_token=pad_token, plan=replace(plan, masked=grammars.any), values=values,
             seed=seed,
-            processors=processors, verifier=options.verifier, grammars=grammars.rows, criteria=host_criteria(stopping_criteria),
+            processors=processors, verifier=options.verifier, grammars=grammars.rows, criteria=host_criteria(criteria),
             on_step=aligner.step if aligner is not None else None,
-            keep_logits=bool(generation_config.return_dict_in_generate and generation_config.output_logits),
+            keep_logits=bool(config.return_dict_in_generate and config.output_logits),
             keep_scores=plan.keep_scores,
             runtime=runtime,
             origin=registry().origin(type(options.strategy)),
@@ -229,7 +218,7 @@ class GenerateCall:
             model=self.model, tokenizer=self.tokenizer, assistant_model=options.arguments.get("assistant_model"),
             resolve=resolve_strategy, observers=registry().listening(), cost_folder=runtime.cost_cache or default_folder(),
         )  # fmt: skip
-        return PreparedCall(engine, request, padded.to(device), grammars, aligner, generation_config)
+        return PreparedCall(engine, request, padded.to(device), grammars, aligner, config)
 
 
 def _without_own_work(config: GenerationConfig) -> GenerationConfig:

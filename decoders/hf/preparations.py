@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import logits_process, stopping_criteria
+from transformers.generation import stopping_criteria
 
+from ..engine.request import Request
 from ..engine.weights.config_state import config_state
 
 #: Arguments of ``generate`` that are a request's own, or that transformers is not given.
@@ -18,12 +19,6 @@ _OWN = frozenset(
     {"input_ids", "attention_mask", "max_new_tokens", "streamer", "tokenizer", "assistant_model", "assistant_tokenizer"}
 )
 _PLAIN = (bool, int, float, str, type(None))
-#: Processors that look at the scores alone: not at how long the prompt is, nor at what was written.
-_OF_SCORES = frozenset({
-    logits_process.TemperatureLogitsWarper, logits_process.TopKLogitsWarper, logits_process.TopPLogitsWarper,
-    logits_process.MinPLogitsWarper, logits_process.TypicalLogitsWarper,
-})  # fmt: skip
-_LENGTH = stopping_criteria.MaxLengthCriteria
 #: Most that are kept. A service has one for every way of sampling that it is asked for.
 LIMIT = 64
 
@@ -33,31 +28,18 @@ Kind = tuple[object, ...]
 
 @dataclass(frozen=True)
 class Preparation:
-    """Processors, criteria and config of a call with one row, as transformers has prepared them.
-
-    Attributes:
-        processors: look at scores alone.
-        criteria: a length, and stop tokens if there are any.
-        config: in force.
-    """
+    """Processors, criteria and config of a call, as transformers has prepared them."""
 
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList
     config: GenerationConfig
 
-    @property
-    def fits_others(self) -> bool:
-        """Whether nothing but the length depends on the prompt, and nothing remembers for which it was made."""
-        if self.config.min_new_tokens is not None:  # has become a length
-            return False
-        ends = {_LENGTH, stopping_criteria.EosTokenCriteria}
-        return _OF_SCORES.issuperset(map(type, self.processors)) and ends.issuperset(map(type, self.criteria))
-
     def of_length(self, prompt: int, new_tokens: int) -> Preparation:
         """The same for a prompt of so many tokens, and so many new ones."""
         config, length = copy.copy(self.config), prompt + new_tokens
         config.max_length, config.max_new_tokens = length, new_tokens
-        criteria = (_LENGTH(length, c.max_position_embeddings) if type(c) is _LENGTH else c for c in self.criteria)
+        kind = stopping_criteria.MaxLengthCriteria
+        criteria = (kind(length, c.max_position_embeddings) if type(c) is kind else c for c in self.criteria)
         return Preparation(self.processors, StoppingCriteriaList(criteria), config)
 
 
@@ -73,12 +55,19 @@ class Preparations:
     def get(self, kind: Kind | None) -> Preparation | None:
         return None if kind is None else self._kept.get(kind)
 
-    def keep(self, kind: Kind, preparation: Preparation) -> None:
-        """Keeps it for calls of the same kind, if it is theirs, too."""
-        if preparation.fits_others:
-            if len(self._kept) >= LIMIT:
-                self._kept.clear()
-            self._kept[kind] = preparation
+    def keep(self, kind: Kind | None, preparation: Preparation, request: Request) -> None:
+        """Keeps it for calls of the same kind, if it is theirs, too.
+
+        Args:
+            request: was made with it, and tells that: no more than lengths depends on its prompt, nothing remembers its text.
+        """
+        on_host = request.processors is not None or request.criteria is not None
+        lengths = preparation.config.min_new_tokens is not None or "min_new_tokens" in request.plan.operations
+        if kind is None or on_host or lengths or len(request.prompts) > 1:
+            return
+        if len(self._kept) >= LIMIT:
+            self._kept.clear()
+        self._kept[kind] = preparation
 
 
 def kind_of(model: PreTrainedModel, configs: Sequence[GenerationConfig], arguments: Mapping[str, Any]) -> Kind | None:

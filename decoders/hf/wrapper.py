@@ -15,6 +15,7 @@ from ..engine.engine import Engine, MemoryKey
 from ..engine.fitness import refuse_unfit
 from ..engine.locks import CallLock
 from ..engine.weights.quantization import Precision, scheme_of
+from ..settings import RuntimeSettings
 from .arguments import refuse_arguments
 from .assistants import Assistants
 from .call import GenerateCall, PreparedCall
@@ -90,12 +91,7 @@ class Generate:
             self._engine.settle_originals(self.model, originals)
             return self._engine
 
-    def ready_engine(
-        self,
-        attention: Literal["auto", "sdpa", "flex"],
-        weights: Literal["keep", "packed", "int8", "int4"],
-        kv_cache: Literal["keep", "int8"],
-    ) -> Engine | None:
+    def ready_engine(self, runtime: RuntimeSettings) -> Engine | None:
         """The engine if it is there and the model is as it was; nobody is waited for. None: :meth:`engine` has something to do.
 
         A scheduler holds the lock for a step at a time: requests that are submitted need not wait for each.
@@ -103,7 +99,8 @@ class Generate:
         present = self._engine
         if present is None or self._remembered:
             return None
-        return present if present.serves(self.model, attention, *_formats(weights, kv_cache)) else None
+        formats = _formats(runtime.weights, runtime.kv_cache)
+        return present if present.serves(self.model, runtime.attention, *formats) else None
 
     def give_way(self) -> None:
         """Lets other threads' calls on the model go first that wait for it; for whoever decodes step after step."""
@@ -168,8 +165,8 @@ class Generate:
 
     def _call(self, options: Options) -> GenerateCall:
         """Refuses what cannot be honoured, before anything is touched."""
-        settings = (options.runtime.attention, options.runtime.weights, options.runtime.kv_cache)
-        ready = self.ready_engine(*settings)
+        runtime = options.runtime
+        ready = self.ready_engine(runtime)
         if ready is None:  # else it is the model that was found fit
             refuse_unfit(self.model)
         refuse_prompt_learning(self.model, self.wrapper)
@@ -181,7 +178,8 @@ class Generate:
             self.model, arguments.get("inputs") if input_ids is None else input_ids, arguments.get("attention_mask")
         )
         options.check()
-        engine = partial(self.engine, *settings) if ready is None else lambda: ready
+        anew = partial(self.engine, runtime.attention, runtime.weights, runtime.kv_cache)
+        engine = anew if ready is None else lambda: ready
         tokenizer = arguments.get("tokenizer") or self.tokenizer
         return GenerateCall(self.model, engine, self._assistants, self._preparations, options, tokenizer)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator
@@ -41,7 +42,7 @@ class Generation:
     ) -> None:  # fmt: skip
         self.call, self.tokenizer, self.priority = call, tokenizer, priority
         self.submitted = time.monotonic()
-        self.expires = self.submitted + deadline if deadline is not None else None
+        self.expires = self.submitted + (math.inf if deadline is None else deadline)
         self.waited: float | None = None
         self.member: RequestOutput | None = None
         self.cancelled = False
@@ -197,21 +198,16 @@ class Generation:
     async def _result_async(self) -> Any:
         loop, over = asyncio.get_running_loop(), asyncio.Event()
 
-        def listener() -> None:
-            if self._done:
-                with suppress(RuntimeError):
-                    loop.call_soon_threadsafe(over.set)
+        def ended(_: Generation) -> None:
+            with suppress(RuntimeError):  # the loop has been closed
+                loop.call_soon_threadsafe(over.set)
 
-        self._listen(listener)
+        self.add_done_callback(ended)
         try:
-            if not self._done:
-                await over.wait()
+            await over.wait()
         except asyncio.CancelledError:
             self.cancel()
             raise
-        finally:
-            with self._changed:
-                self._listeners.remove(listener)
         return self.result(0)
 
     @contextmanager

@@ -129,13 +129,12 @@ def copied(error: BaseException) -> BaseException:
 
 def is_over(generation: Generation, now: float) -> bool:
     """Whether a request was cancelled or its time is over."""
-    return generation.cancelled or (generation.expires is not None and now >= generation.expires)
+    return generation.cancelled or now >= generation.expires
 
 
 def reason(generation: Generation) -> Exception:
     """Why a request that is over was not done."""
     if generation.cancelled:
         return CancelledError("the request was cancelled")
-    assert generation.expires is not None
     seconds = generation.expires - generation.submitted
     return DeadlineError(f"the request was not done within the {seconds:.3g} seconds that it was given")

@@ -148,7 +148,7 @@ class Scheduler:
             self._check_open()
             self._check_room()
             heapq.heappush(self._waiting, (-priority, next(self._serial), generation))
-            self._expiry = min(self._expiry, generation.expires or math.inf)
+            self._expiry = min(self._expiry, generation.expires)
             self._changed.notify_all()
         return generation
 
@@ -287,7 +287,7 @@ class Scheduler:
                 over = [entry for entry in self._waiting if is_over(entry[2], now)]
                 self._waiting = [entry for entry in self._waiting if not is_over(entry[2], now)]
                 heapq.heapify(self._waiting)
-                self._expiry = min((entry[2].expires or math.inf for entry in self._waiting), default=math.inf)
+                self._expiry = min((entry[2].expires for entry in self._waiting), default=math.inf)
                 self._changed.notify_all()
         for _, _, generation in over:
             generation._end(reason(generation))
