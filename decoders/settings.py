@@ -136,7 +136,7 @@ class RuntimeSettings(Settings):
         "matrices of int4 weights.",
     )
     attention: Literal["auto", "sdpa", "flex"] = Field(
-        "auto", description="Attention kernel: auto takes flex on CUDA where it applies, sdpa elsewhere."
+        "auto", description="Attention kernel: auto takes sdpa."
     )
     slots: int | None = Field(None, ge=1, description="Least capacity of a call's cache, in tokens per row.")
     verifier: str = Field("coupled", description="Rule that decides which proposed tokens are accepted.")

@@ -306,10 +306,5 @@ def _booked(compiled: Compiled, report: Report) -> Compiled:
 def make_target(
     model: PreTrainedModel, attention: Literal["auto", "sdpa", "flex"], precision: Precision = Precision()
 ) -> Target:
-    """The target with the attention that suits its device; ``auto`` is flex on CUDA where the model can carry it."""
-    if attention == "auto" and model.device.type == "cuda":
-        try:
-            return Target(model, "flex", precision)
-        except UnsupportedError:
-            return Target(model, "sdpa", precision)
+    """The target with the attention that was asked for; ``auto`` is sdpa."""
     return Target(model, "flex" if attention == "flex" else "sdpa", precision)
