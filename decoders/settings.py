@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import core_schema
 
 from .deprecated import moved, warn
 from .errors import SettingsError, suggest
+
+#: Setting ``attention``.
+Attention = Literal["auto", "sdpa", "triton"]
 
 
 class Settings(BaseModel):
@@ -135,9 +139,22 @@ class RuntimeSettings(Settings):
         description="Most prompt tokens per forward pass of the prefill; by default 512, and 2048 where each pass makes wider "
         "matrices of int4 weights.",
     )
-    attention: Literal["auto", "sdpa", "flex"] = Field(
-        "auto", description="Attention kernel: auto takes sdpa."
+    attention: Attention = Field(
+        "auto",
+        description="Attention of the target: triton is a kernel for CUDA whose cost follows the length of each row, sdpa PyTorch's "
+        "with masks. auto takes triton on CUDA where the model's design allows it and its logits are right, else sdpa.",
     )
+
+    @field_validator("attention", mode="before")
+    @classmethod
+    def _without_flex(cls, value: Any) -> Any:
+        if value == "flex":
+            warnings.warn(
+                "attention='flex' is gone, since its logits were wrong on CUDA: 'auto' is taken", stacklevel=2
+            )
+            return "auto"
+        return value
+
     slots: int | None = Field(None, ge=1, description="Least capacity of a call's cache, in tokens per row.")
     verifier: str = Field("coupled", description="Rule that decides which proposed tokens are accepted.")
     cost_cache: Path | None = Field(

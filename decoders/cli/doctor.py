@@ -169,13 +169,19 @@ def demo_models() -> Iterator[Finding]:
 
 def same_tokens(name: str, dtype: str) -> Iterator[Finding]:
     """Whether all strategies write the same tokens with a model, in its dtype, on this device."""
-    from ..engine.engine import make_target
     from ..engine.invariance import check
+    from ..engine.target import Target
     from .models import load
 
-    target = make_target(load(name, dtype)[0], "auto")
+    target = Target(load(name, dtype)[0])
     dtype_name = str(target.dtype).removeprefix("torch.")
     yield Finding("model", "ok", f"{name}: {len(target.layout)} layers, {dtype_name} on {target.device}")
+    if target.rejected is None:
+        yield Finding("attention", "ok", target.attends)
+    else:
+        yield Finding(
+            "attention", "problem", f"the kernel for CUDA was left for sdpa, which is slower: {target.rejected}"
+        )
     invariance = check(target)
     if not invariance.differs:
         yield Finding("same tokens", "ok", f"{invariance}: every strategy writes the tokens of autoregressive")

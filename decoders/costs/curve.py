@@ -25,7 +25,7 @@ class Subject(_Stored):
         quantization: method of a quantised checkpoint, precision of the packed weights and of the cache; "" for the model's own.
         device: name of the processor, with the instructions that kernels are chosen by, or of the GPU.
         threads: of torch, within an operation; 0 on a GPU.
-        attention: kernel of the loop, "sdpa" or "flex".
+        attention: of the loop, "sdpa" or "triton".
         torch: version.
         package: version of this package; "" in files of before it was noted.
     """

@@ -7,7 +7,7 @@ mask's head axis: ``[B, T, N, view]``. Model code hands it through untouched and
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from .buckets import ROWS, view_bucket
 from .text_blocks import LeadingText
 
 NAME = "decoders"
-KIND_ATTRIBUTE = "decoders_layer_kind"
+KIND_ATTRIBUTE, KINDS_ATTRIBUTE = "decoders_layer_kind", "decoders_layer_kinds"
 #: Queries of long blocks are attended to in stretches of so many: each looks no further than its own end.
 STRETCH = 64
 
@@ -36,6 +36,10 @@ class LayerKind:
 
     window: int | None = None
     chunk: int | None = None
+
+    def within(self, reach: int) -> LayerKind:
+        """The same, looking back no further than `reach`; what sees everything still does."""
+        return LayerKind(self.window and min(self.window, reach), self.chunk and min(self.chunk, reach))
 
     def narrow(self, allowed: Tensor, position_q: Tensor, position_k: Tensor) -> Tensor:
         """`allowed`, less the pairs of positions that are too far apart for this kind of layer."""
@@ -79,6 +83,28 @@ def layer_kinds(config: PreTrainedConfig) -> tuple[tuple[LayerKind, ...], tuple[
         )
     kinds = tuple(dict.fromkeys(known[t] for t in types if t in known)) or (LayerKind(),)
     return kinds, tuple(kinds.index(known.get(t, kinds[0])) for t in types)
+
+
+def tell_kinds(model: nn.Module, kinds: tuple[LayerKind, ...], kind_of_layer: Sequence[int]) -> None:
+    """Tells every layer of a private module tree its kind."""
+    for module in model.modules():
+        layer = getattr(module, "layer_idx", None)
+        if isinstance(layer, int) and layer < len(kind_of_layer):
+            setattr(module, KIND_ATTRIBUTE, kind_of_layer[layer])
+            setattr(module, KINDS_ATTRIBUTE, kinds)
+
+
+def kind_of(module: nn.Module) -> LayerKind:
+    """The kind of a layer that :func:`tell_kinds` has told."""
+    return getattr(module, KINDS_ATTRIBUTE, (LayerKind(),))[getattr(module, KIND_ATTRIBUTE, 0)]
+
+
+def refuse_position_bias(module: nn.Module, given: dict[str, Any]) -> None:
+    """Raises UnsupportedError if a model hands a bias to its attention that no mask of ours has."""
+    if given.get("position_bias") is not None:
+        raise UnsupportedError(
+            f"{type(module).__name__} adds a position bias to its attention, which has no tree form here"
+        )
 
 
 def build_mask(
@@ -159,12 +185,12 @@ class MaskShape:
 
 @dataclass(frozen=True)
 class Probe(MaskShape):
-    """The mask of a trial pass. groups: query heads per key head that layers were found to have."""
+    """The mask of a trial pass. groups: query heads per key head, of every layer whose attention is ours."""
 
-    groups: set[int] = field(default_factory=set)
+    groups: list[int] = field(default_factory=list)
 
     def note(self, query: Tensor, key: Tensor) -> None:
-        self.groups.add(query.shape[1] // key.shape[1])
+        self.groups.append(query.shape[1] // key.shape[1])
 
 
 def tell_shape(mask: Tensor, shape: MaskShape | Probe) -> None:
@@ -205,10 +231,7 @@ def tree_attention(
     Returns:
         ``[B, N, Hq, Dv]`` and None.
     """
-    if kwargs.get("position_bias") is not None:
-        raise UnsupportedError(
-            f"{type(module).__name__} adds a position bias to its attention, which has no tree form here"
-        )
+    refuse_position_bias(module, kwargs)
     kind = getattr(module, KIND_ATTRIBUTE, 0)
     shape = getattr(attention_mask, "decoders_shape", MaskShape())
     shape.note(query, key)

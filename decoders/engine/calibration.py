@@ -67,7 +67,7 @@ def subject_of(engine: Engine) -> Subject:
         model="-".join([type(config).__name__, *sizes, str(target.vocab_size)]),
         dtype=str(target.dtype).removeprefix("torch."), quantization=" ".join(filter(None, parts)),
         device=device, threads=torch.get_num_threads() if on_cpu else 0,
-        attention="flex" if target.flex else "sdpa", torch=torch.__version__, package=__version__,
+        attention=target.attends, torch=torch.__version__, package=__version__,
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from ..costs.fitted import FittedStepCosts
 from ..errors import UnsupportedError
 from ..report import Report
 from ..sampling.processors import SamplingPlan
+from ..settings import Attention
 from ..strategy import Strategy
 from .calibration import Calibrator
 from .compiled import compiler
@@ -66,7 +67,7 @@ class Engine:
     def __init__(
         self,
         model: PreTrainedModel,
-        attention: Literal["auto", "sdpa", "flex"] = "auto",
+        attention: Attention = "auto",
         lock: CallLock | None = None,
         precision: Precision = Precision(),
     ) -> None:
@@ -76,7 +77,7 @@ class Engine:
         self.attention, self.precision = attention, precision
         started = time.perf_counter()
         with current(model.device), torch.autocast(model.device.type, enabled=False):
-            self.target = make_target(model, attention, precision)
+            self.target = Target(model, attention, precision)
         self.preparing = time.perf_counter() - started
         self.sessions = Sessions(self.target, recorder_of(self.target.device))
         self.forward_pass = ForwardPass(self.target)
@@ -301,10 +302,3 @@ def _booked(compiled: Compiled, report: Report) -> Compiled:
 
     compiled.on_compile = book
     return compiled
-
-
-def make_target(
-    model: PreTrainedModel, attention: Literal["auto", "sdpa", "flex"], precision: Precision = Precision()
-) -> Target:
-    """The target with the attention that was asked for; ``auto`` is sdpa."""
-    return Target(model, "flex" if attention == "flex" else "sdpa", precision)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ..common.transformers_compat import cache_keyword, keeps_recurrent_state
 from ..errors import UnsupportedError
-from . import attention, flex
+from . import attention
 from .cache import LayerSpec, LayoutProbe
 from .state_probe import Recurrent, StateProbe, may_keep_states
 from .weights.fused import Group, SharedInputs
@@ -66,13 +66,13 @@ def context_length(model: PreTrainedModel) -> int:
 
 
 @torch.no_grad()
-def probe_layout(model: PreTrainedModel, kinds: int, packed: bool) -> tuple[list[LayerSpec], set[int], list[Recurrent]]:
-    """What each layer stores, how many query heads share a key head, and what keeps states, learnt by running one token."""
+def probe_layout(model: PreTrainedModel, kinds: int) -> tuple[list[LayerSpec], attention.Probe, list[Recurrent]]:
+    """What each layer stores, how its attention is called, and what keeps states, learnt by running one token."""
     probe = StateProbe(model) if may_keep_states(model) else LayoutProbe()
     name = type(model).__name__
     with probe.watching(model):
         try:
-            shape = _run_one_token(model, kinds, packed, probe)
+            shape = _run_one_token(model, kinds, probe)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             if not isinstance(probe, StateProbe):
                 raise
@@ -94,33 +94,28 @@ def probe_layout(model: PreTrainedModel, kinds: int, packed: bool) -> tuple[list
     states = {entry.layer: entry.states for entry in recurrent}
     nothing = LayerSpec.without_keys(next(iter(layouts.values())))
     layers = range(1 + max(*layouts, *states, -1))
-    return [replace(layouts.get(i, nothing), states=states.get(i, ())) for i in layers], shape.groups, recurrent
+    return [replace(layouts.get(i, nothing), states=states.get(i, ())) for i in layers], shape, recurrent
 
 
 @torch.no_grad()
-def shared_inputs(model: PreTrainedModel, kinds: int, packed: bool) -> list[Group]:
+def shared_inputs(model: PreTrainedModel, kinds: int) -> list[Group]:
     """Which of its plain linear layers read the same input, learnt by running one token that is not multiplied."""
     layers = {path: module for path, module in model.named_modules() if packable(module, smallest=0)}
     if not layers or may_keep_states(model):  # what keeps states may look at values
         return []
     with SharedInputs(layers) as shared:
         try:
-            _run_one_token(model, kinds, packed, LayoutProbe())
+            _run_one_token(model, kinds, LayoutProbe())
         except Exception:  # a model that cannot run on zeros; whether it can run at all is seen by `probe_layout`
             return []
     return shared.groups()
 
 
-def _run_one_token(
-    model: PreTrainedModel, kinds: int, packed: bool, cache: LayoutProbe | StateProbe
-) -> attention.Probe:
-    """Runs token 0 with `cache`. packed: whether the mask is FlexAttention's."""
+def _run_one_token(model: PreTrainedModel, kinds: int, cache: LayoutProbe | StateProbe) -> attention.Probe:
+    """Runs token 0 with `cache`."""
     device = model.device
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     mask = torch.zeros(1, kinds, 1, 1, dtype=dtype, device=device)
-    if packed:
-        one = torch.ones(1, 1, 1, dtype=torch.bool, device=device)
-        mask = flex.pack_mask(torch.zeros(1, dtype=torch.int64, device=device), one[0].long() - 1, one)
     token = torch.zeros(1, 1, dtype=torch.int64, device=device)
     shape = attention.Probe()
     attention.tell_shape(mask, shape)

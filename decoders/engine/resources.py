@@ -90,7 +90,7 @@ class CallResources:
     @property
     def _slots(self) -> int:
         """What a row of the call may come to."""
-        return max(self.call.longest if self.call.target.static_slots else max(self.call.lengths), self.call.rows.slots)
+        return max(self.call.longest if self.call.target.static else max(self.call.lengths), self.call.rows.slots)
 
     def rebatch(self, sources: Sequence[int]) -> Context:
         """Tells what is open which rows there are now, and gives the strategy's new context.

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +19,7 @@ from ..errors import UnsupportedError
 from ..tree import Topology
 from .batches import mixed
 from .batches.mixed import PromptPiece
+from .buckets import BLOCK_MARGIN, slots_for
 from .cache import CacheBuffers, LayerSpec
 from .weights.freed import ReadParameters
 from .weights.quantization import quantize
@@ -22,9 +29,31 @@ if TYPE_CHECKING:
     from .target import Target
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """Of what a check runs.
+
+    Attributes:
+        texts: tokens of each row, the longest first.
+        trees: branches and their length of each block that is verified.
+        reach: longest window or chunk of a layer; longer ones are shortened while the check runs, so that texts pass their borders.
+    """
+
+    texts: tuple[int, ...]
+    trees: tuple[tuple[int, int], ...]
+    reach: int
+
+
+#: On the CPU a check is a part of every process's first second: two texts, blocks of 4 and 16 nodes.
+ON_CPU = Sizes((34, 17), ((3, 1), (5, 3)), 12)
+#: On CUDA texts are longer than a bucket and than a split of the attention kernel, and blocks have up to 64 nodes, as those of calls:
+#: a kernel that was right at eight slots was wrong there.
+ON_CUDA = Sizes((300, 41), ((3, 1), (5, 3), (21, 3)), 30)
+
+
 @torch.no_grad()
 def check_tree_logits(target: Target, model: PreTrainedModel, layout: list[LayerSpec]) -> None:
-    """Verifies a small tree and compares with plain forwards: catches whatever no flag of the config tells.
+    """Reads texts, verifies trees behind them, and compares with plain forwards: catches whatever no flag of the config tells.
 
     Args:
         target: made of `model`.
@@ -33,33 +62,112 @@ def check_tree_logits(target: Target, model: PreTrainedModel, layout: list[Layer
     Raises:
         UnsupportedError: the logits differ by more than rounding.
     """
-    prompt, branch, ours = _small_tree(target, layout)
     reference = share_weights(model)  # as in evaluation, whatever mode the user's model is in
     quantize(reference, target.precision.weights, reference.get_output_embeddings(), groups=target.groups)
-    ids = torch.tensor([prompt + branch], device=target.device)
-    plain = reference(input_ids=ids, use_cache=False).logits[0, -1].float()
-    gap, scale = (ours - plain).abs().max().item(), max(plain.abs().max().item(), 1.0)
-    tolerance = 1e-4 if target.dtype == torch.float32 and not target.rounds else 0.1
-    if not gap <= tolerance * scale and target.recurrent:
-        gap = min(gap, (ours - _by_token(reference, ids, len(prompt) - 1)).abs().max().item())
-    if not gap <= tolerance * scale:
+    sizes = ON_CPU if target.device.type == "cpu" else ON_CUDA
+    if target.recurrent:  # rows of several lengths are read one by one there
+        sizes = replace(sizes, texts=sizes.texts[-1:])
+    difference = _difference(target, reference, layout, sizes)
+    if difference and not _follows_its_config(reference, target, sizes):
+        difference = _difference(target, reference, layout, replace(sizes, reach=sys.maxsize))
+    if difference:
         raise UnsupportedError(
-            f"{type(model).__name__}: logits verified through a token tree differ from a plain forward by {gap:.2g} "
-            f"(largest logit {scale:.2g}), so strategies would not be exact. Call generate without strategy=."
+            f"{type(model).__name__}: {difference}, so strategies would not be exact. Call generate without strategy=."
         )
 
 
-def _small_tree(target: Target, layout: list[LayerSpec]) -> tuple[list[int], list[int], Tensor]:
-    """Reads a prompt and verifies two branches: the prompt, the second branch, and the logits after it, ``[V]`` float32."""
-    vocab, device = target.embeddings, target.device
-    prompt, branch = [3 % vocab, 5 % vocab, 7 % vocab], [11 % vocab, 13 % vocab]
-    tree = Topology.branches(2, 2)
-    nodes = torch.tensor([[prompt[-1], 1, 2 % vocab, *branch]], device=device)
-    buffers = CacheBuffers.allocate(layout, 1, 16)
-    start = torch.zeros(1, dtype=torch.int64, device=device)
-    view = torch.arange(8, device=device)
-    target.prefill(torch.tensor([prompt[:-1]], device=device), start, buffers, view, 0)
-    return prompt, branch, target.forward(nodes, start + 2, tree.tensors(1, device), buffers, view).logits[0, -1]
+def _difference(target: Target, reference: PreTrainedModel, layout: list[LayerSpec], sizes: Sizes) -> str | None:
+    """How the target's logits differ from those of `reference`; None if by rounding alone."""
+    exact = target.dtype in (torch.float32, torch.float64) and not target.rounds
+    ids = _texts(target, sizes)
+    with _short_windows(target, reference, sizes.reach):
+        expected = [_plain_logits(reference, text) for text in ids]
+        for nodes, ours in _tree_logits(target, layout, ids, sizes):
+            for row, text in enumerate(ids):
+                count = ours.shape[1]
+                plain = expected[row][:count]
+                gap, scale = (ours[row] - plain).abs().max().item(), max(plain.abs().max().item(), 1.0)
+                if not gap <= (1e-4 if exact else 0.1) * scale and target.recurrent:
+                    token_by_token = _by_token(reference, text[None], len(text) - LONGEST_BRANCH - 1, count)
+                    gap = min(gap, (ours[row] - token_by_token).abs().max().item())
+                if not gap <= (1e-4 if exact else 0.1) * scale:
+                    return (
+                        f"logits verified through a token tree of {nodes} nodes behind {len(text) - LONGEST_BRANCH} tokens differ from "
+                        f"a plain forward by {gap:.2g} (largest logit {scale:.2g})"
+                    )
+    return None
+
+
+#: Tokens of a branch behind the text, for which there are logits to compare.
+LONGEST_BRANCH = 3
+
+
+def _texts(target: Target, sizes: Sizes) -> list[Tensor]:
+    """Made-up token ids: each row's text and what the longest branch continues it with."""
+    ids = (torch.arange(len(sizes.texts) * 1000, device=target.device) * 37 + 11) % 97 + 3
+    return [ids[row * 1000 :][: count + LONGEST_BRANCH] % target.embeddings for row, count in enumerate(sizes.texts)]
+
+
+def _plain_logits(reference: PreTrainedModel, text: Tensor) -> Tensor:
+    """``[LONGEST_BRANCH + 1, V]`` float32, after the last tokens of `text`."""
+    count = LONGEST_BRANCH + 1
+    keep = (
+        {"logits_to_keep": count} if "logits_to_keep" in inspect.signature(type(reference).forward).parameters else {}
+    )
+    return reference(input_ids=text[None], use_cache=False, **keep).logits[0, -count:].float()
+
+
+def _tree_logits(
+    target: Target, layout: list[LayerSpec], ids: list[Tensor], sizes: Sizes
+) -> Iterator[tuple[int, Tensor]]:
+    """Nodes of a block, and the logits ``[B, D, V]`` float32 along its last branch, from the root on."""
+    device, rows, longest = target.device, len(ids), sizes.texts[0]
+    slots = slots_for(longest, target.static)
+    view, start = torch.arange(slots, device=device), torch.zeros(rows, dtype=torch.int64, device=device)
+    buffers = CacheBuffers.allocate(layout, rows, slots + BLOCK_MARGIN)
+    tokens = torch.zeros(rows, longest, dtype=torch.int64, device=device)
+    for row, text in enumerate(ids):  # behind the end of a shorter one there is padding, as in a call
+        tokens[row, : len(text)] = text[:longest]
+    pieces = [0, longest - 1] if target.recurrent else [0, longest * 3 // 4, longest - 1]
+    for begin, end in pairwise(pieces):
+        target.prefill(tokens[:, begin:end], start + begin, buffers, view, begin)
+    base = torch.tensor(sizes.texts, device=device) - 1
+    for branches, length in sizes.trees:
+        tree = Topology.branches(branches, length)
+        path = [0, *range(len(tree) - length, len(tree))]
+        nodes = (torch.arange(rows * len(tree), device=device).view(rows, -1) * 5) % target.embeddings
+        for row, (text, count) in enumerate(zip(ids, sizes.texts, strict=True)):
+            nodes[row, path] = text[count - 1 : count + length]
+        yield len(tree), target.forward(nodes, base, tree.tensors(rows, device), buffers, view).logits[:, path]
+
+
+#: Fields of a config that say how far layers look back, as :func:`~decoders.engine.attention.layer_kinds` reads them.
+REACHES = ("sliding_window", "attention_chunk_size")
+
+
+@contextmanager
+def _short_windows(target: Target, reference: PreTrainedModel, reach: int) -> Iterator[None]:
+    """Windows and chunks of both are at most `reach` inside. `reference` is private, and so is its config."""
+    config = reference.config.get_text_config(decoder=True)
+    usual = {name: value for name in REACHES if (value := getattr(config, name, None)) and value > reach}
+    kinds = target.kinds
+    try:
+        for name in usual:
+            setattr(config, name, reach)
+        target.tell_kinds(tuple(kind.within(reach) for kind in kinds))
+        yield
+    finally:
+        target.tell_kinds(kinds)
+        for name, value in usual.items():
+            setattr(config, name, value)
+
+
+def _follows_its_config(reference: PreTrainedModel, target: Target, sizes: Sizes) -> bool:
+    """Whether shorter windows in the config of `reference` change its logits: some designs read theirs once, when they are made."""
+    text = _texts(target, sizes)[0]
+    usual = _plain_logits(reference, text)
+    with _short_windows(target, reference, sizes.reach):
+        return not torch.equal(usual, _plain_logits(reference, text))
 
 
 @torch.no_grad()
@@ -67,8 +175,10 @@ def parameters_read(target: Target) -> set[int]:
     """The ids of the parameters whose values its passes read. Those of packed layers are read by others: a recurrent layer or an
     adapter that multiplies by them itself.
     """
+    sizes = Sizes((5,), ((2, 2),), sys.maxsize)
     with ReadParameters() as reads:
-        _small_tree(target, target.layout)
+        for _ in _tree_logits(target, target.layout, _texts(target, sizes), sizes):
+            pass
     return reads.ids
 
 
@@ -78,7 +188,7 @@ def can_mix(target: Target) -> bool:
 
     It does for designs whose attention is transformers' function by name. Those that have attention of their own look at whole rows.
     """
-    if target.static or target.flex or target.recurrent or target.precision.cache is not None:
+    if target.static or target.attends == "triton" or target.recurrent or target.precision.cache is not None:
         return False
     device, vocab = target.device, min(target.vocab_size, target.embeddings)
     prompts = torch.arange(3, 39, device=device).view(3, 12) % vocab
@@ -101,15 +211,16 @@ def can_mix(target: Target) -> bool:
     )
 
 
-def _by_token(model: PreTrainedModel, ids: Tensor, begin: int) -> Tensor:
-    """``[V]`` float32, the model's own logits after the last of `ids` ``[1, T]``, with one pass for every token from `begin` on.
+def _by_token(model: PreTrainedModel, ids: Tensor, begin: int, count: int) -> Tensor:
+    """``[count, V]`` float32, the model's own logits after `count` of `ids` ``[1, T]`` from `begin` on, each in a pass of its own.
 
     Recurrent layers may read a text in one pass by other equations than token by token: Nemotron-H bounds time steps in the former
     alone. Token by token is how texts are written, here and by transformers.
     """
-    out = model(input_ids=ids[:, :begin], use_cache=True)
-    for place in range(begin, ids.shape[1]):
+    out, logits = model(input_ids=ids[:, :begin], use_cache=True), []
+    for place in range(begin, begin + count):
         positions = torch.full((1, 1), place, device=ids.device)
         cache = {cache_keyword(model): cache_of(out)}
         out = model(input_ids=ids[:, place : place + 1], position_ids=positions, use_cache=True, **cache)
-    return out.logits[0, -1].float()
+        logits.append(out.logits[0, -1].float())
+    return torch.stack(logits)

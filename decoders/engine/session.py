@@ -67,10 +67,9 @@ class Session:
     def view(self, length: int) -> tuple[Tensor, Sequences]:
         """``range`` of the slots that attention looks at to cover `length`, and the rows' tokens in them.
 
-        Where sizes are static these are all slots, so that a row's length is no shape. FlexAttention skips unused blocks by
-        itself.
+        Where sizes are static these are all slots, so that a row's length is no shape. The kernel ends where a row ends.
         """
-        slots = self.rows.slots if self.target.static_slots else view_bucket(length)
+        slots = self.rows.slots if self.target.static else view_bucket(length)
         if slots not in self._views:
             self._views[slots] = (self.rows.range[:slots], self.rows.sequences(slots))
         return self._views[slots]
@@ -78,7 +77,7 @@ class Session:
     def reserve(self, length: int) -> None:
         """Makes room for a block that ends at `length`; what the rows hold stays."""
         # Otherwise a view must stay smaller than the cache (see slots_for).
-        static = self.target.static_slots
+        static = self.target.static
         if (length > self.rows.slots) if static else (view_bucket(length) >= self.rows.slots):
             self.grow(slots_for(2 * length, static))
 
@@ -202,7 +201,7 @@ class Sessions:
         """
         texts = [prompt.cpu() for prompt in prompts]
         texts += [torch.zeros(1, dtype=torch.int64)] * (row_bucket(len(texts), self.target.static) - len(texts))
-        session, weights = self._take(texts, slots_for(slots, self.target.static_slots)), self.target.weights
+        session, weights = self._take(texts, slots_for(slots, self.target.static)), self.target.weights
         try:
             reusable = self._fill(session, texts) if reuse else [0] * len(texts)
             session.forget()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal, cast
@@ -16,11 +17,13 @@ from ..common import devices
 from ..common.layers import decoder_layers
 from ..common.transformers_compat import cache_keyword
 from ..errors import UnsupportedError
+from ..settings import Attention
 from ..tree import TreeTensors
-from . import attention, attention_functions, buckets, flex, invariance, recurrent
-from .cache import CacheBuffers, SlotCache
+from . import attention, attention_functions, buckets, invariance, recurrent
+from .cache import CacheBuffers, LayerSpec, SlotCache
 from .features import HeadInputs, LayerStates, OutputHead
 from .fitness import refuse_unfit
+from .kernels import attention as kernel
 from .layout import backbone_of, context_length, embeddings_of, probe_layout, shared_inputs, vocabulary_of
 from .ranks import Ranks
 from .self_check import can_mix, check_tree_logits
@@ -67,6 +70,8 @@ class Target:
 
     Attributes:
         static: whether code is compiled for one size each, so that sizes are rounded to buckets.
+        attends: what computes attention: "triton", the kernel for CUDA, or "sdpa".
+        rejected: what was wrong with the kernel where it was tried and left, None elsewhere.
         precision: of the matrices and of the cache, where it is not the model's own.
         groups: layers that read the same input, by path; they are multiplied as one where they are packed or quantized alike.
         packing: the packed matrices.
@@ -86,9 +91,7 @@ class Target:
             differ from those of a plain forward.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, backend: Literal["sdpa", "flex"] = "sdpa", precision: Precision = Precision()
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, attends: Attention = "auto", precision: Precision = Precision()) -> None:
         refuse_unfit(model)
         precision.check(model.device)
         self.precision, self.ranks = precision, Ranks.of(model)
@@ -98,12 +101,11 @@ class Target:
                 "parts of matrices are not quantized here. Leave weights='keep'; kv_cache='int8' works"
             )
         attention_functions.register()
-        self.flex = backend == "flex"
         self.static = devices.static_shapes(model.device)
-        self.kinds, kind_of_layer = attention.layer_kinds(model.config)
+        kinds, self._kind_of_layer = attention.layer_kinds(model.config)
         self.model = share_weights(model)
-        self.model.set_attn_implementation(flex.NAME if self.flex else attention.NAME)
-        flex.prepare(self.model, self.kinds, kind_of_layer)
+        self._attend_by("sdpa")
+        self.tell_kinds(kinds)
         self.embeddings = embeddings_of(model)
         self.vocab_size = vocabulary_of(model)
         self.max_positions = context_length(model)
@@ -111,22 +113,18 @@ class Target:
         self.layers: tuple[int, ...] = ()
         self._layer_states: LayerStates | None = None
         self._watch_head()
-        self.groups = shared_inputs(self.model, len(self.kinds), self.flex)
+        self.groups = shared_inputs(self.model, len(self.kinds))
         self.quantized = quantize(self.model, precision.weights, self.model.get_output_embeddings(), groups=self.groups)
         self.packing = pack(self.model, groups=self.groups)
         self.remember(model)
-        self.layout, groups, recurrent_layers = probe_layout(self.model, len(self.kinds), self.flex)
+        self.layout, probe, recurrent_layers = probe_layout(self.model, len(self.kinds))
         self.recurrent = tuple(entry.layer for entry in recurrent_layers)
-        if recurrent_layers and self.flex:
-            raise UnsupportedError(
-                f"{type(model).__name__} keeps recurrent states: attention='sdpa' runs it, flex does not"
-            )
         self.continues = adopt(recurrent_layers)
         self.static = self.static and not recurrent_layers
         plain_layout = self.layout
         if precision.cache is not None:
             self.layout = [replace(spec, quantized=True) for spec in self.layout]
-        self.group = groups.pop() if len(groups) == 1 else 1
+        self.group = probe.groups[0] if len(set(probe.groups)) == 1 else 1
         self._cache_keyword = cache_keyword(self.model)
         self._head.forget()
         self.dtype = self.layout[0].dtype
@@ -136,9 +134,54 @@ class Target:
         self.multiple = 1 if recurrent_layers else buckets.row_multiple(self.dtype, self.device, self.rounds)
         if self.multiple > 1:
             invariance.align_activations(self.model)
-        check_tree_logits(self, model, plain_layout)
+        self.rejected = self._settle_attention(model, attends, len(probe.groups), plain_layout)
         # Where bits matter, a brief look; `decoders doctor MODEL` makes every comparison.
         self.invariance = invariance.check(self, length=16, comparisons=4) if self.multiple > 1 else None
+
+    def _settle_attention(
+        self, model: PreTrainedModel, wanted: Attention, own_layers: int, layout: list[LayerSpec]
+    ) -> str | None:
+        """Takes the kernel where that is wanted, fits and gives right logits, else sdpa; gives what was wrong with the kernel.
+
+        Args:
+            own_layers: how many layers call the attention that they are told to.
+            layout: of a cache in the model's own precision.
+
+        Raises:
+            UnsupportedError: the kernel was asked for by name and does not do, or sdpa's logits are wrong too.
+        """
+        rejected = None
+        if wanted == "triton" or (wanted == "auto" and kernel.preferred(self.device)):
+            unfit = kernel.unfit(layout, own_layers, self.device)
+            if unfit is not None and wanted == "triton":
+                raise UnsupportedError(f"attention='triton' does not fit {type(model).__name__}: {unfit}; leave 'auto'")
+            if unfit is None:
+                self._attend_by("triton")
+                try:
+                    check_tree_logits(self, model, layout)
+                    return None
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as error:  # Triton raises whatever it likes, without a C compiler for instance
+                    if wanted == "triton":
+                        raise
+                    rejected = f"{type(error).__name__}: {error}"
+                    warnings.warn(
+                        f"the attention kernel does not work here, decoding goes on with attention='sdpa', which is slower: {rejected}",
+                        stacklevel=2,
+                    )
+                self._attend_by("sdpa")
+        check_tree_logits(self, model, layout)
+        return rejected
+
+    def tell_kinds(self, kinds: tuple[attention.LayerKind, ...]) -> None:
+        """Says how far each kind of layer looks back."""
+        self.kinds = kinds
+        attention.tell_kinds(self.model, kinds, self._kind_of_layer)
+
+    def _attend_by(self, attends: Literal["sdpa", "triton"]) -> None:
+        self.attends = attends
+        self.model.set_attn_implementation(kernel.NAME if attends == "triton" else attention.NAME)
 
     @functools.cached_property
     def decoder_layers(self) -> int:
@@ -183,11 +226,6 @@ class Target:
         if self.static:
             return False
         return (rows > 1 and not self.rounds) or (self.invariance is not None and self.invariance.single)
-
-    @property
-    def static_slots(self) -> bool:
-        """Whether attention always looks at all slots: FlexAttention does so everywhere, and skips what is not in use."""
-        return self.static or self.flex
 
     def _watch_head(self) -> None:
         self._head = HeadInputs(self.model.get_output_embeddings())
@@ -251,7 +289,7 @@ class Target:
 
     def _quick(self) -> AbstractContextManager:
         """Inference mode for a pass that neither the compiler nor a recording sees: operations cost less there."""
-        seen = self.static or self.flex or torch.compiler.is_dynamo_compiling()
+        seen = self.static or torch.compiler.is_dynamo_compiling()
         return nullcontext() if seen else torch.inference_mode()  # mode=False would switch gradients on
 
     def forward(
@@ -328,8 +366,9 @@ class Target:
             states = recurrent.NodePass(buffers.states, specs, tree.visible, nodes, base)
         offsets, visible = attention.ending(tree.offsets, n), attention.ending(tree.visible, n)
         slots = base[:, None] + attention.ending(torch.arange(tree.offsets.shape[1], device=nodes.device)[None], n)
-        if self.flex:
-            mask = flex.pack_mask(base, tree.offsets, visible)
+        if self.attends == "triton":
+            whole_text = text is not None and text.length == n
+            mask = kernel.pack_mask(base, tree.offsets, None if whole_text else visible)
         else:
             mask = attention.build_mask(self.kinds, base, tree.offsets, visible, view.shape[0], self.dtype)
             if text is not None and n > attention.STRETCH:

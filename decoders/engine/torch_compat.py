@@ -6,7 +6,6 @@ one, so that a version of torch that moves one says which.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -400,23 +399,6 @@ def traced_by_one_thread() -> Iterator[None]:
 
     with mock.patch.object(torch.fx.Tracer, "call_module", call_module):
         yield
-
-
-# FlexAttention.
-
-
-@cache
-def flex_decoding_takes_several_programs() -> bool:
-    """Whether the kernel that splits the cache deals a head's queries out to several programs. Before it did (during 2.11's
-    development), it left all but the first ``BLOCK_M`` out without a word. Goes with torch 2.11.
-    """
-    from torch._inductor.kernel.flex.flex_decoding import flex_decoding_grid
-
-    try:
-        programs = flex_decoding_grid(1, 1, 1, 2 * 16, 64, {"BLOCK_M": 16, "SPLIT_KV": 1})
-        return math.prod(int(size) for size in programs) == 2
-    except Exception:  # no answer is no
-        return False
 
 
 # The compiler's surroundings. Replaced by a public way to ask what a compilation would use.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -17,7 +17,7 @@ from ..engine.layout import vocabulary_of
 from ..engine.torch_compat import writes_counted
 from ..engine.weights.quantization import Precision, Scheme, scheme_of
 from ..errors import UnsupportedError
-from ..settings import RuntimeSettings
+from ..settings import Attention, RuntimeSettings
 from .translation import TokenMap, tokens_of, translated
 
 #: Heads are padded to multiples of up to this many ids; a larger difference means another vocabulary.
@@ -52,9 +52,7 @@ class Assistants:
         for engine in list(self._engines.values()):
             engine.forget()
 
-    def engine(
-        self, model: PreTrainedModel, attention: Literal["auto", "sdpa", "flex"], weights: Scheme | None
-    ) -> Engine:
+    def engine(self, model: PreTrainedModel, attention: Attention, weights: Scheme | None) -> Engine:
         """The engine of a draft model, made once. weights: number format of its matrices, None for its own.
 
         Raises:

@@ -15,7 +15,7 @@ from ..engine.engine import Engine, MemoryKey
 from ..engine.fitness import refuse_unfit
 from ..engine.locks import CallLock
 from ..engine.weights.quantization import Precision, scheme_of
-from ..settings import RuntimeSettings
+from ..settings import Attention, RuntimeSettings
 from .arguments import refuse_arguments
 from .assistants import Assistants
 from .call import GenerateCall, PreparedCall
@@ -72,7 +72,7 @@ class Generate:
 
     def engine(
         self,
-        attention: Literal["auto", "sdpa", "flex"] = "auto",
+        attention: Attention = "auto",
         weights: Literal["keep", "packed", "int8", "int4"] = "keep",
         kv_cache: Literal["keep", "int8"] = "keep",
     ) -> Engine:

@@ -147,11 +147,6 @@ def test_tracing_leaves_modules_of_other_threads_alone() -> None:
     assert type(seen[0]) is torch.Tensor
 
 
-def test_flex_decoding_uses_several_programs_where_torch_does() -> None:
-    newer = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
-    assert torch_compat.flex_decoding_takes_several_programs() or not newer, VERSION
-
-
 def test_operators_tell_what_they_write_to_and_which_wait() -> None:
     assert torch_compat.schema_of(torch.ops.aten.add_.Tensor).arguments[0].alias_info.is_write, VERSION
     assert not torch_compat.schema_of(torch.ops.aten.add.Tensor).is_mutable, VERSION

@@ -16,7 +16,6 @@ from transformers import StoppingCriteria
 
 import decoders
 from decoders.engine.recurrent import levels_of
-from decoders.engine.target import Target
 from decoders.errors import UnsupportedError
 from decoders.strategies import Autoregressive, Lookahead, PromptLookup
 from decoders.strategy import Strategy
@@ -89,11 +88,6 @@ def test_compiling_is_refused_and_auto_runs_uncompiled():
         decode(enabled("lfm2"), prompts(), "prompt_lookup", max_new_tokens=4, decoders_config={"compile": True})
     out = decode(enabled("lfm2"), prompts(), "prompt_lookup", max_new_tokens=4, decoders_config={"compile": "auto"})
     assert not out.report.compiled
-
-
-def test_flex_attention_is_refused():
-    with pytest.raises(UnsupportedError, match="sdpa"):
-        Target(tiny_model("lfm2"), "flex")
 
 
 @pytest.mark.parametrize("name", QUICK)

@@ -92,7 +92,7 @@ class FixedBatch:
         sampling = sampling_inputs(request.values, request.seed, call.width, request.stop_tokens, target.device)
         call.longest = max(call.lengths) + request.new_tokens
         slots = max(
-            call.longest if target.static_slots else min(call.longest, max(call.lengths) + SLOTS_AHEAD),
+            call.longest if target.static else min(call.longest, max(call.lengths) + SLOTS_AHEAD),
             request.runtime.slots or 0,
         )
         # A strategy that reads prompts reads all of them: equal calls draft alike, and its own cache has no holes.

@@ -57,7 +57,7 @@ class Lane:
         static = engine.target.static
         # Where rows are padded to a bucket, the padding must not touch what is read or kept behind them.
         reserved = row_bucket(capacity) if static else 0
-        self.pool = RowPool(engine.target, reserved + capacity, slots_for(FIRST_SLOTS, engine.target.static_slots))
+        self.pool = RowPool(engine.target, reserved + capacity, slots_for(FIRST_SLOTS, engine.target.static))
         call.session = self.pool
         self.admission = Admission(call, self.pool, reserved)
         self.batch: list[Seat] = []

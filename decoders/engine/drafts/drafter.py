@@ -79,12 +79,12 @@ class ModelDrafter(Drafter):
         if shared:
             call.read_rest()
             self.session = SharedSlots.of(target, call.session)
-            if target.static_slots:
+            if target.static:
                 self.session.reserve(call.longest + 2 * ahead)
         elif opened is not None:
             self.session = opened.session
         else:
-            self.session = RowPool(target, call.capacity, slots_for(slots, target.static_slots))
+            self.session = RowPool(target, call.capacity, slots_for(slots, target.static))
             self._seat(context, [-1] * len(call.request.prompts))
         self.guide = guide.ahead() if guide is not None else None
         self._functions: dict[str, Callable] = {}
@@ -346,8 +346,7 @@ class ModelDrafter(Drafter):
         if self.engine.target.static:
             end = self.call.longest + self.ahead + nodes
             self._deepest = max(self._deepest, nodes)
-        if not self.engine.target.flex or self.engine.target.static:
-            self.session.reserve(end)
+        self.session.reserve(end)
         return self.session.view(end)
 
     def _context(self, outer: Context) -> Context:

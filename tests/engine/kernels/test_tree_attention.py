@@ -1,0 +1,182 @@
+"""The attention kernel, interpreted on the CPU, beside plain attention in float64."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decoders.engine.attention import LayerKind, build_mask
+from decoders.engine.kernels import attention as kernel
+from decoders.engine.kernels.attention import attend, pack_mask, split_count
+from decoders.engine.kernels.launch import interpreted
+from decoders.engine.text_blocks import causal_block
+from decoders.tree import Topology, TreeTensors
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.skipif(not interpreted(), reason="Triton's interpreter is off: a GPU is here, or no Triton")
+
+
+def made(
+    rows: int, nodes: int, view: int, *, heads: int = 2, group: int = 1, width: int = 16, value_width: int | None = None,
+    dtype: torch.dtype = torch.float32, seed: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Queries, keys and values as a model hands them over: queries with heads inside, keys as the beginning of a longer cache."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    query = noise(rows, nodes, heads * group, width).transpose(1, 2)
+    key, value = noise(rows, heads, view + 64, width), noise(rows, heads, view + 64, value_width or width)
+    return query, key[:, :, :view], value[:, :, :view]
+
+
+def expected(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, base: torch.Tensor, tree: TreeTensors, kind: LayerKind,
+    scale: float, softcap: float | None = None, sinks: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """By plain operations in float64, ``[B, N, Hq, Dv]``."""
+    queries, group = query.shape[2], query.shape[1] // key.shape[1]
+    visible = tree.visible[:, -queries:]
+    allowed = build_mask((kind,), base, tree.offsets, visible, key.shape[2], torch.float64)[:, 0] == 0
+    key, value = (t.double().repeat_interleave(group, 1) for t in (key, value))
+    scores = query.double() @ key.transpose(2, 3) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~allowed[:, None], float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double()[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
+    weights = scores.softmax(-1)[..., : key.shape[2]].nan_to_num()
+    return (weights @ value).transpose(1, 2)
+
+
+def check(
+    tree: TreeTensors, base: list[int], view: int, *, queries: int | None = None, kind: LayerKind = LayerKind(),
+    text: bool = False, softcap: float | None = None, sinks: bool = False, tolerance: float = 2e-6, **sizes: Any,
+) -> None:  # fmt: skip
+    rows, nodes = tree.offsets.shape
+    query, key, value = made(rows, queries or nodes, view, **sizes)
+    own = torch.randn(query.shape[1], generator=torch.Generator().manual_seed(1)) if sinks else None
+    begin = torch.tensor(base)
+    mask = pack_mask(begin, tree.offsets, None if text else tree.visible[:, -query.shape[2] :])
+    scale = query.shape[3] ** -0.5
+    ours = attend(query, key, value, mask, own, kind, None, softcap)
+    plain = expected(query, key, value, begin, tree, kind, scale, softcap, own)
+    assert ours.dtype == query.dtype and ours.is_contiguous()
+    # Nodes in front of a row's beginning are run for nothing.
+    counts = (begin[:, None] + tree.offsets[:, -query.shape[2] :]) >= 0
+    assert (ours.double() - plain)[counts].abs().max() < tolerance
+
+
+def branching(nodes: int, rows: int) -> TreeTensors:
+    """A tree of several branches, filled up to `nodes`."""
+    return Topology.branches(max(min(nodes // 3, 5), 1), max((nodes - 1) // 6, 1)).padded(nodes).tensors(rows, CPU)
+
+
+CASES = {
+    "one node": dict(tree=branching(1, 1), base=[150], view=256, group=4),
+    "a tree and ragged rows": dict(tree=branching(16, 3), base=[0, 150, 239], view=256, group=3),
+    "more nodes than a word has bits": dict(tree=branching(80, 2), base=[3, 130], view=256, heads=1),
+    "a level of a tree, whose others are in the cache": dict(tree=branching(16, 2), base=[7, 100], view=128, queries=5),
+    "a window shorter than the text": dict(tree=branching(16, 2), base=[20, 400], view=448, kind=LayerKind(window=37)),
+    "a window shorter than the block": dict(tree=branching(16, 2), base=[20, 200], view=256, kind=LayerKind(window=2)),
+    "chunks": dict(tree=branching(16, 2), base=[30, 330], view=384, kind=LayerKind(chunk=33)),
+    "capped scores": dict(tree=branching(4, 2), base=[20, 200], view=256, softcap=0.7),
+    "sinks": dict(tree=branching(4, 2), base=[0, 200], view=256, group=2, sinks=True),
+    "values narrower than keys": dict(tree=branching(4, 1), base=[140], view=192, width=24, value_width=8),
+    "a width that is no power of two": dict(tree=branching(4, 1), base=[140], view=192, width=80),
+    "wide heads": dict(tree=branching(4, 1), base=[140], view=192, heads=1, width=256),
+    "a block that begins before its row": dict(tree=branching(4, 2), base=[-2, 5], view=128),
+    "bfloat16": dict(tree=branching(8, 2), base=[5, 190], view=256, group=4, dtype=torch.bfloat16, tolerance=2e-2),
+    "float16": dict(tree=branching(8, 2), base=[5, 190], view=256, dtype=torch.float16, tolerance=2e-3),
+    "text whose keys are split": dict(tree=causal_block(2, 40, CPU), base=[0, 170], view=256, text=True, group=2),
+    "text with a window": dict(tree=causal_block(1, 70, CPU), base=[90], view=192, text=True, kind=LayerKind(window=20)),
+    "text in chunks, with sinks": dict(
+        tree=causal_block(1, 70, CPU), base=[90], view=192, text=True, kind=LayerKind(chunk=50), sinks=True
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in CASES.items()])
+def test_a_block_attends_as_plain_attention_does(case: dict[str, Any]) -> None:
+    check(**case)
+
+
+def test_long_text_is_attended_to_without_splitting_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "ENOUGH_PROGRAMS", 2)
+    for kind in (LayerKind(), LayerKind(window=50)):
+        check(causal_block(1, 150, CPU), [30], 256, text=True, group=2, sinks=True, kind=kind)
+
+
+def test_text_as_a_block_of_nodes_gives_the_same() -> None:
+    check(causal_block(2, 40, CPU), [0, 100], 192, heads=1)
+
+
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_any_tree_over_any_rows_attends_as_plain_attention_does(data: st.DataObject) -> None:
+    nodes = data.draw(st.integers(1, 12))
+    parents = [data.draw(st.integers(-1 if node > 1 else 0, max(node - 1, 0))) for node in range(1, nodes)]
+    rows = data.draw(st.integers(1, 2))
+    tree = Topology.from_parents([-1, *[max(p, 0) for p in parents]]).tensors(rows, CPU)
+    view = data.draw(st.sampled_from([64, 192]))
+    check(
+        tree, [data.draw(st.integers(-1, view - nodes)) for _ in range(rows)], view,
+        kind=LayerKind(window=data.draw(st.none() | st.integers(1, 200))), group=data.draw(st.sampled_from([1, 3])),
+        sinks=data.draw(st.booleans()),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_query_has_the_same_bits_whatever_else_is_in_its_block_batch_and_cache(dtype: torch.dtype) -> None:
+    base, view = 150, 320
+    query, key, value = made(1, 17, view, heads=1, group=3, dtype=dtype)
+    chain = Topology.chain(16).tensors(1, CPU)
+    whole = attend(query, key, value, pack_mask(torch.tensor([base]), chain.offsets, chain.visible))
+    for nodes, capacity in ((1, 192), (5, 256)):
+        short = Topology.chain(nodes - 1).tensors(1, CPU)
+        mask = pack_mask(torch.tensor([base]), short.offsets, short.visible)
+        alone = attend(query[:, :, :nodes], key[:, :, :capacity], value[:, :, :capacity], mask)
+        assert torch.equal(alone, whole[:, :nodes])
+    others = [torch.cat([t, torch.randn_like(t)]) for t in (query, key, value)]
+    pair = Topology.chain(16).tensors(2, CPU)
+    beside = attend(*others, pack_mask(torch.tensor([base, 7]), pair.offsets, pair.visible))
+    assert torch.equal(beside[:1], whole)
+
+
+def test_rows_whose_parts_would_take_too_much_memory_are_attended_to_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value = made(3, 4, 256)
+    tree = branching(4, 3)
+    mask = pack_mask(torch.tensor([0, 100, 200]), tree.offsets, tree.visible)
+    together = attend(query, key, value, mask)
+    monkeypatch.setattr(kernel, "MOST_SCRATCH", 1)
+    assert torch.equal(attend(query, key, value, mask), together)
+
+
+def test_splits_cover_the_slots_once_and_their_places_depend_on_nothing() -> None:
+    ends: list[int] = []
+    for view in (*range(1, 6000, 7), 1 << 17):
+        count = split_count(view)
+        starts = [_start(split) for split in range(count + 1)]
+        assert starts[0] == 0 and starts[count - 1] < view <= starts[count]
+        ends = starts if len(starts) > len(ends) else ends
+    assert all(0 < b - a <= 4096 and a % 128 == 0 for a, b in pairwise(ends)) and len(ends) <= 113
+
+
+def _start(split: int) -> int:
+    """As the kernels have it."""
+    octave, place = divmod(split, kernel.OCTAVE)
+    size = kernel.FIRST_SPLIT << max(octave - 1, 0)
+    return (kernel.FIRST_SPLIT * kernel.OCTAVE << (octave - 1) if octave else 0) + place * size
+
+
+def test_a_row_in_front_of_its_beginning_gets_zeros_and_no_nan() -> None:
+    query, key, value = made(1, 2, 64)
+    tree = Topology.chain(1).tensors(1, CPU)
+    out = attend(query, key, value, pack_mask(torch.tensor([-2]), tree.offsets, tree.visible))
+    assert torch.equal(out, torch.zeros_like(out))

@@ -1,0 +1,170 @@
+"""Faults that are planted in a target: the check at its start sees each, and a wrong kernel is left for sdpa."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import decoders
+from decoders.cli import app
+from decoders.engine import attention, self_check
+from decoders.engine.attention import LayerKind
+from decoders.engine.kernels import attention as kernel
+from decoders.engine.kernels.launch import interpreted
+from decoders.engine.target import Target
+from decoders.errors import UnsupportedError
+from decoders.testing.models import tiny_model
+from decoders.tree import TreeTensors
+
+with_kernels = pytest.mark.skipif(not interpreted(), reason="Triton's interpreter is off: a GPU is here, or no Triton")
+
+
+def one_further(kind: LayerKind, allowed: Any, position_q: Any, position_k: Any) -> Any:
+    return plain_narrow(LayerKind(kind.window and kind.window + 1, kind.chunk), allowed, position_q, position_k)
+
+
+def without_chunks(kind: LayerKind, allowed: Any, position_q: Any, position_k: Any) -> Any:
+    return plain_narrow(LayerKind(kind.window), allowed, position_q, position_k)
+
+
+plain_narrow, plain_mask = LayerKind.narrow, attention.build_mask
+
+
+def seeing_a_sibling(kinds: Any, base: Any, offsets: Any, visible: Any, view: int, dtype: Any) -> Any:
+    """The last node of blocks of ten and more sees the second one too."""
+    if visible.shape[1] >= 10:
+        visible = visible.clone()
+        visible[:, -1, 1] = True
+    return plain_mask(kinds, base, offsets, visible, view, dtype)
+
+
+def blind_to_long_texts(kinds: Any, base: Any, offsets: Any, visible: Any, view: int, dtype: Any) -> Any:
+    mask = plain_mask(kinds, base, offsets, visible, view, dtype)
+    if visible.shape[1] < 20:
+        mask[:, :, :, 25:27] = torch.finfo(dtype).min
+    return mask
+
+
+def of_the_first_row(kinds: Any, base: Any, offsets: Any, visible: Any, view: int, dtype: Any) -> Any:
+    return plain_mask(kinds, base[:1].expand(len(base)), offsets, visible, view, dtype)
+
+
+@pytest.mark.parametrize(
+    "model, owner, name, fault",
+    [
+        ("gemma3", LayerKind, "narrow", one_further),
+        ("mistral", LayerKind, "narrow", one_further),
+        ("llama4", LayerKind, "narrow", without_chunks),
+        ("llama", attention, "build_mask", seeing_a_sibling),
+        ("llama", attention, "build_mask", blind_to_long_texts),
+        ("llama", attention, "build_mask", of_the_first_row),
+    ],
+)
+def test_a_planted_fault_is_seen(
+    model: str, owner: Any, name: str, fault: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = tiny_model(model)
+    Target(tiny)
+    monkeypatch.setattr(owner, name, fault)
+    with pytest.raises(UnsupportedError, match="logits verified through a token tree of"):
+        Target(tiny)
+
+
+def test_a_branch_at_the_wrong_position_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Target.inputs
+
+    def inputs(target: Target, nodes: Any, base: Any, tree: TreeTensors, *rest: Any, **more: Any) -> dict:
+        if nodes.shape[1] > 10:
+            tree = replace(tree, offsets=torch.arange(len(tree)).expand_as(tree.offsets))
+        return plain(target, nodes, base, tree, *rest, **more)
+
+    monkeypatch.setattr(Target, "inputs", inputs)
+    with pytest.raises(UnsupportedError, match="16 nodes"):
+        Target(tiny_model("llama"))
+
+
+def test_windows_are_as_long_as_before_when_the_check_is_over() -> None:
+    model = tiny_model("gemma3", sliding_window=4096)
+    target = Target(model)
+    assert (
+        LayerKind(window=4096) in target.kinds
+        and attention.kind_of(target.model.model.layers[0].self_attn) in target.kinds
+    )
+    assert model.config.sliding_window == 4096 == target.model.config.sliding_window
+
+
+def test_the_check_shortens_windows_that_no_text_of_its_own_would_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LayerKind, "narrow", one_further)
+    with pytest.raises(UnsupportedError, match="differ"):
+        Target(tiny_model("gemma3", sliding_window=4096))
+
+
+def small() -> Any:
+    """One layer and one key head: the interpreter is slow."""
+    return tiny_model("llama", num_hidden_layers=1, num_key_value_heads=1, num_attention_heads=2)
+
+
+@pytest.fixture
+def kernel_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU takes the kernel as CUDA does, interpreted, and a check runs little."""
+    monkeypatch.setattr(kernel, "preferred", lambda device: True)
+    monkeypatch.setattr(self_check, "ON_CPU", self_check.Sizes((12, 7), ((3, 1), (5, 3)), 8))
+
+
+@with_kernels
+@pytest.mark.usefixtures("kernel_preferred")
+def test_the_kernel_is_checked_and_taken() -> None:
+    target = Target(small())
+    assert target.attends == "triton" and target.rejected is None
+
+
+@with_kernels
+@pytest.mark.usefixtures("kernel_preferred")
+@pytest.mark.parametrize("fault", ["wrong", "raises"])
+def test_a_kernel_that_does_not_work_is_left_for_sdpa_with_one_warning_and_is_a_problem_for_doctor(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = kernel.attend
+
+    def wrong(query: Any, *rest: Any) -> Any:
+        if fault == "raises":
+            raise RuntimeError("no kernel image is available")
+        out = plain(query, *rest)
+        return out * 1.5 if query.shape[2] == 16 else out  # right for other sizes
+
+    monkeypatch.setattr(kernel, "attend", wrong)
+    reason = "16 nodes" if fault == "wrong" else "no kernel image"
+    model, ids = decoders.enable(small()), torch.arange(6, 16)[None]
+    given = dict(input_ids=ids, max_new_tokens=4, do_sample=False)
+    with pytest.warns(UserWarning, match=f"attention kernel does not work here.*{reason}"):
+        ours = model.generate(**given, strategy="prompt_lookup")
+    assert torch.equal(ours, model.generate(**given))
+    model.generate(**given, strategy="prompt_lookup")  # the warning came once
+    with pytest.raises((UnsupportedError, RuntimeError), match=reason):
+        Target(small(), "triton")
+    monkeypatch.setattr("decoders.cli.models.load", lambda *_: (small(), None))
+    with pytest.warns(UserWarning, match="kernel"):
+        out = CliRunner().invoke(app, ["doctor", "any", "--json"])
+    found = {finding["name"]: finding for finding in json.loads(out.stdout)}
+    assert found["attention"]["status"] == "problem" and reason in found["attention"]["detail"]
+
+
+def test_what_the_kernel_cannot_do_is_named() -> None:
+    layout = Target(tiny_model("llama")).layout
+    count, cpu = len(layout), torch.device("cpu")
+    if interpreted():
+        assert kernel.unfit(layout, count, cpu) is None
+        assert "attention of their own" in str(kernel.unfit(layout, count - 1, cpu))
+        assert "512 wide" in str(kernel.unfit([replace(spec, key_dim=512) for spec in layout], count, cpu))
+        assert "float64" in str(kernel.unfit([replace(spec, dtype=torch.float64) for spec in layout], count, cpu))
+
+
+def test_attention_flex_is_gone_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="'flex' is gone"):
+        assert decoders.settings.RuntimeSettings(attention="flex").attention == "auto"
