@@ -44,8 +44,8 @@ class Sizes:
     reach: int
 
 
-#: On the CPU a check is a part of every process's first second: two texts, blocks of 4 and 16 nodes.
-ON_CPU = Sizes((34, 17), ((3, 1), (5, 3)), 12)
+#: On the CPU a check is a part of every process's first second: two short texts, a block of 16 nodes.
+ON_CPU = Sizes((24, 11), ((5, 3),), 8)
 #: On CUDA texts are longer than a bucket and than a split of the attention kernel, and blocks have up to 64 nodes, as those of calls:
 #: a kernel that was right at eight slots was wrong there.
 ON_CUDA = Sizes((300, 41), ((3, 1), (5, 3), (21, 3)), 30)
