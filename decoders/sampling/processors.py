@@ -12,6 +12,8 @@ from torch import Tensor
 MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 MIX_2 = 0x94D049BB133111EB - (1 << 64)
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+#: ``GOLDEN * GOLDEN_INVERSE`` is 1 in 64 bits.
+GOLDEN_INVERSE = 0xF1DE83E19937733D - (1 << 64)
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,15 @@ def mix64(z: Tensor) -> Tensor:
     return z ^ ((z >> 31) & 0x1FFFFFFFF)
 
 
+def advanced(start: Tensor, steps: Tensor | int) -> Tensor:
+    """``start + steps * GOLDEN``: splitmix64's state `steps` draws later.
+
+    Multiplied after the sum. Steps out of ``arange`` are index arithmetic to inductor, of 32 bits in Triton, and their product with
+    a constant is as well: ``GOLDEN`` has 64. A sum with what is read from memory is not.
+    """
+    return (start * GOLDEN_INVERSE + steps) * GOLDEN
+
+
 def row_keys(seed: int, rows: int, device: torch.device) -> Tensor:
     """``[B]`` int64 noise keys of the rows of a batch, from one seed."""
     index = torch.arange(1, rows + 1, dtype=torch.int64, device=device)
@@ -97,7 +108,7 @@ def first_keys(seeds: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _keys(start: Tensor, index: Tensor | int) -> Tensor:
-    return mix64(mix64(start) + index * GOLDEN)
+    return mix64(advanced(mix64(start), index))
 
 
 def gumbel_noise(keys: Tensor, positions: Tensor, vocab: int) -> Tensor:
@@ -119,14 +130,14 @@ def gumbel_noise(keys: Tensor, positions: Tensor, vocab: int) -> Tensor:
 
 def noise_of(keys: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
     """:func:`gumbel_noise` of `tokens` ``[B, N, K]`` int64 alone, ``[B, N, K]`` float32."""
-    bits = mix64(noise_keys(keys, positions)[..., None] + (tokens + 1) * GOLDEN)
+    bits = mix64(advanced(noise_keys(keys, positions)[..., None], tokens + 1))
     u = (((bits >> 32) & 0xFFFFFFFF).float() + 0.5) * 2.0**-32
     return -torch.log(-torch.log1p(-u.clamp(max=1 - 2.0**-24)))
 
 
 def noise_keys(keys: Tensor, positions: Tensor) -> Tensor:
     """``[B, N]`` int64: what the noise of a position is made of, besides the token."""
-    return mix64(keys[:, None] + positions * GOLDEN)
+    return mix64(advanced(keys[:, None], positions))
 
 
 #: Scores up to 2^17 stay finite when they are divided by it. At temperatures below, the best token is all that is left, and where
