@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..common.devices import host_reads
+from .nucleus import MOST_OF_TOP_K, best_of, kth_of, top_k_top_p
+
 # splitmix64 (Steele, Lea & Flood 2014) as signed 64-bit constants: torch has no unsigned multiplication.
 MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 MIX_2 = 0x94D049BB133111EB - (1 << 64)
@@ -155,13 +158,11 @@ def _temperature(scores: Tensor, value: Tensor, **_: Tensor) -> Tensor:
 
 
 def _top_k(scores: Tensor, value: Tensor, **_: Tensor) -> Tensor:
-    k = value.long().clamp(1, scores.shape[-1])
-    ordered = scores.sort(-1, descending=True).values
-    if k.dim():  # one per row
-        kth = ordered.gather(-1, (k - 1).expand(*scores.shape[:-1], 1))
-    else:
-        kth = ordered.index_select(-1, (k - 1)[None])
-    return scores.masked_fill(scores < kth, float("-inf"))
+    return scores.masked_fill(scores < kth_of(best_of(scores), value), float("-inf"))
+
+
+def _large_top_k(scores: Tensor, value: Tensor, **_: Tensor) -> Tensor:
+    return scores.masked_fill(scores < kth_of(scores.sort(-1, descending=True).values, value), float("-inf"))
 
 
 def _top_p(scores: Tensor, value: Tensor, **_: Tensor) -> Tensor:
@@ -205,6 +206,7 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "min_new_tokens": _min_new_tokens,
     "temperature": _temperature,
     "top_k": _top_k,
+    "large_top_k": _large_top_k,
     "top_p": _top_p,
     "min_p": _min_p,
     "typical_p": _typical_p,
@@ -216,9 +218,13 @@ def process(
 ) -> Tensor:
     """Runs the plan's operations over every node: ``[B, N, V]`` float32 logits to scores of the same shape."""
     legal = logits if masks is None else masks.allow(logits)
-    scores = legal
-    for i, name in enumerate(plan.operations):
-        scores = OPERATIONS[name](scores, inputs.value(i), positions=positions, stop_tokens=inputs.stop_tokens)
+    scores, names = legal, plan.operations
+    unsorted = scores.shape[-1] > MOST_OF_TOP_K and not host_reads(scores)
+    for i, name in enumerate(names):
+        if unsorted and names[i : i + 2] == ("top_k", "top_p"):
+            scores = top_k_top_p(scores, inputs.value(i), inputs.value(i + 1))
+        elif not (unsorted and name == "top_p" and i and names[i - 1] == "top_k"):
+            scores = OPERATIONS[name](scores, inputs.value(i), positions=positions, stop_tokens=inputs.stop_tokens)
     if masks is not None and "min_new_tokens" in plan.operations:
         scores = grammar_first(scores, legal)
     return scores

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from decoders.engine.compiled import forward_graphs
 from decoders.engine.core import settle
+from decoders.engine.target import Target
 from decoders.engine.verify import draw
 from decoders.medusa.config import HeadsConfig
 from decoders.medusa.heads import MedusaHeads
 from decoders.sampling import SamplingInputs, SamplingPlan, candidates, gumbel_noise
-from decoders.sampling.processors import row_keys
+from decoders.sampling.nucleus import MOST_OF_TOP_K
+from decoders.sampling.processors import process, row_keys
 from decoders.strategies.lookahead import first_window
 from decoders.strategies.medusa import draft_tokens
+from decoders.testing.models import tiny_model
 from decoders.tree import Topology, TreeTensors
 from decoders.verifiers import BUILT_IN, Block, Outcomes
 
-from .triton_code import needs_the_interpreter, run_as_triton_code, same
+from .triton_code import needs_the_interpreter, run_as_triton_code, same, written_for_triton
 
 CPU = torch.device("cpu")
 VOCAB = 40
@@ -67,6 +73,13 @@ def test_choice_is_the_same(name, tmp_path):
     plan, positions = PLANS[name], torch.tensor([[0, 1], [5, 6]])
     arguments = scores_of(2, 2, VOCAB), plan, inputs_of(plan, 2), positions
     assert same(run_as_triton_code(tmp_path, chosen_from, *arguments), chosen_from(*arguments))
+
+
+@pytest.mark.slow
+def test_what_is_left_of_a_large_vocabulary_is_the_same(tmp_path):
+    plan = PLANS["temperature, top_k, top_p"]
+    arguments = scores_of(1, 2, MOST_OF_TOP_K + 9), plan, inputs_of(plan, 1), torch.tensor([[0, 1]])
+    assert same(run_as_triton_code(tmp_path, process, *arguments), process(*arguments))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -125,3 +138,23 @@ def test_what_verifiers_let_through_is_the_same(kind, tmp_path):
 
     arguments = row_keys(5, 2, CPU), nodes, scores_of(2, n, 6).softmax(-1), scores_of(2, n - 1, 6).softmax(-1)
     assert same(run_as_triton_code(tmp_path, judged, *arguments), judged(*arguments))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral"])
+def test_forward_passes_are_the_same(name, tmp_path):
+    target = Target(tiny_model(name))
+    forward = forward_graphs.plain(target)
+
+    def arguments() -> tuple[Any, ...]:
+        torch.manual_seed(0)
+        nodes, base, tree, buffers, view, kept = forward_graphs.examples(target, 2, 5)
+        return nodes, base, forward_graphs.laid_out(tree), buffers, view, kept
+
+    with torch.no_grad(), written_for_triton(tmp_path) as sources:
+        forward.compile(*arguments())
+        ours, theirs = arguments(), arguments()
+        results = zip(forward(*ours), forward.function(*theirs), strict=True)
+    assert forward.regional and sources
+    for result, expected in (*results, *zip(ours[3].tensors, theirs[3].tensors, strict=True)):
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)

@@ -1,4 +1,7 @@
-"""The code that inductor writes for CUDA, run on the CPU by Triton's interpreter."""
+"""The code that inductor writes for CUDA, run on the CPU by Triton's interpreter.
+
+For float32 and integers: the interpreter (Triton 3.9) rounds to bfloat16 towards zero, half of the numbers to another one.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ from decoders.engine.compiled.compiler import private
 #: Functions of CUDA's library that the interpreter does not have.
 LIBRARY = {
     "exp": np.exp,
+    "floor": np.floor,
     "isnan": np.isnan,
     "log1p": np.log1p,
     "rsqrt": lambda x: 1 / np.sqrt(x),
@@ -51,13 +55,13 @@ class Kernel:
 
     def run(self, *args: Any, stream: Any) -> None:
         signature: dict[str, str] = self.options["triton_meta"]["signature"]
-        given = dict(zip((name for name, kind in signature.items() if kind != "constexpr"), args, strict=True))
+        given = dict(zip((name for name in signature if not name.endswith("BLOCK")), args, strict=True))
         assert self.options["inductor_meta"]["grid_type"] in ("Grid1D", "Grid2D"), self.options["inductor_meta"]
         hints = self.options["size_hints"]
         blocks = {
             name: min(hints[name.removesuffix("BLOCK").lower()], 1024)
-            for name, kind in signature.items()
-            if kind == "constexpr" and name not in self.options["triton_meta"]["constants"]
+            for name in signature
+            if name.endswith("BLOCK") and name not in self.options["triton_meta"]["constants"]
         }
         grid = tuple(
             math.ceil(given.get(f"{axis}numel", 1) / blocks.get(f"{axis.upper()}BLOCK", 1)) for axis in ("x", "y")
