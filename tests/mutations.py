@@ -190,8 +190,14 @@ MUTATIONS = (
         ("sampling/test_choice.py",),
     ),
     Mutation(
+        "noise-is-index-arithmetic", "decoders/sampling/processors.py",
+        "return (start * GOLDEN_INVERSE + steps) * GOLDEN",
+        "return start + steps * GOLDEN",
+        ("engine/test_triton_code.py",),
+    ),
+    Mutation(
         "all-rows-share-their-noise", "decoders/sampling/processors.py",
-        "return mix64(mix64(start) + index * GOLDEN)",
+        "return mix64(advanced(mix64(start), index))",
         "return mix64(mix64(start) + 0 * index)",
         ("sampling/test_processors.py", "generate/test_sampling.py"),
     ),

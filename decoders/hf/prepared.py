@@ -11,6 +11,7 @@ from transformers.generation import logits_process, stopping_criteria
 
 from ..engine.criteria import Criteria
 from ..engine.host_processors import Processors
+from ..sampling.nucleus import MOST_OF_TOP_K
 from ..sampling.processors import SamplingPlan
 
 #: Score of a token that an operation of the step takes out.
@@ -28,7 +29,7 @@ def plan_sampling(
     p = logits_process
     known: dict[type, Callable[[Any], tuple[str, float]]] = {
         p.TemperatureLogitsWarper: lambda x: ("temperature", x.temperature),
-        p.TopKLogitsWarper: lambda x: ("top_k", x.top_k),
+        p.TopKLogitsWarper: lambda x: ("top_k" if x.top_k <= MOST_OF_TOP_K else "large_top_k", x.top_k),
         p.TopPLogitsWarper: lambda x: ("top_p", 1 - x.top_p),
         p.MinPLogitsWarper: lambda x: ("min_p", x.min_p),
         p.TypicalLogitsWarper: lambda x: ("typical_p", x.mass),

@@ -8,10 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..common.devices import host_reads
+from .nucleus import MOST_OF_TOP_K, best_of, kth_of, top_k_top_p
+
 # splitmix64 (Steele, Lea & Flood 2014) as signed 64-bit constants: torch has no unsigned multiplication.
 MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 MIX_2 = 0x94D049BB133111EB - (1 << 64)
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+#: ``GOLDEN * GOLDEN_INVERSE`` is 1 in 64 bits.
+GOLDEN_INVERSE = 0xF1DE83E19937733D - (1 << 64)
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,15 @@ def mix64(z: Tensor) -> Tensor:
     return z ^ ((z >> 31) & 0x1FFFFFFFF)
 
 
+def advanced(start: Tensor, steps: Tensor | int) -> Tensor:
+    """``start + steps * GOLDEN``: splitmix64's state `steps` draws later.
+
+    Multiplied after the sum. Steps out of ``arange`` are index arithmetic to inductor, of 32 bits in Triton, and their product with
+    a constant is as well: ``GOLDEN`` has 64. A sum with what is read from memory is not.
+    """
+    return (start * GOLDEN_INVERSE + steps) * GOLDEN
+
+
 def row_keys(seed: int, rows: int, device: torch.device) -> Tensor:
     """``[B]`` int64 noise keys of the rows of a batch, from one seed."""
     index = torch.arange(1, rows + 1, dtype=torch.int64, device=device)
@@ -97,7 +111,7 @@ def first_keys(seeds: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _keys(start: Tensor, index: Tensor | int) -> Tensor:
-    return mix64(mix64(start) + index * GOLDEN)
+    return mix64(advanced(mix64(start), index))
 
 
 def gumbel_noise(keys: Tensor, positions: Tensor, vocab: int) -> Tensor:
@@ -119,14 +133,14 @@ def gumbel_noise(keys: Tensor, positions: Tensor, vocab: int) -> Tensor:
 
 def noise_of(keys: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
     """:func:`gumbel_noise` of `tokens` ``[B, N, K]`` int64 alone, ``[B, N, K]`` float32."""
-    bits = mix64(noise_keys(keys, positions)[..., None] + (tokens + 1) * GOLDEN)
+    bits = mix64(advanced(noise_keys(keys, positions)[..., None], tokens + 1))
     u = (((bits >> 32) & 0xFFFFFFFF).float() + 0.5) * 2.0**-32
     return -torch.log(-torch.log1p(-u.clamp(max=1 - 2.0**-24)))
 
 
 def noise_keys(keys: Tensor, positions: Tensor) -> Tensor:
     """``[B, N]`` int64: what the noise of a position is made of, besides the token."""
-    return mix64(keys[:, None] + positions * GOLDEN)
+    return mix64(advanced(keys[:, None], positions))
 
 
 #: Scores up to 2^17 stay finite when they are divided by it. At temperatures below, the best token is all that is left, and where
@@ -144,13 +158,11 @@ def _temperature(scores: Tensor, value: Tensor, **_: Tensor) -> Tensor:
 
 
 def _top_k(scores: Tensor, value: Tensor, **_: Tensor) -> Tensor:
-    k = value.long().clamp(1, scores.shape[-1])
-    ordered = scores.sort(-1, descending=True).values
-    if k.dim():  # one per row
-        kth = ordered.gather(-1, (k - 1).expand(*scores.shape[:-1], 1))
-    else:
-        kth = ordered.index_select(-1, (k - 1)[None])
-    return scores.masked_fill(scores < kth, float("-inf"))
+    return scores.masked_fill(scores < kth_of(best_of(scores), value), float("-inf"))
+
+
+def _large_top_k(scores: Tensor, value: Tensor, **_: Tensor) -> Tensor:
+    return scores.masked_fill(scores < kth_of(scores.sort(-1, descending=True).values, value), float("-inf"))
 
 
 def _top_p(scores: Tensor, value: Tensor, **_: Tensor) -> Tensor:
@@ -194,6 +206,7 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "min_new_tokens": _min_new_tokens,
     "temperature": _temperature,
     "top_k": _top_k,
+    "large_top_k": _large_top_k,
     "top_p": _top_p,
     "min_p": _min_p,
     "typical_p": _typical_p,
@@ -205,9 +218,13 @@ def process(
 ) -> Tensor:
     """Runs the plan's operations over every node: ``[B, N, V]`` float32 logits to scores of the same shape."""
     legal = logits if masks is None else masks.allow(logits)
-    scores = legal
-    for i, name in enumerate(plan.operations):
-        scores = OPERATIONS[name](scores, inputs.value(i), positions=positions, stop_tokens=inputs.stop_tokens)
+    scores, names = legal, plan.operations
+    unsorted = scores.shape[-1] > MOST_OF_TOP_K and not host_reads(scores)
+    for i, name in enumerate(names):
+        if unsorted and names[i : i + 2] == ("top_k", "top_p"):
+            scores = top_k_top_p(scores, inputs.value(i), inputs.value(i + 1))
+        elif not (unsorted and name == "top_p" and i and names[i - 1] == "top_k"):
+            scores = OPERATIONS[name](scores, inputs.value(i), positions=positions, stop_tokens=inputs.stop_tokens)
     if masks is not None and "min_new_tokens" in plan.operations:
         scores = grammar_first(scores, legal)
     return scores

@@ -76,7 +76,7 @@ def select(scores: Tensor, operations: Operations, at_least: int) -> Selection:
     """
     first = next(i for i, (name, _) in enumerate(operations) if name != "temperature")
     scale, (name, value) = [value for _, value in operations[:first]], operations[first]
-    if name == "top_k":
+    if name in ("top_k", "large_top_k"):
         selection = _top_k_of(scores, scale, int(value), at_least)
     else:
         selection = _WHOLE[name](_scaled(scores, scale), value, at_least)
@@ -94,7 +94,7 @@ def by_reference(scores: Tensor, operations: Operations, at_least: int) -> Selec
     """What :func:`select` finds, from the operations' own definitions."""
     dense = scores.float()
     for name, value in operations:
-        if name == "top_k":  # the k-th is what it is, sorted or not
+        if name in ("top_k", "large_top_k"):  # the k-th is what it is, sorted or not
             kth = largest(dense, min(max(int(value), 1), dense.shape[-1]))[0][:, -1:]
             dense = dense.masked_fill(dense < kth, NEVER)
         else:
@@ -306,4 +306,4 @@ def _typical(
 
 
 _WHOLE = {"top_p": _top_p_of, "min_p": _min_p_of, "typical_p": _typical_p_of}
-_AMONG = {"top_k": _top_k, "top_p": _top_p, "min_p": _min_p, "typical_p": _typical_p}
+_AMONG = {"top_k": _top_k, "large_top_k": _top_k, "top_p": _top_p, "min_p": _min_p, "typical_p": _typical_p}

@@ -51,6 +51,7 @@ def random_scores(kind: str, seed: int) -> torch.Tensor:
 WARPERS = [
     *[("temperature", t, hf.TemperatureLogitsWarper(t)) for t in (0.3, 1.7)],
     *[("top_k", float(k), hf.TopKLogitsWarper(k)) for k in (1, 5, VOCAB, 1000)],
+    *[("large_top_k", float(k), hf.TopKLogitsWarper(k)) for k in (5, 2000)],
     *[("top_p", 1 - p, hf.TopPLogitsWarper(p)) for p in (0.1, 0.5, 0.9, 0.95, 1.0)],
     *[("min_p", p, hf.MinPLogitsWarper(p)) for p in (0.02, 0.3, 1.0)],
     *[("typical_p", p, hf.TypicalLogitsWarper(p)) for p in (0.2, 0.9)],
