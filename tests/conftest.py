@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import itertools
@@ -32,6 +33,7 @@ os.environ.setdefault("DECODERS_COST_CACHE", _costs.name)
 os.environ.setdefault("DECODERS_PRUNE", "0")  # by the clock: nearly nothing would be verified in rows of tiny models
 
 gc.disable()  # nothing that is imported for the tests is garbage
+atexit.register(gc.unfreeze)  # Triton, from 3.9 on, lists on stderr what is not freed at the end
 
 #: Modules imported since the survivors of the collector were set aside last.
 MANY_MODULES = 100

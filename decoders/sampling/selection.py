@@ -212,13 +212,14 @@ def _nucleus(scores: Tensor, tokens: Tensor, share: Tensor, outside: int, value:
     left_open = torch.zeros(len(scores), dtype=torch.bool)
     if outside:
         left_open = ~dropped[:, -1]
-    # Which of the equal scores at the border are dropped is for the reference's sort to say.
-    border = scores.gather(1, (~dropped).sum(-1, keepdim=True) - 1)
-    equal = scores == border
-    split = (equal & dropped).any(-1, keepdim=True) & (border > NEVER)
-    unsure = unsure | (equal & split)
-    if outside:
-        left_open = left_open | (split & equal[:, -1:])[:, 0]  # equals may go on outside
+    # Which of equal scores are dropped is for the reference's sort to say: of those where certainty ends, and where dropping begins.
+    ends = certain.sum(-1, keepdim=True).clamp(max=count - 1), (~dropped).sum(-1, keepdim=True) - 1
+    for border in [scores.gather(1, end) for end in ends]:
+        equal = (scores == border) & (border > NEVER)
+        split = (equal & ~certain).any(-1, keepdim=True) & (equal & ~dropped).any(-1, keepdim=True)
+        unsure = unsure | (equal & split)
+        if outside:
+            left_open = left_open | (split & equal[:, -1:])[:, 0]  # equals may go on outside
     scores = scores.masked_fill(dropped & ~unsure, NEVER)
     return Selection(scores, tokens, unsure & (scores > NEVER), left_open)
 

@@ -23,6 +23,7 @@ EXTRAS = {
     "checkpoints.py": {"gguf", "accelerate"},
     "server": {"fastapi", "starlette", "uvicorn", "prometheus_client", "jinja2"},
     "cli": {"fastapi", "uvicorn", "prometheus_client"},
+    "engine": {"triton"},  # torch for CUDA brings it
 }
 #: Scripts that Pythons of other environments run, and what these have.
 ELSEWHERE = {("bench/vllm_process.py", "vllm")}
