@@ -41,8 +41,8 @@ def test_nothing_changes_when_the_compiled_tier_is_ready(strategy: str, device: 
     for rows in (1, 3):
         before = own.decode(rows, given, **subject.options)
         assert torch.equal(before.sequences, expected[rows])
-        if strategy == "autoregressive":  # on a model that has decoded nothing yet, nothing waits for the compiler
-            assert before.report.timings.compile == 0 and before.report.compiled_steps == 0
+        if own is not subject:  # on a model that nothing was compiled for, nothing waits for the compiler
+            assert before.report.timings.compile == 0
     draft: Any = {"assistant_model": subject.options.get("assistant_model")}
     decoders.warmup(own.model, strategies=[given], rows=[1, 3], **draft)
     for rows in (1, 3):
