@@ -97,6 +97,7 @@ def main() -> None:
 def _register() -> None:
     from . import (
         bench,
+        bench_device,
         bench_fresh,
         bench_grammar,
         bench_load,
@@ -131,6 +132,7 @@ def _register() -> None:
     train.app.command()(train_medusa.medusa)
     train.app.command()(train_eagle3.eagle3)
     train.app.command()(train_draft.draft)
+    bench.app.command()(bench_device.device)
     bench.app.command()(bench_fresh.fresh)
     bench.app.command()(bench_grammar.grammar)
     bench.app.command()(bench_load.load)

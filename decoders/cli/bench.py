@@ -9,7 +9,7 @@ import typer
 
 from ..errors import SettingsError
 from .bench_options import by_strategy, numbers, pieces
-from .bench_output import consoles, footnote, write_json
+from .bench_output import consoles, footnote, importing, write_json
 
 app = typer.Typer(invoke_without_command=True)
 
@@ -132,12 +132,13 @@ def bench(
     if shapes is not None and (scale is not None or beside is not None):
         raise SettingsError("--scale and --beside take a model, not --shape")
 
-    import torch
+    with importing(progress_console):
+        import torch
 
-    from ..bench import Sampling
-    from ..bench.tables import noise
-    from ..settings import parse_assignments
-    from . import bench_run, generate
+        from ..bench import Sampling
+        from ..bench.tables import noise
+        from ..settings import parse_assignments
+        from . import bench_run, generate
 
     if threads is not None:
         torch.set_num_threads(threads)

@@ -11,6 +11,7 @@ import typer
 from ..errors import SettingsError, UnknownNameError
 from .bench_options import numbers, pieces
 from .bench_output import conclude, consoles
+from .console import waiting
 
 
 def fresh(
@@ -104,7 +105,7 @@ def fresh(
                 )  # fmt: skip
                 with (
                     tempfile.TemporaryDirectory(prefix="decoders-bench-", ignore_cleanup_errors=True) as cache,
-                    status.status(f"{subject} in {dtype_name}: {method}") as line,
+                    waiting(status, f"{subject} in {dtype_name}: {method}") as line,
                 ):
                     for turn in range(1 + (again and bool(strategy))):
                         label = method if not turn else f"{method}, disk cache warm"

@@ -16,6 +16,7 @@ from ..errors import SettingsError, UnknownNameError
 from .bench_options import pieces
 from .bench_output import conclude, consoles, progress_bar
 from .collector import set_aside
+from .console import waiting
 
 if TYPE_CHECKING:
     from ..bench.load import Arrival
@@ -100,12 +101,12 @@ def load(
 
     if threads is not None:
         torch.set_num_threads(threads)
-    if scale is None:
-        loaded, tokenizer = models.load(model, dtype)
-    else:
+    if scale is not None:
         shape_named(scale)
-        loaded, tokenizer = models.load(model, "float32")
-        loaded, _ = bench_models.in_scale(loaded, None, scale, dtype)
+    with waiting(progress_console, f"loading {model}"):
+        loaded, tokenizer = models.load(model, dtype if scale is None else "float32")
+        if scale is not None:
+            loaded, _ = bench_models.in_scale(loaded, None, scale, dtype)
     decoders.enable(loaded, tokenizer=tokenizer)
     # A load has the lengths that it has.
     loaded.generation_config.eos_token_id = None

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingsError
-from .console import plain_console
+from .console import plain_console, waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,6 +22,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..bench import Method
+
+
+#: Between two lines of progress, where there is no terminal.
+SECONDS_A_LINE = 5.0
 
 
 @contextlib.contextmanager
@@ -40,15 +46,39 @@ def consoles(json_file: Path | None) -> tuple[Console, Console]:
     return plain_console(stderr=True), plain_console(stderr=json_file is not None and str(json_file) == "-")
 
 
+def importing(console: Console) -> contextlib.AbstractContextManager:
+    """While libraries are imported: ten seconds on some hosts."""
+    return waiting(console, "importing torch and transformers")
+
+
 @contextlib.contextmanager
 def progress_bar(console: Console, total: int) -> Iterator[Callable[[str], None]]:
-    """A progress bar of `total` calls; yields what to call after each, with what was done."""
+    """A progress bar of `total` calls; yields what to call with each, and what it is.
+
+    Where no terminal shows the bar, lines say the same: the first at once, then at most one in :data:`SECONDS_A_LINE`.
+    """
+    if not console.is_terminal:
+        yield _progress_lines(console, total)
+        return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False))
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("compiling", total=total)
         yield lambda what: bar.update(task, advance=1, description=what)
+
+
+def _progress_lines(console: Console, total: int) -> Callable[[str], None]:
+    done, due = 0, -math.inf
+
+    def advance(what: str) -> None:
+        nonlocal done, due
+        done += 1
+        if (now := time.monotonic()) >= due:
+            due = now + SECONDS_A_LINE
+            console.print(f"{done}/{total} {what}")
+
+    return advance
 
 
 def dtypes_order(methods: Sequence[Method]) -> list[str]:

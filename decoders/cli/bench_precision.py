@@ -11,6 +11,7 @@ import typer
 from ..errors import UnknownNameError
 from .bench_options import numbers, pieces
 from .bench_output import conclude, consoles, progress_bar
+from .console import waiting
 
 KNOWN = ("int8", "int4", "kv:int8")
 
@@ -50,7 +51,8 @@ def precision(
 
     if threads is not None:
         torch.set_num_threads(threads)
-    loaded, tokenizer = load(model, dtype)
+    with waiting(progress_console, f"loading {model}"):
+        loaded, tokenizer = load(model, dtype)
     texts = [file.read_text(encoding="utf-8") for file in text] if text else [_default_text()]
     ids = [torch.tensor(tokenizer(whole)["input_ids"][:tokens]) for whole in texts]
     with progress_bar(progress_console, 2) as advance:

@@ -196,7 +196,8 @@ class Run:
         plan, methods = self.plan, list[Method]()
         tokenizer: PreTrainedTokenizerBase | None = None
         for dtype in plan.dtypes:
-            with waiting(self.console, f"loading {name} in {dtype}"):
+            size = f" at the size of {plan.scale}" if plan.scale else ""
+            with waiting(self.console, f"loading {name}{size} in {dtype}"):
                 target, tokenizer, assistant = load(name, plan.draft, dtype, plan.device, plan.scale)
                 tokenizers = tokenizers_of(tokenizer, plan.assistant_tokenizer)
             label = str(target.dtype).removeprefix("torch.")
@@ -209,7 +210,7 @@ class Run:
                 tokenizers.get("assistant_tokenizer"),
             )  # fmt: skip
         if plan.engines and not plan.capacity_only:
-            with self.console.status("writing models for other engines") as status:
+            with waiting(self.console, "writing models for other engines") as status:
                 exact = load(
                     name, plan.draft, "float32", "cpu", plan.scale
                 )  # every engine rounds the same numbers itself
@@ -221,7 +222,7 @@ class Run:
         if self.facts:
             return
         device = methods[0].model.device
-        with self.console.status("measuring the memory's bandwidth"):
+        with waiting(self.console, "measuring the memory's bandwidth"):
             speed = bandwidth.copy_bandwidth(device)
         self.facts = machine.facts(device) | {"copy_bandwidth": speed}
 

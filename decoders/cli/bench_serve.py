@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from .bench_output import conclude, consoles
+from .console import waiting
 
 
 def serve(
@@ -30,7 +31,7 @@ def serve(
     from .serve import check_installed
 
     check_installed()
-    _, console = consoles(json_file)
+    progress_console, console = consoles(json_file)
 
     import torch
 
@@ -39,8 +40,9 @@ def serve(
 
     if threads is not None:
         torch.set_num_threads(threads)
-    loaded, tokenizer = models.load(model, dtype)
-    with console.status("asking"):
+    with waiting(progress_console, f"loading {model}"):
+        loaded, tokenizer = models.load(model, dtype)
+    with waiting(progress_console, "asking"):
         results = overhead(loaded, tokenizer, strategy, prompt, new_tokens, requests, compile)
     table = Table(
         "",

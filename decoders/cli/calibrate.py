@@ -37,7 +37,7 @@ def calibrate(
 
         loaded, tokenizer = models.load(model, dtype)
         draft = models.load_assistant(assistant, model, dtype, False)
-    with console.status("measuring"):
+    with waiting(console, "measuring"):
         done = decoders.calibrate(
             loaded, rows=rows or [1], contexts=context or [64, 2048], assistant_model=draft, seconds=seconds,
             tokenizer=tokenizer, decoders_config={"compile": compiled},

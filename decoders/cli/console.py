@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
     from rich.status import Status
 
 #: Columns of what is written to a file or a pipe: there nothing is cut to a screen's width.
@@ -24,7 +24,23 @@ def plain_console(*, stderr: bool = False, quiet: bool = False) -> Console:
 
 
 def waiting(console: Console, text: str) -> Status:
-    """A spinner beside `text`, as it is."""
+    """A spinner beside `text`, as it is. Where no terminal shows it, stderr gets a line for each text."""
+    from rich.status import Status
     from rich.text import Text
 
-    return console.status(Text(text))
+    if console.is_terminal or not console.stderr:
+        return console.status(Text(text))
+
+    class Lines(Status):
+        def start(self) -> None:
+            self.console.print(self.status)
+
+        def stop(self) -> None:
+            pass
+
+        def update(self, status: RenderableType | None = None, **options: Any) -> None:
+            super().update(status, **options)
+            if status is not None:
+                self.console.print(status)
+
+    return Lines(Text(text), console=console)

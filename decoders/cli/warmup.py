@@ -36,7 +36,7 @@ def warmup(
         draft = models.load_assistant(assistant, model, dtype, any(needs.values()))
     if draft is None and any(needs.values()):
         raise SettingsError(f"{next(n for n, need in needs.items() if need)} needs a draft model: --assistant")
-    with console.status("packing and compiling"):
+    with waiting(console, "packing and compiling"):
         done = decoders.warmup(
             loaded, strategies=names, rows=rows or [1], assistant_model=draft, sampling=sampling, tokenizer=tokenizer
         )

@@ -7,6 +7,7 @@ import inspect
 import types
 from collections.abc import Callable
 
+import torch
 from transformers import PreTrainedModel
 
 from ..common.transformers_compat import keeps_recurrent_state
@@ -64,3 +65,12 @@ def refuse_unfit(model: PreTrainedModel) -> None:
             f"{advice}"
         )
     Ranks.of(model)
+
+
+def refuse_capture(device: torch.device) -> None:
+    """Raises UnsupportedError within a recording of the caller's: a call waits for the device, which no recording holds."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            "generate(strategy=…) cannot be recorded within torch.cuda.graph, since it waits for the device. Call it outside: its "
+            "steps are recorded by themselves."
+        )

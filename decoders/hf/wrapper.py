@@ -12,7 +12,7 @@ import torch
 from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..engine.engine import Engine, MemoryKey
-from ..engine.fitness import refuse_unfit
+from ..engine.fitness import refuse_capture, refuse_unfit
 from ..engine.locks import CallLock
 from ..engine.weights.quantization import Precision, scheme_of
 from ..settings import Attention, RuntimeSettings
@@ -165,6 +165,7 @@ class Generate:
 
     def _call(self, options: Options) -> GenerateCall:
         """Refuses what cannot be honoured, before anything is touched."""
+        refuse_capture(self.model.device)
         runtime = options.runtime
         ready = self.ready_engine(runtime)
         if ready is None:  # else it is the model that was found fit

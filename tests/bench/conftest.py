@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decoders import bench
+from decoders import bench, demo
 from decoders.bench import bandwidth
+from decoders.demo import Prompt
 from decoders.testing import tiny_model
 
 TEXTS = [
@@ -55,3 +56,18 @@ def methods(model: PreTrainedModel) -> list[Any]:
         model, ["autoregressive", "prompt_lookup"], decoders_config={"compile": False, "prefill_chunk": 64}
     )
     return [*bench.transformers_methods(model, names=[]), *ours]
+
+
+@pytest.fixture
+def tiny_demo(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
+    """The demo with tiny models in the place of its own."""
+    kinds = {"copy": "one two one two", "code": "x = 1; y = x", "docstring": "def f(): '''"}
+
+    def load(name: str = "target", dtype: Any = None, directory: Any = None) -> Any:
+        return tiny_model("llama", seed=name == "draft").to(dtype), tokenizer
+
+    def prompts(kind: str | None = None) -> list[Prompt]:
+        return [Prompt(f"{k}-01", k, text, "nowhere.py") for k, text in kinds.items() if kind in (None, k)]
+
+    monkeypatch.setattr(demo, "load", load)
+    monkeypatch.setattr(demo, "prompts", prompts)

@@ -14,14 +14,13 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from decoders import bench, demo
+from decoders import bench
 from decoders.bench.live import ACCEPTED, ColouredStream, show
 from decoders.bench.plot import PlotError, plot
 from decoders.bench.prompts import INSTRUCTIONS, MADE_UP, encode, instructions
 from decoders.bench.shapes import SHAPES, RandomShape
 from decoders.cli import app
 from decoders.cli.prompts import read_prompts
-from decoders.demo import Prompt
 from decoders.errors import SettingsError
 from decoders.settings import RuntimeSettings
 from decoders.testing import tiny_model
@@ -31,21 +30,6 @@ from .conftest import TEXTS
 
 def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments))
-
-
-@pytest.fixture
-def tiny_demo(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
-    """The demo with tiny models in the place of its own."""
-    kinds = {"copy": "one two one two", "code": "x = 1; y = x", "docstring": "def f(): '''"}
-
-    def load(name: str = "target", dtype: Any = None, directory: Any = None) -> Any:
-        return tiny_model("llama", seed=name == "draft").to(dtype), tokenizer
-
-    def prompts(kind: str | None = None) -> list[Prompt]:
-        return [Prompt(f"{k}-01", k, text, "nowhere.py") for k, text in kinds.items() if kind in (None, k)]
-
-    monkeypatch.setattr(demo, "load", load)
-    monkeypatch.setattr(demo, "prompts", prompts)
 
 
 BENCH = ("bench", "--no-compile", "-n", "5", "--repeats", "1", "--baseline", "transformers")

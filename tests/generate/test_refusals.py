@@ -229,6 +229,13 @@ def test_several_devices_without_tensor_parallelism_are_refused_with_the_remedy(
         refuse_unfit(model)
 
 
+def test_calls_within_a_recording_of_the_callers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(UnsupportedError, match=r"torch\.cuda\.graph.*Call it outside"):
+        fitness.refuse_capture(torch.device("cuda"))
+    fitness.refuse_capture(torch.device("cpu"))
+
+
 def test_an_assistant_that_is_no_model_is_told_what_is_wanted(llama: PreTrainedModel) -> None:
     assert_refused(llama, SettingsError, "path of one as a string, not 3", strategy="speculative", assistant_model=3)
 

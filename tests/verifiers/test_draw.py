@@ -11,7 +11,9 @@ from decoders.sampling.processors import SamplingInputs, SamplingPlan, choose, r
 from decoders.tree import Topology
 from decoders.verifiers import Block, BlockVerification, Coupled, Outcomes, Rejection, TreeRejection
 
-ROWS, VOCAB = 20_000, 6
+from .blocks import VOCAB, random_block
+
+ROWS = 20_000
 CPU = torch.device("cpu")
 TREE = Topology.from_parents([-1, 0, 0, 1, 1, 2])
 
@@ -101,15 +103,6 @@ def test_draws_are_independent_of_the_noise_of_the_draft(outcomes, per_step):
             assert_independent(drafted[:, position], result)
 
 
-def random_block(rows: int, topology: Topology) -> Block:
-    generator = torch.Generator().manual_seed(len(topology))
-    n = len(topology)
-    p, q = ((2 * torch.randn(rows, k, VOCAB, generator=generator)).softmax(-1) for k in (n, n - 1))
-    nodes = torch.randint(-1, VOCAB, (rows, n), generator=generator)
-    nodes[:, 0] = 0
-    return Block(nodes, topology.tensors(rows, CPU), p, q, siblings=2)
-
-
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_draw_equals_eager(outcomes, backend):
     keys = row_keys(5, ROWS, CPU)
@@ -144,29 +137,3 @@ def test_compiled_step_equals_eager_for_any_number_of_nodes(verifier):
         for got, want in zip(compiled(block, keys), step(block, keys), strict=True):
             torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
     assert graphs["unique_graphs"] == before + 1
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("verifier", [Coupled, Rejection, TreeRejection, BlockVerification], ids=lambda v: v.name)
-def test_step_is_captured_as_a_cuda_graph_and_equals_the_cpu(verifier):
-    block, keys = random_block(64, Topology.branches(2, 3)), row_keys(3, 64, CPU)
-    tree = Topology.branches(2, 3).tensors(64, torch.device("cuda"))
-    there = Block(block.nodes.cuda(), tree, block.target.cuda(), block.draft.cuda(), block.siblings)
-
-    def step(block: Block, keys: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        outcomes = verifier().outcomes(block)
-        acceptance, token, _ = draw(block.nodes, block.tree, outcomes, keys)
-        return outcomes.end, outcomes.next, acceptance.path, token
-
-    keys_there = keys.cuda()
-    torch.cuda.synchronize()
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        step(there, keys_there)  # kernels load outside the capture
-    side.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):  # refuses anything that waits for the device
-        got = step(there, keys_there)
-    graph.replay()
-    for one, other in zip(got, step(block, keys), strict=True):
-        torch.testing.assert_close(one.cpu(), other, atol=1e-5, rtol=1e-4)
