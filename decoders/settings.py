@@ -138,6 +138,11 @@ class RuntimeSettings(Settings):
     attention: Literal["auto", "sdpa", "flex"] = Field(
         "auto", description="Attention kernel: auto takes flex on CUDA where it applies, sdpa elsewhere."
     )
+    exact_products: bool = Field(
+        True,
+        description="On CUDA, in bfloat16 and float16: multiply up to 128 rows by a kernel in which a row has the same bits however "
+        "many there are, so that strategies write the tokens of plain decoding; false leaves products to cuBLAS.",
+    )
     slots: int | None = Field(None, ge=1, description="Least capacity of a call's cache, in tokens per row.")
     verifier: str = Field("coupled", description="Rule that decides which proposed tokens are accepted.")
     cost_cache: Path | None = Field(

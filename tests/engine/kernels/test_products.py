@@ -176,6 +176,19 @@ def test_strategies_write_the_same_tokens_in_bfloat16() -> None:
     assert torch.equal(decode(model, prompts(1, length=16), "prompt_lookup", **options).sequences, expected)
 
 
+@pytest.mark.usefixtures("on_our_kernel")
+def test_a_setting_gives_exact_products_up() -> None:
+    model = decoders.enable(tiny_model("llama", num_hidden_layers=1).bfloat16())
+    engine = vars(model)["generate"].engine
+    for exact in (False, True):
+        settings = AS_IT_IS | {"exact_products": exact}
+        decode(model, prompts(1), "autoregressive", max_new_tokens=1, decoders_config=settings)
+        layers = [
+            module for module in engine(exact_products=exact).target.model.modules() if isinstance(module, nn.Linear)
+        ]
+        assert {isinstance(layer, few_rows.FewRowsLinear) for layer in layers} == {exact}
+
+
 LOWERED = """
 import re, sys
 import triton
