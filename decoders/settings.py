@@ -140,8 +140,8 @@ class RuntimeSettings(Settings):
     )
     exact_products: bool = Field(
         True,
-        description="On CUDA, in bfloat16 and float16: multiply up to 128 rows by a kernel in which a row has the same bits however "
-        "many there are, so that strategies write the tokens of plain decoding; false leaves products to cuBLAS.",
+        description="On CUDA, in bfloat16 and float16: multiply up to 128 rows, and compute norms, by kernels in which a row has the "
+        "same bits however many there are, so that strategies write the tokens of plain decoding; false leaves that to PyTorch.",
     )
     slots: int | None = Field(None, ge=1, description="Least capacity of a call's cache, in tokens per row.")
     verifier: str = Field("coupled", description="Rule that decides which proposed tokens are accepted.")

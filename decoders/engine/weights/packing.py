@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ...errors import UnsupportedError
 from .. import torch_compat
-from . import few_rows
+from . import few_rows, norms
 from .fingerprints import Fingerprint
 from .fused import Group, columns_of, outputs_of, same_kind, share_of
 
@@ -214,7 +214,8 @@ class Packing:
 def pack(
     model: nn.Module, smallest: int | None = None, groups: Sequence[Group] = (), exact_products: bool = True
 ) -> Packing:
-    """Makes the linear layers of `model`, a private tree, multiply by packed copies of their weights, or by a kernel of ours.
+    """Makes the linear layers of `model`, a private tree, multiply by packed copies of their weights, or by a kernel of ours,
+    which on CUDA takes the place of norms, too.
 
     Packed are plain linear layers with dense weights on the CPU in a type that oneDNN multiplies on this machine. Left
     alone is all else: subclasses and layers whose ``forward`` was exchanged, quantized and distributed weights,
@@ -223,7 +224,7 @@ def pack(
     Args:
         smallest: matrices with fewer elements are left alone; None is :data:`SMALLEST`.
         groups: layers that read the same input. Those of which all are packed alike are multiplied as one.
-        exact_products: whether matrices on CUDA are multiplied by few rows with the same bits for any number of them.
+        exact_products: whether layers on CUDA give a row the same bits for any number of few rows.
     """
     smallest = SMALLEST if smallest is None else smallest
     packing = Packing()
@@ -236,9 +237,8 @@ def pack(
         _stand_in(packing, layers, kind, _shared(weights, matrix, [] if biases[0] is None else biases))
     known = {id(layer.module): layer for layer in packing.layers.values()}
     for path, module in modules.items():
-        weight = _plain_weight(module)
-        if exact_products and weight is not None and few_rows.multiplies(weight):
-            module.__class__ = few_rows.KINDS[type(module)]
+        if exact_products and (kind := _few_rows_kind(module)) is not None:
+            module.__class__ = kind
             continue
         plain = packable(module, smallest)
         if plain is not None:
@@ -275,6 +275,14 @@ def packable(module: nn.Module, smallest: int) -> tuple[type[nn.Module], Callabl
     if weight is None or weight.device.type != "cpu" or weight.numel() < smallest:
         return None
     return _KINDS[type(module)] if torch_compat.packed_type(weight.dtype) is not None else None
+
+
+def _few_rows_kind(module: nn.Module) -> type[nn.Module] | None:
+    """The class that stands in for a plain layer, or a norm, on CUDA."""
+    weight = _plain_weight(module)
+    if weight is None:
+        return norms.norm_kind(module)
+    return few_rows.KINDS[type(module)] if few_rows.multiplies(weight) else None
 
 
 def _plain_weight(module: nn.Module) -> Tensor | None:

@@ -16,9 +16,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import decoders
-from decoders.engine import invariance, torch_compat
+from decoders.engine import torch_compat
 from decoders.engine.kernels.launch import interpreted
-from decoders.engine.target import Target
 from decoders.engine.weights import few_rows
 from decoders.engine.weights.freed import free_originals
 from decoders.engine.weights.packing import pack
@@ -168,12 +167,12 @@ def test_what_is_written_into_weights_is_seen_at_once_and_nothing_is_freed() -> 
 
 @pytest.mark.usefixtures("on_our_kernel")
 def test_strategies_write_the_same_tokens_in_bfloat16() -> None:
-    model = tiny_model("llama", num_hidden_layers=1).bfloat16()
-    assert invariance.check(Target(model), length=16, comparisons=2).holds
-    decoders.enable(model)
-    options: dict[str, Any] = dict(max_new_tokens=6, decoders_config=AS_IT_IS)
-    expected = decode(model, prompts(1, length=16), "autoregressive", **options).sequences
-    assert torch.equal(decode(model, prompts(1, length=16), "prompt_lookup", **options).sequences, expected)
+    model = decoders.enable(tiny_model("llama", num_hidden_layers=1).bfloat16())
+    options: dict[str, Any] = dict(max_new_tokens=5, decoders_config=AS_IT_IS)
+    expected = decode(model, prompts(1), "autoregressive", **options).sequences
+    out = decode(model, prompts(1), "prompt_lookup", **options)
+    assert torch.equal(out.sequences, expected)
+    assert out.report.same_bits
 
 
 @pytest.mark.usefixtures("on_our_kernel")
