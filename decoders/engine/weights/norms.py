@@ -6,7 +6,6 @@ Which modules are root-mean-square norms is not told by their class: each is tri
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Hashable
 from typing import Any, NamedTuple, cast
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from .. import torch_compat
 from .few_rows import multiplies
+from .twin import share_weights
 
 #: What the constant of a norm is called.
 EPSILONS = ("variance_epsilon", "eps")
@@ -68,8 +68,8 @@ def formula_of(module: nn.Module, epsilon: float) -> Formula | None:
     assert weight is not None
     generator = torch.Generator().manual_seed(0)
     x, scale = (torch.randn(rows, len(weight), generator=generator).to(weight) for rows in (8, 1))
-    tried = copy.copy(module)
-    vars(tried)["_parameters"] = {"weight": nn.Parameter(scale[0])}
+    tried = share_weights(module)
+    torch_compat.own_parameters(tried)["weight"] = nn.Parameter(scale[0])
     try:
         out = type(module).forward(tried, x)
     except Exception:  # it takes something else
