@@ -132,6 +132,9 @@ def test_layers_of_16_bits_multiply_few_rows_by_the_kernel_and_many_by_torch(nam
     assert torch.equal(layer(x), own(x))
     assert torch.equal(layer(x[None, :-1]), few_rows_linear(x[None, :-1], layer.matrix(), own.bias))
     assert layer(x[:0]).shape == (0, layer.matrix().shape[0])
+    with torch.no_grad():
+        compiled = torch.compile(layer, backend="eager", fullgraph=True, dynamic=True)
+        assert all(torch.equal(compiled(x[:rows]), layer(x[:rows])) for rows in (2, 5, len(x)))
     with pytest.raises(RuntimeError, match="dtype"):
         layer(x.float())
 
