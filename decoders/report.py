@@ -132,7 +132,7 @@ class Report:
         verifier_settings: the rule's own settings.
         compiled_steps: how many of `steps` ran compiled, the others uncompiled.
         reused: per row, prompt tokens that were not read, since an earlier call had left their keys and values.
-        same_bits: in low precision on a CPU, whether a token has the same bits in every block, so that drafts change nothing
+        same_bits: in low precision, whether a token has the same bits in every block, so that drafts change nothing
             at near-ties either: a brief check when the model was made ready. None where it is not checked.
         weights: "int8" or "int4" where the engine was told to compute with quantized copies of the model's weights; "keep": the
             model's own.

@@ -144,6 +144,11 @@ class RuntimeSettings(Settings):
         description="Attention of the target: triton is a kernel for CUDA whose cost follows the length of each row, sdpa PyTorch's "
         "with masks. auto takes triton on CUDA where the model's design allows it and its logits are right, else sdpa.",
     )
+    exact_products: bool = Field(
+        True,
+        description="On CUDA, in bfloat16 and float16: multiply up to 128 rows, and compute norms, by kernels in which a row has the "
+        "same bits however many there are, so that strategies write the tokens of plain decoding; false leaves that to PyTorch.",
+    )
 
     @field_validator("attention", mode="before")
     @classmethod

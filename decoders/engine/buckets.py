@@ -64,12 +64,17 @@ def view_bucket(length: int) -> int:
 
 
 def row_multiple(dtype: torch.dtype, device: torch.device, rounds: bool = False) -> int:
-    """Blocks and stretches of text come in multiples of this. In float32 differences are far below any near-tie.
+    """Blocks and stretches of text come in multiples of this, where a last bit decides and kernels take rows together."""
+    return ROWS if device.type == "cpu" and low_precision(dtype, rounds) else 1
+
+
+def low_precision(dtype: torch.dtype, rounds: bool = False) -> bool:
+    """Whether a last bit may decide about a token; in float32 differences are far below any near-tie.
 
     Args:
         rounds: whether something is rounded to a lower precision on the way.
     """
-    return ROWS if device.type == "cpu" and (rounds or dtype in (torch.bfloat16, torch.float16)) else 1
+    return rounds or dtype in (torch.bfloat16, torch.float16)
 
 
 def round_up(count: int, multiple: int) -> int:

@@ -58,6 +58,7 @@ def subject_of(engine: Engine) -> Subject:
         str(getattr(method, "value", method)),
         own.weights and f"weights={own.weights}",
         own.cache and f"kv={own.cache}",
+        "" if own.exact_products else "exact_products=False",
         f"ranks={target.ranks.size}" if target.ranks.several else "",
     ]
     on_cpu, device = target.device.type == "cpu", processor_name(target.device)

@@ -115,7 +115,7 @@ class Target:
         self._watch_head()
         self.groups = shared_inputs(self.model, len(self.kinds))
         self.quantized = quantize(self.model, precision.weights, self.model.get_output_embeddings(), groups=self.groups)
-        self.packing = pack(self.model, groups=self.groups)
+        self.packing = pack(self.model, groups=self.groups, exact_products=precision.exact_products)
         self.remember(model)
         self.layout, probe, recurrent_layers = probe_layout(self.model, len(self.kinds))
         self.recurrent = tuple(entry.layer for entry in recurrent_layers)
@@ -129,14 +129,13 @@ class Target:
         self._head.forget()
         self.dtype = self.layout[0].dtype
         self.device = self.layout[0].device
-        self.rounds = precision != Precision() or rounds_activations(model)
+        self.rounds = precision.rounds or rounds_activations(model)
         # A token whose state is there cannot be run again, as the same bits in every block would want it.
         self.multiple = 1 if recurrent_layers else buckets.row_multiple(self.dtype, self.device, self.rounds)
         if self.multiple > 1:
             invariance.align_activations(self.model)
         self.rejected = self._settle_attention(model, attends, len(probe.groups), plain_layout)
-        # Where bits matter, a brief look; `decoders doctor MODEL` makes every comparison.
-        self.invariance = invariance.check(self, length=16, comparisons=4) if self.multiple > 1 else None
+        self.invariance = invariance.brief_check(self)
 
     def _settle_attention(
         self, model: PreTrainedModel, wanted: Attention, own_layers: int, layout: list[LayerSpec]

@@ -52,13 +52,15 @@ class Assistants:
         for engine in list(self._engines.values()):
             engine.forget()
 
-    def engine(self, model: PreTrainedModel, attention: Attention, weights: Scheme | None) -> Engine:
+    def engine(
+        self, model: PreTrainedModel, attention: Attention, weights: Scheme | None, exact_products: bool = True
+    ) -> Engine:
         """The engine of a draft model, made once. weights: number format of its matrices, None for its own.
 
         Raises:
             UnsupportedError: its design does not fit the loop.
         """
-        known, precision = self._engines.get(model), Precision(weights)
+        known, precision = self._engines.get(model), Precision(weights, exact_products=exact_products)
         if known is None or not known.refresh(model, attention, precision):
             refuse_unfit(model)
             precision.check(model.device, weights="draft_weights")
@@ -161,7 +163,7 @@ class CallAssistants:
             raise UnsupportedError(
                 f"the draft model is on {model.device}, the target on {target.device}: move one, draft.to({str(target.device)!r})"
             )
-        known = self.kept.engine(model, engine.attention, self.weights)
+        known = self.kept.engine(model, engine.attention, self.weights, engine.precision.exact_products)
         if known.target.ranks.several and known.target.ranks.size != engine.target.ranks.size:
             raise UnsupportedError(
                 f"the draft model is shared by {known.target.ranks.size} processes and the target is not: load the draft without "

@@ -75,13 +75,13 @@ def calibrate_model(
     given = dict(options.get("decoders_config") or {})
     runtime = load_settings(RuntimeSettings, None, given, {}, sections=registry().strategies())
     folder = runtime.cost_cache or default_folder()
-    engine = generate.engine(runtime.attention, runtime.weights, runtime.kv_cache)
+    engine = generate.engine(runtime.attention, runtime.weights, runtime.kv_cache, runtime.exact_products)
     with engine.lock, engine.active():
         curve = engine.calibration.measured(folder, rows, contexts, runtime.compile, seconds, anew=True)
     assistant = None
     if assistant_model is not None:
         draft = Generate(assistant_model, generate.tokenizer, None).engine(
-            runtime.attention, draft_scheme(runtime) or "keep"
+            runtime.attention, draft_scheme(runtime) or "keep", exact_products=runtime.exact_products
         )
         with draft.lock, draft.active():
             assistant = draft.calibration.measured(folder, rows[:1], contexts[:1], runtime.compile, seconds, anew=True)

@@ -75,11 +75,12 @@ class Generate:
         attention: Attention = "auto",
         weights: Literal["keep", "packed", "int8", "int4"] = "keep",
         kv_cache: Literal["keep", "int8"] = "keep",
+        exact_products: bool = True,
     ) -> Engine:
         """The engine for the model's present weights; built on first use and again after weights change."""
         # Two first calls from two threads share one. Calls hold the same lock: with two, a call made within a call (by a
         # streamer) and one in another thread would wait for each other.
-        precision, originals = _formats(weights, kv_cache)
+        precision, originals = _formats(weights, kv_cache, exact_products)
         with self._lock:
             if self._engine is not None and not self._engine.refresh(self.model, attention, precision):
                 self._drop()
@@ -99,7 +100,7 @@ class Generate:
         present = self._engine
         if present is None or self._remembered:
             return None
-        formats = _formats(runtime.weights, runtime.kv_cache)
+        formats = _formats(runtime.weights, runtime.kv_cache, runtime.exact_products)
         return present if present.serves(self.model, runtime.attention, *formats) else None
 
     def give_way(self) -> None:
@@ -179,17 +180,17 @@ class Generate:
             self.model, arguments.get("inputs") if input_ids is None else input_ids, arguments.get("attention_mask")
         )
         options.check()
-        anew = partial(self.engine, runtime.attention, runtime.weights, runtime.kv_cache)
+        anew = partial(self.engine, runtime.attention, runtime.weights, runtime.kv_cache, runtime.exact_products)
         engine = anew if ready is None else lambda: ready
         tokenizer = arguments.get("tokenizer") or self.tokenizer
         return GenerateCall(self.model, engine, self._assistants, self._preparations, options, tokenizer)
 
 
 def _formats(
-    weights: Literal["keep", "packed", "int8", "int4"], kv_cache: Literal["keep", "int8"]
+    weights: Literal["keep", "packed", "int8", "int4"], kv_cache: Literal["keep", "int8"], exact_products: bool
 ) -> tuple[Precision, Literal["keep", "packed"]]:
     """The number formats that an engine computes in, and what becomes of the model's own weights."""
-    precision = Precision(scheme_of(weights), kv_cache if kv_cache != "keep" else None)
+    precision = Precision(scheme_of(weights), kv_cache if kv_cache != "keep" else None, exact_products)
     return precision, "packed" if weights == "packed" else "keep"
 
 

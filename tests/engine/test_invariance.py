@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 import decoders
+from decoders.common import devices
 from decoders.engine import invariance, target
 from decoders.engine.blocks import Blocks, NodeBlock
 from decoders.engine.buckets import row_multiple, slots_for, view_bucket
@@ -53,6 +54,15 @@ def test_bits_that_depend_on_the_view_are_found(monkeypatch: pytest.MonkeyPatch)
     found = invariance.check(odd)
     assert not found.holds
     assert "how many slots attention looks at" in str(found)
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [(torch.bfloat16, True), (torch.float32, None)])
+def test_bits_are_compared_where_sizes_are_buckets(
+    dtype: torch.dtype, expected: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "static_shapes", lambda device: True)
+    found = Target(tiny_model("llama").to(dtype)).invariance
+    assert (found and found.holds) is expected
 
 
 def test_a_view_covers_its_length_with_little_excess_and_fits_into_the_cache() -> None:

@@ -1,4 +1,7 @@
-"""Weight matrices packed once for oneDNN, shared by uncompiled steps, compiled graphs and every use of a model as a draft."""
+"""Weight matrices packed once for oneDNN, shared by uncompiled steps, compiled graphs and every use of a model as a draft.
+
+On CUDA matrices are multiplied as they are, by a kernel of ours (:mod:`.few_rows`): there is nothing to pack, to free or to renew.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ...errors import UnsupportedError
 from .. import torch_compat
+from . import few_rows, norms
 from .fingerprints import Fingerprint
 from .fused import Group, columns_of, outputs_of, same_kind, share_of
 
@@ -207,8 +211,11 @@ class Packing:
 
 
 @torch.no_grad()
-def pack(model: nn.Module, smallest: int | None = None, groups: Sequence[Group] = ()) -> Packing:
-    """Makes the linear layers of `model`, a private tree, multiply by packed copies of their weights.
+def pack(
+    model: nn.Module, smallest: int | None = None, groups: Sequence[Group] = (), exact_products: bool = True
+) -> Packing:
+    """Makes the linear layers of `model`, a private tree, multiply by packed copies of their weights, or by a kernel of ours,
+    which on CUDA takes the place of norms, too.
 
     Packed are plain linear layers with dense weights on the CPU in a type that oneDNN multiplies on this machine. Left
     alone is all else: subclasses and layers whose ``forward`` was exchanged, quantized and distributed weights,
@@ -217,6 +224,7 @@ def pack(model: nn.Module, smallest: int | None = None, groups: Sequence[Group] 
     Args:
         smallest: matrices with fewer elements are left alone; None is :data:`SMALLEST`.
         groups: layers that read the same input. Those of which all are packed alike are multiplied as one.
+        exact_products: whether layers on CUDA give a row the same bits for any number of few rows.
     """
     smallest = SMALLEST if smallest is None else smallest
     packing = Packing()
@@ -229,6 +237,9 @@ def pack(model: nn.Module, smallest: int | None = None, groups: Sequence[Group] 
         _stand_in(packing, layers, kind, _shared(weights, matrix, [] if biases[0] is None else biases))
     known = {id(layer.module): layer for layer in packing.layers.values()}
     for path, module in modules.items():
+        if exact_products and (kind := _few_rows_kind(module)) is not None:
+            module.__class__ = kind
+            continue
         plain = packable(module, smallest)
         if plain is not None:
             stand_in, matrix = plain
@@ -260,19 +271,27 @@ def _stand_in(packing: Packing, layers: dict[str, nn.Module], kind: type[nn.Modu
 
 def packable(module: nn.Module, smallest: int) -> tuple[type[nn.Module], Callable[[Tensor], Tensor]] | None:
     """The class that stands in for a plain layer, and how to get its matrix; None for whatever is no plain layer."""
-    kind = _KINDS.get(type(module))
-    weight = torch_compat.own_parameters(module).get("weight")  # of a parametrized or pruned one none
-    if kind is None or weight is None or "forward" in vars(module):
+    weight = _plain_weight(module)
+    if weight is None or weight.device.type != "cpu" or weight.numel() < smallest:
         return None
-    plain = type(weight) in (nn.Parameter, Tensor) and weight.layout == torch.strided and weight.device.type == "cpu"
-    return (
-        kind
-        if plain
-        and weight.dim() == 2
-        and weight.numel() >= smallest
-        and torch_compat.packed_type(weight.dtype) is not None
-        else None
-    )
+    return _KINDS[type(module)] if torch_compat.packed_type(weight.dtype) is not None else None
+
+
+def _few_rows_kind(module: nn.Module) -> type[nn.Module] | None:
+    """The class that stands in for a plain layer, or a norm, on CUDA."""
+    weight = _plain_weight(module)
+    if weight is None:
+        return norms.norm_kind(module)
+    return few_rows.KINDS[type(module)] if few_rows.multiplies(weight) else None
+
+
+def _plain_weight(module: nn.Module) -> Tensor | None:
+    """The dense weight of a plain linear layer; None for whatever is none."""
+    weight = torch_compat.own_parameters(module).get("weight")  # of a parametrized or pruned one none
+    if type(module) not in _KINDS or weight is None or "forward" in vars(module):
+        return None
+    plain = type(weight) in (nn.Parameter, Tensor) and weight.layout == torch.strided and weight.dim() == 2
+    return weight if plain else None
 
 
 def _shared(sources: list[Tensor], matrix: Callable[[Tensor], Tensor], biases: Sequence[Tensor] = ()) -> PackedWeight:

@@ -38,15 +38,22 @@ def scheme_of(weights: str) -> Scheme | None:
 
 @dataclass(frozen=True)
 class Precision:
-    """In which precision an engine keeps what it holds for a model; None: the model's own.
+    """In which precision an engine keeps what it holds for a model, None for the model's own, and how it adds up.
 
     Attributes:
         weights: of the packed matrices.
         cache: of keys and values.
+        exact_products: on CUDA, whether products of few rows have the same bits for any number of rows (:mod:`.few_rows`).
     """
 
     weights: Scheme | None = None
     cache: Literal["int8"] | None = None
+    exact_products: bool = True
+
+    @property
+    def rounds(self) -> bool:
+        """Whether it is lower than the model's own."""
+        return self.weights is not None or self.cache is not None
 
     def check(self, device: torch.device, weights: str = "weights") -> None:
         """Raises UnsupportedError where `device` has no kernels for it. weights: the setting that asks for them."""

@@ -1,0 +1,156 @@
+"""Products of few rows, ``x @ matrix.T + bias``, in which a row has the same bits however many rows there are.
+
+cuBLAS takes another kernel for another number of rows, which splits and adds a sum's terms in another order. Here the order of a sum
+depends on the matrix alone: its terms are cut into stretches at fixed places (:func:`plan`), tensor cores add up a stretch from its
+beginning to its end, 16 rows at a time and by the same instruction whatever is beside them, and the stretches are added in their order.
+
+A program reads its part of the matrix once, for up to 128 rows whose sums it holds in registers. Rows are read again for every block
+of outputs, mostly from the second-level cache: 32 or 64 of them are as much as the block's own part of the matrix.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import operator, traceable
+
+#: Rows that a tensor core multiplies at once. Fewer cost the same.
+TILE = 16
+#: Row tiles of one program: 128 rows. More rows are dealt out to further programs, which read the matrix again.
+MOST_TILES = 8
+#: How many programs a product should have: about two for each of the 132 multiprocessors of an H100. It decides about bits, so that it
+#: is the same on every device.
+PROGRAMS = 256
+#: No stretch of a sum is shorter: what it costs to begin one would be more than what it saves.
+LEAST_STRETCH = 256
+#: Bytes of a row that a program reads at once.
+STEP_BYTES = 128
+#: Steps that are read ahead by number of row tiles, such that two programs fit into a multiprocessor's shared memory.
+STAGES = {1: 8, 2: 6, 4: 5, 8: 4}
+
+
+class Plan(NamedTuple):
+    """How a product is dealt out to programs.
+
+    Attributes:
+        outputs: of one program.
+        stretches: how many parts the sums are cut into.
+        stretch: terms of each but the last.
+        step: terms that are read at once.
+    """
+
+    outputs: int
+    stretches: int
+    stretch: int
+    step: int
+
+
+def plan(outputs: int, inputs: int, itemsize: int) -> Plan:
+    """How a matrix ``[outputs, inputs]`` is multiplied, by any number of rows.
+
+    Large matrices make programs enough in blocks of 64 outputs, which read the rows half as often as blocks of 32. Small ones are
+    cut along their sums until there are about :data:`PROGRAMS`. 3072 x 2048 becomes 96 blocks of 4 stretches, 2048 x 8192 64 of 4,
+    16384 x 2048 256 of 1.
+    """
+    block = 64 if outputs >= 64 * PROGRAMS else 32
+    blocks, stretches, step = triton.cdiv(outputs, block), 1, STEP_BYTES // itemsize
+    while blocks * stretches < PROGRAMS and inputs >= 2 * stretches * LEAST_STRETCH:
+        stretches *= 2
+    stretch = triton.cdiv(triton.cdiv(inputs, step), stretches) * step
+    return Plan(block, triton.cdiv(inputs, stretch), stretch, step)
+
+
+@triton.jit
+def _multiply(  # type: ignore[no-untyped-def]  # its arguments are Triton's
+    x, matrix, bias, out, rows, outputs, inputs, matrix_output, matrix_input, stretch,
+    TILES: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    WHOLE: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """``TILES * TILE`` rows by a block of outputs, over one stretch of the sums. WHOLE: there is no other stretch."""
+    block, part = tl.program_id(0), tl.program_id(1)
+    output = block * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(2) * TILES * TILE + tl.arange(0, TILE)
+    begin = part * stretch
+    end = tl.minimum(begin + stretch, inputs)
+    columns = matrix + output.to(tl.int64)[None, :] * matrix_output  # matrices of 2^31 elements exist
+    sums = ()
+    for _ in tl.static_range(TILES):
+        sums += (tl.zeros([TILE, BLOCK], tl.float32),)  # type: ignore[assignment]  # one for each row tile
+    for first in range(begin, end, STEP):
+        term = first + tl.arange(0, STEP)
+        weights = tl.load(
+            columns + term.to(tl.int64)[:, None] * matrix_input,
+            mask=(term < end)[:, None] & (output < outputs)[None, :],
+            other=0.0,
+        )
+        added = ()
+        for i in tl.static_range(TILES):
+            values = tl.load(
+                x + (row + i * TILE)[:, None] * inputs + term[None, :],
+                mask=(row + i * TILE < rows)[:, None] & (term < end)[None, :],
+                other=0.0,
+            )
+            added += (tl.dot(values, weights, sums[i], input_precision="ieee"),)  # type: ignore[assignment]
+        sums = added
+    for i in tl.static_range(TILES):
+        result = sums[i]  # type: ignore[var-annotated]
+        if BIAS:
+            result += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
+        place = row + i * TILE
+        if not WHOLE:
+            place += part * rows
+        here = (row + i * TILE < rows)[:, None] & (output < outputs)[None, :]
+        tl.store(out + place[:, None] * outputs + output[None, :], result.to(out.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _add_stretches(  # type: ignore[no-untyped-def]
+    parts, bias, out, count, outputs, STRETCHES: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr
+):
+    """``[STRETCHES, count]`` → ``[count]``, in their order; count: rows times outputs."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    here = place < count
+    total = tl.zeros([BLOCK], tl.float32)
+    for part in tl.static_range(STRETCHES):
+        total += tl.load(parts + part * count + place, mask=here, other=0.0)
+    if BIAS:
+        total += tl.load(bias + place % outputs, mask=here, other=0.0).to(tl.float32)
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=here)
+
+
+def _few_rows_linear(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+    outputs, inputs = matrix.shape
+    flat = x.reshape(-1, inputs).contiguous()
+    rows, (block, stretches, stretch, step) = flat.shape[0], plan(outputs, inputs, x.element_size())
+    out = x.new_empty((*x.shape[:-1], outputs))
+    whole, given = stretches == 1, bias is not None
+    parts = out if whole else x.new_empty((stretches, rows, outputs), dtype=torch.float32)
+    added = flat if bias is None else bias  # a kernel wants some tensor
+    tiles = 1
+    while tiles < MOST_TILES and tiles * TILE < rows:
+        tiles *= 2
+    traceable(_multiply)[(triton.cdiv(outputs, block), stretches, triton.cdiv(rows, tiles * TILE))](
+        flat, matrix, added, parts, rows, outputs, inputs, matrix.stride(0), matrix.stride(1), stretch,
+        TILES=tiles, TILE=TILE, BLOCK=block, STEP=step, WHOLE=whole, BIAS=whole and given,
+        # A warp for each 16 outputs: how many there are changes no bits, since none of them has a part of a sum.
+        num_warps=block // 16, num_stages=STAGES[tiles],
+    )  # fmt: skip
+    if not whole:
+        count = rows * outputs
+        traceable(_add_stretches)[(triton.cdiv(count, 256),)](
+            parts, added, out, count, outputs, STRETCHES=stretches, BLOCK=256, BIAS=given, num_warps=2
+        )
+    return out
+
+
+def _fake(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], matrix.shape[0]))
+
+
+#: ``x @ matrix.T + bias``. x: ``[…, K]``, matrix: ``[O, K]`` of any strides, bias: ``[O]`` or None, all of one type; gives ``[…, O]``.
+few_rows_linear = operator("decoders::few_rows_linear", _few_rows_linear, _fake)

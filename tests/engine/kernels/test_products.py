@@ -1,0 +1,216 @@
+"""Products of few rows by our kernel, interpreted: right, with the same bits for any number of rows, in the place of layers."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+import decoders
+from decoders.engine import torch_compat
+from decoders.engine.kernels.launch import interpreted
+from decoders.engine.weights import few_rows
+from decoders.engine.weights.freed import free_originals
+from decoders.engine.weights.packing import pack
+from decoders.engine.weights.twin import share_weights
+from decoders.testing.exactness import decode, prompts
+from decoders.testing.models import tiny_model
+
+if not interpreted():
+    pytest.skip("kernels are interpreted where there is no GPU and Triton is installed", allow_module_level=True)
+
+from decoders.engine.kernels.products import few_rows_linear, plan
+
+DTYPES = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+AS_IT_IS = {"compile": False, "reuse": False}
+
+
+@pytest.fixture
+def on_our_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers on the CPU are taken for ones on CUDA, and none is packed."""
+    monkeypatch.setattr(few_rows, "has_kernel", lambda device: True)
+    monkeypatch.setattr(torch_compat, "packed_type", lambda dtype: None)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.sampled_from([1, 2, 15, 16, 17, 40, 130]),
+    st.integers(1, 40),
+    st.sampled_from([1, 63, 64, 100, 257, 530]),
+    st.sampled_from(list(DTYPES)),
+    st.booleans(),
+    st.booleans(),
+)
+def test_a_product_is_that_of_float64_within_rounding(
+    rows: int, outputs: int, inputs: int, dtype: torch.dtype, with_bias: bool, transposed: bool
+) -> None:
+    x, matrix = random(rows, inputs, dtype=dtype), random(outputs, inputs, dtype=dtype, seed=1)
+    bias = random(outputs, dtype=dtype, seed=2) if with_bias else None
+    exact = x.double() @ matrix.double().T + (bias.double() if bias is not None else 0)
+    if transposed:  # as Conv1D keeps it
+        matrix = matrix.t().contiguous().t()
+    product = few_rows_linear(x, matrix, bias)
+    assert product.dtype == dtype and product.shape == (rows, outputs)
+    scale = x.double().abs() @ matrix.double().abs().T + 1
+    assert ((product - exact).abs() <= exact.abs() * DTYPES[dtype] + scale * 1e-6).all()
+
+
+@functools.cache
+def product_of_all(dtype: torch.dtype, inputs: int) -> tuple[torch.Tensor, ...]:
+    x, matrix, bias = random(130, inputs, dtype=dtype), random(33, inputs, dtype=dtype, seed=1), random(33, dtype=dtype)
+    return x, matrix, bias, few_rows_linear(x, matrix, bias)
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(1, 130), st.integers(0, 129), st.sampled_from([96, 520]), st.sampled_from(list(DTYPES)))
+def test_a_row_has_the_same_bits_however_many_there_are(rows: int, first: int, inputs: int, dtype: torch.dtype) -> None:
+    x, matrix, bias, whole = product_of_all(dtype, inputs)
+    part = slice(first, first + rows)
+    assert torch.equal(few_rows_linear(x[part], matrix, bias), whole[part])
+
+
+def test_rows_may_have_any_shape_and_strides() -> None:
+    matrix, x = random(40, 96), random(3, 5, 2, 96)
+    expected = few_rows_linear(x.reshape(-1, 96), matrix, None).view(3, 5, 2, 40)
+    assert torch.equal(few_rows_linear(x, matrix, None), expected)
+    assert torch.equal(few_rows_linear(x.transpose(0, 2), matrix, None), expected.transpose(0, 2))
+    narrow = few_rows_linear(x[..., :64].clone(), matrix[:, :64].clone(), None)
+    assert torch.equal(few_rows_linear(x[..., :64], matrix[:, :64], None), narrow)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192), (128256, 2048), (28672, 4096), (7, 5)]
+)
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_a_plan_covers_every_sum_and_keeps_a_large_card_busy(sizes: tuple[int, int], itemsize: int) -> None:
+    outputs, inputs = sizes
+    block, stretches, stretch, step = plan(outputs, inputs, itemsize)
+    assert (stretches - 1) * stretch < inputs <= stretches * stretch and stretch % step == 0
+    programs = -(-outputs // block) * stretches
+    assert programs >= 256 or inputs < 1024
+
+
+def test_the_operator_is_traced_with_any_number_of_rows() -> None:
+    matrix, bias = random(40, 96), random(40)
+    seen: list[tuple[Any, ...]] = []
+
+    def noted(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        seen.append(tuple(node.target for node in graph.graph.nodes if node.op == "call_function"))
+        return graph.forward
+
+    compiled = torch.compile(lambda x: few_rows_linear(x, matrix, bias), backend=noted, fullgraph=True, dynamic=True)
+    for rows in (2, 5, 20):
+        assert torch.equal(compiled(random(rows, 96)), few_rows_linear(random(rows, 96), matrix, bias))
+    assert len(seen) == 1 and torch.ops.decoders.few_rows_linear.default in seen[0]
+
+
+@pytest.mark.usefixtures("on_our_kernel")
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_layers_of_16_bits_multiply_few_rows_by_the_kernel_and_many_by_torch(name: str) -> None:
+    model = tiny_model(name).bfloat16()
+    twin = share_weights(model)
+    packing = pack(twin)
+    kinds = {type(module) for module in twin.modules()}
+    assert len(packing) == 0 and packing.layers == {}
+    assert kinds & set(few_rows.KINDS.values()) and not kinds & {nn.Linear, Conv1D}
+    assert not {type(module) for module in model.modules()} & set(few_rows.KINDS.values())
+    layer, own = next((a, b) for a, b in zip(twin.modules(), model.modules(), strict=True) if type(b) in few_rows.KINDS)
+    x = random(few_rows.MOST_ROWS + 1, layer.matrix().shape[1], dtype=torch.bfloat16)
+    assert torch.equal(layer(x), own(x))
+    assert torch.equal(layer(x[None, :-1]), few_rows_linear(x[None, :-1], layer.matrix(), own.bias))
+    assert layer(x[:0]).shape == (0, layer.matrix().shape[0])
+    with torch.no_grad():
+        compiled = torch.compile(layer, backend="eager", fullgraph=True, dynamic=True)
+        assert all(torch.equal(compiled(x[:rows]), layer(x[:rows])) for rows in (2, 5, len(x)))
+    with pytest.raises(RuntimeError, match="dtype"):
+        layer(x.float())
+
+
+@pytest.mark.usefixtures("on_our_kernel")
+def test_other_layers_and_float32_are_left_alone() -> None:
+    layers = nn.ModuleDict(
+        {"wide": nn.Linear(8, 8), "own": nn.Linear(8, 8).bfloat16(), "plain": nn.Linear(8, 8).bfloat16()}
+    )
+    layers["own"].forward = lambda x: x
+    pack(layers)
+    assert [type(layer) for layer in layers.values()] == [nn.Linear, nn.Linear, few_rows.FewRowsLinear]
+    unchanged = nn.ModuleList([nn.Linear(8, 8).bfloat16()])
+    pack(unchanged, exact_products=False)
+    assert type(unchanged[0]) is nn.Linear
+
+
+@pytest.mark.usefixtures("on_our_kernel")
+def test_what_is_written_into_weights_is_seen_at_once_and_nothing_is_freed() -> None:
+    model = tiny_model("llama").bfloat16()
+    twin = share_weights(model)
+    packing, head = pack(twin), model.get_output_embeddings()
+    x = random(2, head.in_features, dtype=torch.bfloat16)
+    before = twin.get_output_embeddings()(x)
+    with torch.no_grad():
+        head.weight.mul_(2)
+    assert torch.equal(twin.get_output_embeddings()(x), before * 2)
+    head.weight.data = head.weight.data * 0.5
+    assert torch.equal(twin.get_output_embeddings()(x), before)
+    assert free_originals(model, packing).nbytes == 0
+    assert all(parameter.stride() != (0, 0) for parameter in model.parameters())
+
+
+@pytest.mark.usefixtures("on_our_kernel")
+def test_strategies_write_the_same_tokens_in_bfloat16() -> None:
+    model = decoders.enable(tiny_model("llama", num_hidden_layers=1).bfloat16())
+    options: dict[str, Any] = dict(max_new_tokens=5, decoders_config=AS_IT_IS)
+    expected = decode(model, prompts(1), "autoregressive", **options).sequences
+    out = decode(model, prompts(1), "prompt_lookup", **options)
+    assert torch.equal(out.sequences, expected)
+    assert out.report.same_bits
+
+
+@pytest.mark.usefixtures("on_our_kernel")
+def test_a_setting_gives_exact_products_up() -> None:
+    model = decoders.enable(tiny_model("llama", num_hidden_layers=1).bfloat16())
+    engine = vars(model)["generate"].engine
+    for exact in (False, True):
+        settings = AS_IT_IS | {"exact_products": exact}
+        decode(model, prompts(1), "autoregressive", max_new_tokens=1, decoders_config=settings)
+        layers = [
+            module for module in engine(exact_products=exact).target.model.modules() if isinstance(module, nn.Linear)
+        ]
+        assert {isinstance(layer, few_rows.FewRowsLinear) for layer in layers} == {exact}
+
+
+LOWERED = """
+import re, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from decoders.engine.kernels.products import STAGES, _multiply
+
+for tiles in STAGES:
+    constants = dict(TILES=tiles, TILE=16, BLOCK=32, STEP=64, WHOLE=False, BIAS=False, matrix_input=1)
+    pointers = dict(x="*bf16", matrix="*bf16", bias="*bf16", out="*fp32")
+    types = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in _multiply.arg_names}
+    source = ASTSource(_multiply, types, constants)
+    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=2, num_stages=STAGES[tiles]))
+    print(*sorted(set(re.findall(r"(?:mma|tcgen05)[.\\w]*", code.asm["ptx"]))))
+"""
+
+
+@pytest.mark.slow
+def test_tensor_cores_take_the_same_instruction_for_every_number_of_rows() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", LOWERED], env=environment, capture_output=True, text=True, check=True)
+    instructions = done.stdout.split("\n")[:4]
+    assert len(set(instructions)) == 1 and "mma.sync" in instructions[0]
