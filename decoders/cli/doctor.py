@@ -170,17 +170,20 @@ def demo_models() -> Iterator[Finding]:
 def same_tokens(name: str, dtype: str) -> Iterator[Finding]:
     """Whether all strategies write the same tokens with a model, in its dtype, on this device."""
     from ..engine.invariance import check
-    from ..engine.target import Target
+    from ..engine.target import target_of
+    from ..engine.weights.quantization import Precision
     from .models import load
 
-    target = Target(load(name, dtype)[0])
+    target = target_of(load(name, dtype)[0], "auto", Precision())
     dtype_name = str(target.dtype).removeprefix("torch.")
     yield Finding("model", "ok", f"{name}: {len(target.layout)} layers, {dtype_name} on {target.device}")
     if target.rejected is None:
         yield Finding("attention", "ok", target.attends)
     else:
         yield Finding(
-            "attention", "problem", f"the kernel for CUDA was left for sdpa, which is slower: {target.rejected}"
+            "attention",
+            "problem",
+            f"a kernel for CUDA does not work here and was left for PyTorch's: {target.rejected}",
         )
     invariance = check(target)
     if not invariance.differs:

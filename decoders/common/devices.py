@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
@@ -35,6 +35,11 @@ def host_reads(tensor: Tensor) -> bool:
     """Whether Python may look at values without waiting: on a CPU, outside of traced and recorded code."""
     # Traced code never gets as far as the variable.
     return not static_shapes(tensor.device) and not torch.compiler.is_dynamo_compiling() and not _recorded.get()
+
+
+def current(device: torch.device) -> AbstractContextManager:
+    """Makes `device` the current one, where there are several of its kind."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def processor_name(device: torch.device) -> str:

@@ -6,13 +6,14 @@ import pickle
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..common import devices
 from ..costs.fitted import FittedStepCosts
 from ..errors import UnsupportedError
 from ..report import Report
@@ -33,7 +34,7 @@ from .features import OutputHead, layer_indices
 from .locks import CallLock
 from .self_check import parameters_read
 from .session import Sessions
-from .target import Target
+from .target import target_of
 from .weights.freed import FreedParameter, FreedWeights, free_originals, restore_originals
 from .weights.packing import freed_error
 from .weights.quantization import Precision
@@ -76,8 +77,8 @@ class Engine:
         self.lock = lock or CallLock()  # a streamer or processor may call generate again
         self.attention, self.precision = attention, precision
         started = time.perf_counter()
-        with current(model.device), torch.autocast(model.device.type, enabled=False):
-            self.target = Target(model, attention, precision)
+        with torch.autocast(model.device.type, enabled=False):
+            self.target = target_of(model, attention, precision)
         self.preparing = time.perf_counter() - started
         self.sessions = Sessions(self.target, recorder_of(self.target.device))
         self.forward_pass = ForwardPass(self.target)
@@ -125,7 +126,7 @@ class Engine:
 
     def active(self) -> AbstractContextManager:
         """Within it, the model's device is the current one: kernels, streams and graphs are made for that."""
-        return current(self.target.device)
+        return devices.current(self.target.device)
 
     @property
     def compiled_passes(self) -> int:
@@ -286,11 +287,6 @@ class Engine:
             del self._functions[next(iter(self._functions))]
         compiled = _booked(tiered.compiled, report)
         return tiered if compile == "auto" and not self.target.static else compiled
-
-
-def current(device: torch.device) -> AbstractContextManager:
-    """Makes `device` the current one, where there are several of its kind."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _booked(compiled: Compiled, report: Report) -> Compiled:

@@ -20,7 +20,7 @@ from ..errors import UnsupportedError
 from ..settings import Attention
 from ..tree import TreeTensors
 from . import attention, attention_functions, buckets, invariance, recurrent
-from .cache import CacheBuffers, LayerSpec, SlotCache
+from .cache import CacheBuffers, SlotCache
 from .features import HeadInputs, LayerStates, OutputHead
 from .fitness import refuse_unfit
 from .kernels import attention as kernel
@@ -71,7 +71,7 @@ class Target:
     Attributes:
         static: whether code is compiled for one size each, so that sizes are rounded to buckets.
         attends: what computes attention: "triton", the kernel for CUDA, or "sdpa".
-        rejected: what was wrong with the kernel where it was tried and left, None elsewhere.
+        rejected: what was wrong with kernels of ours that were tried and left (:func:`target_of`), None elsewhere.
         precision: of the matrices and of the cache, where it is not the model's own.
         groups: layers that read the same input, by path; they are multiplied as one where they are packed or quantized alike.
         packing: the packed matrices.
@@ -88,8 +88,10 @@ class Target:
 
     Raises:
         UnsupportedError: the model's design does not fit the loop, or a self-check shows that its tree-verified logits
-            differ from those of a plain forward.
+            differ from those of a plain forward. Kernels that do not run raise what they like.
     """
+
+    rejected: str | None = None
 
     def __init__(self, model: PreTrainedModel, attends: Attention = "auto", precision: Precision = Precision()) -> None:
         refuse_unfit(model)
@@ -134,44 +136,25 @@ class Target:
         self.multiple = 1 if recurrent_layers else buckets.row_multiple(self.dtype, self.device, self.rounds)
         if self.multiple > 1:
             invariance.align_activations(self.model)
-        self.rejected = self._settle_attention(model, attends, len(probe.groups), plain_layout)
+        if self._takes_kernel(attends, len(probe.groups)):
+            self._attend_by("triton")
+        check_tree_logits(self, model, plain_layout)
         self.invariance = invariance.brief_check(self)
 
-    def _settle_attention(
-        self, model: PreTrainedModel, wanted: Attention, own_layers: int, layout: list[LayerSpec]
-    ) -> str | None:
-        """Takes the kernel where that is wanted, fits and gives right logits, else sdpa; gives what was wrong with the kernel.
-
-        Args:
-            own_layers: how many layers call the attention that they are told to.
-            layout: of a cache in the model's own precision.
+    def _takes_kernel(self, wanted: Attention, own_layers: int) -> bool:
+        """Whether attention is the kernel's. own_layers: how many layers call the attention that they are told to.
 
         Raises:
-            UnsupportedError: the kernel was asked for by name and does not do, or sdpa's logits are wrong too.
+            UnsupportedError: it was asked for by name and does not fit.
         """
-        rejected = None
-        if wanted == "triton" or (wanted == "auto" and kernel.preferred(self.device)):
-            unfit = kernel.unfit(layout, own_layers, self.device)
-            if unfit is not None and wanted == "triton":
-                raise UnsupportedError(f"attention='triton' does not fit {type(model).__name__}: {unfit}; leave 'auto'")
-            if unfit is None:
-                self._attend_by("triton")
-                try:
-                    check_tree_logits(self, model, layout)
-                    return None
-                except torch.OutOfMemoryError:
-                    raise
-                except Exception as error:  # Triton raises whatever it likes, without a C compiler for instance
-                    if wanted == "triton":
-                        raise
-                    rejected = f"{type(error).__name__}: {error}"
-                    warnings.warn(
-                        f"the attention kernel does not work here, decoding goes on with attention='sdpa', which is slower: {rejected}",
-                        stacklevel=2,
-                    )
-                self._attend_by("sdpa")
-        check_tree_logits(self, model, layout)
-        return rejected
+        if wanted == "sdpa" or (wanted == "auto" and not kernel.preferred(self.device)):
+            return False
+        unfit = kernel.unfit(self.layout, own_layers, self.device)
+        if unfit is not None and wanted == "triton":
+            raise UnsupportedError(
+                f"attention='triton' does not fit {type(self.model).__name__}: {unfit}; leave 'auto'"
+            )
+        return unfit is None
 
     def tell_kinds(self, kinds: tuple[attention.LayerKind, ...]) -> None:
         """Says how far each kind of layer looks back."""
@@ -387,6 +370,43 @@ class Target:
             "use_cache": True,
             self._cache_keyword: cache,
         }
+
+
+def target_of(model: PreTrainedModel, attends: Attention, precision: Precision) -> Target:
+    """The target with kernels of ours where they are wanted, fit and give right logits, and with PyTorch's where they do not.
+
+    What was left for PyTorch's is one warning, and noted in :attr:`Target.rejected`.
+
+    Raises:
+        UnsupportedError: see :class:`Target`.
+    """
+    with devices.current(model.device):
+        if attends == "triton" or not kernel.preferred(model.device):
+            return Target(model, attends, precision)
+        inexact = replace(precision, exact_products=False)
+        inexact = replace(precision, exact_products=precision.exact_products and model.dtype.itemsize > 2)
+        every: list[tuple[Attention, Precision]]
+        every = [(attends, precision), (attends, inexact), ("sdpa", precision), ("sdpa", inexact)]
+        *tries, last = dict.fromkeys(every)
+        rejected: str | None = None
+        for attention_of, products_of in tries:
+            try:
+                target = Target(model, attention_of, products_of)
+                break
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # Triton raises whatever it likes, without a C compiler for instance
+                rejected = rejected or f"{type(error).__name__}: {error}"
+        else:
+            target = Target(model, *last)  # raises what is wrong with the model itself
+        if rejected is not None:
+            target.rejected = (
+                f"attention is {target.attends}, exact_products {target.precision.exact_products}: {rejected}"
+            )
+            warnings.warn(
+                f"a kernel for CUDA does not work here and was left for PyTorch's: {target.rejected}", stacklevel=2
+            )
+        return target
 
 
 def _ordinary(tensor: Tensor) -> Tensor:

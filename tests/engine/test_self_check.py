@@ -17,7 +17,8 @@ from decoders.engine import attention, self_check
 from decoders.engine.attention import LayerKind
 from decoders.engine.kernels import attention as kernel
 from decoders.engine.kernels.launch import interpreted
-from decoders.engine.target import Target
+from decoders.engine.target import Target, target_of
+from decoders.engine.weights.quantization import Precision
 from decoders.errors import UnsupportedError
 from decoders.testing.models import tiny_model
 from decoders.tree import TreeTensors
@@ -120,7 +121,7 @@ def kernel_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
 @with_kernels
 @pytest.mark.usefixtures("kernel_preferred")
 def test_the_kernel_is_checked_and_taken() -> None:
-    target = Target(small())
+    target = target_of(small(), "auto", Precision())
     assert target.attends == "triton" and target.rejected is None
 
 
@@ -142,7 +143,7 @@ def test_a_kernel_that_does_not_work_is_left_for_sdpa_with_one_warning_and_is_a_
     reason = "16 nodes" if fault == "wrong" else "no kernel image"
     model, ids = decoders.enable(small()), torch.arange(6, 16)[None]
     given = dict(input_ids=ids, max_new_tokens=4, do_sample=False)
-    with pytest.warns(UserWarning, match=f"attention kernel does not work here.*{reason}"):
+    with pytest.warns(UserWarning, match=f"a kernel for CUDA does not work here.*attention is sdpa.*{reason}"):
         ours = model.generate(**given, strategy="prompt_lookup")
     assert torch.equal(ours, model.generate(**given))
     model.generate(**given, strategy="prompt_lookup")  # the warning came once

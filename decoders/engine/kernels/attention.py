@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..attention import LayerKind, kind_of, refuse_position_bias
 from ..cache import LayerSpec
-from .launch import interpreted, runs_kernels
+from .launch import operator, runs_kernels
 
 NAME = "decoders_kernel"
 #: Bits of a word of visibility.
@@ -112,9 +112,7 @@ def attend(
         softcap: bound of the scores, by tanh.
     """
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    return torch.ops.decoders.tree_attention(
-        query, key, value, mask, sinks, kind.window or 0, kind.chunk or 0, scale, softcap or 0.0
-    )
+    return tree_attention(query, key, value, mask, sinks, kind.window or 0, kind.chunk or 0, scale, softcap or 0.0)
 
 
 def kernel_attention(
@@ -132,19 +130,6 @@ def kernel_attention(
     """Same contract as :func:`decoders.engine.attention.tree_attention`, with a mask of :func:`pack_mask`."""
     refuse_position_bias(module, kwargs)
     return attend(query, key, value, attention_mask, s_aux, kind_of(module), scaling, softcap), None
-
-
-_library = torch.library.Library("decoders", "FRAGMENT")
-_library.define(
-    "tree_attention(Tensor query, Tensor key, Tensor value, Tensor mask, Tensor? sinks, int window, int chunk, float scale, "
-    "float softcap) -> Tensor"
-)
-
-
-@torch.library.register_fake("decoders::tree_attention", lib=_library)
-def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
-    rows, heads, queries, _width = query.shape
-    return query.new_empty(rows, queries, heads, value.shape[3])
 
 
 def _tree_attention(
@@ -193,7 +178,6 @@ def _launch(
     wide, value_wide = (max(1 << (size - 1).bit_length(), 16) for size in (width, value_width))
     keys_per_tile = 64 if wide * query.element_size() <= 256 else 32
     stages = max(min(3, 98304 // (keys_per_tile * (wide + value_wide) * query.element_size())), 1)
-    ieee = query.dtype == torch.float32 or interpreted()  # the interpreter has no products of bfloat16
     pairs, per_pair = rows * kv_heads, tiles * tile
     parts = out.new_empty(pairs * per_pair * max(splits, 1) * (value_width + 2) if splits else 1, dtype=torch.float32)
     count = pairs * per_pair * splits
@@ -210,7 +194,7 @@ def _launch(
         query, key, value, mask, sinks, out, part_out, part_max, part_sum,
         scale, softcap, window, chunk, view, nodes, queries, splits,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], mask.stride(0), mask.stride(2), *out.stride()[:3],
-        D=width, WIDTH=wide, SPLIT=splits > 0, CAP=softcap > 0, IEEE=ieee,
+        D=width, WIDTH=wide, SPLIT=splits > 0, CAP=softcap > 0, IEEE=query.dtype == torch.float32,
         num_warps=4, num_stages=stages, enable_fp_fusion=True, **shared,
     )  # fmt: skip
     if splits:
@@ -220,5 +204,14 @@ def _launch(
         )  # fmt: skip
 
 
-_library.impl("tree_attention", _tree_attention, "CUDA")
-_library.impl("tree_attention", _tree_attention, "CPU")  # for Triton's interpreter
+def _fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    rows, heads, queries, _width = query.shape
+    return query.new_empty(rows, queries, heads, value.shape[3])
+
+
+tree_attention = operator(
+    "tree_attention(Tensor query, Tensor key, Tensor value, Tensor mask, Tensor? sinks, int window, int chunk, float scale, "
+    "float softcap) -> Tensor",
+    _tree_attention,
+    _fake,
+)

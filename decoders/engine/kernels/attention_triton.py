@@ -72,8 +72,6 @@ def attend_kernel(
         Q + b * sqb + head[:, None] * sqh + query[:, None] * sqn + d[None, :],
         mask=valid[:, None] & (d < D)[None, :], other=0.0,
     )  # fmt: skip
-    if IEEE:
-        q = q.to(tl.float32)
     own_mask = MASK + b * smb + node_of_query * smn
     position_q = base + tl.load(own_mask + WORDS, mask=valid, other=0).to(tl.int32)
     top = tl.full([M], float("-inf"), tl.float32)
@@ -85,8 +83,6 @@ def attend_kernel(
         k = tl.load(
             K + b * skb + h * skh + slot[None, :] * skn + d[:, None], mask=inside[None, :] & (d < D)[:, None], other=0.0
         )
-        if IEEE:
-            k = k.to(tl.float32)
         score = tl.dot(q, k, input_precision="ieee" if IEEE else None) * scale
         if CAP:
             # tanh by the exponential function, which every backend of Triton has
@@ -123,10 +119,7 @@ def attend_kernel(
             mask=inside[:, None] & (dv < DV)[None, :],
             other=0.0,
         )
-        p_v = p.to(v.dtype)
-        if IEEE:
-            p_v, v = p_v.to(tl.float32), v.to(tl.float32)
-        acc = acc * shrink[:, None] + tl.dot(p_v, v, input_precision="ieee" if IEEE else None)
+        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee" if IEEE else None)
         total = total * shrink + tl.sum(p, 1)
         top = new_top
     if SPLIT:

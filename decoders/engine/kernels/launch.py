@@ -1,4 +1,4 @@
-"""Whether Triton kernels run here, and how an operator launches one."""
+"""Whether Triton kernels run here, and how an operator of torch is made of them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import functools
 import importlib.util
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 
 @functools.cache
@@ -27,33 +28,33 @@ def runs_kernels(device: torch.device) -> bool:
     return _installed() and (device.type == "cuda" or interpreted())
 
 
-def traceable(kernel: Any) -> Any:
-    """`kernel`, a ``triton.jit`` function, as an operator of ``torch.library.triton_op`` launches it: ``traceable(kernel)[grid](…)``.
-
-    The compiler then sees the launch itself, and compiled steps and CUDA graphs hold it. The interpreter's functions cannot be traced.
-    """
-    return kernel if interpreted() else torch.library.wrap_triton(kernel)
+_library = torch.library.Library("decoders", "FRAGMENT")
 
 
-def operator(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which launches kernels by :func:`traceable` and writes to none of its arguments, as an operator of torch.
+def operator(schema: str, function: Callable[..., Tensor], fake: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`function`, which launches kernels and writes to none of its arguments, as an operator of torch.
+
+    Compilers do not see into it: they call it, and CUDA graphs record its kernels. So no graph is made for certain sizes because a
+    kernel is launched otherwise for them.
 
     Args:
-        fake: what it gives, without values: for compilers, which do not see into it where kernels are interpreted.
+        schema: its name in ``torch.ops.decoders``, arguments and result.
+        fake: what it gives, without values.
     """
-    if not interpreted():
-        return torch.library.triton_op(name, function, mutates_args=())
-    schema = torch.library.infer_schema(function, mutates_args=())
-    opaque = torch.library.custom_op(name, _without_bfloat16(function), mutates_args=(), schema=schema)
-    opaque.register_fake(fake)
-    return opaque
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    _library.impl(name, function, "CUDA")
+    if interpreted():
+        _library.impl(name, _without_bfloat16(function), "CPU")
+    torch.library.register_fake(f"decoders::{name}", fake, lib=_library)
+    return cast(Callable[..., Tensor], getattr(torch.ops.decoders, name).default)
 
 
-def _without_bfloat16(function: Callable[..., Any]) -> Callable[..., Any]:
+def _without_bfloat16(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """`function` with float32 in the place of bfloat16: the interpreter multiplies it as if it were integers."""
 
-    def widened(*arguments: Any) -> Any:
-        narrow = [isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 for value in arguments]
+    def widened(*arguments: Any) -> Tensor:
+        narrow = [isinstance(value, Tensor) and value.dtype == torch.bfloat16 for value in arguments]
         result = function(*(value.float() if n else value for value, n in zip(arguments, narrow, strict=True)))
         return result.to(torch.bfloat16) if any(narrow) else result
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import operator, traceable
+from .launch import operator
 
 
 @triton.jit
@@ -36,9 +36,9 @@ def _rms_norm(x: Tensor, weight: Tensor, epsilon: float, one_added: bool, rounde
     flat = x.reshape(-1, width).contiguous()
     out = torch.empty_like(flat)
     block = triton.next_power_of_2(width)
-    traceable(_normalize)[(flat.shape[0],)](
+    _normalize[(flat.shape[0],)](
         flat, weight, out, width, epsilon, BLOCK=block, ONE_ADDED=one_added, ROUNDED_FIRST=rounded_first,
-        num_warps=min(max(block // 512, 1), 16),
+        num_warps=min(max(block // 512, 1), 16), enable_fp_fusion=True,
     )  # fmt: skip
     return out.view(x.shape)
 
@@ -49,4 +49,6 @@ def _fake(x: Tensor, weight: Tensor, epsilon: float, one_added: bool, rounded_fi
 
 #: ``x / sqrt(mean(x²) + epsilon) * weight`` along the last dimension, computed in float32. x: ``[…, H]``, weight: ``[H]``, of one type.
 #: one_added: the factor is ``1 + weight``; rounded_first: the quotient is rounded to that type before it is multiplied.
-rms_norm = operator("decoders::rms_norm", _rms_norm, _fake)
+rms_norm = operator(
+    "rms_norm(Tensor x, Tensor weight, float epsilon, bool one_added, bool rounded_first) -> Tensor", _rms_norm, _fake
+)

@@ -13,16 +13,19 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import operator, traceable
+from .launch import operator
 
 #: Rows that a tensor core multiplies at once. Fewer cost the same.
 TILE = 16
-#: Row tiles of one program: 128 rows. More rows are dealt out to further programs, which read the matrix again.
+#: Row tiles of one program, at most.
 MOST_TILES = 8
+#: Products of more rows, of long texts and of large batches, are PyTorch's: there cuBLAS is as fast as the device computes.
+MOST_ROWS = TILE * MOST_TILES
 #: How many programs a product should have: about two for each of the 132 multiprocessors of an H100. It decides about bits, so that it
 #: is the same on every device.
 PROGRAMS = 256
@@ -65,7 +68,7 @@ def plan(outputs: int, inputs: int, itemsize: int) -> Plan:
     return Plan(block, triton.cdiv(inputs, stretch), stretch, step)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _multiply(  # type: ignore[no-untyped-def]  # its arguments are Triton's
     x, matrix, bias, out, rows, outputs, inputs, matrix_output, matrix_input, stretch,
     TILES: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
@@ -74,7 +77,7 @@ def _multiply(  # type: ignore[no-untyped-def]  # its arguments are Triton's
     """``TILES * TILE`` rows by a block of outputs, over one stretch of the sums. WHOLE: there is no other stretch."""
     block, part = tl.program_id(0), tl.program_id(1)
     output = block * BLOCK + tl.arange(0, BLOCK)
-    row = tl.program_id(2) * TILES * TILE + tl.arange(0, TILE)
+    row = tl.arange(0, TILE)
     begin = part * stretch
     end = tl.minimum(begin + stretch, inputs)
     columns = matrix + output.to(tl.int64)[None, :] * matrix_output  # matrices of 2^31 elements exist
@@ -108,7 +111,7 @@ def _multiply(  # type: ignore[no-untyped-def]  # its arguments are Triton's
         tl.store(out + place[:, None] * outputs + output[None, :], result.to(out.dtype.element_ty), mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _add_stretches(  # type: ignore[no-untyped-def]
     parts, bias, out, count, outputs, STRETCHES: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr
 ):
@@ -125,6 +128,8 @@ def _add_stretches(  # type: ignore[no-untyped-def]
 
 def _few_rows_linear(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
     outputs, inputs = matrix.shape
+    if not 0 < x.numel() <= MOST_ROWS * inputs:
+        return F.linear(x, matrix, bias)
     flat = x.reshape(-1, inputs).contiguous()
     rows, (block, stretches, stretch, step) = flat.shape[0], plan(outputs, inputs, x.element_size())
     out = x.new_empty((*x.shape[:-1], outputs))
@@ -134,16 +139,25 @@ def _few_rows_linear(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
     tiles = 1
     while tiles < MOST_TILES and tiles * TILE < rows:
         tiles *= 2
-    traceable(_multiply)[(triton.cdiv(outputs, block), stretches, triton.cdiv(rows, tiles * TILE))](
+    _multiply[(triton.cdiv(outputs, block), stretches)](
         flat, matrix, added, parts, rows, outputs, inputs, matrix.stride(0), matrix.stride(1), stretch,
         TILES=tiles, TILE=TILE, BLOCK=block, STEP=step, WHOLE=whole, BIAS=whole and given,
         # A warp for each 16 outputs: how many there are changes no bits, since none of them has a part of a sum.
-        num_warps=block // 16, num_stages=STAGES[tiles],
+        num_warps=block // 16, num_stages=STAGES[tiles], enable_fp_fusion=True,
     )  # fmt: skip
     if not whole:
         count = rows * outputs
-        traceable(_add_stretches)[(triton.cdiv(count, 256),)](
-            parts, added, out, count, outputs, STRETCHES=stretches, BLOCK=256, BIAS=given, num_warps=2
+        _add_stretches[(triton.cdiv(count, 256),)](
+            parts,
+            added,
+            out,
+            count,
+            outputs,
+            STRETCHES=stretches,
+            BLOCK=256,
+            BIAS=given,
+            num_warps=2,
+            enable_fp_fusion=True,
         )
     return out
 
@@ -153,4 +167,4 @@ def _fake(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
 
 
 #: ``x @ matrix.T + bias``. x: ``[…, K]``, matrix: ``[O, K]`` of any strides, bias: ``[O]`` or None, all of one type; gives ``[…, O]``.
-few_rows_linear = operator("decoders::few_rows_linear", _few_rows_linear, _fake)
+few_rows_linear = operator("few_rows_linear(Tensor x, Tensor matrix, Tensor? bias) -> Tensor", _few_rows_linear, _fake)

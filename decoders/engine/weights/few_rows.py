@@ -10,9 +10,6 @@ from transformers.pytorch_utils import Conv1D
 
 from ..kernels.launch import runs_kernels
 
-#: Products of more rows, of long texts and of large batches, are PyTorch's: there cuBLAS is as fast as the device computes.
-MOST_ROWS = 128
-
 
 class _FewRows:
     """What the layers below have in common: they read their own parameters where these lie, so that nothing is copied or goes stale."""
@@ -22,12 +19,11 @@ class _FewRows:
         return cast(Tensor, self.weight)  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        matrix = self.matrix()
-        rows = x.numel() // matrix.shape[1]
-        if x.dtype != matrix.dtype or not 0 < rows <= MOST_ROWS:
-            return super().forward(x)  # type: ignore[misc]  # of the layer that it stands in for
         from ..kernels.products import few_rows_linear  # imports Triton
 
+        matrix = self.matrix()
+        if x.dtype != matrix.dtype:
+            return super().forward(x)  # type: ignore[misc]  # of the layer that it stands in for
         return few_rows_linear(x, matrix, self.bias)  # type: ignore[attr-defined]
 
 
