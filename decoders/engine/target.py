@@ -383,7 +383,6 @@ def target_of(model: PreTrainedModel, attends: Attention, precision: Precision) 
     with devices.current(model.device):
         if attends == "triton" or not kernel.preferred(model.device):
             return Target(model, attends, precision)
-        inexact = replace(precision, exact_products=False)
         inexact = replace(precision, exact_products=precision.exact_products and model.dtype.itemsize > 2)
         every: list[tuple[Attention, Precision]]
         every = [(attends, precision), (attends, inexact), ("sdpa", precision), ("sdpa", inexact)]
