@@ -31,10 +31,15 @@ def as_recorded() -> Iterator[None]:
         _recorded.reset(token)
 
 
+def recorded() -> bool:
+    """Whether this is being recorded, or runs as in a recording."""
+    return _recorded.get()
+
+
 def host_reads(tensor: Tensor) -> bool:
     """Whether Python may look at values without waiting: on a CPU, outside of traced and recorded code."""
     # Traced code never gets as far as the variable.
-    return not static_shapes(tensor.device) and not torch.compiler.is_dynamo_compiling() and not _recorded.get()
+    return not static_shapes(tensor.device) and not torch.compiler.is_dynamo_compiling() and not recorded()
 
 
 def processor_name(device: torch.device) -> str:

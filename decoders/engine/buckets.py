@@ -97,6 +97,11 @@ def prefill_chunks(tokens: int, chunk: int, static: bool = True) -> list[tuple[i
     return passes
 
 
+def chunk_bucket(tokens: int, static: bool = True) -> int:
+    """The largest chunk of up to so many tokens; at least :data:`LEAST_CHUNK`."""
+    return max(1 << (tokens.bit_length() - 1), LEAST_CHUNK) if static else tokens
+
+
 def pad_block(draft_tokens: Tensor, tree: Topology | TreeTensors, nodes: int) -> tuple[Tensor, Topology | TreeTensors]:
     """A block filled up to `nodes` nodes with "no draft token".
 
