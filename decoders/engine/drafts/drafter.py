@@ -21,7 +21,7 @@ from ...strategy import Context, Sequences, Step, Strategy, no_costs, no_memory
 from ...tree import TreeTensors
 from ..batches.pool import RowPool
 from ..blocks import Blocks
-from ..buckets import slots_for
+from ..buckets import row_bucket, slots_for
 from ..call_settings import CallSettings
 from ..cuda_graphs.static_inputs import SameObject
 from ..grammar.guide import Guide
@@ -86,7 +86,8 @@ class ModelDrafter(Drafter):
             self.session = opened.session
         else:
             recordings = self.engine.sessions.recordings()
-            self.session = RowPool(target, call.capacity, slots_for(slots, target.static_slots), recordings)
+            capacity = row_bucket(call.capacity, target.static)
+            self.session = RowPool(target, capacity, slots_for(slots, target.static_slots), recordings)
             self._seat(context, [-1] * len(call.request.prompts))
         self.guide = guide.ahead() if guide is not None else None
         self._begun = self.rows.length.clone()
