@@ -1,4 +1,4 @@
-"""What Python may do beside a device: how sizes are compiled for it, and whether values may be looked at."""
+"""What Python may do beside a device: whether sizes are static there, and whether values may be looked at."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def static_shapes(device: torch.device) -> bool:
-    """Whether code for `device` is compiled for one size each. The switch between the two paths: tests turn it on a CPU."""
+    """Whether what runs on `device` is recorded, for one size each. The switch between the two paths: tests turn it on a CPU."""
     return device.type != "cpu"
 
 

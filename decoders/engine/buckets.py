@@ -1,7 +1,7 @@
-"""Sizes that compiled code and recorded graphs are made for: small ladders, so that their number is bounded.
+"""Sizes that steps are recorded for: small ladders, so that their number is bounded.
 
-On CUDA every size is a graph of its own, so rows, nodes, slots and prefill chunks are rounded up to the next rung. On the CPU one
-dynamic graph serves all sizes: there `static` is false and only the least sizes count.
+On CUDA every size is a recording of its own, so rows, nodes, slots and prefill chunks are rounded up to the next rung. Nothing is
+recorded on the CPU: there `static` is false and only the least sizes count. Compiled code has dynamic sizes on both.
 
 ==============  ==========================================  =================================
 size            rungs on CUDA                               on the CPU

@@ -75,7 +75,9 @@ class Engine:
         with current(model.device), torch.autocast(model.device.type, enabled=False):
             self.target = make_target(model, attention, precision)
         self.preparing = time.perf_counter() - started
-        recorder = recorder_of(self.target.device) if self.target.static else None
+        # Processes that share a model wait for each other: each would have to record, and leave a recording, at the same step.
+        records = self.target.static and not self.target.ranks.several
+        recorder = recorder_of(self.target.device) if records else None
         self.sessions = Sessions(self.target, recorder)
         self.forward_pass = ForwardPass(self.target)
         self._watching: dict[tuple[int, ...], ForwardPass] = {}

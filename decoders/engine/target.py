@@ -66,7 +66,7 @@ class Target:
     CPU's kernels once; whatever runs the model runs on that copy.
 
     Attributes:
-        static: whether code is compiled for one size each, so that sizes are rounded to buckets.
+        static: whether steps are recorded, for one size each, so that sizes are rounded to buckets.
         precision: of the matrices and of the cache, where it is not the model's own.
         groups: layers that read the same input, by path; they are multiplied as one where they are packed or quantized alike.
         packing: the packed matrices.

@@ -5,13 +5,10 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Hashable
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ..cache import CacheBuffers
 from ..torch_compat import COMPILER_ERRORS, compiled_whole
 from .compiler import private
 
@@ -98,25 +95,3 @@ class PerShape:
             )  # inductor appends all of its input
             warnings.warn(f"{name} could not be compiled, running it uncompiled instead: {what}", stacklevel=4)
             self._warned = True
-
-
-class WholeStep(PerShape):
-    """A method of a core as one graph for every shape of its arguments, and the method itself where that fails."""
-
-    def __call__(self, *args: Any) -> Any:
-        return super().__call__(shape_key(args), *args)
-
-
-def shape_key(value: Any) -> Hashable:
-    """What compiled code depends on in an argument: sizes and layout of tensors, values of numbers, the type of all else."""
-    if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.dtype
-    if isinstance(value, CacheBuffers):  # all layers are as long as the first
-        return len(value.keys), value.keys[0].shape, value.keys[0].dtype
-    if isinstance(value, bool | int | float | str | None):
-        return value
-    if isinstance(value, list | tuple):
-        return tuple([shape_key(item) for item in value])
-    if is_dataclass(value):
-        return type(value), *[shape_key(getattr(value, part.name)) for part in fields(value)]
-    return type(value), str(getattr(value, "settings", ""))

@@ -196,8 +196,7 @@ class ForwardPass:
 
     def tier(self, rows: int, plan: SamplingPlan | None = None) -> Tier:
         """How a pass over so many rows runs now, and drawing by `plan`; begins to compile when that is due."""
-        ranks = self.target.ranks
-        compiled = not ranks.any(not self._compiled(rows > 1)) if ranks.several else self._compiled(rows > 1)
+        compiled = self._compiled(rows > 1)
         draws = self._draws.ready(plan) if plan is not None and self._mode else frozenset()
         return Tier(compiled, frozenset(filter(self._allows, draws)))
 
