@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from decoders.engine.core import StepOutput
+from decoders.engine.cuda_graphs import capture
 from decoders.engine.cuda_graphs import recorder as recorders
 from decoders.engine.cuda_graphs.capture import RecordedCapacity, Recording, Recordings
 from decoders.engine.cuda_graphs.recorder import CudaRecorder
@@ -152,6 +153,18 @@ def test_the_least_recently_used_recording_goes_first() -> None:
     assert kept == ["a", "c"] and len(recordings) == 2
     recordings.clear()
     assert len(recordings) == 0
+
+
+def test_recordings_go_where_their_results_take_too_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    recordings, x = Recordings(TapeRecorder()), torch.ones(100)
+    for key in "abc":
+        recordings.record(key, None, x, lambda: x * 2)
+    assert len(recordings) == 3 and recordings.nbytes == 3 * 2 * x.nbytes
+    monkeypatch.setattr(capture, "MOST_BYTES", 5 * x.nbytes)
+    recordings.record("d", None, x, lambda: x * 2)
+    assert len(recordings) == 2
+    monkeypatch.setattr(capture, "MOST_BYTES", 0)
+    assert recordings.record("e", None, x, lambda: x * 2) is not None and len(recordings) == 1
 
 
 def test_a_step_that_cannot_be_recorded_is_warned_of_once_and_not_tried_again() -> None:

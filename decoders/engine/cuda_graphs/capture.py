@@ -32,6 +32,8 @@ WARM_UP_STEPS = 3
 PLAIN_RUNS = 2
 #: Recordings that a session keeps. The memory of intermediate results is in a pool that all share.
 MOST_RECORDINGS = 48
+#: What the results of recordings that a session keeps may take: logits of many nodes above all.
+MOST_BYTES = 1 << 30
 
 #: What the host learns of a step: ``(summary, new)`` of :class:`~decoders.engine.core.StepOutput`, as lists.
 Result = tuple[list[list[int]], list[list[int]]]
@@ -85,6 +87,12 @@ class Recording:
         self.recorder, self.body, self.capacity, self.inputs, self.replays = recorder, body, capacity, inputs, 0
         with as_parts(), devices.as_recorded():
             self._graph, self.output = recorder.record(body)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of its own: what it is given, and what it gives."""
+        tensors, _ = find_tensors((self.inputs.tensors, self.output))
+        return sum(tensor.nbytes for tensor in tensors.values())
 
     def replay(self) -> None:
         with self.recorder.active():
@@ -145,6 +153,11 @@ class Recordings:
     def __len__(self) -> int:
         return len(self._kept)
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of what is kept, without the pool that intermediate results share."""
+        return sum(recording.nbytes for recording in self._kept.values())
+
     def run(self, key: Callable[[], Hashable], function: Callable[..., Any], given: tuple) -> Any:
         """``function(*given)``: as it is the first times, and from then on as a replay of what was recorded of it.
 
@@ -172,7 +185,7 @@ class Recordings:
                 return function(*given)
         else:
             with self.recorder.active():
-                recording.inputs.load(given, self.recorder.copy)
+                recording.inputs.take(tensors, self.recorder.copy)
             self._kept.move_to_end(full)
         recording.replay()
         self.replays += 1
@@ -232,7 +245,7 @@ class Recordings:
         if not own.settled:
             return step
         self._kept[key] = step
-        while len(self._kept) > self.most:
+        while len(self._kept) > self.most or (self.nbytes > MOST_BYTES and len(self._kept) > 1):
             self._kept.popitem(last=False)
         return step
 

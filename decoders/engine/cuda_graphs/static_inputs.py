@@ -99,8 +99,12 @@ class StaticInputs:
             return False
         if not all(_equal(self.others[path], other) for path, other in others.items()):
             return False
-        _copy_all(self.tensors, tensors, copy)
+        self.take(tensors, copy)
         return True
+
+    def take(self, tensors: Mapping[str, Tensor], copy: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
+        """Copies the values of `tensors`, which :func:`find_tensors` has found in something that fits."""
+        _copy_all(self.tensors, tensors, copy)
 
     def give_back(self, root: Any, copy: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
         """The other way round: `root`, which has fitted, gets the values that are here now."""
