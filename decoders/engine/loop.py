@@ -248,7 +248,7 @@ class Call:
             self.report.prefill_steps = 1
             timings.prefill += core  # says nothing of what nodes cost
         else:
-            self.learn_cost(core, draft, block, outcome, compiled, None if skipped else drafting)
+            self.learn_cost(core, draft, block, outcome, compiled, replayed, None if skipped else drafting)
         if self.worth is not None:
             self.worth.follow([tokens[:count] for tokens, count in zip(outcome.new, outcome.emitted, strict=True)])
         if not self.report.steps:
@@ -286,7 +286,8 @@ class Call:
                 member.report.share(spent, self.report.nodes, compiled, replayed)
 
     def learn_cost(
-        self, core: float, draft: Draft, block: NodeBlock, outcome: Outcome, compiled: bool, drafting: float | None
+        self, core: float, draft: Draft, block: NodeBlock, outcome: Outcome, compiled: bool, replayed: bool,
+        drafting: float | None,
     ) -> None:  # fmt: skip
         """Books the `core` seconds of a step. drafting: what its draft took, None if none was to be made."""
         nodes = block.draft_tokens.shape[1] + 1 + block.text.length
@@ -299,6 +300,8 @@ class Call:
         if not draft.tokens.shape[1]:
             self.forward_pass.book_single(core, self.batch)
         if self.worth is None and self.resources.costs is None:
+            return
+        if self.session.recordings is not None and not replayed:  # the next steps of this size will be
             return
         agreed = self.target.ranks.first_number
         seconds = agreed(core)

@@ -12,13 +12,15 @@ import torch
 from transformers import PreTrainedModel
 
 import decoders
+from decoders.common import devices
+from decoders.engine.calibration import REPEATS
 from decoders.engine.compiled import background, tiers
 from decoders.engine.compiled.background import BackgroundCompile
 from decoders.engine.cuda_graphs.capture import PLAIN_RUNS, WARM_UP_STEPS, Recordings
 from decoders.engine.session import KEPT_SESSIONS
 from decoders.engine.target import Target
 from decoders.report import Report
-from decoders.strategies import PromptLookup, Speculative, Threshold
+from decoders.strategies import PromptLookup, Speculative, Staged, Threshold
 from decoders.strategy import Draft, Sequences, Step, Strategy
 from decoders.testing import decode, prompts, tiny_model
 from decoders.testing.tape import TapeRecorder
@@ -227,6 +229,31 @@ def test_the_time_of_replays_makes_passes_worth_compiling(
     begun = len(spent)
     assert run(target, "autoregressive", 1, 20).replayed_steps == 20
     assert max(spent[begun:]) > with_replays
+
+
+def test_costs_are_measured_of_replays(target: PreTrainedModel, device: TapeRecorder) -> None:
+    engine = target.generate.engine()
+    curve = engine.calibration.measured(None, [1], [8], False, nodes=(1, 5, 9))
+    assert [point.nodes for point in curve.points] == [4, 8, 16]
+    assert device.recorded == 3 and device.replayed >= 3 * 2 * (REPEATS - 1)
+
+
+@pytest.mark.slow
+def test_a_draft_model_reports_what_it_did_in_its_own_call(
+    target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def figures(model: PreTrainedModel, first: int) -> Any:
+        ids = torch.arange(first, first + 9)[None]
+        given = dict(
+            max_new_tokens=16, do_sample=False, assistant_model=tiny_model("llama", 1), return_dict_in_generate=True
+        )
+        stage = model.generate(input_ids=ids, strategy=Staged(), **given).report.stages[0]
+        return stage.passes, stage.tokens, stage.drafted, stage.accepted, stage.accepted_lengths
+
+    replayed = [figures(target, first) for first in (3, 40, 70, 3)]
+    monkeypatch.setattr(devices, "static_shapes", lambda device: False)
+    fresh = [figures(decoders.enable(tiny_model("llama")), first) for first in (3, 40, 70, 3)]
+    assert [tokens for _, tokens, *_ in replayed] == [tokens for _, tokens, *_ in fresh]
 
 
 def test_parts_that_cannot_be_recorded_run_as_they_are(device: TapeRecorder) -> None:
