@@ -265,7 +265,7 @@ class Call:
             states.commit(out.path, out.summary[0], self.rows.length)
             timings.core += stopwatch.next()
         if self.guide is not None:
-            self.guide.commit(out, self.rows.finished)
+            self.guide.commit(out, self.rows.finished, outcome)
         timings.mask += stopwatch.next()
         self.where = "observe"
         goes_with_draft = self.request.strategy.misses_steps
