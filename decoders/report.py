@@ -131,6 +131,7 @@ class Report:
         verifier: how drafts are accepted ("coupled").
         verifier_settings: the rule's own settings.
         compiled_steps: how many of `steps` ran compiled, the others uncompiled.
+        replayed_steps: how many of `steps` were replays of what had been recorded, in part or as a whole (CUDA).
         reused: per row, prompt tokens that were not read, since an earlier call had left their keys and values.
         same_bits: in low precision, whether a token has the same bits in every block, so that drafts change nothing
             at near-ties either: a brief check when the model was made ready. None where it is not checked.
@@ -171,6 +172,7 @@ class Report:
     steps: int = 0
     prefill_steps: int = 0
     compiled_steps: int = 0
+    replayed_steps: int = 0
     drafted: int = 0
     accepted: int = 0
     accepted_lengths: list[int] = field(default_factory=list)
@@ -183,13 +185,19 @@ class Report:
     details: dict[str, Any] = field(default_factory=dict)
     grammars: list[GrammarUse | None] = field(default_factory=list)
 
-    def share(self, spent: Mapping[str, float], nodes: int, compiled: bool) -> None:
+    def waited(self, seconds: float) -> None:
+        """Books a compilation that the call has waited for."""
+        self.timings.compile += seconds
+        self.compilations += 1
+
+    def share(self, spent: Mapping[str, float], nodes: int, compiled: bool, replayed: bool) -> None:
         """Books a step that was shared with others: all of its time, the largest block so far, and how it was run."""
         own = vars(self.timings)
         for part, seconds in spent.items():
             own[part] += seconds
         self.nodes = max(self.nodes, nodes)
         self.compiled_steps += compiled
+        self.replayed_steps += replayed
 
     @property
     def compiled(self) -> bool:

@@ -170,10 +170,7 @@ class Strategy(Configured, ABC):
         """
 
     def finish(self, state: Any) -> None:
-        """The call is over, done or failed; comes once for every state that :meth:`start` has made.
-
-        Of a strategy `on_device` it is the state that the steps have worked on, which may be that of an equal call before.
-        """
+        """The call is over, done or failed; comes once for every state that :meth:`start` has made."""
 
     @property
     def reads_prompt(self) -> bool:

@@ -178,9 +178,27 @@ MUTATIONS = (
         ("engine/test_verify.py",),
     ),
     Mutation(
+        "a-replay-overwrites-what-a-strategy-was-shown", "decoders/engine/compiled/tiers.py",
+        "        return copied(result) if copy else result\n",
+        "        return result\n",
+        ("engine/test_replays.py",),
+    ),
+    Mutation(
+        "a-recording-serves-another-tier", "decoders/engine/compiled/tiers.py",
+        "(self, key, self.tier(rows, plan)), function, given)",
+        "(self, key), function, given)",
+        ("engine/test_replays.py",),
+    ),
+    Mutation(
+        "a-replay-reads-what-was-given-when-it-was-recorded", "decoders/engine/cuda_graphs/capture.py",
+        "                recording.inputs.take(tensors, self.recorder.copy)\n",
+        "                pass\n",
+        ("engine/test_replays.py",),
+    ),
+    Mutation(
         "wrong-noise-position", "decoders/engine/core.py",
-        "+ tree.offsets\n        left = candidates(forwarded.logits, self.plan, rows.sampling, positions, masks)\n",
-        "+ tree.offsets.clamp(max=2)\n        left = candidates(forwarded.logits, self.plan, rows.sampling, positions, masks)\n",
+        "+ tree.offsets\n        chosen, scores = self.draw(",
+        "+ tree.offsets.clamp(max=2)\n        chosen, scores = self.draw(",
         ("exactness/test_architectures.py", "strategies/test_conformance.py"),
     ),
     Mutation(

@@ -1,4 +1,4 @@
-"""What Python may do beside a device: how sizes are compiled for it, and whether values may be looked at."""
+"""What Python may do beside a device: whether sizes are static there, and whether values may be looked at."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def static_shapes(device: torch.device) -> bool:
-    """Whether code for `device` is compiled for one size each. The switch between the two paths: tests turn it on a CPU."""
+    """Whether what runs on `device` is recorded, for one size each. The switch between the two paths: tests turn it on a CPU."""
     return device.type != "cpu"
 
 
@@ -31,10 +31,15 @@ def as_recorded() -> Iterator[None]:
         _recorded.reset(token)
 
 
+def recorded() -> bool:
+    """Whether this is being recorded, or runs as in a recording."""
+    return _recorded.get()
+
+
 def host_reads(tensor: Tensor) -> bool:
     """Whether Python may look at values without waiting: on a CPU, outside of traced and recorded code."""
     # Traced code never gets as far as the variable.
-    return not static_shapes(tensor.device) and not torch.compiler.is_dynamo_compiling() and not _recorded.get()
+    return not static_shapes(tensor.device) and not torch.compiler.is_dynamo_compiling() and not recorded()
 
 
 def current(device: torch.device) -> AbstractContextManager:

@@ -1,7 +1,7 @@
-"""Sizes that compiled code and recorded graphs are made for: small ladders, so that their number is bounded.
+"""Sizes that steps are recorded for: small ladders, so that their number is bounded.
 
-On CUDA every size is a graph of its own, so rows, nodes, slots and prefill chunks are rounded up to the next rung. On the CPU one
-dynamic graph serves all sizes: there `static` is false and only the least sizes count.
+On CUDA every size is a recording of its own, so rows, nodes, slots and prefill chunks are rounded up to the next rung. Nothing is
+recorded on the CPU: there `static` is false and only the least sizes count. Compiled code has dynamic sizes on both.
 
 ==============  ==========================================  =================================
 size            rungs on CUDA                               on the CPU
@@ -100,6 +100,11 @@ def prefill_chunks(tokens: int, chunk: int, static: bool = True) -> list[tuple[i
         size = min(max(_power_of_two(rest), LEAST_CHUNK), chunk) if static else rest
         passes.append((tokens - rest, size))
     return passes
+
+
+def chunk_bucket(tokens: int, static: bool = True) -> int:
+    """The largest chunk of up to so many tokens; at least :data:`LEAST_CHUNK`."""
+    return max(1 << (tokens.bit_length() - 1), LEAST_CHUNK) if static else tokens
 
 
 def pad_block(draft_tokens: Tensor, tree: Topology | TreeTensors, nodes: int) -> tuple[Tensor, Topology | TreeTensors]:

@@ -172,6 +172,12 @@ class CacheBuffers:
         return self.keys[0].shape[2]
 
     @property
+    def place(self) -> tuple:
+        """Where they are: what was recorded on them works on these and no others."""
+        first = next(tensor for tensor in self.tensors if tensor.numel())
+        return first.data_ptr(), first.shape, first.dtype
+
+    @property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.tensors) + (self.states.nbytes if self.states is not None else 0)
 

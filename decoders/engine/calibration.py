@@ -22,6 +22,7 @@ from . import torch_compat
 from .blocks import NodeBlock
 from .buckets import row_bucket
 from .compiled.tiers import Compile, PassKind
+from .cuda_graphs.capture import PLAIN_RUNS
 from .rows import sampling_inputs
 
 if TYPE_CHECKING:
@@ -140,9 +141,7 @@ class Calibrator:
 
     def _compiled(self, rows: Sequence[int], compile: Compile) -> bool:
         forward = self.engine.forward_pass
-        return bool(compile) and (
-            self.engine.target.static or compile is True or forward.ready(PassKind(max(rows) > 1))
-        )
+        return bool(compile) and (compile is True or forward.ready(PassKind(max(rows) > 1)))
 
 
 @torch.no_grad()
@@ -170,7 +169,7 @@ def measure(
     ):
         session = opened.session
         engine.forward_pass.fit(session.blocks, rows)
-        step = engine.whole(engine.core(SamplingPlan()), "step", compile, report)
+        core = engine.core(SamplingPlan())
         sizes = list(dict.fromkeys(session.blocks.size(n) for n in sorted(nodes)))
         session.reserve(context + max(sizes))
 
@@ -181,19 +180,20 @@ def measure(
             session.rows.length.fill_(context)
             session.rows.finished.fill_(False)
             begun = clock()
-            out = step(block, session.rows)
+            out = core.replayed("step", block, session.rows, session.recordings, copy=False)
             if (states := session.rows.buffers.states) is not None:
                 states.commit(out.path, out.summary[0], session.rows.length)
-            out.summary.tolist()  # waits for the device, as a call does
+            session.lists(out.summary, out.new)  # waits for the device, as a call does
             return clock() - begun
 
         times: dict[int, list[float]] = {}
+        runs = 1 if session.recordings is None else PLAIN_RUNS + 1
         compiled: dict[int, bool] = {}
         for index, size in enumerate(sizes):
             needed = 2 * (REPEATS - 1) * sum(first for first, *_ in times.values())
             if index >= 2 and clock() + needed > end:
                 break
-            first = seconds(size)  # what compiles compiles
+            first = sum(seconds(size) for _ in range(runs))  # what compiles compiles, and what is recorded is
             passes = engine.compiled_passes
             times[size] = [seconds(size)]
             end += max(first - times[size][0], 0.0)

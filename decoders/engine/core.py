@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from ..sampling.choice import candidates
-from ..sampling.processors import Masks, SamplingPlan
+from ..sampling.processors import Masks, SamplingInputs, SamplingPlan
 from ..strategy import Sequences, Step
 from ..tree import TreeTensors
 from ..verifiers.verifier import Block, Verifier, check_outcomes
 from .batches.mixed import PromptPiece
 from .blocks import NodeBlock
 from .cache import CacheBuffers, move_slots
+from .cuda_graphs.capture import Recordings
 from .rows import Fault, Rows
 from .target import ForwardResult, Target
 from .text_blocks import LeadingText, after_text
@@ -79,7 +80,14 @@ class RunsForward(Protocol):
         text: LeadingText = LeadingText(),
         piece: PromptPiece | None = None,
     ) -> ForwardResult: ...
+    def draw(
+        self, logits: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor, masks: Masks | None = None
+    ) -> tuple[Tensor, Tensor | None]: ...
     def settle(self, nodes: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]: ...
+    def replayed(
+        self, recordings: Recordings | None, key: Hashable, function: Callable[..., Any], given: tuple, rows: int,
+        plan: SamplingPlan | None = None, *, copy: bool,
+    ) -> Any: ...  # fmt: skip
 
 
 class Core:
@@ -94,12 +102,33 @@ class Core:
 
     def __init__(self, target: Target, plan: SamplingPlan, run: RunsForward | None = None) -> None:
         self.target, self.plan, self.vocabulary = target, plan, target.vocab_size
+        self.runs = run
         self.run: Callable[..., ForwardResult] = run or target.forward
+        self.draw: Callable[..., tuple[Tensor, Tensor | None]] = run.draw if run is not None else draw_tokens
         self.settle: Callable[..., tuple[Tensor, Tensor, Tensor]] = run.settle if run is not None else settle
 
     def key(self, method: str) -> tuple:
-        """What the graph of `method` depends on, besides the model."""
+        """What a recording of `method` depends on, besides the model."""
         return (self.target.layers,) if method == "forward" else (self.plan, self.target.layers)
+
+    def replayed(self, method: str, block: NodeBlock, rows: Rows, recordings: Recordings | None, *, copy: bool) -> Any:
+        """:meth:`step` or :meth:`forward`, as a replay once it has been recorded for blocks of this size.
+
+        Args:
+            recordings: of the session of the rows; None where nothing can be recorded.
+            copy: whether the result is to outlive the next replay.
+        """
+        if self.runs is None or block.text.length or block.piece is not None:
+            return getattr(self, method)(block, rows)
+
+        def run(draft_tokens: Tensor, tree: TreeTensors, masks: Masks | None) -> Any:
+            return getattr(self, method)(NodeBlock(draft_tokens, tree, block.view, masks), rows)
+
+        key, given = (
+            (method, self.key(method), rows.place, len(block.view)),
+            (block.draft_tokens, block.tree, block.masks),
+        )
+        return self.runs.replayed(recordings, key, run, given, len(rows.length), self.plan, copy=copy)
 
     def step(self, block: NodeBlock, rows: Rows) -> StepOutput:
         """Runs one block of at least three nodes."""
@@ -111,11 +140,8 @@ class Core:
     ) -> StepOutput:
         """Draws the target's token after every node and commits the path that agrees."""
         positions = rows.length[:, None] - rows.prompt_length[:, None] + tree.offsets
-        left = candidates(forwarded.logits, self.plan, rows.sampling, positions, masks)
-        if self.plan.keep_scores:
-            left = left.settled()
-        chosen = left.choose(self.plan, rows.sampling, positions)
-        return self.commit(nodes, chosen, tree, rows, forwarded, left.dense() if self.plan.keep_scores else None)
+        chosen, scores = self.draw(forwarded.logits, self.plan, rows.sampling, positions, masks)
+        return self.commit(nodes, chosen, tree, rows, forwarded, scores)
 
     def judge(
         self, nodes: Tensor, forwarded: ForwardResult, tree: TreeTensors, rows: Rows, masks: Masks | None,
@@ -188,6 +214,21 @@ class Core:
             path, (new, summary) = acceptance.path, append(nodes, chosen, tree, acceptance, *rewritten, most)
         move_slots(rows.buffers, rows.length - summary[0] - 1, path)
         return StepOutput(nodes, chosen, path, new, summary, result.logits, scores, result.hidden, result.layers)
+
+
+def draw_tokens(
+    logits: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor, masks: Masks | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The target's token after each node, ``[B, N]`` int64, and the processed scores if the plan keeps them.
+
+    Args:
+        logits: ``[B, N, V]``.
+        positions: ``[B, N]`` int64, how many tokens were generated before each.
+    """
+    left = candidates(logits, plan, inputs, positions, masks)
+    if plan.keep_scores:
+        left = left.settled()
+    return left.choose(plan, inputs, positions), left.dense() if plan.keep_scores else None
 
 
 def settle(

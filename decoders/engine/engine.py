@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,10 @@ from ..settings import Attention
 from ..strategy import Strategy
 from .calibration import Calibrator
 from .compiled import compiler
-from .compiled.per_shape import WholeStep
 from .compiled.tiered_function import TieredFunction
 from .compiled.tiers import Compile, ForwardPass
-from .core import Core, RunsForward
-from .cuda_graphs.capture import recorder_of
+from .core import Core
+from .cuda_graphs.recorder import recorder_of
 from .drafts.draft_core import DraftCore
 from .drafts.first_layers import first_layers
 from .drafts.modules import ModuleTwin
@@ -47,8 +46,6 @@ KEPT_MEMORIES = 16
 
 #: What a memory is kept under: the strategy's class, the strategy with its settings, and the name that it gave.
 MemoryKey = tuple[str, str, str]
-
-Compiled = TypeVar("Compiled", compiler.CompiledFunction, WholeStep)
 
 
 class Engine:
@@ -80,7 +77,10 @@ class Engine:
         with torch.autocast(model.device.type, enabled=False):
             self.target = target_of(model, attention, precision)
         self.preparing = time.perf_counter() - started
-        self.sessions = Sessions(self.target, recorder_of(self.target.device))
+        # Processes that share a model wait for each other: each would have to record, and leave a recording, at the same step.
+        records = self.target.static and not self.target.ranks.several
+        recorder = recorder_of(self.target.device) if records else None
+        self.sessions = Sessions(self.target, recorder)
         self.forward_pass = ForwardPass(self.target)
         self._watching: dict[tuple[int, ...], ForwardPass] = {}
         self._cut: dict[int, PreTrainedModel] = {}
@@ -88,7 +88,6 @@ class Engine:
         self._head: OutputHead | None = None
         self.calibration = Calibrator(self)
         self.step_costs = FittedStepCosts()
-        self._whole: dict[tuple, WholeStep] = {}
         self._memories: dict[MemoryKey, Any] = {}
         self._functions: dict[Callable, TieredFunction] = {}
         self._freed: FreedWeights | None = None
@@ -131,8 +130,7 @@ class Engine:
     @property
     def compiled_passes(self) -> int:
         """Passes that ran compiled so far."""
-        forwards = (self.forward_pass, *self._watching.values())
-        return sum(f.compiled_passes for f in forwards) + sum(whole.runs for whole in self._whole.values())
+        return sum(forward.compiled_passes for forward in (self.forward_pass, *self._watching.values()))
 
     def settle_originals(self, model: PreTrainedModel, weights: Literal["keep", "packed"]) -> None:
         """Frees the dense weights of `model`, or gives them back."""
@@ -187,7 +185,6 @@ class Engine:
         self._cut.clear()
         self._modules.clear()
         self._head = None
-        self._whole.clear()
 
     def forward_pass_for(self, strategy: Strategy) -> ForwardPass:
         """The forward pass that a call with `strategy` runs: that of all, or one that takes the hidden layers it asks for.
@@ -231,27 +228,15 @@ class Engine:
 
     def core(self, plan: SamplingPlan, forward_pass: ForwardPass | None = None) -> Core:
         forward_pass = forward_pass or self.forward_pass
-        return Core(forward_pass.target, plan, self._run(forward_pass))
+        return Core(forward_pass.target, plan, forward_pass)
 
     def draft_core(self, plan: SamplingPlan, vocabulary: int, children: int) -> DraftCore:
-        return DraftCore(self.target, plan, vocabulary, children, self._run(self.forward_pass))
+        return DraftCore(self.target, plan, vocabulary, children, self.forward_pass)
 
-    def _run(self, forward_pass: ForwardPass) -> RunsForward | None:
-        """On the CPU the forward pass is compiled by itself; on other devices it is a part of whole steps."""
-        return None if self.target.static else forward_pass
-
-    def whole(self, core: Core, method: str, compile: Compile, report: Report) -> Callable:
-        """A method of `core` as one compiled graph for every shape, where the device wants that.
-
-        If the compiler fails, a warning says why, once, and the method itself runs: the tokens are the same.
-        """
-        plain = getattr(core, method)
-        if not self.target.static or not compile:
-            return plain
-        key = (method, *core.key(method))
-        if key not in self._whole:
-            self._whole[key] = WholeStep(plain)
-        return _booked(self._whole[key], report)
+    @property
+    def functions_ready(self) -> int:
+        """How many functions of strategies have been compiled beside decoding, each kind of arguments counted."""
+        return sum(len(tiered.ready) for tiered in self._functions.values())
 
     def memory(self, strategy: Strategy, name: str, factory: Callable[[], Any]) -> Any:
         """What `strategy` keeps between calls under `name`; see :attr:`decoders.strategy.Context.memory`."""
@@ -280,21 +265,27 @@ class Engine:
         """A strategy's tensor function, compiled once for all calls on this engine."""
         if not compile:
             return function
-        tiered = self._functions.pop(function, None) or TieredFunction(function, compiler.CompiledFunction(function))
+        tiered = self._functions.pop(function, None)
+        if tiered is None:
+            # Recorded steps do not run it, and its time is not seen: where they are compiled, so is this.
+            due = self.forward_pass.worth_compiling if self.target.static else lambda: False
+            tiered = TieredFunction(function, compiler.CompiledFunction(function), due)
         self._functions[function] = tiered
         # A function that is made anew in every call is never asked for again: the least recently used goes.
         if len(self._functions) > KEPT_FUNCTIONS:
             del self._functions[next(iter(self._functions))]
-        compiled = _booked(tiered.compiled, report)
-        return tiered if compile == "auto" and not self.target.static else compiled
+        _book(tiered.compiled, report, waited_for=compile is True)
+        return tiered if compile == "auto" else tiered.compiled
 
 
-def _booked(compiled: Compiled, report: Report) -> Compiled:
-    """`compiled`, with what it compiles from now on booked in `report`."""
+def _book(compiled: compiler.CompiledFunction, report: Report, *, waited_for: bool) -> None:
+    """Books what `compiled` compiles from now on in `report`."""
 
     def book(seconds: float) -> None:
-        report.timings.compile += seconds
+        if waited_for:
+            report.timings.compile += seconds
+        else:
+            report.timings.background += seconds
         report.compilations += 1
 
     compiled.on_compile = book
-    return compiled

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -132,7 +133,7 @@ class Call:
             leave_last_chunk: whether the end of the prompts is left to the first step; a recorded one has one size.
         """
         shows = self.request.strategy.reads_prompt
-        run = self._read_and_show if shows else self.forward_pass.prefill
+        run = self._read_and_show if shows else self.prefill
         reused, left = self.session.prefill(
             lengths, reusable, self.request.runtime.prefill_chunk, run, leave_last_chunk=leave_last_chunk, padded=shows
         )
@@ -145,8 +146,13 @@ class Call:
             return
         begin = (self.rows.length - 1 - self.prompt_left).clamp(min=0)
         latest = max(max(self.lengths) - 1 - self.prompt_left, 0)
-        self.session.read(self.rows, begin, latest, 0, self.prompt_left, self.forward_pass.prefill)
+        self.session.read(self.rows, begin, latest, 0, self.prompt_left, self.prefill)
         self.pending = self.prompt_left = 0
+
+    @property
+    def prefill(self) -> Callable[..., None]:
+        """Reads a stretch of the prompts, see :meth:`~decoders.engine.compiled.tiers.ForwardPass.prefill`."""
+        return partial(self.forward_pass.prefill, recordings=self.session.recordings)
 
     def _read_and_show(self, tokens: Tensor, begin: Tensor, buffers: CacheBuffers, view: Tensor, latest: int) -> None:
         """Runs a stretch of the prompts and hands it to the strategy. tokens: ``[B, N]`` from slots `begin` ``[B]`` on."""
@@ -173,7 +179,9 @@ class Call:
         """
         positions = begin[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         valid = positions < lengths[:, None] - 1
-        result = self.forward_pass.features(tokens, begin, buffers, view, latest, logits=logits, valid=valid)
+        result = self.forward_pass.features(
+            tokens, begin, buffers, view, latest, logits=logits, valid=valid, recordings=self.session.recordings
+        )
         return PromptChunk(tokens, positions, valid, result.hidden, result.layers, result.logits if logits else None)
 
     def start(self) -> None:
@@ -193,7 +201,9 @@ class Call:
             self.state = strategy.rebatch(self.state, torch.tensor(sources, device=self.target.device), context)
 
     def make_step(self) -> StepFunction:
-        return make_step(self.engine, self.forward_pass, self.request, self.verifier, self.members, self.report)
+        return make_step(
+            self.engine, self.forward_pass, self.request, self.verifier, self.members, self.session.recordings
+        )
 
     def fit_blocks(self) -> None:
         """Says how blocks are padded, by what the next pass runs as. Budgets depend on it: a strategy starts with it."""
@@ -222,18 +232,23 @@ class Call:
         timings.propose += drafting
         block = self.masked(draft, block)
         timings.mask += stopwatch.next()
-        passes = self.engine.compiled_passes
+        passes, replays = self.engine.compiled_passes, self.session.replays
         out = self.step(draft, block, self.rows)
         self.raise_faults(wait=False)
-        compiled = self.engine.compiled_passes > passes
+        compiled, replayed = self.engine.compiled_passes > passes, self.session.replays > replays
         self.report.compiled_steps += compiled
+        self.report.replayed_steps += replayed
         # The one place where the host waits for the device.
-        outcome = Outcome.of(out.summary.tolist(), out.new.tolist(), self.batch)
+        summary, new = self.session.lists(out.summary, out.new)
+        outcome = Outcome.of(summary, new, self.batch)
+        core = stopwatch.next()
+        if replayed:
+            self.book_replay(drafting + core)
         if self.prompt_left and not self.report.steps:
             self.report.prefill_steps = 1
-            timings.prefill += stopwatch.next()  # says nothing of what nodes cost
+            timings.prefill += core  # says nothing of what nodes cost
         else:
-            self.learn_cost(stopwatch.next(), draft, block, outcome, compiled, None if skipped else drafting)
+            self.learn_cost(core, draft, block, outcome, compiled, replayed, None if skipped else drafting)
         if self.worth is not None:
             self.worth.follow([tokens[:count] for tokens, count in zip(outcome.new, outcome.emitted, strict=True)])
         if not self.report.steps:
@@ -250,7 +265,7 @@ class Call:
             states.commit(out.path, out.summary[0], self.rows.length)
             timings.core += stopwatch.next()
         if self.guide is not None:
-            self.guide.commit(out, self.rows.finished)
+            self.guide.commit(out, self.rows.finished, outcome)
         timings.mask += stopwatch.next()
         self.where = "observe"
         goes_with_draft = self.request.strategy.misses_steps
@@ -268,10 +283,11 @@ class Call:
         spent = timings.since(before)
         for member, _ in self.members:
             if member.report is not self.report:
-                member.report.share(spent, self.report.nodes, compiled)
+                member.report.share(spent, self.report.nodes, compiled, replayed)
 
     def learn_cost(
-        self, core: float, draft: Draft, block: NodeBlock, outcome: Outcome, compiled: bool, drafting: float | None
+        self, core: float, draft: Draft, block: NodeBlock, outcome: Outcome, compiled: bool, replayed: bool,
+        drafting: float | None,
     ) -> None:  # fmt: skip
         """Books the `core` seconds of a step. drafting: what its draft took, None if none was to be made."""
         nodes = block.draft_tokens.shape[1] + 1 + block.text.length
@@ -285,6 +301,8 @@ class Call:
             self.forward_pass.book_single(core, self.batch)
         if self.worth is None and self.resources.costs is None:
             return
+        if self.session.recordings is not None and not replayed:  # the next steps of this size will be
+            return
         agreed = self.target.ranks.first_number
         seconds = agreed(core)
         if self.worth is not None:
@@ -292,6 +310,19 @@ class Call:
             self.worth.observe(nodes, seconds, compiled, outcome.emitted, own)
         if self.resources.costs is not None:
             self.resources.costs.observe(nodes, seconds, max(self.lengths), compiled)
+
+    @property
+    def tiers(self) -> tuple:
+        """What of a step runs compiled now: of the target's pass, those of draft models, and the strategy's functions."""
+        target = self.forward_pass.tier(self.width, self.request.plan)
+        return target, self.engine.functions_ready, *(drafter.tiers for drafter in self.drafters)
+
+    def book_replay(self, seconds: float) -> None:
+        """Notes the time of a replayed step with all whose passes it may hold: once it was long enough, they are compiled."""
+        share = seconds / (1 + len(self.drafters))
+        self.forward_pass.book_replay(share, self.width)
+        for drafter in self.drafters:
+            drafter.book_replay(share)
 
     def renew_keys(self) -> None:
         """Other verifiers than the coupled one want noise that no step has seen before."""

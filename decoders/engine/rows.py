@@ -67,6 +67,16 @@ class Rows:
     def slots(self) -> int:
         return self.tokens.shape[1]
 
+    @property
+    def place(self) -> tuple:
+        """Where they are: what was recorded on them works on these and no others."""
+        sampling = self.sampling
+        tensors = (
+            self.tokens, self.length, self.prompt_length, self.finished, self.limit, self.faults, sampling.values,
+            sampling.keys, sampling.stop_tokens,
+        )  # fmt: skip
+        return *((tensor.data_ptr(), tensor.shape) for tensor in tensors), self.buffers.place
+
     def started(self, prompts: list[Tensor], new_tokens: int, sampling: SamplingInputs) -> Rows:
         """These rows with `prompts` (1-D int64 tensors) in slots 0 …, each of which may grow by `new_tokens`.
 

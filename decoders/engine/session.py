@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from ..strategy import Sequences
 from .batches.prefill_plan import PrefillPlan
 from .blocks import Blocks
 from .buckets import row_bucket, slots_for, view_bucket
-from .cuda_graphs.capture import Recorder, Recordings
+from .cuda_graphs.capture import Recordings
+from .cuda_graphs.recorder import Recorder
 from .prefixes import NOTHING, KeptText, PrefixIndex
 from .rows import Rows
 from .target import Target
@@ -33,21 +35,21 @@ class Session:
         rows: on the device.
         batch: number of rows; where sizes are static it may exceed that of a call, whose rows come first.
         blocks: drafts as the core wants them.
-        recordings: steps that work on these very tensors; None where nothing can be recorded.
+        recordings: what was recorded on these very tensors; None where nothing can be.
         texts: per row, what the slots hold while no call uses the session.
         shared: sessions of drafts that are so many of the target's first layers (:mod:`~decoders.engine.drafts.shared_slots`).
     """
 
-    def __init__(self, target: Target, batch: int, slots: int, recorder: Recorder | None = None) -> None:
+    def __init__(self, target: Target, batch: int, slots: int, recordings: Recordings | None = None) -> None:
         self.target, self.batch = target, batch
         with room_for(batch, slots):
             self.rows = Rows.allocate(target, batch, slots)
         self.blocks = Blocks(batch, target.device, target.static, target.multiple)
-        self.recordings = Recordings(recorder) if recorder is not None else None
+        self.recordings = recordings
         self.texts = [NOTHING] * batch
         self.shared: dict[int, Session] = {}
         self._views: dict[int, tuple[Tensor, Sequences]] = {}
-        self._sampling: dict[tuple[int, int], SamplingInputs] = {}
+        self._sampling: dict[tuple, SamplingInputs] = {}
 
     def start(self, prompts: list[Tensor], new_tokens: int, sampling: SamplingInputs) -> None:
         """Puts a call's prompts in the rows; keys and values are still to be computed (:meth:`prefill`)."""
@@ -57,12 +59,23 @@ class Session:
 
     def own(self, sampling: SamplingInputs) -> SamplingInputs:
         """The values of `sampling` in tensors that later calls with as many of them get, too: recorded steps read these."""
-        sizes = len(sampling.values), len(sampling.stop_tokens)
+        sizes = tuple([tensor.shape for tensor in vars(sampling).values()])
         own = self._sampling.setdefault(sizes, sampling)
         if own is not sampling:
             for name, tensor in vars(own).items():
                 tensor.copy_(getattr(sampling, name))
         return own
+
+    @property
+    def replays(self) -> int:
+        """How often something was replayed on these rows."""
+        return self.recordings.replays if self.recordings is not None else 0
+
+    def lists(self, *tensors: Tensor) -> tuple[list, ...]:
+        """The values of small tensors of a step, which the host waits for."""
+        if self.recordings is not None:
+            return self.recordings.lists(*tensors)
+        return tuple([tensor.tolist() for tensor in tensors])
 
     def view(self, length: int) -> tuple[Tensor, Sequences]:
         """``range`` of the slots that attention looks at to cover `length`, and the rows' tokens in them.
@@ -181,6 +194,15 @@ class Sessions:
         self.target, self.recorder = target, recorder
         self.kept = KEPT_SESSIONS if recorder is None else KEPT_RECORDING_SESSIONS
         self._free: list[Session] = []
+        self._recordings: weakref.WeakSet[Recordings] = weakref.WeakSet()
+
+    def recordings(self) -> Recordings | None:
+        """For the tensors of a new session; None where nothing can be recorded."""
+        if self.recorder is None:
+            return None
+        recordings = Recordings(self.recorder)
+        self._recordings.add(recordings)
+        return recordings
 
     @property
     def nbytes(self) -> int:
@@ -220,9 +242,8 @@ class Sessions:
 
     def forget_recordings(self) -> None:
         """Weights are elsewhere: what was recorded reads where they were."""
-        for session in self._free:
-            if session.recordings is not None:
-                session.recordings.clear()
+        for recordings in self._recordings:
+            recordings.clear()
 
     def release(self) -> None:
         """Frees all buffers that no call uses."""
@@ -239,12 +260,12 @@ class Sessions:
         best = max(zip(fitting, continued, strict=True), key=lambda pair: pair[1], default=(None, 1.0))[0]
         room = len(self._free) < self.kept and len(fitting) < KEPT_SESSIONS
         if best is None or (room and max(continued) < 0.5):
-            return Session(self.target, len(texts), slots, self.recorder)
+            return Session(self.target, len(texts), slots, self.recordings())
         self._free.remove(best)
         if best.rows.slots < slots:
             best.grow(slots)
         elif best.rows.slots > 4 * slots:  # one long call must not hold its memory for ever
-            return Session(self.target, len(texts), slots, self.recorder)
+            return Session(self.target, len(texts), slots, self.recordings())
         return best
 
     def _fill(self, session: Session, texts: list[Tensor]) -> list[int]:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..errors import DraftError, UnsupportedError
-from ..report import Report
 from ..strategy import Draft
 from ..tree import Topology, TreeTensors
 from ..verifiers.verifier import Verifier
 from .blocks import NodeBlock
 from .compiled.tiers import ForwardPass
 from .core import StepOutput
+from .cuda_graphs.capture import Recordings
 from .engine import Engine
 from .host_processors import NOT_REACHED, choose_along_path
 from .rows import Rows
+from .target import ForwardResult
 
 if TYPE_CHECKING:
     from .request import Request
@@ -30,23 +32,27 @@ StepFunction = Callable[[Draft, NodeBlock, Rows], StepOutput]
 
 def make_step(
     engine: Engine, forward_pass: ForwardPass, request: Request, verifier: Verifier | None,
-    members: Sequence[tuple[RequestOutput, int]], report: Report,
+    members: Sequence[tuple[RequestOutput, int]], recordings: Recordings | None,
 ) -> StepFunction:  # fmt: skip
-    """The step of one call.
+    """The step of one call: its core, or where something decides on the host its forward pass, is replayed once it is recorded.
 
     Args:
         forward_pass: of the target.
         verifier: None where the built-in rule decides.
         members: the requests whose rows are decoded, and the first row of each; read in every step.
+        recordings: of the session of the rows; None where nothing can be recorded.
     """
     core = engine.core(request.plan, forward_pass)
+
+    copy = request.strategy.observes  # and may keep what it is shown
     if request.processors is None and verifier is None:
-        step = engine.whole(core, "step", request.runtime.compile, report)
-        return lambda draft, block, rows: step(block, rows)
-    forward = engine.whole(core, "forward", request.runtime.compile, report)
+        return lambda draft, block, rows: core.replayed("step", block, rows, recordings, copy=copy)
+
+    def forward(block: NodeBlock, rows: Rows) -> tuple[Tensor, ForwardResult]:
+        return core.replayed("forward", replace(block, masks=None), rows, recordings, copy=copy)
+
     if verifier is not None:
-        judge = engine.whole(core, "judge", request.runtime.compile, report)
-        return judged(forward, judge, verifier, request.strategy.name)
+        return judged(forward, core.judge, verifier, request.strategy.name)
 
     def on_host(draft: Draft, block: NodeBlock, rows: Rows) -> StepOutput:
         nodes, forwarded = forward(block, rows)

@@ -69,7 +69,7 @@ class Target:
     CPU's kernels once; whatever runs the model runs on that copy.
 
     Attributes:
-        static: whether code is compiled for one size each, so that sizes are rounded to buckets.
+        static: whether steps are recorded, for one size each, so that sizes are rounded to buckets.
         attends: what computes attention: "triton", the kernel for CUDA, or "sdpa".
         rejected: what was wrong with kernels of ours that were tried and left (:func:`target_of`), None elsewhere.
         precision: of the matrices and of the cache, where it is not the model's own.

@@ -1,13 +1,46 @@
-"""What steps were made of."""
+"""What steps were made of, and a CPU that is taken for a device which records."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
+from decoders.common import devices
+from decoders.engine import engine
 from decoders.engine.blocks import NodeBlock
 from decoders.engine.loop import Call
+from decoders.testing.tape import TapeRecorder
+
+
+class NotingCompiler:
+    """In the place of ``torch.compile``: what it is given runs as it is; notes by name what ran, and in which threads."""
+
+    def __init__(self) -> None:
+        self.threads: dict[str, set[threading.Thread]] = {}
+
+    def __call__(self, function: Callable, dynamic: bool | None = None, **options: Any) -> Callable:
+        assert dynamic, "sizes are dynamic, or bucket changes would be compiled for"
+        threads = self.threads.setdefault(function.__name__.rsplit("_", 1)[0], set())
+
+        def compiled(*args: Any) -> Any:
+            threads.add(threading.current_thread())
+            return function(*args)
+
+        return compiled
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> TapeRecorder:
+    """From here on the CPU is a device with static sizes that records."""
+    recorder = TapeRecorder()
+    monkeypatch.setattr(devices, "static_shapes", lambda device: True)
+    monkeypatch.setattr(engine, "recorder_of", lambda device: recorder)
+    monkeypatch.setattr(torch, "compile", NotingCompiler())
+    return recorder
 
 
 @pytest.fixture

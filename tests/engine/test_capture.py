@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from decoders.engine.core import StepOutput
 from decoders.engine.cuda_graphs import capture
-from decoders.engine.cuda_graphs.capture import CudaRecorder, RecordedCapacity, RecordedStep, Recordings
+from decoders.engine.cuda_graphs import recorder as recorders
+from decoders.engine.cuda_graphs.capture import RecordedCapacity, Recording, Recordings
+from decoders.engine.cuda_graphs.recorder import CudaRecorder
 from decoders.engine.cuda_graphs.static_inputs import StaticInputs, find_tensors
 from decoders.testing.syncs import HostReadError, RecordingError
 from decoders.testing.tape import Tape, TapeRecorder
@@ -52,7 +54,7 @@ class Toy:
         return StepOutput(new, new, new, new, summary, new, None, new)
 
 
-def run(step: RecordedStep) -> list[list[int]]:
+def run(step: Recording) -> list[list[int]]:
     """All new tokens of every row, as the loop would read them."""
     texts: list[list[int]] = []
     for summary, new in step.steps():
@@ -105,13 +107,14 @@ def test_the_step_under_way_when_all_rows_have_ended_changes_nothing() -> None:
     assert recorder.replayed == step.replays == 4 and torch.equal(toy.length, before)
 
 
-def test_a_counted_run_leaves_nothing_under_way() -> None:
+def test_steps_that_are_called_off_leave_nothing_under_way() -> None:
     toy, recorder = Toy(), TapeRecorder(late=True)
     state = toy.begin(9, 9)
     step = Recordings(recorder).record("key", RecordedCapacity(2, 1, 16), state, lambda: toy.step(state))
-    assert [new for _, new in step.steps(3)] == [[[1], [1]], [[2], [2]], [[3], [3]]]
+    several, one = iter([True, True, True, False]), iter([True, False])
+    assert [new for _, new in step.steps(lambda: next(several))] == [[[1], [1]], [[2], [2]], [[3], [3]]]
     assert recorder.replayed == 3 and toy.length.tolist() == [3, 3]
-    assert [new for _, new in step.steps(1)] == [[[4], [4]]]
+    assert [new for _, new in step.steps(lambda: next(one))] == [[[4], [4]]]
 
 
 def test_a_call_that_reaches_further_is_recorded_anew() -> None:
@@ -150,6 +153,18 @@ def test_the_least_recently_used_recording_goes_first() -> None:
     assert kept == ["a", "c"] and len(recordings) == 2
     recordings.clear()
     assert len(recordings) == 0
+
+
+def test_recordings_go_where_their_results_take_too_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    recordings, x = Recordings(TapeRecorder()), torch.ones(100)
+    for key in "abc":
+        recordings.record(key, None, x, lambda: x * 2)
+    assert len(recordings) == 3 and recordings.nbytes == 3 * 2 * x.nbytes
+    monkeypatch.setattr(capture, "MOST_BYTES", 5 * x.nbytes)
+    recordings.record("d", None, x, lambda: x * 2)
+    assert len(recordings) == 2
+    monkeypatch.setattr(capture, "MOST_BYTES", 0)
+    assert recordings.record("e", None, x, lambda: x * 2) is not None and len(recordings) == 1
 
 
 def test_a_step_that_cannot_be_recorded_is_warned_of_once_and_not_tried_again() -> None:
@@ -315,7 +330,7 @@ class FakeCuda:
 
 def test_cuda_records_on_the_models_device_and_gives_the_stream_back(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda()
-    monkeypatch.setattr(capture.torch, "cuda", cuda)
+    monkeypatch.setattr(recorders.torch, "cuda", cuda)
     recorder = CudaRecorder("cuda:1")
     with recorder.active():
         assert recorder.record(lambda: cuda.log.append("body") or "output") == ("graph", "output")
@@ -326,7 +341,7 @@ def test_cuda_records_on_the_models_device_and_gives_the_stream_back(monkeypatch
 
 def test_after_a_failed_recording_cuda_goes_on_with_a_new_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda(broken=True)
-    monkeypatch.setattr(capture.torch, "cuda", cuda)
+    monkeypatch.setattr(recorders.torch, "cuda", cuda)
     recordings = Recordings(CudaRecorder("cuda:1"))
 
     def body() -> StepOutput:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import MappingProxyType
 from typing import Any
 
@@ -20,53 +18,12 @@ from decoders.common import devices
 from decoders.engine import engine
 from decoders.engine.cuda_graphs import capture
 from decoders.engine.target import Target
-from decoders.strategies import EarlyExit, Lookahead, Mtp, PromptLookup, Speculative, Staged
+from decoders.strategies import EarlyExit, Lookahead, Mtp, PromptLookup, Speculative, Staged, Threshold
 from decoders.strategies.mtp import use_mtp_layers
 from decoders.strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy
 from decoders.testing import decode, prompts, tiny_model
 from decoders.testing.models import ARCHITECTURES, Architecture
 from decoders.testing.tape import TapeRecorder
-
-
-class CountingCompiler:
-    """In the place of ``torch.compile``: what should be compiled for one size is held to it; counts graphs by method."""
-
-    def __init__(self) -> None:
-        self.graphs: Counter[str] = Counter()
-
-    def __call__(self, function: Callable, dynamic: bool | None = None, **options: Any) -> Callable:
-        if dynamic is not False:
-            return function
-        self.graphs[function.__name__.rsplit("_", 1)[0]] += 1
-        known: list = []
-
-        def compiled(*args: Any) -> Any:
-            shapes = [tuple(t.shape) for t in tensors_in(args)]
-            known.append(shapes)
-            assert known[0] == shapes, "another shape for the same graph"
-            return function(*args)
-
-        return compiled
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
-    elif hasattr(value, "__dataclass_fields__"):
-        yield from tensors_in(list(vars(value).values()))
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> TapeRecorder:
-    """From here on the CPU is a device with static sizes that records."""
-    recorder = TapeRecorder()
-    monkeypatch.setattr(devices, "static_shapes", lambda device: True)
-    monkeypatch.setattr(engine, "recorder_of", lambda device: recorder)
-    monkeypatch.setattr(torch, "compile", CountingCompiler())
-    return recorder
 
 
 class FromLayers(Strategy):
@@ -90,6 +47,22 @@ class FromLayers(Strategy):
         state.copy_(step.layers[:, 0, 0, :3].abs() * 9)
 
 
+class OnHost(Strategy):
+    """A third party's, which says nothing of where it works: drafts the row's last token again, as often as the host finds it."""
+
+    name = "on_host"
+    summary = "The last token, over and over."
+
+    def propose(self, state: Any, sequences: Sequences) -> Draft:
+        rows = [
+            tokens[:length] for tokens, length in zip(sequences.tokens.tolist(), sequences.length.tolist(), strict=True)
+        ]
+        most = max(min(row.count(row[-1]), 9) for row in rows)
+        drafts = [[row[-1]] * min(row.count(row[-1]), 9) for row in rows]
+        padded = [draft + [-1] * (most - len(draft)) for draft in drafts]
+        return Draft.chain(torch.tensor(padded, device=sequences.tokens.device))
+
+
 def model(seed: int = 0) -> PreTrainedModel:
     return decoders.enable(tiny_model("llama", seed))
 
@@ -110,11 +83,15 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def random_calls(count: int) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Strategies and arguments: prompts of 2 to 200 tokens in batches of 1 to 5, drawn and not, a grammar now and then."""
+    """Strategies and arguments: prompts of 2 to 200 tokens in batches of 1 to 5, drawn and not, a grammar now and then.
+
+    Some strategies and grammars need the host between steps.
+    """
     choice = random.Random(0)
     strategies = [
         "autoregressive", PromptLookup(branches=2), PromptLookup(length=5), Lookahead(), Speculative(length=3),
-        Speculative(length=2, schedule="heuristic"),
+        Speculative(length=2, schedule="heuristic"), "suffix", Threshold(), "auto", "prompt_lookup+suffix", OnHost(),
+        Speculative(tree="dynamic", length=2, nodes=5, children=2, beam=2),
     ]  # fmt: skip
     for _ in range(count):
         rows, width = choice.randint(1, 5), round(2 ** choice.uniform(1, 7.6))
@@ -123,13 +100,13 @@ def random_calls(count: int) -> Iterator[tuple[Any, dict[str, Any]]]:
         if choice.random() < 0.4:
             given |= dict(do_sample=True, temperature=choice.uniform(0.5, 1.5), top_k=0, seed=choice.randint(0, 99))
         if choice.random() < 0.2:
-            given |= dict(grammar=decoders.regex("[0-9]{4}-[0-9]{2}"), eos_token_id=END)
+            backend = choice.choice(["table", "llguidance"])
+            given |= dict(grammar=decoders.regex("[0-9]{4}-[0-9]{2}", backend=backend), eos_token_id=END)
         yield choice.choice(strategies), dict(input_ids=ids, attention_mask=torch.ones_like(ids)) | given
 
 
-@pytest.mark.parametrize(("number", "least"), [(35, 2), pytest.param(70, 10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("number", "least"), [(40, 0), pytest.param(120, 5, marks=pytest.mark.slow)])
 def test_a_day_of_random_calls(device: TapeRecorder, monkeypatch: pytest.MonkeyPatch, number: int, least: int) -> None:
-    monkeypatch.setenv("DECODERS_CONSTRAINT_BACKEND", "table")
     options = MappingProxyType(dict(ARCHITECTURES["llama"].options) | {"vocab_size": SIZE, "num_hidden_layers": 1})
     target, draft = Architecture("llama", options)(0), Architecture("llama", options)(1)
     decoders.enable(target, tokenizer=byte_tokenizer())
@@ -149,17 +126,14 @@ def test_a_day_of_random_calls(device: TapeRecorder, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Target, "prefill", noted)
     reused = 0
     for (strategy, given), wanted in zip(calls, expected, strict=True):
-        helped = dict(assistant_model=draft) if isinstance(strategy, Speculative) else {}
+        helped = dict(assistant_model=draft) if isinstance(strategy, Speculative | Threshold) else {}
         before = sum(r.reused for r in recordings(target))
         found = target.generate(strategy=strategy, **given, **helped)
         reused += sum(r.reused for r in recordings(target)) > before
         assert torch.equal(found, wanted), (strategy, given)
-    graphs = torch.compile.graphs  # type: ignore[attr-defined]
-    plans = 4  # greedy or drawn, with a grammar or without
-    rows, nodes, chunks, slots = 4, 4, 5, 2  # sizes that up to 5, 17, 512 and 512 of them are rounded up to
-    assert graphs["step"] <= plans * rows * nodes * slots
+    rows, chunks, slots = 4, 5, 2  # sizes that up to 5, 512 and 512 of them are rounded up to
     assert len(read) <= 2 * rows * chunks * slots
-    assert reused > least and device.recorded < len(calls)
+    assert reused > least and device.replayed > 2 * device.recorded
 
 
 @pytest.mark.parametrize(
@@ -189,7 +163,8 @@ def test_a_later_call_replays_what_an_earlier_one_has_recorded(device: TapeRecor
     assert (kept.recorded, kept.reused) == (1, 1) and torch.equal(out.sequences, tokens)
     first, second = reports
     assert first.rows == second.rows == 3 and len(second.new_tokens) == 3
-    assert second.compiled_steps == second.steps == first.steps and second.accepted == first.accepted
+    assert second.replayed_steps == second.steps == first.steps and second.accepted == first.accepted
+    assert first.replayed_steps == first.steps - capture.WARM_UP_STEPS and second.compiled_steps == 0
     assert [vars(s) | {"forward_seconds": 0, "drafter_seconds": 0} for s in first.stages] == [
         vars(s) | {"forward_seconds": 0, "drafter_seconds": 0} for s in second.stages
     ]
@@ -255,25 +230,3 @@ def test_a_draft_in_slots_that_grow_is_recorded_anew(device: TapeRecorder) -> No
         out = decode(target, prompts(2), strategy, max_new_tokens=new)
         assert torch.equal(out.sequences, decode(target, prompts(2), max_new_tokens=new).sequences)
     assert device.recorded == 3 and sum(kept.reused for kept in recordings(target)) == 1
-
-
-def test_a_step_that_cannot_be_compiled_runs_as_it_is(device: TapeRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(function: Any, dynamic: bool, **options: Any) -> Any:
-        if not dynamic:
-            raise RuntimeError("no kernel")
-        return function
-
-    monkeypatch.setattr(torch, "compile", refuse)
-    target = model()
-    with pytest.warns(UserWarning, match="no kernel") as said:
-        out = decode(target, prompts(2), "autoregressive", max_new_tokens=8)
-    assert len(said) == 1
-    plain = target.generate(**prompts(2), max_new_tokens=8, do_sample=False)
-    assert torch.equal(out.sequences, plain)
-
-
-def test_the_time_of_compiling_is_booked_apart(device: TapeRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = CountingCompiler()
-    monkeypatch.setattr(torch, "compile", lambda f, **options: time.sleep(0.2) or compiler(f, **options))
-    report = decode(model(), prompts(1), "autoregressive", max_new_tokens=4).report
-    assert report.compilations == 1 and report.timings.compile >= 0.2

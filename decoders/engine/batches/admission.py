@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...strategy import PromptChunk
+from ..buckets import LEAST_CHUNK, chunk_bucket
 from ..loop import Call
 from ..prefixes import NOTHING, KeptText
 from ..request import Request
@@ -202,7 +203,8 @@ class Admission:
             self.pool.drop(seat.place)
         chunk = min(seat.member.request.runtime.prefill_chunk or self.pool.target.prefill_chunk for seat in seats)
         if self._rows:
-            chunk = min(chunk, max(int(pause / self._pace / len(seats)), 32) if self._pace else 128)
+            wanted = max(int(pause / self._pace / len(seats)), LEAST_CHUNK) if self._pace else 128
+            chunk = min(chunk, chunk_bucket(wanted, self.pool.target.static))
         plan = PrefillPlan.of([len(seat.prompt) for seat in seats], kept, chunk, self.pool.target)
         for seat, start in zip(seats, plan.starts, strict=True):
             seat.plan, seat.weights = replace(plan, starts=[start]), self.pool.target.weights
@@ -212,7 +214,7 @@ class Admission:
     def _run_for(self, seat: Seat) -> Callable[..., None]:
         """How a pass is run: for a strategy that reads prompts what it gives is kept, all but logits, which are large."""
         if not seat.member.request.strategy.reads_prompt:
-            return self.call.forward_pass.prefill
+            return self.call.prefill
         length = torch.tensor([len(seat.prompt)], device=self.pool.target.device)
 
         def run(*stretch: Any) -> None:

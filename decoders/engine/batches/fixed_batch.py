@@ -9,7 +9,6 @@ import torch
 from ...report import Stopwatch
 from ...strategy import finishing
 from ..compiled.openmp import release_threads
-from ..cuda_graphs.capture import WARM_UP_STEPS
 from ..cuda_graphs.recording import CallRecording, recordable
 from ..engine import Engine
 from ..loop import Call
@@ -87,7 +86,6 @@ class FixedBatch:
         timings = call.report.timings
         timings.pack, self.engine.preparing = self.engine.preparing, 0.0
         self.stack.enter_context(call.forward_pass.during(request.runtime.compile, call.report))
-        call.step = call.make_step()
         stopwatch = Stopwatch(timings)
         sampling = sampling_inputs(request.values, request.seed, call.width, request.stop_tokens, target.device)
         call.longest = max(call.lengths) + request.new_tokens
@@ -102,6 +100,7 @@ class FixedBatch:
             self.engine.sessions.open(request.prompts, request.new_tokens, sampling, slots, reuse)
         )
         call.session = opened.session
+        call.step = call.make_step()
         call.noise_keys = sampling.keys.clone()
         if not reads:
             leave_last_chunk = not (target.recurrent or target.static) and request.new_tokens > 0
@@ -119,17 +118,10 @@ class FixedBatch:
 
     def _decode(self) -> None:
         """Steps until every row has ended."""
-        call, recording = self.call, None
-        if not all(call.finished) and recordable(call):
-            recording = CallRecording(call, call.state, call.step)
-            recording.replay_earlier()
-            call.state = recording.state
+        call = self.call
+        advance = CallRecording(call).advance if recordable(call) else call.advance
         while not all(call.finished):
-            if recording is not None and call.report.steps == WARM_UP_STEPS:
-                recording.record_and_replay()
-                call.state, recording = recording.state, None
-                continue
-            call.advance()
+            advance()
         if call.guide is not None:
             call.guide.check()
         call.raise_faults(wait=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
@@ -57,12 +57,13 @@ class Lane:
         static = engine.target.static
         # Where rows are padded to a bucket, the padding must not touch what is read or kept behind them.
         reserved = row_bucket(capacity) if static else 0
-        self.pool = RowPool(engine.target, reserved + capacity, slots_for(FIRST_SLOTS, engine.target.static))
+        slots, recordings = slots_for(FIRST_SLOTS, engine.target.static), engine.sessions.recordings()
+        self.pool = RowPool(engine.target, reserved + capacity, slots, recordings)
         call.session = self.pool
         self.admission = Admission(call, self.pool, reserved)
         self.batch: list[Seat] = []
         self._weights = engine.target.weights
-        self._tiers: set[bool] | None = None
+        self._tiers: set[Hashable] | None = None
         self._clock = 0
         self._begun = self._started = False  # the first batch was made; the strategy has a state that is not finished
 
@@ -208,7 +209,8 @@ class Lane:
         prompts = [len(request.prompts[0]) for request in requests] + [1] * added
         limits = [len(request.prompts[0]) + request.new_tokens for request in requests] + [1] * added
         ended = [seat.member.ended for seat in seats] + [True] * added
-        pool.arrange(lengths, prompts, limits, ended, sampling_of(requests, added, self.engine.target.device))
+        sampling = pool.own(sampling_of(requests, added, self.engine.target.device))
+        pool.arrange(lengths, prompts, limits, ended, sampling)
         call.noise_keys = pool.rows.sampling.keys.clone()
         grammars = [request.grammars[0] if request.grammars else None for request in requests]
         plan, before = (

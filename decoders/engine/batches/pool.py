@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...sampling.processors import SamplingInputs
 from ..blocks import Blocks
+from ..cuda_graphs.capture import Recordings
 from ..prefixes import NOTHING, KeptText, PrefixIndex
 from ..rows import Rows
 from ..session import Session, room_for
@@ -27,11 +28,12 @@ class RowPool(Session):
         used: per place, when that text was left there, by the user's clock.
     """
 
-    def __init__(self, target: Target, capacity: int, slots: int) -> None:
-        super().__init__(target, capacity, slots)
+    def __init__(self, target: Target, capacity: int, slots: int, recordings: Recordings | None = None) -> None:
+        super().__init__(target, capacity, slots, recordings)
         self.stored = self.rows
         self.used = [0] * capacity
         self._blocks: dict[int, Blocks] = {}
+        self._arranged: dict[int, Rows] = {}  # by their number: recorded steps work on these
 
     def arrange(
         self, lengths: Sequence[int], prompt_lengths: Sequence[int], limits: Sequence[int], finished: Sequence[bool],
@@ -39,15 +41,19 @@ class RowPool(Session):
     ) -> None:  # fmt: skip
         """Makes the first rows those that are decoded; their tokens, keys and values are in place."""
         count, device = len(lengths), self.target.device
-
-        def numbers(values: Sequence[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=device)
-
-        stored = self.stored.of_rows(0, count)
-        self.rows = Rows(
-            stored.tokens, numbers(lengths), numbers(prompt_lengths), numbers(finished).bool(), numbers(limits),
-            torch.zeros(count, dtype=torch.int64, device=device), stored.buffers, sampling, self.stored.range,
-        )  # fmt: skip
+        if count not in self._arranged:
+            own = self.stored.of_rows(0, count)
+            numbers = [torch.zeros_like(own.length) for _ in range(4)]
+            self._arranged[count] = Rows(
+                own.tokens, numbers[0], numbers[1], torch.zeros_like(own.finished), numbers[2], numbers[3], own.buffers, sampling,
+                own.range,
+            )  # fmt: skip
+        rows = self.rows = replace(self._arranged[count], sampling=sampling)
+        for tensor, values in (
+            (rows.length, lengths), (rows.prompt_length, prompt_lengths), (rows.finished, finished), (rows.limit, limits),
+        ):  # fmt: skip
+            tensor.copy_(torch.tensor(values))
+        rows.faults.zero_()
         if count not in self._blocks:
             self._blocks[count] = Blocks(count, device, self.target.static, self.target.multiple)
         self.blocks = self._blocks[count]
@@ -56,9 +62,13 @@ class RowPool(Session):
     def grow(self, slots: int) -> None:
         with room_for(self.batch, slots):
             self.stored = self.stored.enlarged(slots)
-        part = self.stored.of_rows(0, len(self.rows.tokens))
+        count = len(self.rows.tokens)
+        part = self.stored.of_rows(0, count)
         self.rows = replace(self.rows, tokens=part.tokens, buffers=part.buffers, range=part.range)
+        self._arranged = {count: self.rows} if count in self._arranged else {}
         self._views.clear()
+        if self.recordings is not None:
+            self.recordings.clear()
 
     def put(self, place: int, text: Tensor) -> None:
         """Writes a text's tokens; its keys and values are still to be computed."""

@@ -51,6 +51,7 @@ class BackgroundCompile:
         self._work = work
         self._error: BaseException | None = None
         self._modes = torch.is_inference_mode_enabled(), torch.get_num_threads()
+        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
         self._over = threading.Event()
         self._warned = False
         self._thread = threading.Thread(target=self._run, name=f"compile {name}", daemon=True)
@@ -80,7 +81,12 @@ class BackgroundCompile:
         torch.set_num_threads(threads)
         started = time.perf_counter()
         try:
-            with compiling() as started, torch.inference_mode(inference), torch.no_grad():
+            with (
+                compiling() as started,
+                torch.cuda.device(self._device),
+                torch.inference_mode(inference),
+                torch.no_grad(),
+            ):
                 self._work()
             self.ready = True
         except BaseException as error:

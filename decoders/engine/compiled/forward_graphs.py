@@ -47,19 +47,31 @@ def examples(target: Target, rows: int, count: int) -> tuple[Tensor, Tensor, Tre
     """Arguments to compile for: sizes that may differ are pairwise different, or Dynamo would take one for another.
 
     The block is the end of its tree, as where a tree is drafted level by level, and the first of its nodes get no logits; one graph
-    serves that, whole trees and text. A single node is a whole tree.
+    serves that, whole trees and text. A single node is a whole tree. Where attention looks at all slots, there are as many of both.
     """
-    nodes = torch.randint(0, min(target.vocab_size, target.embeddings), (rows, count))
+    device, view = target.device, torch.arange(176, device=target.device)
+    nodes = torch.randint(0, min(target.vocab_size, target.embeddings), (rows, count), device=device)
     buffers = CacheBuffers.allocate(target.layout, rows, 176)
     fixed(*((buffer, (1, 3)) for buffer in buffers.tensors))
     return (
         nodes,
-        torch.full((rows,), 19),
-        Topology.chain(count + 1 if count > 1 else 0).tensors(rows, target.device),
+        torch.full((rows,), 19, device=device),
+        Topology.chain(count + 1 if count > 1 else 0).tensors(rows, device),
         buffers,
-        torch.arange(176)[:80],
-        torch.arange(count // 3, count),
+        view[:] if target.static else view[:80],
+        torch.arange(count // 3, count, device=device),
     )
+
+
+def settle_examples(target: Target, rows: int, count: int, slots: int) -> tuple:
+    """Arguments of :func:`~decoders.engine.core.settle`, likewise."""
+    device, tree = target.device, Topology.chain(count + 1 if count > 1 else 0).tensors(rows, target.device)
+    block = torch.zeros(rows, len(tree), dtype=torch.int64, device=device)
+    lengths, stops = torch.full((rows,), 20, device=device), torch.full((rows, 8), -1, device=device)
+    return (
+        block, block.clone(), laid_out_to_settle(tree), torch.zeros(rows, slots, dtype=torch.int64, device=device), lengths,
+        lengths + 39, torch.zeros(rows, dtype=torch.bool, device=device), stops,
+    )  # fmt: skip
 
 
 def mixed_examples(target: Target, count: int) -> tuple[Tensor, Tensor, TreeTensors, Tensor, PromptPiece, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
@@ -12,8 +12,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ...common import devices
 from ...errors import UnsupportedError
 from ...report import Report
+from ...sampling.processors import Masks, SamplingInputs, SamplingPlan
 from ...tree import TreeTensors
 from ..attention import STRETCH
 from ..batches import mixed
@@ -21,12 +23,15 @@ from ..batches.mixed import PromptPiece
 from ..blocks import Blocks
 from ..buckets import LEAST_NODES
 from ..cache import CacheBuffers
-from ..core import settle
+from ..core import draw_tokens, settle
+from ..cuda_graphs.capture import Recordings
+from ..cuda_graphs.static_inputs import copied
 from ..target import ForwardResult, Target
 from ..text_blocks import LeadingText, causal_block
 from . import forward_graphs
 from .background import BackgroundCompile, worth_compiling
 from .compiler import CompiledFunction
+from .draws import Draws
 from .regions import RegionalForward
 
 #: Setting ``compile``: in the background when it pays, before the first step, or never.
@@ -50,6 +55,18 @@ class PassKind(NamedTuple):
     single_node: bool = False
 
 
+class Tier(NamedTuple):
+    """What of a step runs compiled; what was recorded in one tier is not replayed in another.
+
+    Attributes:
+        compiled: the forward pass.
+        draws: plans, and the kinds of arguments for which drawing by them is.
+    """
+
+    compiled: bool
+    draws: frozenset[Hashable] = frozenset()
+
+
 @dataclass
 class _Tier:
     """Passes of one kind.
@@ -66,7 +83,7 @@ class _Tier:
 
 
 class ForwardPass:
-    """The forward pass of one model on the CPU, shared by all that runs it: as target, draft model or stage.
+    """The forward pass of one model, shared by all that runs it: as target, draft model or stage.
 
     Uncompiled and compiled passes give the same tokens in float32. In lower precision they round differently, so there a
     call stays in the tier in which it began: its tokens do not depend on when the compiler is ready.
@@ -81,7 +98,7 @@ class ForwardPass:
         self.forget()
         self._mode: Compile = False
         self._report = Report("")
-        self._allowed: set[bool] | None = None
+        self._allowed: set[Hashable] | None = None
         self._steady = target.dtype in (torch.float32, torch.float64) and not target.rounds
 
     def forget(self) -> None:
@@ -91,9 +108,10 @@ class ForwardPass:
         self._regional: RegionalForward | None = None
         self._regional_mixed: RegionalForward | None = None
         self._settle = CompiledFunction(settle)
+        self._draws = Draws(self.worth_compiling)
 
     @contextmanager
-    def during(self, mode: Compile, report: Report, allowed: set[bool] | None = None) -> Iterator[None]:
+    def during(self, mode: Compile, report: Report, allowed: set[Hashable] | None = None) -> Iterator[None]:
         """A call, or a step of one, that compiles as `mode` says and books what that costs in `report`.
 
         Args:
@@ -119,8 +137,7 @@ class ForwardPass:
 
     def compiles(self, several: bool) -> bool:
         """Whether the next pass over one row, or over `several`, may run compiled."""
-        allowed = self._allowed is None or several in self._allowed
-        return bool(self._mode) and (self._mode is True or (self.ready(PassKind(several)) and allowed))
+        return bool(self._mode) and (self._mode is True or (self.ready(PassKind(several)) and self._allows(several)))
 
     def mixes(self, rows: int, *, single: bool) -> bool:
         """Whether the next pass of so many rows, with a `single` node in each or more, may read a prompt: uncompiled, or by a graph
@@ -171,11 +188,46 @@ class ForwardPass:
         if tier.job is not None and tier.job.ready:
             self._book(tier)
 
-    def steady_tiers(self, mode: Compile) -> set[bool] | None:
-        """In which tiers a call that begins now may run compiled; None: whenever that is ready."""
+    def steady_tiers(self, mode: Compile) -> set[Hashable] | None:
+        """What a call that begins now may run compiled, passes over several rows or one, and draws; None: whatever is ready."""
         if mode != "auto" or self._steady:
             return None
-        return {several for several in (False, True) if self.ready(PassKind(several))}
+        return {*(several for several in (False, True) if self.ready(PassKind(several))), *self._draws.ready()}
+
+    def tier(self, rows: int, plan: SamplingPlan | None = None) -> Tier:
+        """How a pass over so many rows runs now, and drawing by `plan`; begins to compile when that is due."""
+        compiled = self._compiled(rows > 1)
+        draws = self._draws.ready(plan) if plan is not None and self._mode else frozenset()
+        return Tier(compiled, frozenset(filter(self._allows, draws)))
+
+    def replayed(
+        self, recordings: Recordings | None, key: Hashable, function: Callable[..., Any], given: tuple, rows: int,
+        plan: SamplingPlan | None = None, *, copy: bool,
+    ) -> Any:  # fmt: skip
+        """``function(*given)``, which runs this pass over so many rows: as a replay, once it has been recorded.
+
+        Args:
+            key, given: as of :meth:`~decoders.engine.cuda_graphs.capture.Recordings.run`.
+            plan: by which it draws.
+            copy: whether the result is to outlive the next replay.
+        """
+        if recordings is None:
+            return function(*given)
+        replays = recordings.replays
+        result = recordings.run(lambda: (self, key, self.tier(rows, plan)), function, given)
+        if recordings.replays == replays:
+            return result
+        self.compiled_passes += self.tier(rows, plan).compiled
+        return copied(result) if copy else result
+
+    def book_replay(self, seconds: float, rows: int) -> None:
+        """Notes the time of a replay over so many rows, which is not seen otherwise."""
+        if not self._compiled(rows > 1):
+            self._tiers[PassKind(rows > 1)].seconds += seconds
+
+    def worth_compiling(self) -> bool:
+        """Whether passes have been found worth compiling."""
+        return any(tier.job is not None for tier in self._tiers.values())
 
     def __call__(
         self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor,
@@ -201,8 +253,17 @@ class ForwardPass:
         with self._counted(nodes):
             return self.target.forward(nodes, base, tree, buffers, view, text)
 
-    def prefill(self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int) -> None:
-        """As :meth:`Target.prefill`."""
+    def prefill(
+        self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int,
+        recordings: Recordings | None = None,
+    ) -> None:  # fmt: skip
+        """As :meth:`Target.prefill`. recordings: of the session that the rows are of."""
+        if recordings is not None:
+            # How far a stretch looks is a size: in a recording at all slots.
+            key = "prefill", buffers.place, len(view)
+            read = lambda tokens, start: self.prefill(tokens, start, buffers, view, buffers.slots)  # noqa: E731
+            self.replayed(recordings, key, read, (tokens, start), len(tokens), copy=False)
+            return
         if self._reads_compiled(tokens):
             self._run(tokens, start, causal_block(len(tokens), tokens.shape[1], tokens.device), buffers, view)
             return
@@ -211,9 +272,16 @@ class ForwardPass:
 
     def features(
         self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int, *, logits: bool,
-        valid: Tensor | None = None,
+        valid: Tensor | None = None, recordings: Recordings | None = None,
     ) -> ForwardResult:  # fmt: skip
-        """As :meth:`Target.features`; without `logits` these are those of some tokens."""
+        """As :meth:`Target.features`; without `logits` these are those of some tokens. recordings: as of :meth:`prefill`."""
+        if recordings is not None:
+            key = "features", buffers.place, len(view), logits
+
+            def read(tokens: Tensor, start: Tensor) -> ForwardResult:
+                return self.features(tokens, start, buffers, view, buffers.slots, logits=logits)
+
+            return self.replayed(recordings, key, read, (tokens, start), len(tokens), copy=True)
         if self._reads_compiled(tokens):
             kept = torch.arange(tokens.shape[1], device=tokens.device) if logits else None
             return self._run(
@@ -247,9 +315,12 @@ class ForwardPass:
         return mixed.by_row(ForwardResult(*given), rows, n).behind(text)
 
     def _reads_compiled(self, tokens: Tensor) -> bool:
-        """Whether a stretch of text is read compiled. Where sizes are static, whole steps are compiled and nothing else."""
-        apart = self.target.static or self.target.dequantizes(tokens.numel())
-        return not apart and tokens.shape[1] >= LEAST_NODES and self._compiled(len(tokens) > 1)
+        """Whether a stretch of text is read compiled."""
+        return (
+            not self.target.dequantizes(tokens.numel())
+            and tokens.shape[1] >= LEAST_NODES
+            and self._compiled(len(tokens) > 1)
+        )
 
     @contextmanager
     def _counted(self, nodes: Tensor) -> Iterator[None]:
@@ -267,6 +338,20 @@ class ForwardPass:
             return self._settle(nodes, chosen, forward_graphs.laid_out_to_settle(tree), *arguments)
         return settle(nodes, chosen, tree, *arguments)
 
+    def draw(
+        self, logits: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor, masks: Masks | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """:func:`decoders.engine.core.draw_tokens`. On the CPU it is faster than what the compiler makes of it; elsewhere it is many
+        small kernels, and compiled where the passes are.
+        """
+        arguments = logits, plan, inputs, positions, masks
+        if not self.target.static or not self._mode:
+            return draw_tokens(*arguments)
+        return self._draws(*arguments, now=self._report if self._mode is True else None, allows=self._allows)
+
+    def _allows(self, kind: Hashable) -> bool:
+        return self._allowed is None or kind in self._allowed
+
     def compile(self, several: bool, report: Report, *, single: bool = False) -> bool:
         """Compiles passes over one row, or over `several`, waits for it, and says whether it succeeded.
 
@@ -278,12 +363,11 @@ class ForwardPass:
 
     def compile_for(self, rows: int, report: Report) -> None:
         """Compiles what a batch may need that has up to so many rows at a time, before the first step holds anybody up."""
-        if not self.target.static:
-            for several in (True, False) if rows > 1 else (False,):
-                self.compile(several, report, single=self.target.takes_single_nodes(1 + several))
-            singles = (False, True) if self.target.takes_single_nodes(2) else (False,)
-            for single in singles if rows > 1 and self.target.mixes else ():
-                self._wait(self._begin_mixed(single), report)
+        for several in (True, False) if rows > 1 else (False,):
+            self.compile(several, report, single=self.target.takes_single_nodes(1 + several))
+        singles = (False, True) if self.target.takes_single_nodes(2) else (False,)
+        for single in singles if rows > 1 and self.target.mixes else ():
+            self._wait(self._begin_mixed(single), report)
 
     def _wait(self, tier: _Tier, report: Report) -> bool:
         """Waits for the compilation of `tier`, books it, and says whether it succeeded."""
@@ -316,11 +400,11 @@ class ForwardPass:
         if tier.job is None or not (tier.job.ready or tier.job.failed):
             if self._mode is True:
                 return self.compile(several, self._report)
-            if tier.job is None and worth_compiling(tier.seconds, FORWARD_SECONDS):
+            if tier.job is None and not devices.recorded() and worth_compiling(tier.seconds, FORWARD_SECONDS):
                 self._begin(kind)
             return False
         self._book(tier)
-        return tier.job.poll() and (self._allowed is None or several in self._allowed)
+        return tier.job.poll() and self._allows(several)
 
     def _begin(self, kind: PassKind) -> _Tier:
         tier = self._tiers[kind]
@@ -348,11 +432,6 @@ class ForwardPass:
         def work() -> None:
             nodes, base, tree, buffers, view, kept = forward_graphs.examples(target, rows, count)
             forward.compile(nodes, base, forward_graphs.laid_out(tree), buffers, view, kept)
-            tokens, flags = torch.zeros(rows, buffers.slots, dtype=torch.int64), torch.zeros(rows).bool()
-            stops = torch.full((rows, 8), -1)
-            block = torch.zeros(rows, len(tree), dtype=torch.int64)
-            settle_compiled(
-                block, block.clone(), forward_graphs.laid_out_to_settle(tree), tokens, base + 1, base + 40, flags, stops
-            )
+            settle_compiled(*forward_graphs.settle_examples(target, rows, count, buffers.slots))
 
         return BackgroundCompile("the forward pass", work)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -98,12 +99,38 @@ class StaticInputs:
             return False
         if not all(_equal(self.others[path], other) for path, other in others.items()):
             return False
-        for path, tensor in tensors.items():
-            own = _without_repeats(self.tensors[path])
-            given = _without_repeats(tensor, like=self.tensors[path])
-            if own.data_ptr() != given.data_ptr():
-                copy(own, given)
+        self.take(tensors, copy)
         return True
+
+    def take(self, tensors: Mapping[str, Tensor], copy: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
+        """Copies the values of `tensors`, which :func:`find_tensors` has found in something that fits."""
+        _copy_all(self.tensors, tensors, copy)
+
+    def give_back(self, root: Any, copy: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
+        """The other way round: `root`, which has fitted, gets the values that are here now."""
+        tensors, _ = find_tensors(root)
+        _copy_all(tensors, self.tensors, copy)
+
+
+def copied(value: Any) -> Any:
+    """`value` with a copy of every tensor in it."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return type(value)(copied(item) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: copied(getattr(value, f.name)) for f in fields(value) if f.init})
+    return value
+
+
+def _copy_all(
+    places: Mapping[str, Tensor], values: Mapping[str, Tensor], copy: Callable[[Tensor, Tensor], object]
+) -> None:
+    for path, value in values.items():
+        own = _without_repeats(places[path])
+        given = _without_repeats(value, like=places[path])
+        if own.data_ptr() != given.data_ptr():
+            copy(own, given)
 
 
 def _alike(own: Tensor, other: Tensor) -> bool:

@@ -10,7 +10,6 @@ from ...drafting import Expansion
 from ...sampling.choice import Candidates, candidates
 from ...sampling.processors import Masks, SamplingPlan, grammar_first
 from ...tree import TreeTensors
-from ..blocks import NodeBlock
 from ..buckets import LEAST_NODES, node_bucket
 from ..core import Core, RunsForward, StepOutput
 from ..rows import Rows
@@ -45,9 +44,9 @@ class DraftCore(Core):
     def key(self, method: str) -> tuple:
         return self.plan, self.vocab, self.padding, 1 if method == "extend" else self.children
 
-    def extend(self, rows: Rows, view_range: Tensor, pending: Tensor, masks: Masks | None = None) -> Expansion:
+    def extend(self, rows: Rows, view: Tensor, pending: Tensor, masks: Masks | None = None) -> Expansion:
         """Appends the draft's own choice to every row. pending: ``[U]``, any values. ``C`` and ``Q`` are 1."""
-        result = self._read(rows, view_range, pending)
+        result = self._read(rows, view, pending)
         positions = (rows.length - rows.prompt_length)[:, None]
         left = self._process(result.logits, rows, positions, masks)
         tokens = left.choose(self.plan, rows.sampling, positions)
@@ -57,31 +56,32 @@ class DraftCore(Core):
         weights = left.log_probabilities(tokens)[..., None]
         return Expansion(tokens[..., None], weights, self._kept(left))
 
-    def advance(self, drafted: NodeBlock, rows: Rows, pending: Tensor) -> tuple[StepOutput, Expansion]:
+    def advance(
+        self, rows: Rows, view: Tensor, draft_tokens: Tensor, tree: TreeTensors, pending: Tensor, masks: Masks | None = None
+    ) -> tuple[StepOutput, Expansion]:  # fmt: skip
         """As :meth:`Core.step`, with `pending` tokens before the root: the draft's own draft is verified and committed.
 
         The expansion is that of all ``N`` nodes of the block; its best continuations are those chosen.
         """
-        draft_tokens, tree, masks, view_range = drafted.draft_tokens, drafted.tree, drafted.masks, drafted.view
         u = pending.shape[0]
         base = rows.length - 1 - u
         nodes = torch.cat([self._tail(rows, pending), draft_tokens], dim=1)
         block = after_text(u, tree)
-        result = self.run(nodes, base, block, rows.buffers, view_range)
+        result = self.run(nodes, base, block, rows.buffers, view)
         cut = ForwardResult(result.logits[:, u:, : self.vocab], result.hidden[:, u:])
         expansion = self._expanded(cut.logits, rows, (rows.length - rows.prompt_length)[:, None] + tree.offsets, masks)
         return self.decide(nodes[:, u:], cut, tree, rows, masks), expansion
 
-    def root(self, rows: Rows, view_range: Tensor, pending: Tensor, masks: Masks | None = None) -> Expansion:
+    def root(self, rows: Rows, view: Tensor, pending: Tensor, masks: Masks | None = None) -> Expansion:
         """The first level of a tree: continuations of every row's last token. ``Q`` is 1."""
-        result = self._read(rows, view_range, pending)
+        result = self._read(rows, view, pending)
         return self._expanded(result.logits, rows, (rows.length - rows.prompt_length)[:, None], masks)
 
     def expand(
-        self, nodes: Tensor, tree: TreeTensors, rows: Rows, view_range: Tensor, masks: Masks | None = None
+        self, rows: Rows, view: Tensor, nodes: Tensor, tree: TreeTensors, masks: Masks | None = None
     ) -> Expansion:
         """A further level: continuations of `nodes` ``[B, Q]``, the last ``Q`` nodes of `tree`; the others were run before."""
-        result = self.run(nodes, rows.length - 1, tree, rows.buffers, view_range)
+        result = self.run(nodes, rows.length - 1, tree, rows.buffers, view)
         positions = (rows.length - rows.prompt_length)[:, None] + tree.offsets[:, -nodes.shape[1] :]
         return self._expanded(result.logits[..., : self.vocab], rows, positions, masks)
 
@@ -105,7 +105,7 @@ class DraftCore(Core):
         scores = left.dense()
         return torch.nn.functional.pad(scores, (0, self.padding), value=float("-inf")) if self.padding else scores
 
-    def _read(self, rows: Rows, view_range: Tensor, pending: Tensor) -> ForwardResult:
+    def _read(self, rows: Rows, view: Tensor, pending: Tensor) -> ForwardResult:
         """Runs the end of every row; results ``[B, 1, …]`` of its last token."""
         nodes, root = self._tail(rows, pending), pending.shape[0]
         if root + 1 < LEAST_NODES:
@@ -113,7 +113,7 @@ class DraftCore(Core):
             nodes = torch.nn.functional.pad(nodes, (0, size - root - 1), value=-1)
         block = causal_block(nodes.shape[0], nodes.shape[1], nodes.device)
         base = rows.length - 1 - root
-        result = self.run(nodes, base, block, rows.buffers, view_range)
+        result = self.run(nodes, base, block, rows.buffers, view)
         last = slice(root, root + 1)
         return ForwardResult(result.logits[:, last, : self.vocab], result.hidden[:, last])
 

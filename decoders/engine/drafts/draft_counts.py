@@ -52,7 +52,6 @@ class DraftCounts:
     def replayed(self, like: DraftCounts, steps: int) -> None:
         """What `like` has recorded has been run so many times."""
         self.passes += steps * like._per_step
-        self.tally = like.tally.clone()  # later calls write to that one
 
     def report(self, model: str, weights: str, drafter: str | None, stages: list[Stage]) -> Stage:
         """Everything counted. Reads the device: not for use between steps."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +20,8 @@ from ...sampling.processors import Masks
 from ...strategy import Context, Sequences, Step, Strategy, no_costs, no_memory
 from ...tree import TreeTensors
 from ..batches.pool import RowPool
-from ..blocks import Blocks, NodeBlock
-from ..buckets import slots_for
+from ..blocks import Blocks
+from ..buckets import row_bucket, slots_for
 from ..call_settings import CallSettings
 from ..cuda_graphs.static_inputs import SameObject
 from ..grammar.guide import Guide
@@ -84,10 +85,11 @@ class ModelDrafter(Drafter):
         elif opened is not None:
             self.session = opened.session
         else:
-            self.session = RowPool(target, call.capacity, slots_for(slots, target.static))
+            recordings = self.engine.sessions.recordings()
+            capacity = row_bucket(call.capacity, target.static)
+            self.session = RowPool(target, capacity, slots_for(slots, target.static), recordings)
             self._seat(context, [-1] * len(call.request.prompts))
         self.guide = guide.ahead() if guide is not None else None
-        self._functions: dict[str, Callable] = {}
         self._begun = self.rows.length.clone()
         self._reach = max(map(len, call.request.prompts))
         self._pending = PendingTokens(self.level, target.static, target.device, shared)
@@ -116,9 +118,7 @@ class ModelDrafter(Drafter):
             return
         opened, call, self._unread = self._unread, self.call, None
         with self._running():
-            self.session.prefill(
-                opened.lengths, opened.reusable, call.request.runtime.prefill_chunk, self.engine.forward_pass.prefill
-            )
+            self.session.prefill(opened.lengths, opened.reusable, call.request.runtime.prefill_chunk, self._prefill)
         # Behind the prompts a draft's slots may hold other nodes than those accepted: they serve no other call.
         call.stack.callback(self.session.keep, [len(prompt) - 1 for prompt in call.request.prompts])
 
@@ -145,9 +145,13 @@ class ModelDrafter(Drafter):
         assert isinstance(self.session, RowPool) and context.sequences is not None
         # Ids that only the target has would be out of range.
         most = self.vocab_size - 1 if self.core.padding else None
-        run = self.engine.forward_pass.prefill
         with self._running():
-            seat_rows(self.session, self.call, context.sequences, rows, self.ahead, most, run)
+            seat_rows(self.session, self.call, context.sequences, rows, self.ahead, most, self._prefill)
+
+    @property
+    def _prefill(self) -> Callable[..., None]:
+        """Reads a stretch of the prompts."""
+        return partial(self.engine.forward_pass.prefill, recordings=self.session.recordings)
 
     @property
     def rows(self) -> Rows:
@@ -203,7 +207,7 @@ class ModelDrafter(Drafter):
             self.guide.follow()
 
     def extend(self) -> Expansion:
-        expansion = self._run("extend", self.rows, self._view(1)[0], self._pending.range(self._reach), *self._masks())
+        expansion = self._run("extend", self._view(1)[0], self._pending.range(self._reach), *self._masks())
         if self.guide is not None:
             self.guide.append(expansion.tokens[:, 0, 0])
         return expansion
@@ -218,9 +222,7 @@ class ModelDrafter(Drafter):
             masks = None
             if self.guide is not None:
                 draft_tokens, masks = self.guide.block(draft_tokens, draft.topology, draft.levels)
-        out, expansion = self._run(
-            "advance", NodeBlock(draft_tokens, tree, view, masks), self.rows, self._pending.range(self._reach)
-        )
+        out, expansion = self._run("advance", view, draft_tokens, tree, self._pending.range(self._reach), masks)
         with self.counts.clock("stage", self.call.report.timings):
             if self.guide is not None:
                 self.guide.accept(out)
@@ -229,13 +231,13 @@ class ModelDrafter(Drafter):
         return Advance(out.path, out.summary[0], expansion)
 
     def root(self) -> Expansion:
-        return self._run("root", self.rows, self._view(1)[0], self._pending.range(self._reach), *self._masks())
+        return self._run("root", self._view(1)[0], self._pending.range(self._reach), *self._masks())
 
     def expand(self, nodes: Tensor, tree: TreeTensors) -> Expansion:
         count = nodes.shape[1]
         if count == 1:  # one node would get a graph of its own
             nodes, tree = torch.cat([nodes, self.blocks.no_draft_token[:, :1]], dim=1), tree.padded(len(tree) + 1)
-        expansion = self._run("expand", nodes, tree, self.rows, self._view(len(tree))[0], *self._expanded(nodes, tree))
+        expansion = self._run("expand", self._view(len(tree))[0], nodes, tree, *self._expanded(nodes, tree))
         if count == nodes.shape[1]:
             return expansion
         scores = expansion.scores[:, :count] if expansion.scores is not None else None
@@ -301,8 +303,22 @@ class ModelDrafter(Drafter):
     def replayed(self, like: ModelDrafter, steps: int) -> None:
         """The round that `like` has recorded has been run so many times in this one's place, unseen by Python."""
         self.counts.replayed(like.counts, steps)
+        if steps:
+            self._pending.count = like._pending.count
         for drafter, recorded in zip(self.inner, like.inner, strict=True):
             drafter.replayed(recorded, steps)
+
+    @property
+    def tiers(self) -> tuple:
+        """What of a round runs compiled now."""
+        with self._running():
+            own = self.engine.forward_pass.tier(len(self.rows.length), self.core.plan)
+        return own, self.engine.functions_ready, *(drafter.tiers for drafter in self.inner)
+
+    def book_replay(self, seconds: float) -> None:
+        """Notes the time of a replayed step that may hold its passes."""
+        with self._running():
+            self.engine.forward_pass.book_replay(seconds, len(self.rows.length))
 
     def report(self) -> Stage:
         """What it did in this call. Reads the device: not for use between steps."""
@@ -319,12 +335,15 @@ class ModelDrafter(Drafter):
         """A pass of the draft model, which others may have as well: calls and lanes compile as each says, and book what it costs."""
         return self.engine.forward_pass.during(self.call.request.runtime.compile, self.call.report, self._tiers)
 
-    def _run(self, method: str, *arguments: Any) -> Any:
-        if method not in self._functions:
-            call = self.call
-            self._functions[method] = self.engine.whole(self.core, method, call.request.runtime.compile, call.report)
+    def _run(self, method: str, view: Tensor, *given: Any) -> Any:
+        """A method of the core, as a replay where that was recorded."""
+        core, rows, forward_pass = self.core, self.rows, self.engine.forward_pass
+        run = partial(getattr(core, method), rows, view)
+        key = method, core.key(method), rows.place, len(view)
         with self.counts.clock("forward", self.call.report.timings), self._running():
-            result = self._functions[method](*arguments)
+            result = forward_pass.replayed(
+                self.session.recordings, key, run, given, len(rows.length), core.plan, copy=True
+            )
         self.counts.passes += 1
         self._pending.count = 0
         return result

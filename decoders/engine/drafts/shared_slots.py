@@ -23,7 +23,7 @@ class SharedSlots(Session):
     """
 
     def __init__(self, target: Target, owner: Session) -> None:
-        self.target, self.owner = target, owner
+        self.target, self.owner, self.recordings = target, owner, owner.recordings
         self._followed: Rows | None = None
         self._views = {}
         self.follow()

@@ -18,6 +18,7 @@ from ...sampling.processors import Masks
 from ...strategy import Sequences
 from ...tree import Topology, TreeTensors
 from ..core import StepOutput
+from ..criteria import Outcome
 from .guide import MASK_MISMATCH, Guide
 from .history import DeviceHistory, spell
 from .host_guide import HostGuide
@@ -189,7 +190,7 @@ class DeviceGuide(Guide):
         after = self.automaton.entries[reached + self.automaton.column(out.new.gather(1, last))]
         self.positions.copy_(torch.where(out.summary[0] > 0, after[:, 0], self.positions))
 
-    def commit(self, out: StepOutput, ended: Tensor) -> None:
+    def commit(self, out: StepOutput, ended: Tensor, outcome: Outcome | None = None) -> None:
         self.accept(out)
         self._lost.logical_or_((self.positions == DEAD) & ~ended)
         self.positions.masked_fill_(ended, self.automaton.free)

@@ -14,6 +14,7 @@ from ...sampling.processors import Masks
 from ...strategy import Sequences
 from ...tree import Topology, TreeTensors
 from ..core import StepOutput
+from ..criteria import Outcome
 
 #: Masks make it impossible to leave a grammar; a backend may be wrong.
 MASK_MISMATCH = "row {row}: the grammar's masks allowed a token that its matcher refuses: a defect of the backend"
@@ -76,9 +77,9 @@ class Guide(ABC):
         """The rows have got what a step made of the last block."""
 
     @abstractmethod
-    def commit(self, out: StepOutput, ended: Tensor) -> None:
+    def commit(self, out: StepOutput, ended: Tensor, outcome: Outcome | None = None) -> None:
         """As :meth:`accept`, for tokens that stay: what was tried ahead of them is forgotten. ended: ``[B]`` bool, rows that are
-        through.
+        through. outcome: the same for the host, where it knows.
 
         Raises:
             GrammarError: a row has left its grammar; on the device :meth:`check` says so.

@@ -16,6 +16,7 @@ from ...sampling.processors import Masks
 from ...strategy import Sequences
 from ...tree import Topology, TreeTensors, parents_by_row
 from ..core import StepOutput
+from ..criteria import Outcome
 from .guide import MASK_MISMATCH, NOTHING_ALLOWED, Guide
 from .history import HostHistory
 from .texts import FREE, FreeText, MaskTable, MatchedText, TabulatedText, Text
@@ -123,10 +124,14 @@ class HostGuide(Guide):
     def accept(self, out: StepOutput) -> None:
         self._go(out.new.tolist(), out.summary[0].tolist())
 
-    def commit(self, out: StepOutput, ended: Tensor) -> None:
-        self.accept(out)
+    def commit(self, out: StepOutput, ended: Tensor, outcome: Outcome | None = None) -> None:
+        if outcome is None:
+            self.accept(out)
+            through = ended.tolist()
+        else:
+            self._go(outcome.new, outcome.emitted)
+            through = outcome.ended + [1] * (len(self.texts) - len(outcome.ended))
         self.table.clear()
-        through = ended.tolist()
         for row, text in enumerate(self.texts):
             if through[row]:
                 self.positions[row] = None

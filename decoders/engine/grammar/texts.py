@@ -62,7 +62,8 @@ class MaskTable:
     def unpacked(self, rows: list[list[int]]) -> Tensor:
         """``[B, N, V]`` bool, the masks of `rows` (``B`` lists of ``N``) on the call's device."""
         if self.device.type != "cpu":  # an eighth of the bytes to send
-            return unpack(self.words[rows].to(self.device), self.vocabulary)
+            words = self.words[rows].pin_memory() if self.device.type == "cuda" else self.words[rows]
+            return unpack(words.to(self.device, non_blocking=True), self.vocabulary)
         flat = [row for some in rows for row in some]
         open_rows = self._open.places(flat) if self.used == self.fixed else None
         if open_rows is None:

@@ -1,0 +1,312 @@
+"""What is replayed where the host is needed between steps, and what is compiled beside decoding and then recorded anew."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import decoders
+from decoders.common import devices
+from decoders.engine.calibration import REPEATS
+from decoders.engine.compiled import background, tiers
+from decoders.engine.compiled.background import BackgroundCompile
+from decoders.engine.cuda_graphs.capture import PLAIN_RUNS, WARM_UP_STEPS, Recordings
+from decoders.engine.session import KEPT_SESSIONS
+from decoders.engine.target import Target
+from decoders.report import Report
+from decoders.strategies import PromptLookup, Speculative, Staged, Threshold
+from decoders.strategy import Draft, Sequences, Step, Strategy
+from decoders.testing import decode, prompts, tiny_model
+from decoders.testing.tape import TapeRecorder
+
+
+class OnHost(Strategy):
+    """A third party's that does not promise ``on_device``; keeps every step that it is shown."""
+
+    name = "on_host"
+    summary = "Two draft tokens, always the same."
+
+    def start(self, context: Any) -> list[Step]:
+        return []
+
+    def propose(self, state: list[Step], sequences: Sequences) -> Draft:
+        return Draft.chain(torch.full((len(sequences.length), 2), 5))
+
+    def observe(self, state: list[Step], step: Step) -> None:
+        state.append(step)
+
+
+class Alone(OnHost):
+    observes = False
+
+
+@pytest.fixture
+def target(device: TapeRecorder) -> PreTrainedModel:
+    return decoders.enable(tiny_model("llama"))
+
+
+def plain(rows: int, new: int) -> torch.Tensor:
+    return tiny_model("llama").generate(**prompts(rows), max_new_tokens=new, do_sample=False, pad_token_id=0)
+
+
+def run(target: PreTrainedModel, strategy: Any, rows: int = 1, new: int = 10, **options: Any) -> Report:
+    """A greedy call, whose tokens are plain decoding's."""
+    out = decode(target, prompts(rows), strategy, max_new_tokens=new, **options)
+    assert torch.equal(out.sequences, plain(rows, new))
+    return out.report
+
+
+def ready_at_once(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """From here on passes are worth compiling, which takes no time; gives the names of what was begun."""
+    begun: list[str] = []
+
+    class AtOnce(BackgroundCompile):
+        def __init__(self, name: str, work: Callable[[], object]) -> None:
+            begun.append(name)
+            super().__init__(name, work)
+            self._over.wait()
+
+    monkeypatch.setattr(tiers, "worth_compiling", lambda spent, expected: True)
+    monkeypatch.setattr(tiers, "BackgroundCompile", AtOnce)
+    return begun
+
+
+def test_the_steps_of_a_strategy_on_the_host_are_replays(target: PreTrainedModel, device: TapeRecorder) -> None:
+    first, second = (run(target, Alone(), rows) for rows in (3, 3))
+    assert first.replayed_steps == first.steps - PLAIN_RUNS and second.replayed_steps == second.steps
+    recorded = device.recorded
+    run(target, OnHost(), 3)
+    assert device.recorded == recorded  # by any strategy whose blocks are of that size
+
+
+@pytest.mark.parametrize(
+    "strategy", ["suffix", "prompt_lookup+suffix", "auto", Threshold(), Speculative(length=2)], ids=str
+)
+def test_what_needs_the_host_is_replayed(target: PreTrainedModel, device: TapeRecorder, strategy: Any) -> None:
+    given: dict[str, Any] = dict(decoders_config={"memory": False})
+    if not isinstance(strategy, str):
+        given["assistant_model"] = tiny_model("llama", 1)
+    run(target, strategy, 2, 16, **given)
+    report = run(target, strategy, 2, 16, **given)
+    assert report.replayed_steps > report.steps // 2
+
+
+def test_what_a_strategy_was_shown_is_not_overwritten_by_later_steps(target: PreTrainedModel) -> None:
+    shown: list[Step] = []
+
+    class Keeps(OnHost):
+        def start(self, context: Any) -> list[Step]:
+            return shown
+
+    run(target, Keeps(), 1, 12)
+    text = [token for step in shown for token in step.chosen.gather(1, step.accepted[:, None])[0].tolist()]
+    assert len(shown) > PLAIN_RUNS and len({step.logits.data_ptr() for step in shown}) == len(shown)
+    for step in shown:  # each still holds the logits of its own choices
+        assert torch.equal(step.logits.argmax(-1), step.chosen)
+    assert text[-1] == plain(1, 12)[0, -1]
+
+
+def test_the_passes_of_a_draft_model_are_replayed(target: PreTrainedModel, device: TapeRecorder) -> None:
+    helped = dict(assistant_model=tiny_model("llama", 1))
+    run(target, Threshold(), 1, 12, **helped)
+    before = device.replayed
+    report = run(target, Threshold(), 1, 12, **helped)
+    assert device.replayed - before >= report.steps + report.stages[0].passes
+
+
+@pytest.mark.parametrize(
+    "options", [dict(repetition_penalty=1.3), dict(verifier="rejection", do_sample=True, seed=1, top_k=0)]
+)
+def test_where_something_decides_on_the_host_the_forward_pass_is_replayed(
+    target: PreTrainedModel, device: TapeRecorder, options: dict[str, Any]
+) -> None:
+    outs = [decode(target, prompts(2), PromptLookup(), max_new_tokens=12, **options) for _ in range(2)]
+    assert torch.equal(outs[0].sequences, outs[1].sequences)
+    assert outs[1].report.replayed_steps == outs[1].report.steps
+
+
+def test_logits_that_are_kept_are_those_of_their_steps(target: PreTrainedModel) -> None:
+    given = dict(max_new_tokens=10, output_logits=True, return_dict_in_generate=True, do_sample=False)
+    expected = tiny_model("llama").generate(**prompts(2), **given)
+    out = decode(target, prompts(2), "autoregressive", max_new_tokens=10, output_logits=True)
+    assert out.report.replayed_steps > 0
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(out.logits, expected.logits, strict=True))
+
+
+def test_prompts_are_replayed_by_buckets_of_chunks(target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    prefill = Target.prefill
+
+    def noted(self: Target, tokens: torch.Tensor, *args: Any) -> None:
+        read.append(tokens.shape[1])
+        prefill(self, tokens, *args)
+
+    target.generate.engine()  # which is checked
+    monkeypatch.setattr(Target, "prefill", noted)
+    for length in range(40, 62, 2):
+        ids = torch.arange(length)[None] % 90 + length  # none begins like another
+        out = target.generate(input_ids=ids, strategy="autoregressive", max_new_tokens=3, do_sample=False)
+        assert torch.equal(out, tiny_model("llama").generate(input_ids=ids, max_new_tokens=3, do_sample=False))
+    assert read == [64] * len(read) and len(read) <= (PLAIN_RUNS + 1) * KEPT_SESSIONS < 11
+
+
+def test_nothing_is_compiled_in_the_foreground(target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "worth_compiling", lambda spent, expected: True)
+    compiled: list[threading.Thread] = []
+    work = tiers.RegionalForward.compile
+    monkeypatch.setattr(
+        tiers.RegionalForward, "compile", lambda *args: compiled.append(threading.current_thread()) or work(*args)
+    )
+    reports = [run(target, strategy, rows) for rows in (1, 3) for strategy in ("autoregressive", "suffix")]
+    assert compiled and threading.current_thread() not in compiled
+    assert all(report.timings.compile == 0 for report in reports)
+    for job in list(background._running):
+        job.wait(60)
+
+
+def test_what_is_never_to_be_compiled_is_recorded_all_the_same(target: PreTrainedModel) -> None:
+    report = run(target, "autoregressive", decoders_config={"compile": False})
+    assert (report.replayed_steps, report.compiled_steps) == (report.steps - WARM_UP_STEPS, 0)
+
+
+def test_what_is_to_be_compiled_at_once_is_compiled_before_the_first_step(target: PreTrainedModel) -> None:
+    report = run(target, "autoregressive", decoders_config={"compile": True})
+    assert report.compiled_steps == report.steps and report.compilations >= 2  # the pass, and drawing
+
+
+@pytest.mark.parametrize("strategy", ["autoregressive", "suffix"])
+def test_a_tier_that_becomes_ready_is_recorded_anew_and_used_by_the_next_call(
+    target: PreTrainedModel, device: TapeRecorder, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    first = run(target, strategy)
+    assert first.compiled_steps == 0 and first.replayed_steps > 0
+    begun = ready_at_once(monkeypatch)
+    second = run(target, strategy)
+    assert begun == ["the forward pass"] and second.compiled_steps > 0
+    for _ in range(3):  # drawing is compiled as well, and sessions take turns
+        run(target, strategy)
+    recorded = device.recorded
+    last = run(target, strategy)
+    assert last.compiled_steps == last.replayed_steps == last.steps and device.recorded == recorded
+
+
+def test_a_call_in_float32_goes_over_to_compiled_steps_on_the_way(
+    target: PreTrainedModel, device: TapeRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    helped = dict(assistant_model=tiny_model("llama", 1))
+    run(target, Speculative(length=2), 2, 30, **helped)  # recorded uncompiled
+    due = iter([False] * 12)
+    ready_at_once(monkeypatch)
+    monkeypatch.setattr(tiers, "worth_compiling", lambda spent, expected: next(due, True))
+    report = run(target, Speculative(length=2), 2, 30, **helped)
+    assert 0 < report.compiled_steps < report.steps and report.replayed_steps > report.compiled_steps // 2
+
+
+def test_a_call_in_low_precision_ends_in_the_tier_in_which_it_began(
+    device: TapeRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = decoders.enable(tiny_model("llama").bfloat16())
+    due = iter([False] * 4)
+    ready_at_once(monkeypatch)
+    monkeypatch.setattr(tiers, "worth_compiling", lambda spent, expected: next(due, True))
+    first, second = (decode(target, prompts(1), "autoregressive", max_new_tokens=12).report for _ in range(2))
+    assert (first.compiled_steps, second.compiled_steps) == (0, second.steps)
+
+
+def test_the_time_of_replays_makes_passes_worth_compiling(
+    target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spent: list[float] = []
+    monkeypatch.setattr(tiers, "worth_compiling", lambda seconds, expected: bool(spent.append(seconds)))
+    run(target, "autoregressive", 1, 20)
+    with_replays = max(spent)
+    begun = len(spent)
+    assert run(target, "autoregressive", 1, 20).replayed_steps == 20
+    assert max(spent[begun:]) > with_replays
+
+
+def test_costs_are_measured_of_replays(target: PreTrainedModel, device: TapeRecorder) -> None:
+    engine = target.generate.engine()
+    curve = engine.calibration.measured(None, [1], [8], False, nodes=(1, 5, 9))
+    assert [point.nodes for point in curve.points] == [4, 8, 16]
+    assert device.recorded == 3 and device.replayed >= 3 * 2 * (REPEATS - 1)
+
+
+@pytest.mark.slow
+def test_a_draft_model_reports_what_it_did_in_its_own_call(
+    target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def figures(model: PreTrainedModel, first: int) -> Any:
+        ids = torch.arange(first, first + 9)[None]
+        given = dict(
+            max_new_tokens=16, do_sample=False, assistant_model=tiny_model("llama", 1), return_dict_in_generate=True
+        )
+        stage = model.generate(input_ids=ids, strategy=Staged(), **given).report.stages[0]
+        return stage.passes, stage.tokens, stage.drafted, stage.accepted, stage.accepted_lengths
+
+    replayed = [figures(target, first) for first in (3, 40, 70, 3)]
+    monkeypatch.setattr(devices, "static_shapes", lambda device: False)
+    fresh = [figures(decoders.enable(tiny_model("llama")), first) for first in (3, 40, 70, 3)]
+    assert [tokens for _, tokens, *_ in replayed] == [tokens for _, tokens, *_ in fresh]
+
+
+def test_parts_that_cannot_be_recorded_run_as_they_are(device: TapeRecorder) -> None:
+    recordings, x = Recordings(device), torch.zeros(2)
+
+    def waits(x: torch.Tensor) -> torch.Tensor:
+        return x + x.sum().item()
+
+    for _ in range(PLAIN_RUNS):
+        recordings.run(lambda: "key", waits, (x,))
+    with pytest.warns(UserWarning, match="could not be recorded") as said:
+        assert recordings.run(lambda: "key", waits, (x + 1,)).tolist() == [3, 3]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert recordings.run(lambda: "key", waits, (x + 2,)).tolist() == [6, 6]
+    assert len(said) == 1 and recordings.replays == 0
+
+
+def test_a_tier_that_changes_while_it_is_recorded_is_not_kept(device: TapeRecorder) -> None:
+    recordings, x, tier = Recordings(device), torch.ones(2), [0]
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        tier[0] += len(recordings) == 0 and recordings._runs.total() > PLAIN_RUNS and recordings.recorded == 0
+        return x * 2
+
+    for _ in range(PLAIN_RUNS + 1):
+        assert recordings.run(lambda: tier[0], function, (x,)).tolist() == [2, 2]
+    assert tier == [1] and recordings.recorded == 1 and len(recordings) == recordings.replays == 0
+
+
+def test_the_arguments_of_a_replay_are_copied_in_and_nothing_else_is_written_to(device: TapeRecorder) -> None:
+    recordings = Recordings(device)
+    first, outputs = torch.ones(2), []
+    for _ in range(PLAIN_RUNS + 1):
+        outputs.append(recordings.run(lambda: "double", lambda x: x * 2, (first,)))
+    assert recordings.run(lambda: "double", lambda x: x * 2, (torch.full((2,), 5.0),)).tolist() == [10, 10]
+    assert first.tolist() == [1, 1] and outputs[-1].tolist() == [10, 10]  # whoever keeps it copies it
+    assert recordings.run(lambda: "double", lambda x: x * 2, (torch.ones(3),)).tolist() == [2, 2, 2]
+    assert recordings.recorded == 1 and recordings.replays == 2
+
+
+@pytest.mark.parametrize("strategy", ["prompt_lookup", "suffix", Threshold()], ids=["device", "host", "draft"])
+def test_a_scheduler_replays_steps_and_prompts(target: PreTrainedModel, device: TapeRecorder, strategy: Any) -> None:
+    model, steps = tiny_model("llama"), 0
+    given: dict[str, Any] = dict(max_new_tokens=9, do_sample=False, decoders_config={"memory": False})
+    if isinstance(strategy, Threshold):
+        given["assistant_model"] = tiny_model("llama", 1)
+    with decoders.Scheduler(target, strategy=strategy, rows=3, slots=256) as scheduler:
+        for turn in range(3):
+            texts = [torch.arange(3 + 7 * row)[None] % 60 + row + turn + 1 for row in range(5)]
+            generations = [scheduler.submit(text[0].tolist(), **given) for text in texts]
+            for text, generation in zip(texts, generations, strict=True):
+                expected = model.generate(input_ids=text, max_new_tokens=9, do_sample=False)
+                assert torch.equal(generation.result(60), expected)
+                steps += generation.report.replayed_steps  # type: ignore[union-attr]
+    assert steps > 15 and device.replayed > 3 * device.recorded
