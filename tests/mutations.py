@@ -52,6 +52,36 @@ class Mutation:
 
 MUTATIONS = (
     Mutation(
+        "the-kernel-sees-one-slot-in-front-of-a-window", "decoders/engine/kernels/attention_triton.py",
+        "position_q[:, None] - position_k[None, :] < window",
+        "position_q[:, None] - position_k[None, :] <= window",
+        ("engine/kernels/test_tree_attention.py",),
+    ),
+    Mutation(
+        "a-split-is-left-out-of-the-sum", "decoders/engine/kernels/attention_triton.py",
+        "(split_start(split + 1, FIRST, OCTAVE) > begin)",
+        "(split_start(split, FIRST, OCTAVE) > begin)",
+        ("engine/kernels/test_tree_attention.py",),
+    ),
+    Mutation(
+        "the-66th-node-has-the-bit-of-the-second", "decoders/engine/kernels/attention_triton.py",
+        "low[:, None], high[:, None])",
+        "low[:, None], low[:, None])",
+        ("engine/kernels/test_tree_attention.py",),
+    ),
+    Mutation(
+        "stretches-of-a-product-are-cut-by-the-number-of-rows", "decoders/engine/kernels/products.py",
+        "flat.shape[0], plan(outputs, inputs, x.element_size())",
+        "flat.shape[0], plan(outputs * flat.shape[0], inputs, x.element_size())",
+        ("engine/kernels/test_products.py",),
+    ),
+    Mutation(
+        "a-check-at-the-start-sees-no-window", "decoders/engine/self_check.py",
+        "        target.tell_kinds(tuple(kind.within(reach) for kind in kinds))\n",
+        "        pass\n",
+        ("engine/test_self_check.py",),
+    ),
+    Mutation(
         "a-strategy-is-not-told-that-its-draft-was-cut", "decoders/engine/loop.py",
         "            strategy.observe(state, step if self._verified is None else replace(step, own_nodes=self._verified))\n",
         "            strategy.observe(state, step)\n",
