@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from .target import Target
 
 
+#: Tokens of a branch behind the text, for which there are logits to compare.
+LONGEST_BRANCH = 3
+
+
 @dataclass(frozen=True)
 class Sizes:
     """Of what a check runs.
@@ -42,6 +46,11 @@ class Sizes:
     texts: tuple[int, ...]
     trees: tuple[tuple[int, int], ...]
     reach: int
+
+    def within(self, context: int) -> Sizes:
+        """The same for a model that has so many positions: texts that leave room for a branch behind them."""
+        longest = max(context - LONGEST_BRANCH, 2)
+        return replace(self, texts=tuple(min(count, longest - row) for row, count in enumerate(self.texts)))
 
 
 #: On the CPU a check is a part of every process's first second: two short texts, a block of 16 nodes.
@@ -65,6 +74,7 @@ def check_tree_logits(target: Target, model: PreTrainedModel, layout: list[Layer
     reference = share_weights(model)  # as in evaluation, whatever mode the user's model is in
     quantize(reference, target.precision.weights, reference.get_output_embeddings(), groups=target.groups)
     sizes = ON_CPU if target.device.type == "cpu" else ON_CUDA
+    sizes = sizes.within(target.max_positions)
     if target.recurrent:  # rows of several lengths are read one by one there
         sizes = replace(sizes, texts=sizes.texts[-1:])
     difference = _difference(target, reference, layout, sizes)
@@ -98,10 +108,6 @@ def _difference(target: Target, reference: PreTrainedModel, layout: list[LayerSp
     return None
 
 
-#: Tokens of a branch behind the text, for which there are logits to compare.
-LONGEST_BRANCH = 3
-
-
 def _texts(target: Target, sizes: Sizes) -> list[Tensor]:
     """Made-up token ids: each row's text and what the longest branch continues it with."""
     ids = (torch.arange(len(sizes.texts) * 1000, device=target.device) * 37 + 11) % 97 + 3
@@ -129,7 +135,7 @@ def _tree_logits(
     for row, text in enumerate(ids):  # behind the end of a shorter one there is padding, as in a call
         tokens[row, : len(text)] = text[:longest]
     pieces = [0, longest - 1] if target.recurrent else [0, longest * 3 // 4, longest - 1]
-    for begin, end in pairwise(pieces):
+    for begin, end in pairwise(dict.fromkeys(pieces)):
         target.prefill(tokens[:, begin:end], start + begin, buffers, view, begin)
     base = torch.tensor(sizes.texts, device=device) - 1
     for branches, length in sizes.trees:

@@ -12,6 +12,7 @@ import torch
 from decoders.common import devices
 from decoders.engine import engine
 from decoders.engine.blocks import NodeBlock
+from decoders.engine.compiled import tiered_function, tiers
 from decoders.engine.loop import Call
 from decoders.testing.tape import TapeRecorder
 
@@ -40,6 +41,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> TapeRecorder:
     monkeypatch.setattr(devices, "static_shapes", lambda device: True)
     monkeypatch.setattr(engine, "recorder_of", lambda device: recorder)
     monkeypatch.setattr(torch, "compile", NotingCompiler())
+    for module in (tiers, tiered_function):  # by the clock: a busy machine would compile, and record anew
+        monkeypatch.setattr(module, "worth_compiling", lambda spent, expected: False)
     return recorder
 
 

@@ -118,6 +118,11 @@ def kernel_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_check, "ON_CPU", self_check.Sizes((12, 7), ((5, 3),), 8))
 
 
+@pytest.mark.parametrize("context", [5, 9, 16])
+def test_a_model_of_few_positions_is_checked_within_them(context: int) -> None:
+    Target(tiny_model("gpt2", n_positions=context))
+
+
 @with_kernels
 @pytest.mark.usefixtures("kernel_preferred")
 def test_the_kernel_is_checked_and_taken() -> None:
