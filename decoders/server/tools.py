@@ -13,7 +13,7 @@ from ..constraints.base import CompiledGrammar, Language
 from ..constraints.json_schema import JsonSchema
 from ..constraints.specs import Lark, Spec
 from ..errors import GrammarError
-from ..patterns.writer import quoted
+from ..patterns.writer import quoted, slashed
 from .bodies import ChatBody, Tool, ToolChoice
 from .formats import spec_of
 from .prompts import CallStyle
@@ -259,14 +259,14 @@ class CallSpec(Spec):
         return lambda answer: None if answer.startswith(opening) else judge(answer)
 
     def _lark(self, inner: str, text: Language | None) -> str:
-        around = [f"/{_slashed(quoted(part))}/" if part else "" for part in (self.prefix, self.suffix)]
+        around = [slashed(quoted(part)) if part else "" for part in (self.prefix, self.suffix)]
         one = f"one: {around[0]} call {around[1]}"
         calls = r"calls: one (/\n?/ one)*" if self.several else "calls: one"
         rules = ["start: calls" + (" | text" if text is not None else ""), calls, one, _with_start(inner, "call")]
         if text is not None and text.lark is not None:  # rather than its expression, one word that a call may begin as
             rules.append(_with_start(_NAMES.sub(lambda name: f"{name[0]}_" if name[1] else name[0], text.lark), "text"))
         elif text is not None and text.regex is not None:
-            rules.append(f"text: /{_slashed(text.regex)}/")
+            rules.append(f"text: {slashed(text.regex)}")
         return "\n".join(rules)
 
 
@@ -295,8 +295,3 @@ def _in_class(character: str) -> str:
     if character == "\n":
         return r"\n"
     return "\\" + character if character in r"\]^[-&~" else character
-
-
-def _slashed(pattern: str) -> str:
-    """A pattern between slashes: those within are escaped."""
-    return re.sub(r"(?<!\\)/", r"\/", pattern).replace("\n", r"\n")

@@ -281,7 +281,11 @@ def test_answers_are_calls_or_text_that_is_none(
     vocabulary = vocabulary_of(tokenizer, 288, [1])
 
     def accepts(text: str, required: bool, several: bool) -> bool:
-        specs = {"object": JsonSchema({"type": "object"}), "place": JsonSchema(PLACE), "regex": regex("(yes|no)/T1/")}
+        specs = {
+            "object": JsonSchema({"type": "object"}),
+            "place": JsonSchema(PLACE),
+            "regex": regex(r"(yes|no)/T1/|a\\/b"),
+        }
         spec = Calling(
             tools, CallStyle(prefix, suffix), required, several, format=specs[format] if format else None
         ).spec
@@ -307,7 +311,7 @@ def test_answers_are_calls_or_text_that_is_none(
     texts = {
         "object": ["{}", '{"a": [{"b": "<call>"}]}', '{"name": 1}', '{"name": "rust", "arguments": {}}'],
         "place": ['{"place": "x"}'],
-        "regex": ["yes/T1/"],
+        "regex": ["yes/T1/", r"a\/b"],
     }
     for text in texts[format]:
         assert accepts(text, False, True) and not accepts(text, True, True)
