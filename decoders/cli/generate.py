@@ -163,9 +163,9 @@ def encoded(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool) -> BatchE
     """Tokens of the prompt, put in the chat template or as it is."""
     if not chat:
         return tokenizer(text, return_tensors="pt")
-    chat_text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-    )
+    from ..server.templates import prompt_text
+
+    chat_text = prompt_text(tokenizer, [{"role": "user", "content": text}])
     # The template writes the special tokens itself.
     return tokenizer(chat_text, add_special_tokens=False, return_tensors="pt")
 
