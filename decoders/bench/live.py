@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
+from ..serving.pieces import TextPieces
 from .batches import Workload
 from .call import decode
 from .methods import Method
@@ -30,7 +31,7 @@ class ColouredStream(BaseStreamer):
     a step short its last token may have been drafted too.)
 
     Attributes:
-        pieces: (text, accepted) per token; a token that ends within a character has the text of none.
+        pieces: (text, accepted) per token, of those whose text is not known yet without any; at the end perhaps one more.
         steps: done so far.
         drawing: seconds spent in `on_change`.
     """
@@ -40,9 +41,8 @@ class ColouredStream(BaseStreamer):
         self.pieces: list[tuple[str, bool]] = []
         self.steps, self.drawing = 0, 0.0
         self._tokens: list[int] = []
-        self._text = ""
         self._accepted: deque[bool] = deque()
-        self._prompt_seen = False
+        self._texts: TextPieces | None = None  # once the prompt is known
 
     def on_step(self, new: list[list[int]]) -> None:
         """Told the new tokens of each row before they are put."""
@@ -50,20 +50,19 @@ class ColouredStream(BaseStreamer):
         self._accepted.extend([True] * (len(new[0]) - 1) + [False] * bool(new[0]))
 
     def put(self, value: Tensor) -> None:
-        if not self._prompt_seen:
-            self._prompt_seen = True
+        if self._texts is None:
+            self._texts = TextPieces(self.tokenizer, value.flatten().tolist())
             return
         for token in value.flatten().tolist():
             self._tokens.append(token)
-            text = str(self.tokenizer.decode(self._tokens, skip_special_tokens=True))
-            whole = text if not text.endswith("\ufffd") else self._text
             accepted = self._accepted.popleft() if self._accepted else False
-            self.pieces.append((whole[len(self._text) :], accepted))
-            self._text = whole
+            self.pieces.append((self._texts.next(self._tokens, ended=False), accepted))
         if not self._accepted:  # a whole step is there, or the method tells no steps
             self._draw()
 
     def end(self) -> None:
+        if self._texts is not None and (rest := self._texts.next(self._tokens, ended=True)):
+            self.pieces.append((rest, self.pieces[-1][1]))
         self._draw()
 
     def text(self) -> Text:

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from importlib import resources
 from typing import TYPE_CHECKING
 
+from ..server.templates import prompt_text
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -93,7 +95,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, content: Content) -> list[int]:
     if isinstance(content, str) or not tokenizer.chat_template:
         return list(tokenizer(bare(content))["input_ids"])
     # The template writes the special tokens itself.
-    text = tokenizer.apply_chat_template(content, tokenize=False, add_generation_prompt=True)
+    text = prompt_text(tokenizer, content)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

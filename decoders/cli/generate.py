@@ -130,9 +130,9 @@ def generate(
         return
     loaded, tokenizer = load()
     if stream and not as_json:
-        from transformers import TextStreamer
+        from .printed import PrintedPieces
 
-        arguments["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        arguments["streamer"] = PrintedPieces(tokenizer)
     if chat and not tokenizer.chat_template:
         raise SettingsError(f"--chat: the tokenizer of {model} has no chat template")
     inputs = encoded(tokenizer, prompt_text, chat).to(loaded.device)
@@ -144,7 +144,10 @@ def generate(
         return_dict_in_generate=True,
         **arguments,
     )
-    completion = tokenizer.decode(result.sequences[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    from ..serving.pieces import text_behind
+
+    tokens, length = result.sequences[0].tolist(), inputs["input_ids"].shape[1]
+    completion = text_behind(tokenizer, tokens[:length], tokens[length:])
     if as_json:
         import json
 
@@ -160,9 +163,9 @@ def encoded(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool) -> BatchE
     """Tokens of the prompt, put in the chat template or as it is."""
     if not chat:
         return tokenizer(text, return_tensors="pt")
-    chat_text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-    )
+    from ..server.templates import prompt_text
+
+    chat_text = prompt_text(tokenizer, [{"role": "user", "content": text}])
     # The template writes the special tokens itself.
     return tokenizer(chat_text, add_special_tokens=False, return_tensors="pt")
 

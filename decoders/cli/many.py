@@ -181,6 +181,7 @@ def _prompt(
     """A prompt with its arguments, or the error that it is, and its id. Each draws with a seed of its own, the same in every run."""
     import json
 
+    from ..server.templates import prompt_text
     from ..serving.lines import parsed
 
     name = None
@@ -195,7 +196,7 @@ def _prompt(
         if messages is not None:
             if not tokenizer.chat_template:
                 raise SettingsError(f"{line.place}: messages need a chat template, and the tokenizer has none")
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = prompt_text(tokenizer, messages)
             # The template writes the special tokens itself.
             item["prompt"] = tokenizer(text, add_special_tokens=False).input_ids
         item = _sampling(item, given) | item

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
     from .base import Policy
 
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+#: How byte fallback names the tokens of single bytes.
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Vocabulary:
@@ -213,7 +214,7 @@ def _spelling(tokenizer: PreTrainedTokenizerBase, parts: dict) -> Callable[[str]
                     if is_byte and step[0] in name:  # taken for the sign of a blank, it is no text of its own
                         return b""
                     name = name.replace(*step)
-                elif byte := _BYTE_TOKEN.fullmatch(name):
+                elif byte := BYTE_TOKEN.fullmatch(name):
                     code = int(byte[1], 16)
                     if code >= 0x80:
                         return bytes([code])

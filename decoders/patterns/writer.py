@@ -9,6 +9,8 @@ from . import characters
 from .characters import Ranges
 from .tree import Anchor, Cat, Chars, Class, Look, Or, Pattern, Repeat, Verbatim
 
+#: A slash or an end of a line, behind a backslash or not, and all other escapes, lest the end of one be taken for a beginning.
+_SLASHED = re.compile(r"\\?[/\n]|\\.")
 _SPECIAL = frozenset(r"\.+*?()|[]{}^$#&-~")
 _MARKS = {(0, None): "*", (1, None): "+", (0, 1): "?", (1, 1): ""}
 _NOT_NEWLINE = characters.complement(((0x0A, 0x0A),))
@@ -62,6 +64,16 @@ def _enclosed(part: Pattern) -> list[Pattern | str]:
 def quoted(text: str) -> str:
     """The pattern of exactly `text`; what can be shown is left as it is."""
     return "".join(map(_quoted, text))
+
+
+def slashed(pattern: str) -> str:
+    """A pattern between slashes, for grammars in Lark's notation: slashes and ends of lines within it are escaped."""
+    return f"/{_SLASHED.sub(_escaped, pattern)}/"
+
+
+def _escaped(match: re.Match[str]) -> str:
+    character = match[0][-1]
+    return "\\" + {"\n": "n"}.get(character, character)
 
 
 def _quoted(character: str) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from ..patterns.writer import slashed
 from . import limits
 
 
@@ -68,7 +69,7 @@ class RuleReference:
 
 Expr: TypeAlias = Word | Seq | Alt | Rep | RuleReference
 
-_COUNT = re.compile(r"(?<!\\)\{([0-9]+),?([0-9]*)\}")
+_COUNT = re.compile(r"\\.|\{([0-9]+),?([0-9]*)\}", re.DOTALL)
 _UNIT = 40
 
 EMPTY = Seq(())
@@ -103,8 +104,7 @@ def rep(part: Expr, low: int, high: int | None) -> Expr:
 
 def text(regex: str) -> Word:
     """Texts of a regular expression that is written out."""
-    escaped = regex.replace("/", r"\/")
-    return Word(Terminal(f"/{escaped}/", _Constant(regex)))
+    return Word(Terminal(slashed(regex), _Constant(regex)))
 
 
 def inline(schema: dict[str, Any]) -> Word:
@@ -176,7 +176,7 @@ def lark(rules: dict[str, Expr]) -> str:
 
 def _size(regex: str) -> int:
     """About how long `regex` is with its repetitions written out, most of which are of characters of JSON strings."""
-    counts = [int(high or low) for low, high in _COUNT.findall(regex)]
+    counts = [int(high or low or 0) for low, high in _COUNT.findall(regex)]
     return len(regex) + _UNIT * sum(counts)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import GrammarError
+from ..patterns.writer import slashed
 from . import json_text, limits, notation, number_text
 from .array_text import write_array
 from .nodes import FALSE, Node
@@ -124,7 +125,7 @@ class Writer:
         if written is None:
             return NOTHING
         simple = _simple(written)
-        lark = _lark(written) if simple is None else _slashed(simple)
+        lark = _lark(written) if simple is None else slashed(simple)
         if lark is None:
             return NOTHING
         tail = f" /{behind}/" if behind else ""
@@ -173,18 +174,14 @@ def _regex(strings: Strings) -> str | None:
 
 def _lark(strings: Strings) -> str | None:
     """The definition of a terminal; None if nothing can be written."""
-    parts = [_slashed(f'"{json_text.length(strings.low, strings.high)}"')]
+    parts = [slashed(f'"{json_text.length(strings.low, strings.high)}"')]
     for pattern, good in sorted(strings.conditions, key=repr):
         inside = json_text.inside(pattern)
         if inside is None and good:
             return None
         if inside is not None:
-            parts.append(("" if good else "~") + _slashed(f'"(?:{inside})"'))
+            parts.append(("" if good else "~") + slashed(f'"(?:{inside})"'))
     if strings.excluded:
         names = "|".join(json_text.literal(json_text.quoted(value)) for value in sorted(strings.excluded))
-        parts.append("~" + _slashed(names))
+        parts.append("~" + slashed(names))
     return " & ".join(parts)
-
-
-def _slashed(regex: str) -> str:
-    return "/" + regex.replace("/", r"\/") + "/"

@@ -23,7 +23,7 @@ class TextToken:
 
     Attributes:
         data: its bytes, as far as the text has them: a stop string may cut the last token.
-        begin, end: characters of the text before it and with it.
+        begin, end: its characters, one that it shares with others among them.
         logprobs: its log probability, and those of the likeliest tokens.
     """
 
@@ -45,8 +45,12 @@ class Growing:
     def __init__(
         self, choice: Choice, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], spelling: Spelling | None
     ) -> None:  # fmt: skip
-        self.choice, self.text, self.seen = choice, ChoiceText(tokenizer, stops), 0
-        self._spelling, self._tokens = spelling, list[TextToken]()  # not shown yet
+        self.choice, self.text, self.seen = choice, ChoiceText(tokenizer, stops, choice.prompt), 0
+        self._spelling, self._tokens, self._settled = (
+            spelling,
+            list[TextToken](),
+            0,
+        )  # not shown yet, and how many were made
 
     def read(self, ended: bool = False) -> tuple[list[Span], list[TextToken]]:
         """What came since it was last asked: text that may be shown, and its tokens if their log probabilities are asked for."""
@@ -56,15 +60,22 @@ class Growing:
         spans = self.text.add(tokens[begin:], generation.drafted[begin : self.seen], ended)
         if self._spelling is None:
             return spans, []
-        stops = generation.call.request.stop_tokens
-        self._tokens += [
-            TextToken(self._spelling.of(each.token), *self.text.places[place], each)
-            for place, each in enumerate(generation.logprobs[begin : self.seen], begin)
-            if each.token not in stops
-        ]
+        self._tokens += self._new_tokens()
         count = self._count(ended)
         shown, self._tokens = self._tokens[:count], self._tokens[count:]
         return spans, self._cut(shown) if self.text.stopped else shown
+
+    def _new_tokens(self) -> list[TextToken]:
+        """Tokens whose text has become known."""
+        assert self._spelling is not None
+        generation, text, begin = self.choice.generation, self.text, self._settled
+        self._settled = len(text.places)
+        stops, tokens = generation.call.request.stop_tokens, []
+        for each, (first, last) in zip(generation.logprobs[begin:], text.places[begin:], strict=False):
+            if each.token not in stops:
+                data = self._spelling.within(each.token, text.written[first:last])
+                tokens.append(TextToken(data, first, last, each))
+        return tokens
 
     def _count(self, ended: bool) -> int:
         """How many of the tokens that were not shown are in the text that is."""
@@ -76,13 +87,14 @@ class Growing:
 
     def _cut(self, tokens: list[TextToken]) -> list[TextToken]:
         """`tokens` without the bytes behind the end of the text."""
-        surplus = len(self.text.written[len(self.text.shown) : tokens[-1].end].encode()) if tokens else 0
-        while surplus > 0 and tokens:
-            last = tokens.pop()
-            if surplus < len(last.data):
-                tokens.append(replace(last, data=last.data[:-surplus]))
-            surplus -= len(last.data)
-        return tokens
+        length = len(self.text.shown)
+        if not tokens or tokens[-1].end <= length:
+            return tokens
+        *others, last = tokens
+        kept = self.text.written[last.begin : length].encode()
+        # It may have the end of a character that others began.
+        sizes = (size for size in range(len(last.data), 0, -1) if kept.endswith(last.data[:size]))
+        return [*others, replace(last, data=last.data[: next(sizes, len(last.data))])]
 
     @property
     def finish_reason(self) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..engine.request_output import TokenLogprobs
 from .answers import Answer, Growing, TextToken, joined
 from .bodies import CompletionBody
 from .formats import spec_of
@@ -86,15 +85,16 @@ class Completion(Answer):
         return {
             "tokens": [_key(token.data) for token in tokens],
             "token_logprobs": [token.logprobs.logprob for token in tokens],
-            "top_logprobs": [self._likeliest(token.logprobs) for token in tokens],
+            "top_logprobs": [self._likeliest(token) for token in tokens],
             "text_offset": [token.begin for token in tokens],
         }
 
-    def _likeliest(self, logprobs: TokenLogprobs) -> dict[str, float]:
+    def _likeliest(self, chosen: TextToken) -> dict[str, float]:
         """The likeliest tokens, and the one that was chosen."""
-        values: dict[str, float] = {}
-        for token, value in ((logprobs.token, logprobs.logprob), *logprobs.top):
-            values.setdefault(_key(self.service.spelling.of(token)), value)
+        values = {_key(chosen.data): chosen.logprobs.logprob}
+        for token, value in chosen.logprobs.top:
+            if token != chosen.logprobs.token:
+                values.setdefault(_key(self.service.spelling.of(token)), value)
         return dict(sorted(values.items(), key=lambda pair: -pair[1]))
 
 

@@ -52,16 +52,16 @@ class StopStrings(StoppingCriteria):
         self.longest = max(map(len, stops))
         self._begin([])
 
-    def _begin(self, tokens: list[int]) -> None:
-        self._tokens, self._pieces = tokens, TextPieces(self.tokenizer)
-        self._tail = self._pieces.next(tokens, False) if tokens else ""
+    def _begin(self, prompt: list[int]) -> None:
+        self._pieces, self._tokens, self._tail = TextPieces(self.tokenizer, prompt), list[int](), ""
 
     def __call__(self, input_ids: Tensor, scores: Any, **more: Any) -> Tensor:
         count = input_ids.shape[1] - self.prompt
-        if count == len(self._tokens) + 1:
-            self._tokens.append(int(input_ids[0, -1]))
-            self._tail = self._tail[-self.longest :] + self._pieces.next(self._tokens, False)
-        else:  # asked of another place
-            self._begin(input_ids[0, self.prompt :].tolist())
-        stops_here = any(stop in self._tail for stop in self.stops)
+        if count == 1 or count != len(self._tokens) + 1:  # a new text, or another place
+            self._begin(input_ids[0, : self.prompt].tolist())
+        self._tokens += input_ids[0, self.prompt + len(self._tokens) :].tolist()
+        piece = self._pieces.next(self._tokens, False)
+        text = self._tail + piece
+        stops_here = any(stop in text + self._pieces.held for stop in self.stops)
+        self._tail = text[-self.longest :]
         return torch.full((len(input_ids),), stops_here, device=input_ids.device)

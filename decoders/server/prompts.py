@@ -3,41 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingsError
 from .bodies import Message, Tool
-from .refusals import Refusal
+from .refusals import Refusal, log
+from .templates import CallStyle, MessageStyle, call_style, message_style
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_NAME, _KEY, _VALUE = "probe_function", "probe_key", "probe value"
-_PROBE = {"name": _NAME, "arguments": {_KEY: _VALUE}}
-
-
-@dataclass(frozen=True)
-class CallStyle:
-    """How a model writes a call of a function: ``prefix{"name": …, "arguments": …}suffix``.
-
-    Attributes:
-        prefix: before the JSON, empty where the template says nothing of calls.
-        suffix: after it, likewise.
-        arguments: name of the key.
-        reads_tools: whether the template shows the model which functions there are.
-        reads_calls: whether it takes messages with calls, and answers of tools.
-        special: whether the prefix holds tokens that are no text: then it is put in front, and not written by the model.
-    """
-
-    prefix: str = ""
-    suffix: str = ""
-    arguments: str = "arguments"
-    reads_tools: bool = False
-    reads_calls: bool = False
-    special: bool = False
 
 
 def read_template(path: Path) -> str:
@@ -68,11 +45,24 @@ class Conversations:
 
     Args:
         template: in the place of the tokenizer's own.
+
+    Attributes:
+        style: how it writes calls.
+        messages: which messages it takes.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None = None) -> None:
         self.tokenizer, self.template = tokenizer, template
-        self.style = self._probed() if self.has_template else CallStyle()
+        self.style, self.messages = CallStyle(), MessageStyle()
+        if self.has_template:
+            specials = [token for token in tokenizer.all_special_tokens if token]
+            self.messages = message_style(self._render)
+            self.style = call_style(self._render, self.messages, specials)
+            if "user" in self.messages.unread:
+                log.warning(
+                    "the chat template refuses a conversation of one user's message, or leaves its text out, as a string and in "
+                    "parts: requests of /v1/chat/completions may be refused, or answered without it"
+                )
 
     @property
     def has_template(self) -> bool:
@@ -95,6 +85,9 @@ class Conversations:
         if listed and not self.style.reads_tools:
             plain = _introduced(plain, listed, self.style)
             listed = []
+        if "system" in self.messages.unread:
+            plain = _told_by_users(plain)
+        plain = [message | {"content": self.messages.content(message["role"], message["content"])} for message in plain]
         forbidden = {"messages", "tools", "tokenize", "add_generation_prompt", "chat_template"} & variables.keys()
         if forbidden:
             message = f"chat_template_kwargs must not hold {', '.join(sorted(forbidden))}"
@@ -111,7 +104,8 @@ class Conversations:
         return tokens
 
     def _render(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, ask: bool, variables: dict[str, Any]
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, ask: bool,
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:  # fmt: skip
         options: dict[str, Any] = {"tools": tools or None, "tokenize": False, "add_generation_prompt": ask, **variables}
         if self.template:
@@ -125,12 +119,12 @@ class Conversations:
         content = _text_of(message.content, place)
         plain: dict[str, Any] = {"role": role, "content": content}
         calls = [_call_of(call, place, number) for number, call in enumerate(message.tool_calls or [])]
+        if calls and not self.style.reads_calls:
+            written = "\n".join(json.dumps(call["function"], ensure_ascii=False) for call in calls)
+            plain["content"] = f"{content}\n{written}".strip()
+        if role == "tool" and (not self.style.reads_calls or "tool" in self.messages.unread):
+            return {"role": "user", "content": f"Result of the function call: {content}"}
         if not self.style.reads_calls:
-            if calls:
-                written = "\n".join(json.dumps(call["function"], ensure_ascii=False) for call in calls)
-                plain["content"] = f"{content}\n{written}".strip()
-            if role == "tool":
-                plain = {"role": "user", "content": f"Result of the function call: {content}"}
             return plain
         if calls:
             plain["tool_calls"] = calls
@@ -139,50 +133,6 @@ class Conversations:
         if message.name is not None:
             plain["name"] = message.name
         return plain
-
-    def _probed(self) -> CallStyle:
-        """The style of the template, found by rendering a conversation with a call in it."""
-        user: dict[str, Any] = {"role": "user", "content": "probe"}
-        tool = {"type": "function", "function": {"name": _NAME, "description": "", "parameters": {"type": "object"}}}
-        try:
-            prompt = self._render([user], None, True, {})
-        except Exception:
-            return CallStyle()
-        try:
-            reads_tools = _NAME in self._render([user], [tool], True, {})
-        except Exception:
-            reads_tools = False
-        call = {"id": "call00000", "type": "function", "function": _PROBE}
-        try:
-            answered = self._render([user, {"role": "assistant", "content": "", "tool_calls": [call]}], None, False, {})
-        except Exception:
-            answered = ""
-        call_place = _find_call(answered, prompt)
-        if call_place is None:
-            return CallStyle(reads_tools=reads_tools)
-        begin, end, key = call_place
-        prefix, suffix = answered[len(prompt) : begin], answered[end:]
-        specials = [token for token in self.tokenizer.all_special_tokens if token]
-        cut = min((place for token in specials if (place := suffix.find(token)) >= 0), default=len(suffix))
-        special = any(token in prefix for token in specials)
-        return CallStyle(prefix, suffix[:cut].rstrip(), key, reads_tools, True, special)
-
-
-def _find_call(text: str, prompt: str) -> tuple[int, int, str] | None:
-    """Begin and end of the probe's JSON behind `prompt`, and the key of its arguments."""
-    place = text.find(_NAME)
-    if place < 0 or not text.startswith(prompt):
-        return None
-    begin = place
-    while (begin := text.rfind("{", len(prompt), begin)) >= 0:
-        try:
-            value, end = json.JSONDecoder().raw_decode(text, begin)
-        except ValueError:
-            continue
-        if isinstance(value, dict) and value.get("name") == _NAME:
-            key = next((key for key, given in value.items() if given == {_KEY: _VALUE}), None)
-            return (begin, end, key) if key is not None and len(value) == 2 else None
-    return None
 
 
 def _introduced(
@@ -196,6 +146,20 @@ def _introduced(
         first = messages[0] | {"content": f"{messages[0]['content']}\n\n{text}"}
         return [first, *messages[1:]]
     return [{"role": "system", "content": text}, *messages]
+
+
+def _told_by_users(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The conversation with texts of system messages in front of what the user says next."""
+    told, waiting = list[dict[str, Any]](), list[str]()
+    for message in messages:
+        if message["role"] == "system":
+            waiting.append(message["content"])
+        elif message["role"] == "user":
+            told.append(message | {"content": "\n\n".join([*waiting, message["content"]])})
+            waiting = []
+        else:
+            told.append(message)
+    return [*told, {"role": "user", "content": "\n\n".join(waiting)}] if waiting else told
 
 
 def _text_of(content: str | list[dict[str, Any]] | None, place: int) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..constraints.vocabulary import Vocabulary
 from ..errors import UnsupportedError
-from ..serving.pieces import TextPieces
+from ..serving.pieces import TextPieces, common
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,9 +40,21 @@ class Spelling:
         """Of special tokens, their names."""
         data = self._tokens[token] if token < len(self._tokens) else None
         if data is None:
-            name: str = self.tokenizer.decode([token])  # type: ignore[assignment]
+            name: str = self.tokenizer.decode([token], clean_up_tokenization_spaces=False)  # type: ignore[assignment]
             return name.encode()
         return data
+
+    def within(self, token: int, text: str) -> bytes:
+        """Of a token that brought, or has a share in, the characters `text`: what a tokenizer drops is not among them.
+
+        That may be a blank at the beginning of a text, the sign of a word that goes on, or a special token.
+        """
+        data = self.of(token)
+        try:
+            same = data.decode() == text
+        except UnicodeDecodeError:  # it cuts a character, or is none
+            same = data.decode(errors="ignore") in text
+        return data if same else text.encode()
 
 
 def named(data: bytes) -> str:
@@ -53,17 +65,25 @@ def named(data: bytes) -> str:
 class ChoiceText:
     """Tokens in, text out, up to the first stop string.
 
+    Args:
+        prompt: token ids in front of the text.
+
     Attributes:
         stopped: whether a stop string has come.
         shown: the text that was given out.
         written: all text that tokens have brought, cut or not.
-        places: for each token, the characters of `written` before it and with it. The last byte of a character brings it.
+        places: for each token whose text is known, where in `written` it begins and ends. Tokens that share a character begin and
+            end where it does.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str] = (), prompt: Sequence[int] = ()
+    ) -> None:  # fmt: skip
         self.stops, self.stopped, self.shown = tuple(stops), False, ""
         self.written, self.places = "", list[tuple[int, int]]()
-        self._pieces, self._tokens = TextPieces(tokenizer), list[int]()
+        self._pieces, self._tokens = TextPieces(tokenizer, prompt), list[int]()
+        # What the text that is held back was with each of its tokens, and whether a draft had that token.
+        self._unsettled: list[tuple[str, bool]] = []
         self._held: list[Span] = []
 
     def add(self, tokens: Sequence[int], drafted: Sequence[bool], ended: bool = False) -> list[Span]:
@@ -76,16 +96,25 @@ class ChoiceText:
         for token, flag in zip(tokens, drafted, strict=True):
             self._tokens.append(token)
             piece = self._pieces.next(self._tokens, False)
-            self.places.append((len(self.written), len(self.written) + len(piece)))
-            self.written += piece
-            self._hold(piece, flag)
+            self._unsettled.append((piece or self._pieces.held, flag))
+            if piece:
+                self._settle(piece)
         if ended:
-            self._hold(self._pieces.next(self._tokens, True), bool(drafted[-1]) if drafted else False)
+            self._settle(self._pieces.next(self._tokens, True))
         return self._released(ended)
 
-    def _hold(self, text: str, drafted: bool) -> None:
-        if text and not self.stopped:
-            self._held.append(Span(text, drafted))
+    def _settle(self, piece: str) -> None:
+        """`piece` is the text of the open tokens: one begins where their text was right before it came."""
+        before, begin = len(self.written), 0
+        self.written += piece
+        for place, (text, flag) in enumerate(self._unsettled, 1):
+            last = place == len(self._unsettled)
+            end = len(piece) if last else max(common(text, piece), begin)
+            self.places.append((before + begin, before + max(min(len(text), len(piece)), end)))
+            if end > begin and not self.stopped:
+                self._held.append(Span(piece[begin:end], flag))
+            begin = end
+        self._unsettled = []
 
     def _released(self, ended: bool) -> list[Span]:
         text = "".join(span.text for span in self._held)

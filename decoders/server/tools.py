@@ -13,11 +13,11 @@ from ..constraints.base import CompiledGrammar, Language
 from ..constraints.json_schema import JsonSchema
 from ..constraints.specs import Lark, Spec
 from ..errors import GrammarError
-from ..patterns.writer import quoted
+from ..patterns.writer import quoted, slashed
 from .bodies import ChatBody, Tool, ToolChoice
 from .formats import spec_of
-from .prompts import CallStyle
 from .refusals import Refusal
+from .templates import CallStyle
 
 _ANY = r"(?:.|\n)*"
 
@@ -92,8 +92,8 @@ class Calling:
             return 0
         prefix = "" if self.style.special else self.style.prefix.strip()
         if not prefix or self.format is not None:  # calls are the whole answer or none of it
-            opening, head = prefix or "{", text.lstrip()
-            return len(text) if begun or not head.startswith(opening[: len(head)]) else 0
+            head, openings = text.lstrip(), {prefix or "{", self.style.shown or prefix or "{"}
+            return len(text) if begun or not any(head.startswith(each[: len(head)]) for each in openings) else 0
         if (place := text.find(prefix)) >= 0:
             return place
         sizes = range(min(len(prefix) - 1, len(text)), 0, -1)
@@ -103,13 +103,16 @@ class Calling:
         """The text in front of the calls, and the calls as OpenAI has them; none where none is complete."""
         names = {tool.function.name for tool in self.tools}
         prefix = "" if self.style.special else self.style.prefix.strip()
-        begin = text.find(prefix) if prefix else (0 if text.lstrip().startswith("{") else -1)
+        opening = prefix or self.style.shown
+        begin = text.find(prefix) if prefix else (0 if text.lstrip().startswith(("{", opening or "{")) else -1)
         if begin < 0 or (self.format is not None and text[:begin].strip()):
             return text, []
         calls, place = [], begin
         while True:
-            place = text.find("{", place)
-            if place < 0:
+            brace = text.find("{", place)
+            if opening and 0 <= (before := text.find(opening, place)) <= brace:  # which may have braces of its own
+                brace = text.find("{", before + len(opening))
+            if (place := brace) < 0:
                 break
             try:
                 value, place = json.JSONDecoder().raw_decode(text, place)
@@ -119,7 +122,7 @@ class Calling:
                 calls.append(_call(name, value.get(self.style.arguments, {})))
             except (ValueError, RecursionError):  # whatever a model may write where nothing constrains it
                 break
-            if not prefix:
+            if not (opening and self.several):
                 break
         return (text[:begin].rstrip(), calls) if calls else (text, [])
 
@@ -236,7 +239,14 @@ class CallSpec(Spec):
             call = f"{quoted(self.prefix)}(?:{inner.regex}){quoted(self.suffix)}"
             calls = rf"{call}(?:\n?{call})*" if self.several else call
             pattern = calls if text is None else f"(?:{calls}|{text.regex})"
-        lark = self._lark(inner.lark, text) if inner.lark is not None else None
+        # llguidance's lexer never goes back: it takes the first brace of a text for that of such a prefix.
+        apart = text is None or self.format is None or not self.prefix.startswith(("{", "[", '"'))
+        lark = self._lark(inner.lark, text) if inner.lark is not None and apart else None
+        if pattern is None and not apart:
+            raise GrammarError(
+                f"tools: texts of response_format may begin as calls do ({self.prefix}), and the two are no regular expression: say "
+                'tool_choice="none" or "required", or leave response_format out'
+            )
         if text is None:
             return Language("calls of functions", pattern, lark, inner.warnings)
         return Language("calls of functions", pattern, lark, (*inner.warnings, *text.warnings), self._whole(text))
@@ -259,14 +269,14 @@ class CallSpec(Spec):
         return lambda answer: None if answer.startswith(opening) else judge(answer)
 
     def _lark(self, inner: str, text: Language | None) -> str:
-        around = [f"/{_slashed(quoted(part))}/" if part else "" for part in (self.prefix, self.suffix)]
+        around = [slashed(quoted(part)) if part else "" for part in (self.prefix, self.suffix)]
         one = f"one: {around[0]} call {around[1]}"
         calls = r"calls: one (/\n?/ one)*" if self.several else "calls: one"
         rules = ["start: calls" + (" | text" if text is not None else ""), calls, one, _with_start(inner, "call")]
         if text is not None and text.lark is not None:  # rather than its expression, one word that a call may begin as
             rules.append(_with_start(_NAMES.sub(lambda name: f"{name[0]}_" if name[1] else name[0], text.lark), "text"))
         elif text is not None and text.regex is not None:
-            rules.append(f"text: /{_slashed(text.regex)}/")
+            rules.append(f"text: {slashed(text.regex)}")
         return "\n".join(rules)
 
 
@@ -295,8 +305,3 @@ def _in_class(character: str) -> str:
     if character == "\n":
         return r"\n"
     return "\\" + character if character in r"\]^[-&~" else character
-
-
-def _slashed(pattern: str) -> str:
-    """A pattern between slashes: those within are escaped."""
-    return re.sub(r"(?<!\\)/", r"\/", pattern).replace("\n", r"\n")

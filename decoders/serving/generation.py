@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CancelledError
 from ..report import Report
-from .pieces import TextPieces
+from .pieces import TextPieces, text_behind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -146,8 +146,17 @@ class Generation:
     def text(self) -> str:
         """The new text so far; needs a tokenizer."""
         assert self.tokenizer is not None, "without a tokenizer there are tokens only"
-        text: str = self.tokenizer.decode(self.tokens, skip_special_tokens=True)  # type: ignore[assignment]
-        return text
+        return self.text_by(self.tokenizer)
+
+    def text_by(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        """The new text so far, as `tokenizer` has it."""
+        return text_behind(tokenizer, self.prompt, self.tokens)
+
+    @property
+    def prompt(self) -> list[int]:
+        """Token ids of the prompt."""
+        ids: list[int] = self.call.request.prompts[0].tolist()
+        return ids
 
     @property
     def report(self) -> Report | None:
@@ -231,7 +240,7 @@ class Generation:
             self._listeners.append(listener)
 
     def _new_pieces(self) -> TextPieces | None:
-        return TextPieces(self.tokenizer) if self.tokenizer is not None else None
+        return TextPieces(self.tokenizer, self.prompt) if self.tokenizer is not None else None
 
     def _state(self) -> tuple[list[int], bool]:
         with self._changed:

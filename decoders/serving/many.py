@@ -165,7 +165,7 @@ class _Request:
             return Completion(self.index, self.prompt, [], None, None, self.error)
         tokenizer, text = generation.tokenizer or generation.call.request.tokenizer, None
         if tokenizer is not None:
-            text = str(tokenizer.decode(generation.tokens, skip_special_tokens=True))
+            text = generation.text_by(tokenizer)
         return Completion(
             self.index,
             self.prompt,

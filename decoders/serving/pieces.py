@@ -1,9 +1,11 @@
-"""Tokens as text while they come."""
+"""Tokens as text while they come: the one place where a text behind a prompt is made of tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from ..constraints.vocabulary import BYTE_TOKEN
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -15,31 +17,82 @@ AGAIN = 12
 
 
 class TextPieces:
-    """Cuts a growing list of tokens into pieces of text; joined they are the text of the whole list.
+    """Cuts a growing list of tokens into pieces of text; joined they are the text of the whole list behind its prompt.
 
-    Each piece is what decoding a few tokens more adds: a tokenizer may write a token in another way at the beginning of a text,
-    so some tokens before it are decoded along with it. One object is for one text.
+    That text is what decoding prompt and tokens together adds to the text of the prompt: many tokenizers drop a blank at the
+    beginning of what they decode. A character that the prompt has begun belongs to the tokens, which end it. Special tokens are
+    left out, and blanks are not cleaned up (``clean_up_tokenization_spaces``), which would take back text that was given.
+
+    A piece ends behind a token whose text nothing can change that follows. It is held back while it ends in bytes that are no whole
+    character, and behind a token of byte fallback (``<0x0A>``): a tokenizer decodes a run of these at once, and one wrong
+    byte makes all of them replacement characters.
+
+    Each piece is what decoding a few tokens more adds to the text of some tokens before them. One object is for one text.
 
     Args:
-        tokenizer: decodes them; special tokens are left out.
+        tokenizer: decodes them.
+        prompt: what stands before the tokens.
+
+    Attributes:
+        held: the text that was held back the last time; it is given, or another text in its place, once more is known.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
-        self._shown, self._before = 0, 0  # tokens whose text has been given, and from where on they are decoded again
-        self._known = ""  # the text of these
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int] = ()) -> None:
+        self.tokenizer, self.held = tokenizer, ""
+        self._shown = 0  # tokens whose text has been given
+        self._window = self._end_of(prompt)  # tokens before the next ones, decoded again with them
+        self._known = self._decoded(self._window)
 
     def next(self, tokens: Sequence[int], ended: bool) -> str:
-        """The text that is new in `tokens`, the whole list; a character that is not whole is held back until it `ended`."""
-        now = self._text(tokens[self._before :])
-        if not ended and (len(now) <= len(self._known) or now.endswith(UNFINISHED)):
+        """The text that is new in `tokens`, the whole list without the prompt; all of it if they have `ended`."""
+        new = list(tokens[self._shown :])
+        window = self._window + new
+        text = self._decoded(window)
+        # Only a prompt can end within a character.
+        begin = common(self._known, text) if self._known.endswith(UNFINISHED) else len(self._known)
+        piece = text[begin:]
+        if not ended and (not piece or text.endswith(UNFINISHED) or self._ends_in_bytes(window)):
+            self.held = piece
             return ""
-        piece, last, self._shown = now[len(self._known) :], self._shown, len(tokens)
-        if last - self._before >= AGAIN:
-            self._before, now = last, self._text(tokens[last:])
-        self._known = now
+        if len(self._window) >= AGAIN:
+            window, text = new, self._decoded(new)
+        self._window, self._known, self._shown, self.held = window, text, len(tokens), ""
         return piece
 
-    def _text(self, tokens: Sequence[int]) -> str:
-        text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True)  # type: ignore[assignment]
+    def _end_of(self, prompt: Sequence[int]) -> list[int]:
+        """The last tokens of a prompt: enough that have a text, the first of these no byte of a run."""
+        begin, count, in_bytes = len(prompt), 0, False
+        while begin and (count < AGAIN or in_bytes):
+            begin -= 1
+            if (is_byte := self._is_byte(prompt[begin])) or self._has_text(prompt[begin]):
+                count, in_bytes = count + 1, is_byte
+        return list(prompt[begin:])
+
+    def _ends_in_bytes(self, tokens: Sequence[int]) -> bool:
+        """Whether the last token that has a text is one of byte fallback."""
+        for token in reversed(tokens):
+            if (is_byte := self._is_byte(token)) or self._has_text(token):
+                return is_byte
+        return False
+
+    def _is_byte(self, token: int) -> bool:
+        return bool(BYTE_TOKEN.fullmatch(self.tokenizer.convert_ids_to_tokens([token])[0] or ""))
+
+    def _has_text(self, token: int) -> bool:
+        """Whether it has one even by itself: no special token."""
+        return bool(self._decoded([token]))
+
+    def _decoded(self, tokens: list[int]) -> str:
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)  # type: ignore[assignment]
         return text
+
+
+def text_behind(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+    """The text of `tokens` behind `prompt`, whole; as :class:`TextPieces` has it."""
+    return TextPieces(tokenizer, prompt).next(tokens, ended=True)
+
+
+def common(one: str, other: str) -> int:
+    """Characters that two texts begin with alike."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (here, there) in pairs if here != there), min(len(one), len(other)))

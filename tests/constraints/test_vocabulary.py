@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from decoders.constraints.base import Language
@@ -14,69 +14,12 @@ from decoders.errors import UnsupportedError
 from decoders.testing.grammars import check_grammar
 from decoders.testing.languages import REGEXES, Reference, ToyRegex
 
-#: Ordinary tokens that were added: with blanks, with characters that byte-level names are written with, with others.
-ADDED = ["<tool call>", "日本", "  ", "<｜x▁y｜>", "Ä ö", "Äö", "<think>"]
-SPECIAL = ["</s>", "<|im_start|>", '{"']
+from ..tokenizer_kinds import ADDED, BYTE_KINDS, byte_fallback, tokenizer_of
 
 
-def byte_level(prefix: bool) -> Tokenizer:
-    """Bytes, a few merges, one of them within a character and one across two."""
-    names = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [("t", "r"), ("tr", "u"), ("tru", "e"), ("Ġ", "true"), ("æ", "Ĺ"), ("¥", "æ"), ('"', ":"), ("Ã", "©")]
-    vocabulary = {name: token for token, name in enumerate([*names, *("".join(merge) for merge in merges)])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
-
-
-def byte_fallback(scheme: str, blank: str = "▁") -> Tokenizer:
-    """Pieces with a sign for a blank, ``▁`` in sentencepiece, and a token for each byte."""
-    pieces = [
-        "<unk>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        *f"{blank}abetru{{}}é",
-        f"{blank}t",
-        "ru",
-        "ru" + "e",
-        f"{blank}t" + "rue",
-        blank * 2,
-    ]
-    merges = [(blank, "t"), ("r", "u"), ("ru", "e"), (f"{blank}t", "rue"), (blank, blank)]
-    vocabulary = {name: token for token, name in enumerate(pieces)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
-    if scheme == "metaspace":
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(blank, prepend_scheme="first", split=False)
-        tokenizer.decoder = decoders.Sequence(
-            [decoders.ByteFallback(), decoders.Metaspace(blank, prepend_scheme="first")]
-        )
-        return tokenizer
-    blanks = normalizers.Replace(" ", blank)
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(blank), blanks]) if scheme == "prepend" else blanks
-    strip = [decoders.Strip(" ", 1, 0)] if scheme == "prepend" else []
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace(blank, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-    )
-    return tokenizer
-
-
-KINDS = {
-    "byte level": lambda: byte_level(False),
-    "byte level, prefix": lambda: byte_level(True),
-    "byte fallback": lambda: byte_fallback("plain"),
-    "byte fallback, prefix": lambda: byte_fallback("prepend"),
-    "metaspace": lambda: byte_fallback("metaspace"),
-    "metaspace, another sign": lambda: byte_fallback("metaspace", "Ġ"),
-    "byte fallback, another sign": lambda: byte_fallback("plain", "Ġ"),
-}
-
-
-@pytest.fixture(params=KINDS, scope="module")
+@pytest.fixture(params=BYTE_KINDS, scope="module")
 def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
-    built = KINDS[request.param]()
-    built.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
-    built.add_tokens([AddedToken(text, special=False, normalized=i % 2 == 0) for i, text in enumerate(ADDED)])
-    return PreTrainedTokenizerFast(tokenizer_object=built, eos_token="</s>")
+    return tokenizer_of(request.param)
 
 
 @pytest.fixture(scope="module")

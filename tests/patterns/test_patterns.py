@@ -16,6 +16,7 @@ from interegular.fsm import FSM, Alphabet
 
 from decoders.errors import GrammarError
 from decoders.patterns import automata, characters, ecma, limits
+from decoders.patterns.writer import slashed
 from decoders.schemas import json_text
 
 PATTERNS = [
@@ -151,3 +152,15 @@ def test_properties_of_unicode() -> None:
     assert good
     assert automata.matches(letters, "aéЖ字")
     assert not automata.matches(letters, "a1")
+
+
+@given(
+    st.lists(st.sampled_from(["a", "b?", r"\\", "/", r"\/", "\n", "\\\n", "[/]", r"[^\\/]"])),
+    st.text("ab/\\\n", max_size=5),
+)
+def test_between_slashes_a_pattern_matches_what_it_did(parts: list[str], text: str) -> None:
+    pattern = "".join(parts)
+    written = slashed(pattern)
+    assert re.fullmatch(r"/(\\.|[^/\\\n])*/", written)
+    for each in (text, "".join(part for part in parts if len(part) == 1)):
+        assert bool(re.fullmatch(written[1:-1], each)) == bool(re.fullmatch(pattern, each))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from typing import Any
@@ -13,8 +14,10 @@ pytest.importorskip("fastapi")
 
 from decoders.constraints.constructors import regex
 from decoders.constraints.json_schema import JsonSchema
-from decoders.server.bodies import Tool
-from decoders.server.prompts import CallStyle, Conversations
+from decoders.errors import GrammarError
+from decoders.server.bodies import ChatBody, Tool, parsed
+from decoders.server.prompts import Conversations
+from decoders.server.templates import CallStyle
 from decoders.server.tools import Calling
 
 ROUTE = "/v1/chat/completions"
@@ -193,11 +196,87 @@ def test_the_style_of_calls_is_read_from_the_template(tokenizer: Any) -> None:
     plain = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
     conversations = Conversations(tokenizer, plain)
     assert conversations.style == CallStyle()
-    from decoders.server.bodies import ChatBody, parsed
-
     body = parsed(ChatBody, json.dumps(ASKED | {"tools": TOOLS}).encode())
     text = conversations.prompt(body.messages, body.tools or (), {})
     assert '"name": "walk"' in text and text.startswith("[system]Be brief.")  # it is told there
+
+
+ASKS = "{% if add_generation_prompt %}<assistant>{% endif %}"
+ALL = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + ALL
+SILENT = "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+TEXTS = "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}"
+PARTS = "{% for m in messages %}<{{ m.role }}>" + TEXTS + "{% endfor %}"
+USER_PARTS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content[0].text if m.role == 'user' else m.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    "template, expected",
+    [
+        (ALL, "<system>A<user>B<assistant>C<system>D<user>E<assistant>"),
+        (NO_SYSTEM, "<user>A\n\nB<assistant>C<user>D\n\nE<assistant>"),
+        (SILENT, "<user>A\n\nB<assistant>C<user>D\n\nE<assistant>"),
+        (PARTS, "<system>A<user>B<assistant>C<system>D<user>E<assistant>"),
+        (USER_PARTS, "<system>A<user>B<assistant>C<system>D<user>E<assistant>"),
+    ],
+)
+def test_every_text_reaches_the_template(tokenizer: Any, template: str, expected: str) -> None:
+    conversations = Conversations(tokenizer, template + ASKS)
+    roles = ["system", "user", "assistant", "system", "user"]
+    strings = [{"role": role, "content": text} for role, text in zip(roles, "ABCDE", strict=True)]
+    parts = [each | {"content": [{"type": "text", "text": each["content"]}]} for each in strings]
+    for messages in (strings, parts):
+        body = parsed(ChatBody, json.dumps({"messages": messages, "tools": TOOLS}).encode())
+        assert conversations.prompt(body.messages, (), {}) == expected
+        told = conversations.prompt(body.messages, body.tools or (), {})
+        assert '"name": "walk"' in told and all(letter in told for letter in "ABCDE")
+    body = parsed(ChatBody, json.dumps({"messages": strings[:1]}).encode())
+    assert "A" in conversations.prompt(body.messages, (), {})
+
+
+def test_the_commands_show_a_template_of_parts_the_text(tokenizer: Any) -> None:
+    from decoders.bench.prompts import encode
+    from decoders.cli.generate import encoded
+
+    own = copy.copy(tokenizer)
+    own.chat_template = PARTS + ASKS
+    expected = own("<user>A<assistant>").input_ids
+    assert encoded(own, "A", chat=True).input_ids[0].tolist() == expected
+    assert encode(own, [{"role": "user", "content": "A"}]) == expected
+
+
+def test_answers_of_tools_reach_a_template_that_leaves_them_out(tokenizer: Any) -> None:
+    call = "{% for c in m.tool_calls or [] %}<call>{{ c.function | tojson }}</call>{% endfor %}"
+    template = ALL.replace("{% endfor %}", call + "{% endfor %}").replace("messages", "messages if m.role != 'tool'")
+    conversations = Conversations(tokenizer, template + ASKS)
+    assert conversations.style.reads_calls
+    asked = {"id": "call_1", "type": "function", "function": {"name": "rest", "arguments": "{}"}}
+    messages = [
+        *ASKED["messages"],
+        {"role": "assistant", "content": None, "tool_calls": [asked]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "rested"},
+    ]
+    body = parsed(ChatBody, json.dumps({"messages": messages}).encode())
+    text = conversations.prompt(body.messages, (), {})
+    assert text.endswith("<user>Result of the function call: rested<assistant>") and "<call>{" in text
+
+
+def test_a_template_that_shows_no_text_is_said_to(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    Conversations(tokenizer, "{% for m in messages %}<{{ m.role }}>{% endfor %}")
+    assert "leaves its text out" in caplog.text
+
+
+def test_calls_in_a_list_of_the_template_are_required(service_of: Any, served: Any) -> None:
+    written = '{"tool_calls": [{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}]}'
+    template = ALL.replace("{% endfor %}", "{% if m.tool_calls %}" + written + "{% endif %}{% endfor %}") + ASKS
+    service = service_of(chat_template=template)
+    assert service.conversations.style.prefix == '{"tool_calls": ['
+    with served(service) as client:
+        (choice,) = post(client, tools=TOOLS[1:], tool_choice="required", max_tokens=150)["choices"]
+        assert [call["function"]["name"] for call in choice["message"]["tool_calls"]][:1] == ["rest"]
+        assert choice["finish_reason"] == "tool_calls" and not choice["message"]["content"]
 
 
 CALL = '{"name": "rest", "arguments": {}}'
@@ -210,6 +289,12 @@ CALL = '{"name": "rest", "arguments": {}}'
         (CallStyle("<call>", "</call>"), f"Well. <call>{CALL}</call>\n<call>{CALL}</call>", "Well.", 2),
         (CallStyle("<call>", "</call>"), '<call>{"name": "rest", "argu', '<call>{"name": "rest", "argu', 0),
         (CallStyle("<call>", "</call>"), f"just {CALL}", f"just {CALL}", 0),
+        (CallStyle('{"tool_calls": [', "]}"), f'{{"tool_calls": [{CALL}]}}', "", 1),
+        (CallStyle('{"tool_calls": [', "]}"), f'Well. {{"tool_calls": [{CALL}, {CALL}]}}', "Well.", 2),
+        (CallStyle('{"tool_calls": [', "]}"), f'{{"tool_calls": [{CALL}]}}\n{{"tool_calls": [{CALL}]}}', "", 2),
+        (CallStyle('{"tool_calls": [', "]}"), '{"tool_calls": []}', '{"tool_calls": []}', 0),
+        (CallStyle("[TOOL_CALLS] [", "]", special=True, shown="["), f" [{CALL}, {CALL}]", "", 2),
+        (CallStyle("[TOOL_CALLS] [", "]", special=True, shown="["), "[1, 2] is a list", "[1, 2] is a list", 0),
         (CallStyle(), CALL, "", 1),
         (CallStyle(), '{"name": "other", "arguments": {}}', '{"name": "other", "arguments": {}}', 0),
         (CallStyle(), f"text {CALL}", f"text {CALL}", 0),
@@ -263,7 +348,7 @@ NESTED = {
 
 
 @pytest.mark.parametrize("backend", ["table", "llguidance"])
-@pytest.mark.parametrize("prefix, suffix", [("<call>\n", "\n</call>"), ("", "")])
+@pytest.mark.parametrize("prefix, suffix", [("<call>\n", "\n</call>"), ("", ""), ('{"tool_calls": [', "]}")])
 @pytest.mark.parametrize("format", [None, "object", "place", "regex"])
 def test_answers_are_calls_or_text_that_is_none(
     tokenizer: Any, backend: str, prefix: str, suffix: str, format: str | None
@@ -281,7 +366,11 @@ def test_answers_are_calls_or_text_that_is_none(
     vocabulary = vocabulary_of(tokenizer, 288, [1])
 
     def accepts(text: str, required: bool, several: bool) -> bool:
-        specs = {"object": JsonSchema({"type": "object"}), "place": JsonSchema(PLACE), "regex": regex("(yes|no)/T1/")}
+        specs = {
+            "object": JsonSchema({"type": "object"}),
+            "place": JsonSchema(PLACE),
+            "regex": regex(r"(yes|no)/T1/|a\\/b"),
+        }
         spec = Calling(
             tools, CallStyle(prefix, suffix), required, several, format=specs[format] if format else None
         ).spec
@@ -290,6 +379,10 @@ def test_answers_are_calls_or_text_that_is_none(
         ids = tokenizer(text).input_ids
         return matcher.advance(ids) == len(ids) and matcher.accepting
 
+    if backend == "llguidance" and prefix.startswith("{") and format is not None:
+        with pytest.raises(GrammarError, match="may begin as calls do"):
+            accepts("", False, True)
+        return
     second = '{"name": "nest", "arguments": {"next": {"next": {}}}}'
     if backend == "table":
         second = '{"name": "walk", "arguments": {"a": 2, "unit": "ft"}}'
@@ -307,7 +400,7 @@ def test_answers_are_calls_or_text_that_is_none(
     texts = {
         "object": ["{}", '{"a": [{"b": "<call>"}]}', '{"name": 1}', '{"name": "rust", "arguments": {}}'],
         "place": ['{"place": "x"}'],
-        "regex": ["yes/T1/"],
+        "regex": ["yes/T1/", r"a\/b"],
     }
     for text in texts[format]:
         assert accepts(text, False, True) and not accepts(text, True, True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +18,10 @@ from decoders.server.answers import Growing
 from decoders.server.processors import StopStrings
 from decoders.server.texts import ChoiceText, Spelling, named
 from decoders.server.tools import not_beginning
+from decoders.serving.pieces import text_behind
+from decoders.testing.models import ARCHITECTURES, Architecture
+
+from ..tokenizer_kinds import KINDS, tokenizer_of
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -79,7 +84,7 @@ def test_tokens_with_log_probabilities_are_those_of_the_text(
     generation: Any = SimpleNamespace(
         tokens=[], drafted=[], logprobs=[], call=SimpleNamespace(request=SimpleNamespace(stop_tokens=()))
     )
-    growing = Growing(SimpleNamespace(generation=generation), joining, stops, Spelling(joining))  # type: ignore[arg-type]
+    growing = Growing(SimpleNamespace(generation=generation, prompt=[]), joining, stops, Spelling(joining))  # type: ignore[arg-type]
     shown, data = "", b""
     for count in [*cuts, len(ids)]:
         new, ended = ids[len(generation.tokens) :][:count], count == len(ids)
@@ -97,13 +102,84 @@ def test_tokens_with_log_probabilities_are_those_of_the_text(
     assert data.decode() == shown
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=30, deadline=None)
+@given(
+    before=st.sampled_from(["", "</s>", "a", "a true"]),
+    numbers=st.lists(st.integers(0, 300) | st.integers(256, 300), max_size=20),
+    stops=st.lists(st.text("atru é", min_size=1, max_size=2), max_size=1),
+)
+def test_tokens_stand_at_their_places_with_their_bytes(
+    kind: str, before: str, numbers: list[int], stops: list[str]
+) -> None:
+    tokenizer = tokenizer_of(kind)
+    prompt = tokenizer(before, add_special_tokens=False).input_ids
+    ids = [number % len(tokenizer) for number in numbers]
+    generation: Any = SimpleNamespace(
+        tokens=ids, drafted=[token % 2 > 0 for token in ids], logprobs=[TokenLogprobs(token, 0.0, ()) for token in ids],
+        call=SimpleNamespace(request=SimpleNamespace(stop_tokens=())),
+    )  # fmt: skip
+    growing = Growing(SimpleNamespace(generation=generation, prompt=prompt), tokenizer, stops, Spelling(tokenizer))  # type: ignore[arg-type]
+    spans, tokens = growing.read(ended=True)
+    whole, shown = text_behind(tokenizer, prompt, ids), "".join(span.text for span in spans)
+    assert shown == min((whole.partition(stop)[0] for stop in stops), key=len, default=whole)
+    data = b"".join(token.data for token in tokens)
+    if "\N{REPLACEMENT CHARACTER}" not in shown:  # else the bytes are those that are no text
+        assert data.decode() == shown
+    for token in tokens:
+        name = named(token.data)
+        assert name.encode() != token.data or shown.startswith(name, token.begin)
+
+
+@pytest.mark.parametrize("kind", ["byte fallback, prefix", "metaspace", "word piece"])
+def test_a_stop_string_with_a_blank_in_front_ends_the_text_where_it_comes_first(kind: str) -> None:
+    tokenizer, stop = tokenizer_of(kind), " true"
+    a, true = tokenizer("a", add_special_tokens=False).input_ids, tokenizer(stop, add_special_tokens=False).input_ids
+    criterion = StopStrings(tokenizer, [stop], len(a))
+    assert bool(criterion(torch.tensor([a + true]), None))
+    growing = ChoiceText(tokenizer, [stop], a)
+    growing.add(true + a, [False] * len(true + a), ended=True)
+    assert growing.stopped and not growing.shown.strip()
+
+
+def test_a_stop_string_of_bytes_ends_the_text_at_its_last_byte() -> None:
+    tokenizer = tokenizer_of("byte fallback, prefix")
+    a, newline = tokenizer.convert_tokens_to_ids(["a", "<0x0A>"])
+    assert bool(StopStrings(tokenizer, ["\n"], 1)(torch.tensor([[a, a, newline]]), None))
+
+
+@pytest.mark.parametrize("kind", ["byte fallback, prefix", "metaspace"])
+def test_answers_have_the_blank_behind_the_prompt(kind: str, served: Any, stream: Any) -> None:
+    from decoders.server.limits import Limits
+    from decoders.server.service import Service
+
+    tokenizer = tokenizer_of(kind)
+    options = MappingProxyType(dict(ARCHITECTURES["llama"].options) | {"vocab_size": len(tokenizer)})
+    model = Architecture("llama", options)(0)
+    limits = Limits(slots=100, prompt_tokens=50, new_tokens=50)
+    with served(Service(model, tokenizer, name="tiny", limits=limits, config={"compile": False})) as client:
+        body = {
+            "prompt": "a",
+            "max_tokens": 9,
+            "logprobs": 1,
+            "response_format": {"type": "choice", "choices": [" true"]},
+        }
+        choice = client.post("/v1/completions", json=body).json()["choices"][0]
+        assert choice["text"] == " true" == "".join(choice["logprobs"]["tokens"])
+        chunks = stream(client, "/v1/completions", **body)
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == " true"
+        del body["logprobs"]
+        echo = {"echo": True, **body}
+        assert client.post("/v1/completions", json=echo).json()["choices"][0]["text"] == "a true"
+        chunks = stream(client, "/v1/completions", **echo)
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "a true"
+
+
 def test_bytes_that_are_no_text_have_a_name() -> None:
     assert [named(data) for data in (b"a", "é".encode(), b" \xf0\x9f", b"\x80b")] == ["a", "é", r" \xf0\x9f", r"\x80b"]
 
 
 def test_a_stop_string_ends_the_text_where_it_is_complete(tokenizer: Any) -> None:
-    import torch
-
     prompt, text = tokenizer("stop").input_ids, tokenizer("a sto🙂p stopp").input_ids
     criterion = StopStrings(tokenizer, ["never", "stop"], len(prompt))
     told = [bool(criterion(torch.tensor([prompt + text[:n]]), None)) for n in range(1, len(text) + 1)]

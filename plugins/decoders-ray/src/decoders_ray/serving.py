@@ -117,7 +117,7 @@ class Front:
         if arguments.get("do_sample") and arguments.get("seed") is None:
             arguments["seed"] = random.getrandbits(62)  # one text, whichever replicas write it
         asked = self.replicas.options(method_name="tokens", stream=True)
-        delivered, pieces = Delivered(), TextPieces(self.tokenizer)
+        delivered, pieces = Delivered(), TextPieces(self.tokenizer, ids)
         stream = resumed(lambda: asked.remote(ids, arguments), lost=LOST, attempts=self.attempts, delivered=delivered)
         async for tokens in stream:
             yield {"tokens": tokens, "text": pieces.next(delivered.tokens, ended=False)}
