@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 from collections.abc import Iterator
@@ -127,6 +128,32 @@ def test_every_strategy_writes_the_same_with_a_torchao_model(
         assert out.sequences.tolist() == expected, strategy
 
 
+@needs("torchao")
+def test_what_is_written_into_the_parts_of_a_torchao_weight_counts() -> None:
+    torchao = pytest.importorskip("torchao.quantization")
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=VOCAB, hidden_size=128, intermediate_size=256, num_hidden_layers=2)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)).bfloat16().eval()
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+    decoders.enable(model)
+    options = dict(max_new_tokens=NEW, do_sample=False, strategy="autoregressive")
+    seen = [decode(model, prompts(2), **options).sequences.tolist()]
+    weight: Any = model.model.layers[0].mlp.up_proj.weight
+    levels = weight.qdata.clone()
+    for write in (
+        lambda: weight.qdata.neg_(),
+        lambda: weight.qdata.data.zero_(),
+        lambda: weight.scale.data.mul_(-3),
+        lambda: setattr(weight, "qdata", levels),
+    ):
+        write()
+        used = decode(model, prompts(2), **options).sequences.tolist()
+        fresh = decoders.enable(copy.deepcopy(model))
+        assert used == decode(fresh, prompts(2), **options).sequences.tolist()
+        seen.append(used)
+    assert len({str(tokens) for tokens in seen}) > 2, "the weight must matter"
+
+
 @pytest.fixture
 def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a task of lm-evaluation-harness: what follows some texts, up to a blank."""
@@ -188,6 +215,16 @@ def adapted(model: PreTrainedModel, seed: int = 0, name: str = "default", into: 
             if f"lora_B.{name}" in weight_name or f"lora_A.{name}" in weight_name:
                 weight.normal_(0, 0.5)
     return wrapped.eval()
+
+
+@pytest.mark.parametrize("weights", ["keep", "int8", "int4"])
+def test_a_merged_adapter_counts_in_every_precision(plain: PreTrainedModel, weights: str) -> None:
+    own = {"decoders_config": {"weights": weights}} | OURS
+    used, fresh = (decoders.enable(adapted(copy.deepcopy(plain))) for _ in range(2))
+    used.generate(**prompts(), **own)
+    for model in (used, fresh):
+        model.merge_adapter()
+    assert torch.equal(used.generate(**prompts(), **own), fresh.generate(**prompts(), **own))
 
 
 def test_lora_through_its_wrapper(plain: PreTrainedModel) -> None:
