@@ -18,14 +18,15 @@ from .hf.call import PreparedCall
 from .hf.copies import GETSTATE
 from .hf.options import Options
 from .hf.output import DecodersOutput
+from .hf.own_defaults import OwnDefaults
 from .hf.peft import base_of
 from .hf.warmup import Warmup, WarmupPart, warm
 from .hf.wrapper import Generate
 from .strategy import Strategy
 
 __all__ = [
-    "Calibration", "DecodersOutput", "Generate", "PreparedCall", "StrategyCost", "Warmup", "WarmupPart", "calibrate", "check_arguments",
-    "disable",
+    "Calibration", "DecodersOutput", "Generate", "OwnDefaults", "PreparedCall", "StrategyCost", "Warmup", "WarmupPart", "calibrate",
+    "check_arguments", "disable",
     "enable", "enabled", "forget", "memories", "release", "remember", "warmup",
 ]  # fmt: skip
 
