@@ -135,6 +135,10 @@ class Merged(Strategy):
                 logits = chunk.logits if part.prompt_logits else None
                 part.prefill(own, replace(chunk, layers=self._layers(state, part, chunk.layers), logits=logits))
 
+    @property
+    def limits(self) -> bool:
+        return all(part.limits for part in self.parts)
+
     def limit(self, state: MergedState, tokens: int) -> None:
         for part, own in zip(self.parts, state.parts, strict=True):
             part.limit(own, tokens)

@@ -63,6 +63,10 @@ class Wrapped(Strategy):
     def observe(self, state: Any, step: Step) -> None:
         self.inner.observe(state, step)
 
+    @property
+    def limits(self) -> bool:
+        return self.inner.limits
+
     def limit(self, state: Any, tokens: int) -> None:
         self.inner.limit(state, tokens)
 

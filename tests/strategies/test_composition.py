@@ -32,7 +32,7 @@ PROPERTIES = [name for name in PUBLIC if name not in HOOKS and name not in PLAIN
 MERGED = {
     "exact": False, "needs_assistant": True, "takes_assistant": True, "rests": False, "misses_steps": False, "timed": True,
     "rows_apart": False, "needs_grammar": True, "on_device": False, "prompt_logits": True,
-    "reads_prompt": True, "observes": True, "reads_layers": True, "rebatches": False,
+    "reads_prompt": True, "observes": True, "reads_layers": True, "rebatches": False, "limits": False,
 }  # fmt: skip
 #: What it says for itself, and why.
 OF_ITS_OWN = {
