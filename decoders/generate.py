@@ -5,7 +5,8 @@ Nothing else imports ``hf``, which a contract checks: what decodes the calls of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
@@ -18,14 +19,15 @@ from .hf.call import PreparedCall
 from .hf.copies import GETSTATE
 from .hf.options import Options
 from .hf.output import DecodersOutput
-from .hf.peft import base_of
+from .hf.own_defaults import OwnDefaults
+from .hf.peft import base_of, unwatch_unloading, watch_unloading
 from .hf.warmup import Warmup, WarmupPart, warm
 from .hf.wrapper import Generate
 from .strategy import Strategy
 
 __all__ = [
-    "Calibration", "DecodersOutput", "Generate", "PreparedCall", "StrategyCost", "Warmup", "WarmupPart", "calibrate", "check_arguments",
-    "disable",
+    "Calibration", "DecodersOutput", "Generate", "OwnDefaults", "PreparedCall", "StrategyCost", "Warmup", "WarmupPart", "calibrate",
+    "check_arguments", "disable",
     "enable", "enabled", "forget", "memories", "release", "remember", "warmup",
 ]  # fmt: skip
 
@@ -36,7 +38,8 @@ def enable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = N
     Calling it again only replaces the tokenizer. :func:`disable` takes it back.
 
     Args:
-        model: a causal language model of transformers, or a ``PeftModel`` around one.
+        model: a causal language model of transformers, or a ``PeftModel`` around one. What its ``merge_and_unload()`` and ``unload()``
+            give back is enabled, too.
         tokenizer: used by strategies, grammars and ``stop_strings``; may also be given per call.
 
     Returns:
@@ -55,7 +58,16 @@ def enable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = N
         return model
     generate = Generate(base, tokenizer, present, model if model is not base else None)
     vars(model).update({"generate": generate, GETSTATE: generate.state})
+    if model is not base:
+        watch_unloading(model, _ready_to_unload)
     return model
+
+
+def _ready_to_unload(wrapper: PreTrainedModel) -> Callable[[Any], Any]:
+    """Gives an enabled ``PeftModel`` its weights back; what enables the model that is left without it."""
+    present = enabled(wrapper)
+    present.release()
+    return partial(enable, tokenizer=present.tokenizer)
 
 
 def enabled(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Generate:
@@ -93,6 +105,7 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     if present is not None:
         present.release()
         vars(model).pop(GETSTATE, None)
+        unwatch_unloading(model)
         if present.previous is None:
             del vars(model)["generate"]
         else:

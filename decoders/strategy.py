@@ -212,6 +212,11 @@ class Strategy(Configured, ABC):
     def limit(self, state: Any, tokens: int) -> None:
         """Says how many tokens deep the next draft is wanted at most; strategies to which a token costs something obey."""
 
+    @property
+    def limits(self) -> bool:
+        """Whether it drafts as deep as :meth:`limit` says, so that a token more costs time: where that is overridden."""
+        return type(self).limit is not Strategy.limit
+
     def details(self, state: Any) -> Mapping[str, Any]:
         """What the report is to say of the call besides its figures: JSON-safe, ``report.details``. Asked once, at the end."""
         return {}

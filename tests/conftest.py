@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -23,6 +24,12 @@ if not (os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")):
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import pytest
+
+with suppress(ImportError):  # tests of a GPU do without it
+    import hypothesis
+
+    hypothesis.settings.register_profile("any machine", deadline=None)  # 200 ms for an example are little on a busy one
+    hypothesis.settings.load_profile("any machine")
 
 # torch and transformers are imported where they are used: the process that only hands tests to others needs neither.
 if TYPE_CHECKING:

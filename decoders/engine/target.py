@@ -259,10 +259,7 @@ class Target:
     def repack(self, model: PreTrainedModel) -> None:
         """Packs again what has been written since; compiled code and recorded steps see the new values."""
         self.packing.repack()
-        with torch.no_grad(), torch.inference_mode(False):
-            for weight in self.quantized.weights:
-                if weight.stale:
-                    weight.repack()
+        self.quantized.repack()
         self.remember(model)
 
     def remember(self, model: PreTrainedModel) -> None:

@@ -333,6 +333,16 @@ def local_part(tensor: Tensor) -> Tensor:
         return to_local()
 
 
+def with_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """`tensors`, and those that quantized ones of a library consist of (levels, scales): what is written there counts nowhere else."""
+    every = list(tensors)
+    for tensor in every:
+        if type(tensor) not in (nn.Parameter, Tensor) and not hasattr(tensor, "to_local"):
+            flatten = getattr(tensor, "__tensor_flatten__", None)
+            every += [getattr(tensor, name) for name in flatten()[0]] if flatten is not None else []
+    return every
+
+
 def as_plain_tensors() -> AbstractContextManager:
     """Within it, functions of torch do not ask subclasses of tensors: what torch's own documentation of subclasses uses."""
     return torch._C.DisableTorchFunctionSubclass()

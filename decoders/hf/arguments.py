@@ -114,7 +114,8 @@ def refuse_arguments(configs: list[GenerationConfig], kwargs: Mapping[str, Any])
     for name, (refused, advice) in REFUSED.items():
         value = given(name)
         if refused(value):
-            raise UnsupportedError(f"{name}={shown(value)} does not go with strategy=: {advice}.")
+            where = "" if kwargs.get(name) is not None else of_config(name)
+            raise UnsupportedError(f"{name}={shown(value)} does not go with strategy=: {advice}.{where}")
     known = HONOURED | REFUSED.keys() | TRANSLATED.keys() | set(HINTS) | vars(GenerationConfig()).keys()
     for name, value in kwargs.items():
         if name not in known and value is not None:
@@ -131,6 +132,14 @@ def refuse_arguments(configs: list[GenerationConfig], kwargs: Mapping[str, Any])
         if value is not None and not _are_ids(value, several=name == "eos_token_id"):
             wanted = "a token id or a flat list of them" if name == "eos_token_id" else "a token id"
             raise SettingsError(f"{name} must be {wanted}, not {shown(value)}")
+
+
+def of_config(name: str) -> str:
+    """What an error adds about a value that the call does not name."""
+    return (
+        f" It comes from a generation config, which transformers fills from the checkpoint's files: set {name} to None there "
+        f"(model.generation_config.{name} = None)."
+    )
 
 
 def loop_options(source: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from ..drafting import OtherVocabulary
 from ..engine.engine import Engine
 from ..engine.fitness import refuse_unfit
 from ..engine.layout import vocabulary_of
-from ..engine.torch_compat import writes_counted
+from ..engine.weights.fingerprints import Snapshot
 from ..engine.weights.quantization import Precision, Scheme, scheme_of
 from ..errors import UnsupportedError
 from ..settings import Attention, RuntimeSettings
@@ -29,7 +29,7 @@ class Assistants:
 
     def __init__(self) -> None:
         self._loaded: dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase | None]] = {}
-        self._translations: weakref.WeakKeyDictionary[PreTrainedModel, tuple[TokenMap, Any, PreTrainedModel]] = (
+        self._translations: weakref.WeakKeyDictionary[PreTrainedModel, tuple[TokenMap, Snapshot, PreTrainedModel]] = (
             weakref.WeakKeyDictionary()
         )
         self._maps: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, Any, TokenMap]] = weakref.WeakKeyDictionary()
@@ -93,16 +93,16 @@ class Assistants:
             raise difference
         ends: tuple[nn.Module | None, ...] = (model.get_input_embeddings(), model.get_output_embeddings())
         weights = [weight for end in ends if end is not None for weight in end.parameters()]
-        state = [(weight.data_ptr(), writes_counted(weight)) for weight in weights]
         kept = self._translations.get(model)
         try:
             tokens = self.tokens(model, target, tokenizer, other)
-            if kept is not None and kept[0] is tokens and kept[1] == state:
+            if kept is not None and kept[0] is tokens and kept[1].shows(weights):
                 return kept[2]
+            copied = Snapshot(weights)
             twin = translated(model, target, tokens)
         except UnsupportedError as error:
             raise UnsupportedError(f"{difference}: {error}") from difference
-        self._translations[model] = tokens, state, twin
+        self._translations[model] = tokens, copied, twin
         return twin
 
     def load(self, path: str, target: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:

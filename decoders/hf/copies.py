@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from .peft import Unloading
+
 #: Where ``copy`` and ``pickle`` ask an object for what it holds; on the instance, it is asked before the class.
 GETSTATE = "__getstate__"
 
@@ -19,7 +21,13 @@ class CopiedState(dict[str, Any]):
     """
 
     def __init__(self, whole: dict[str, Any], previous: Any) -> None:
-        super().__init__({name: value for name, value in whole.items() if name not in ("generate", GETSTATE)})
+        super().__init__(
+            {
+                name: value
+                for name, value in whole.items()
+                if name not in ("generate", GETSTATE) and not isinstance(value, Unloading)
+            }
+        )
         if previous is not None:
             self["generate"] = previous
         self.whole = whole

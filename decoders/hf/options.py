@@ -16,7 +16,7 @@ from ..setting_sources import load_settings
 from ..settings import RuntimeSettings
 from ..strategy import Strategy
 from ..verifiers.verifier import Verifier
-from .arguments import HINTS, TRANSLATED, first_of, hints_of, loop_options, said_in, shown
+from .arguments import HINTS, TRANSLATED, first_of, hints_of, loop_options, of_config, said_in, shown
 from .peft import is_peft
 
 #: Keywords of ``generate`` that are ours.
@@ -93,7 +93,7 @@ class Options:
             strategy=resolve_strategy(
                 chosen,
                 with_hints(chosen, own["strategy_config"], hints_of(others)),
-                with_hints(chosen, configured["strategy_config"] if same else None, hints_of(in_configs)),
+                with_hints(chosen, configured["strategy_config"] if same else None, hints_of(in_configs), of_config),
             ),
             verifier=resolve_verifier(own["verifier"] or runtime.verifier, own["verifier_config"]),
             runtime=runtime,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -21,6 +22,44 @@ def is_peft(model: Any) -> bool:
 def base_of(model: Any) -> Any:
     """The model of transformers that generates: `model` itself, or what PEFT has wrapped, its layers adapted."""
     return model.get_base_model() if is_peft(model) else model
+
+
+#: What takes adapters off: the model of transformers comes back.
+UNLOADING = ("merge_and_unload", "unload")
+
+
+class Unloading:
+    """Stands on an enabled ``PeftModel`` in the place of a method of :data:`UNLOADING`: what that gives back is enabled, too.
+
+    It refers to the model, not to a bound method, so that ``copy.deepcopy(model)`` copies it along with the model.
+
+    Attributes:
+        wrapper: the ``PeftModel``.
+        method: the name of its method.
+        ready: makes the wrapper ready to be taken apart, and gives what enables the model that is left.
+    """
+
+    def __init__(self, wrapper: nn.Module, method: str, ready: Callable[[Any], Callable[[Any], Any]]) -> None:
+        self.wrapper, self.method, self.ready = wrapper, method, ready
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        enable = self.ready(self.wrapper)
+        base: Any = self.wrapper.base_model  # which PEFT looks the method up in
+        return enable(getattr(base, self.method)(*args, **kwargs))
+
+
+def watch_unloading(model: Any, ready: Callable[[Any], Callable[[Any], Any]]) -> None:
+    """Puts :class:`Unloading` on a ``PeftModel`` whose adapters can be taken off. ready: see there."""
+    for name in UNLOADING:
+        if name not in vars(model) and hasattr(model.base_model, name):
+            vars(model)[name] = Unloading(model, name, ready)
+
+
+def unwatch_unloading(model: Any) -> None:
+    """Takes away what :func:`watch_unloading` has put there."""
+    for name in UNLOADING:
+        if isinstance(vars(model).get(name), Unloading):
+            del vars(model)[name]
 
 
 def refuse_prompt_learning(model: PreTrainedModel, wrapper: Any) -> None:

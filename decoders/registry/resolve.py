@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -63,8 +63,16 @@ def resolve_strategy(
     )
 
 
-def with_hints(chosen: Any, config: Mapping[str, Any] | None, hints: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def with_hints(
+    chosen: Any,
+    config: Mapping[str, Any] | None,
+    hints: Mapping[str, Any],
+    where: Callable[[str], str] = lambda hint: "",
+) -> Mapping[str, Any] | None:
     """The ``strategy_config`` `config` with transformers' drafting `hints` as the settings that they stand for.
+
+    Args:
+        where: what an error adds about where a hint comes from.
 
     Raises:
         UnsupportedError: a strategy has no setting for one. SettingsError: a setting is given twice.
@@ -85,10 +93,12 @@ def with_hints(chosen: Any, config: Mapping[str, Any] | None, hints: Mapping[str
             able = sorted(name for name, entry in registry().strategies().items() if hint in entry.cls.hints)
             raise UnsupportedError(
                 f"{hint}={value!r} means nothing to strategy {strategy_name(chosen)!r}: leave it out, or take "
-                f"{' or '.join(map(repr, able))}"
+                f"{' or '.join(map(repr, able))}.{where(hint)}"
             )
         if isinstance(chosen, Strategy):
-            raise SettingsError(f"{hint}={value!r} given beside a strategy object, which already holds its settings")
+            raise SettingsError(
+                f"{hint}={value!r} given beside a strategy object, which already holds its settings.{where(hint)}"
+            )
         for taker in takers:
             if merged:
                 settings[taker.name] = dict(settings.get(taker.name) or {})

@@ -14,7 +14,7 @@ from ..constraints.specs import Regex
 from ..engine.compiled.openmp import release_threads
 from ..engine.layout import context_length
 from ..errors import CancelledError
-from ..generate import enable
+from ..generate import OwnDefaults, enable
 from ..plugins import resolve_strategy
 from ..serving.generation import Generation
 from .arguments import callbacks, sampling, wrapped
@@ -28,7 +28,7 @@ from .refusals import Refusal, log, refusal
 from .texts import Spelling
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 #: Threads that read bodies, render prompts, compile grammars and submit. The event loop does none of it.
 THREADS = 4
@@ -38,7 +38,7 @@ class Service:
     """A model, its schedulers and what they are told.
 
     Args:
-        model, tokenizer: enabled, or it will be.
+        model, tokenizer: enabled, or it will be. Its generation config is settled (:class:`~decoders.generate.OwnDefaults`).
         name: what clients call the model.
         strategy, strategy_config: of requests that name none.
         assistant: draft model for strategies that take one.
@@ -61,19 +61,33 @@ class Service:
         options: dict[str, Any] = dict(rows=limits.rows, slots=limits.slots, queue=limits.queue)
         if config:
             options["decoders_config"] = dict(config)
-        own: GenerationConfig = model.generation_config
+        strategy_config, own = self._settle(strategy, strategy_config or {}), model.generation_config
         if own.eos_token_id is None and tokenizer.eos_token_id is not None:
             options["eos_token_id"] = tokenizer.eos_token_id
         if own.pad_token_id is None:
             options["pad_token_id"] = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-        self.pool = SchedulerPool(
-            model, tokenizer, strategy, strategy_config or {}, limits.schedulers, assistant, options
-        )
+        self.pool = SchedulerPool(model, tokenizer, strategy, strategy_config, limits.schedulers, assistant, options)
         self.metrics = Metrics(self.pool, limits.rows)
         self.conversations = Conversations(tokenizer, chat_template)
         release_threads()  # of the thread that has loaded the model, which decodes nothing
         self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="decoders-prepare")
         self.created, self.draining = int(time.time()), False
+
+    def _settle(self, strategy: str, config: dict[str, Any]) -> dict[str, Any]:
+        """Gives the model a generation config that every request can be decoded with; a warning says what was left out.
+
+        Returns:
+            `config`, settings of `strategy`, with those that the checkpoint hints at.
+        """
+        defaults = OwnDefaults.of(self.model.generation_config, strategy, config)
+        self.model.generation_config = defaults.config
+        if defaults.left_out:
+            values = ", ".join(f"{name}={value}" for name, value in defaults.left_out.items())
+            log.warning(
+                "the checkpoint's generation config sets %s: requests are decoded without that. Take it out of "
+                "generation_config.json, or of config.json, to be rid of this warning", values,
+            )  # fmt: skip
+        return defaults.strategy_config
 
     @cached_property
     def spelling(self) -> Spelling:

@@ -77,7 +77,7 @@ class Candidate:
         self._clock, self._first_price = clock, first_price
         self.bit, self.strategy, self.state, self.depth = bit, strategy, state, depth
         self.name = strategy.name
-        self.limited = limited(strategy)
+        self.limited = strategy.limits
         self._observes = strategy.observes
         self.runs = self.proposed = self.right = 0
         self.seconds, self.preparing, self.requested_depth = 0.0, 0.0, 0
@@ -176,16 +176,11 @@ def _mean(known: float, seconds: float, runs: int) -> float:
     return mean_seconds(known if runs >= 2 else None, seconds, RUN_WEIGHT)
 
 
-def limited(strategy: Strategy) -> bool:
-    """Whether it drafts as deep as it is told to, so that a token more costs time."""
-    return type(strategy).limit is not Strategy.limit
-
-
 def first_price(strategy: Strategy, context: Context, costs: PricesSteps) -> float:
     """Seconds that the first run of a drafter is expected to take: a draft model reads the prompt, and drafts :data:`FIRST_DEPTH`
     tokens. Its passes are taken to take as long as the target's of so many layers. Drafters that are no model take next to nothing.
     """
-    if not limited(strategy):
+    if not strategy.limits:
         return 0.0
     read = 0 if context.sequences is None else int(context.sequences.length.max())
     config = getattr(context.assistant_model, "config", None)

@@ -74,6 +74,7 @@ class Merged(Strategy):
         self.name = "+".join(part.name for part in parts)
         self.exact = all(part.exact for part in parts)
         self.needs_assistant = any(part.needs_assistant for part in parts)
+        self.takes_assistant = any(part.takes_assistant for part in parts)
         self.needs_grammar = any(part.needs_grammar for part in parts)
         self.timed = any(part.timed for part in parts)
         self.rests = all(part.rests or not (part.observes or part.reads_prompt) for part in parts)
@@ -133,6 +134,19 @@ class Merged(Strategy):
             if part.reads_prompt:
                 logits = chunk.logits if part.prompt_logits else None
                 part.prefill(own, replace(chunk, layers=self._layers(state, part, chunk.layers), logits=logits))
+
+    @property
+    def limits(self) -> bool:
+        return all(part.limits for part in self.parts)
+
+    def limit(self, state: MergedState, tokens: int) -> None:
+        for part, own in zip(self.parts, state.parts, strict=True):
+            part.limit(own, tokens)
+
+    def details(self, state: MergedState) -> dict[str, Any]:
+        """What the parts say, by their names; those that say nothing are left out."""
+        said = {part.name: dict(part.details(own)) for part, own in zip(self.parts, state.parts, strict=True)}
+        return {name: details for name, details in said.items() if details}
 
     def finish(self, state: MergedState) -> None:
         finish_all(zip(self.parts, state.parts, strict=True))

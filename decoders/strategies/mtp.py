@@ -203,16 +203,22 @@ def fitted(layers: MtpModel, model: PreTrainedModel, place: tuple[torch.device, 
     shared = (layers.config, *layers.children())
     twin = copy.deepcopy(layers, {id(part): part for part in shared})
     twin.tie_with_main_model(model)
-    tied = {id(module) for module in (twin.embed_tokens, twin.shared_head, twin.rotary_emb)}
-    for name, module in list(twin.named_children()):
-        if place is not None and id(module) not in tied:
+    if place is not None:
+        for name, module in own_children(twin).items():
             setattr(twin, name, copy.deepcopy(module).to(*place))
     return twin
 
 
+def own_children(layers: MtpModel) -> dict[str, nn.Module]:
+    """What is not the main model's of an ``MtpModel``: its layers, and the norm that some designs have behind them."""
+    tied = ("embed_tokens", "shared_head", "rotary_emb")
+    return {name: module for name, module in layers.named_children() if name not in tied}
+
+
 def converted(layers: MtpModel, twin: MtpModel) -> bool:
     """Whether the copies in `twin` still have the values of `layers`, which may have been trained since."""
-    pairs = zip(layers.layers.parameters(), twin.layers.parameters(), strict=True)
+    modules = [nn.ModuleDict(own_children(model)) for model in (layers, twin)]
+    pairs = zip(*(module.parameters() for module in modules), strict=True)
     return all(torch.equal(own.to(other), other) for own, other in pairs)
 
 

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
+from ..settings import Configured
 from ..strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy
 
 
 class Wrapped(Strategy):
-    """Is to the loop what `inner` is: the same name, settings and needs. Every hook is passed on."""
+    """Is to the loop what `inner` is: all that it says of itself is the same but for `rests`, and every hook is passed on."""
 
     def __init__(self, inner: Strategy) -> None:
         self.inner, self.settings = inner, inner.settings
-        self.name, self.exact, self.on_device = inner.name, inner.exact, inner.on_device
-        self.needs_assistant, self.needs_grammar = inner.needs_assistant, inner.needs_grammar
-        self.timed, self.rows_apart = inner.timed, inner.rows_apart
-        self.hidden_layers, self.prompt_logits = inner.hidden_layers, inner.prompt_logits
+        said = (*Configured.__annotations__, *Strategy.__annotations__)
+        vars(self).update({name: getattr(inner, name) for name in said})
+        self.rests = False  # it is there to be asked in every step, whatever steps cost on this machine
+
+    def settings_in_force(self) -> dict[str, Any]:
+        return self.inner.settings_in_force()
+
+    @property
+    def observes(self) -> bool:
+        return self.inner.observes
 
     @property
     def reads_prompt(self) -> bool:
@@ -54,6 +62,16 @@ class Wrapped(Strategy):
 
     def observe(self, state: Any, step: Step) -> None:
         self.inner.observe(state, step)
+
+    @property
+    def limits(self) -> bool:
+        return self.inner.limits
+
+    def limit(self, state: Any, tokens: int) -> None:
+        self.inner.limit(state, tokens)
+
+    def details(self, state: Any) -> Mapping[str, Any]:
+        return self.inner.details(state)
 
     def finish(self, state: Any) -> None:
         self.inner.finish(state)

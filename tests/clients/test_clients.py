@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 from collections.abc import Iterator
@@ -127,6 +128,32 @@ def test_every_strategy_writes_the_same_with_a_torchao_model(
         assert out.sequences.tolist() == expected, strategy
 
 
+@needs("torchao")
+def test_what_is_written_into_the_parts_of_a_torchao_weight_counts() -> None:
+    torchao = pytest.importorskip("torchao.quantization")
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=VOCAB, hidden_size=128, intermediate_size=256, num_hidden_layers=2)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)).bfloat16().eval()
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+    decoders.enable(model)
+    options = dict(max_new_tokens=NEW, do_sample=False, strategy="autoregressive")
+    seen = [decode(model, prompts(2), **options).sequences.tolist()]
+    weight: Any = model.model.layers[0].mlp.up_proj.weight
+    levels = weight.qdata.clone()
+    for write in (
+        lambda: weight.qdata.neg_(),
+        lambda: weight.qdata.data.zero_(),
+        lambda: weight.scale.data.mul_(-3),
+        lambda: setattr(weight, "qdata", levels),
+    ):
+        write()
+        used = decode(model, prompts(2), **options).sequences.tolist()
+        fresh = decoders.enable(copy.deepcopy(model))
+        assert used == decode(fresh, prompts(2), **options).sequences.tolist()
+        seen.append(used)
+    assert len({str(tokens) for tokens in seen}) > 2, "the weight must matter"
+
+
 @pytest.fixture
 def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a task of lm-evaluation-harness: what follows some texts, up to a blank."""
@@ -190,6 +217,16 @@ def adapted(model: PreTrainedModel, seed: int = 0, name: str = "default", into: 
     return wrapped.eval()
 
 
+@pytest.mark.parametrize("weights", ["keep", "int8", "int4"])
+def test_a_merged_adapter_counts_in_every_precision(plain: PreTrainedModel, weights: str) -> None:
+    own = {"decoders_config": {"weights": weights}} | OURS
+    used, fresh = (decoders.enable(adapted(copy.deepcopy(plain))) for _ in range(2))
+    used.generate(**prompts(), **own)
+    for model in (used, fresh):
+        model.merge_adapter()
+    assert torch.equal(used.generate(**prompts(), **own), fresh.generate(**prompts(), **own))
+
+
 def test_lora_through_its_wrapper(plain: PreTrainedModel) -> None:
     bare = decode(plain, prompts(2), max_new_tokens=NEW).sequences
     model = decoders.enable(adapted(plain))
@@ -218,6 +255,52 @@ def test_lora_through_its_wrapper(plain: PreTrainedModel) -> None:
     compare()
     decoders.disable(model)
     assert "generate" not in vars(model)
+
+
+@pytest.mark.parametrize("method", ["merge_and_unload", "unload"])
+@pytest.mark.parametrize("weights", ["keep", "packed", "int8"])
+def test_what_is_left_without_an_adapter_is_enabled(
+    plain: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, method: str, weights: str
+) -> None:
+    own = {"decoders_config": {"weights": weights}} | OURS
+    fresh = getattr(adapted(copy.deepcopy(plain)), method)()
+    expected = decoders.enable(fresh).generate(**prompts(2), **own)
+    model = decoders.enable(adapted(copy.deepcopy(plain)), tokenizer=tokenizer)
+    model.generate(**prompts(2), **own)
+    left = getattr(model, method)()
+    assert type(left) is type(plain)
+    assert torch.equal(left.generate(**prompts(2), **own), expected)
+    assert vars(left)["generate"].tokenizer is tokenizer
+    decoders.disable(left)
+    assert "generate" not in vars(left)
+
+
+def test_a_model_that_was_enabled_before_it_got_an_adapter_stays_enabled(plain: PreTrainedModel) -> None:
+    model = decoders.enable(copy.deepcopy(plain))
+    wrapped = adapted(model)
+    wrapped.generate(**prompts(2), **OURS)
+    left = wrapped.merge_and_unload()
+    assert left is model
+    expected = decoders.enable(copy.deepcopy(left)).generate(**prompts(2), **OURS)
+    assert torch.equal(left.generate(**prompts(2), **OURS), expected)
+
+
+def test_copies_of_a_model_with_an_adapter_are_taken_apart_by_themselves(plain: PreTrainedModel) -> None:
+    model = decoders.enable(adapted(plain))
+    deep, shallow = copy.deepcopy(model), copy.copy(model)
+    assert not {"generate", "merge_and_unload", "unload"} & vars(shallow).keys()
+    left = deep.merge_and_unload()
+    assert left is deep.get_base_model() and left is not model.get_base_model()
+    assert torch.equal(
+        left.generate(**prompts(2), **OURS), decoders.enable(copy.deepcopy(left)).generate(**prompts(2), **OURS)
+    )
+    before = model.generate(**prompts(2), **OURS)
+    decoders.disable(model)
+    assert not {"generate", "merge_and_unload", "unload"} & vars(model).keys()
+    assert torch.equal(decoders.enable(model).generate(**prompts(2), **OURS), before), "the adapter is still there"
+    prompt = pytest.importorskip("peft").PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    learnt = decoders.enable(pytest.importorskip("peft").get_peft_model(copy.deepcopy(left), prompt))
+    assert "merge_and_unload" not in vars(learnt), "nothing can be taken off"
 
 
 @pytest.mark.parametrize("kind", ["prompt", "prefix"])

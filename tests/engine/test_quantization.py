@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -222,14 +223,30 @@ def test_the_model_itself_stays_and_the_report_tells() -> None:
     assert torch.equal(write(model, {}).sequences, own.sequences)
 
 
-def test_changed_weights_are_quantized_again() -> None:
-    model = decoders.enable(tiny_model("llama"))
-    for settings in ({"weights": "int8"}, {"weights": "int4"}):
-        write(model, settings)
-        with torch.no_grad():
-            model.model.layers[0].mlp.up_proj.weight.mul_(-1.5)
-        fresh = decoders.enable(copy.deepcopy(model))
-        assert torch.equal(write(model, settings).sequences, write(fresh, settings).sequences)
+WRITES: dict[str, Callable[[torch.Tensor], object]] = {
+    "counted": lambda weight: weight.mul_(-1.5),
+    "data": lambda weight: weight.data.mul_(-1.5),
+    "numpy": lambda weight: weight.detach().numpy().__imul__(-1.5),
+    "other memory": lambda weight: setattr(weight, "data", weight.data * -1.5),
+}
+
+
+@pytest.mark.parametrize("write_to", WRITES.values(), ids=WRITES.keys())
+@pytest.mark.parametrize("settings", [{"weights": "int8"}, {"weights": "int4"}, {"draft_weights": "int8"}], ids=str)
+def test_changed_weights_are_quantized_again(settings: dict[str, str], write_to: Callable) -> None:
+    model, draft = decoders.enable(tiny_model("llama")), copy.deepcopy(tiny_draft("llama"))
+    drafts = "draft_weights" in settings
+
+    def written(model: PreTrainedModel, draft: PreTrainedModel) -> Any:
+        return write(model, settings, "speculative", assistant_model=draft) if drafts else write(model, settings)
+
+    written(model, draft)
+    with torch.no_grad():
+        write_to((draft if drafts else model).model.layers[0].mlp.up_proj.weight)
+    used = written(model, draft)
+    expected = written(decoders.enable(copy.deepcopy(model)), copy.deepcopy(draft))
+    assert torch.equal(used.sequences, expected.sequences)
+    assert used.report.accepted == expected.report.accepted, "what the draft model proposed"
 
 
 @pytest.mark.parametrize("kind", ["linear", "conv1d"])

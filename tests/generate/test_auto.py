@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from decoders.errors import SettingsError, UnknownNameError, UnsupportedError
 from decoders.plugins import registry
 from decoders.strategies import Auto, Speculative
 from decoders.strategies.auto_candidates import Candidate
+from decoders.strategy import no_costs, no_memory
 from decoders.testing import assert_same_tokens, decode, prompts, reference, tiny_draft, tiny_model
 from decoders.testing.conditions import Conditions
 from decoders.testing.kit import CHECKS
@@ -26,6 +28,21 @@ from decoders.testing.resting import check_rests
 
 EAGER = {"compile": False}
 SAMPLED = dict(do_sample=True, seed=4, temperature=0.9, top_k=30)
+
+
+@pytest.fixture
+def steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `auto` does depends on the call alone: a look takes a microsecond on a clock of its own, steps cost what they cost
+    where nothing was measured, and nothing is remembered of calls that another process may have slowed down.
+    """
+    start = Auto.start
+
+    def in_its_own_time(self: Auto, context: Context) -> Any:
+        ticks = itertools.count()
+        own = replace(context, clock=lambda: next(ticks) * 1e-6, costs=no_costs, memory=no_memory)
+        return start(self, own)
+
+    monkeypatch.setattr(Auto, "start", in_its_own_time)
 
 
 @functools.cache
@@ -65,6 +82,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return models
 
 
+@pytest.mark.usefixtures("steady")
 def test_a_draft_model_that_is_never_asked_reads_no_prompt(read: list[int]) -> None:
     """Reading a long prompt takes longer than many steps: a call that is too short for a look at the draft model is spared it."""
     draft = tiny_draft("llama", num_hidden_layers=1)
@@ -76,6 +94,7 @@ def test_a_draft_model_that_is_never_asked_reads_no_prompt(read: list[int]) -> N
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.usefixtures("steady")
 def test_a_draft_model_that_is_asked_late_reads_all_that_there_is(
     read: list[int], monkeypatch: pytest.MonkeyPatch, rows: int, sampling: dict[str, Any]
 ) -> None:
@@ -96,6 +115,7 @@ def test_a_draft_model_that_is_asked_late_reads_all_that_there_is(
     assert looks[:7] == [1] * 7, "it was read at once"
 
 
+@pytest.mark.usefixtures("steady")
 def test_with_a_grammar_it_drafts_what_the_grammar_forces() -> None:
     tokenizer = decoders.demo.load("target")[1]
     model = decoders.enable(decoders.demo.load("target")[0])
@@ -117,6 +137,7 @@ def test_with_a_grammar_it_drafts_what_the_grammar_forces() -> None:
     assert out.report.steps < plain.report.steps
 
 
+@pytest.mark.usefixtures("steady")
 def test_the_report_says_what_was_chosen_when_and_what_was_left_out_why() -> None:
     out = auto_call(1)
     details = out.report.details
@@ -145,6 +166,7 @@ def test_costs_are_measured_once_and_kept(tmp_path: Path) -> None:
     assert file.stat().st_mtime_ns == first
 
 
+@pytest.mark.usefixtures("steady")
 def test_candidates_and_their_settings_are_the_users() -> None:
     out = auto_call(1, strategy_config={"candidates": ["prompt-lookup"], "config": {"prompt_lookup": {"length": 2}}})
     assert list(out.report.details["candidates"]) == ["prompt_lookup"]
@@ -211,6 +233,7 @@ def test_a_candidate_with_nodes_of_its_own_is_refused_by_name(monkeypatch: pytes
         auto_call(1)
 
 
+@pytest.mark.usefixtures("steady")
 def test_trees_of_every_row_are_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Auto, "start", _among(Tree()))
     out = auto_call(3)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import decoders
 from decoders.errors import UnsupportedError
+from decoders.hf.assistants import Assistants
 from decoders.hf.translation import ABSENT, token_map, translated
 
 from .vocabularies import model, tokenizer
@@ -129,3 +130,23 @@ def test_a_draft_made_in_inference_mode_has_no_counters_and_needs_none() -> None
     for _ in range(2):
         out = target.generate(ids, strategy="speculative", assistant_model=draft, assistant_tokenizer=other, **options)
         assert out.tolist() == want.tolist()
+
+
+@pytest.mark.parametrize("write", [lambda w: w.neg_(), lambda w: w.data.neg_()], ids=["counted", "data"])
+@pytest.mark.parametrize("end", ["get_input_embeddings", "get_output_embeddings"])
+def test_what_is_written_into_the_drafts_embedding_or_head_counts(end: str, write: Any) -> None:
+    target, _, own, other = pair()
+    draft, assistants = model(len(other), 1), Assistants()
+    ids = torch.tensor([own(TEXT)["input_ids"][:16]])
+
+    def twin(assistants: Assistants) -> PreTrainedModel:
+        return assistants.translated(draft, target, own, other, UnsupportedError("another vocabulary"))
+
+    with torch.no_grad():
+        kept = twin(assistants)
+        assert twin(assistants) is kept
+        before = kept(ids).logits
+        write(getattr(draft, end)().weight)
+        after = twin(assistants)(ids).logits
+        assert not torch.equal(after, before)
+        assert torch.equal(after, twin(Assistants())(ids).logits)

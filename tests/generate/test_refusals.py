@@ -85,9 +85,29 @@ def test_the_same_is_refused_in_a_generation_config(llama: PreTrainedModel, sett
 
 def test_the_same_is_refused_in_the_models_own_generation_config(fresh: PreTrainedModel) -> None:
     fresh.generation_config.num_beams = 2
-    assert_refused(fresh, UnsupportedError, "num_beams")
+    assert_refused(
+        fresh,
+        UnsupportedError,
+        r"num_beams=2.*set num_beams to None there \(model.generation_config.num_beams = None\)",
+    )
     # transformers fills the gaps of a config given in the call from the model's.
     assert_refused(fresh, UnsupportedError, "num_beams", generation_config=GenerationConfig(pad_token_id=0))
+
+
+def test_what_the_call_says_counts_before_the_models_own_generation_config(fresh: PreTrainedModel) -> None:
+    fresh.generation_config.num_beams, fresh.generation_config.use_cache = 2, False
+    options = dict(strategy="prompt_lookup", max_new_tokens=4, decoders_config=EAGER)
+    fresh.generate(**prompts(), num_beams=1, use_cache=True, **options)
+    assert "generation_config" not in assert_refused(fresh, UnsupportedError, "num_beams=3", num_beams=3)
+
+
+def test_a_hint_of_the_models_own_generation_config_says_where_it_stands(fresh: PreTrainedModel) -> None:
+    fresh.generation_config.max_matching_ngram_size = 2
+    for strategy, error in (("autoregressive", UnsupportedError), (PromptLookup(), SettingsError)):
+        assert_refused(fresh, error, r"model.generation_config.max_matching_ngram_size = None", strategy=strategy)
+    assert "generation_config" not in assert_refused(
+        fresh, UnsupportedError, "num_assistant_tokens", strategy="autoregressive", num_assistant_tokens=3
+    )
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import time
 from typing import Any
 
 import pytest
@@ -289,12 +288,10 @@ def test_a_criterion_may_read_the_scores(llama: PreTrainedModel, strategy: str) 
 
 def test_max_time_ends_early_with_at_least_one_token(llama: PreTrainedModel) -> None:
     for strategy in ("autoregressive", "prompt_lookup"):
-        started = time.perf_counter()
         out = llama.generate(
             **prompts(2), strategy=strategy, max_new_tokens=400, max_time=0.05, do_sample=False, **EAGER
         )
         assert P + 1 <= out.shape[1] < P + 400
-        assert time.perf_counter() - started < 2.0
         assert (
             llama.generate(**prompts(), strategy=strategy, max_new_tokens=50, max_time=1e-9, **EAGER).shape[1] == P + 1
         )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 import decoders
@@ -17,7 +19,7 @@ from decoders.medusa.files import save_heads
 from decoders.medusa.heads import MedusaHeads
 from decoders.strategies import Auto, Lookahead, Medusa, PromptLookup, Speculative, Staged, Suffix, Threshold
 from decoders.strategies.merged import Merged, MergedState
-from decoders.strategy import Context, Strategy
+from decoders.strategy import Context, Strategy, no_costs
 
 from .conftest import DESIGN, SIZE
 
@@ -35,12 +37,15 @@ def heads(tmp_path_factory: pytest.TempPathFactory, llama: PreTrainedModel) -> s
 
 
 def counting(strategy: Strategy, starts: list[int]) -> Strategy:
-    """The same, noting how many rows there were whenever it started."""
+    """The same, noting how many rows there were whenever it started. It knows no costs: sizes of drafts would follow the clock."""
 
     class Counting(type(strategy)):  # type: ignore[misc]
         def start(self, context: Context) -> Any:
             starts.append(context.rows)
-            return super().start(context)
+            return super().start(replace(context, costs=no_costs))
+
+        def rebatch(self, state: Any, rows: Tensor, context: Context) -> Any:
+            return super().rebatch(state, rows, replace(context, costs=no_costs))
 
     return Counting(strategy.parts) if isinstance(strategy, Merged) else Counting(strategy.settings)
 

@@ -1,43 +1,34 @@
-"""Samples of tensors' contents: writes that PyTorch does not count (through ``.data``, numpy, under inference mode) show there."""
+"""What tells that tensors have been written to: PyTorch's counter, and samples of the contents for what it does not count
+(writes through ``.data``, numpy, under inference mode).
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from ..torch_compat import local_part, with_parts, writes_counted
 
 #: A sample is so many stretches of at least so many entries, spread evenly, the first and the last entry included. Stretches,
 #: since a cache line costs the same as one entry of it.
 STRETCHES, ENTRIES = 4, 16
 
 
-class Fingerprint:
-    """A few entries of a tensor on the CPU as they were; it does not keep the tensor's memory alive.
-
-    Args:
-        tensor: dense, strided; see :func:`sampled`.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self._pointer = tensor, tensor.data_ptr()
-        rows, width, step = _stretches(tensor)
-        size = tensor.element_size()
-        memory = (ctypes.c_char * (tensor.numel() * size)).from_address(self._pointer)
-        # NaNs and signed zeros count: bytes are compared, not numbers.
-        self.view = np.ndarray((rows, width * size), np.uint8, memoryview(memory), strides=(step * size, 1))
-        self.content = self.view.tobytes()
-
-    @property
-    def changed(self) -> bool:
-        """Whether the entries differ, or the tensor has other memory."""
-        return self.tensor.data_ptr() != self._pointer or self.view.tobytes() != self.content
+def _content_of(tensor: Tensor) -> Callable[[], bytes]:
+    """Reads a sample of a tensor on the CPU; it does not keep the tensor's memory alive. tensor: see :func:`sampled`."""
+    rows, width, step = _stretches(tensor)
+    size = tensor.element_size()
+    memory = (ctypes.c_char * (tensor.numel() * size)).from_address(tensor.data_ptr())
+    # NaNs and signed zeros count: bytes are compared, not numbers.
+    return np.ndarray((rows, width * size), np.uint8, memoryview(memory), strides=(step * size, 1)).tobytes
 
 
 class DeviceSamples:
-    """As :class:`Fingerprint`, of tensors of one device and size of entry: they are compared at once, since to look is to wait."""
+    """Samples of tensors of one device and size of entry: they are compared at once, since to look is to wait."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors, self._pointers = tensors, [t.data_ptr() for t in tensors]
@@ -65,20 +56,48 @@ class Fingerprints:
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         groups: dict[tuple[torch.device, int], list[Tensor]] = {}
-        on_host: list[Fingerprint] = []
+        self._look: list[Callable[[], bytes]] = []
         for tensor in {id(t): t for t in tensors if sampled(t)}.values():
             if tensor.device.type == "cpu":
-                on_host.append(Fingerprint(tensor))
+                self._look.append(_content_of(tensor))
             else:
                 groups.setdefault((tensor.device, tensor.element_size()), []).append(tensor)
-        self._look = [sample.view.tobytes for sample in on_host]
-        self._content = [sample.content for sample in on_host]
+        self._content = [look() for look in self._look]
         self._elsewhere = [DeviceSamples(group) for group in groups.values()]
 
     @property
     def changed(self) -> bool:
         """Whether any sample differs from what it was."""
         return [look() for look in self._look] != self._content or any(group.changed for group in self._elsewhere)
+
+
+class Snapshot:
+    """What tensors held when it was taken. Whatever is a copy of weights has one of them, and is made anew when that has changed.
+
+    Attributes:
+        tensors: whose values these are.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self.tensors = tuple(tensors)
+        self._parts = with_parts(self.tensors)
+        self._states = [state_of(part) for part in self._parts]
+        self._samples = Fingerprints(self._parts)
+
+    @property
+    def changed(self) -> bool:
+        """Whether one has been written to since, in a way that PyTorch counts or not, or has other memory."""
+        return [state_of(part) for part in self._parts] != self._states or self._samples.changed
+
+    def shows(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether it is of these very tensors, with the values that they have now."""
+        return [*map(id, tensors)] == [*map(id, self.tensors)] and not self.changed
+
+
+def state_of(tensor: Tensor) -> tuple[int, int]:
+    """Where this process has the values of `tensor`, and how often PyTorch saw them being written to."""
+    own = local_part(tensor)
+    return own.data_ptr(), writes_counted(own)
 
 
 def sampled(tensor: Tensor) -> bool:

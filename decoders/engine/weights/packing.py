@@ -6,9 +6,9 @@ On CUDA matrices are multiplied as they are, by a kernel of ours (:mod:`.few_row
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from ...errors import UnsupportedError
 from .. import torch_compat
 from . import few_rows, norms
-from .fingerprints import Fingerprint
+from .fingerprints import Snapshot
 from .fused import Group, columns_of, outputs_of, same_kind, share_of
 
 #: Matrices with fewer elements are left alone: calling oneDNN costs more than its kernel saves.
@@ -106,11 +106,45 @@ _KINDS: dict[type[nn.Module], tuple[type[nn.Module], Callable[[Tensor], Tensor]]
 }
 
 
-class PackedWeight:
+class WeightCopy:
+    """What is made of parameters, and goes stale when they change.
+
+    Attributes:
+        sources: the parameters.
+    """
+
+    def __init__(self, sources: Sequence[Tensor], more: Sequence[Tensor] = ()) -> None:
+        self.sources, self._more = tuple(sources), tuple(more)
+        self.settle()
+
+    def settle(self) -> None:
+        """Notes that the copy has the parameters' present values, or all that there is if they were freed."""
+        self._made_of = Snapshot((*self.sources, *self._more))
+
+    @property
+    def stale(self) -> bool:
+        """Whether a parameter has changed since it was copied."""
+        return self._made_of.changed
+
+    def repack(self) -> None:
+        """Copies the parameters' present values into the same tensors: graphs that hold them see them."""
+        raise NotImplementedError
+
+
+@torch.no_grad()
+def renew(copies: Iterable[WeightCopy]) -> int:
+    """Makes those that are stale anew, in place; returns how many that were."""
+    stale = [copy for copy in copies if copy.stale]
+    with torch.inference_mode(False):
+        for copy in stale:
+            copy.repack()
+    return len(stale)
+
+
+class PackedWeight(WeightCopy):
     """A matrix in oneDNN's layout, or several that are multiplied as one, below each other.
 
     Attributes:
-        sources: the parameters it was packed from.
         packed: ``[out, in]``, opaque, of the parameters' type or a wider one; the same object for life.
         bias: ``[out]``, of several layers that have one; likewise, of the type of `packed`.
     """
@@ -118,30 +152,17 @@ class PackedWeight:
     def __init__(
         self, sources: Sequence[Tensor], matrix: Callable[[Tensor], Tensor], biases: Sequence[Tensor] = ()
     ) -> None:
-        self.sources, self._matrix, self._biases = tuple(sources), matrix, tuple(biases)
+        super().__init__(sources, biases)
+        self._matrix, self._biases = matrix, tuple(biases)
         self._rows = [matrix(source).shape[0] for source in sources]
         self.packed = self._pack()
         self.bias = self._bias() if biases else None
-        self.settle()
 
     @property
     def tensors(self) -> list[Tensor]:
         return [self.packed] if self.bias is None else [self.packed, self.bias]
 
-    def settle(self) -> None:
-        """Notes that the packed copy has the parameters' present values, or all that there is if they were freed."""
-        self._packed_from = [state_of(source) for source in (*self.sources, *self._biases)]
-        self._samples = [Fingerprint(source) for source in (*self.sources, *self._biases) if source.numel()]
-
-    @property
-    def stale(self) -> bool:
-        """Whether a parameter has changed since it was packed."""
-        if [state_of(source) for source in (*self.sources, *self._biases)] != self._packed_from:
-            return True
-        return any(sample.changed for sample in self._samples)
-
     def repack(self) -> None:
-        """Packs the parameters' present values into the same tensors: graphs that hold them see them."""
         self.packed.copy_(self._pack())
         if self.bias is not None:
             self.bias.copy_(self._bias())
@@ -200,14 +221,9 @@ class Packing:
         """Memory of the packed copies."""
         return sum(weight.packed.nbytes for weight in self.weights)
 
-    @torch.no_grad()
     def repack(self) -> int:
         """Packs again what has been written since, in place; returns how many matrices that were."""
-        stale = [weight for weight in self.weights if weight.stale]
-        with torch.inference_mode(False):
-            for weight in stale:
-                weight.repack()
-        return len(stale)
+        return renew(self.weights)
 
 
 @torch.no_grad()
@@ -300,17 +316,7 @@ def _shared(sources: list[Tensor], matrix: Callable[[Tensor], Tensor], biases: S
     return shared_copy(_in_use, sources, key, lambda: PackedWeight(sources, matrix, biases))
 
 
-class Copied(Protocol):
-    """What is made of parameters, and goes stale when they change."""
-
-    @property
-    def sources(self) -> Sequence[Tensor]: ...
-
-    @property
-    def stale(self) -> bool: ...
-
-
-Copy = TypeVar("Copy", bound=Copied)
+Copy = TypeVar("Copy", bound=WeightCopy)
 
 
 def shared_copy(
@@ -330,11 +336,6 @@ def shared_copy(
 def place_of(tensor: Tensor) -> tuple:
     """Which memory a tensor shows, and how."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-
-
-def state_of(source: Tensor) -> tuple:
-    """Differs after an in-place change that PyTorch counts."""
-    return source.data_ptr(), torch_compat.writes_counted(source)
 
 
 def freed_error() -> UnsupportedError:

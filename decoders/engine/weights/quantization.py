@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from ...errors import UnsupportedError
 from .. import torch_compat
 from .fused import Group, columns_of, outputs_of, same_kind
-from .packing import SMALLEST, packable, shared_copy, state_of
+from .packing import SMALLEST, WeightCopy, packable, renew, shared_copy
 from .quantized import (
     GROUP,
     Int8Conv1D,
@@ -73,33 +73,27 @@ class Made:
     attributes: dict[str, Any]
 
 
-class QuantizedWeight:
+class QuantizedWeight(WeightCopy):
     """A matrix as a kernel wants it.
 
     Attributes:
         made: layer and attributes; tensors in it are the same objects for life.
     """
 
-    def __init__(self, sources: list[Tensor], make: Callable[[], Made]) -> None:
-        self.sources, self._make = sources, make
+    def __init__(self, sources: Sequence[Tensor], make: Callable[[], Made]) -> None:
+        super().__init__(sources)
+        self._make = make
         self.made = make()
-        self._made_from = [state_of(source) for source in sources]
 
     @property
     def tensors(self) -> list[Tensor]:
         return [value for value in self.made.attributes.values() if isinstance(value, Tensor)]
 
-    @property
-    def stale(self) -> bool:
-        """Whether what it was made from has changed since."""
-        return self._made_from != [state_of(source) for source in self.sources]
-
     def repack(self) -> None:
-        """Makes it anew in the same tensors: graphs that hold them see the new values."""
         for own, new in zip(self.tensors, QuantizedWeight(self.sources, self._make).tensors, strict=True):
             if own.is_mkldnn or own.data_ptr() != new.data_ptr():
                 own.copy_(new)
-        self._made_from = [state_of(source) for source in self.sources]
+        self.settle()
 
 
 #: In use anywhere in the process: two engines that share a parameter share its quantized copy.
@@ -116,6 +110,10 @@ class Quantized:
     def weights(self) -> list[QuantizedWeight]:
         """One per distinct matrix."""
         return list({id(weight): weight for _, weight in self.layers.values()}.values())
+
+    def repack(self) -> None:
+        """Makes anew, in place, what has been written to since."""
+        renew(self.weights)
 
     @functools.cached_property
     def dequantizable(self) -> bool:

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from ...common.transformers_compat import SET_BY_GENERATE
-from ..torch_compat import buffers_in, hooks_everywhere, hooks_of, local_part, modules_in, parameters_in, writes_counted
+from ..torch_compat import buffers_in, hooks_everywhere, hooks_of, local_part, modules_in, parameters_in, with_parts
 from .config_state import config_state
+from .fingerprints import state_of
 from .forward_code import captured, forward_code, global_names, is_of_library
 
 _INTERNAL = frozenset(vars(nn.Module()))
@@ -182,7 +183,7 @@ class WeightState:
     @classmethod
     def of(cls, model: nn.Module) -> Self:
         parts = modules_in(model)
-        tensors = (*parameters_in(parts), *buffers_in(parts))
+        tensors = with_parts((*parameters_in(parts), *buffers_in(parts)))
         shapes = tuple((id(t), t.dtype, t.device, t.shape) for t in tensors)
         modules: list[object] = []
         held: list[object] = []
@@ -209,7 +210,7 @@ class WeightState:
                         configs[id(value)] = value
         modules += [config_state(config, _other_content) for config in configs.values()]
         code = hooks_everywhere(), forward_code(dict.fromkeys(map(type, parts)))
-        return cls((shapes, tuple(modules)), code, tuple(held), tuple(map(_written, (*tensors, *loose))))
+        return cls((shapes, tuple(modules)), code, tuple(held), tuple(map(state_of, (*tensors, *loose))))
 
     def replaces(self, other: WeightState) -> bool:
         """Whether these are `other` with other values and contents: what runs the model sees them by itself."""
@@ -219,13 +220,7 @@ class WeightState:
 def tensors_of(model: nn.Module) -> list[Tensor]:
     """All tensors that modules of `model` hold, this process's parts of them: parameters, buffers, and plain attributes."""
     loose = [v for module in model.modules() for v in vars(module).values() if isinstance(v, Tensor)]
-    return [local_part(tensor) for tensor in (*model.parameters(), *model.buffers(), *loose)]
-
-
-def _written(tensor: Tensor) -> tuple[int, int]:
-    """Where this process has the values of `tensor`, and how often PyTorch saw them being written to."""
-    own = local_part(tensor)
-    return own.data_ptr(), writes_counted(own)
+    return [local_part(tensor) for tensor in with_parts((*model.parameters(), *model.buffers(), *loose))]
 
 
 def _content(value: Any, depth: int) -> object:
@@ -233,7 +228,7 @@ def _content(value: Any, depth: int) -> object:
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, Tensor):
-        return id(value), *_written(value)
+        return id(value), *state_of(value)
     if isinstance(value, (np.ndarray, array, bytearray)):
         numbers = np.asarray(value).reshape(-1)
         return id(value), hash(numbers[:: len(numbers) // _SAMPLES + 1].tobytes())
