@@ -85,6 +85,7 @@ def contents() -> Iterator[str]:
     yield "- [Testing kit](testing.md): `decoders.testing`."
     yield "- [Errors](errors.md): every exception raised on purpose."
     yield "- [JSON Schema](json-schema.md): what is measured of it (made by docs/generate_schema_report.py)."
+    yield "- [Designs of transformers](models.md): which are decoded and which refused (made by docs/generate_models.py)."
 
 
 # --- Python -----------------------------------------------------------------------------------------------------------

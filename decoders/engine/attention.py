@@ -161,6 +161,14 @@ class MaskShape:
     text: LeadingText | None = None
     parts: dict[tuple[int, int, int], Tensor] = field(default_factory=dict, compare=False)
 
+    @staticmethod
+    def of(mask: Tensor, query: Tensor) -> MaskShape:
+        """That of `mask`. Designs that slice masks (those whose last layers share keys and values) lose the attribute: whether rows
+        are repeated shows in their number, and long blocks are then attended to in one stretch.
+        """
+        shape = getattr(mask, "decoders_shape", None)
+        return shape if shape is not None else MaskShape(mask.shape[2] // query.shape[2])
+
     def note(self, query: Tensor, key: Tensor) -> None:
         """Sees every layer's query and key heads."""
 
@@ -233,7 +241,7 @@ def tree_attention(
     """
     refuse_position_bias(module, kwargs)
     kind = getattr(module, KIND_ATTRIBUTE, 0)
-    shape = getattr(attention_mask, "decoders_shape", MaskShape())
+    shape = MaskShape.of(attention_mask, query)
     shape.note(query, key)
     kernel = functools.partial(_attend, scaling=scaling, softcap=softcap, s_aux=s_aux)
     return shape.attend(query, key, value, attention_mask[:, kind : kind + 1], kind, kernel), None

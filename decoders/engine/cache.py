@@ -65,11 +65,12 @@ class LayerSpec:
 
 
 class LayoutProbe(Cache):
-    """A cache that stores nothing and notes what every layer asked it to store."""
+    """A cache that stores nothing and notes what every layer asked it to store, and whether one asked how many tokens it holds."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
         self.layouts: dict[int, LayerSpec] = {}
+        self.counted = False
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -81,7 +82,11 @@ class LayoutProbe(Cache):
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
+        self.counted = True
         return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return query_length, 0
 
     def watching(self, model: nn.Module) -> AbstractContextManager:
         """Entered while `model` runs."""
@@ -248,11 +253,15 @@ class SlotCache(Cache):
         slots: ``[B, N]`` int64, the slot of each of the ``N`` tokens of this pass.
         view: attention sees slots ``0 … view-1``, so that its cost follows the current length, not the capacity.
         states: how recurrent layers run in this pass, where there are any.
+        counts: ``[N]``, what stands in front of each node of a single row, less its place in the pass, for designs that add the two
+            (:mod:`.counted_tokens`).
     """
 
-    def __init__(self, buffers: CacheBuffers, slots: Tensor, view: int, states: StatePass | None = None) -> None:
+    def __init__(
+        self, buffers: CacheBuffers, slots: Tensor, view: int, states: StatePass | None = None, counts: Tensor | None = None
+    ) -> None:  # fmt: skip
         super().__init__(layers=[])
-        self.buffers, self.slots, self.view, self.states = buffers, slots, view, states
+        self.buffers, self.slots, self.view, self.states, self.counts = buffers, slots, view, states, counts
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -273,14 +282,14 @@ class SlotCache(Cache):
         return buffer[:, :, : self.view].to(states.dtype) * scales[:, :, : self.view]
 
     # Models ask these to number positions themselves; the loop always passes explicit positions and a ready mask.
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
+    def get_seq_length(self, layer_idx: int = 0) -> int | Tensor:  # type: ignore[override]
+        return 0 if self.counts is None else self.counts
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return self.view, 0
 
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return 0
+    def get_query_offset(self, layer_idx: int = 0) -> int | Tensor:  # type: ignore[override]
+        return self.get_seq_length(layer_idx)
 
 
 def quantize_slots(states: Tensor) -> tuple[Tensor, Tensor]:

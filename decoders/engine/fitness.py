@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from transformers import PreTrainedModel
 
 from ..common.transformers_compat import keeps_recurrent_state
-from ..errors import UnsupportedError
+from ..errors import DecodersError, UnsupportedError
 from .ranks import Ranks
 from .torch_compat import modules_in, parameters_in
 
@@ -45,8 +46,8 @@ def refuse_unfit(model: PreTrainedModel) -> None:
         )
     if not placed or getattr(model.config, "alibi", False):
         raise UnsupportedError(
-            f"{name} takes no position_ids (ALiBi derives positions from a 2-D mask), so nodes of a tree cannot be "
-            f"placed. {advice}"
+            f"{name} takes no position_ids, or adds ALiBi, which derives positions from a 2-D mask: nodes of a tree cannot be placed. "
+            f"{advice}"
         )
     rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
     varying = [r.get("rope_type") for r in (rope, *(v for v in rope.values() if isinstance(v, dict)))]
@@ -65,6 +66,19 @@ def refuse_unfit(model: PreTrainedModel) -> None:
             f"{advice}"
         )
     Ranks.of(model)
+
+
+@contextmanager
+def refusing(model: PreTrainedModel, trouble: str) -> Iterator[None]:
+    """Makes an UnsupportedError of whatever a design raises in passes that try it. trouble: what that says of the design."""
+    try:
+        yield
+    except (DecodersError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        said = str(error).partition("\n")[0]
+        why = f"{type(error).__name__}: {said}" if said else type(error).__name__
+        raise UnsupportedError(f"{type(model).__name__} {trouble} ({why}). Call generate without strategy=.") from error
 
 
 def refuse_capture(device: torch.device) -> None:

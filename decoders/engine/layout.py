@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import functools
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,8 @@ from ..common.transformers_compat import cache_keyword, keeps_recurrent_state
 from ..errors import UnsupportedError
 from . import attention
 from .cache import LayerSpec, LayoutProbe
+from .counted_tokens import PROBED, CountedTokens, CountingProbe, counted_tokens
+from .fitness import refusing
 from .state_probe import Recurrent, StateProbe, may_keep_states
 from .weights.fused import Group, SharedInputs
 from .weights.packing import packable
@@ -65,20 +69,39 @@ def context_length(model: PreTrainedModel) -> int:
     return getattr(text, "max_position_embeddings", None) or (1 << 31)
 
 
+@dataclass(frozen=True)
+class Layout:
+    """What a model is made of, as it shows when tokens are run.
+
+    Attributes:
+        layers: what each stores.
+        groups: query heads per key head, of every layer whose attention is ours.
+        recurrent: what keeps states.
+        counted: what it does with the number of tokens in its cache, None if nothing.
+    """
+
+    layers: list[LayerSpec]
+    groups: list[int]
+    recurrent: list[Recurrent]
+    counted: CountedTokens | None
+
+
 @torch.no_grad()
-def probe_layout(model: PreTrainedModel, kinds: int) -> tuple[list[LayerSpec], attention.Probe, list[Recurrent]]:
-    """What each layer stores, how its attention is called, and what keeps states, learnt by running one token."""
+def probe_layout(model: PreTrainedModel, kinds: int) -> Layout:
+    """Runs one token; and some more with a model that asks how many tokens there are.
+
+    Raises:
+        UnsupportedError: it cannot be run with a cache and a mask of the loop's, or keeps what the loop has no place for.
+    """
     probe = StateProbe(model) if may_keep_states(model) else LayoutProbe()
     name = type(model).__name__
-    with probe.watching(model):
-        try:
-            shape = _run_one_token(model, kinds, probe)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            if not isinstance(probe, StateProbe):
-                raise
-            raise UnsupportedError(
-                f"{name} keeps recurrent states in a cache of its own ({error}). Call generate without strategy=."
-            ) from error
+    trouble = (
+        "keeps recurrent states in a cache of its own"
+        if isinstance(probe, StateProbe)
+        else "does not run with a cache and a mask of the loop's"
+    )
+    with refusing(model, trouble), probe.watching(model):
+        shape = _run_one_token(model, kinds, probe)
     layouts = probe.layouts
     recurrent = probe.recurrent if isinstance(probe, StateProbe) else []
     if keeps_recurrent_state(model) and not recurrent:
@@ -94,7 +117,11 @@ def probe_layout(model: PreTrainedModel, kinds: int) -> tuple[list[LayerSpec], a
     states = {entry.layer: entry.states for entry in recurrent}
     nothing = LayerSpec.without_keys(next(iter(layouts.values())))
     layers = range(1 + max(*layouts, *states, -1))
-    return [replace(layouts.get(i, nothing), states=states.get(i, ())) for i in layers], shape, recurrent
+    specs = [replace(layouts.get(i, nothing), states=states.get(i, ())) for i in layers]
+    counted = None
+    if probe.counted and not recurrent:
+        counted = counted_tokens(functools.partial(_run_some_tokens, model, kinds), context_length(model), model.device)
+    return Layout(specs, shape.groups, recurrent, counted)
 
 
 @torch.no_grad()
@@ -113,11 +140,23 @@ def shared_inputs(model: PreTrainedModel, kinds: int) -> list[Group]:
 
 def _run_one_token(model: PreTrainedModel, kinds: int, cache: LayoutProbe | StateProbe) -> attention.Probe:
     """Runs token 0 with `cache`."""
-    device = model.device
-    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    mask = torch.zeros(1, kinds, 1, 1, dtype=dtype, device=device)
-    token = torch.zeros(1, 1, dtype=torch.int64, device=device)
     shape = attention.Probe()
-    attention.tell_shape(mask, shape)
-    model(input_ids=token, attention_mask=mask, position_ids=token, use_cache=True, **{cache_keyword(model): cache})
+    _run(model, kinds, cache, torch.zeros(1, 1, dtype=torch.int64, device=model.device), shape)
     return shape
+
+
+def _run_some_tokens(model: PreTrainedModel, kinds: int, cache: CountingProbe) -> Tensor:
+    """The logits of a short text that is run with `cache`."""
+    text = torch.arange(PROBED, device=model.device)[None] % embeddings_of(model)
+    return cast(Tensor, _run(model, kinds, cache, text, attention.MaskShape()).logits)
+
+
+def _run(model: PreTrainedModel, kinds: int, cache: LayoutProbe, text: Tensor, shape: attention.MaskShape) -> Any:
+    dtype, n = next(p.dtype for p in model.parameters() if p.is_floating_point()), text.shape[1]
+    mask = torch.full((n, n), torch.finfo(dtype).min, dtype=dtype, device=model.device).triu(1)
+    mask = mask.expand(1, kinds, n, n).clone()
+    attention.tell_shape(mask, shape)
+    positions = torch.arange(n, device=model.device)[None]
+    return model(
+        input_ids=text, attention_mask=mask, position_ids=positions, use_cache=True, **{cache_keyword(model): cache}
+    )

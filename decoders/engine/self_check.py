@@ -17,10 +17,12 @@ from transformers import PreTrainedModel
 from ..common.transformers_compat import cache_keyword, cache_of
 from ..errors import UnsupportedError
 from ..tree import Topology
+from . import own_masks
 from .batches import mixed
 from .batches.mixed import PromptPiece
 from .buckets import BLOCK_MARGIN, slots_for
 from .cache import CacheBuffers, LayerSpec
+from .fitness import refusing
 from .weights.freed import ReadParameters
 from .weights.quantization import quantize
 from .weights.twin import share_weights
@@ -61,12 +63,15 @@ ON_CUDA = Sizes((300, 41), ((3, 1), (5, 3), (21, 3)), 30)
 
 
 @torch.no_grad()
-def check_tree_logits(target: Target, model: PreTrainedModel, layout: list[LayerSpec]) -> None:
+def check_tree_logits(target: Target, model: PreTrainedModel, layout: list[LayerSpec]) -> int | None:
     """Reads texts, verifies trees behind them, and compares with plain forwards: catches whatever no flag of the config tells.
 
     Args:
         target: made of `model`.
         layout: of a cache in the model's own precision.
+
+    Returns:
+        how long texts may be for the verdict to hold; None: however long.
 
     Raises:
         UnsupportedError: the logits differ by more than rounding.
@@ -77,20 +82,25 @@ def check_tree_logits(target: Target, model: PreTrainedModel, layout: list[Layer
     sizes = sizes.within(target.max_positions)
     if target.recurrent:  # rows of several lengths are read one by one there
         sizes = replace(sizes, texts=sizes.texts[-1:])
-    difference = _difference(target, reference, layout, sizes)
-    if difference and not _follows_its_config(reference, target, sizes):
-        difference = _difference(target, reference, layout, replace(sizes, reach=sys.maxsize))
+    if target.counted and target.counted.harmless < sizes.texts[0]:  # only a single row can pass that border
+        sizes = replace(sizes, texts=sizes.texts[:1])
+    with refusing(model, "cannot verify a token tree"):
+        difference, longest = _difference(target, reference, layout, sizes), None
+        if difference and not _follows_its_config(reference, target, sizes):
+            difference = _difference(target, reference, layout, replace(sizes, reach=sys.maxsize))
+            longest = min((reach for kind in target.kinds if (reach := kind.window or kind.chunk)), default=None)
     if difference:
         raise UnsupportedError(
             f"{type(model).__name__}: {difference}, so strategies would not be exact. Call generate without strategy=."
         )
+    return longest
 
 
 def _difference(target: Target, reference: PreTrainedModel, layout: list[LayerSpec], sizes: Sizes) -> str | None:
     """How the target's logits differ from those of `reference`; None if by rounding alone."""
     exact = target.dtype in (torch.float32, torch.float64) and not target.rounds
     ids = _texts(target, sizes)
-    with _short_windows(target, reference, sizes.reach):
+    with _short_windows(target, reference, sizes):
         expected = [_plain_logits(reference, text) for text in ids]
         for nodes, ours in _tree_logits(target, layout, ids, sizes):
             for row, text in enumerate(ids):
@@ -152,16 +162,17 @@ REACHES = ("sliding_window", "attention_chunk_size")
 
 
 @contextmanager
-def _short_windows(target: Target, reference: PreTrainedModel, reach: int) -> Iterator[None]:
-    """Windows and chunks of both are at most `reach` inside. `reference` is private, and so is its config."""
-    config = reference.config.get_text_config(decoder=True)
+def _short_windows(target: Target, reference: PreTrainedModel, sizes: Sizes) -> Iterator[None]:
+    """Windows and chunks of both are at most `sizes.reach` inside. `reference` is private, and so is its config."""
+    reach, config = sizes.reach, reference.config.get_text_config(decoder=True)
     usual = {name: value for name in REACHES if (value := getattr(config, name, None)) and value > reach}
     kinds = target.kinds
     try:
         for name in usual:
             setattr(config, name, reach)
         target.tell_kinds(tuple(kind.within(reach) for kind in kinds))
-        yield
+        with own_masks.within(reference, reach, sizes.texts[0] + LONGEST_BRANCH):
+            yield
     finally:
         target.tell_kinds(kinds)
         for name, value in usual.items():
@@ -172,7 +183,7 @@ def _follows_its_config(reference: PreTrainedModel, target: Target, sizes: Sizes
     """Whether shorter windows in the config of `reference` change its logits: some designs read theirs once, when they are made."""
     text = _texts(target, sizes)[0]
     usual = _plain_logits(reference, text)
-    with _short_windows(target, reference, sizes.reach):
+    with _short_windows(target, reference, sizes):
         return not torch.equal(usual, _plain_logits(reference, text))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from .cache import LayoutProbe, StateSpec
 from .compiled import hoisting
 from .recurrent import CONTINUES_ATTRIBUTE, LAYER_ATTRIBUTE, by_node, cache_of, on_others, states_in, tokens_of
 
+#: Layers of a cache that is looked through from its first to its last.
+MOST_LAYERS = 4096
 #: Tokens that a layer is tried on.
 TRIED = 6
 #: How far two ways of reading them may differ, relative to the largest number: in one piece and in two, in float32 and in less.
@@ -160,17 +163,24 @@ class _Noting(list):
         super().__init__()
         self._probe, self._config, self._made = probe, config, dict[int, LinearAttentionLayer]()
 
+    @functools.cached_property
+    def _usual(self) -> list[Any]:
+        """The layers of transformers' own cache, where it makes them in advance."""
+        try:
+            return list(DynamicCache(config=self._config).layers)
+        except (KeyError, TypeError, ValueError):
+            return []
+
     def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
         if index not in self._made:
-            try:
-                like = DynamicCache(config=self._config).layers[index]
-            except (IndexError, KeyError, TypeError, ValueError):
-                like = None
+            like = self._usual[index] if index < len(self._usual) else None
             self._made[index] = _noting_layer(self._probe, index, getattr(like, "number_of_states", 1))
         return self._made[index]
 
     def __len__(self) -> int:
-        return 1 << 20
+        return MOST_LAYERS
 
 
 def _noting_layer(probe: StateProbe, index: int, states: int) -> LinearAttentionLayer:

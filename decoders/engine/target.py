@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 from ..common import devices
 from ..common.layers import decoder_layers
 from ..common.transformers_compat import cache_keyword
-from ..errors import UnsupportedError
+from ..errors import ContextLengthError, UnsupportedError
 from ..settings import Attention
 from ..tree import TreeTensors
-from . import attention, attention_functions, buckets, invariance, recurrent
+from . import attention, attention_functions, buckets, invariance, own_masks, recurrent
 from .cache import CacheBuffers, SlotCache
 from .features import HeadInputs, LayerStates, OutputHead
 from .fitness import refuse_unfit
@@ -82,6 +82,7 @@ class Target:
         layers: decoder layers whose outputs its results hold, see :meth:`watching`.
         recurrent: the layers that keep a state per row (:mod:`.recurrent`); such a model runs uncompiled.
         continues: whether these read a text in several passes.
+        counted: what its layers do with the number of tokens in its cache, None if nothing.
         multiple: blocks and stretches of text have a multiple of so many nodes.
         invariance: in low precision, whether a node has the same bits in every block.
         ranks: the processes that share its weights.
@@ -107,7 +108,7 @@ class Target:
         kinds, self._kind_of_layer = attention.layer_kinds(model.config)
         self.model = share_weights(model)
         self._attend_by("sdpa")
-        self.tell_kinds(kinds)
+        self.tell_kinds(own_masks.take_over(self.model, kinds))
         self.embeddings = embeddings_of(model)
         self.vocab_size = vocabulary_of(model)
         self.max_positions = context_length(model)
@@ -119,26 +120,26 @@ class Target:
         self.quantized = quantize(self.model, precision.weights, self.model.get_output_embeddings(), groups=self.groups)
         self.packing = pack(self.model, groups=self.groups, exact_products=precision.exact_products)
         self.remember(model)
-        self.layout, probe, recurrent_layers = probe_layout(self.model, len(self.kinds))
-        self.recurrent = tuple(entry.layer for entry in recurrent_layers)
-        self.continues = adopt(recurrent_layers)
-        self.static = self.static and not recurrent_layers
-        plain_layout = self.layout
+        layout = probe_layout(self.model, len(self.kinds))
+        self.layout, self.counted = layout.layers, layout.counted
+        self.recurrent = tuple(entry.layer for entry in layout.recurrent)
+        self.continues = adopt(layout.recurrent)
+        self.static = self.static and not self.recurrent
         if precision.cache is not None:
             self.layout = [replace(spec, quantized=True) for spec in self.layout]
-        self.group = probe.groups[0] if len(set(probe.groups)) == 1 else 1
+        self.group = layout.groups[0] if len(set(layout.groups)) == 1 else 1
         self._cache_keyword = cache_keyword(self.model)
         self._head.forget()
         self.dtype = self.layout[0].dtype
         self.device = self.layout[0].device
         self.rounds = precision.rounds or rounds_activations(model)
         # A token whose state is there cannot be run again, as the same bits in every block would want it.
-        self.multiple = 1 if recurrent_layers else buckets.row_multiple(self.dtype, self.device, self.rounds)
+        self.multiple = 1 if self.recurrent else buckets.row_multiple(self.dtype, self.device, self.rounds)
         if self.multiple > 1:
             invariance.align_activations(self.model)
-        if self._takes_kernel(attends, len(probe.groups)):
+        if self._takes_kernel(attends, len(layout.groups)):
             self._attend_by("triton")
-        check_tree_logits(self, model, plain_layout)
+        self._checked = check_tree_logits(self, model, layout.layers)
         self.invariance = invariance.brief_check(self)
 
     def _takes_kernel(self, wanted: Attention, own_layers: int) -> bool:
@@ -155,6 +156,17 @@ class Target:
                 f"attention='triton' does not fit {type(self.model).__name__}: {unfit}; leave 'auto'"
             )
         return unfit is None
+
+    def check_lengths(self, longest: int, rows: int) -> None:
+        """Raises ContextLengthError if texts of up to `longest` tokens cannot be decoded as the model would, in so many rows."""
+        name = type(self.model).__name__
+        if self._checked is not None and longest > self._checked:
+            raise ContextLengthError(
+                f"{name} sees other tokens than the window in its config says, so no more than the {self._checked} tokens of that "
+                f"window can be decoded as it would, and {longest} are asked for: ask for fewer, or call generate without strategy=."
+            )
+        if self.counted is not None:
+            self.counted.check(name, longest, rows)
 
     def tell_kinds(self, kinds: tuple[attention.LayerKind, ...]) -> None:
         """Says how far each kind of layer looks back."""
@@ -355,7 +367,10 @@ class Target:
             elif self.group > 1:
                 mask = attention.repeat_for_group(mask, self.group)
                 attention.tell_shape(mask, attention.MaskShape(self.group))
-        return self.arguments(nodes, base[:, None] + offsets, mask, SlotCache(buffers, slots, view.shape[0], states))
+        positions, counts = base[:, None] + offsets, None
+        if self.counted is not None and self.counted.by_node and len(positions) == 1:
+            counts = positions[0] - torch.arange(n, device=nodes.device)
+        return self.arguments(nodes, positions, mask, SlotCache(buffers, slots, view.shape[0], states, counts))
 
     def arguments(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache) -> dict:
         """What the model is called with. tokens, positions: ``[B, N]`` int64."""

@@ -194,6 +194,7 @@ class GenerateCall:
             check_pad_token(self.model, pad_token)
         aligner = StreamAligner(streamer, len(prompts), pad_token) if streamer is not None else None
         engine, runtime = self.engine(), options.runtime
+        engine.target.check_lengths(max(map(len, prompts)) + new_tokens, len(prompts))
         grammars = Grammars.of(
             options.grammar, len(prompts), config.num_return_sequences or 1, self.tokenizer,
             engine.target.vocab_size, stop_tokens, runtime,

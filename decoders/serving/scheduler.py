@@ -220,6 +220,7 @@ class Scheduler:
                 f"{len(call.request.prompts[0])} prompt tokens plus {call.request.new_tokens} new ones exceed the {self.slots} "
                 "slots of a row: ask for fewer tokens, or give the Scheduler more slots="
             )
+        call.engine.target.check_lengths(tokens, self.rows)
         return call
 
     @contextmanager

@@ -128,9 +128,38 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             sliding_window=WINDOW,
             layer_types=_SLIDING_FULL,
         ),
+        # The last layers read the keys and values of those before them.
+        "gemma4": _decoder(
+            "gemma4_text",
+            embedding=0.03,
+            head_dim=8,
+            global_head_dim=8,
+            num_hidden_layers=4,
+            sliding_window=WINDOW,
+            layer_types=_SLIDING_FULL * 2,
+            num_kv_shared_layers=2,
+            vocab_size_per_layer_input=VOCAB,
+            hidden_size_per_layer_input=8,
+        ),
         "phi": _decoder("phi"),
         "phi3": _decoder("phi3", sliding_window=WINDOW),
         "gpt2": _gpt("gpt2", embedding=0.1),
+        # Its attention keeps masks of its own, with the window in every second one.
+        "gpt_neo": Architecture(
+            "gpt_neo",
+            MappingProxyType(
+                dict(
+                    hidden_size=32,
+                    intermediate_size=48,
+                    num_layers=2,
+                    num_heads=4,
+                    attention_types=[[["global", "local"], 1]],
+                    window_size=WINDOW,
+                    max_position_embeddings=512,
+                )
+            ),
+            embedding=0.1,
+        ),
         "gptj": _gpt("gptj", rotary_dim=4),
         "codegen": _gpt("codegen", rotary_dim=4),
         "gpt_neox": Architecture("gpt_neox", MappingProxyType(_NO_GQA)),

@@ -15,6 +15,7 @@ import decoders
 from decoders.cli import app
 from decoders.engine import attention, self_check
 from decoders.engine.attention import LayerKind
+from decoders.engine.cache import SlotCache
 from decoders.engine.kernels import attention as kernel
 from decoders.engine.kernels.launch import interpreted
 from decoders.engine.target import Target, target_of
@@ -88,6 +89,33 @@ def test_a_branch_at_the_wrong_position_is_seen(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Target, "inputs", inputs)
     with pytest.raises(UnsupportedError, match="16 nodes"):
         Target(tiny_model("llama"))
+
+
+def test_keys_of_another_layer_are_seen_where_layers_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = SlotCache.update
+
+    def update(cache: SlotCache, keys: Any, values: Any, layer: int, *rest: Any, **more: Any) -> Any:
+        own = plain(cache, keys, values, layer, *rest, **more)
+        return (cache.buffers.keys[0][:, :, : cache.view], own[1]) if layer == 1 else own
+
+    monkeypatch.setattr(SlotCache, "update", update)
+    with pytest.raises(UnsupportedError, match="differ"):
+        Target(tiny_model("gemma4"))
+
+
+@pytest.mark.parametrize("fault", ["in the first pass", "in the check"])
+def test_a_design_that_raises_is_refused_in_one_sentence(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = decoders.enable(tiny_model("llama"))
+    plain = type(model.model.layers[0].mlp).forward
+
+    def forward(layer: Any, hidden: torch.Tensor) -> Any:
+        if hidden.shape[1] > (1 if fault == "in the check" else 0):
+            raise AssertionError
+        return plain(layer, hidden)
+
+    monkeypatch.setattr(type(model.model.layers[0].mlp), "forward", forward)
+    with pytest.raises(UnsupportedError, match=r"\(AssertionError\)\. Call generate without strategy="):
+        model.generate(torch.arange(5, 9)[None], strategy="prompt_lookup", max_new_tokens=4)
 
 
 def test_windows_are_as_long_as_before_when_the_check_is_over() -> None:

@@ -1,0 +1,98 @@
+"""Attention that keeps a causal mask of its own: a buffer, of which it cuts the part of a pass by the number of its keys.
+
+Its keys are a view of the cache here, whose length says nothing of positions. The masks of the loop say all that such a buffer does,
+so a private module tree sees everything by its buffers, and windows become kinds of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .attention import LayerKind
+
+#: Views of the cache are longer than any text by a block and by rounding.
+MARGIN = 2048
+OWN_KIND = "decoders_own_kind"
+
+
+def take_over(model: nn.Module, kinds: tuple[LayerKind, ...]) -> tuple[LayerKind, ...]:
+    """Opens the masks of a private tree, and gives `kinds` with what they said: each of these layers picks its own."""
+    masks = _masks(model)
+    for mask in masks:
+        kind = LayerKind(mask.window if mask.window < mask.length else None)
+        kinds = tuple(dict.fromkeys((*kinds, kind)))
+        setattr(mask.module, OWN_KIND, kinds.index(kind))
+        length = 2 * mask.length + MARGIN
+        mask.exchange(mask.buffer.new_ones(()).expand(*mask.buffer.shape[:-2], length, length))
+    if len(kinds) > 1:
+        for mask in masks:
+            mask.module.register_forward_pre_hook(_pick, with_kwargs=True)
+    return kinds
+
+
+@contextmanager
+def within(model: nn.Module, reach: int, length: int) -> Iterator[None]:
+    """The masks of a private tree look back no further than `reach` inside, where texts have up to `length` tokens."""
+    longer = [mask for mask in _masks(model) if reach < mask.window < mask.length]
+    try:
+        for mask in longer:
+            part = mask.buffer[..., :length, :length]
+            mask.exchange(part & ~part.new_ones(part.shape).tril(-reach))
+        yield
+    finally:
+        for mask in longer:
+            mask.exchange(mask.buffer)
+
+
+@dataclass(frozen=True)
+class _Mask:
+    """A causal mask that a module keeps.
+
+    Attributes:
+        window: how many positions each token looks back, itself included.
+    """
+
+    module: nn.Module
+    name: str
+    buffer: Tensor
+    window: int
+
+    @property
+    def length(self) -> int:
+        return self.buffer.shape[-1]
+
+    def exchange(self, mask: Tensor) -> None:
+        self.module.register_buffer(self.name, mask, persistent=False)
+
+
+def _masks(model: nn.Module) -> list[_Mask]:
+    return [
+        _Mask(module, name, buffer, window)
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if (window := _window(buffer)) is not None
+    ]
+
+
+def _window(buffer: Tensor) -> int | None:
+    """The window of a causal mask ``[…, T, T]``, T if it has none; None if it is no such mask."""
+    if buffer.dtype != torch.bool or buffer.dim() < 2 or buffer.shape[-1] != buffer.shape[-2] or not buffer.numel():
+        return None
+    mask = buffer.reshape(-1, *buffer.shape[-2:])[0]
+    if not mask[0, 0] or len(mask) == 1 or mask[0, 1:].any():
+        return None
+    window = int(mask[-1].sum())
+    banded = mask[-1, len(mask) - window :].all() and mask[:window, 0].all() and not mask[window:, 0].any()
+    return window if banded else None
+
+
+def _pick(module: nn.Module, args: tuple, given: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Hands a layer the mask of its own kind, of those of all."""
+    mask, kind = given.get("attention_mask"), getattr(module, OWN_KIND)
+    return args, given if mask is None else given | {"attention_mask": mask[:, kind : kind + 1]}

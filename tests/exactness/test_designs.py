@@ -1,0 +1,46 @@
+"""Every causal design of transformers, tiny: it writes what transformers writes or is refused, as docs/reference/models.md says."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture(scope="module")
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate_models", DOCS / "generate_models.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("design", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+def test_a_design_writes_the_same_text_or_is_refused(design: str, generator: ModuleType) -> None:
+    outcome = generator.outcome(design)
+    assert outcome.verdict in ("equal", "refused", "untried"), outcome.why
+    page = generator.PAGE.read_text(encoding="utf-8")
+    if f"transformers {transformers.__version__}:" in page:
+        assert generator.verdict_in(page, design) == outcome.verdict, "run python docs/generate_models.py"
+
+
+def test_verdicts_are_read_from_the_page(generator: ModuleType) -> None:
+    outcomes = {"one": generator.Outcome("equal"), "other": generator.Outcome("refused", "it has a <b> | c")}
+    page = generator.page(outcomes)
+    assert [generator.verdict_in(page, name) for name in ("one", "other", "third")] == ["equal", "refused", None]
+    assert "| `other` | it has a &lt;b> \\| c |" in page
+
+
+def test_no_design_differs_or_raises(generator: ModuleType) -> None:
+    page = generator.PAGE.read_text(encoding="utf-8")
+    assert generator.TITLES["differs"] not in page and generator.TITLES["raises"] not in page
