@@ -109,7 +109,7 @@ class Scheduler:
 
     def submit(
         self, prompt: str | list[int] | Tensor, *, priority: int = 0, deadline: float | None = None, wait: bool = False,
-        top_logprobs: int | None = None, **arguments: Any,
+        top_logprobs: int | None = None, cache_salt: str = "", **arguments: Any,
     ) -> Generation:  # fmt: skip
         """Puts a request in the queue.
 
@@ -120,6 +120,8 @@ class Scheduler:
             wait: whether to wait for room in a full queue.
             top_logprobs: note the log probability of every token and of that many likeliest ones, in
                 :attr:`Generation.logprobs`; 0 or more.
+            cache_salt: requests with another one share nothing that tells of their texts: neither keys and values of prompts that
+                begin alike, nor what strategies learn from texts.
             arguments: as of ``generate``.
 
         Raises:
@@ -137,8 +139,8 @@ class Scheduler:
             tokenizer = arguments.get("tokenizer") or self._generate.tokenizer
             ids = prompt_ids(prompt, tokenizer).to(self._generate.model.device)
             call = self._prepared(ids, own_arguments(arguments))
-            if top_logprobs is not None:
-                call = replace(call, request=replace(call.request, top_logprobs=top_logprobs))
+            own = replace(call.request, top_logprobs=top_logprobs, salts=(cache_salt,))
+            call = replace(call, request=own)
             text_of = tokenizer if isinstance(prompt, str) else None
             generation = Generation(call, text_of, priority, deadline, self._cancel)
             release_threads()  # loading, packing, other calls: from here on the scheduler's thread decodes
