@@ -311,6 +311,8 @@ def parsed(kind: type[B], content: bytes) -> B:
     except ValidationError as error:
         every = error.errors(include_url=False, include_context=False)
         raise _explained(kind, _most_telling([dict(each) for each in every]), error.error_count()) from error
+    except OverflowError as error:  # pydantic before 2.12, of a whole number that no float comes near
+        raise Refusal(400, "a number in the body is out of range", code="invalid_value") from error
 
 
 def _most_telling(every: list[dict[str, Any]]) -> dict[str, Any]:
