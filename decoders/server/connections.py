@@ -118,6 +118,9 @@ class _Bounded:
         if self.cycle is not None and not (self.cycle.response_complete or self.cycle.more_body):
             self._wait()  # an earlier request is still being answered, and the next one may have to wait for that
             return
+        if self._phase() is None:  # nothing has come at all
+            self.transport.close()
+            return
         self._end(b"408 Request Timeout", f"the request did not arrive within {self.seconds:g} seconds")
 
     def _end(self, status: bytes, message: str) -> None:

@@ -103,7 +103,11 @@ class Scheduler:
         self._error: BaseException | None = None  # what has ended it, outside of any request
         self.steps = 0
         release_threads()
-        self._thread = threading.Thread(target=_work, args=(weakref.ref(self),), name="decoders-scheduler", daemon=True)
+        # Not asked of the thread: where Ctrl-C interrupts Thread.join, Python before 3.13 takes a thread that runs for one that has ended.
+        self._ended = threading.Event()
+        self._thread = threading.Thread(
+            target=_work, args=(weakref.ref(self), self._ended), name="decoders-scheduler", daemon=True
+        )
         self._thread.start()
         _open.add(self)
 
@@ -139,8 +143,7 @@ class Scheduler:
             tokenizer = arguments.get("tokenizer") or self._generate.tokenizer
             ids = prompt_ids(prompt, tokenizer).to(self._generate.model.device)
             call = self._prepared(ids, own_arguments(arguments))
-            own = replace(call.request, top_logprobs=top_logprobs, salts=(cache_salt,))
-            call = replace(call, request=own)
+            call = replace(call, request=replace(call.request, top_logprobs=top_logprobs, salts=(cache_salt,)))
             text_of = tokenizer if isinstance(prompt, str) else None
             generation = Generation(call, text_of, priority, deadline, self._cancel)
             release_threads()  # loading, packing, other calls: from here on the scheduler's thread decodes
@@ -165,7 +168,7 @@ class Scheduler:
                     generation.cancelled = True
             self._changed.notify_all()
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._ended.wait()
         _open.discard(self)
 
     def __enter__(self) -> Scheduler:
@@ -177,7 +180,7 @@ class Scheduler:
     @property
     def alive(self) -> bool:
         """Whether its thread runs: not after :meth:`close`, nor where an error outside of any request has ended it."""
-        return self._thread.is_alive()
+        return not self._ended.is_set()
 
     @property
     def waiting(self) -> int:
@@ -255,6 +258,8 @@ class Scheduler:
         """In a forked child, where its thread does not exist and its lock may be held by one of the parent's."""
         self._changed = threading.Condition()
         self._closing = self._forked = True
+        self._ended = threading.Event()
+        self._ended.set()
         left = self._all()
         self._waiting, self._admitting, self._lanes = [], None, Lanes(self.rows, self.longest_pause)
         for generation in left:
@@ -341,8 +346,15 @@ class Scheduler:
             generation._end(copied(error) if error else CancelledError("the scheduler was closed"))
 
 
-def _work(reference: weakref.ref[Scheduler]) -> None:
+def _work(reference: weakref.ref[Scheduler], ended: threading.Event) -> None:
     """The thread. It holds the scheduler while there is something to do, so that a forgotten one can go."""
+    try:
+        _decode(reference)
+    finally:
+        ended.set()
+
+
+def _decode(reference: weakref.ref[Scheduler]) -> None:
     try:
         while (scheduler := reference()) is not None and scheduler._idle(0.5):
             if scheduler._waiting or scheduler._lanes.used:

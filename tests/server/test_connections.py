@@ -91,7 +91,7 @@ def test_a_head_of_usual_size_is_read(served: Any, service_of: Any, parser: str)
 def test_a_request_that_does_not_arrive_is_given_up(served: Any, service_of: Any, parser: str, content: bytes) -> None:
     with served(service_of(read=0.3)) as client, connected(client) as connection:
         sent(connection, content)
-        assert answer(connection)[:12] == b"HTTP/1.1 408"
+        assert answer(connection)[:12] == (b"HTTP/1.1 408" if content else b"")
 
 
 def test_a_request_that_is_answered_for_long_is_not_given_up(
