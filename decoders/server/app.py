@@ -171,16 +171,18 @@ async def _prepared(
             answer.job.cancel()
 
     working = asyncio.ensure_future(_in_thread(service, pool, unless_given_up))
-    watch = asyncio.ensure_future(gone(receive))
+    watch, ending = asyncio.ensure_future(gone(receive)), asyncio.ensure_future(service.ending.wait())
+    left = max(arrival.left(seconds), 0)
     try:
-        await asyncio.wait({working, watch}, timeout=max(arrival.left(seconds), 0), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, watch, ending}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
         if watch.done():
             raise Refusal(499, "the client closed the connection", code="client_gone")
-        raise arrival.late(seconds)
+        raise service.shutting_down() if ending.done() else arrival.late(seconds)
     finally:
         watch.cancel()
+        ending.cancel()
         if not working.done():
             arrival.gone = True
             todo.clear()  # its turn may come late: until then it holds no body

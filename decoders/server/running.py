@@ -58,4 +58,4 @@ class Server(uvicorn.Server):
 
     async def _end(self) -> None:
         await asyncio.sleep(self.grace)
-        self.service.pool.cancel()
+        self.service.cancel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import secrets
 import time
@@ -53,6 +54,7 @@ class Service:
 
     Attributes:
         draining: whether no more requests are taken.
+        ending: set once those that were taken are ended, too.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Service:
         release_threads()  # of the thread that has loaded the model, which decodes nothing
         self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="decoders-prepare")
         self.compiling = ThreadPoolExecutor(COMPILING_THREADS, thread_name_prefix="decoders-compile")
+        self.ending = asyncio.Event()
         self._compiles = 0
         self.created, self.draining = int(time.time()), False
 
@@ -230,6 +233,11 @@ class Service:
     def retry_after(self) -> int:
         """Seconds until the queue has moved on, about."""
         return min(max(round(self.metrics.seconds * self.pool.waiting / self.limits.rows), 1), 60)
+
+    def cancel(self) -> None:
+        """Ends what is decoded and what is being prepared. For the event loop."""
+        self.ending.set()
+        self.pool.cancel()
 
     def close(self) -> None:
         """Cancels what is left and frees everything."""

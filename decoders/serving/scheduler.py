@@ -103,7 +103,7 @@ class Scheduler:
         self._error: BaseException | None = None  # what has ended it, outside of any request
         self.steps = 0
         release_threads()
-        # Not asked of the thread: where Ctrl-C interrupts Thread.join, Python before 3.13 takes a thread that runs for one that has ended.
+        # Not asked of the thread: where Ctrl-C interrupts Thread.join, Python before 3.13 believes that it has ended.
         self._ended = threading.Event()
         self._thread = threading.Thread(
             target=_work, args=(weakref.ref(self), self._ended), name="decoders-scheduler", daemon=True
