@@ -26,7 +26,7 @@ from ..engine.ranks import Ranks
 from ..errors import CancelledError, ContextLengthError, QueueFull, UnsupportedError
 from ..generate import PreparedCall, check_arguments, enabled
 from ..strategy import Strategy
-from .arguments import check_count, check_pause, check_turn, own_arguments, prompt_ids
+from .arguments import check_count, check_pause, check_salt, check_turn, own_arguments, prompt_ids
 from .generation import Generation
 from .lanes import Lanes, copied, is_over, reason
 
@@ -134,6 +134,7 @@ class Scheduler:
             SettingsError, InputError: a value of the wrong kind. Whatever ``generate`` raises for the arguments.
         """
         check_turn(priority, deadline)
+        check_salt(cache_salt)
         if top_logprobs is not None:
             check_count("top_logprobs", top_logprobs, least=0)
         self._check_open()
