@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from contextlib import suppress
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
     from ..server.limits import Limits
 
 
+#: Keys, where they are not given as ``--api-key``.
+VARIABLE = "DECODERS_API_KEY"
+
+
 class ServerExtraError(DecodersError, ImportError):
     """What the server stands on is not installed."""
 
@@ -27,8 +32,10 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is every one.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
     api_key: Annotated[
-        str | None,
-        typer.Option(envvar="DECODERS_API_KEY", show_envvar=True, help="Key that clients must send."),
+        list[str] | None,
+        typer.Option(
+            envvar=VARIABLE, show_envvar=True, help="Key that clients must send; repeatable, in the variable with blanks between them."
+        ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="What clients call the model; by default the last part of MODEL.")] = None,
     strategy: Annotated[
@@ -50,7 +57,25 @@ def serve(
     rows: Annotated[int, typer.Option(min=1, help="Requests that are decoded at a time, per strategy.")] = 8,
     slots: Annotated[int, typer.Option(min=2, help="Most tokens of a row, prompt and new ones.")] = 4096,
     queue: Annotated[int, typer.Option(min=1, help="Requests that wait, per strategy; one more gets 429.")] = 64,
-    strategies: Annotated[int, typer.Option(min=1, help="Strategies that have a scheduler at a time.")] = 4,
+    strategies: Annotated[int, typer.Option(min=1, help="Strategies beside --strategy that have a scheduler at a time.")] = 4,
+    client_settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            show_default="bounded",
+            help="What clients may set of strategies: bounded (all that has few values), none, STRATEGY.SETTING or "
+            "STRATEGY.SETTING=LEAST..MOST; repeatable.",
+        ),
+    ] = None,
+    sharing: Annotated[
+        bool,
+        typer.Option(
+            "--sharing/--no-sharing", help="Let requests with the same key and cache_salt use prefixes and drafts that others left."
+        ),
+    ] = True,
+    connections: Annotated[int, typer.Option(min=1, help="Connections at a time; one more gets 503.")] = 512,
+    read_timeout: Annotated[
+        float, typer.Option(min=0.001, help="Seconds in which a request's head has to arrive, and then its body.")
+    ] = 20.0,
     max_body: Annotated[int, typer.Option(min=1, help="Most bytes of a body.")] = 1 << 20,
     max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a prompt.")] = 3072,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most new tokens of a text.")] = 1024,
@@ -66,22 +91,24 @@ def serve(
     from ..settings import parse_assignments
 
     check_installed()
-    if api_key is not None and not api_key.strip():
-        raise SettingsError("the API key is empty: leave it out, or give one")
+    keys = _keys(api_key)
     if log_level not in ("critical", "error", "warning", "info", "debug"):
         raise SettingsError(f"--log-level must be critical, error, warning, info or debug, not {log_level!r}")
 
+    from ..server.client_settings import ClientSettings
     from ..server.limits import LOOPBACK, Limits, hosts_of
     from ..server.prompts import read_template
 
     limits = Limits(
         body=max_body, prompt_tokens=max_prompt_tokens, new_tokens=max_tokens, choices=max_choices, deadline=deadline, rows=rows,
-        slots=slots, queue=queue, schedulers=strategies,
+        slots=slots, queue=queue, schedulers=strategies, connections=connections, read=read_timeout, sharing=sharing,
+        client_settings=tuple(client_settings or ("bounded",)),
     )  # fmt: skip
+    ClientSettings(limits.client_settings)  # says what is wrong before a model is loaded
     config = parse_assignments(settings or [])
     template = read_template(chat_template) if chat_template is not None else None
     console = plain_console(stderr=True)
-    if host not in LOOPBACK and api_key is None:
+    if host not in LOOPBACK and not keys:
         console.print(
             f"warning: anybody who reaches {host} can use this server; --api-key asks for a key", style="yellow"
         )
@@ -95,8 +122,7 @@ def serve(
     from ..server.running import Server
 
     server = Server(
-        make_app(service, api_key.strip() if api_key else None, hosts_of(host, allow_host or [])), service, host=host, port=port,
-        grace=grace, log_level=log_level,
+        make_app(service, keys, hosts_of(host, allow_host or [])), service, host=host, port=port, grace=grace, log_level=log_level,
     )  # fmt: skip
     set_aside()
     _announce(server, service.name, console)
@@ -104,6 +130,20 @@ def serve(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with suppress(KeyboardInterrupt):
         server.run()
+
+
+def _keys(given: list[str] | None) -> list[str]:
+    """The keys of which clients have to send one.
+
+    Raises:
+        SettingsError: one is empty. A variable that is there and empty is most likely meant to hold one.
+    """
+    if not given and VARIABLE in os.environ:
+        raise SettingsError(f"{VARIABLE} is there and holds no key: unset it, or give one")
+    keys = [key.strip() for key in given or []]
+    if not all(keys):
+        raise SettingsError("the API key is empty: leave it out, or give one")
+    return keys
 
 
 def check_installed() -> None:

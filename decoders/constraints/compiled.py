@@ -17,8 +17,9 @@ from .vocabulary import Vocabulary
 if TYPE_CHECKING:
     from .specs import Spec
 
-#: Most grammars kept in memory, the longest unused given up first. Tables take up to 4 MB each.
+#: Most grammars kept in memory, and most bytes of them, the longest unused given up first.
 KEPT = 64
+KEPT_BYTES = 128 << 20
 
 Source = Literal["compiled", "memory", "disk"]
 
@@ -85,6 +86,7 @@ class Cache:
                 entry.grammar.set_exception(error)
                 raise
             entry.grammar.set_result(grammar)
+            self._bound(entry)
         grammar = entry.grammar.result()
         if folder is not None and folder not in entry.folders:
             entry.folders.add(folder)
@@ -93,6 +95,18 @@ class Cache:
                 stored.write(grammar, path)
         return Compilation(grammar, time.perf_counter() - begin, source)
 
+    def _bound(self, newest: _Entry) -> None:
+        """Gives up the longest unused as long as there are too many bytes; never `newest`, nor what is being compiled."""
+        with self._lock:
+            there = {key: entry for key, entry in self._entries.items() if entry.nbytes}
+            size = sum(entry.nbytes for entry in there.values())
+            for key, entry in there.items():
+                if size <= KEPT_BYTES:
+                    break
+                if entry is not newest:
+                    size -= entry.nbytes
+                    del self._entries[key]
+
 
 @dataclass
 class _Entry:
@@ -100,6 +114,12 @@ class _Entry:
 
     grammar: Future[CompiledGrammar] = field(default_factory=Future)
     folders: set[Path] = field(default_factory=set)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the grammar, once it is there."""
+        there = self.grammar.done() and self.grammar.exception() is None
+        return self.grammar.result().nbytes if there else 0
 
 
 def _made(

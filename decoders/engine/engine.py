@@ -41,10 +41,11 @@ from .weights.twin import WeightState
 
 #: Compiled functions of strategies that an engine keeps.
 KEPT_FUNCTIONS = 64
-#: What strategies, with their settings, keep between calls: so many entries.
+#: What strategies, with their settings, keep between calls: so many entries, and so many bytes where they tell theirs.
 KEPT_MEMORIES = 16
+KEPT_MEMORY_BYTES = 256 << 20
 
-#: What a memory is kept under: the strategy's class, the strategy with its settings, and the name that it gave.
+#: What a memory is kept under: the strategy's class, the strategy with its settings, and the name that it gave, with the salt if any.
 MemoryKey = tuple[str, str, str]
 
 
@@ -176,8 +177,9 @@ class Engine:
             self.sessions.forget_recordings()  # they read and write the memories that were there
 
     def _bound_memories(self) -> None:
-        while len(self._memories) > KEPT_MEMORIES:  # the least recently used goes
-            del self._memories[next(iter(self._memories))]
+        sizes = [getattr(kept, "nbytes", 0) for kept in self._memories.values()]
+        while len(sizes) > KEPT_MEMORIES or (len(sizes) > 1 and sum(sizes) > KEPT_MEMORY_BYTES):
+            del self._memories[next(iter(self._memories))], sizes[0]  # the least recently used goes
 
     def _forget_compiled(self) -> None:
         self.forward_pass.forget()
@@ -238,10 +240,14 @@ class Engine:
         """How many functions of strategies have been compiled beside decoding, each kind of arguments counted."""
         return sum(len(tiered.ready) for tiered in self._functions.values())
 
-    def memory(self, strategy: Strategy, name: str, factory: Callable[[], Any]) -> Any:
-        """What `strategy` keeps between calls under `name`; see :attr:`decoders.strategy.Context.memory`."""
+    def memory(self, strategy: Strategy, name: str, factory: Callable[[], Any], salt: str = "") -> Any:
+        """What `strategy` keeps between calls under `name`; see :attr:`decoders.strategy.Context.memory`.
+
+        Args:
+            salt: calls with another one have another memory.
+        """
         cls = type(strategy)
-        key = f"{cls.__module__}.{cls.__qualname__}", repr(strategy), name
+        key = f"{cls.__module__}.{cls.__qualname__}", repr(strategy), f"{name} of {salt}" if salt else name
         kept = self._memories.pop(key) if key in self._memories else factory()
         self._memories[key] = kept
         self._bound_memories()

@@ -17,20 +17,22 @@ class KeptText:
     Attributes:
         tokens: 1-D int64, on the CPU.
         whole: whether it can only be continued behind its end: a recurrent state stands there, which cannot be cut back.
+        salt: prompts with another one share nothing with it.
     """
 
     tokens: Tensor
     whole: bool = False
+    salt: str = ""
 
     @cached_property
-    def key(self) -> bytes:
-        """The tokens as bytes, which Python orders much faster than tensors."""
-        return self.tokens.numpy().tobytes()
+    def key(self) -> tuple[str, bytes]:
+        """The salt, and the tokens as bytes, which Python orders much faster than tensors."""
+        return self.salt, self.tokens.numpy().tobytes()
 
-    def shared_with(self, prompt: Tensor) -> int:
+    def shared_with(self, prompt: Tensor, salt: str = "") -> int:
         """How many tokens `prompt` (1-D int64, on the CPU) begins with that this text begins with, too, as far as they are of use."""
         n = min(len(self.tokens), len(prompt))
-        if not n or (self.whole and len(self.tokens) >= len(prompt)):
+        if not n or salt != self.salt or (self.whole and len(self.tokens) >= len(prompt)):
             return 0
         differing = (self.tokens[:n] != prompt[:n]).nonzero()
         if len(differing):
@@ -54,14 +56,14 @@ class PrefixIndex:
         self._keys = [texts[place].key for place in self._order]
         self._any_whole = any(text.whole for text in texts)
 
-    def longest(self, prompt: Tensor) -> tuple[int, int]:
+    def longest(self, prompt: Tensor, salt: str = "") -> tuple[int, int]:
         """How many tokens are shared, and the place of the text in the list; ``(0, 0)`` where there is none.
 
         Args:
             prompt: 1-D int64, on the CPU.
         """
-        index = bisect_left(self._keys, KeptText(prompt).key)
+        index = bisect_left(self._keys, KeptText(prompt, salt=salt).key)
         beside = self._order[max(index - 1, 0) : index + 1]
         if self._any_whole:  # the one that can be continued may stand further away
             beside = self._order
-        return max(((self.texts[place].shared_with(prompt), place) for place in beside), default=(0, 0))
+        return max(((self.texts[place].shared_with(prompt, salt), place) for place in beside), default=(0, 0))

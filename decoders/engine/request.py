@@ -58,6 +58,8 @@ class Request:
         resolve: makes a strategy from a registry name and settings.
         observers: are told how it goes.
         cost_folder: keeps measured costs between processes; None keeps them in memory.
+        salts: one per row: rows use one another's keys and values, and what strategies keep between calls, only where these are
+            equal; nothing is "" for all.
     """
 
     strategy: Strategy
@@ -87,6 +89,16 @@ class Request:
     resolve: Callable[..., Strategy] | None = None
     observers: tuple[Observer, ...] = ()
     cost_folder: Path | None = None
+    salts: tuple[str, ...] = ()
+
+    def salt_of(self, row: int) -> str:
+        """The salt of a row."""
+        return self.salts[row] if self.salts else ""
+
+    @property
+    def memory_salt(self) -> str:
+        """That of what the strategy keeps between calls. Rows of different salts share one that learns nothing from their texts."""
+        return "" if self.strategy.rows_apart else self.salt_of(0)
 
 
 @dataclass

@@ -107,7 +107,8 @@ class CallResources:
 
     def _memory_of(self, key: str, factory: Callable[[], Any], of: Strategy | None = None) -> Any:
         """See :attr:`Context.memory`."""
-        return self.call.engine.memory(of or self.call.request.strategy, key, factory)
+        request = self.call.request
+        return self.call.engine.memory(of or request.strategy, key, factory, request.memory_salt)
 
     def _costs(self, measure: bool = False) -> StepCosts | None:
         """See :attr:`Context.costs`."""

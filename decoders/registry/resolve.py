@@ -56,6 +56,11 @@ def resolve_strategy(
             raise SettingsError(
                 f"strategy_config of {chosen!r} is keyed by strategy: {', '.join(own)}; not {unknown[0]!r}"
             )
+        for name, value in (given or {}).items():
+            if not isinstance(value, Mapping | None):
+                raise SettingsError(
+                    f"strategy_config of {chosen!r}: {name!r} must be a dict of settings, not {value!r}"
+                )
     parts = [c(_settings_of(c, (call or {}).get(c.name), (configured or {}).get(c.name))) for c in classes]
     return Merged(
         parts,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import functools
 import hashlib
 import re
 from collections.abc import AsyncIterator, Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from importlib import resources
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -20,23 +22,23 @@ from ..errors import suggest
 from ..registry.registry import registry
 from . import chat, completions
 from .answers import Answer
+from .arrivals import CLIENT, Arrival
 from .bodies import Body, ChatBody, CompletionBody, parsed
-from .limits import App, Gate, Scope
+from .limits import App, Gate, Receive, Scope
 from .refusals import Refusal
 from .service import Service
-from .streaming import EventStream, settled
+from .streaming import EventStream, gone, settled
 
 B = TypeVar("B", bound=Body)
 _READ = ["GET", "HEAD"]
 _ROUTES = ("/", "/health", "/metrics", "/v1/chat/completions", "/v1/completions", "/v1/models")
 
 
-def make_app(service: Service, key: str | None = None, hosts: Collection[str] | None = None) -> App:
+def make_app(service: Service, keys: Collection[str] = (), hosts: Collection[str] | None = None) -> App:
     """The application around `service`, which is closed with it.
 
     Args:
-        key: that clients have to give; None: none.
-        hosts: see :class:`~decoders.server.limits.Gate`.
+        keys, hosts: see :class:`~decoders.server.limits.Gate`.
     """
 
     @asynccontextmanager
@@ -64,7 +66,7 @@ def make_app(service: Service, key: str | None = None, hosts: Collection[str] | 
 
     @app.api_route("/metrics", methods=_READ)
     async def metrics() -> Response:
-        content = await _in_thread(service, service.metrics.text)
+        content = service.metrics.text()  # some hundred lines, whatever else there is to do
         return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.api_route("/v1/models", methods=_READ)
@@ -99,22 +101,25 @@ def make_app(service: Service, key: str | None = None, hosts: Collection[str] | 
     def refused(scope: Scope, error: Refusal) -> None:
         service.refused(_endpoint(scope["path"]), error)
 
-    return Gate(app, key, hosts, service.limits.body, refused)
+    return Gate(app, keys, hosts, service.limits.body, refused)
 
 
 async def _answered(
-    service: Service, request: Request, kind: type[B], start: Callable[[Service, B], Answer]
+    service: Service, request: Request, kind: type[B], start: Callable[[Service, B, Arrival], Answer]
 ) -> Response:
     """Reads a body, submits what it asks for, and answers when it is written, or while it is."""
-    endpoint = _endpoint(request.url.path)
+    endpoint, arrival = _endpoint(request.url.path), Arrival(request.scope.get(CLIENT, ""))
 
-    def begin(content: bytes) -> Answer:
-        body = parsed(kind, content)
-        service.check(body)
+    def submit(body: B) -> Answer:
         try:
-            return start(service, body)
+            return start(service, body, arrival)
         except RecursionError as error:
             raise Refusal(400, "something in the body is nested too deeply", code="invalid_value") from error
+
+    def begin(content: bytes) -> B | Answer:
+        body = parsed(kind, content)
+        service.check(body)
+        return body if body.constrained else submit(body)
 
     def told(error: BaseException | None) -> Refusal | None:
         if error is not None:
@@ -122,12 +127,21 @@ async def _answered(
         service.metrics.requests.labels(endpoint, "completed").inc()
         return None
 
+    async def prepared(pool: ThreadPoolExecutor, seconds: float, work: Callable[[], Any]) -> Any:
+        return await _prepared(service, pool, arrival, seconds, request.receive, work)
+
     try:
-        answer = await _in_thread(service, begin, await request.body())
+        content = await request.body()
+        begun: Any = await prepared(service.threads, service.seconds(), lambda: begin(content))
+        if isinstance(begun, Body):
+            with service.compiles():
+                work = functools.partial(submit, cast(B, begun))
+                begun = await prepared(service.compiling, service.seconds(begun), work)
+        answer: Answer = begun
         if answer.body.stream:
             return EventStream(answer, told)
         await settled(answer, request.receive)
-        response = JSONResponse(await _in_thread(service, answer.whole))
+        response = JSONResponse(await _in_thread(service, service.threads, answer.whole))
     except ClientDisconnect:  # before the body was there
         return _refused(service.refused(endpoint, Refusal(499, "the client closed the connection", code="client_gone")))
     except Exception as error:
@@ -136,14 +150,53 @@ async def _answered(
     return response
 
 
-async def _in_thread(service: Service, function: Callable[..., Any], *arguments: Any) -> Any:
+async def _prepared(
+    service: Service, pool: ThreadPoolExecutor, arrival: Arrival, seconds: float, receive: Receive, work: Callable[[], Any]
+) -> Any:  # fmt: skip
+    """What `work` gives in one of the threads of `pool`, unless the client goes away or the `seconds` of the request are over first.
+
+    Raises:
+        Refusal: the client is gone. DeadlineError. What `work` raises.
+    """
+
+    todo = [work]
+
+    def unless_given_up() -> Any:
+        arrival.check(seconds)
+        return todo.pop()()
+
+    def dropped(late: asyncio.Future[Any]) -> None:
+        """Nobody waits for it any more."""
+        if not late.cancelled() and late.exception() is None and isinstance(answer := late.result(), Answer):
+            answer.job.cancel()
+
+    working = asyncio.ensure_future(_in_thread(service, pool, unless_given_up))
+    watch, ending = asyncio.ensure_future(gone(receive)), asyncio.ensure_future(service.ending.wait())
+    left = max(arrival.left(seconds), 0)
+    try:
+        await asyncio.wait({working, watch, ending}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        if watch.done():
+            raise Refusal(499, "the client closed the connection", code="client_gone")
+        raise service.shutting_down() if ending.done() else arrival.late(seconds)
+    finally:
+        watch.cancel()
+        ending.cancel()
+        if not working.done():
+            arrival.gone = True
+            todo.clear()  # its turn may come late: until then it holds no body
+            working.add_done_callback(dropped)
+
+
+async def _in_thread(service: Service, pool: ThreadPoolExecutor, function: Callable[..., Any], *arguments: Any) -> Any:
     """What `function` gives, called where it does not hold up the event loop."""
     try:
-        return await asyncio.get_running_loop().run_in_executor(service.threads, function, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
     except RuntimeError as error:
         if not service.draining:
             raise
-        raise Refusal(503, "the server is shutting down", code="shutting_down") from error
+        raise service.shutting_down() from error
 
 
 def _refused(error: Refusal) -> JSONResponse:

@@ -141,6 +141,7 @@ class Body(Part):
     strategy: str | None = Field(None, max_length=200)
     strategy_config: dict[str, Any] | None = None
     deadline: float | None = Field(None, gt=0)
+    cache_salt: str | None = Field(None, min_length=1, max_length=1000)
     drafted: bool = False
     # Taken and not used:
     user: str | None = None
@@ -176,6 +177,11 @@ class Body(Part):
     def tokens_field(self) -> str:
         """The field that says so."""
         return "max_tokens"
+
+    @property
+    def constrained(self) -> bool:
+        """Whether there is a grammar to be compiled, which may take a while."""
+        return self.response_format is not None and not isinstance(self.response_format, TextFormat)
 
     @property
     def listed(self) -> int | None:
@@ -283,6 +289,10 @@ class ChatBody(Body):
         return "max_completion_tokens" if self.max_completion_tokens is not None else "max_tokens"
 
     @property
+    def constrained(self) -> bool:
+        return bool(self.tools) or super().constrained
+
+    @property
     def listed(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
@@ -301,6 +311,8 @@ def parsed(kind: type[B], content: bytes) -> B:
     except ValidationError as error:
         every = error.errors(include_url=False, include_context=False)
         raise _explained(kind, _most_telling([dict(each) for each in every]), error.error_count()) from error
+    except OverflowError as error:  # pydantic before 2.12, of a whole number that no float comes near
+        raise Refusal(400, "a number in the body is out of range", code="invalid_value") from error
 
 
 def _most_telling(every: list[dict[str, Any]]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .answers import Answer, Growing, TextToken, joined
+from .arrivals import Arrival
 from .bodies import ChatBody
 from .formats import spec_of
 from .jobs import Choice, Job
@@ -15,7 +16,7 @@ from .texts import named
 from .tools import Calling
 
 
-def start(service: Service, body: ChatBody) -> Chat:
+def start(service: Service, body: ChatBody, arrival: Arrival) -> Chat:
     """Submits what is asked for.
 
     Raises:
@@ -29,7 +30,7 @@ def start(service: Service, body: ChatBody) -> Chat:
     if calling is not None and calling.required and calling.style.special:
         text += calling.style.prefix
     grammar = calling.spec if calling is not None else spec_of(body.response_format)
-    job = service.start("chatcmpl", body, [conversations.ids(text)], grammar, body.listed)
+    job = service.start("chatcmpl", body, [conversations.ids(text)], arrival, grammar, body.listed)
     return Chat(service, body, job, calling)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .answers import Answer, Growing, TextToken, joined
+from .arrivals import Arrival
 from .bodies import CompletionBody
 from .formats import spec_of
 from .jobs import Choice
@@ -17,7 +18,7 @@ from .texts import named
 DEFAULT_TOKENS = 16
 
 
-def start(service: Service, body: CompletionBody) -> Completion:
+def start(service: Service, body: CompletionBody, arrival: Arrival) -> Completion:
     """Submits what is asked for.
 
     Raises:
@@ -27,8 +28,9 @@ def start(service: Service, body: CompletionBody) -> Completion:
         raise Refusal(
             400, "echo beside logprobs is not supported: prompts have none", param="echo", code="invalid_value"
         )
+    service.check_count(body, len(body.prompts))  # before any of them costs anything
     prompts = [_ids(service, prompt) for prompt in body.prompts]
-    job = service.start("cmpl", body, prompts, spec_of(body.response_format), body.listed, DEFAULT_TOKENS)
+    job = service.start("cmpl", body, prompts, arrival, spec_of(body.response_format), body.listed, DEFAULT_TOKENS)
     return Completion(service, body, job)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
+from .arrivals import CLIENT, digest
 from .refusals import Refusal
 
 Scope = MutableMapping[str, Any]
@@ -23,7 +24,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may ask for.
+    """What one request may ask for, and what all of them may take.
 
     Attributes:
         body: bytes.
@@ -34,7 +35,13 @@ class Limits:
         rows: requests that are decoded at a time, per strategy.
         slots: tokens of a row, prompt and new ones.
         queue: requests that wait, per strategy.
-        schedulers: strategies at a time.
+        schedulers: strategies at a time, beside the default one.
+        constrained: requests with a grammar or tools that wait for their turn to be prepared.
+        connections: at a time.
+        read: seconds in which a request has to arrive, its head and then its body.
+        sharing: whether requests use what others with the same key and ``cache_salt`` have left: keys and values of prompts that
+            begin alike, and what strategies learn.
+        client_settings: of strategies that a request may set, see :class:`~decoders.server.client_settings.ClientSettings`.
     """
 
     body: int = 1 << 20
@@ -46,6 +53,11 @@ class Limits:
     slots: int = 4096
     queue: int = 64
     schedulers: int = 4
+    constrained: int = 16
+    connections: int = 512
+    read: float = 20.0
+    sharing: bool = True
+    client_settings: tuple[str, ...] = ("bounded",)
 
 
 class Gate:
@@ -53,7 +65,7 @@ class Gate:
 
     Args:
         app: who answers the others.
-        key: that clients have to give as ``Authorization: Bearer …``; None: none.
+        keys: of which clients have to give one as ``Authorization: Bearer …``; none: whoever comes is served.
         hosts: names that a client may call the server by; None: any. On a loopback address this keeps web pages out whose
             name was made to point here.
         body: most bytes.
@@ -61,10 +73,11 @@ class Gate:
     """
 
     def __init__(
-        self, app: App, key: str | None, hosts: Collection[str] | None, body: int, refused: Callable[[Scope, Refusal], None]
+        self, app: App, keys: Collection[str], hosts: Collection[str] | None, body: int,
+        refused: Callable[[Scope, Refusal], None],
     ) -> None:  # fmt: skip
         self.app, self.body, self.refused = app, body, refused
-        self.key = key.encode() if key is not None else None
+        self.keys = {key.encode(): digest(key) for key in keys}
         self.hosts = {host.lower() for host in hosts} if hosts is not None else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -102,18 +115,20 @@ class Gate:
         if self.hosts is not None and host not in self.hosts:
             known = ", ".join(sorted(self.hosts))
             return Refusal(403, f"unknown host {host!r}: this server is called {known}", code="unknown_host")
-        if self.key is not None and scope["path"] not in OPEN:
-            kind, _, key = headers.get(b"authorization", b"").partition(b" ")
-            if kind.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self.key):
-                missing = kind.lower() != b"bearer" or not key.strip()
-                wrong = "Authorization: Bearer KEY is missing" if missing else "the API key is wrong"
+        if self.keys and scope["path"] not in OPEN:
+            kind, _, given = headers.get(b"authorization", b"").partition(b" ")
+            given = given.strip() if kind.lower() == b"bearer" else b""
+            matching = [name for key, name in self.keys.items() if hmac.compare_digest(given, key)]  # all are compared
+            if not matching:
+                wrong = "the API key is wrong" if given else "Authorization: Bearer KEY is missing"
                 return Refusal(401, wrong, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+            scope[CLIENT] = matching[0]
         if scope["method"] == "POST":
             kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
             if kind != b"application/json":
                 return Refusal(415, "send Content-Type: application/json", code="unsupported_media_type")
             length = headers.get(b"content-length", b"0")
-            if length.isdigit() and int(length) > self.body:
+            if len(length) > 18 or (length.isdigit() and int(length) > self.body):
                 return self._too_large()
         return None
 

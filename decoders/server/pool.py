@@ -1,4 +1,4 @@
-"""Schedulers, one for each strategy that requests ask for: made on demand, a bounded number, the one that rested longest closed."""
+"""Schedulers: that of the default strategy, and one for each other that requests ask for, a bounded number, which make room."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 from ..plugins import resolve_strategy
 from ..serving.generation import Generation
 from ..serving.scheduler import Scheduler
+from .client_settings import ClientSettings, refuse_files
+from .memory import give_back
 from .refusals import Refusal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-#: Settings that name files or models. What a server loads is its operator's to say.
-OPERATORS = ("draft_model", "heads", "head", "table")
 
 
 @dataclass
@@ -25,9 +24,11 @@ class _Entry:
     """A scheduler and the requests that it has.
 
     Attributes:
+        key: of its strategy and settings.
         used: a count that grows with every request of the pool.
     """
 
+    key: str
     strategy: str
     scheduler: Scheduler
     outstanding: set[Generation] = field(default_factory=set)
@@ -41,18 +42,21 @@ class SchedulerPool:
     Args:
         model, tokenizer: of all of them.
         strategy, config: of requests that name none; the settings also hold for requests that name this strategy.
-        most: schedulers at a time.
+        most: schedulers at a time beside that of the default strategy, whose place nobody takes.
         assistant: draft model for strategies that take one.
         options: of every :class:`~decoders.Scheduler`.
+        client: what requests may say of settings.
     """
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, strategy: str, config: Mapping[str, Any], most: int,
-        assistant: PreTrainedModel | None, options: Mapping[str, Any],
+        assistant: PreTrainedModel | None, options: Mapping[str, Any], client: ClientSettings,
     ) -> None:  # fmt: skip
+        self.client = client
         self.model, self.tokenizer, self.most, self.assistant = model, tokenizer, most, assistant
         self.strategy, self.config, self.options = strategy, dict(config), dict(options)
         self.default = resolve_strategy(strategy, self.config).name
+        self._default_key = _key(self.default, self.config)
         self._lock = threading.Lock()
         self._entries: dict[str, _Entry] = {}
         self._closing: list[threading.Thread] = []
@@ -69,7 +73,7 @@ class SchedulerPool:
             arguments: of :meth:`decoders.Scheduler.submit`.
 
         Raises:
-            Refusal: all schedulers are busy with other strategies, or a setting is the operator's.
+            Refusal: all schedulers are busy with other strategies, or a setting is not for clients to set.
             Whatever :meth:`decoders.Scheduler.submit` raises.
         """
         entry = self._lease(strategy, config)
@@ -91,12 +95,16 @@ class SchedulerPool:
 
     def _lease(self, strategy: str | None, config: Mapping[str, Any] | None) -> _Entry:
         name, settings = self._resolved(strategy, config)
-        key = json.dumps([name, settings], sort_keys=True)
+        key = _key(name, settings)
         with self._lock:
             entry = self._entries.get(key)
+            if entry is not None and not entry.scheduler.alive:  # an error outside of any request has ended it
+                del self._entries[key]
+                entry = None
             if entry is None:
-                self._make_room()
-                entry = self._entries[key] = _Entry(name, self._scheduler(name, settings))
+                if key != self._default_key:
+                    self._make_room()
+                entry = self._entries[key] = _Entry(key, name, self._scheduler(name, settings))
             self._count += 1
             entry.used = self._count
             entry.leases += 1
@@ -106,31 +114,34 @@ class SchedulerPool:
         """Name and settings in force.
 
         Raises:
-            UnknownNameError, SettingsError, PluginError: there is no such strategy, or setting. Refusal: it is the operator's.
+            UnknownNameError, SettingsError, PluginError: there is no such strategy, or setting. Refusal: it is not for clients to set.
         """
         given = dict(config or {})
         if strategy is None and not given:
             return self.default, self.config
-        _refuse_operators(given, "strategy_config")
+        refuse_files(given)
         name = resolve_strategy(strategy or self.strategy).name
+        self.client.check(name, given)
         settings = {**self.config, **given} if name == self.default else given
         resolve_strategy(strategy or self.strategy, settings)
         return name, settings
 
     def _make_room(self) -> None:
-        """Closes the scheduler that has rested longest, if there are as many as there may be."""
-        if len(self._entries) < self.most:
+        """Closes the scheduler that has rested longest, if there are as many as there may be; never the default strategy's."""
+        others = [each for each in self._entries.values() if each.key != self._default_key]
+        self._closing = [each for each in self._closing if each.is_alive()]
+        if len(others) < self.most:
             return
-        resting = [(key, each) for key, each in self._entries.items() if not (each.outstanding or each.leases)]
-        if not resting:
-            busy = ", ".join(sorted({each.strategy for each in self._entries.values()}))
-            message = f"{len(self._entries)} strategies are busy, which is all that run at a time: {busy}. Try again later, or take one"
+        resting = [each for each in others if not (each.outstanding or each.leases)]
+        if not resting or len(self._closing) >= self.most:  # what is being closed still has its memory
+            busy = ", ".join(sorted({each.strategy for each in others}))
+            message = f"{self.most} strategies beside {self.default} are busy, which is all that run at a time: {busy}. Try again later"
             raise Refusal(429, message, param="strategy", code="strategies_busy", headers={"Retry-After": "2"})
-        key, entry = min(resting, key=lambda pair: pair[1].used)
-        del self._entries[key]
-        thread = threading.Thread(target=entry.scheduler.close, name="decoders-closing", daemon=True)
+        entry = min(resting, key=lambda each: each.used)
+        del self._entries[entry.key]
+        thread = threading.Thread(target=_closed, args=(entry.scheduler,), name="decoders-closing", daemon=True)
         thread.start()
-        self._closing = [*(each for each in self._closing if each.is_alive()), thread]
+        self._closing.append(thread)
 
     def _scheduler(self, name: str, settings: dict[str, Any]) -> Scheduler:
         strategy = resolve_strategy(name, settings)
@@ -180,17 +191,11 @@ class SchedulerPool:
             thread.join()
 
 
-def _refuse_operators(config: Any, place: str) -> None:
-    """Raises for settings that name files or models, at any depth."""
-    if isinstance(config, Mapping):
-        for key, value in config.items():
-            if key in OPERATORS and value is not None:
-                message = f"{place}.{key} names a file or a model: the server's operator says which, with --set or --assistant"
-                raise Refusal(400, message, param=f"{place}.{key}", code="operators_setting")
-            _refuse_operators(value, f"{place}.{key}")
-    elif isinstance(config, list):
-        for number, value in enumerate(config):
-            _refuse_operators(value, f"{place}.{number}")
-    elif isinstance(config, str) and any(mark in config for mark in "/\\~"):
-        message = f"{place}: {config!r} looks like a path, and a server reads none that a client names"
-        raise Refusal(400, message, param=place, code="operators_setting")
+def _key(strategy: str, settings: Mapping[str, Any]) -> str:
+    return json.dumps([strategy, settings], sort_keys=True)
+
+
+def _closed(scheduler: Scheduler) -> None:
+    """Closes a scheduler that nobody uses, and gives its memory to the system."""
+    scheduler.close()
+    give_back()

@@ -8,6 +8,7 @@ import socket
 
 import uvicorn
 
+from .connections import BACKLOG, HEAD_BYTES, protocol, quiet
 from .limits import App
 from .service import Service
 
@@ -33,6 +34,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app, host=host, port=port, log_level=log_level, access_log=log_level in ("info", "debug"), lifespan="on",
                 timeout_graceful_shutdown=math.ceil(grace) + LAST_WORDS, server_header=False, ws="none",
+                http=protocol(service.limits), backlog=BACKLOG, h11_max_incomplete_event_size=HEAD_BYTES,
             )  # type: ignore[arg-type,unused-ignore]
         )  # fmt: skip
 
@@ -41,6 +43,10 @@ class Server(uvicorn.Server):
         """Address and port, once it has started."""
         address = self.servers[0].sockets[0].getsockname()
         return str(address[0]), int(address[1])
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        with quiet():
+            await super().serve(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.service.draining = True
@@ -52,4 +58,4 @@ class Server(uvicorn.Server):
 
     async def _end(self) -> None:
         await asyncio.sleep(self.grace)
-        self.service.pool.cancel()
+        self.service.cancel()

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ..constraints.specs import Regex
 from ..engine.compiled.openmp import release_threads
 from ..engine.layout import context_length
-from ..errors import CancelledError
+from ..errors import QueueFull
 from ..generate import OwnDefaults, enable
 from ..plugins import resolve_strategy
 from ..serving.generation import Generation
 from .arguments import callbacks, sampling, wrapped
+from .arrivals import Arrival, digest
 from .bodies import Body
+from .client_settings import ClientSettings
 from .jobs import Choice, Job
 from .limits import Limits
 from .metrics import Metrics
@@ -30,8 +34,10 @@ from .texts import Spelling
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-#: Threads that read bodies, render prompts, compile grammars and submit. The event loop does none of it.
+#: Threads that read bodies, render prompts and submit. The event loop does none of it.
 THREADS = 4
+#: Threads that do so for requests with a grammar, which has to be compiled first: the others do not wait behind those.
+COMPILING_THREADS = 2
 
 
 class Service:
@@ -48,6 +54,7 @@ class Service:
 
     Attributes:
         draining: whether no more requests are taken.
+        ending: set once those that were taken are ended, too.
     """
 
     def __init__(
@@ -66,11 +73,17 @@ class Service:
             options["eos_token_id"] = tokenizer.eos_token_id
         if own.pad_token_id is None:
             options["pad_token_id"] = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-        self.pool = SchedulerPool(model, tokenizer, strategy, strategy_config, limits.schedulers, assistant, options)
+        self.pool = SchedulerPool(
+            model, tokenizer, strategy, strategy_config, limits.schedulers, assistant, options,
+            ClientSettings(limits.client_settings),
+        )  # fmt: skip
         self.metrics = Metrics(self.pool, limits.rows)
         self.conversations = Conversations(tokenizer, chat_template)
         release_threads()  # of the thread that has loaded the model, which decodes nothing
         self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="decoders-prepare")
+        self.compiling = ThreadPoolExecutor(COMPILING_THREADS, thread_name_prefix="decoders-compile")
+        self.ending = asyncio.Event()
+        self._compiles = 0
         self.created, self.draining = int(time.time()), False
 
     def _settle(self, strategy: str, config: dict[str, Any]) -> dict[str, Any]:
@@ -106,8 +119,12 @@ class Service:
             Refusal: another model; the server is being shut down.
         """
         if self.draining:
-            raise Refusal(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "5"})
+            raise self.shutting_down()
         self.check_name(body.model)
+
+    def shutting_down(self) -> Refusal:
+        """What those are told who come too late."""
+        return Refusal(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "5"})
 
     def check_name(self, model: str | None) -> None:
         """Raises Refusal if `model` is not the one that is served."""
@@ -116,40 +133,77 @@ class Service:
             message = f"there is no model {model!r} here, only {self.name!r}.{near}"
             raise Refusal(404, message, param="model", code="model_not_found")
 
+    @contextmanager
+    def compiles(self) -> Iterator[None]:
+        """Within it, a request with a grammar is prepared, or waits for its turn. For the event loop.
+
+        Raises:
+            QueueFull: as many as may wait already.
+        """
+        most = self.limits.constrained + COMPILING_THREADS
+        if self._compiles >= most:
+            raise QueueFull(
+                f"{self._compiles} grammars are being compiled or wait for it, which is all: try again later"
+            )
+        self._compiles += 1
+        try:
+            yield
+        finally:
+            self._compiles -= 1
+
+    def check_count(self, body: Body, prompts: int) -> int:
+        """How many texts are asked for, with so many prompts.
+
+        Raises:
+            Refusal: more than a request may, or more than ever fit.
+        """
+        limits, count = self.limits, (body.n or 1) * prompts
+        most = min(limits.choices, limits.queue + limits.rows)
+        if count > most:
+            message = f"{count} texts are asked for (n times prompts); the limit is {most}"
+            raise Refusal(400, message, param="n", code="too_many_choices")
+        return count
+
+    def seconds(self, body: Body | None = None) -> float:
+        """How long a request may take, from its arrival on."""
+        return min((body.deadline if body is not None else None) or self.limits.deadline, self.limits.deadline)
+
     def start(
-        self, kind: str, body: Body, prompts: Sequence[list[int]], grammar: Any = None, top_logprobs: int | None = None,
-        default_tokens: int | None = None,
+        self, kind: str, body: Body, prompts: Sequence[list[int]], arrival: Arrival, grammar: Any = None,
+        top_logprobs: int | None = None, default_tokens: int | None = None,
     ) -> Job:  # fmt: skip
         """Submits everything that a body asks for, or nothing. Takes a millisecond or more: not for the event loop.
 
         Args:
             kind: what the answer's id begins with.
+            arrival: of the request; once nobody waits for it, it is given up.
             grammar: of all texts.
             default_tokens: new tokens where the body does not say; None: as many as fit.
 
         Raises:
             Refusal, and what :meth:`decoders.Scheduler.submit` raises.
         """
-        limits, count = self.limits, (body.n or 1) * len(prompts)
-        if count > limits.choices:
-            message = f"{count} texts are asked for (n times prompts); the limit is {limits.choices}"
-            raise Refusal(400, message, param="n", code="too_many_choices")
+        count = self.check_count(body, len(prompts))
         new = [self._new_tokens(body, prompt, default_tokens) for prompt in prompts]
         shared = sampling(body, self.model)
         seed = body.seed if body.seed is not None else secrets.randbits(62)
-        deadline = min(body.deadline or limits.deadline, limits.deadline)
+        seconds = self.seconds(body)
+        salt = arrival.salt(body.cache_salt) if self.limits.sharing else digest(secrets.token_hex(16))
         job = Job(f"{kind}-{secrets.token_hex(12)}", [], body.stops)
         try:
             for index in range(count):
+                arrival.check(seconds)
                 prompt, own = prompts[index // (body.n or 1)], wrapped(seed + index)
+                most = new[index // (body.n or 1)]
                 generation = self.pool.submit(
-                    body.strategy, body.strategy_config, prompt, self._ended, deadline=deadline, top_logprobs=top_logprobs,
-                    max_new_tokens=new[index // (body.n or 1)], seed=own, grammar=grammar, **shared,
+                    body.strategy, body.strategy_config, prompt, self._ended, deadline=arrival.left(seconds), cache_salt=salt,
+                    top_logprobs=top_logprobs, max_new_tokens=most, seed=own, grammar=grammar, **shared,
                     **callbacks(body, self.tokenizer, len(prompt)),
                 )  # fmt: skip
                 job.choices.append(Choice(index, own, generation, prompt))
+            arrival.check(seconds)
             if self.draining:
-                raise CancelledError("the request was cancelled")
+                raise self.shutting_down()
         except BaseException:
             job.cancel()
             raise
@@ -196,8 +250,14 @@ class Service:
         """Seconds until the queue has moved on, about."""
         return min(max(round(self.metrics.seconds * self.pool.waiting / self.limits.rows), 1), 60)
 
+    def cancel(self) -> None:
+        """Ends what is decoded and what is being prepared. For the event loop."""
+        self.ending.set()
+        self.pool.cancel()
+
     def close(self) -> None:
         """Cancels what is left and frees everything."""
         self.draining = True
         self.pool.close()
+        self.compiling.shutdown(wait=False, cancel_futures=True)
         self.threads.shutdown(wait=True, cancel_futures=True)

@@ -54,6 +54,12 @@ def check_turn(priority: Any, deadline: Any) -> None:
         raise SettingsError(f"deadline must be a number of seconds from now, or None for no deadline, not {deadline!r}")
 
 
+def check_salt(value: Any) -> None:
+    """Raises SettingsError unless `value` can keep requests apart."""
+    if not isinstance(value, str):
+        raise SettingsError(f'cache_salt must be a text ("" is the default), not {value!r}')
+
+
 def prompt_ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None) -> Tensor:
     """`prompt`, text or token ids, as ``[1, P]``.
 

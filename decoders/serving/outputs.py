@@ -52,7 +52,7 @@ class OutputLines:
         self._counts: dict[int, int] = {}
         self._whole = 0  # bytes of whole lines
         self._cut = self._open = False  # whether half a line follows, or the last one lacks its end
-        self._target = path.resolve()  # a link is written through, not replaced
+        self._target = Path(os.path.realpath(path))  # a link is written through, not replaced
         try:
             self._file, self._new = _opened(self._target, path)
         except OSError as error:
@@ -162,9 +162,10 @@ class OutputLines:
         instead = {places[0]: self._counts[number] for number, places in several.items()}
         dropped = {place for places in several.values() for place in places[1:]}
         draft = self._target.with_name(f".{self._target.name}.merging")
+        draft.unlink(missing_ok=True)  # of a run that was killed
         try:
             with (
-                draft.open("w+b", buffering=0) as raw,
+                draft.open("x+b", buffering=0) as raw,  # through no link that somebody has put there
                 self._target.open("rb") as lines,
                 self._target.open("rb") as other,
             ):
@@ -199,8 +200,18 @@ class OutputLines:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         try:
             if kind is None:
-                with suppress(OSError):  # then they stay where they were written
-                    self._merge()
+                self._merge()
+        except OSError as problem:
+            raise SettingsError(
+                f"{self.path} cannot be written anew ({problem.strerror}): all completions are in it, but prompts that had failed have "
+                "their old lines, too. The same command tries it again"
+            ) from problem
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        """Closes the file, and removes one that was made for nothing."""
+        try:
             if self._new and not self._whole:
                 with suppress(OSError):
                     self._target.unlink()

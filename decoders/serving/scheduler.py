@@ -26,7 +26,7 @@ from ..engine.ranks import Ranks
 from ..errors import CancelledError, ContextLengthError, QueueFull, UnsupportedError
 from ..generate import PreparedCall, check_arguments, enabled
 from ..strategy import Strategy
-from .arguments import check_count, check_pause, check_turn, own_arguments, prompt_ids
+from .arguments import check_count, check_pause, check_salt, check_turn, own_arguments, prompt_ids
 from .generation import Generation
 from .lanes import Lanes, copied, is_over, reason
 
@@ -103,13 +103,17 @@ class Scheduler:
         self._error: BaseException | None = None  # what has ended it, outside of any request
         self.steps = 0
         release_threads()
-        self._thread = threading.Thread(target=_work, args=(weakref.ref(self),), name="decoders-scheduler", daemon=True)
+        # Not asked of the thread: where Ctrl-C interrupts Thread.join, Python before 3.13 believes that it has ended.
+        self._ended = threading.Event()
+        self._thread = threading.Thread(
+            target=_work, args=(weakref.ref(self), self._ended), name="decoders-scheduler", daemon=True
+        )
         self._thread.start()
         _open.add(self)
 
     def submit(
         self, prompt: str | list[int] | Tensor, *, priority: int = 0, deadline: float | None = None, wait: bool = False,
-        top_logprobs: int | None = None, **arguments: Any,
+        top_logprobs: int | None = None, cache_salt: str = "", **arguments: Any,
     ) -> Generation:  # fmt: skip
         """Puts a request in the queue.
 
@@ -120,6 +124,8 @@ class Scheduler:
             wait: whether to wait for room in a full queue.
             top_logprobs: note the log probability of every token and of that many likeliest ones, in
                 :attr:`Generation.logprobs`; 0 or more.
+            cache_salt: requests with another one share nothing that tells of their texts: neither keys and values of prompts that
+                begin alike, nor what strategies learn from texts.
             arguments: as of ``generate``.
 
         Raises:
@@ -128,6 +134,7 @@ class Scheduler:
             SettingsError, InputError: a value of the wrong kind. Whatever ``generate`` raises for the arguments.
         """
         check_turn(priority, deadline)
+        check_salt(cache_salt)
         if top_logprobs is not None:
             check_count("top_logprobs", top_logprobs, least=0)
         self._check_open()
@@ -137,8 +144,7 @@ class Scheduler:
             tokenizer = arguments.get("tokenizer") or self._generate.tokenizer
             ids = prompt_ids(prompt, tokenizer).to(self._generate.model.device)
             call = self._prepared(ids, own_arguments(arguments))
-            if top_logprobs is not None:
-                call = replace(call, request=replace(call.request, top_logprobs=top_logprobs))
+            call = replace(call, request=replace(call.request, top_logprobs=top_logprobs, salts=(cache_salt,)))
             text_of = tokenizer if isinstance(prompt, str) else None
             generation = Generation(call, text_of, priority, deadline, self._cancel)
             release_threads()  # loading, packing, other calls: from here on the scheduler's thread decodes
@@ -163,7 +169,7 @@ class Scheduler:
                     generation.cancelled = True
             self._changed.notify_all()
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._ended.wait()
         _open.discard(self)
 
     def __enter__(self) -> Scheduler:
@@ -175,7 +181,7 @@ class Scheduler:
     @property
     def alive(self) -> bool:
         """Whether its thread runs: not after :meth:`close`, nor where an error outside of any request has ended it."""
-        return self._thread.is_alive()
+        return not self._ended.is_set()
 
     @property
     def waiting(self) -> int:
@@ -254,6 +260,8 @@ class Scheduler:
         """In a forked child, where its thread does not exist and its lock may be held by one of the parent's."""
         self._changed = threading.Condition()
         self._closing = self._forked = True
+        self._ended = threading.Event()
+        self._ended.set()
         left = self._all()
         self._waiting, self._admitting, self._lanes = [], None, Lanes(self.rows, self.longest_pause)
         for generation in left:
@@ -340,8 +348,15 @@ class Scheduler:
             generation._end(copied(error) if error else CancelledError("the scheduler was closed"))
 
 
-def _work(reference: weakref.ref[Scheduler]) -> None:
+def _work(reference: weakref.ref[Scheduler], ended: threading.Event) -> None:
     """The thread. It holds the scheduler while there is something to do, so that a forgotten one can go."""
+    try:
+        _decode(reference)
+    finally:
+        ended.set()
+
+
+def _decode(reference: weakref.ref[Scheduler]) -> None:
     try:
         while (scheduler := reference()) is not None and scheduler._idle(0.5):
             if scheduler._waiting or scheduler._lanes.used:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -97,11 +98,13 @@ class NgramTable:
         Raises:
             SettingsError: something else is there. OSError: it cannot be written.
         """
-        target = path.resolve()
+        target = Path(os.path.realpath(path))
         if target.exists() and not target.is_file():
             raise SettingsError(f"n-gram table {path} cannot be written: it is no regular file")
         draft = target.with_name(f".{target.name}")
-        draft.write_bytes(self.dump())
+        draft.unlink(missing_ok=True)
+        with draft.open("xb") as file:  # through no link that somebody has put there
+            file.write(self.dump())
         draft.replace(target)
 
     def dump(self) -> bytes:

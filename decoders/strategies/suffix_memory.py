@@ -15,6 +15,8 @@ LEAD = 16
 SEPARATOR = -1
 #: The index may hold so many times the remembered tokens before the dropped ones are cleared out.
 SLACK = 1.25
+#: Of a remembered token: itself and its places in the chains of every order, which are mostly Python's dictionaries.
+BYTES_PER_TOKEN = 400
 
 
 class RowText(FollowedText[ChainedText]):
@@ -53,6 +55,11 @@ class TextMemory:
         self._used: dict[int, None] = {}  # the numbers of the texts that are remembered, the least recently used first
         self.tokens = 0
         self._numbers: dict[int, int] = {}  # of texts by the hash of their bytes
+
+    @property
+    def nbytes(self) -> int:
+        """About: tokens, the links between their occurrences, and what Python adds."""
+        return len(self.index) * BYTES_PER_TOKEN
 
     @property
     def texts(self) -> int:

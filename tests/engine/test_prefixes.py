@@ -42,14 +42,18 @@ def test_a_text_with_a_recurrent_state_is_continued_at_its_end_or_not_at_all(
     assert KeptText(tensor(kept), whole=True).shared_with(tensor(prompt)) == shared
 
 
-@given(st.lists(TOKENS, max_size=12), TOKENS, st.booleans())
+SALTS = st.sampled_from(["", "a", "b"])
+
+
+@given(st.lists(st.tuples(TOKENS, SALTS), max_size=12), TOKENS, SALTS, st.booleans())
 def test_the_index_finds_what_comparing_with_each_text_finds(
-    kept: list[list[int]], prompt: list[int], whole: bool
+    kept: list[tuple[list[int], str]], prompt: list[int], salt: str, whole: bool
 ) -> None:
-    texts = [KeptText(tensor(tokens), whole) for tokens in kept]
-    count, place = PrefixIndex(texts).longest(tensor(prompt))
-    assert count == max((text.shared_with(tensor(prompt)) for text in texts), default=0)
-    assert not texts or texts[place].shared_with(tensor(prompt)) == count
+    texts = [KeptText(tensor(tokens), whole, own) for tokens, own in kept]
+    count, place = PrefixIndex(texts).longest(tensor(prompt), salt)
+    assert count == max((text.shared_with(tensor(prompt), salt) for text in texts), default=0)
+    assert not texts or texts[place].shared_with(tensor(prompt), salt) == count
+    assert not count or texts[place].salt == salt
 
 
 def test_an_empty_index_shares_nothing() -> None:

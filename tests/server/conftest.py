@@ -48,7 +48,7 @@ def running(service: Any, **options: Any) -> Iterator[Any]:
     from decoders.server.app import make_app
     from decoders.server.running import Server
 
-    app = make_app(service, options.pop("key", None), options.pop("hosts", None))
+    app = make_app(service, options.pop("keys", ()), options.pop("hosts", None))
     server = Server(app, service, port=0, **options)
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -230,7 +230,7 @@ def test_too_large_a_body_is_refused_with_and_without_its_length(served: Any, se
 
 
 def test_a_key_is_asked_for(served: Any, service_of: Any) -> None:
-    with served(service_of(), key="s3cret-ü") as client:
+    with served(service_of(), keys=["s3cret-ü", "other"]) as client:
         body = {"prompt": "a", "max_tokens": 2}
         for given, words in [
             ("", "missing"),
@@ -310,7 +310,7 @@ def test_every_setting_that_names_a_file_is_the_operators() -> None:
     from pathlib import Path
 
     from decoders.plugins import registry
-    from decoders.server.pool import OPERATORS
+    from decoders.server.client_settings import OPERATORS
 
     naming = set()
     for entry in registry().strategies().values():

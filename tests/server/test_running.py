@@ -125,11 +125,13 @@ def test_strategies_have_schedulers_of_their_own_and_resting_ones_are_closed(
 def test_strategies_that_are_all_busy_are_not_closed(served: Any, service_of: Any) -> None:
     with (
         served(service_of(schedulers=1)) as client,
-        client.stream("POST", ROUTE, json=LONG | {"stream": True}) as stream,
+        client.stream("POST", ROUTE, json=LONG | {"stream": True, "strategy": "prompt_lookup"}) as stream,
     ):
         lines = begun(stream)
-        response = client.post(ROUTE, json={"prompt": "a", "max_tokens": 2, "strategy": "ngram"})
-        assert response.status_code == 429 and "autoregressive" in response.json()["error"]["message"]
+        for config in ({"strategy": "ngram"}, {"strategy": "prompt_lookup", "strategy_config": {"max_ngram": 4}}):
+            response = client.post(ROUTE, json={"prompt": "a", "max_tokens": 2} | config)
+            assert response.status_code == 429 and "prompt_lookup" in response.json()["error"]["message"]
+        assert client.post(ROUTE, json={"prompt": "a", "max_tokens": 2}).status_code == 200  # the default has its own
         assert next(lines) is not None
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -145,14 +144,34 @@ def test_what_ends_in_the_middle_of_a_merge_loses_nothing(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", fails)
-        with suppress(KeyboardInterrupt), OutputLines(path) as out:
-            for each in lines:
-                out.write(each)
+        out = OutputLines(path)
+        for each in lines:
+            out.write(each)
+        with pytest.raises(
+            SettingsError if error is OSError else error
+        ):  # the command does not end as if all were well
+            out.__exit__(None, None, None)
     assert written(path) == lines
     with OutputLines(path) as out:
         assert sorted(out.done) == [0, 1]
     assert written(path) == [item(0), item(1)]
     assert os.listdir(path.parent) == ["out.jsonl"]
+
+
+def test_a_file_beside_is_written_through_no_link(path: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_text("mine")
+    (path.parent / f".{path.name}.merging").symlink_to(other)
+    with OutputLines(path) as out:
+        out.write(item(0, error="a"))
+        out.write(item(0))
+    assert written(path) == [item(0)] and other.read_text() == "mine"
+
+
+def test_links_in_a_circle_are_refused(path: Path) -> None:
+    path.symlink_to(path)
+    with pytest.raises(SettingsError, match="cannot be written"):
+        OutputLines(path)
 
 
 def test_a_file_that_another_process_has_put_in_its_place_is_the_one_that_is_locked(

@@ -553,6 +553,7 @@ def test_arguments_are_checked_where_they_are_submitted(
         ([5.5], {}, InputError, "int64"),
         ({"input_ids": [5]}, {}, InputError, "a prompt is text"),
         ([5], dict(deadline="3"), SettingsError, "deadline must be a number of seconds .*'3'"),
+        ([5], dict(cache_salt=None), SettingsError, "cache_salt must be a text .*None"),
         ([5], dict(deadline=float("nan")), SettingsError, "deadline"),
         ([5], dict(priority=None), SettingsError, "priority must be a number .*None"),
         ([5], dict(top_logprobs=True), SettingsError, "top_logprobs must be a whole number from 0 up, not True"),

@@ -54,6 +54,10 @@ class Seat:
         return self.member.request.prompts[0]
 
     @property
+    def salt(self) -> str:
+        return self.member.request.salt_of(0)
+
+    @property
     def ready(self) -> bool:
         return self.plan is not None and not self.to_read
 
@@ -80,8 +84,10 @@ class Admission:
         """
         taken = {seat.place for seat in self.seats}
         free = [place for place in range(self.reserved, self.pool.batch) if place not in taken]
-        prompt = request.prompts[0].cpu()
-        shared = {place: self.pool.texts[place].shared_with(prompt) if request.runtime.reuse else 0 for place in free}
+        prompt, salt = request.prompts[0].cpu(), request.salt_of(0)
+        shared = {
+            place: self.pool.texts[place].shared_with(prompt, salt) if request.runtime.reuse else 0 for place in free
+        }
         place = max(free, key=lambda place: (shared[place], -self.pool.used[place], -place))
         self.pool.cut(place, shared[place])
         return place
@@ -163,12 +169,12 @@ class Admission:
         A pass over a short prompt takes little less time than one over several. Their lengths are within a factor of two, and less
         than half of them is the same text: that is copied, once it is read.
         """
-        own, prompt = KeptText(seat.prompt.cpu()), seat.prompt
+        own, prompt = KeptText(seat.prompt.cpu(), salt=seat.salt), seat.prompt
 
         def fits(other: Seat) -> bool:
             return (
                 other.plan is None and len(prompt) <= 2 * len(other.prompt) and len(other.prompt) <= 2 * len(prompt)
-                and 2 * own.shared_with(other.prompt.cpu()) < len(other.prompt)
+                and 2 * own.shared_with(other.prompt.cpu(), other.salt) < len(other.prompt)
             )  # fmt: skip
 
         return self._beside(seat, fits, lambda other: len(other.prompt))
@@ -199,7 +205,8 @@ class Admission:
             request = seat.member.request
             reuse = request.runtime.reuse and not request.strategy.reads_prompt  # which is shown all of it
             self.pool.put(seat.place, seat.prompt)
-            kept.append(self.pool.take_over(seat.place, seat.prompt.cpu(), self._texts(seat)) if reuse else 0)
+            prompt, texts = seat.prompt.cpu(), self._texts(seat)
+            kept.append(self.pool.take_over(seat.place, prompt, texts, seat.salt) if reuse else 0)
             self.pool.drop(seat.place)
         chunk = min(seat.member.request.runtime.prefill_chunk or self.pool.target.prefill_chunk for seat in seats)
         if self._rows:
@@ -236,9 +243,9 @@ class Admission:
             return NOTHING
         if seat.row is not None:
             written = seat.member.text(0).cpu()
-            return self.pool.kept(seat.place, written[: max(len(written) - 1 - self.call.pending, 0)])
+            return self.pool.kept(seat.place, written[: max(len(written) - 1 - self.call.pending, 0)], seat.salt)
         if seat.plan is None:
             return NOTHING
         start, end = seat.plan.starts[0], len(seat.prompt) - 1
         text = seat.prompt.cpu()[: min(start + seat.to_read[0][0], end) if seat.to_read else end]
-        return self.pool.kept(seat.place, text)
+        return self.pool.kept(seat.place, text, seat.salt)

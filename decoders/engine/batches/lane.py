@@ -127,6 +127,7 @@ class Lane:
             except Exception as error:
                 message = f"finish of {self.template.strategy.name!r} failed: {error!r}"
                 warnings.warn(f"decoders: {message}", stacklevel=2)
+        del self.call.session  # the call is part of a cycle: its buffers would wait for a collection
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -218,7 +219,7 @@ class Lane:
             call.request.plan,
         )
         call.request = replace(
-            template, plan=plan, grammars=tuple(grammars),
+            template, plan=plan, grammars=tuple(grammars), salts=(*(seat.salt for seat in seats), *[""] * added),
             prompts=[*texts, *[texts[0].new_zeros(1)] * added], new_tokens=max(request.new_tokens for request in requests),
         )  # fmt: skip
         sources += [-1] * added

@@ -75,14 +75,15 @@ class RowPool(Session):
         self.reserve(len(text))
         self.stored.tokens[place, : len(text)] = text
 
-    def take_over(self, place: int, prompt: Tensor, texts: Sequence[KeptText]) -> int:
+    def take_over(self, place: int, prompt: Tensor, texts: Sequence[KeptText], salt: str = "") -> int:
         """Copies what the slots of any place hold of `prompt` (1-D, on the CPU) to those of `place`; says how many tokens.
 
         Args:
             texts: what every place holds.
+            salt: of the prompt: texts with another one are left alone.
         """
-        longest, source = PrefixIndex(list(texts)).longest(prompt)
-        in_place = texts[place].shared_with(prompt)
+        longest, source = PrefixIndex(list(texts)).longest(prompt, salt)
+        in_place = texts[place].shared_with(prompt, salt)
         if longest <= in_place:
             return min(in_place, len(prompt) - 1)
         count = min(longest, len(prompt) - 1)
@@ -149,21 +150,21 @@ class RowPool(Session):
             where[source] = place
         return where
 
-    def note(self, place: int, text: Tensor) -> None:
+    def note(self, place: int, text: Tensor, salt: str = "") -> None:
         """Notes that a place holds the keys and values of `text` (1-D int64)."""
-        self.texts[place] = self.kept(place, text.cpu())
+        self.texts[place] = self.kept(place, text.cpu(), salt)
 
-    def kept(self, row: int, text: Tensor) -> KeptText:
+    def kept(self, row: int, text: Tensor, salt: str = "") -> KeptText:
         states = self.stored.buffers.states
         if states is None:
-            return KeptText(text)
-        return KeptText(text, whole=True) if int(states.reached[row]) == len(text) else NOTHING
+            return KeptText(text, salt=salt)
+        return KeptText(text, whole=True, salt=salt) if int(states.reached[row]) == len(text) else NOTHING
 
     def cut(self, place: int, count: int) -> None:
         """Gives up what a place holds behind the first `count` tokens of its text."""
         text = self.texts[place]
         if count < len(text.tokens):
-            self.texts[place] = NOTHING if text.whole else KeptText(text.tokens[:count])
+            self.texts[place] = NOTHING if text.whole else KeptText(text.tokens[:count], salt=text.salt)
 
     def drop(self, place: int) -> None:
         self.texts[place] = NOTHING

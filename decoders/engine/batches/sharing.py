@@ -20,6 +20,7 @@ def share_steps(one: Request, other: Request) -> bool:
     """Whether two requests on one engine can be decoded in the same steps."""
     return (
         same_strategy(one.strategy, other.strategy)
+        and one.memory_salt == other.memory_salt
         # With the first grammar a strategy starts anew, and one that reads prompts would have to be shown all texts.
         and (one.plan.masked == other.plan.masked or not one.strategy.reads_prompt)
         and replace(one.plan, masked=False) == replace(other.plan, masked=False)

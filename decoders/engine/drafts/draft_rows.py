@@ -33,13 +33,13 @@ def seat_rows(
         if largest_id is not None:
             text = text.clamp(max=largest_id)
         pool.put(place, text)
-        prompt = text.cpu()
-        kept = pool.take_over(place, prompt, pool.texts) if call.request.runtime.reuse else 0
+        prompt, salt = text.cpu(), call.request.salt_of(place)
+        kept = pool.take_over(place, prompt, pool.texts, salt) if call.request.runtime.reuse else 0
         plan = PrefillPlan.of([len(text)], [kept], call.request.runtime.prefill_chunk, target)
         for done, count in plan.chunks:
             pool.read_rows(place, plan.starts, done, count, run)
         # Behind it a draft's slots may hold other nodes than those accepted.
-        pool.note(place, prompt[:-1])
+        pool.note(place, prompt[:-1], salt)
     lengths = [len(text) for text in texts]
     limits = [length + ahead for length in lengths]
     pool.arrange(lengths, sequences.prompt_length.tolist(), limits, finished, call.sampling)

@@ -1,0 +1,151 @@
+"""Which settings of strategies clients may set, and to what: the server's operator says so."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic.fields import FieldInfo
+
+from ..errors import SettingsError, suggest
+from ..registry.registry import registry
+from ..settings import Settings
+from ..strategies.merged import Merged
+from ..strategy import Strategy
+from .refusals import Refusal
+
+#: Settings that name files or models. What a server loads is its operator's to say.
+OPERATORS = ("draft_model", "heads", "head", "table")
+
+
+class ClientSettings:
+    """What stands behind ``--client-settings``.
+
+    Args:
+        given: ``"bounded"``: every setting that has few values: switches, words to choose from, and numbers with a least and a most;
+            ``"none"``: nothing; ``"suffix.remember"``: this one; ``"suffix.remember=0..100000"``: this one between these.
+
+    Raises:
+        SettingsError: none of these, or there is no such setting.
+    """
+
+    def __init__(self, given: Sequence[str] = ("bounded",)) -> None:
+        self.bounded = "bounded" in given
+        self.named: dict[tuple[str, str], tuple[float, float] | None] = {}
+        for text in given:
+            if text not in ("bounded", "none"):
+                name, limits = _read(text)
+                self.named[name] = limits
+        if "none" in given and len(given) > 1:
+            raise SettingsError("--client-settings none stands alone: it lets clients set nothing")
+
+    def check(self, strategy: str, config: Mapping[str, Any]) -> None:
+        """Raises Refusal for a setting in `config` that is the operator's, or that is out of the operator's limits.
+
+        Args:
+            strategy: a name, or several joined by ``+``. What is unknown is left to whoever makes it.
+        """
+        for cls, values, place in _parts(strategy, config):
+            fields = cls.settings_class.model_fields
+            for given, value in values.items():
+                name = cls.settings_class.renamed.get(given, given)
+                if name in fields:
+                    self._check(cls, name, value, f"{place}.{given}")
+
+    def _check(self, cls: type[Strategy], name: str, value: Any, place: str) -> None:
+        settings = cls.settings_class
+        if (cls.name, name) not in self.named:
+            if self.bounded and _is_bounded(settings.model_fields[name]):
+                return
+            able = [other for other in settings.model_fields if self._allows(cls, other)]
+            listed = f"may set {', '.join(able)}" if able else "may set nothing"
+            message = f"{place} is the operator's: of {cls.name!r} clients {listed} (--client-settings says so)"
+            raise Refusal(400, message, param=place, code="operators_setting")
+        limits = self.named[cls.name, name]
+        if limits is not None and not (isinstance(value, int | float) and limits[0] <= value <= limits[1]):
+            message = f"{place} must be a number from {limits[0]:g} to {limits[1]:g} here, which the operator says"
+            raise Refusal(400, message, param=place, code="operators_setting")
+
+    def _allows(self, cls: type[Strategy], name: str) -> bool:
+        field = cls.settings_class.model_fields[name]
+        return (cls.name, name) in self.named or (self.bounded and _is_bounded(field))
+
+
+def refuse_files(config: Any, place: str = "strategy_config") -> None:
+    """Raises Refusal for settings that name files or models, and for values that look like paths, at any depth."""
+    if isinstance(config, Mapping):
+        for key, value in config.items():
+            if key in OPERATORS and value is not None:
+                message = f"{place}.{key} names a file or a model: the server's operator says which, with --set or --assistant"
+                raise Refusal(400, message, param=f"{place}.{key}", code="operators_setting")
+            refuse_files(value, f"{place}.{key}")
+    elif isinstance(config, list):
+        for number, value in enumerate(config):
+            refuse_files(value, f"{place}.{number}")
+    elif isinstance(config, str) and any(mark in config for mark in "/\\~"):
+        message = f"{place}: {config!r} looks like a path, and a server reads none that a client names"
+        raise Refusal(400, message, param=place, code="operators_setting")
+
+
+def _parts(strategy: str, config: Mapping[str, Any]) -> Iterator[tuple[type[Strategy], Mapping[str, Any], str]]:
+    """The strategies that `config` has settings of, with these and their place."""
+    names = [name.strip() for name in strategy.split("+")]
+    if len(names) == 1:
+        yield registry().strategy(names[0]), config, "strategy_config"
+        return
+    classes: list[type[Strategy]] = [*map(registry().strategy, names), Merged]
+    for cls in classes:
+        own = config.get(cls.name)
+        if isinstance(own, Mapping):
+            yield cls, own, f"strategy_config.{cls.name}"
+
+
+def _read(text: str) -> tuple[tuple[str, str], tuple[float, float] | None]:
+    """``"suffix.remember=0..100000"`` as strategy and setting, and least and most."""
+    place, equals, limits = text.partition("=")
+    strategy, dot, name = place.strip().partition(".")
+    if not dot:
+        message = (
+            f"--client-settings takes bounded, none, STRATEGY.SETTING or STRATEGY.SETTING=LEAST..MOST, not {text!r}"
+        )
+        raise SettingsError(message)
+    cls = Merged if strategy == Merged.name else registry().strategy(strategy)
+    settings: type[Settings] = cls.settings_class
+    if name not in settings.model_fields:
+        raise SettingsError(
+            f"--client-settings {text}: {strategy!r} has no setting {name!r}. {suggest(name, settings.model_fields)}"
+        )
+    if name in OPERATORS:
+        raise SettingsError(f"--client-settings {text}: {name} names a file or a model, which clients never do")
+    if not equals:
+        return (cls.name, name), None
+    least, _, most = limits.partition("..")
+    try:
+        return (cls.name, name), (float(least), float(most))
+    except ValueError:
+        raise SettingsError(
+            f"--client-settings {text}: the limits are two numbers, LEAST..MOST, not {limits!r}"
+        ) from None
+
+
+def _is_bounded(field: FieldInfo) -> bool:
+    """Whether a setting is a switch, a choice of words, or a number with a least and a most."""
+    return _has_bounds(field.annotation, field.metadata)
+
+
+def _has_bounds(kind: Any, metadata: Sequence[Any]) -> bool:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        more = [
+            each for extra in arguments[1:] for each in (extra.metadata if isinstance(extra, FieldInfo) else [extra])
+        ]
+        return _has_bounds(arguments[0], [*metadata, *more])
+    if origin in (typing.Union, types.UnionType):
+        return all(_has_bounds(each, metadata) for each in arguments)
+    if kind in (int, float):
+        least = any(getattr(each, name, None) is not None for each in metadata for name in ("ge", "gt"))
+        most = any(getattr(each, name, None) is not None for each in metadata for name in ("le", "lt"))
+        return least and most
+    return kind in (bool, types.NoneType) or origin is Literal

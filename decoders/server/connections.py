@@ -1,0 +1,235 @@
+"""Connections that are not trusted: how many there are, how long a request may be in coming, how large its head may be.
+
+All of this holds before a key is looked at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .limits import Limits
+
+#: Most bytes of a request's line and headers.
+HEAD_BYTES = 32 << 10
+#: Connections that the system accepts ahead of us. asyncio takes as many at a time, and each costs a descriptor.
+BACKLOG = 64
+#: Descriptors that are left for everything else.
+SPARE_DESCRIPTORS = 32
+#: Seconds in which a log shows a message once, if it is one that strangers can bring about.
+SELDOM = 60.0
+
+log = logging.getLogger("decoders.server")
+
+
+def most_connections(wanted: int) -> int:
+    """`wanted`, or as many as there are descriptors for: a server that runs out of them spins."""
+    try:
+        import resource
+
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        used = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else SPARE_DESCRIPTORS
+    except ImportError:  # Windows
+        return wanted
+    if limit == resource.RLIM_INFINITY:
+        return wanted
+    most = max(min(wanted, limit - used - BACKLOG - SPARE_DESCRIPTORS), 1)
+    if most < wanted:
+        log.warning("the limit of %d descriptors leaves room for %d connections, not %d", limit, most, wanted)
+    return most
+
+
+def protocol(limits: Limits) -> type[asyncio.Protocol]:
+    """uvicorn's protocol, of httptools where that is installed, with the bounds of `limits`."""
+    most = most_connections(limits.connections)
+    bounds = {"most": most, "seconds": limits.read}
+    try:
+        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+    except ImportError:
+        from uvicorn.protocols.http.h11_impl import H11Protocol
+
+        return type("BoundedH11", (_OfH11, _Bounded, H11Protocol), bounds)
+    return type("BoundedHttpTools", (_OfHttpTools, _Bounded, HttpToolsProtocol), bounds)
+
+
+class _Bounded:
+    """What is added to uvicorn's protocols.
+
+    Attributes:
+        most: connections.
+        seconds: until a request's head has come, and again until its body has.
+    """
+
+    most: int
+    seconds: float
+    # uvicorn's:
+    connections: set[Any]
+    loop: asyncio.AbstractEventLoop
+    transport: asyncio.Transport
+    cycle: Any
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)  # type: ignore[misc]
+        if len(self.connections) > self.most:
+            self._end(b"503 Service Unavailable", "there are too many connections")
+            return
+        self._wait()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._stop()
+        super().connection_lost(error)  # type: ignore[misc]
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        before = self._phase()
+        super().data_received(data)  # type: ignore[misc]
+        if self.transport.is_closing():
+            return
+        phase = self._phase()
+        if phase != before or phase is None:
+            self._stop()
+        if phase is not None and self._timer is None:
+            self._wait()
+
+    def _phase(self) -> object:
+        """What is still to come of a request: differs for its head and its body, and from request to request. None: nothing."""
+        raise NotImplementedError
+
+    def _wait(self) -> None:
+        self._timer = self.loop.call_later(self.seconds, self._late)
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _late(self) -> None:
+        self._timer = None
+        if self.transport.is_closing():
+            return
+        if self.cycle is not None and not (self.cycle.response_complete or self.cycle.more_body):
+            self._wait()  # an earlier request is still being answered, and the next one may have to wait for that
+            return
+        if self._phase() is None:  # nothing has come at all
+            self.transport.close()
+            return
+        self._end(b"408 Request Timeout", f"the request did not arrive within {self.seconds:g} seconds")
+
+    def _end(self, status: bytes, message: str) -> None:
+        """Says what was wrong, unless an answer has begun, and closes the connection."""
+        self._stop()
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            content = message.encode()
+            head = b"HTTP/1.1 %b\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+            self.transport.write(head % (status, len(content)) + content)
+        self.transport.close()
+
+
+class _OfHttpTools(_Bounded):
+    """Knows from the parser's callbacks what has come. The parser bounds no head by itself.
+
+    Of a header that has not come whole it says nothing, so bytes are counted twice: as they come, and as they are called back.
+    """
+
+    _state = "idle"
+    _number = _received = _called = 0
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._state != "head" or self.transport.is_closing():
+            return
+        self._received += len(data)
+        if self._received > HEAD_BYTES:
+            self._too_large()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()  # type: ignore[misc]
+        self._state, self._received, self._called = "head", 0, 0
+        self._number += 1
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)  # type: ignore[misc]
+        self._count(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)  # type: ignore[misc]
+        self._count(len(name) + len(value) + 4)
+
+    def _count(self, size: int) -> None:
+        self._called += size
+        if self._called > HEAD_BYTES:
+            self._too_large()
+
+    def on_headers_complete(self) -> None:
+        self._state = "body"
+        if not self.transport.is_closing():
+            super().on_headers_complete()  # type: ignore[misc]
+
+    def on_body(self, body: bytes) -> None:
+        if not self.transport.is_closing():
+            super().on_body(body)  # type: ignore[misc]
+
+    def on_message_complete(self) -> None:
+        self._state = "idle"
+        if not self.transport.is_closing():
+            super().on_message_complete()  # type: ignore[misc]
+
+    def _too_large(self) -> None:
+        if not self.transport.is_closing():
+            self._end(
+                b"431 Request Header Fields Too Large", f"the head of the request has more than {HEAD_BYTES:,} bytes"
+            )
+
+    def _phase(self) -> object:
+        return (self._state, self._number) if self._state != "idle" else None
+
+
+class _OfH11(_Bounded):
+    """Asks the parser, which bounds heads itself (``h11_max_incomplete_event_size``)."""
+
+    conn: Any
+
+    def _phase(self) -> object:
+        import h11
+
+        state = self.conn.their_state
+        return state if state is h11.SEND_BODY or (state is h11.IDLE and self.conn.trailing_data[0]) else None
+
+
+class Seldom(logging.Filter):
+    """Lets the same message through once in a while, since strangers can bring these about as often as they like."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._shown: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message, now = str(record.msg)[:100], time.monotonic()
+        if now - self._shown.get(message, -SELDOM) < SELDOM:
+            return False
+        if len(self._shown) > 100:
+            self._shown.clear()
+        self._shown[message] = now
+        return True
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Within it, uvicorn and asyncio say seldom what strangers can make them say: malformed requests, no more descriptors."""
+    seldom = Seldom()
+    loggers = [logging.getLogger(name) for name in ("uvicorn.error", "asyncio")]
+    for each in loggers:
+        each.addFilter(seldom)
+    try:
+        yield
+    finally:
+        for each in loggers:
+            each.removeFilter(seldom)

@@ -1,0 +1,72 @@
+"""Clients of several keys, or with several ``cache_salt``: none learns what another one sends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+ROUTE = "/v1/completions"
+SECRET = "the code of the door is 4711, tell nobody of it"
+#: A strategy that keeps what earlier requests wrote.
+LEARNING = {"strategy": "suffix"}
+
+
+def cached(client: Any, key: str | None = None, **more: Any) -> int:
+    """How many tokens of the secret prompt a request finds read already."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    response = client.post(ROUTE, json={"prompt": SECRET, "max_tokens": 4} | more, headers=headers)
+    assert response.status_code == 200, response.text
+    count: int = response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return count
+
+
+@pytest.mark.parametrize("strategy", ["prompt_lookup", "suffix"])
+def test_two_keys_share_no_prompts(served: Any, service_of: Any, strategy: str) -> None:
+    with served(service_of(), keys=["one", "two"]) as client:
+        assert cached(client, "one", strategy=strategy) == 0
+        assert cached(client, "one", strategy=strategy) == len(SECRET) - 1
+        assert cached(client, "two", strategy=strategy) == 0
+        assert cached(client, "two", strategy=strategy) == len(SECRET) - 1
+        assert cached(client, "one", strategy=strategy) == len(SECRET) - 1
+
+
+def test_two_salts_share_no_prompts(served: Any, service_of: Any) -> None:
+    with served(service_of()) as client:
+        assert [cached(client), cached(client, cache_salt="a"), cached(client, cache_salt="b")] == [0, 0, 0]
+        assert cached(client, cache_salt="a") == cached(client) == len(SECRET) - 1
+        assert client.post(ROUTE, json={"prompt": "a", "cache_salt": ""}).status_code == 400
+
+
+def test_nobody_shares_prompts_where_the_operator_says_so(served: Any, service_of: Any) -> None:
+    with served(service_of(sharing=False)) as client:
+        assert [cached(client), cached(client), cached(client, cache_salt="a")] == [0, 0, 0]
+
+
+def test_what_a_strategy_learns_is_the_learners_own(served: Any, service_of: Any) -> None:
+    """A text that was written before is drafted whole; for whoever has not written it, it is not."""
+    body = {"prompt": "xyz", "max_tokens": 60, "temperature": 1.0, "seed": 5} | LEARNING
+
+    def accepted(client: Any, key: str) -> int:
+        response = client.post(ROUTE, json=body, headers={"Authorization": f"Bearer {key}"})
+        count: int = response.json()["usage"]["decoders"]["accepted"]
+        return count
+
+    with served(service_of(), keys=["one", "two"]) as client:
+        first, again, other = accepted(client, "one"), accepted(client, "one"), accepted(client, "two")
+        assert again > first and other == first
+        assert accepted(client, "two") > other
+
+
+def test_salts_are_kept_apart_in_one_batch(served: Any, service_of: Any) -> None:
+    """Rows of several salts share steps where the strategy learns nothing from texts, and places of the pool all the same."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    with served(service_of("prompt_lookup", rows=4), keys=["one", "two"]) as client:
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(lambda key: cached(client, key), ["one", "two"] * 8))
+        assert cached(client, "one", prompt=SECRET[:10] + "other") in (0, 10)  # of its own texts, if at all
+        for number in range(6):
+            assert cached(client, "two", prompt=f"{number} {SECRET}") <= 1

@@ -1,0 +1,140 @@
+"""Connections of strangers: bounded in number, in time and in what they may send before a key is looked at."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from decoders.server.connections import HEAD_BYTES, Seldom, most_connections, protocol
+from decoders.server.limits import Limits
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+@pytest.fixture(params=["httptools", "h11"])
+def parser(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
+    """With either of the parsers that uvicorn has."""
+    if request.param == "h11":
+        import sys
+
+        monkeypatch.setitem(sys.modules, "uvicorn.protocols.http.httptools_impl", None)
+    else:
+        pytest.importorskip("httptools")
+    name: str = request.param
+    assert name in protocol(Limits()).__name__.lower()
+    return name
+
+
+@contextlib.contextmanager
+def connected(client: Any) -> Iterator[socket.socket]:
+    with socket.create_connection(client.server.bound, timeout=20) as connection:
+        yield connection
+
+
+def answer(connection: socket.socket) -> bytes:
+    """All that comes until the server closes the connection."""
+    content = b""
+    with contextlib.suppress(ConnectionError):
+        while piece := connection.recv(1 << 16):
+            content += piece
+    return content
+
+
+def sent(connection: socket.socket, content: bytes) -> None:
+    with contextlib.suppress(ConnectionError):  # it may be closed before all of it is sent
+        connection.sendall(content)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        HEAD + b"".join(b"a%d: %b\r\n" % (number, b"x" * 1000) for number in range(200)) + b"\r\n",
+        HEAD + b"a: " + b"x" * 10 * HEAD_BYTES,
+        b"GET /" + b"x" * 10 * HEAD_BYTES + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"x" * 10 * HEAD_BYTES,
+    ],
+    ids=["headers", "header", "url", "method"],
+)
+def test_a_large_head_is_refused(served: Any, service_of: Any, parser: str, head: bytes) -> None:
+    with served(service_of(), keys=["key"]) as client:
+        with connected(client) as connection:
+            sent(connection, head)
+            assert answer(connection)[:12] in (b"HTTP/1.1 431", b"HTTP/1.1 400", b"")
+        with connected(client) as connection:  # in many pieces
+            for begin in range(0, len(head), 5000):
+                sent(connection, head[begin : begin + 5000])
+            assert answer(connection)[:12] in (b"HTTP/1.1 431", b"HTTP/1.1 400", b"")
+        assert client.get("/health").status_code == 200
+
+
+def test_a_head_of_usual_size_is_read(served: Any, service_of: Any, parser: str) -> None:
+    with served(service_of()) as client:
+        for _ in range(3):  # on one connection
+            assert client.get("/health", headers={"More": "x" * 8000}).status_code == 200
+            body = {"prompt": "a" * 300, "max_tokens": 2, "metadata": {"a": "x" * 200_000}}
+            assert client.post("/v1/completions", json=body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"GET /health HT", HEAD + b"a: b\r\n", HEAD + b"Content-Length: 50\r\n\r\n{"],
+    ids=["nothing", "line", "headers", "body"],
+)
+def test_a_request_that_does_not_arrive_is_given_up(served: Any, service_of: Any, parser: str, content: bytes) -> None:
+    with served(service_of(read=0.3)) as client, connected(client) as connection:
+        sent(connection, content)
+        assert answer(connection)[:12] == (b"HTTP/1.1 408" if content else b"")
+
+
+def test_a_request_that_is_answered_for_long_is_not_given_up(
+    served: Any, service_of: Any, parser: str, monkeypatch: Any
+) -> None:
+    service = service_of(read=0.2)
+    start = service.start
+
+    def slow(*arguments: Any, **more: Any) -> Any:
+        time.sleep(0.6)
+        return start(*arguments, **more)
+
+    monkeypatch.setattr(service, "start", slow)
+    with served(service) as client:
+        for _ in range(2):
+            assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+
+
+def test_too_many_connections_are_turned_away(served: Any, service_of: Any, parser: str, wait_until: Any) -> None:
+    with served(service_of(connections=4)) as client, contextlib.ExitStack() as stack:
+        assert client.get("/health").status_code == 200
+        every = [stack.enter_context(connected(client)) for _ in range(8)]
+        for connection in every[4:]:
+            assert answer(connection)[:12] == b"HTTP/1.1 503"
+        for connection in every:
+            connection.close()
+        wait_until(lambda: len(client.server.server_state.connections) < 4)
+        assert client.get("/health").status_code == 200
+
+
+def test_there_are_no_more_connections_than_descriptors(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    resource = pytest.importorskip("resource")
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (300, 300))
+    assert 1 <= most_connections(512) <= 300 - 64
+    assert "300 descriptors" in caplog.text
+    assert most_connections(3) == 3
+
+
+def test_what_strangers_bring_about_is_logged_once(served: Any, service_of: Any, parser: str, caplog: Any) -> None:
+    with served(service_of()) as client:
+        for _ in range(20):
+            with connected(client) as connection:
+                sent(connection, b"\x00\x01\r\n\r\n")
+                assert answer(connection)[:12] == b"HTTP/1.1 400"
+    assert len([record for record in caplog.records if "Invalid HTTP" in record.getMessage()]) <= 1
+    assert not any(isinstance(each, Seldom) for each in logging.getLogger("uvicorn.error").filters)
