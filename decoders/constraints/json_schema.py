@@ -41,6 +41,8 @@ _PATTERN = (
     r"Patterns are those of ECMA-262: \d and \w are ASCII, $ is the very end. jsonschema reads them as Python's re does, and may "
     "judge strings of other characters otherwise."
 )
+#: What a warning says of a keyword that a lenient language leaves out.
+LEFT_OUT = "is left to the validation of the finished text."
 _CLOSED = "Objects that declare properties take no others, unless the schema says something of others."
 
 
@@ -106,7 +108,7 @@ class JsonSchema(Spec):
         warnings = [*_WARNINGS, *([_FORMAT] if "format" in keys else []), *([_CLOSED] if self.closed else [])]
         warnings += [_PATTERN] if not keys.isdisjoint(("pattern", "patternProperties")) else []
         warnings += written
-        warnings += [f"{path}: {keyword} is left to the validation of the finished text." for path, keyword in dropped]
+        warnings += [f"{path}: {keyword} {LEFT_OUT}" for path, keyword in dropped]
         whole = None if self.strict else Validation(json.loads(self.text))
         title = json.loads(self.text).get("title") if self.text.lstrip().startswith("{") else None
         name = self.label or (f"JSON schema {title!r}" if isinstance(title, str) else "JSON schema")

@@ -14,9 +14,9 @@ pytest.importorskip("fastapi")
 
 from decoders.engine.request_output import TokenLogprobs
 from decoders.server.answers import Growing
+from decoders.server.calls import not_beginning
 from decoders.server.processors import StopStrings
 from decoders.server.texts import ChoiceText, Spelling, named
-from decoders.server.tools import not_beginning
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
