@@ -168,6 +168,9 @@ class RuntimeSettings(Settings):
     )
     constraint_backend: str = Field("auto", description="What compiles a grammar that names no backend itself.")
     constraint_cache: Path | None = Field(None, description="Folder that keeps compiled grammars between processes.")
+    constraint_seconds: float = Field(
+        2.0, gt=0, description="Most time on the processor that compiling one grammar may take, in seconds."
+    )
 
 
 def parse_assignments(assignments: Sequence[str], place: str = "--set") -> dict[str, Any]:

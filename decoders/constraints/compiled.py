@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from ..patterns.deadline import deadline
 from . import stored
 from .base import Backend, CompiledGrammar
 from .vocabulary import Vocabulary
@@ -55,15 +56,21 @@ class Cache:
             self._entries.clear()
 
     def compiled(
-        self, spec: Spec, vocabulary: Vocabulary, backend: Backend, directory: Path | str | None = None
+        self,
+        spec: Spec,
+        vocabulary: Vocabulary,
+        backend: Backend,
+        directory: Path | str | None = None,
+        seconds: float | None = None,
     ) -> Compilation:
         """The language of `spec` for `vocabulary`, compiled by `backend`.
 
         Args:
             directory: where compiled grammars are kept from one process to the next; none by default.
+            seconds: that compiling may take on the processor; None: :data:`~decoders.patterns.deadline.SECONDS`.
 
         Raises:
-            GrammarError: it cannot be expressed or compiled. Nothing is kept then.
+            GrammarError: it cannot be expressed or compiled, or not in time. Nothing is kept then.
         """
         begin = time.perf_counter()
         folder = None if directory is None else Path(directory)
@@ -78,7 +85,8 @@ class Cache:
         source: Source = "memory"
         if not known:
             try:
-                grammar, source = _made(spec, vocabulary, backend, folder)
+                with deadline(seconds):
+                    grammar, source = _made(spec, vocabulary, backend, folder)
             except BaseException as error:
                 with self._lock:
                     if self._entries.get(key) is entry:
@@ -138,9 +146,15 @@ def _made(
 _shared = Cache()
 
 
-def compiled(spec: Spec, vocabulary: Vocabulary, backend: Backend, directory: Path | str | None = None) -> Compilation:
+def compiled(
+    spec: Spec,
+    vocabulary: Vocabulary,
+    backend: Backend,
+    directory: Path | str | None = None,
+    seconds: float | None = None,
+) -> Compilation:
     """As :meth:`Cache.compiled`, from the grammars of this process."""
-    return _shared.compiled(spec, vocabulary, backend, directory)
+    return _shared.compiled(spec, vocabulary, backend, directory, seconds)
 
 
 def forget() -> None:

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from ..errors import GrammarError, suggest
+from ..patterns.deadline import deadline, left
 from ..schemas import limits, notation
 from ..schemas.document import document, members
 from ..schemas.ignored import ignored
@@ -40,6 +41,8 @@ _PATTERN = (
     r"Patterns are those of ECMA-262: \d and \w are ASCII, $ is the very end. jsonschema reads them as Python's re does, and may "
     "judge strings of other characters otherwise."
 )
+#: What a warning says of a keyword that a lenient language leaves out.
+LEFT_OUT = "is left to the validation of the finished text."
 _CLOSED = "Objects that declare properties take no others, unless the schema says something of others."
 
 
@@ -96,16 +99,20 @@ class JsonSchema(Spec):
         return "JsonSchema " + json.dumps(options, separators=(",", ":"))
 
     def language(self) -> Language:
+        with deadline():
+            return self._language()
+
+    def _language(self) -> Language:
         rules, dropped, written = self._grammar
         keys = frozenset(self._keys)
         warnings = [*_WARNINGS, *([_FORMAT] if "format" in keys else []), *([_CLOSED] if self.closed else [])]
         warnings += [_PATTERN] if not keys.isdisjoint(("pattern", "patternProperties")) else []
         warnings += written
-        warnings += [f"{path}: {keyword} is left to the validation of the finished text." for path, keyword in dropped]
+        warnings += [f"{path}: {keyword} {LEFT_OUT}" for path, keyword in dropped]
         whole = None if self.strict else Validation(json.loads(self.text))
         title = json.loads(self.text).get("title") if self.text.lstrip().startswith("{") else None
         name = self.label or (f"JSON schema {title!r}" if isinstance(title, str) else "JSON schema")
-        return Language(name, notation.regex(rules), notation.lark(rules), tuple(warnings), whole)
+        return Language(name, _regex(rules), notation.lark(rules), tuple(warnings), whole)
 
     def spell(self, value: Any) -> str | None:
         """`value` as a text of the language (keys in its order), with blanks as ``json.dumps`` has them; None if it is none.
@@ -124,9 +131,12 @@ class JsonSchema(Spec):
         steps = 0
         while True:
             normaliser, root = self._read(dropped)
+            # What takes too long is left out, too: an attempt has half of the time, and the next one half of the rest.
+            seconds = left() if self.strict else left() / 2
             try:
-                writer = Writer(normaliser, WHITESPACE[self.whitespace], self.closed)
-                rules = writer.write(root)
+                with deadline(seconds):
+                    writer = Writer(normaliser, WHITESPACE[self.whitespace], self.closed)
+                    rules = writer.write(root)
                 break
             except RecursionError as problem:
                 raise GrammarError("schemas within schemas go too deep; fewer levels work", path="$") from problem
@@ -151,3 +161,12 @@ class JsonSchema(Spec):
     @property
     def _keys(self) -> Iterator[str]:
         return (key for key, _ in members(json.loads(self.text)))
+
+
+def _regex(rules: dict[str, Expr]) -> str | None:
+    """`rules` as a regular expression; None if there is none, or it would take more than half of the time that is left."""
+    try:
+        with deadline(left() / 2):
+            return notation.regex(rules)
+    except GrammarError:
+        return None

@@ -12,6 +12,7 @@ from enum import Enum, EnumMeta
 from typing import Any
 
 from ..errors import GrammarError, shortened
+from .rust_patterns import translated
 from .typed_dicts import readable
 
 _CONTAINERS = (dict, list, tuple, set, frozenset)
@@ -53,12 +54,13 @@ def schema_of(value: Any) -> dict[str, Any]:
     """The JSON schema that Pydantic makes of a type.
 
     Raises:
-        GrammarError: Pydantic makes none.
+        GrammarError: Pydantic makes none, or a pattern means something else in a schema.
     """
     from pydantic import PydanticUserError, TypeAdapter
 
     try:
-        schema = TypeAdapter(readable(value)).json_schema()
+        adapter = TypeAdapter(readable(value))
+        schema = translated(adapter.json_schema(), adapter.core_schema)
     except (PydanticUserError, TypeError, NameError, RecursionError) as error:
         why = str(error).split("\n")[0]
         raise GrammarError(f"{shortened(repr(value))} has no JSON schema: {why}", "type") from error

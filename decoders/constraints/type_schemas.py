@@ -10,6 +10,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import core_schema
 
 from ..schemas.formats import FORMATS
+from .rust_patterns import translated
 from .typed_dicts import readable
 
 _UUID = "^[0-9A-Fa-f]{8}-[0-9A-Fa-f]{4}-%d[0-9A-Fa-f]{3}-[89ABab][0-9A-Fa-f]{3}-[0-9A-Fa-f]{12}$"
@@ -21,7 +22,9 @@ _DIGITS = 15
 
 def completed(schema: Any, kind: Any) -> Any:
     """`schema`, which :func:`~decoders.constraints.python_types.schema_of` has made of `kind`, with what Pydantic leaves out."""
-    return _completed(TypeAdapter(readable(kind)).json_schema(schema_generator=_Schemas), schema)
+    adapter = TypeAdapter(readable(kind))
+    new = translated(adapter.json_schema(schema_generator=_Schemas), adapter.core_schema)
+    return _completed(new, schema)
 
 
 def _completed(new: Any, old: Any) -> Any:

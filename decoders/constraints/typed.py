@@ -60,7 +60,7 @@ _NO_PARTS = frozenset((
     "computed_fields", "return_schema", "custom_error_context",
 ))  # fmt: skip
 #: Classes of Rust's patterns are wider than those of ECMA-262, so what is outside of them is narrower.
-_NARROWER = re.compile(r"\\[DWSs]|\[\^")
+_NARROWER = re.compile(r"\\[DWSsP]|\[\^|--|~~|\[:\^")
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ class Grammars:
             else:
                 vocabulary = vocabulary or vocabulary_of(tokenizer, size, stops)
                 backend = resolve_backend(wanted.backend or runtime.constraint_backend)
-                result = compiled(wanted, vocabulary, backend, runtime.constraint_cache)
+                result = compiled(wanted, vocabulary, backend, runtime.constraint_cache, runtime.constraint_seconds)
                 grammar, source, seconds = result.grammar, result.source, result.seconds
             language = grammar.language
             grammars.append(grammar)

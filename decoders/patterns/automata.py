@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, TypeAlias
 
 from . import limits
+from .deadline import check
 from .equivalence import refined
 from .symbols import Symbols
 from .tree import Cat, Chars, Or, Pattern, Repeat, irregular
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _State: TypeAlias = tuple[tuple[frozenset[int], ...], int]
 #: Nodes in the sets that one condition's automaton remembers while strings are matched.
 _REMEMBERED = 50_000
+_WHAT = "the automaton of a string's pattern and length"
 
 
 def automaton(conditions: Sequence[tuple[Pattern, bool]], low: int = 0, high: int | None = None) -> FSM:
@@ -40,6 +42,7 @@ def automaton(conditions: Sequence[tuple[Pattern, bool]], low: int = 0, high: in
     most = high + 1 if high is not None else low  # longer strings are all the same
     if most > limits.STATES:
         limits.exceeded("STATES", limits.STATES, f"a length of {most:,} together with a pattern")
+    check(_WHAT)
     symbols = Symbols([tree for tree, _ in conditions])
     parts = [_ConditionAutomaton(tree, symbols) for tree, _ in conditions]
     states: list[_State] = []
@@ -52,13 +55,14 @@ def automaton(conditions: Sequence[tuple[Pattern, bool]], low: int = 0, high: in
             numbers[state] = len(states)
             states.append(state)
             visited += symbols.count * sum(map(len, state[0]))
+            check(_WHAT)
             for limit, bound, size in (
                 ("STATES", limits.STATES, len(states)),
                 ("MOVES", limits.MOVES, len(states) * symbols.count),
                 ("MOVE_NODES", limits.MOVE_NODES, visited),
             ):
                 if size > bound:
-                    limits.exceeded(limit, bound, "the automaton of a string's pattern and length")
+                    limits.exceeded(limit, bound, _WHAT)
         return numbers[state]
 
     def follow(index: int, symbol: int) -> int:
@@ -201,5 +205,6 @@ def matches(tree: Pattern, text: str) -> bool:
     part = _part(tree)
     state = part.start
     for character in text:
+        check("matching a pattern", "pattern")
         state = part.move(state, part.symbols.symbol(character))
     return part.final(state)

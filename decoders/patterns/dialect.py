@@ -62,6 +62,7 @@ class Dialect:
         no_range_before: what a hyphen in a class stands for itself before; "" is the end of the pattern.
         class_operations: operators between classes, which are refused.
         nested_classes: whether classes may stand in classes; they are kept verbatim then.
+        class_algebra: likewise, but their characters are told: of classes in classes, of POSIX and of operations between them.
         named_group: the beginning of a group with a name.
         comments: whether ``(?#…)`` is one.
         look_aheads: whether ``(?=`` and ``(?!`` are read.
@@ -89,6 +90,7 @@ class Dialect:
     no_range_before: tuple[str, ...] = ("", "]", "-")
     class_operations: tuple[str, ...] = ()
     nested_classes: bool = False
+    class_algebra: bool = False
     named_group: re.Pattern[str] = re.compile(r"\(\?P?<([A-Za-z_]\w*)>")
     comments: bool = False
     look_aheads: bool = False

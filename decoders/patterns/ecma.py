@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 from ..errors import GrammarError
 from . import characters, limits
+from .deadline import check
 from .dialect import Dialect, Problem, single
 from .reader import read
 from .tree import (
@@ -113,11 +114,14 @@ def strings(pattern: str) -> tuple[tuple[Pattern, bool], ...]:
     if len(pattern) > limits.PATTERN_CHARACTERS:
         limits.exceeded("PATTERN_CHARACTERS", limits.PATTERN_CHARACTERS, "a pattern", "pattern")
     conditions = _Search(pattern).conditions(read(pattern, ECMA))
-    if any(copies(tree) > limits.COPIES for tree, _ in conditions):
-        limits.exceeded(
-            "COPIES", limits.COPIES, f"the pattern {pattern[:60]!r}, its repetitions written out,", "pattern"
-        )
+    _check_copies(pattern, max(copies(tree) for tree, _ in conditions))
     return conditions
+
+
+def _check_copies(pattern: str, count: int) -> None:
+    if count > limits.COPIES:
+        what = f"the pattern {pattern[:60]!r}, its repetitions written out,"
+        limits.exceeded("COPIES", limits.COPIES, what, "pattern")
 
 
 @dataclass(frozen=True)
@@ -165,11 +169,13 @@ class _Search:
             case Or(parts):
                 return _merged(reading for part in parts for reading in self.readings(part, True, nested))
             case Cat(parts):
+                _check_copies(self.pattern, len(parts) // 2)  # every second one may be an anchor
                 readings = _START
                 for part in parts:
                     if isinstance(part, Look):
                         self.look(part, readings, alternated, nested)
                     else:
+                        check("reading a pattern", "pattern")
                         pairs = product(readings, self.readings(part, False, True))
                         readings = _merged(joined for a, b in pairs if (joined := _join(a, b)) is not None)
                 return readings

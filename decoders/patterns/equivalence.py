@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from .deadline import check
+
 
 def refined(
     blocks: Sequence[int],
@@ -31,6 +33,7 @@ def refined(
     targets_of_block: list[tuple[int, ...]] = [()] * len(size)
     block_of = blocks.__getitem__
     while changed:
+        check("an automaton")
         members_of_block: dict[int, list[int]] = {}
         for state in changed:
             members_of_block.setdefault(blocks[state], []).append(state)

@@ -1,13 +1,16 @@
-"""The dialect of Rust's ``regex``, and the check that an expression can be embedded in a longer one."""
+"""The dialect of Rust's ``regex``: whether an expression can be part of a longer one, and its patterns as ECMA-262 has them."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from ..errors import GrammarError
-from . import characters
-from .dialect import Dialect, Problem, property_in_rust
+from . import characters, writer
+from .dialect import Dialect, Problem, property_in_rust, single
+from .ecma import ECMA
 from .reader import read
+from .tree import Anchor
 
 
 def _error(pattern: str, problem: Problem, what: str, reason: str, place: int) -> GrammarError:
@@ -45,6 +48,60 @@ RUST = Dialect(
         (re.compile(r"\(\?[a-zA-Z-]*[:)]"), "options"),
     ),
 )
+
+
+#: Rust's dialect as far as ECMA-262 can say it. ``\d``, ``\w``, ``\s`` and ``.`` stand for ECMA-262's characters: Rust has more.
+_IN_SCHEMAS = replace(
+    ECMA,
+    messages={
+        **{problem: reason for problem, reason in ECMA.messages.items() if problem != "repeated twice"},
+        "word boundary": "a word boundary",
+        "back-reference": "a back-reference",
+    },
+    escapes_outside={
+        "A": Anchor(end=False), "z": Anchor(end=True),
+        **dict.fromkeys("bB<>", "word boundary"), **dict.fromkeys("123456789", "back-reference"),
+    },
+    escapes={**ECMA.escapes, "a": single("\a")},
+    escapes_in_class={},
+    short_properties=True,
+    codes="xuU",
+    codes_in_braces="xuU",
+    surrogate_pairs=False,
+    control_letters=False,
+    open_low=True,
+    lone_counts=False,
+    empty_classes=False,
+    no_range_before=("", "]", "-"),
+    class_algebra=True,
+    named_group=re.compile(r"\(\?P?<[^\W\d][\w.\[\]]*>"),
+    look_aheads=False,
+)  # fmt: skip
+_ESCAPED = re.compile(r"\\U([0-9A-F]{8})|\\.", re.DOTALL)
+
+
+def in_ecma(pattern: str) -> str:
+    """`pattern`, of Rust's dialect, as a pattern of ECMA-262 that matches nothing that it does not.
+
+    As it is where both read the same, or neither reads it.
+
+    Raises:
+        GrammarError: ECMA-262 reads something else, and cannot say it.
+    """
+    try:
+        as_ecma = read(pattern, ECMA)
+    except GrammarError:
+        as_ecma = None
+    try:
+        as_rust = read(pattern, _IN_SCHEMAS)
+    except GrammarError:
+        if as_ecma is None:
+            return pattern
+        raise
+    if as_rust == as_ecma:
+        return pattern
+    written = writer.write(as_rust)
+    return _ESCAPED.sub(lambda part: f"\\u{{{part[1].lstrip('0') or '0'}}}" if part[1] else part[0], written)
 
 
 def check_part(regex: str) -> None:

@@ -98,12 +98,12 @@ def irregular(node: Pattern) -> TypeError:
 
 
 def cat(*parts: Pattern) -> Pattern:
-    """The parts one after the other, in the simplest form; nothing if one of them matches nothing."""
+    """The parts, each of which is in the simplest form, one after the other in it; nothing if one of them matches nothing."""
     flat: list[Pattern] = []
     for part in parts:
+        if part == NOTHING:
+            return NOTHING
         flat += part.parts if isinstance(part, Cat) else [part]
-    if NOTHING in flat:
-        return NOTHING
     return flat[0] if len(flat) == 1 else Cat(tuple(flat))
 
 

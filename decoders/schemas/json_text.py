@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ..patterns import characters, writer
 from ..patterns.characters import Ranges
+from ..patterns.deadline import check
 from ..patterns.tree import NOTHING, Cat, Chars, Or, Pattern, Repeat, cat, either, irregular, repeat
 from . import limits
 
@@ -70,6 +71,7 @@ def _escaped_set(ranges: Ranges) -> Pattern:
     return either(plain, cat(Chars(characters.of("\\")), Chars(characters.of(letters))))
 
 
+@lru_cache(maxsize=256)
 def inside(pattern: Pattern) -> str | None:
     """The inside of a string of `pattern`; None if nothing of it can be written."""
     tree = escaped(pattern)
@@ -112,6 +114,7 @@ def expression(machine: FSM) -> str | None:
             into.setdefault(to, set()).add(state)
     remaining = set(machine.states)
     while remaining:
+        check("the expression of a string's pattern and length")
         state = min(remaining, key=lambda s: (len(into.get(s, ())) * len(edges.get(s, ())), s))
         remaining.discard(state)
         out = edges.pop(state, {})

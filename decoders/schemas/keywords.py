@@ -88,7 +88,7 @@ def of_numbers(schema: dict[str, Any]) -> Numbers | None:
 
 def of_strings(schema: dict[str, Any]) -> Strings | None:
     """The strings that `schema` allows; None if there are none."""
-    result = Strings(low=_count(schema, "minLength") or 0, high=_count(schema, "maxLength")).simplified()
+    result = Strings(low=read_count(schema, "minLength") or 0, high=read_count(schema, "maxLength")).simplified()
     if result is not None and "pattern" in schema:
         result = strings.intersection(result, _pattern(schema["pattern"]))
     name = schema.get("format")
@@ -117,7 +117,7 @@ def of_arrays(
         rest, evaluated = node_of(others_keyword), Items(None)
     counts: tuple[Count, ...] = ()
     if "contains" in schema:
-        low, high = _count(schema, "minContains"), _count(schema, "maxContains")
+        low, high = read_count(schema, "minContains"), read_count(schema, "maxContains")
         low = low if low is not None else int("minContains" not in dropped)
         kind, kind_at_most = node_of("contains"), opposite("contains")
         if high is None or kind == kind_at_most:
@@ -127,7 +127,7 @@ def of_arrays(
         if place.year >= 2020 and evaluated.first is not None:
             evaluated = Items(evaluated.first, (kind,))
     unique = schema.get("uniqueItems") is True
-    low, high = _count(schema, "minItems") or 0, _count(schema, "maxItems")
+    low, high = read_count(schema, "minItems") or 0, read_count(schema, "maxItems")
     return Arrays(prefix, rest, low, high, counts, unique, evaluated).simplified(algebra)
 
 
@@ -137,12 +137,12 @@ def of_objects(
     """The objects that `schema`, the keywords that are read, allows; None if there are none. `normalise` gives a node's shapes."""
     nodes = algebra.nodes
     dropped = _dropped(place, schema)
-    named: dict[str, Node] = {name: node_of("properties", name) for name in _object(schema, "properties")}
+    named: dict[str, Node] = {name: node_of("properties", name) for name in read_object(schema, "properties")}
     if len(named) > limits.PROPERTIES:
         limits.exceeded("PROPERTIES", limits.PROPERTIES, f"an object of {len(named):,} properties", "properties")
     classes: list[tuple[Strings, tuple[Node, ...]]] = [(strings.ALL, ())]
     patterns = []
-    for text in _object(schema, "patternProperties"):
+    for text in read_object(schema, "patternProperties"):
         pattern, node = _pattern_of_keys(place, text), node_of("patternProperties", text)
         patterns.append(pattern)
         with _blaming("patternProperties"):
@@ -158,7 +158,7 @@ def of_objects(
     additional = node_of("additionalProperties") if "additionalProperties" in schema else TRUE
     if "properties" in dropped:
         additional = TRUE
-    unread = [node_of("patternProperties", text) for text in _object(place.schema, "patternProperties")
+    unread = [node_of("patternProperties", text) for text in read_object(place.schema, "patternProperties")
               if text not in schema.get("patternProperties", {})]  # fmt: skip
     # A key that may match a pattern which is left out: more or less is allowed, whichever errs on the safe side.
     if unread and place.subtracted:
@@ -171,7 +171,7 @@ def of_objects(
     if unread and not place.subtracted:
         patterns.append(strings.ALL)
     evaluated = Keys(frozenset(named), tuple(patterns), "additionalProperties" in schema)
-    required = dict.fromkeys(_names(schema, "required"))
+    required = dict.fromkeys(read_names(schema, "required"))
     result = Objects(rest=rest)
     properties = [Property(n, node, n in required) for n, node in named.items()]
     properties += [Property(name, result.value(name), True) for name in required if name not in named]
@@ -187,7 +187,7 @@ def of_objects(
                 for name in names
                 if (shared := strings.intersection(keys, name)) is not None
             )
-    low, high = _count(schema, "minProperties") or 0, _count(schema, "maxProperties")
+    low, high = read_count(schema, "minProperties") or 0, read_count(schema, "maxProperties")
     return Objects(tuple(properties), rest, low, high, evaluated=evaluated).simplified(algebra)
 
 
@@ -228,7 +228,7 @@ def _number(schema: dict[str, Any], keyword: str) -> int | float:
     return value
 
 
-def _count(schema: dict[str, Any], keyword: str) -> int | None:
+def read_count(schema: dict[str, Any], keyword: str) -> int | None:
     """The value of a keyword that counts something; None if it is absent."""
     if keyword not in schema:
         return None
@@ -242,14 +242,16 @@ def _count(schema: dict[str, Any], keyword: str) -> int | None:
     return int(value)
 
 
-def _object(schema: dict[str, Any], keyword: str) -> dict[str, Any]:
+def read_object(schema: dict[str, Any], keyword: str) -> dict[str, Any]:
+    """The value of a keyword that is an object; an empty one if it is absent."""
     value = schema.get(keyword, {})
     if not isinstance(value, dict):
         raise GrammarError(f"{keyword} is an object, not {value!r}", keyword)
     return value
 
 
-def _names(schema: dict[str, Any], keyword: str) -> list[str]:
+def read_names(schema: dict[str, Any], keyword: str) -> list[str]:
+    """The value of a keyword that lists names; none if it is absent."""
     value = schema.get(keyword, [])
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise GrammarError(f"{keyword} is a list of names, not {value!r}", keyword)

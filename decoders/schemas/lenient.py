@@ -6,7 +6,15 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import GrammarError
+from ..errors import GrammarError, shortened
+from ..patterns.deadline import deadline
+from ..patterns.search import Search
+from .document import document, step
+from .judge import Failure, Judge
+
+#: Most time on the processor that validating one text may take.
+SECONDS = 0.5
+_LIMIT = f"the limit SECONDS of {__name__}: simplify the schema"
 
 
 @dataclass(frozen=True)
@@ -21,23 +29,24 @@ class Validation:
         Raises:
             GrammarError: it is not; names the keyword that it breaks and the place in the text. Or nobody can tell.
         """
-        from jsonschema.exceptions import best_match
-        from jsonschema.validators import Draft202012Validator, validator_for
-        from jsonschema_specifications import REGISTRY
-
         try:
             value = json.loads(text)
         except (ValueError, RecursionError) as problem:
             raise GrammarError(f"the text is not JSON: {problem}") from problem
-        kind = validator_for(self.schema, default=Draft202012Validator)
         try:
-            error = best_match(kind(self.schema, registry=REGISTRY).iter_errors(value))
-        # A pattern that `re` does not read, a text nested deeper than the stack, an infinite float.
+            with deadline(SECONDS, _LIMIT), Search() as search:
+                failure = Judge(search).verdict(document(json.dumps(self.schema)), value).failure
+        # A schema that makes no sense, a text nested deeper than the stack, an infinite float.
         except Exception as problem:
-            raise GrammarError(
-                f"jsonschema cannot judge the text: {type(problem).__name__}: {str(problem)[:200]}"
-            ) from problem
-        if error is not None:
-            raise GrammarError(
-                f"the text is JSON, but not valid: {error.message[:300]}", str(error.validator), str(error.json_path)
-            )
+            why = str(problem) if isinstance(problem, GrammarError) else f"{type(problem).__name__}: {problem}"
+            raise GrammarError(f"the text cannot be judged: {why[:300]}") from problem
+        if failure is not None:
+            path = "$" + "".join(map(step, failure.path))
+            raise GrammarError(f"the text is JSON, but not valid: {path}: {_reason(failure)}", failure.keyword, path)
+
+
+def _reason(failure: Failure) -> str:
+    value = shortened(json.dumps(failure.value, ensure_ascii=False), 120)
+    if failure.keyword is None:
+        return f"nothing is allowed here, not even {value}"
+    return f"{value} breaks {failure.keyword}: {shortened(json.dumps(failure.wanted, ensure_ascii=False), 120)}"

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import GrammarError
+from ..patterns.deadline import check
 from . import keywords, left_out, limits, shapes
 from .algebra import NodeAlgebra
 from .applicators import APPLICATORS, one_of_as_any_of
@@ -19,6 +20,7 @@ from .shapes import ALL, NONE, Shapes
 from .strings import Strings
 
 _LOOK_AHEAD = 3
+_WORK = "the work of multiplying out allOf, anyOf, oneOf, not, …"
 
 
 class _CycleError(Exception):
@@ -44,8 +46,9 @@ class Normaliser(NodeAlgebra):
 
     def step(self, count: int = 1) -> None:
         self.steps += count
+        check(_WORK)
         if self.steps > limits.STEPS:
-            limits.exceeded("STEPS", limits.STEPS, "the work of multiplying out allOf, anyOf, oneOf, not, …")
+            limits.exceeded("STEPS", limits.STEPS, _WORK)
 
     def place(self, content: Place | bool) -> Node:
         """The node of a schema."""
@@ -121,6 +124,7 @@ class Normaliser(NodeAlgebra):
             return self.known[node]
         if node in self.active:
             raise _CycleError
+        check(_WORK)
         self.active.append(node)
         try:
             current = self._compute(node)

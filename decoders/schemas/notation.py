@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from ..patterns.deadline import check
 from ..patterns.writer import slashed
 from . import limits
 
@@ -201,6 +202,7 @@ def regex(rules: dict[str, Expr]) -> str | None:
 
     def write(expr: Expr) -> tuple[str, int] | None:
         """The expression, in brackets where it needs them, and its size with repetitions written out."""
+        check("writing the grammar")
         match expr:
             case Word(terminal):
                 whole = terminal.regex()

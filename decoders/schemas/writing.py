@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import GrammarError
+from ..patterns.deadline import check
 from ..patterns.writer import slashed
 from . import json_text, limits, notation, number_text
 from .array_text import write_array
@@ -67,6 +68,7 @@ class Writer:
         while self.todo:
             node = self.todo.pop()
             try:
+                check("writing the grammar")
                 self.rule(f"n{node}", self.alternatives_of(node, self.normaliser.shapes(node)))
             except GrammarError as problem:
                 raise (
@@ -106,6 +108,7 @@ class Writer:
     def rule(self, name: str, expr: Expr) -> Expr:
         """Adds a rule, and returns a reference to it."""
         self.rules[name] = expr
+        check("writing the grammar")
         if len(self.rules) > limits.RULES:
             limits.exceeded("RULES", limits.RULES, "the grammar", path="$")
         return RuleReference(name)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ..constraints.json_schema import LEFT_OUT
 from ..engine.request_output import TokenLogprobs
 from .bodies import Body
 from .jobs import Choice, Job
@@ -150,6 +151,16 @@ class Answer(ABC):
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         job = self.job
         return {"id": job.id, "object": kind, "created": job.created, "model": self.service.name, "choices": choices}
+
+    def warnings(self, choice: Choice) -> dict[str, Any]:
+        """What the grammar of a text that has ended could not honour, and what the text breaks of it, if there is anything to say."""
+        report = choice.generation.report
+        said: list[str] = []
+        for use in report.grammars if report is not None else ():
+            if use is not None:
+                said += [warning for warning in use.warnings if warning.endswith(LEFT_OUT)]
+                said += [use.invalid] if use.invalid is not None else []
+        return {"warnings": said} if said else {}
 
     def details(self, spans: Sequence[Span]) -> dict[str, Any]:
         """Which tokens were drafted, if that was asked for."""

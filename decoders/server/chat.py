@@ -61,12 +61,16 @@ class Chat(Answer):
         }
         if calls:
             message["tool_calls"] = calls
-        return {
-            "index": choice.index,
-            "message": message,
-            "logprobs": self._logprobs(tokens),
-            "finish_reason": self._reason(growing, calls),
-        } | self.details(spans)
+        return (
+            {
+                "index": choice.index,
+                "message": message,
+                "logprobs": self._logprobs(tokens),
+                "finish_reason": self._reason(growing, calls),
+            }
+            | self.warnings(choice)
+            | self.details(spans)
+        )
 
     def opening(self, choice: Choice) -> list[dict[str, Any]]:
         return [self._delta(choice, {"role": "assistant", "content": ""})]
@@ -79,7 +83,7 @@ class Chat(Answer):
         chunks = []
         if spans or tokens:
             chunks.append(self._delta(choice, {"content": joined(spans)}, tokens) | self.details(spans))
-        return [*chunks, self._delta(choice, {}, reason=growing.finish_reason)] if ended else chunks
+        return [*chunks, self._last(choice, growing.finish_reason)] if ended else chunks
 
     def _called(
         self, growing: Growing, text: str, tokens: Sequence[TextToken], ended: bool
@@ -100,7 +104,7 @@ class Chat(Answer):
         self._held[index] = held[count:]
         chunks += [self._delta(choice, {"tool_calls": [{"index": n, **call}]}) for n, call in enumerate(calls)]
         if ended:
-            chunks.append(self._delta(choice, {}, reason=self._reason(growing, calls)))
+            chunks.append(self._last(choice, self._reason(growing, calls)))
         return chunks
 
     def _parsed(self, text: str) -> tuple[str, list[dict[str, Any]]]:
@@ -111,6 +115,9 @@ class Chat(Answer):
         if not calls or self.calling is None:
             return growing.finish_reason
         return "stop" if self.calling.named else "tool_calls"
+
+    def _last(self, choice: Choice, reason: str) -> dict[str, Any]:
+        return self._delta(choice, {}, reason=reason) | self.warnings(choice)
 
     def _delta(
         self, choice: Choice, delta: dict[str, Any], tokens: Sequence[TextToken] = (), reason: str | None = None

@@ -55,7 +55,7 @@ class Completion(Answer):
         growing = self.growing(choice)
         spans, tokens = growing.read(ended=True)
         text = self._echoed(choice) + joined(spans)
-        return self._choice(growing, text, tokens, growing.finish_reason) | self.details(spans)
+        return self._choice(growing, text, tokens, growing.finish_reason) | self.warnings(choice) | self.details(spans)
 
     def opening(self, choice: Choice) -> list[dict[str, Any]]:
         echo = self._echoed(choice)
@@ -66,7 +66,8 @@ class Completion(Answer):
         if not spans and not ended:
             return []
         reason = growing.finish_reason if ended else None
-        return [self._choice(growing, joined(spans), tokens, reason) | self.details(spans)]
+        warnings = self.warnings(growing.choice) if ended else {}
+        return [self._choice(growing, joined(spans), tokens, reason) | warnings | self.details(spans)]
 
     def _choice(
         self, growing: Growing, text: str, tokens: Sequence[TextToken], reason: str | None

@@ -1,25 +1,19 @@
-"""Calls of functions: a grammar that lets the model write them as its template does, and the way back from text to calls."""
+"""Calls of functions: what a request says of them, and the way back from text to calls."""
 
 from __future__ import annotations
 
 import json
-import re
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..constraints.base import CompiledGrammar, Language
-from ..constraints.json_schema import JsonSchema
+from ..constraints.base import CompiledGrammar
 from ..constraints.specs import Lark, Spec
-from ..errors import GrammarError
-from ..patterns.writer import quoted, slashed
 from .bodies import ChatBody, Tool, ToolChoice
+from .calls import Called, CallSpec, written_calls
 from .formats import spec_of
 from .refusals import Refusal
 from .templates import CallStyle
-
-_ANY = r"(?:.|\n)*"
 
 
 @dataclass(frozen=True)
@@ -74,16 +68,10 @@ class Calling:
         """The grammar of the answer; None where text is allowed and the calls' beginning is no text."""
         if self.style.special and not self.required:
             return None
-        schemas = []
-        for number, tool in enumerate(self.tools):
-            parameters = tool.function.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
-            place = "#" if len(self.tools) == 1 else f"#/anyOf/{number}"
-            schemas.append(_call_schema(tool.function.name, self.style.arguments, parameters, place))
-        schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
         prefix = "" if self.style.special else self.style.prefix
         return CallSpec(
-            schema=json.dumps(schema), prefix=prefix, suffix=self.style.suffix, text=not self.required,
-            several=self.several and bool(prefix), format=self.format,
+            functions=tuple(Called.of(tool.function) for tool in self.tools), key_of_arguments=self.style.arguments, prefix=prefix,
+            suffix=self.style.suffix, text=not self.required, several=self.several and bool(prefix), format=self.format,
         )  # fmt: skip
 
     def free(self, text: str, begun: bool) -> int:
@@ -107,22 +95,14 @@ class Calling:
         begin = text.find(prefix) if prefix else (0 if text.lstrip().startswith(("{", opening or "{")) else -1)
         if begin < 0 or (self.format is not None and text[:begin].strip()):
             return text, []
-        calls, place = [], begin
-        while True:
-            brace = text.find("{", place)
-            if opening and 0 <= (before := text.find(opening, place)) <= brace:  # which may have braces of its own
-                brace = text.find("{", before + len(opening))
-            if (place := brace) < 0:
-                break
+        calls = []
+        written = written_calls(
+            text, begin, names, self.style.arguments, several=bool(opening) and self.several, opening=opening
+        )
+        for name, arguments in written:
             try:
-                value, place = json.JSONDecoder().raw_decode(text, place)
-                name = value.get("name") if isinstance(value, dict) else None
-                if not isinstance(name, str) or name not in names:
-                    break
-                calls.append(_call(name, value.get(self.style.arguments, {})))
+                calls.append(_call(name, arguments))
             except (ValueError, RecursionError):  # whatever a model may write where nothing constrains it
-                break
-            if not (opening and self.several):
                 break
         return (text[:begin].rstrip(), calls) if calls else (text, [])
 
@@ -166,28 +146,6 @@ def _format_beside_calls(body: ChatBody, style: CallStyle) -> Spec | None:
     raise Refusal(400, message, param="response_format", code="invalid_value")
 
 
-def _call_schema(name: str, key: str, parameters: dict[str, Any], place: str) -> dict[str, Any]:
-    """The schema of a call that stands at `place`. References of the parameters are written from their own root."""
-    inner = {word: value for word, value in parameters.items() if word != "$schema"}
-    inner = _moved(inner, f"{place}/properties/{key}")
-    return {
-        "type": "object", "properties": {"name": {"const": name}, key: inner}, "required": ["name", key],
-        "additionalProperties": False,
-    }  # fmt: skip
-
-
-def _moved(value: Any, root: str) -> Any:
-    """`value` with its references to places within it, now that it stands at `root`."""
-    if isinstance(value, dict):
-        return {
-            key: root + part[1:]
-            if key == "$ref" and isinstance(part, str) and part.startswith("#")
-            else _moved(part, root)
-            for key, part in value.items()
-        }
-    return [_moved(part, root) for part in value] if isinstance(value, list) else value
-
-
 def _call(name: str, arguments: Any) -> dict[str, Any]:
     """Raises ValueError for numbers that are none of JSON's."""
     try:
@@ -200,108 +158,3 @@ def _call(name: str, arguments: Any) -> dict[str, Any]:
         "type": "function",
         "function": {"name": name, "arguments": written},
     }
-
-
-@dataclass(frozen=True)
-class CallSpec(Spec):
-    """Answers that are calls, or text: of a format, or any that is no call.
-
-    Attributes:
-        schema: of a call, as JSON.
-        prefix: before a call.
-        suffix: after a call.
-        text: whether text is an answer, too.
-        several: whether there may be more than one call.
-        format: of the text; None: any that does not begin as a call.
-    """
-
-    schema: str
-    prefix: str
-    suffix: str
-    text: bool
-    several: bool
-    format: Spec | None = None
-
-    @property
-    def key(self) -> str:
-        format = self.format.key if self.format is not None else None
-        return self._keyed(json.dumps([self.schema, self.prefix, self.suffix, self.text, self.several, format]))
-
-    def language(self) -> Language:
-        try:
-            # Arguments that are not declared are of no use to a function, and a language without them is mostly regular.
-            inner = JsonSchema(self.schema, closed=True).language()
-        except GrammarError as error:
-            raise GrammarError(f"tools: {error}", error.keyword, error.path) from error
-        text = self._text()
-        pattern = None
-        if inner.regex is not None and (text is None or text.regex is not None):
-            call = f"{quoted(self.prefix)}(?:{inner.regex}){quoted(self.suffix)}"
-            calls = rf"{call}(?:\n?{call})*" if self.several else call
-            pattern = calls if text is None else f"(?:{calls}|{text.regex})"
-        # llguidance's lexer never goes back: it takes the first brace of a text for that of such a prefix.
-        apart = text is None or self.format is None or not self.prefix.startswith(("{", "[", '"'))
-        lark = self._lark(inner.lark, text) if inner.lark is not None and apart else None
-        if pattern is None and not apart:
-            raise GrammarError(
-                f"tools: texts of response_format may begin as calls do ({self.prefix}), and the two are no regular expression: say "
-                'tool_choice="none" or "required", or leave response_format out'
-            )
-        if text is None:
-            return Language("calls of functions", pattern, lark, inner.warnings)
-        return Language("calls of functions", pattern, lark, (*inner.warnings, *text.warnings), self._whole(text))
-
-    def _text(self) -> Language | None:
-        """Answers that are no calls; None: there are none."""
-        if not self.text:
-            return None
-        if self.format is not None:
-            return self.format.language()
-        # Bare JSON begins with a brace, and llguidance's lexer takes the longest text: what begins so is a call.
-        return Language("text", not_beginning(self.prefix or "{"))
-
-    def _whole(self, text: Language) -> Callable[[str], None] | None:
-        """Judges answers that do not begin as calls."""
-        judge = text.whole
-        if judge is None:
-            return None
-        opening = self.prefix or '{"name": "'
-        return lambda answer: None if answer.startswith(opening) else judge(answer)
-
-    def _lark(self, inner: str, text: Language | None) -> str:
-        around = [slashed(quoted(part)) if part else "" for part in (self.prefix, self.suffix)]
-        one = f"one: {around[0]} call {around[1]}"
-        calls = r"calls: one (/\n?/ one)*" if self.several else "calls: one"
-        rules = ["start: calls" + (" | text" if text is not None else ""), calls, one, _with_start(inner, "call")]
-        if text is not None and text.lark is not None:  # rather than its expression, one word that a call may begin as
-            rules.append(_with_start(_NAMES.sub(lambda name: f"{name[0]}_" if name[1] else name[0], text.lark), "text"))
-        elif text is not None and text.regex is not None:
-            rules.append(f"text: {slashed(text.regex)}")
-        return "\n".join(rules)
-
-
-#: What stands between slashes or quotes in a grammar of a schema, and the names of its rules.
-_NAMES = re.compile(r'/(?:\\.|[^/\\])*/|"(?:\\.|[^"\\])*"|\b([rtT]\d+)\b')
-
-
-def _with_start(grammar: str, name: str) -> str:
-    """`grammar` with `name` in the place of ``start``."""
-    return re.sub(r"^start:", f"{name}:", grammar, count=1, flags=re.MULTILINE)
-
-
-def not_beginning(prefix: str) -> str:
-    """A regular expression of all texts that do not begin with `prefix`."""
-    alternatives = [""]  # the empty text
-    for place, character in enumerate(prefix):
-        before = quoted(prefix[:place])
-        other = f"[^{_in_class(character)}]"
-        alternatives.append(f"{before}{other}{_ANY}")
-        if place:
-            alternatives.append(before)
-    return f"(?:{'|'.join(alternatives)})"
-
-
-def _in_class(character: str) -> str:
-    if character == "\n":
-        return r"\n"
-    return "\\" + character if character in r"\]^[-&~" else character

@@ -17,6 +17,7 @@ import typing_extensions
 
 from decoders.constraints.json_schema import JsonSchema
 from decoders.errors import GrammarError
+from decoders.schemas.lenient import Validation
 
 
 class Colour(enum.Enum):
@@ -239,16 +240,15 @@ def test_strict_language_needs_no_validation() -> None:
 @pytest.mark.parametrize(
     ("schema", "text"),
     [
-        ({"pattern": r"^\p{L}+$"}, '"a"'),  # Python's re has no \p
+        ({"pattern": "("}, '"a"'),
+        ({"$ref": "#"}, '"a"'),
         ({"type": "array", "items": {"$ref": "#"}}, "[" * 900 + "]" * 900),
         ({"multipleOf": 0.1}, "9" * 400 + ".5"),
     ],
 )
-def test_text_that_jsonschema_cannot_judge_is_said_to_be_that(schema: dict[str, Any], text: str) -> None:
-    whole = JsonSchema(schema, strict=False).language().whole
-    assert whole is not None
-    with pytest.raises(GrammarError, match="cannot judge"):
-        whole(text)
+def test_text_that_cannot_be_judged_is_said_to_be_that(schema: dict[str, Any], text: str) -> None:
+    with pytest.raises(GrammarError, match="cannot be judged"):
+        Validation(schema)(text)
 
 
 def test_nothing_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,9 @@ pytest.importorskip("fastapi")
 
 from decoders.engine.request_output import TokenLogprobs
 from decoders.server.answers import Growing
+from decoders.server.calls import not_beginning
 from decoders.server.processors import StopStrings
 from decoders.server.texts import ChoiceText, Spelling, named
-from decoders.server.tools import not_beginning
 from decoders.serving.pieces import text_behind
 from decoders.testing.models import ARCHITECTURES, Architecture
 

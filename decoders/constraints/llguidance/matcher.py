@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from .backend import LLGuidanceGrammar
 
 T = TypeVar("T")
+
+#: Time on the processor that a mask may take, in seconds, and what all masks of a text together may take beyond it: whoever shares the
+#: steps waits for them. llguidance's own limits bound one mask, to 0.1 to 0.7 seconds for the most ambiguous grammars.
+MASK_SECONDS, OVERTIME = 0.02, 1.0
 
 
 class _Broken(Exception):
@@ -41,6 +46,7 @@ class LLGuidanceMatcher(Matcher):
         self._asked = False  # whether `_inner` has been asked since it was copied or made
         self._unasked: Any = None  # stands after the first `_behind` of the tokens taken
         self._behind = 0
+        self._overtime = 0.0  # of its masks
 
     @property
     def accepting(self) -> bool:
@@ -108,14 +114,20 @@ class LLGuidanceMatcher(Matcher):
         """Writes the mask of the tokens that may come next to ``out``, ``[W]`` int32 on the CPU.
 
         Raises:
-            GrammarError: llguidance hits a limit, or the grammar leads nowhere from here.
+            GrammarError: llguidance hits a limit, its masks take too much time, or the grammar leads nowhere from here.
         """
         if self._ended:
             out.copy_(self.grammar.ends)
             return
+        if self._overtime > OVERTIME:
+            raise self._failure(
+                f"its masks have taken {self._overtime:.1f} s more than {MASK_SECONDS} s each. The grammar reads a text in too many "
+                "ways; `list: item | list item` reads it in one, `list: item | list list` does not"
+            )
         row, address = writable(out)
-        size = row.nbytes
+        size, begin = row.nbytes, time.thread_time()
         self._ask(lambda inner: inner.unsafe_compute_mask_ptr(address, size))
+        self._overtime += max(time.thread_time() - begin - MASK_SECONDS, 0)
         if self.grammar.policy == "canonical" and (only := self._forced_token()) is not None:
             row[:] = 0
             row[only >> 5] = 1 << (only & 31)

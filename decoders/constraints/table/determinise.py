@@ -10,6 +10,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import GrammarError
+from ...patterns import deadline
 from ...patterns.rust import check_part, not_read, shown
 
 #: Longest regular expression, in characters.
@@ -100,13 +102,17 @@ def determinise(regex: str) -> ByteAutomaton:
         text = pattern.encode()
     except UnicodeEncodeError as error:
         raise GrammarError(f"a regex with half a character (a lone surrogate) at {error.start}") from error
+    deadline.check(f"the automaton of {shown(regex)}")
+    begin, seconds = time.perf_counter(), min(SECONDS, deadline.left())
     try:
         child = subprocess.run(
             [sys.executable, "-I", "-S", "-c", _CHILD, site_packages, str(MEGABYTES << 20), str(RAW_STATES)],
-            input=text, capture_output=True, timeout=SECONDS, check=False,
+            input=text, capture_output=True, timeout=seconds, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
-        raise GrammarError(f"the automaton of {shown(regex)} is too large; {_limit(f'{SECONDS} s')}") from error
+        raise GrammarError(f"the automaton of {shown(regex)} is too large; {_limit(f'{seconds:.2g} s')}") from error
+    finally:
+        deadline.spend(time.perf_counter() - begin)
     if child.returncode:
         raise GrammarError(_reason(regex, child.stderr.decode(errors="replace")))
     return _without_end(_parsed(child.stdout))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ...patterns.deadline import check
 from .equivalent import EquivalentStates
 from .lexicon import Lexicon
 from .rows import MaskRows, Row
@@ -18,6 +19,7 @@ from .trie import Ints
 TOKENS = 1 << 21
 #: StateMasks that are packed at a time: a byte per token.
 CHUNK = 32
+_WHAT = "computing the masks of a table"
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ def _walk_states(
     # Tokens that begin with a byte that is legal: no walk meets more.
     most = np.cumsum((transitions[states][:, byte_class] > 0) @ lexicon.beginning)
     for part in np.split(states, np.flatnonzero(np.diff(most // TOKENS)) + 1):
+        check(_WHAT)
         paths = lexicon.trie.walk(transitions, byte_class, part, strings.class_of >= 0)
         single = paths.token >= 0
         place, reached = strings.below(paths.node[~single], strings.class_of[paths.state[~single]])
@@ -151,6 +154,7 @@ def _walk_batches(
 ) -> Iterator[tuple[slice, NDArray[np.int32]]]:
     """Yields batches of `starts` and their masks, of the tokens that lead to states that are alive."""
     for begin in range(0, len(starts), CHUNK):
+        check(_WHAT)
         part = slice(begin, min(begin + CHUNK, len(starts)))
         paths = lexicon.trie.walk(transitions, byte_class, starts[part])
         alive_ends = alive[paths.state]
@@ -163,6 +167,7 @@ def _alive(
     """``[S]``: from which states tokens lead to the end of a text; the others may have no legal token at all."""
     edges = []
     for begin in range(1, len(transitions), CHUNK):
+        check(_WHAT)
         starts = np.arange(begin, min(begin + CHUNK, len(transitions)), dtype=np.int32)
         paths = lexicon.trie.walk(transitions, byte_class, starts)
         edges.append(np.unique(starts[paths.row].astype(np.int64) * len(transitions) + paths.state))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ...patterns.deadline import check
 from .lexicon import Lexicon
 from .minimise import distinct
 from .plain import room
@@ -91,6 +92,7 @@ def _legal_rests(
     sets: list[NDArray[np.int32]] = []
     number = np.zeros(len(transitions), np.int32)
     for begin in range(0, len(states), CHUNK):
+        check("computing the masks of a table")
         part = states[begin : begin + CHUNK]
         paths = lexicon.ends.walk(transitions, byte_class, part)
         order = np.lexsort((paths.token, paths.row))
