@@ -84,14 +84,16 @@ def test_table_that_takes_too_long_is_left_to_llguidance() -> None:
 def test_masks_of_an_ambiguous_grammar_take_a_bounded_time(clock: Clock) -> None:
     matcher = compiled(Lark('start: start start start | start start | "a"')).start()
     out = torch.zeros(9, dtype=torch.int32)
-    clock.tick = 0.3
-    for _ in range(4):
+    clock.tick = 0.1
+    for _ in range(3):
         matcher.fill_mask(out)
-        assert matcher.advance([ord("a")]) == 1
+        for _ in range(3):
+            assert matcher.advance([ord("a")]) == 1
     with pytest.raises(
-        GrammarError, match=r"after 'aaaa': llguidance gave up: its masks have taken 1.1 s more than 0.02 s each"
+        GrammarError, match=r"after 'a+': llguidance gave up: this text has taken 1\.\d s more than 0.005 s"
     ):
         matcher.fill_mask(out)
+    assert compiled(Lark('start: start start | "a"')).start().advance([ord("a")] * 40) == 40
 
 
 def test_setting_has_a_default_and_bounds() -> None:

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Time on the processor that a mask may take, in seconds, and what all masks of a text together may take beyond it: whoever shares the
-#: steps waits for them. llguidance's own limits bound one mask, to 0.1 to 0.7 seconds for the most ambiguous grammars.
-MASK_SECONDS, OVERTIME = 0.02, 1.0
+#: Time on the processor that a question may take, in seconds, and what all questions of a text together may take beyond it: whoever
+#: shares the steps waits for them. llguidance's own limits bound one mask, to 0.1 to 0.7 seconds for the most ambiguous grammars.
+QUESTION_SECONDS, OVERTIME = 0.005, 1.0
 
 
 class _Broken(Exception):
@@ -46,7 +46,7 @@ class LLGuidanceMatcher(Matcher):
         self._asked = False  # whether `_inner` has been asked since it was copied or made
         self._unasked: Any = None  # stands after the first `_behind` of the tokens taken
         self._behind = 0
-        self._overtime = 0.0  # of its masks
+        self._overtime = 0.0  # of all questions
 
     @property
     def accepting(self) -> bool:
@@ -114,20 +114,19 @@ class LLGuidanceMatcher(Matcher):
         """Writes the mask of the tokens that may come next to ``out``, ``[W]`` int32 on the CPU.
 
         Raises:
-            GrammarError: llguidance hits a limit, its masks take too much time, or the grammar leads nowhere from here.
+            GrammarError: llguidance hits a limit, the text takes too much time, or the grammar leads nowhere from here.
         """
         if self._ended:
             out.copy_(self.grammar.ends)
             return
         if self._overtime > OVERTIME:
             raise self._failure(
-                f"its masks have taken {self._overtime:.1f} s more than {MASK_SECONDS} s each. The grammar reads a text in too many "
-                "ways; `list: item | list item` reads it in one, `list: item | list list` does not"
+                f"this text has taken {self._overtime:.1f} s more than {QUESTION_SECONDS} s per mask and token. The grammar reads a "
+                "text in too many ways; `list: item | list item` reads it in one, `list: item | list list` does not"
             )
         row, address = writable(out)
-        size, begin = row.nbytes, time.thread_time()
+        size = row.nbytes
         self._ask(lambda inner: inner.unsafe_compute_mask_ptr(address, size))
-        self._overtime += max(time.thread_time() - begin - MASK_SECONDS, 0)
         if self.grammar.policy == "canonical" and (only := self._forced_token()) is not None:
             row[:] = 0
             row[only >> 5] = 1 << (only & 31)
@@ -162,7 +161,7 @@ class LLGuidanceMatcher(Matcher):
         Raises:
             GrammarError: a new one does not know it either.
         """
-        message = ""
+        begin, message = time.thread_time(), ""
         for attempt in (1, 2):
             if not moves and not copy and not self._asked:
                 if self._unasked is None:
@@ -172,6 +171,7 @@ class LLGuidanceMatcher(Matcher):
             try:
                 answer = question(inner)
                 if not inner.is_error():
+                    self._overtime += max(time.thread_time() - begin - QUESTION_SECONDS, 0)
                     return answer
                 message = inner.get_error()
             except _Broken as error:
