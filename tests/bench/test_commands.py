@@ -424,9 +424,10 @@ def test_accepted_draft_tokens_have_a_colour_of_their_own(tokenizer: Any) -> Non
 def test_a_character_in_several_tokens_appears_when_it_is_whole() -> None:
     import torch
 
-    spelled = {1: b"\xc3", 2: b"\xa9", 3: b"!"}
+    spelled = {0: b"", 1: b"\xc3", 2: b"\xa9", 3: b"!"}
     tokenizer = SimpleNamespace(
-        decode=lambda tokens, skip_special_tokens: b"".join(spelled[t] for t in tokens).decode(errors="replace")
+        decode=lambda tokens, **_: b"".join(spelled[t] for t in tokens).decode(errors="replace"),
+        convert_ids_to_tokens=lambda tokens: [None] * len(tokens),
     )
     stream = ColouredStream(tokenizer)  # type: ignore[arg-type]
     for token in (0, 1, 2, 3):

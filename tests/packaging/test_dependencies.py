@@ -21,7 +21,7 @@ EXTRAS = {
     "bench": {"psutil", "matplotlib", "gguf", "llama_cpp", "openvino", "openvino_genai", "openvino_tokenizers"},
     "testing": {"pytest"},
     "checkpoints.py": {"gguf", "accelerate"},
-    "server": {"fastapi", "starlette", "uvicorn", "prometheus_client", "jinja2"},
+    "server": {"fastapi", "starlette", "uvicorn", "h11", "prometheus_client", "jinja2"},
     "cli": {"fastapi", "uvicorn", "prometheus_client"},
     "engine": {"triton"},  # torch for CUDA brings it
 }
