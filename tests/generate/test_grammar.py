@@ -390,7 +390,11 @@ def test_a_lenient_schema_is_judged_at_the_end(model):
     with pytest.warns(UserWarning, match="row 0: .*breaks uniqueItems"):
         out = run(model, grammar=decoders.json_schema(schema, strict=False), max_new_tokens=150)
     use = out.report.grammars[0]
-    assert use.complete and "breaks uniqueItems" in use.invalid and any("uniqueItems" in warning for warning in use.warnings)
+    assert (
+        use.complete
+        and "breaks uniqueItems" in use.invalid
+        and any("uniqueItems" in warning for warning in use.warnings)
+    )
 
 
 class Even(BaseModel):
