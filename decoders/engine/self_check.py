@@ -56,7 +56,7 @@ class Sizes:
 
 
 #: On the CPU a check is a part of every process's first second: two short texts, a block of 16 nodes.
-ON_CPU = Sizes((24, 11), ((5, 3),), 8)
+ON_CPU = Sizes((16, 8), ((5, 3),), 6)
 #: On CUDA texts are longer than a bucket and than a split of the attention kernel, and blocks have up to 64 nodes, as those of calls:
 #: a kernel that was right at eight slots was wrong there.
 ON_CUDA = Sizes((300, 41), ((3, 1), (5, 3), (21, 3)), 30)

@@ -49,7 +49,7 @@ def seeing_a_sibling(kinds: Any, base: Any, offsets: Any, visible: Any, view: in
 def blind_to_long_texts(kinds: Any, base: Any, offsets: Any, visible: Any, view: int, dtype: Any) -> Any:
     mask = plain_mask(kinds, base, offsets, visible, view, dtype)
     if visible.shape[1] == 16:
-        mask[:, :, :, 15:17] = torch.finfo(dtype).min
+        mask[:, :, :, 10:12] = torch.finfo(dtype).min
     return mask
 
 
