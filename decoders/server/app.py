@@ -34,7 +34,7 @@ _READ = ["GET", "HEAD"]
 _ROUTES = ("/", "/health", "/metrics", "/v1/chat/completions", "/v1/completions", "/v1/models")
 
 
-def make_app(service: Service, keys: Collection[str] = (), hosts: Collection[str] | None = None) -> App:
+def make_app(service: Service, keys: str | Collection[str] | None = None, hosts: Collection[str] | None = None) -> App:
     """The application around `service`, which is closed with it.
 
     Args:

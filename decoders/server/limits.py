@@ -65,7 +65,7 @@ class Gate:
 
     Args:
         app: who answers the others.
-        keys: of which clients have to give one as ``Authorization: Bearer …``; none: whoever comes is served.
+        keys: of which clients have to give one as ``Authorization: Bearer …``, or the only one; none: whoever comes is served.
         hosts: names that a client may call the server by; None: any. On a loopback address this keeps web pages out whose
             name was made to point here.
         body: most bytes.
@@ -73,11 +73,12 @@ class Gate:
     """
 
     def __init__(
-        self, app: App, keys: Collection[str], hosts: Collection[str] | None, body: int,
+        self, app: App, keys: str | Collection[str] | None, hosts: Collection[str] | None, body: int,
         refused: Callable[[Scope, Refusal], None],
     ) -> None:  # fmt: skip
         self.app, self.body, self.refused = app, body, refused
-        self.keys = {key.encode(): digest(key) for key in keys}
+        every = [keys] if isinstance(keys, str) else keys or ()
+        self.keys = {key.encode(): digest(key) for key in every}
         self.hosts = {host.lower() for host in hosts} if hosts is not None else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

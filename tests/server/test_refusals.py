@@ -319,3 +319,14 @@ def test_every_setting_that_names_a_file_is_the_operators() -> None:
             if Path in kinds or {str, type(None)} <= kinds:  # a name that may be left out is no choice among words
                 naming.add(name)
     assert naming and naming <= set(OPERATORS)
+
+
+@pytest.mark.parametrize("keys, status", [(None, 200), ((), 200), ("secret", 401), (["secret"], 401)])
+def test_an_application_takes_no_key_one_or_several(service_of: Any, keys: Any, status: int) -> None:
+    from fastapi.testclient import TestClient
+
+    from decoders.server.app import make_app
+
+    with TestClient(make_app(service_of(), keys, None)) as client:
+        assert client.get("/v1/models").status_code == status
+        assert client.get("/v1/models", headers={"Authorization": "Bearer secret"}).status_code == 200
