@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 
-from .engine.engine import MemoryKey
+from .engine.decode.engine import MemoryKey
 from .errors import SettingsError, UnsupportedError
 from .hf.arguments import refuse_arguments
 from .hf.calibration import Calibration, StrategyCost, calibrate_model

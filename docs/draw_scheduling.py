@@ -21,7 +21,7 @@ ROWS = 4
 def run() -> str:
     """The rows of the batch, step by step."""
     import decoders
-    from decoders.engine.batches.lane import Lane
+    from decoders.engine.decode.lane import Lane
     from decoders.testing import tiny_model
 
     model = decoders.enable(tiny_model("llama"))

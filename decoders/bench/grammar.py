@@ -16,7 +16,7 @@ import torch
 
 from ..constraints.base import Backend, CompiledGrammar, Language, Tabulated, mask_words, unpack
 from ..constraints.vocabulary import Vocabulary
-from ..engine.grammar.host_guide import HostGuide
+from ..engine.decode.grammar.host_guide import HostGuide
 from ..errors import GrammarError
 from ..tree import NO_PARENT, Topology
 from .grammar_subjects import Subject

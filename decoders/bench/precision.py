@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..engine.buckets import view_bucket
-from ..engine.cache import CacheBuffers
-from ..engine.compiled.tiers import ForwardPass
-from ..engine.target import Target
-from ..engine.text_blocks import causal_block
-from ..engine.weights.quantization import Precision
+from ..engine.model.buckets import view_bucket
+from ..engine.model.cache import CacheBuffers
+from ..engine.model.compiled.tiers import ForwardPass
+from ..engine.model.target import Target
+from ..engine.model.text_blocks import causal_block
+from ..engine.model.weights.quantization import Precision
 from ..report import Report
 from ..tree import Topology
 from .interleave import rotation

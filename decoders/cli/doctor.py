@@ -87,7 +87,7 @@ def device() -> Iterator[Finding]:
     """Where models would run."""
     import torch
 
-    from ..engine.torch_compat import packed_type
+    from ..engine.model.torch_compat import packed_type
 
     if torch.cuda.is_available():
         yield Finding("device", "ok", f"cuda: {torch.cuda.get_device_name()}")
@@ -105,7 +105,7 @@ def device() -> Iterator[Finding]:
 
 def compiler() -> Iterator[Finding]:
     """Whether torch.compile can build kernels, and where it keeps them."""
-    from ..engine.torch_compat import cpp_compiler, kernel_folder
+    from ..engine.model.torch_compat import cpp_compiler, kernel_folder
 
     if (program := cpp_compiler()) is not None:
         yield Finding("compiler", "ok", program)
@@ -169,9 +169,9 @@ def demo_models() -> Iterator[Finding]:
 
 def same_tokens(name: str, dtype: str) -> Iterator[Finding]:
     """Whether all strategies write the same tokens with a model, in its dtype, on this device."""
-    from ..engine.invariance import check
-    from ..engine.target import target_of
-    from ..engine.weights.quantization import Precision
+    from ..engine.model.invariance import check
+    from ..engine.model.target import target_of
+    from ..engine.model.weights.quantization import Precision
     from .models import load
 
     target = target_of(load(name, dtype)[0], "auto", Precision())

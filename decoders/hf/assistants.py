@@ -11,11 +11,11 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checkpoints import load_model
 from ..drafting import OtherVocabulary
-from ..engine.engine import Engine
-from ..engine.fitness import refuse_unfit
-from ..engine.layout import vocabulary_of
-from ..engine.weights.fingerprints import Snapshot
-from ..engine.weights.quantization import Precision, Scheme, scheme_of
+from ..engine.decode.engine import Engine
+from ..engine.model.fitness import refuse_unfit
+from ..engine.model.layout import vocabulary_of
+from ..engine.model.weights.fingerprints import Snapshot
+from ..engine.model.weights.quantization import Precision, Scheme, scheme_of
 from ..errors import UnsupportedError
 from ..settings import Attention, RuntimeSettings
 from .translation import TokenMap, tokens_of, translated

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ..costs.curve import CostCurve
 from ..costs.store import default_folder, path_of
-from ..engine.layout import embeddings_of
+from ..engine.model.layout import embeddings_of
 from ..errors import DecodersError, SettingsError
 from ..registry.registry import registry
 from ..registry.resolve import resolve_strategy

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..engine.layout import context_length, embeddings_of
+from ..engine.model.layout import context_length, embeddings_of
 from ..errors import ContextLengthError, InputError, UnsupportedError
 
 #: What an embedding takes.

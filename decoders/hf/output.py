@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..common.transformers_compat import pad_token_of
-from ..engine.request import Decoded
+from ..engine.decode.request import Decoded
 from ..report import Report
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..engine.torch_compat import hooks_of, remove_hooks
+from ..engine.model.torch_compat import hooks_of, remove_hooks
 from ..errors import UnsupportedError
 from .arguments import REFUSED, shown
 

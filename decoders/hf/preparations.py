@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import stopping_criteria
 
-from ..engine.request import Request
-from ..engine.weights.config_state import config_state
+from ..engine.decode.request import Request
+from ..engine.model.weights.config_state import config_state
 
 #: Arguments of ``generate`` that are a request's own, or that transformers is not given.
 _OWN = frozenset(

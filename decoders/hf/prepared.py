@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import logits_process, stopping_criteria
 
-from ..engine.criteria import Criteria
-from ..engine.host_processors import Processors
+from ..engine.decode.criteria import Criteria
+from ..engine.decode.host_processors import Processors
 from ..sampling.nucleus import MOST_OF_TOP_K
 from ..sampling.processors import SamplingPlan
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..constraints.vocabulary import Vocabulary
-from ..engine.layout import vocabulary_of
+from ..engine.model.layout import vocabulary_of
 from ..errors import UnsupportedError
 from .copies import GETSTATE
 

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import torch
 from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..engine.engine import Engine, MemoryKey
-from ..engine.fitness import refuse_capture, refuse_unfit
-from ..engine.locks import CallLock
-from ..engine.weights.quantization import Precision, scheme_of
+from ..engine.decode.engine import Engine, MemoryKey
+from ..engine.model.fitness import refuse_capture, refuse_unfit
+from ..engine.model.locks import CallLock
+from ..engine.model.weights.quantization import Precision, scheme_of
 from ..settings import Attention, RuntimeSettings
 from .arguments import refuse_arguments
 from .assistants import Assistants

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..constraints.json_schema import LEFT_OUT
-from ..engine.request_output import TokenLogprobs
+from ..engine.decode.request_output import TokenLogprobs
 from .bodies import Body
 from .jobs import Choice, Job
 from .service import Service

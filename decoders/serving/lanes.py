@@ -6,7 +6,7 @@ import copy
 import time
 from contextlib import ExitStack
 
-from ..engine.batches.lane import Lane
+from ..engine.decode.lane import Lane
 from ..errors import CancelledError, DeadlineError, DecodersError
 from .generation import Generation
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..engine.compiled.openmp import release_threads
-from ..engine.ranks import Ranks
+from ..engine.model.compiled.openmp import release_threads
+from ..engine.model.ranks import Ranks
 from ..errors import CancelledError, ContextLengthError, QueueFull, UnsupportedError
 from ..generate import PreparedCall, check_arguments, enabled
 from ..strategy import Strategy

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..engine.torch_compat import writes_counted
+from ..engine.model.torch_compat import writes_counted
 from ..generate import disable, enable
 from ..strategy import Strategy
 from .exactness import decode

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..common.transformers_compat import CACHE, attention_of
-from ..engine.torch_compat import hooks_of
+from ..engine.model.torch_compat import hooks_of
 from .models import VOCAB
 from .toy_grammar import Matched, TokenAutomaton
 

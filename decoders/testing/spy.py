@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from ..engine.cuda_graphs.capture import WARM_UP_STEPS
-from ..engine.guard import tensors_of
+from ..engine.decode.guard import tensors_of
+from ..engine.model.cuda_graphs.capture import WARM_UP_STEPS
 from ..errors import DraftError
 from ..strategies.merged import Merged
 from ..strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy

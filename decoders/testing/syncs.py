@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..engine.torch_compat import TorchDispatchMode, waiting_operators
+from ..engine.model.torch_compat import TorchDispatchMode, waiting_operators
 
 aten = torch.ops.aten
 #: Functions that make the host wait for the device, or whose result has a size only the device knows.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..engine.torch_compat import TorchDispatchMode, schema_of
+from ..engine.model.torch_compat import TorchDispatchMode, schema_of
 from .syncs import NoHostData, refuse_host_data, refuse_waiting
 
 
@@ -74,7 +74,7 @@ def _flat(value: Any) -> list:
 
 
 class TapeRecorder:
-    """A :class:`~decoders.engine.cuda_graphs.capture.Recorder` that counts, for tests of everything around a recording.
+    """A :class:`~decoders.engine.model.cuda_graphs.capture.Recorder` that counts, for tests of everything around a recording.
 
     Args:
         late: let nothing happen until somebody waits for it, as if the device were slow.

@@ -8,7 +8,7 @@ from .verifier import Block, Outcomes, Verifier, normalised
 
 
 class Coupled(Verifier):
-    """Token matching, the rule of :func:`decoders.engine.verify.follow_matches`.
+    """Token matching, the rule of :func:`decoders.engine.decode.verify.follow_matches`.
 
     There the target's draw takes its noise from the seed and the position alone, and a draft that adds the same noise
     tends to draw the same token: Daliri, Musco & Suresh 2024, "Coupling without Communication and Drafter-Invariant

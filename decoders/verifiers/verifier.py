@@ -1,7 +1,7 @@
 """The contract of a verifier: given what was proposed and both models' distributions, the outcome distribution of what comes out.
 
 A verifier draws nothing. It says with which probability the accepted path ends at each node, and what follows then;
-the engine draws from that (:func:`decoders.engine.verify.draw`). So a rule is a pure function of tensors, and whether
+the engine draws from that (:func:`decoders.engine.decode.verify.draw`). So a rule is a pure function of tensors, and whether
 it keeps the target's distribution can be computed instead of measured (:func:`decoders.testing.check_verifier`).
 
 Letters: ``B`` rows, ``N`` nodes of a block, ``V`` vocabulary, ``p`` the target's distribution, ``q`` the draft's.

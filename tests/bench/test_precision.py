@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from decoders.bench.precision import measure, precision_of
 from decoders.cli import app
-from decoders.engine import self_check, target
-from decoders.engine.weights.quantization import Precision, quantize
+from decoders.engine.model import self_check, target
+from decoders.engine.model.weights.quantization import Precision, quantize
 from decoders.testing.models import tiny_model
 
 

@@ -14,8 +14,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, pipeline
 
 import decoders
-from decoders.engine import torch_compat
-from decoders.engine.target import Target
+from decoders.engine.model import torch_compat
+from decoders.engine.model.target import Target
 from decoders.errors import UnsupportedError
 from decoders.hf.call import GenerateCall
 from decoders.testing import decode, prompts

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from decoders.common import devices
-from decoders.engine import engine
-from decoders.engine.blocks import NodeBlock
-from decoders.engine.compiled import tiered_function, tiers
-from decoders.engine.loop import Call
+from decoders.engine.decode import engine
+from decoders.engine.decode.loop import Call
+from decoders.engine.model.blocks import NodeBlock
+from decoders.engine.model.compiled import tiered_function, tiers
 from decoders.testing.tape import TapeRecorder
 
 

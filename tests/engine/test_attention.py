@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import PreTrainedConfig
 
-from decoders.engine.attention import (
+from decoders.engine.model.attention import (
     KIND_ATTRIBUTE,
     STRETCH,
     LayerKind,
@@ -18,8 +18,8 @@ from decoders.engine.attention import (
     layer_kinds,
     tree_attention,
 )
-from decoders.engine.attention import tell_shape as tell_shape
-from decoders.engine.text_blocks import LeadingText
+from decoders.engine.model.attention import tell_shape as tell_shape
+from decoders.engine.model.text_blocks import LeadingText
 from decoders.errors import UnsupportedError
 from decoders.testing import tiny_model
 from decoders.tree import Topology

@@ -11,7 +11,7 @@ import warnings
 import pytest
 import torch
 
-from decoders.engine.compiled.background import SWITCH_INTERVAL, BackgroundCompile, worth_compiling
+from decoders.engine.model.compiled.background import SWITCH_INTERVAL, BackgroundCompile, worth_compiling
 
 WAIT = 240.0
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("in_a_thread")
 @pytest.fixture
 def in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work is done in a thread on every build of torch: none of these tests traces beside another thread."""
-    monkeypatch.setattr("decoders.engine.compiled.background.threads_may_compile", lambda: True)
+    monkeypatch.setattr("decoders.engine.model.compiled.background.threads_may_compile", lambda: True)
 
 
 def test_result_is_ready_after_the_work_and_not_before():
@@ -85,8 +85,8 @@ def test_interpreter_switches_threads_often_while_compiling_and_as_before_afterw
 def test_process_ends_while_compiling(work):
     script = f"""
 import time, sys, torch
-from decoders.engine.compiled import background
-from decoders.engine.compiled.background import BackgroundCompile
+from decoders.engine.model.compiled import background
+from decoders.engine.model.compiled.background import BackgroundCompile
 background.threads_may_compile = lambda: True
 def spin():
     while True:
@@ -130,7 +130,7 @@ def test_a_model_can_be_trained_after_another_thread_has_compiled() -> None:
     """The first backward of the process comes after the compilation; torch 2.11 built for CUDA crashes there without a GPU."""
     script = """
     import torch
-    from decoders.engine.compiled.background import BackgroundCompile
+    from decoders.engine.model.compiled.background import BackgroundCompile
     job = BackgroundCompile("a function", lambda: torch.compile(lambda x: (x * x).sum(), dynamic=True)(torch.ones(9)))
     assert job.wait()
     layer = torch.nn.Linear(4, 4)
@@ -142,14 +142,14 @@ def test_a_model_can_be_trained_after_another_thread_has_compiled() -> None:
 
 
 def test_without_a_gpu_torch_built_for_cuda_compiles_in_the_callers_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("decoders.engine.compiled.background.threads_may_compile", lambda: False)
+    monkeypatch.setattr("decoders.engine.model.compiled.background.threads_may_compile", lambda: False)
     threads: list[threading.Thread] = []
     job = BackgroundCompile("a function", lambda: threads.append(threading.current_thread()))
     assert job.ready and threads == [threading.current_thread()]
 
 
 def test_ctrl_c_where_the_caller_compiles_is_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("decoders.engine.compiled.background.threads_may_compile", lambda: False)
+    monkeypatch.setattr("decoders.engine.model.compiled.background.threads_may_compile", lambda: False)
 
     def interrupted() -> None:
         raise KeyboardInterrupt

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from decoders.engine.buckets import (
+from decoders.engine.model.buckets import (
     chunk_bucket,
     node_bucket,
     pad_block,

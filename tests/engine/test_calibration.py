@@ -12,9 +12,9 @@ import torch
 
 import decoders
 from decoders.costs import store
-from decoders.engine import torch_compat
-from decoders.engine.calibration import subject_of
-from decoders.engine.engine import Engine
+from decoders.engine.decode.calibration import subject_of
+from decoders.engine.decode.engine import Engine
+from decoders.engine.model import torch_compat
 from decoders.errors import CacheMemoryError, SettingsError, UnsupportedError
 from decoders.hf import calibration
 from decoders.strategies import Speculative

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from decoders.engine.core import StepOutput
-from decoders.engine.cuda_graphs import capture
-from decoders.engine.cuda_graphs import recorder as recorders
-from decoders.engine.cuda_graphs.capture import RecordedCapacity, Recording, Recordings
-from decoders.engine.cuda_graphs.recorder import CudaRecorder
-from decoders.engine.cuda_graphs.static_inputs import StaticInputs, find_tensors
+from decoders.engine.decode.core import StepOutput
+from decoders.engine.model.cuda_graphs import capture
+from decoders.engine.model.cuda_graphs import recorder as recorders
+from decoders.engine.model.cuda_graphs.capture import RecordedCapacity, Recording, Recordings
+from decoders.engine.model.cuda_graphs.recorder import CudaRecorder
+from decoders.engine.model.cuda_graphs.static_inputs import StaticInputs, find_tensors
 from decoders.testing.syncs import HostReadError, RecordingError
 from decoders.testing.tape import Tape, TapeRecorder
 

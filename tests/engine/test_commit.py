@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from decoders.engine.core import append
-from decoders.engine.verify import follow_matches
+from decoders.engine.decode.core import append
+from decoders.engine.decode.verify import follow_matches
 from decoders.tree import Topology
 
 LENGTHS = [3, 2]

@@ -17,7 +17,7 @@ from transformers import CompileConfig, DynamicCache, GenerationConfig, StaticCa
 
 import decoders
 from decoders.common import transformers_compat
-from decoders.engine import torch_compat
+from decoders.engine.model import torch_compat
 from decoders.testing import tiny_model
 
 PACKAGE = Path(decoders.__file__).parent
@@ -334,7 +334,7 @@ def test_loading_shows_no_progress_and_leaves_the_bars_as_they_were() -> None:
 
 
 #: Files that may name private parts of torch and transformers.
-COMPAT = {PACKAGE / "engine" / "torch_compat.py", PACKAGE / "common" / "transformers_compat.py"}
+COMPAT = {PACKAGE / "engine" / "model" / "torch_compat.py", PACKAGE / "common" / "transformers_compat.py"}
 #: Public in spite of their names: Python documents them.
 NAMED_TUPLES = {"_fields", "_asdict", "_replace", "_make"}
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoders.engine.compiled.compiler import CompiledFunction
-from decoders.engine.engine import KEPT_FUNCTIONS, Engine
+from decoders.engine.decode.engine import KEPT_FUNCTIONS, Engine
+from decoders.engine.model.compiled.compiler import CompiledFunction
 from decoders.report import Report
 from decoders.testing import tiny_model
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import decoders
-from decoders.engine import target as target_module
-from decoders.engine.cache import SlotCache
-from decoders.engine.counted_tokens import CountedTokens
-from decoders.engine.target import Target
+from decoders.engine.model import target as target_module
+from decoders.engine.model.cache import SlotCache
+from decoders.engine.model.counted_tokens import CountedTokens
+from decoders.engine.model.target import Target
 from decoders.errors import ContextLengthError, UnsupportedError
 from decoders.testing import Replay, decode, prompts, tiny_model
 

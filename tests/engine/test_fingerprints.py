@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import decoders
-from decoders.engine.weights.fingerprints import DeviceSamples, Fingerprints, Snapshot, sampled
+from decoders.engine.model.weights.fingerprints import DeviceSamples, Fingerprints, Snapshot, sampled
 
 KINDS = [lambda tensor: Snapshot([tensor]), lambda tensor: DeviceSamples([tensor])]
 WRITES: dict[str, Callable[[Tensor], object]] = {
@@ -125,7 +125,7 @@ def test_only_fingerprints_tell_what_was_written_to() -> None:
         if re.search(r"writes_counted\(|\._version\b", path.read_text())
     }
     assert asks == {
-        "engine/torch_compat.py", "engine/weights/fingerprints.py",
-        "engine/weights/fused.py",  # products of one step, of tensors that no caller holds
-        "engine/guard.py", "testing/conditions.py",  # who look for writes by hooks, and say that they miss those through .data
+        "engine/model/torch_compat.py", "engine/model/weights/fingerprints.py",
+        "engine/model/weights/fused.py",  # products of one step, of tensors that no caller holds
+        "engine/decode/guard.py", "testing/conditions.py",  # who look for writes by hooks, and say that they miss those through .data
     }  # fmt: skip

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from decoders.engine import torch_compat
-from decoders.engine.cache import CacheBuffers
-from decoders.engine.target import Target
-from decoders.engine.weights import fused, packing, quantized
-from decoders.engine.weights.freed import free_originals, restore_originals
-from decoders.engine.weights.packing import pack
-from decoders.engine.weights.quantization import Scheme, quantize
-from decoders.engine.weights.twin import share_weights
+from decoders.engine.model import torch_compat
+from decoders.engine.model.cache import CacheBuffers
+from decoders.engine.model.target import Target
+from decoders.engine.model.weights import fused, packing, quantized
+from decoders.engine.model.weights.freed import free_originals, restore_originals
+from decoders.engine.model.weights.packing import pack
+from decoders.engine.model.weights.quantization import Scheme, quantize
+from decoders.engine.model.weights.twin import share_weights
 from decoders.testing import tiny_model
 from decoders.tree import Topology
 

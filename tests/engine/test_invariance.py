@@ -14,12 +14,12 @@ from transformers.activations import ACT2FN
 
 import decoders
 from decoders.common import devices
-from decoders.engine import invariance, target
-from decoders.engine.blocks import Blocks, NodeBlock
-from decoders.engine.buckets import row_multiple, slots_for, view_bucket
-from decoders.engine.core import Core
-from decoders.engine.target import Target
-from decoders.engine.weights.packing import pack
+from decoders.engine.decode.core import Core
+from decoders.engine.model import invariance, target
+from decoders.engine.model.blocks import Blocks, NodeBlock
+from decoders.engine.model.buckets import row_multiple, slots_for, view_bucket
+from decoders.engine.model.target import Target
+from decoders.engine.model.weights.packing import pack
 from decoders.strategy import Draft
 from decoders.testing.exactness import decode, prompts
 from decoders.testing.models import tiny_draft, tiny_model

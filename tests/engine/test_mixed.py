@@ -9,15 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoders.engine import self_check
-from decoders.engine.batches import mixed
-from decoders.engine.batches.mixed import PromptPiece
-from decoders.engine.cache import CacheBuffers
-from decoders.engine.compiled import forward_graphs
-from decoders.engine.compiled.compiler import compilations
-from decoders.engine.compiled.tiers import ForwardPass
-from decoders.engine.target import ForwardResult, Target
-from decoders.engine.text_blocks import LeadingText, after_text
+from decoders.engine.model import mixed, self_check
+from decoders.engine.model.cache import CacheBuffers
+from decoders.engine.model.compiled import forward_graphs
+from decoders.engine.model.compiled.compiler import compilations
+from decoders.engine.model.compiled.tiers import ForwardPass
+from decoders.engine.model.mixed import PromptPiece
+from decoders.engine.model.target import ForwardResult, Target
+from decoders.engine.model.text_blocks import LeadingText, after_text
 from decoders.report import Report
 from decoders.testing import tiny_model
 from decoders.testing.models import ARCHITECTURES

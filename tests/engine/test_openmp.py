@@ -13,9 +13,9 @@ import torch
 from transformers import StoppingCriteria
 
 import decoders
-from decoders.engine import locks
-from decoders.engine.compiled import openmp
-from decoders.engine.locks import CallLock
+from decoders.engine.model import locks
+from decoders.engine.model.compiled import openmp
+from decoders.engine.model.locks import CallLock
 from decoders.testing import prompts, tiny_model
 
 

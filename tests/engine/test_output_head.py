@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from decoders.engine.target import Target
+from decoders.engine.model.target import Target
 from decoders.testing import RECURRENT, tiny_model
 from decoders.testing.models import ARCHITECTURES
 

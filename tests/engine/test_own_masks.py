@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import decoders
-from decoders.engine import own_masks
-from decoders.engine.attention import LayerKind
-from decoders.engine.target import Target
+from decoders.engine.model import own_masks
+from decoders.engine.model.attention import LayerKind
+from decoders.engine.model.target import Target
 from decoders.errors import UnsupportedError
 from decoders.testing import decode, prompts, tiny_model
 from decoders.testing.models import WINDOW

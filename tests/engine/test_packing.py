@@ -11,10 +11,10 @@ from torch.nn.utils import prune
 from transformers.pytorch_utils import Conv1D
 
 import decoders
-from decoders.engine import torch_compat
-from decoders.engine.weights.freed import free_originals, restore_originals
-from decoders.engine.weights.packing import PackedLinear, PackedWeight, pack
-from decoders.engine.weights.twin import share_weights
+from decoders.engine.model import torch_compat
+from decoders.engine.model.weights.freed import free_originals, restore_originals
+from decoders.engine.model.weights.packing import PackedLinear, PackedWeight, pack
+from decoders.engine.model.weights.twin import share_weights
 from decoders.errors import UnsupportedError
 from decoders.testing import prompts, tiny_model
 from decoders.testing.exactness import decode

@@ -15,13 +15,13 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 import decoders
-from decoders.engine import cache, invariance, self_check, target, torch_compat
-from decoders.engine.batches.prefill_plan import PrefillPlan
-from decoders.engine.cache import CacheBuffers, LayerSpec, SlotCache
-from decoders.engine.compiled import tiers
-from decoders.engine.target import Target
-from decoders.engine.weights import quantized
-from decoders.engine.weights.quantization import Precision, QuantizedWeight, quantize
+from decoders.engine.decode.prefill_plan import PrefillPlan
+from decoders.engine.model import cache, invariance, self_check, target, torch_compat
+from decoders.engine.model.cache import CacheBuffers, LayerSpec, SlotCache
+from decoders.engine.model.compiled import tiers
+from decoders.engine.model.target import Target
+from decoders.engine.model.weights import quantized
+from decoders.engine.model.weights.quantization import Precision, QuantizedWeight, quantize
 from decoders.errors import SettingsError, UnsupportedError
 from decoders.testing.exactness import decode, prompts
 from decoders.testing.models import tiny_draft, tiny_model

@@ -11,14 +11,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from decoders.common.layers import decoder_layers
-from decoders.engine import torch_compat
-from decoders.engine.cache import CacheBuffers
-from decoders.engine.compiled import regions
-from decoders.engine.compiled.background import BackgroundCompile
-from decoders.engine.compiled.compiler import compilations
-from decoders.engine.compiled.regions import RegionalForward, fixed, layers_as_regions
-from decoders.engine.target import Target
-from decoders.engine.weights.packing import pack
+from decoders.engine.model import torch_compat
+from decoders.engine.model.cache import CacheBuffers
+from decoders.engine.model.compiled import regions
+from decoders.engine.model.compiled.background import BackgroundCompile
+from decoders.engine.model.compiled.compiler import compilations
+from decoders.engine.model.compiled.regions import RegionalForward, fixed, layers_as_regions
+from decoders.engine.model.target import Target
+from decoders.engine.model.weights.packing import pack
 from decoders.testing import tiny_model
 from decoders.testing.models import ARCHITECTURES
 from decoders.tree import Topology
@@ -185,7 +185,7 @@ def test_what_regions_cannot_hold_is_compiled_as_a_whole(monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("no regions today")
 
-    monkeypatch.setattr("decoders.engine.compiled.regions._region", lambda function: broken)
+    monkeypatch.setattr("decoders.engine.model.compiled.regions._region", lambda function: broken)
     forward.compiled.compile(*forward.arguments(1))
     assert forward.compiled.regional is False
     monkeypatch.undo()

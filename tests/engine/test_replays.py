@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 
 import decoders
 from decoders.common import devices
-from decoders.engine.calibration import REPEATS
-from decoders.engine.compiled import background, tiers
-from decoders.engine.compiled.background import BackgroundCompile
-from decoders.engine.cuda_graphs.capture import PLAIN_RUNS, WARM_UP_STEPS, Recordings
-from decoders.engine.session import KEPT_SESSIONS
-from decoders.engine.target import Target
+from decoders.engine.decode.calibration import REPEATS
+from decoders.engine.decode.session import KEPT_SESSIONS
+from decoders.engine.model.compiled import background, tiers
+from decoders.engine.model.compiled.background import BackgroundCompile
+from decoders.engine.model.cuda_graphs.capture import PLAIN_RUNS, WARM_UP_STEPS, Recordings
+from decoders.engine.model.target import Target
 from decoders.report import Report
 from decoders.strategies import PromptLookup, Speculative, Staged, Threshold
 from decoders.strategy import Draft, Sequences, Step, Strategy

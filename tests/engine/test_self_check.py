@@ -13,13 +13,13 @@ from typer.testing import CliRunner
 
 import decoders
 from decoders.cli import app
-from decoders.engine import attention, self_check
-from decoders.engine.attention import LayerKind
-from decoders.engine.cache import SlotCache
-from decoders.engine.kernels import attention as kernel
-from decoders.engine.kernels.launch import interpreted
-from decoders.engine.target import Target, target_of
-from decoders.engine.weights.quantization import Precision
+from decoders.engine.model import attention, self_check
+from decoders.engine.model.attention import LayerKind
+from decoders.engine.model.cache import SlotCache
+from decoders.engine.model.kernels import attention as kernel
+from decoders.engine.model.kernels.launch import interpreted
+from decoders.engine.model.target import Target, target_of
+from decoders.engine.model.weights.quantization import Precision
 from decoders.errors import UnsupportedError
 from decoders.testing.models import tiny_model
 from decoders.tree import TreeTensors

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from decoders.engine.cache import CacheBuffers
-from decoders.engine.prefixes import KeptText
-from decoders.engine.rows import sampling_inputs
-from decoders.engine.session import KEPT_SESSIONS, Session, Sessions
-from decoders.engine.target import Target
+from decoders.engine.decode.prefixes import KeptText
+from decoders.engine.decode.rows import sampling_inputs
+from decoders.engine.decode.session import KEPT_SESSIONS, Session, Sessions
+from decoders.engine.model.cache import CacheBuffers
+from decoders.engine.model.target import Target
 from decoders.testing import tiny_model
 
 CPU = torch.device("cpu")

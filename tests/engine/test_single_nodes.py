@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import decoders
-from decoders.engine.compiled import tiers
+from decoders.engine.model.compiled import tiers
 from decoders.testing import decode, prompts, tiny_model
 
 

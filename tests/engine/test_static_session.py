@@ -15,9 +15,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, StoppingCrite
 
 import decoders
 from decoders.common import devices
-from decoders.engine import engine
-from decoders.engine.cuda_graphs import capture
-from decoders.engine.target import Target
+from decoders.engine.decode import engine
+from decoders.engine.model.cuda_graphs import capture
+from decoders.engine.model.target import Target
 from decoders.strategies import EarlyExit, Lookahead, Mtp, PromptLookup, Speculative, Staged, Threshold
 from decoders.strategies.mtp import use_mtp_layers
 from decoders.strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy

@@ -7,9 +7,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from decoders.engine.cache import CacheBuffers
-from decoders.engine.target import ForwardResult, Target
-from decoders.engine.text_blocks import LeadingText, causal_block
+from decoders.engine.model.cache import CacheBuffers
+from decoders.engine.model.target import ForwardResult, Target
+from decoders.engine.model.text_blocks import LeadingText, causal_block
 from decoders.testing import tiny_model
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoders.engine.compiled import forward_graphs
-from decoders.engine.core import settle
-from decoders.engine.target import Target
-from decoders.engine.verify import draw
+from decoders.engine.decode.core import settle
+from decoders.engine.decode.verify import draw
+from decoders.engine.model.compiled import forward_graphs
+from decoders.engine.model.target import Target
 from decoders.medusa.config import HeadsConfig
 from decoders.medusa.heads import MedusaHeads
 from decoders.sampling import SamplingInputs, SamplingPlan, candidates, gumbel_noise

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoders.engine.verify import follow_matches
+from decoders.engine.decode.verify import follow_matches
 from decoders.tree import Topology, TreeTensors
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ import torch
 import decoders
 from decoders.costs.fitted import FittedStepCosts
 from decoders.draft import Draft
-from decoders.engine.worth import DraftWorth
+from decoders.engine.decode.worth import DraftWorth
 from decoders.testing import Replay, decode, prompts, tiny_model
 from decoders.testing.models import VOCAB
 from decoders.tree import Topology, TreeTensors

@@ -15,7 +15,7 @@ import torch
 from transformers import StoppingCriteria
 
 import decoders
-from decoders.engine.recurrent import levels_of
+from decoders.engine.model.recurrent import levels_of
 from decoders.errors import UnsupportedError
 from decoders.strategies import Autoregressive, Lookahead, PromptLookup
 from decoders.strategy import Strategy

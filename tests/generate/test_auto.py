@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 import decoders
 from decoders import Context, Draft, Sequences, Step, Strategy
-from decoders.engine.session import Session
+from decoders.engine.decode.session import Session
 from decoders.errors import SettingsError, UnknownNameError, UnsupportedError
 from decoders.plugins import registry
 from decoders.strategies import Auto, Speculative

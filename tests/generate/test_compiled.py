@@ -11,13 +11,13 @@ import torch
 from transformers import LogitsProcessor, PreTrainedModel
 
 import decoders
-from decoders.engine.cache import CacheBuffers
-from decoders.engine.compiled import tiers
-from decoders.engine.compiled.background import threads_may_compile
-from decoders.engine.compiled.regions import fixed
-from decoders.engine.target import Target
-from decoders.engine.text_blocks import after_text, causal_block
-from decoders.engine.weights import packing
+from decoders.engine.model.cache import CacheBuffers
+from decoders.engine.model.compiled import tiers
+from decoders.engine.model.compiled.background import threads_may_compile
+from decoders.engine.model.compiled.regions import fixed
+from decoders.engine.model.target import Target
+from decoders.engine.model.text_blocks import after_text, causal_block
+from decoders.engine.model.weights import packing
 from decoders.report import Report
 from decoders.strategies import PromptLookup
 from decoders.testing import Replay, assert_same_tokens, prompts, reference, tiny_draft, tiny_model

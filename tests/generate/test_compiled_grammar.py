@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 import decoders
-from decoders.engine.weights import packing
+from decoders.engine.model.weights import packing
 from decoders.strategies import Autoregressive, Speculative, Staged
 from decoders.strategy import Strategy
 from decoders.testing import decode, prompts, tiny_draft, tiny_model

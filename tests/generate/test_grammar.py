@@ -29,8 +29,8 @@ import decoders
 from decoders.common import devices
 from decoders.constraints.base import CompiledGrammar
 from decoders.constraints.compiled import compiled, forget
-from decoders.engine import engine, loop
-from decoders.engine.grammar.device_guide import DeviceGuide
+from decoders.engine.decode import engine, loop
+from decoders.engine.decode.grammar.device_guide import DeviceGuide
 from decoders.errors import GrammarError, SettingsError, UnknownNameError, UnsupportedError
 from decoders.hf.grammars import KEPT, vocabulary_of
 from decoders.registry.resolve import resolve_backend

@@ -10,8 +10,8 @@ import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 import decoders
-from decoders.engine import fitness
-from decoders.engine.fitness import refuse_unfit
+from decoders.engine.decode import fitness
+from decoders.engine.model.fitness import refuse_unfit
 from decoders.errors import ContextLengthError, DecodersError, SettingsError, UnknownNameError, UnsupportedError
 from decoders.strategies import Autoregressive, PromptLookup
 from decoders.testing import UNSUPPORTED, prompts, tiny_model

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 import decoders
-from decoders.engine.weights import packing
-from decoders.engine.weights.freed import FreedParameter
+from decoders.engine.model.weights import packing
+from decoders.engine.model.weights.freed import FreedParameter
 from decoders.errors import SettingsError, UnsupportedError
 from decoders.testing import prompts, tiny_model
 

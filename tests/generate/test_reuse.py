@@ -15,8 +15,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 import decoders
-from decoders.engine.batches import fixed_batch
-from decoders.engine.session import Session
+from decoders.engine.decode import fixed_batch
+from decoders.engine.decode.session import Session
 from decoders.testing import decode, prompts, tiny_draft, tiny_model
 
 STRATEGIES = [

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import decoders
 from decoders.constraints.vocabulary import Vocabulary
-from decoders.engine.resources import CallResources
+from decoders.engine.decode.resources import CallResources
 from decoders.errors import UnsupportedError
 from decoders.strategies import Speculative, text_drafter
 from decoders.strategies.text_drafter import TranslatedText

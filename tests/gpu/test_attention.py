@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decoders.engine.cache import CacheBuffers
-from decoders.engine.target import Target
+from decoders.engine.model.cache import CacheBuffers
+from decoders.engine.model.target import Target
 from decoders.testing.models import Architecture
 from decoders.tree import Topology
 

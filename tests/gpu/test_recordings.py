@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from decoders.common import devices
-from decoders.engine import engine
-from decoders.engine.weights import packing
+from decoders.engine.decode import engine
+from decoders.engine.model.weights import packing
 from decoders.report import Report
 from decoders.testing.tape import TapeRecorder
 

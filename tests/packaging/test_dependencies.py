@@ -28,7 +28,7 @@ EXTRAS = {
 #: Scripts that Pythons of other environments run, and what these have.
 ELSEWHERE = {("bench/vllm_process.py", "vllm")}
 #: Parts that nothing imports but who asks for their extra first: the command that they are for, layers on a device that runs kernels.
-ASKED_FOR = ("server", "engine/kernels")
+ASKED_FOR = ("server", "engine/model/kernels")
 
 
 DEFAULT = {canonical(requirement) for requirement in PROJECT["dependencies"]}

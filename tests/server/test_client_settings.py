@@ -84,7 +84,7 @@ def test_memory_does_not_grow_with_settings(service_of: Any) -> None:
     """What a scheduler held is freed with it, whatever the collector does."""
     import gc
 
-    from decoders.engine.batches.pool import RowPool
+    from decoders.engine.decode.pool import RowPool
 
     def pools() -> int:
         return sum(isinstance(each, RowPool) for each in gc.get_objects())

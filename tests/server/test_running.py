@@ -24,7 +24,7 @@ LONG = {"prompt": "one two", "max_tokens": 200, "temperature": 1.0, "seed": 1, "
 @pytest.fixture
 def slowed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that take 50 ms."""
-    from decoders.engine.batches.lane import Lane
+    from decoders.engine.decode.lane import Lane
 
     advance = Lane.advance
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("fastapi")
 
-from decoders.engine.request_output import TokenLogprobs
+from decoders.engine.decode.request_output import TokenLogprobs
 from decoders.server.answers import Growing
 from decoders.server.calls import not_beginning
 from decoders.server.processors import StopStrings

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from decoders.engine.batches import mixed
-from decoders.engine.batches.lane import Lane
-from decoders.engine.compiled.compiler import compilations
-from decoders.engine.compiled.tiers import ForwardPass
+from decoders.engine.decode.lane import Lane
+from decoders.engine.model import mixed
+from decoders.engine.model.compiled.compiler import compilations
+from decoders.engine.model.compiled.tiers import ForwardPass
 from decoders.strategies import PromptLookup, Speculative, TokenRecycling
 
 
@@ -144,7 +144,7 @@ def test_compiled_steps_get_a_graph_that_reads_once_prompts_have_taken_long_enou
     begun: list[bool] = []
     monkeypatch.setattr(ForwardPass, "compiles", lambda self, several: True)
     monkeypatch.setattr(ForwardPass, "_begin_mixed", lambda self, single: begun.append(single))
-    monkeypatch.setattr("decoders.engine.compiled.tiers.FORWARD_SECONDS", 0.0)
+    monkeypatch.setattr("decoders.engine.model.compiled.tiers.FORWARD_SECONDS", 0.0)
     lane, _ = running
     lane.offer(in_pieces(30, 5).request)
     lane.advance(1e-9)

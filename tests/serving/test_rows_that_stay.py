@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import decoders
-from decoders.engine import calibration
-from decoders.engine.engine import Engine
+from decoders.engine.decode import calibration
+from decoders.engine.decode.engine import Engine
 from decoders.medusa.config import HeadsConfig
 from decoders.medusa.files import save_heads
 from decoders.medusa.heads import MedusaHeads

@@ -19,10 +19,10 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, 
 from transformers.generation.streamers import BaseStreamer
 
 import decoders
-from decoders.engine.batches.lane import Lane, in_place
-from decoders.engine.batches.pool import RowPool
-from decoders.engine.batches.sharing import share_steps
-from decoders.engine.compiled.tiers import ForwardPass
+from decoders.engine.decode.lane import Lane, in_place
+from decoders.engine.decode.pool import RowPool
+from decoders.engine.decode.sharing import share_steps
+from decoders.engine.model.compiled.tiers import ForwardPass
 from decoders.errors import (
     CancelledError,
     ContextLengthError,

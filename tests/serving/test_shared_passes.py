@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from decoders.engine.batches import admission
-from decoders.engine.batches.lane import Lane
-from decoders.engine.batches.pool import RowPool
+from decoders.engine.decode import admission
+from decoders.engine.decode.lane import Lane
+from decoders.engine.decode.pool import RowPool
 from decoders.serving import scheduler
 from decoders.strategies import TokenRecycling
 

@@ -8,7 +8,7 @@ import pytest
 
 import decoders
 from decoders.costs import StepCosts
-from decoders.engine.calibration import Calibrator
+from decoders.engine.decode.calibration import Calibrator
 from decoders.strategies import Autoregressive, Lookahead, Medusa, PromptLookup, Speculative, Staged, Threshold
 from decoders.strategies.budget import node_budget
 from decoders.strategies.lookahead import BlockShape, block_shape

@@ -230,7 +230,7 @@ def test_an_embedding_with_a_norm_of_its_own_is_read_without(monkeypatch: pytest
     decode(model, inputs, plain, max_new_tokens=1)
     table: Any = model.get_input_embeddings()
     table.embed_norm = torch.nn.Identity()
-    monkeypatch.setattr(decoders.engine.target.Target, "embed", None)
+    monkeypatch.setattr(decoders.engine.model.target.Target, "embed", None)
     normed = Spy(DFlash(draft_model=folder))
     decode(model, inputs, normed, max_new_tokens=1)
     assert torch.equal(plain.seen[0].draft.tokens, normed.seen[0].draft.tokens)

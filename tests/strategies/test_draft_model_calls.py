@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import decoders
-from decoders.engine.compiled.tiers import ForwardPass
-from decoders.engine.drafts.pending import MIN_PENDING
+from decoders.engine.decode.drafts.pending import MIN_PENDING
+from decoders.engine.model.compiled.tiers import ForwardPass
 from decoders.strategies import Speculative, Staged, Threshold
 from decoders.strategies.merged import Merged
 from decoders.strategy import Strategy

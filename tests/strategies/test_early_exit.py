@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import decoders
-from decoders.engine.drafts.first_layers import first_layers
-from decoders.engine.drafts.shared_slots import SharedSlots
+from decoders.engine.decode.drafts.shared_slots import SharedSlots
+from decoders.engine.model.first_layers import first_layers
 from decoders.errors import SettingsError, UnsupportedError
 from decoders.generate import disable
 from decoders.strategies import EarlyExit, Staged

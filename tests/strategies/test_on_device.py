@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from decoders.engine.grammar.host_guide import HostGuide
+from decoders.engine.decode.grammar.host_guide import HostGuide
 from decoders.strategies import Speculative
 from decoders.strategy import Draft, Sequences, Step, Strategy
 from decoders.testing import check_strategy

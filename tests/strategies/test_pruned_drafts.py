@@ -12,7 +12,7 @@ import decoders
 from decoders.context import Context, Sequences
 from decoders.costs import Looks
 from decoders.draft import Draft
-from decoders.engine.worth import DraftWorth
+from decoders.engine.decode.worth import DraftWorth
 from decoders.strategies import Ngram, PromptLookup, Speculative, Suffix, TokenRecycling
 from decoders.strategies.auto_candidates import Candidate, Experience
 from decoders.strategy import Step, Strategy

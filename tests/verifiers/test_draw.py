@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy import stats
 
-from decoders.engine.verify import draw, step_keys
+from decoders.engine.decode.verify import draw, step_keys
 from decoders.sampling.processors import SamplingInputs, SamplingPlan, choose, row_keys
 from decoders.tree import Topology
 from decoders.verifiers import Block, BlockVerification, Coupled, Outcomes, Rejection, TreeRejection

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from decoders.engine.core import StepOutput
+from decoders.engine.decode.core import StepOutput
 from decoders.strategy import Sequences
 
 

@@ -14,8 +14,8 @@ from decoders.constraints.base import CompiledGrammar, Language, Policy, pack, u
 from decoders.constraints.table.backend import Table
 from decoders.constraints.token_table import TokenTable
 from decoders.constraints.vocabulary import Vocabulary
-from decoders.engine.grammar.device_guide import DeviceGuide, guide_of
-from decoders.engine.grammar.host_guide import HostGuide
+from decoders.engine.decode.grammar.device_guide import DeviceGuide, guide_of
+from decoders.engine.decode.grammar.host_guide import HostGuide
 from decoders.errors import GrammarError
 from decoders.testing.syncs import NoHostReads
 from decoders.testing.toy_grammar import Matched, TokenAutomaton

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoders.constraints.base import CompiledGrammar, unpack
-from decoders.engine.grammar.guide import Guide
-from decoders.engine.grammar.host_guide import HostGuide
+from decoders.engine.decode.grammar.guide import Guide
+from decoders.engine.decode.grammar.host_guide import HostGuide
 from decoders.errors import GrammarError
 from decoders.testing.toy_grammar import Matched, TokenAutomaton
 from decoders.tree import Topology, TreeTensors

@@ -8,9 +8,9 @@ import torch
 from decoders.constraints.base import Language
 from decoders.constraints.table.backend import Table
 from decoders.constraints.vocabulary import Vocabulary
-from decoders.engine.grammar.device_guide import DeviceGuide
-from decoders.engine.grammar.history import WINDOW, DeviceHistory, HostHistory, spell
-from decoders.engine.grammar.host_guide import HostGuide
+from decoders.engine.decode.grammar.device_guide import DeviceGuide
+from decoders.engine.decode.grammar.history import WINDOW, DeviceHistory, HostHistory, spell
+from decoders.engine.decode.grammar.host_guide import HostGuide
 from decoders.tree import Topology
 
 from .guides import output, sequences

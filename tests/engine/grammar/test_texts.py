@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from decoders.constraints.base import mask_words, unpack
-from decoders.engine.grammar.texts import FREE, MaskTable
+from decoders.engine.decode.grammar.texts import FREE, MaskTable
 
 VOCABULARY = 77
 
 
 @pytest.mark.parametrize("held", [1, 3, 100])
 def test_rows_come_unpacked(monkeypatch, held):
-    monkeypatch.setattr("decoders.engine.grammar.texts.OPEN", held * VOCABULARY)
+    monkeypatch.setattr("decoders.engine.decode.grammar.texts.OPEN", held * VOCABULARY)
     table = MaskTable(VOCABULARY, torch.device("cpu"))
     draw = torch.Generator().manual_seed(0)
     given = torch.randint(-(2**31), 2**31, (8, mask_words(VOCABULARY)), dtype=torch.int32, generator=draw)

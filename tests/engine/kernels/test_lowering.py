@@ -19,7 +19,7 @@ import re
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from decoders.engine.kernels.attention_triton import attend_kernel, merge_kernel
+from decoders.engine.model.kernels.attention_triton import attend_kernel, merge_kernel
 
 def lowered(kernel, constants, warps, capability, dtype):
     pointers = {"MASK": "*i64", "PART_OUT": "*fp32", "PART_MAX": "*fp32", "PART_SUM": "*fp32", "scale": "fp32", "softcap": "fp32"}

@@ -16,19 +16,19 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import decoders
-from decoders.engine import torch_compat
-from decoders.engine.kernels.launch import interpreted
-from decoders.engine.weights import few_rows
-from decoders.engine.weights.freed import free_originals
-from decoders.engine.weights.packing import pack
-from decoders.engine.weights.twin import share_weights
+from decoders.engine.model import torch_compat
+from decoders.engine.model.kernels.launch import interpreted
+from decoders.engine.model.weights import few_rows
+from decoders.engine.model.weights.freed import free_originals
+from decoders.engine.model.weights.packing import pack
+from decoders.engine.model.weights.twin import share_weights
 from decoders.testing.exactness import decode, prompts
 from decoders.testing.models import tiny_model
 
 if not interpreted():
     pytest.skip("kernels are interpreted where there is no GPU and Triton is installed", allow_module_level=True)
 
-from decoders.engine.kernels.products import MOST_ROWS, few_rows_linear, plan
+from decoders.engine.model.kernels.products import MOST_ROWS, few_rows_linear, plan
 
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 AS_IT_IS = {"compile": False, "reuse": False}
@@ -196,7 +196,7 @@ import re, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from decoders.engine.kernels.products import STAGES, _multiply
+from decoders.engine.model.kernels.products import STAGES, _multiply
 
 for tiles in STAGES:
     constants = dict(TILES=tiles, TILE=16, BLOCK=32, STEP=64, WHOLE=False, BIAS=False, matrix_input=1)

@@ -1,0 +1,251 @@
+"""Requests on their way into a batch: each gets a place in the pool, and its prompt is read there while others are decoded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...strategy import PromptChunk
+from ..model.buckets import LEAST_CHUNK, chunk_bucket
+from ..model.weights.twin import WeightState
+from .loop import Call
+from .pool import RowPool
+from .prefill_plan import PrefillPlan
+from .prefixes import NOTHING, KeptText
+from .request import Request
+from .request_output import RequestOutput
+
+#: Most tokens of a pass that several prompts share; longer ones keep the processor busy by themselves.
+SHARED_PASS = 512
+
+
+@dataclass(eq=False)
+class Seat:
+    """A request and its place in the pool.
+
+    Attributes:
+        member: the request, and what it has come to.
+        place: its row in the pool.
+        plan: how its prompt is prefilled, None before that has begun.
+        to_read: chunks of the plan that are still to come.
+        chunks: what its strategy is to be shown of the prompt, if it reads prompts: at the beginning of its first step. Without
+            logits.
+        weights: those that its prompt is read with, None before that has begun.
+        row: the row of the batch that it is, None while it is read.
+        turns: passes that it had, and those that others had had when it came; who has had fewest is next.
+    """
+
+    member: RequestOutput
+    place: int
+    plan: PrefillPlan | None = None
+    to_read: list[tuple[int, int]] = field(default_factory=list)
+    chunks: list[PromptChunk] = field(default_factory=list)
+    weights: WeightState | None = None
+    row: int | None = None
+    turns: int = 0
+
+    @property
+    def prompt(self) -> Tensor:
+        return self.member.request.prompts[0]
+
+    @property
+    def salt(self) -> str:
+        return self.member.request.salt_of(0)
+
+    @property
+    def ready(self) -> bool:
+        return self.plan is not None and not self.to_read
+
+
+class Admission:
+    """Finds places for requests and reads their prompts.
+
+    Args:
+        call: the batch that they will join.
+        reserved: places of the pool that are no request's.
+
+    Attributes:
+        seats: the requests that are here, in the order in which they came.
+    """
+
+    def __init__(self, call: Call, pool: RowPool, reserved: int) -> None:
+        self.call, self.pool, self.reserved = call, pool, reserved
+        self.seats: list[Seat] = []
+        self._pace = 0.0  # seconds per prompt token, as measured
+
+    def take_place(self, request: Request) -> int:
+        """A free place: that which holds most of the prompt, or else the one that was used least recently. What else it holds is
+        given up: it need not be carried along where rows move.
+        """
+        taken = {seat.place for seat in self.seats}
+        free = [place for place in range(self.reserved, self.pool.batch) if place not in taken]
+        prompt, salt = request.prompts[0].cpu(), request.salt_of(0)
+        shared = {
+            place: self.pool.texts[place].shared_with(prompt, salt) if request.runtime.reuse else 0 for place in free
+        }
+        place = max(free, key=lambda place: (shared[place], -self.pool.used[place], -place))
+        self.pool.cut(place, shared[place])
+        return place
+
+    @property
+    def _rows(self) -> int:
+        """How many rows wait while prompts are read."""
+        return sum(seat.row is not None for seat in self.seats)
+
+    @property
+    def mixes(self) -> bool:
+        """Whether a step reads prompts on the way: then nobody waits for passes of their own."""
+        call = self.call
+        return not call.request.strategy.reads_prompt and call.forward_pass.mixes(self._rows, single=call.blocks.single)
+
+    def read(self, pause: float) -> None:
+        """Reads prompts, pass by pass in turns; at least one pass, and all of them if nobody waits meanwhile."""
+        begun, first = time.perf_counter(), True
+        while seat := self._next(pause, together=True):
+            started = time.perf_counter()
+            if self._rows and not first and started - begun >= pause:
+                return
+            first = False
+            seats, count = self._read_alike(seat), seat.to_read[0][1]
+            self._pass(seats)
+            spent = time.perf_counter() - started
+            for each in seats:
+                self.was_read(each, spent, count * len(seats))
+            if not self.call.request.strategy.reads_prompt:
+                self.call.forward_pass.book_mixed(spent, self._rows, single=self.call.blocks.single)
+
+    def _pass(self, seats: list[Seat]) -> None:
+        """The next pass of prompts whose places lie side by side, and which are read alike."""
+        done, count = seats[0].to_read[0]
+        starts = [seat.plan.starts[0] for seat in seats if seat.plan is not None]
+        for seat in seats:
+            seat.to_read.pop(0)
+            seat.turns += 1
+        self.pool.read_rows(seats[0].place, starts, done, count, self._run_for(seats[0]))
+
+    def next_piece(self, pause: float) -> tuple[Seat, int, int] | None:
+        """Whose prompt the next step reads on the way, from which slot on, and how many tokens."""
+        if (seat := self._next(pause)) is None:
+            return None
+        assert seat.plan is not None
+        done, count = seat.to_read.pop(0)
+        seat.turns += 1
+        return seat, seat.plan.starts[0] + done, count
+
+    def was_read(self, seat: Seat, seconds: float, count: int) -> None:
+        """Notes what a pass, or a step's part of one, has spent on so many tokens, a piece of this seat's prompt among them."""
+        self._pace = seconds / count if count >= 32 or not self._pace else self._pace
+        seat.member.report.timings.prefill += seconds
+
+    def _next(self, pause: float, together: bool = False) -> Seat | None:
+        """Who has had fewest passes of those with some to come, the first of equals.
+
+        Args:
+            together: whether prompts may share passes.
+        """
+        while waiting := [seat for seat in self.seats if seat.row is None and not seat.ready]:
+            seat = min(waiting, key=lambda each: each.turns)
+            if seat.plan is None:
+                started = time.perf_counter()
+                self._start_reading(self._companions(seat) if together else [seat], pause)
+                seat.member.report.timings.prefill += time.perf_counter() - started
+            if seat.to_read:
+                return seat
+        return None
+
+    def _read_alike(self, seat: Seat) -> list[Seat]:
+        """The seats whose next pass is that of `seat`, it among them."""
+        following = seat.to_read[0]
+        return self._beside(seat, lambda other: other.to_read[:1] == [following], lambda other: following[1])
+
+    def _companions(self, seat: Seat) -> list[Seat]:
+        """The seats whose prompts are read in the same passes as that of `seat`, it among them.
+
+        A pass over a short prompt takes little less time than one over several. Their lengths are within a factor of two, and less
+        than half of them is the same text: that is copied, once it is read.
+        """
+        own, prompt = KeptText(seat.prompt.cpu(), salt=seat.salt), seat.prompt
+
+        def fits(other: Seat) -> bool:
+            return (
+                other.plan is None and len(prompt) <= 2 * len(other.prompt) and len(other.prompt) <= 2 * len(prompt)
+                and 2 * own.shared_with(other.prompt.cpu(), other.salt) < len(other.prompt)
+            )  # fmt: skip
+
+        return self._beside(seat, fits, lambda other: len(other.prompt))
+
+    def _beside(self, seat: Seat, fits: Callable[[Seat], bool], tokens: Callable[[Seat], int]) -> list[Seat]:
+        """`seat` and the waiting ones around it that `fits`, in places that lie side by side, in their order.
+
+        Args:
+            tokens: of each that one pass reads at most, all together :data:`SHARED_PASS`.
+        """
+        target = self.pool.target
+        if target.recurrent or target.static or self.call.request.strategy.reads_prompt:
+            return [seat]
+        waiting = {other.place: other for other in self.seats if other.row is None and (other is seat or fits(other))}
+        first = last = seat.place
+        while first - 1 in waiting:
+            first -= 1
+        while last + 1 in waiting:
+            last += 1
+        most = max(SHARED_PASS // max(tokens(waiting[place]) for place in range(first, last + 1)), 1)
+        first = max(first, seat.place + 1 - most)
+        return [waiting[place] for place in range(first, min(first + most, last + 1))]
+
+    def _start_reading(self, seats: list[Seat], pause: float) -> None:
+        """Puts prompts in their places with what any other place holds of them, and says in which passes the rest is read."""
+        kept = []
+        for seat in seats:
+            request = seat.member.request
+            reuse = request.runtime.reuse and not request.strategy.reads_prompt  # which is shown all of it
+            self.pool.put(seat.place, seat.prompt)
+            prompt, texts = seat.prompt.cpu(), self._texts(seat)
+            kept.append(self.pool.take_over(seat.place, prompt, texts, seat.salt) if reuse else 0)
+            self.pool.drop(seat.place)
+        chunk = min(seat.member.request.runtime.prefill_chunk or self.pool.target.prefill_chunk for seat in seats)
+        if self._rows:
+            wanted = max(int(pause / self._pace / len(seats)), LEAST_CHUNK) if self._pace else 128
+            chunk = min(chunk, chunk_bucket(wanted, self.pool.target.static))
+        plan = PrefillPlan.of([len(seat.prompt) for seat in seats], kept, chunk, self.pool.target)
+        for seat, start in zip(seats, plan.starts, strict=True):
+            seat.plan, seat.weights = replace(plan, starts=[start]), self.pool.target.weights
+            seat.to_read = list(plan.chunks)
+            seat.member.report.reused = [start]
+
+    def _run_for(self, seat: Seat) -> Callable[..., None]:
+        """How a pass is run: for a strategy that reads prompts what it gives is kept, all but logits, which are large."""
+        if not seat.member.request.strategy.reads_prompt:
+            return self.call.prefill
+        length = torch.tensor([len(seat.prompt)], device=self.pool.target.device)
+
+        def run(*stretch: Any) -> None:
+            seat.chunks.append(self.call.read_chunk(length, *stretch, logits=False))
+
+        return run
+
+    def _texts(self, seat: Seat) -> list[KeptText]:
+        """What every place holds, those in use included; the place of `seat` holds what was there before."""
+        texts = list(self.pool.texts)
+        for other in self.seats:
+            if other is not seat and other.plan is not None:
+                texts[other.place] = self.held(other)
+        return texts
+
+    def held(self, seat: Seat) -> KeptText:
+        """The text whose keys and values are in a seat's slots; nothing if weights were written to since it came."""
+        if seat.weights is not None and seat.weights is not self.pool.target.weights:
+            return NOTHING
+        if seat.row is not None:
+            written = seat.member.text(0).cpu()
+            return self.pool.kept(seat.place, written[: max(len(written) - 1 - self.call.pending, 0)], seat.salt)
+        if seat.plan is None:
+            return NOTHING
+        start, end = seat.plan.starts[0], len(seat.prompt) - 1
+        text = seat.prompt.cpu()[: min(start + seat.to_read[0][0], end) if seat.to_read else end]
+        return self.pool.kept(seat.place, text, seat.salt)

@@ -1,0 +1,209 @@
+"""The cost curve of a model, measured: steps of many sizes on rows of made-up text."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch
+
+from ... import __version__
+from ...common.devices import processor_name
+from ...costs.curve import CostCurve, CostPoint, Subject
+from ...costs.steps import SizeRatios
+from ...costs.store import read, write
+from ...report import Report
+from ...sampling.processors import SamplingPlan
+from ...tree import Topology
+from ..model import torch_compat
+from ..model.blocks import NodeBlock
+from ..model.buckets import row_bucket
+from ..model.compiled.tiers import Compile, PassKind
+from ..model.cuda_graphs.capture import PLAIN_RUNS
+from .rows import sampling_inputs
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+#: Nodes of a block, the root included: 0, 1, 2, 4, … draft tokens.
+NODES = (1, 2, 3, 5, 9, 17, 33, 65)
+#: Steps of one size that count.
+REPEATS = 5
+
+
+def subject_of(engine: Engine) -> Subject:
+    """What the curve of `engine` depends on."""
+    target = engine.target
+    config = target.model.config
+    text = config.get_text_config()
+    names = (
+        "num_hidden_layers",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+    )
+    sizes = [f"{getattr(text, name, None)}" for name in names]
+    quantization = getattr(config, "quantization_config", None)
+    method = (
+        getattr(quantization, "quant_method", None) or (quantization or {}).get("quant_method", "")
+        if quantization
+        else ""
+    )
+    own = target.precision
+    parts = [
+        str(getattr(method, "value", method)),
+        own.weights and f"weights={own.weights}",
+        own.cache and f"kv={own.cache}",
+        "" if own.exact_products else "exact_products=False",
+        f"ranks={target.ranks.size}" if target.ranks.several else "",
+    ]
+    on_cpu, device = target.device.type == "cpu", processor_name(target.device)
+    if on_cpu:  # a virtual one may hide some of what its name promises
+        device = f"{device}, {torch_compat.instructions()}"
+    return Subject(
+        model="-".join([type(config).__name__, *sizes, str(target.vocab_size)]),
+        dtype=str(target.dtype).removeprefix("torch."), quantization=" ".join(filter(None, parts)),
+        device=device, threads=torch.get_num_threads() if on_cpu else 0,
+        attention=target.attends, torch=torch.__version__, package=__version__,
+    )  # fmt: skip
+
+
+class Calibrator:
+    """What is known of the costs of one engine's steps: in memory, and in a folder that outlives the process."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._curve: CostCurve | None = None
+        self._read: set[Path | None] = set()
+        self._ratios: dict[int, dict[bool, SizeRatios]] = {}
+
+    def ratios(self, rows: int) -> dict[bool, SizeRatios]:
+        """How steps of so many rows differ from the curve, by tier; written to by who sees steps. Not kept in files."""
+        return self._ratios.setdefault(rows, {})
+
+    def known(self, folder: Path | None) -> CostCurve | None:
+        """The curve as far as it was ever measured; None if it has no points. folder: None reads no files."""
+        if folder is not None and folder not in self._read:
+            self._read.add(folder)
+            kept = self.engine.target.ranks.first_object(lambda: read(folder, self._empty().subject))
+            if kept is not None:
+                self._curve = kept.with_points(self._curve.points if self._curve is not None else ())
+        return self._curve if self._curve is not None and self._curve.points else None
+
+    def measured(
+        self, folder: Path | None, rows: Sequence[int], contexts: Sequence[int], compile: Compile, seconds: float = 10.0,
+        anew: bool = False, nodes: Sequence[int] = NODES,
+    ) -> CostCurve:  # fmt: skip
+        """The curve with points for every number of rows and context; measured if they are missing, or `anew`.
+
+        Args:
+            rows, contexts, nodes: sizes to measure.
+            compile: tier, as in a call: with "auto" the one in which a call would run now.
+            seconds: most to spend; sizes that come late are left out, two sizes of the first context are always measured.
+        """
+        curve = self.known(folder) or self._empty()
+        compiled = self._compiled(rows, compile)
+        places, wanted = {point.place for point in curve.points}, []
+        for row_count, context in itertools.product(rows, contexts):
+            near = curve.context_near(row_count, context, compiled)
+            if anew or near is None:
+                wanted.append((row_count, context, nodes))
+            # Plain steps may have got a graph of their own since then; what was measured is the block in its place.
+            elif (row_count, near, 1, compiled) not in places and self._runs_single(row_count, compile):
+                wanted.append((row_count, near, (1,)))
+        if not wanted:
+            return curve
+        clock = self.engine.target.ranks.clock
+        end = clock() + seconds
+        points: list[CostPoint] = []
+        for row_count, context, sizes in wanted:
+            if not points or clock() < end:
+                points += measure(self.engine, row_count, context, sizes, compile, end)
+                self._ratios.pop(row_count, None)
+        self._curve = curve.with_points(points)
+        if folder is not None and self.engine.target.ranks.writes:
+            write(folder, self._curve)
+        return self._curve
+
+    def _empty(self) -> CostCurve:
+        return CostCurve(subject=subject_of(self.engine))
+
+    def _runs_single(self, rows: int, compile: Compile) -> bool:
+        """Whether a plain step of a call has one node per row now."""
+        forward = self.engine.forward_pass
+        with forward.during(compile, Report("calibration")):
+            return forward.runs_single(rows)
+
+    def _compiled(self, rows: Sequence[int], compile: Compile) -> bool:
+        forward = self.engine.forward_pass
+        return bool(compile) and (compile is True or forward.ready(PassKind(max(rows) > 1)))
+
+
+@torch.no_grad()
+def measure(
+    engine: Engine, rows: int, context: int, nodes: Sequence[int], compile: Compile, end: float
+) -> list[CostPoint]:
+    """Median seconds of steps of a greedy call, one point per size. Sizes for which there is no time until `end`, of
+    ``engine.target.ranks.clock`` and compiling apart, are left out but for the smallest and one more.
+
+    The sizes take turns, so that a machine that is slower for a while does not make one of them look dear; in each turn the second
+    step counts, since the first one finds another size's work in the processor's caches. Keys and values of the rows are never
+    computed: what they are does not change how long a step takes.
+    """
+    target, device, clock = engine.target, engine.target.device, engine.target.ranks.clock
+    rows = row_bucket(rows, target.static)
+    context = min(context, (target.max_positions or context + max(nodes)) - max(nodes))
+    context = max(context, 1)
+    prompts = [torch.zeros(context, dtype=torch.int64, device=device)] * rows
+    sampling = sampling_inputs((), 0, rows, (), device)
+    report = Report("calibration")
+    points: list[CostPoint] = []
+    with (
+        engine.forward_pass.during(compile, report),
+        engine.sessions.open(prompts, max(nodes), sampling, context + 2 * max(nodes), reuse=False) as opened,
+    ):
+        session = opened.session
+        engine.forward_pass.fit(session.blocks, rows)
+        core = engine.core(SamplingPlan())
+        sizes = list(dict.fromkeys(session.blocks.size(n) for n in sorted(nodes)))
+        session.reserve(context + max(sizes))
+
+        def seconds(size: int) -> float:
+            tree = session.blocks.tensors(Topology.chain(size - 1))
+            draft = torch.full((rows, size - 1), -1, dtype=torch.int64, device=device)
+            block = NodeBlock(draft, tree, session.view(context + size)[0])
+            session.rows.length.fill_(context)
+            session.rows.finished.fill_(False)
+            begun = clock()
+            out = core.replayed("step", block, session.rows, session.recordings, copy=False)
+            if (states := session.rows.buffers.states) is not None:
+                states.commit(out.path, out.summary[0], session.rows.length)
+            session.lists(out.summary, out.new)  # waits for the device, as a call does
+            return clock() - begun
+
+        times: dict[int, list[float]] = {}
+        runs = 1 if session.recordings is None else PLAIN_RUNS + 1
+        compiled: dict[int, bool] = {}
+        for index, size in enumerate(sizes):
+            needed = 2 * (REPEATS - 1) * sum(first for first, *_ in times.values())
+            if index >= 2 and clock() + needed > end:
+                break
+            first = sum(seconds(size) for _ in range(runs))  # what compiles compiles, and what is recorded is
+            passes = engine.compiled_passes
+            times[size] = [seconds(size)]
+            end += max(first - times[size][0], 0.0)
+            compiled[size] = engine.compiled_passes > passes
+        for _ in range(REPEATS - 1):
+            for size, taken in times.items():
+                seconds(size)
+                taken.append(seconds(size))
+        for size, taken in times.items():
+            points.append(
+                CostPoint(rows=rows, context=context, nodes=size, compiled=compiled[size], seconds=median(taken))
+            )
+    return points

@@ -1,0 +1,402 @@
+"""A draft model for the length of a call: rows of its own that follow what is committed and write ahead of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ....common.devices import host_reads
+from ....deprecated import warn
+from ....drafting import Advance, Drafter, Expansion
+from ....errors import UnsupportedError
+from ....report import Stage
+from ....sampling.processors import Masks
+from ....strategy import Context, Sequences, Step, Strategy, no_costs, no_memory
+from ....tree import TreeTensors
+from ...model.blocks import Blocks
+from ...model.buckets import row_bucket, slots_for
+from ...model.cuda_graphs.static_inputs import SameObject
+from ..call_settings import CallSettings
+from ..grammar.guide import Guide
+from ..pool import RowPool
+from ..rows import Rows
+from ..session import OpenSession, Session
+from .draft_counts import DraftCounts
+from .draft_rows import seat_rows
+from .draft_stage import DraftStage
+from .pending import PendingTokens
+from .shared_slots import SharedSlots, fits
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class ModelDrafter(Drafter):
+    """A draft model beside the target, with rows and a cache of its own in a session of its own engine.
+
+    Args:
+        call: what holds for all models of the call.
+        context: of the strategy that drafts with it.
+        guide: where the rows of the model that is drafted for stand in their grammars.
+        model: the draft model, or a path to load it from.
+        ahead: most nodes that a round writes behind the committed tokens; :meth:`advance` stops there by itself.
+        children: see :class:`DraftCore`.
+        stage: a strategy that drafts for the draft model.
+        seldom: whether it may be asked late or never: then it reads the prompts when it first drafts. One with a stage reads them at
+            once.
+
+    Attributes:
+        proposed: nodes of the block that is verified next, its padding not counted; set by whoever puts it to the model.
+    """
+
+    def __init__(
+        self, call: CallSettings, context: Context, guide: Guide | None, model: PreTrainedModel | str, ahead: int,
+        children: int = 1, stage: Strategy | None = None, seldom: bool = False,
+    ) -> None:  # fmt: skip
+        self.call, self.level, self.ahead = call, context.level + 1, ahead
+        assert call.request.engine_of is not None, "a request with draft models says whose engines serve"
+        self.engine = call.request.engine_of(model)
+        target = self.engine.target
+        if target.recurrent:
+            raise UnsupportedError(
+                f"{type(target.model).__name__} keeps recurrent states, which a draft model would have to take back whenever a "
+                "draft token is rejected: draft with a model that has attention only, or with a strategy without a draft model"
+            )
+        self.core = self.engine.draft_core(call.plan, context.vocab_size, children)
+        self.vocab_size, self.children = self.core.vocab, self.core.children
+        self._tiers = self.engine.forward_pass.steady_tiers(call.request.runtime.compile)
+        # How far a row may be drafted is set anew in every round, as its length is.
+        slots = (call.longest if target.static else context.slots) + 2 * ahead
+        layouts = target.layout, call.engine.target.layout
+        shared = context.level == 0 and call.engine.is_part(model) and fits(*layouts)
+        opened = self._open(slots) if call.capacity == 0 and not shared else None
+        self.session: Session
+        if shared:
+            call.read_rest()
+            self.session = SharedSlots.of(target, call.session)
+            if target.static:
+                self.session.reserve(call.longest + 2 * ahead)
+        elif opened is not None:
+            self.session = opened.session
+        else:
+            recordings = self.engine.sessions.recordings()
+            capacity = row_bucket(call.capacity, target.static)
+            self.session = RowPool(target, capacity, slots_for(slots, target.static), recordings)
+            self._seat(context, [-1] * len(call.request.prompts))
+        self.guide = guide.ahead() if guide is not None else None
+        self._begun = self.rows.length.clone()
+        self._reach = max(map(len, call.request.prompts))
+        self._pending = PendingTokens(self.level, target.static, target.device, shared)
+        self._drafting = False
+        self._deepest = 0
+        self.proposed: int | None = None
+        self.counts = DraftCounts(target.device)
+        self._name = model if isinstance(model, str) else model.config.name_or_path or type(model).__name__
+        self.inner: list[ModelDrafter] = []
+        self._unread = opened
+        if not seldom or stage is not None:
+            self._read_prompts()
+        self.stage = DraftStage(stage, self._context(context), self.inner, call.stack) if stage is not None else None
+
+    def _open(self, slots: int) -> OpenSession:
+        """A session of the engine's for the length of the call."""
+        request = self.call.request
+        sessions = self.engine.sessions
+        return self.call.stack.enter_context(
+            sessions.open(request.prompts, self.ahead, self.call.sampling, slots, request.runtime.reuse, shared=True)
+        )
+
+    def _read_prompts(self) -> None:
+        """Runs the prompts, unless that has been done."""
+        if self._unread is None:
+            return
+        opened, call, self._unread = self._unread, self.call, None
+        with self._running():
+            self.session.prefill(opened.lengths, opened.reusable, call.request.runtime.prefill_chunk, self._prefill)
+        # Behind the prompts a draft's slots may hold other nodes than those accepted: they serve no other call.
+        call.stack.callback(self.session.keep, [len(prompt) - 1 for prompt in call.request.prompts])
+
+    def rebatch(self, rows: Sequence[int], call: CallSettings, context: Context, guide: Guide | None) -> None:
+        """Rows have come or gone; only those that are new are read.
+
+        Args:
+            rows: which row of the batch before each row is, -1 for one that is new.
+            call, context, guide: of the rows as they are now; the prompts are all that was committed.
+        """
+        self.call = call
+        self._seat(context, rows)
+        self.guide = guide.ahead() if guide is not None else None
+        self._begun = self.rows.length.clone()
+        self._reach = max(map(len, call.request.prompts))
+        self._drafting = False
+        if self.stage is not None:
+            self.stage.rebatch(rows, self._inner_call, self._context(context), self.guide)
+
+    def _seat(self, context: Context, rows: Sequence[int]) -> None:
+        if isinstance(self.session, SharedSlots):
+            self.session.restart()
+            return
+        assert isinstance(self.session, RowPool) and context.sequences is not None
+        # Ids that only the target has would be out of range.
+        most = self.vocab_size - 1 if self.core.padding else None
+        with self._running():
+            seat_rows(self.session, self.call, context.sequences, rows, self.ahead, most, self._prefill)
+
+    @property
+    def _prefill(self) -> Callable[..., None]:
+        """Reads a stretch of the prompts."""
+        return partial(self.engine.forward_pass.prefill, recordings=self.session.recordings)
+
+    @property
+    def rows(self) -> Rows:
+        return self.session.rows
+
+    @property
+    def blocks(self) -> Blocks:
+        return self.session.blocks
+
+    @property
+    def passes(self) -> int:
+        """Forward passes so far."""
+        return self.counts.passes
+
+    @property
+    def on_device(self) -> bool:
+        """Whether a round never waits for the device."""
+        own = (self.stage is None or self.stage.strategy.on_device) and (self.guide is None or self.guide.on_device)
+        return own and all(drafter.on_device for drafter in self.inner)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of its cache and those of its drafter; the target's slots are the target's."""
+        own = 0 if isinstance(self.session, SharedSlots) else self.rows.buffers.nbytes
+        return own + sum(drafter.nbytes for drafter in self.inner)
+
+    @property
+    def length(self) -> Tensor:
+        return self.rows.length
+
+    def begin(self, sequences: Sequences) -> None:
+        self._read_prompts()
+        self._reach = sequences.tokens.shape[1]
+        if isinstance(self.session, SharedSlots):
+            self.session.follow()
+            if host_reads(sequences.length):  # no more of the target's slots than are needed
+                self._reach = int(sequences.length.max())
+        if self.engine.target.static:  # the target's rows have room that they will not use
+            self._reach = min(self._reach, self.rows.slots)
+        else:
+            self.session.reserve(self._reach)  # a wide block may have given the target's rows more room
+        rows = self.rows
+        tokens = sequences.tokens[:, : self._reach]
+        if self.core.padding:  # ids that only the target has would be out of range for a stage
+            tokens = tokens.clamp(max=self.vocab_size - 1)
+        rows.tokens[:, : self._reach].copy_(tokens)
+        rows.length.copy_(sequences.length)
+        torch.add(sequences.length, self.ahead, out=rows.limit)
+        rows.finished.copy_(sequences.finished)
+        self._begun.copy_(sequences.length)
+        self._drafting = True
+        if self.guide is not None:
+            self.guide.follow()
+
+    def extend(self) -> Expansion:
+        expansion = self._run("extend", self._view(1)[0], self._pending.range(self._reach), *self._masks())
+        if self.guide is not None:
+            self.guide.append(expansion.tokens[:, 0, 0])
+        return expansion
+
+    def advance(self) -> Advance:
+        stage = self.stage
+        assert stage is not None, "a drafter without a stage extends"
+        with self.counts.clock("stage", self.call.report.timings):
+            draft = stage.propose(self._view(0)[1])
+            draft_tokens, tree = self.blocks.of(draft, stage.strategy.name)
+            view, sequences = self._view(draft_tokens.shape[1] + 1)
+            masks = None
+            if self.guide is not None:
+                draft_tokens, masks = self.guide.block(draft_tokens, draft.topology, draft.levels)
+        out, expansion = self._run("advance", view, draft_tokens, tree, self._pending.range(self._reach), masks)
+        with self.counts.clock("stage", self.call.report.timings):
+            if self.guide is not None:
+                self.guide.accept(out)
+            stage.observe(out.observed(sequences))
+            self.counts.accepted(out.summary)
+        return Advance(out.path, out.summary[0], expansion)
+
+    def root(self) -> Expansion:
+        return self._run("root", self._view(1)[0], self._pending.range(self._reach), *self._masks())
+
+    def expand(self, nodes: Tensor, tree: TreeTensors) -> Expansion:
+        count = nodes.shape[1]
+        if count == 1:  # one node would get a graph of its own
+            nodes, tree = torch.cat([nodes, self.blocks.no_draft_token[:, :1]], dim=1), tree.padded(len(tree) + 1)
+        expansion = self._run("expand", self._view(len(tree))[0], nodes, tree, *self._expanded(nodes, tree))
+        if count == nodes.shape[1]:
+            return expansion
+        scores = expansion.scores[:, :count] if expansion.scores is not None else None
+        return Expansion(expansion.tokens[:, :count], expansion.weights[:, :count], scores)
+
+    def drafted(self, count: int) -> Tensor:
+        slots = self._begun[:, None] + torch.arange(count, device=self._begun.device)
+        tokens = self.rows.tokens.gather(1, slots)
+        return torch.where(slots < self.length[:, None], tokens, -1)
+
+    def observe(self, step: Step, own_nodes: int, displaced: int = 0) -> None:
+        if not self._drafting:  # the step went without this drafter: what it committed is pending beside what was
+            self.fall_behind(int(step.emitted.max()) if host_reads(step.emitted) else step.nodes.shape[1])
+            return
+        self._drafting = False
+        # Fewer nodes than its own: a node budget has cut them, so there are others.
+        if self.proposed is not None:
+            others = self.proposed != own_nodes
+        else:
+            others = step.nodes.shape[1] != self.call.block_size(own_nodes)
+        behind = step.nodes.shape[1] - 1 if others else displaced
+        self._pending.after_step(behind)
+        for drafter in self.inner:
+            drafter.fall_behind(behind)
+
+    def fall_behind(self, tokens: int) -> None:
+        """The model that this one drafts for has committed so many tokens that were not its own."""
+        self._pending.count += tokens
+        for drafter in self.inner:
+            drafter.fall_behind(tokens)
+
+    @property
+    def room(self) -> int:
+        """How many committed tokens a row may come to before a round like those so far writes behind its slots."""
+        own = self.rows.slots - self.ahead - self._deepest
+        return min([own, *(drafter.room - self.ahead for drafter in self.inner)])
+
+    def static_parts(self) -> dict[str, Any]:
+        """What a recorded round reads and writes besides the session's tensors
+        (:mod:`~decoders.engine.model.cuda_graphs.static_inputs`).
+        """
+        return dict(
+            session=SameObject(self.session), slots=self.rows.slots, core=(self.core.plan, self.core.key("root")), ahead=self.ahead,
+            level=self.level, begun=self._begun, tally=self.counts.tally, guide=self.guide, inner=self.inner,
+            stage=self.stage.static_parts() if self.stage is not None else None,
+        )  # fmt: skip
+
+    def recording(self) -> None:
+        """What follows is a round that is recorded: Python runs, and the device does not."""
+        self._pending.recording()
+        self.counts.recording()
+        for drafter in self.inner:
+            drafter.recording()
+
+    def recorded(self, worked: bool) -> None:
+        """The round has been recorded, or not; nothing has been run."""
+        self.counts.recorded()
+        if not worked:
+            self._pending.not_recorded()
+        for drafter in self.inner:
+            drafter.recorded(worked)
+
+    def replayed(self, like: ModelDrafter, steps: int) -> None:
+        """The round that `like` has recorded has been run so many times in this one's place, unseen by Python."""
+        self.counts.replayed(like.counts, steps)
+        if steps:
+            self._pending.count = like._pending.count
+        for drafter, recorded in zip(self.inner, like.inner, strict=True):
+            drafter.replayed(recorded, steps)
+
+    @property
+    def tiers(self) -> tuple:
+        """What of a round runs compiled now."""
+        with self._running():
+            own = self.engine.forward_pass.tier(len(self.rows.length), self.core.plan)
+        return own, self.engine.functions_ready, *(drafter.tiers for drafter in self.inner)
+
+    def book_replay(self, seconds: float) -> None:
+        """Notes the time of a replayed step that may hold its passes."""
+        with self._running():
+            self.engine.forward_pass.book_replay(seconds, len(self.rows.length))
+
+    def report(self) -> Stage:
+        """What it did in this call. Reads the device: not for use between steps."""
+        stage = self.stage.strategy.name if self.stage is not None else None
+        weights = self.engine.precision.weights or "keep"
+        return self.counts.report(self._name, weights, stage, [drafter.report() for drafter in self.inner])
+
+    def grow(self, nodes: Tensor, tree: TreeTensors) -> Expansion:
+        """Old name of :meth:`expand`."""
+        warn("Drafter.grow", "Drafter.expand")
+        return self.expand(nodes, tree)
+
+    def _running(self) -> AbstractContextManager:
+        """A pass of the draft model, which others may have as well: calls and lanes compile as each says, and book what it costs."""
+        return self.engine.forward_pass.during(self.call.request.runtime.compile, self.call.report, self._tiers)
+
+    def _run(self, method: str, view: Tensor, *given: Any) -> Any:
+        """A method of the core, as a replay where that was recorded."""
+        core, rows, forward_pass = self.core, self.rows, self.engine.forward_pass
+        run = partial(getattr(core, method), rows, view)
+        key = method, core.key(method), rows.place, len(view)
+        with self.counts.clock("forward", self.call.report.timings), self._running():
+            result = forward_pass.replayed(
+                self.session.recordings, key, run, given, len(rows.length), core.plan, copy=True
+            )
+        self.counts.passes += 1
+        self._pending.count = 0
+        return result
+
+    def _masks(self) -> tuple[Masks, ...]:
+        """What may follow the rows' last tokens, if a grammar has a say in it."""
+        return (self.guide.end(),) if self.guide is not None else ()
+
+    def _expanded(self, nodes: Tensor, tree: TreeTensors) -> tuple[Masks, ...]:
+        """What may follow `nodes`, the last of `tree`."""
+        if self.guide is None:
+            return ()
+        before = len(tree) - nodes.shape[1]
+        return (self.guide.expand(nodes, tree.parents[:, before:], before),)
+
+    def _view(self, nodes: int) -> tuple[Tensor, Sequences]:
+        """What covers a block of so many nodes behind the tokens written so far in this round."""
+        end = self._reach + self.ahead + nodes
+        if self.engine.target.static:
+            end = self.call.longest + self.ahead + nodes
+            self._deepest = max(self._deepest, nodes)
+        self.session.reserve(end)
+        return self.session.view(end)
+
+    def _context(self, outer: Context) -> Context:
+        """What the stage is told: this model is the target of its world."""
+        context = replace(
+            outer, slots=self.rows.slots, vocab_size=self.vocab_size, level=self.level,
+            compile=self.call.compiler(self.engine), sequences=self.session.view(self._reach)[1], guide=self.guide,
+            costs=no_costs, memory=no_memory, decoder_layers=0,
+        )  # fmt: skip
+        return replace(context, draft=context_draft(self._inner_call, context, self.guide, self.inner))
+
+    @property
+    def _inner_call(self) -> CallSettings:
+        """What holds for the draft models of the stage."""
+        return replace(self.call, longest=self.call.longest + self.ahead, block_size=self.blocks.size)
+
+
+def context_draft(
+    call: CallSettings, context: Context, guide: Guide | None, opened: list[ModelDrafter]
+) -> Callable[..., Drafter]:
+    """``Context.draft`` for the strategy that gets `context`; what it opens is listed in `opened`."""
+
+    def draft(
+        model: PreTrainedModel | str,
+        *,
+        ahead: int,
+        children: int = 1,
+        stage: Strategy | None = None,
+        seldom: bool = False,
+    ) -> Drafter:
+        opened.append(ModelDrafter(call, context, guide, model, ahead, children, stage, seldom))
+        return opened[-1]
+
+    return draft

@@ -1,0 +1,175 @@
+"""A drafter that is no language model: its module packed, with a slot cache and tree masks, in passes like a draft model's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from ....common import devices
+from ....common.transformers_compat import cache_keyword, set_attention
+from ....drafting import ModulePasses
+from ....errors import UnsupportedError
+from ....tree import TreeTensors
+from ...model import attention, attention_functions
+from ...model.buckets import slots_for, view_bucket
+from ...model.cache import CacheBuffers, LayerSpec, LayoutProbe, SlotCache
+from ...model.compiled.regions import copied_whole, fixed, use_packed_kernels
+from ...model.cuda_graphs.static_inputs import SameObject
+from ...model.text_blocks import causal_block
+from ...model.weights.packing import pack
+from ...model.weights.twin import share_weights
+
+
+class ModuleTwin:
+    """A private copy of a module over the same weights, its matrices packed and its attention ours.
+
+    Args:
+        example: what it reads of one node, ``[1, 1, …]`` each.
+
+    Attributes:
+        layout: what its attention layers store.
+
+    Raises:
+        UnsupportedError: it is on another device than the target, or does not go through the cache.
+    """
+
+    def __init__(self, module: nn.Module, example: tuple[Tensor, ...], device: torch.device) -> None:
+        name = type(module).__name__
+        places = {parameter.device for parameter in module.parameters()}
+        if places - {device}:
+            raise UnsupportedError(
+                f"{name} is on {', '.join(sorted(map(str, places)))}, the target on {device}: move it"
+            )
+        attention_functions.register()
+        self.module, self.device, self.name = share_weights(module), device, name
+        self.cache_keyword = cache_keyword(self.module)
+        configs = _configs(self.module)
+        for config in configs:
+            set_attention(config, attention.NAME)
+        self.kinds, kind_of_layer = attention.layer_kinds(configs[0]) if configs else ((attention.LayerKind(),), (0,))
+        for part in self.module.modules():
+            layer = getattr(part, "layer_idx", None)
+            if isinstance(layer, int) and layer < len(kind_of_layer):
+                setattr(part, attention.KIND_ATTRIBUTE, kind_of_layer[layer])
+        self.packing = pack(self.module)
+        if device.type == "cpu":
+            use_packed_kernels()
+            fixed(*((t, tuple(range(t.dim()))) for weight in self.packing.weights for t in weight.tensors))
+        self.dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
+        self.layout = self._probe(example)
+        self._functions: dict[tuple, Callable] = {}
+
+    def function(self, options: tuple[tuple[str, Any], ...]) -> Callable:
+        """One pass as a plain tensor function, the same object for the same `options`."""
+        if options not in self._functions:
+            module, kinds, dtype, keywords = self.module, self.kinds, self.dtype, dict(options)
+            name = self.cache_keyword
+
+            def module_pass(
+                base: Tensor, offsets: Tensor, visible: Tensor, buffers: CacheBuffers, view: Tensor, *inputs: Tensor
+            ) -> Any:
+                n = visible.shape[1]
+                index = torch.arange(offsets.shape[1], device=base.device)[None]
+                slots = base[:, None] + attention.ending(index, n)
+                mask = attention.build_mask(kinds, base, offsets, visible, view.shape[0], dtype)
+                positions = (base[:, None] + attention.ending(offsets, n)).clamp(min=0)
+                cache = {name: SlotCache(buffers, slots, view.shape[0])}
+                return module(*inputs, attention_mask=mask, position_ids=positions, **cache, **keywords)
+
+            self._functions[options] = module_pass
+        return self._functions[options]
+
+    @torch.no_grad()
+    def _probe(self, example: tuple[Tensor, ...]) -> list[LayerSpec]:
+        probe, place = LayoutProbe(), torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        mask = torch.zeros(1, len(self.kinds), 1, 1, dtype=self.dtype, device=self.device)
+        self.module(*example, attention_mask=mask, position_ids=place, **{self.cache_keyword: probe})
+        if sorted(probe.layouts) != list(range(len(probe.layouts))) or not probe.layouts:
+            raise UnsupportedError(
+                f"{self.name} stored keys and values for layers {sorted(probe.layouts)}: they are numbered from 0 on, and each calls "
+                f"{self.cache_keyword}.update"
+            )
+        return [probe.layouts[layer] for layer in range(len(probe.layouts))]
+
+
+class SlotPasses(ModulePasses):
+    """A module's passes in one call.
+
+    Args:
+        rows, slots: of its cache.
+        ahead: most nodes that a step writes behind a row.
+        compile: ``Context.compile``.
+
+    Attributes:
+        on_device: whether the drafter never waits for the device, so that its steps can be recorded.
+    """
+
+    on_device = True
+
+    def __init__(
+        self, twin: ModuleTwin, rows: int, slots: int, ahead: int, compile: Callable[[Callable], Callable]
+    ) -> None:
+        self.twin, self.rows, self.ahead, self.compile, self.passes = twin, rows, ahead, compile, 0
+        self.static = devices.static_shapes(twin.device)
+        self._functions: dict[tuple, Callable] = {}
+        self.buffers = CacheBuffers.allocate(twin.layout, rows, slots_for(slots + ahead, self.static))
+        self._settle()
+
+    def _settle(self) -> None:
+        fixed(*((buffer, (1, 3)) for buffer in self.buffers.tensors))
+        self._range = torch.arange(self.buffers.slots, device=self.twin.device)
+
+    def reserve(self, slots: int) -> None:
+        """Makes room for a block that ends at `slots`; what the rows hold stays."""
+        if slots_for(slots, self.static) > self.buffers.slots:
+            self.buffers = self.buffers.enlarged(slots_for(2 * slots, self.static))
+            self._settle()
+
+    def rebatch(self, sources: Sequence[int], slots: int) -> None:
+        """Rows have come or gone; those that stay take along what is kept of them.
+
+        Args:
+            sources: which row of the batch before each row is, -1 for one that is new.
+            slots: of the rows.
+        """
+        if len(sources) != self.rows or any(source not in (row, -1) for row, source in enumerate(sources)):
+            index = torch.tensor([max(source, 0) for source in sources], device=self.twin.device)
+            self.buffers, self.rows = self.buffers.gathered(index), len(sources)
+            self._settle()
+        self.reserve(slots + self.ahead)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of its cache."""
+        return self.buffers.nbytes
+
+    def static_parts(self) -> dict[str, Any]:
+        """What a recorded step reads and writes; see :mod:`~decoders.engine.model.cuda_graphs.static_inputs`."""
+        return dict(twin=SameObject(self.twin), buffers=self.buffers, range=self._range)
+
+    def __call__(self, base: Tensor, *inputs: Tensor, tree: TreeTensors | None = None, **options: Any) -> Any:
+        count = inputs[0].shape[1]
+        tree = causal_block(self.rows, count, base.device) if tree is None else tree
+        view = self._range
+        if devices.host_reads(base):  # elsewhere to look would be to wait
+            end = int(base.max()) + tree.offsets.shape[1]
+            self.reserve(end)
+            view = self._range[: view_bucket(max(end, 1))]
+        key = tuple(sorted(options.items()))
+        if key not in self._functions:
+            self._functions[key] = self.compile(self.twin.function(key))
+        visible = copied_whole(tree.visible[:, -count:])
+        self.passes += 1
+        return self._functions[key](base, copied_whole(tree.offsets), visible, self.buffers, view, *inputs)
+
+
+def _configs(module: nn.Module) -> list[PreTrainedConfig]:
+    """The configs that parts of a tree hold, each once, in the order of the parts."""
+    configs = [
+        value for part in module.modules() for value in vars(part).values() if isinstance(value, PreTrainedConfig)
+    ]
+    return list({id(config): config for config in configs}.values())

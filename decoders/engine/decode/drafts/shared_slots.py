@@ -1,0 +1,82 @@
+"""Rows of a draft that is cut out of its target: their keys and values are in the target's own slots."""
+
+from __future__ import annotations
+
+import torch
+
+from ...model.blocks import Blocks
+from ...model.cache import LayerSpec
+from ...model.target import Target
+from ..rows import Rows
+from ..session import Session
+
+
+class SharedSlots(Session):
+    """Rows with tokens and lengths of their own, and with the keys and values of another session's first layers.
+
+    What is committed is there already: the target has computed it, and with the same weights. A draft writes from the root on
+    only. The target's pass over the block overwrites what it has written there, and nobody sees what is behind.
+
+    Args:
+        target: the first layers.
+        owner: of the target's rows.
+    """
+
+    def __init__(self, target: Target, owner: Session) -> None:
+        self.target, self.owner, self.recordings = target, owner, owner.recordings
+        self._followed: Rows | None = None
+        self._views = {}
+        self.follow()
+
+    @staticmethod
+    def of(target: Target, owner: Session) -> SharedSlots:
+        """Those of `owner`, the same in every call: steps are recorded with the tensors that are theirs."""
+        layers = len(target.layout)
+        known = owner.shared.get(layers)
+        if not isinstance(known, SharedSlots) or known.target is not target:
+            known = owner.shared[layers] = SharedSlots(target, owner)
+        known.restart()
+        return known
+
+    def restart(self) -> None:
+        """The target's rows are others: these have their texts."""
+        self.follow()
+        for own, theirs in ((self.rows.tokens, self.owner.rows.tokens), (self.rows.length, self.owner.rows.length)):
+            own.copy_(theirs)
+
+    def follow(self) -> None:
+        """Takes over what has become of the target's rows: others, or the same with more room."""
+        theirs = self.owner.rows
+        if theirs is self._followed:
+            return
+        count, slots = theirs.tokens.shape
+        if self._followed is None or len(self.rows.tokens) != count:
+            self.batch, device = count, self.target.device
+            self.blocks = Blocks(count, device, self.target.static, self.target.multiple)
+            tokens, length, finished, limit, faults = (
+                t.clone() for t in (theirs.tokens, theirs.length, theirs.finished, theirs.limit, theirs.faults)
+            )
+        else:
+            own = self.rows
+            tokens, length, finished, limit, faults = own.tokens, own.length, own.finished, own.limit, own.faults
+            if own.slots != slots:
+                tokens = torch.nn.functional.pad(tokens, (0, slots - own.slots))
+        self.rows = Rows(
+            tokens, length, theirs.prompt_length, finished, limit, faults,
+            theirs.buffers.first_layers(len(self.target.layout)), theirs.sampling, theirs.range,
+        )  # fmt: skip
+        self._followed = theirs
+        self._views.clear()
+
+    def grow(self, slots: int) -> None:
+        self.owner.grow(slots)
+        self.follow()
+
+
+def fits(layout: list[LayerSpec], owner: list[LayerSpec]) -> bool:
+    """Whether layers of `layout` can keep their keys and values where the first ones of `owner` keep theirs."""
+
+    def shape(spec: LayerSpec) -> tuple:
+        return spec.key_heads, spec.key_dim, spec.value_heads, spec.value_dim, spec.dtype, spec.device
+
+    return list(map(shape, layout)) == list(map(shape, owner[: len(layout)]))

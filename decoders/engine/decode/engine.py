@@ -1,0 +1,297 @@
+"""One model made ready: its target, its sessions, and everything compiled for it, shared by all calls and strategies."""
+
+from __future__ import annotations
+
+import pickle
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ...common import devices
+from ...costs.fitted import FittedStepCosts
+from ...errors import UnsupportedError
+from ...report import Report
+from ...sampling.processors import SamplingPlan
+from ...settings import Attention
+from ...strategy import Strategy
+from ..model.compiled import compiler
+from ..model.compiled.tiered_function import TieredFunction
+from ..model.compiled.tiers import Compile, ForwardPass
+from ..model.cuda_graphs.recorder import recorder_of
+from ..model.features import OutputHead, layer_indices
+from ..model.first_layers import first_layers
+from ..model.locks import CallLock
+from ..model.self_check import parameters_read
+from ..model.target import target_of
+from ..model.weights.freed import FreedParameter, FreedWeights, free_originals, restore_originals
+from ..model.weights.packing import freed_error
+from ..model.weights.quantization import Precision
+from ..model.weights.twin import WeightState
+from .calibration import Calibrator
+from .core import Core
+from .drafts.draft_core import DraftCore
+from .drafts.modules import ModuleTwin
+from .session import Sessions
+
+#: Compiled functions of strategies that an engine keeps.
+KEPT_FUNCTIONS = 64
+#: What strategies, with their settings, keep between calls: so many entries, and so many bytes where they tell theirs.
+KEPT_MEMORIES = 16
+KEPT_MEMORY_BYTES = 256 << 20
+
+#: What a memory is kept under: the strategy's class, the strategy with its settings, and the name that it gave, with the salt if any.
+MemoryKey = tuple[str, str, str]
+
+
+class Engine:
+    """What outlives the calls on one model. They run one after the other.
+
+    Attributes:
+        target: the model as the loop sees it, its weights packed.
+        forward_pass: its forward pass, uncompiled or compiled.
+        sessions: buffers and the texts they hold.
+        calibration: what its steps cost, as far as that was measured.
+        step_costs: what those of several rows cost, as the calls so far have shown.
+
+    Raises:
+        UnsupportedError: see :class:`Target`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        attention: Attention = "auto",
+        lock: CallLock | None = None,
+        precision: Precision = Precision(),
+    ) -> None:
+        if any(isinstance(parameter, FreedParameter) for parameter in model.parameters()):
+            raise freed_error()
+        self.lock = lock or CallLock()  # a streamer or processor may call generate again
+        self.attention, self.precision = attention, precision
+        started = time.perf_counter()
+        with torch.autocast(model.device.type, enabled=False):
+            self.target = target_of(model, attention, precision)
+        self.preparing = time.perf_counter() - started
+        # Processes that share a model wait for each other: each would have to record, and leave a recording, at the same step.
+        records = self.target.static and not self.target.ranks.several
+        recorder = recorder_of(self.target.device) if records else None
+        self.sessions = Sessions(self.target, recorder)
+        self.forward_pass = ForwardPass(self.target)
+        self._watching: dict[tuple[int, ...], ForwardPass] = {}
+        self._cut: dict[int, PreTrainedModel] = {}
+        self._modules: weakref.WeakKeyDictionary[nn.Module, ModuleTwin] = weakref.WeakKeyDictionary()
+        self._head: OutputHead | None = None
+        self.calibration = Calibrator(self)
+        self.step_costs = FittedStepCosts()
+        self._memories: dict[MemoryKey, Any] = {}
+        self._functions: dict[Callable, TieredFunction] = {}
+        self._freed: FreedWeights | None = None
+
+    def refresh(self, model: PreTrainedModel, attention: str, precision: Precision = Precision()) -> bool:
+        """Whether this engine still serves `model`; weights that were written to since are packed again first."""
+        if (attention, precision) != (self.attention, self.precision):
+            return False
+        with self.lock:
+            weights, ranks = WeightState.of(model), self.target.ranks
+            if ranks.any(not weights.replaces(self.target.weights)):
+                return False
+            if ranks.any(weights.contents != self.target.weights.contents):
+                self._forget_compiled()
+                self.sessions.forget_recordings()
+            # Pointers are compared first: samples are taken where they point.
+            if ranks.any(weights != self.target.weights or self.target.samples.changed):
+                if [place for place, _ in weights.values] != [place for place, _ in self.target.weights.values]:
+                    self.sessions.forget_recordings()
+                self.target.repack(model)
+                self.sessions.forget()
+            return True
+
+    def serves(
+        self, model: PreTrainedModel, attention: str, precision: Precision, weights: Literal["keep", "packed"]
+    ) -> bool:
+        """Whether :meth:`refresh` and :meth:`settle_originals` would find nothing to do; asked without waiting for whoever decodes.
+
+        Where processes share the weights, they have to talk to each other about it.
+        """
+        same = (attention, precision, weights == "packed") == (self.attention, self.precision, self._freed is not None)
+        if not same or self.target.ranks.several:
+            return False
+        return WeightState.of(model) == self.target.weights and not self.target.samples.changed
+
+    def active(self) -> AbstractContextManager:
+        """Within it, the model's device is the current one: kernels, streams and graphs are made for that."""
+        return devices.current(self.target.device)
+
+    @property
+    def compiled_passes(self) -> int:
+        """Passes that ran compiled so far."""
+        return sum(forward.compiled_passes for forward in (self.forward_pass, *self._watching.values()))
+
+    def settle_originals(self, model: PreTrainedModel, weights: Literal["keep", "packed"]) -> None:
+        """Frees the dense weights of `model`, or gives them back."""
+        with self.lock:
+            if weights == "packed" and self._freed is None:
+                self._freed = free_originals(model, self.target.packing, parameters_read(self.target))
+            elif weights == "keep" and self._freed is not None:
+                restore_originals(self._freed, self.target.packing)
+                self._freed = None
+            else:
+                return
+            self.target.remember(model)
+
+    def release(self, model: PreTrainedModel) -> None:
+        """Frees what no call uses: buffers, compiled code, recorded steps. Gives `model` its dense weights back."""
+        with self.lock:
+            self.settle_originals(model, "keep")
+            self.sessions.release()
+            self._forget_compiled()
+            self._functions.clear()
+            self._memories.clear()
+
+    def forget(self) -> None:
+        """Drops what strategies and rows keep of earlier calls; weights and compiled code stay."""
+        with self.lock:
+            self._memories.clear()
+            self.sessions.forget()
+            self.sessions.forget_recordings()  # they write to the memories that are gone
+
+    def memories(self) -> dict[MemoryKey, Any]:
+        """Copies of what strategies keep between calls."""
+        with self.lock:
+            return {key: pickle.loads(pickle.dumps(kept)) for key, kept in self._memories.items()}
+
+    def remember(self, memories: Mapping[MemoryKey, Any]) -> None:
+        """Gives strategies copies of `memories` in the place of what they keep."""
+        with self.lock:
+            for key, kept in memories.items():
+                copied = pickle.loads(pickle.dumps(kept))
+                self._memories.pop(key, None)
+                self._memories[key] = copied.to(self.target.device) if isinstance(copied, Tensor) else copied
+            self._bound_memories()
+            self.sessions.forget_recordings()  # they read and write the memories that were there
+
+    def _bound_memories(self) -> None:
+        sizes = [getattr(kept, "nbytes", 0) for kept in self._memories.values()]
+        while len(sizes) > KEPT_MEMORIES or (len(sizes) > 1 and sum(sizes) > KEPT_MEMORY_BYTES):
+            del self._memories[next(iter(self._memories))], sizes[0]  # the least recently used goes
+
+    def _forget_compiled(self) -> None:
+        self.forward_pass.forget()
+        self._watching.clear()
+        self._cut.clear()
+        self._modules.clear()
+        self._head = None
+
+    def forward_pass_for(self, strategy: Strategy) -> ForwardPass:
+        """The forward pass that a call with `strategy` runs: that of all, or one that takes the hidden layers it asks for.
+
+        Raises:
+            SettingsError: the model has no such layers. UnsupportedError: its layers cannot be told.
+        """
+        if not strategy.reads_layers:
+            return self.forward_pass
+        with self.lock:
+            layers = layer_indices(self.target, strategy)
+            if not layers:
+                return self.forward_pass
+            if layers not in self._watching:
+                self._watching[layers] = ForwardPass(self.target.watching(layers))
+            return self._watching[layers]
+
+    def first_layers(self, model: PreTrainedModel, count: int) -> PreTrainedModel:
+        """See :attr:`decoders.strategy.Context.first_layers`; made once. model: the one that this engine serves.
+
+        Raises:
+            UnsupportedError, SettingsError: it cannot be left there.
+        """
+        if self.target.recurrent:
+            raise UnsupportedError(
+                f"{type(model).__name__} keeps recurrent states, which a draft would have to take back: it cannot be left early"
+            )
+        if self._freed is not None:
+            raise UnsupportedError(
+                "weights='packed' has freed the weights that a draft of the first layers shares: leave weights='keep', or take another "
+                "strategy"
+            )
+        with self.lock:
+            if count not in self._cut:
+                self._cut[count] = first_layers(model, count)
+            return self._cut[count]
+
+    def is_part(self, model: object) -> bool:
+        """Whether `model` is what :meth:`first_layers` has made."""
+        return any(part is model for part in self._cut.values())
+
+    def core(self, plan: SamplingPlan, forward_pass: ForwardPass | None = None) -> Core:
+        forward_pass = forward_pass or self.forward_pass
+        return Core(forward_pass.target, plan, forward_pass)
+
+    def draft_core(self, plan: SamplingPlan, vocabulary: int, children: int) -> DraftCore:
+        return DraftCore(self.target, plan, vocabulary, children, self.forward_pass)
+
+    @property
+    def functions_ready(self) -> int:
+        """How many functions of strategies have been compiled beside decoding, each kind of arguments counted."""
+        return sum(len(tiered.ready) for tiered in self._functions.values())
+
+    def memory(self, strategy: Strategy, name: str, factory: Callable[[], Any], salt: str = "") -> Any:
+        """What `strategy` keeps between calls under `name`; see :attr:`decoders.strategy.Context.memory`.
+
+        Args:
+            salt: calls with another one have another memory.
+        """
+        cls = type(strategy)
+        key = f"{cls.__module__}.{cls.__qualname__}", repr(strategy), f"{name} of {salt}" if salt else name
+        kept = self._memories.pop(key) if key in self._memories else factory()
+        self._memories[key] = kept
+        self._bound_memories()
+        return kept
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """See :attr:`decoders.strategy.Context.head`."""
+        if self._head is None:
+            self._head = self.target.output_head()
+        return self._head(hidden)
+
+    def module(self, module: nn.Module, example: tuple[Tensor, ...]) -> ModuleTwin:
+        """A drafter's module made ready, once; see :attr:`decoders.strategy.Context.module`."""
+        if module not in self._modules:
+            self._modules[module] = ModuleTwin(module, example, self.target.device)
+        twin = self._modules[module]
+        twin.packing.repack()
+        return twin
+
+    def function(self, function: Callable, compile: Compile, report: Report) -> Callable:
+        """A strategy's tensor function, compiled once for all calls on this engine."""
+        if not compile:
+            return function
+        tiered = self._functions.pop(function, None)
+        if tiered is None:
+            # Recorded steps do not run it, and its time is not seen: where they are compiled, so is this.
+            due = self.forward_pass.worth_compiling if self.target.static else lambda: False
+            tiered = TieredFunction(function, compiler.CompiledFunction(function), due)
+        self._functions[function] = tiered
+        # A function that is made anew in every call is never asked for again: the least recently used goes.
+        if len(self._functions) > KEPT_FUNCTIONS:
+            del self._functions[next(iter(self._functions))]
+        _book(tiered.compiled, report, waited_for=compile is True)
+        return tiered if compile == "auto" else tiered.compiled
+
+
+def _book(compiled: compiler.CompiledFunction, report: Report, *, waited_for: bool) -> None:
+    """Books what `compiled` compiles from now on in `report`."""
+
+    def book(seconds: float) -> None:
+        if waited_for:
+            report.timings.compile += seconds
+        else:
+            report.timings.background += seconds
+        report.compilations += 1
+
+    compiled.on_compile = book

@@ -1,0 +1,246 @@
+"""Where rows stand in tabulated grammars, kept on the device: nothing here waits for it, so a whole step can be recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....common import devices
+from ....constraints.base import CompiledGrammar, Tabulated, mask_words, unpack
+from ....constraints.token_table import TokenTable
+from ....errors import GrammarError
+from ....sampling.processors import Masks
+from ....strategy import Sequences
+from ....tree import Topology, TreeTensors
+from ..core import StepOutput
+from ..criteria import Outcome
+from .guide import MASK_MISMATCH, Guide
+from .history import DeviceHistory, spell
+from .host_guide import HostGuide
+
+#: Position that nothing leads out of: after an illegal token.
+DEAD = 0
+
+
+@dataclass(frozen=True)
+class DeviceAutomaton:
+    """The grammars of a call as one table. A position is where a state's entries begin in it.
+
+    Attributes:
+        entries: 1-D int64; of every state its number, then the position that each column leads to.
+        free: position of rows that may write anything: every column leads back to it.
+        first: ``[B]`` int64, position of the empty text of each row.
+        columns: ``[G, V]`` int64, column of each token, counted from the state's position.
+        grammar: ``[B]`` int64, each row's grammar of the ``G``.
+        mask_of: ``[S]`` int64, row of `masks` of each state.
+        masks: ``[R, W]`` int32; dead and free states allow all.
+        tables: the grammars and their own tables, in the order of their states; the first two states are dead and free.
+    """
+
+    entries: Tensor
+    free: int
+    first: Tensor
+    columns: Tensor
+    grammar: Tensor
+    mask_of: Tensor
+    masks: Tensor
+    tables: list[tuple[Tabulated, TokenTable]]
+
+    @staticmethod
+    def of(grammars: Sequence[Tabulated | None], vocabulary: int, device: torch.device) -> DeviceAutomaton | None:
+        """The table of the rows' grammars; None if one is too large."""
+        distinct = list({id(g): g for g in grammars if g is not None}.values())
+        tables = [(grammar, TokenTable.of(grammar, device)) for grammar in distinct]
+        tabulated = [(grammar, table) for grammar, table in tables if table is not None]
+        if len(tabulated) < len(tables):
+            return None
+        wide = 1 + max((table.next.shape[1] for _, table in tabulated), default=1)
+        free = wide  # behind the entries of the dead state, which is wide enough for every column
+        entries = [torch.zeros(wide, dtype=torch.int64), torch.full((wide,), free)]
+        entries[1][0] = 1
+        columns = [torch.ones(vocabulary, dtype=torch.int64)]
+        mask_of, masks = [torch.zeros(2, dtype=torch.int64)], [torch.full((1, mask_words(vocabulary)), -1).int()]
+        position, states, rows, begins = 2 * wide, 2, 1, {}
+        for place, (grammar, table) in enumerate(tabulated, start=1):
+            own, width = grammar.tables(), table.next.shape[1] + 1
+            leads = torch.where(table.next > 0, position + table.next * width, DEAD)
+            number = torch.arange(states, states + len(leads), device=device)
+            entries.append(torch.cat([number[:, None], leads], dim=1).flatten())
+            columns.append(table.columns + 1)
+            mask_of.append(own.mask_of + rows)
+            masks.append(own.masks)
+            begins[id(grammar)] = (place, position + grammar.first * width)
+            position, states, rows = position + len(entries[-1]), states + len(leads), rows + len(own.masks)
+        starts = [begins[id(grammar)] if grammar is not None else (0, free) for grammar in grammars]
+        joined = (torch.cat([part.to(device) for part in parts]) for parts in (entries, mask_of, masks))
+        entry, mask, words = joined
+        grammar_of, first = torch.tensor(starts, device=device).reshape(-1, 2).unbind(1)
+        stacked = torch.stack([part.to(device) for part in columns])
+        return DeviceAutomaton(entry, free, first, stacked, grammar_of, mask, words, tabulated)
+
+    def column(self, tokens: Tensor) -> Tensor:
+        """Columns of tokens ``[B, n]``; those of negative ones mean nothing."""
+        return self.columns[self.grammar[:, None], tokens.clamp(min=0)]
+
+    def state(self, positions: Tensor) -> Tensor:
+        """Numbers of the states at `positions`."""
+        return self.entries[positions]
+
+    @cached_property
+    def forced(self) -> tuple[Tensor, Tensor, Tensor]:
+        """``room``, ``byte`` and ``canonical`` of every state, as :func:`~decoders.engine.decode.grammar.history.spell` wants them."""
+        nothing = torch.tensor([[0, -1, -1]] * 2)
+        parts = [table.forced(grammar) for grammar, table in self.tables]
+        room, byte, canonical = torch.cat([nothing, *parts]).to(self.entries.device).unbind(1)
+        return room, byte, canonical
+
+
+class DeviceGuide(Guide):
+    """Rows in tabulated grammars.
+
+    Attributes:
+        positions: ``[B]`` int64, updated in place; dead after an illegal token, free for rows that have ended.
+    """
+
+    on_device = True
+
+    def __init__(self, automaton: DeviceAutomaton, vocabulary: int, speller: Callable[..., Tensor]) -> None:
+        self.automaton, self.vocabulary, self.speller = automaton, vocabulary, speller
+        self.outer: DeviceGuide | None = None
+        self.positions = automaton.first.clone()
+        self._lost = torch.zeros_like(self.positions, dtype=torch.bool)
+        self._nodes = self.positions[:, None]
+        self._history: DeviceHistory | None = None
+
+    @staticmethod
+    def of(
+        grammars: Sequence[CompiledGrammar | None],
+        vocabulary: int,
+        device: torch.device,
+        compile: Callable[[Callable], Callable] = lambda function: function,
+    ) -> DeviceGuide | None:
+        """A guide at the beginning of every row's text; None if a grammar has no table, or too large a one.
+
+        `compile` is called with the tensor function :func:`~decoders.engine.decode.grammar.history.spell`.
+        """
+        tabulated = [grammar for grammar in grammars if grammar is None or isinstance(grammar, Tabulated)]
+        automaton = DeviceAutomaton.of(tabulated, vocabulary, device) if len(tabulated) == len(grammars) else None
+        return DeviceGuide(automaton, vocabulary, compile(spell)) if automaton is not None else None
+
+    def static_parts(self) -> dict[str, Any]:
+        """What differs from call to call; tables that calls share must not be written to."""
+        automaton, history = self.automaton, self._history
+        spelling = vars(automaton).get("forced") if history is not None else None
+        return dict(
+            positions=self.positions, lost=self._lost, entries=automaton.entries, first=automaton.first,
+            columns=automaton.columns, grammar=automaton.grammar, mask_of=automaton.mask_of, masks=automaton.masks,
+            free=automaton.free, grammars=len(automaton.tables), vocabulary=self.vocabulary, speller=self.speller,
+            spelling=spelling, history=history.tensors if history is not None else None, follows=self.outer is not None,
+        )  # fmt: skip
+
+    def ahead(self) -> DeviceGuide:
+        guide = DeviceGuide(self.automaton, self.vocabulary, self.speller)
+        guide.outer = self
+        return guide
+
+    def follow(self) -> None:
+        assert self.outer is not None, "the target's guide follows nobody"
+        self.positions.copy_(self.outer.positions)
+
+    def block(
+        self, draft_tokens: Tensor, shape: Topology | TreeTensors, depth: int | None = None
+    ) -> tuple[Tensor, Masks]:
+        tree, automaton = shape.padded(draft_tokens.shape[1] + 1), self.automaton
+        if isinstance(tree, Topology):
+            tree = tree.tensors(len(draft_tokens), draft_tokens.device)
+        tokens = torch.nn.functional.pad(draft_tokens, (1, 0), value=-1)  # nobody asks for the root's
+        drafted = tree.candidates & (tokens >= 0)
+        column, still = automaton.column(tokens), self._still(len(tree))
+        reached = still
+        for _ in range(len(tree) - 1 if depth is None else depth):
+            after = automaton.entries[reached.gather(1, tree.parents) + column]
+            reached = torch.where(drafted, after, still)
+        self._nodes = reached
+        return torch.where(drafted & (reached == DEAD), -1, tokens)[:, 1:], self._masks(reached)
+
+    def end(self) -> Masks:
+        self._nodes = self.positions[:, None].clone()
+        return self._masks(self._nodes)
+
+    def expand(self, tokens: Tensor, parents: Tensor, before: int) -> Masks:
+        above = self._nodes[:, :before]
+        after = self.automaton.entries[above.gather(1, parents) + self.automaton.column(tokens)]
+        new = torch.where(tokens >= 0, after, self._still(tokens.shape[1] + 1)[:, 1:])
+        self._nodes = torch.cat([above, new], dim=1)
+        return self._masks(new)
+
+    def append(self, tokens: Tensor) -> None:
+        after = self.automaton.entries[self.positions + self.automaton.column(tokens[:, None])[:, 0]]
+        self.positions.copy_(after)
+
+    def accept(self, out: StepOutput) -> None:
+        # The last token follows the deepest accepted node, whose position the block has found.
+        last = (out.summary[0] - 1).clamp(min=0)[:, None]
+        reached = self._nodes.gather(1, out.path.gather(1, last))
+        after = self.automaton.entries[reached + self.automaton.column(out.new.gather(1, last))]
+        self.positions.copy_(torch.where(out.summary[0] > 0, after[:, 0], self.positions))
+
+    def commit(self, out: StepOutput, ended: Tensor, outcome: Outcome | None = None) -> None:
+        self.accept(out)
+        self._lost.logical_or_((self.positions == DEAD) & ~ended)
+        self.positions.masked_fill_(ended, self.automaton.free)
+
+    def check(self) -> None:
+        lost = self._lost.tolist()
+        if any(lost):
+            raise GrammarError(MASK_MISMATCH.format(row=lost.index(True)))
+
+    def forced(self, sequences: Sequences, limit: int) -> Tensor:
+        automaton = self.automaton
+        if not automaton.tables:
+            return torch.full((len(self.positions), limit), -1, device=self.positions.device)
+        self.expect(sequences)
+        assert self._history is not None
+        self._history.read(sequences)
+        return self.speller(
+            limit, self.positions, sequences.last[:, 0], self._history.after, self._history.begun, self._history.sizes,
+            automaton.columns, automaton.grammar, automaton.entries, *automaton.forced,
+        )  # fmt: skip
+
+    def expect(self, sequences: Sequences) -> None:
+        if self._history is None and self.automaton.tables:
+            vocabulary = self.automaton.tables[0][0].vocabulary
+            self._history = DeviceHistory(len(self.positions), vocabulary, self.positions.device)
+            self._history.read(sequences)
+            _ = self.automaton.forced
+
+    def _still(self, nodes: int) -> Tensor:
+        """``[B, nodes]``: where the rows stand, and nowhere; free rows are free everywhere."""
+        free = torch.where(self.positions == self.automaton.free, self.positions, DEAD)
+        return torch.cat([self.positions[:, None], free[:, None].expand(-1, nodes - 1)], dim=1)
+
+    def _masks(self, positions: Tensor) -> Masks:
+        rows = self.automaton.mask_of[self.automaton.state(positions)]
+        return Masks(unpack(self.automaton.masks[rows], self.vocabulary))
+
+
+def guide_of(
+    grammars: Sequence[CompiledGrammar | None],
+    vocabulary: int,
+    device: torch.device,
+    compile: Callable[[Callable], Callable] = lambda function: function,
+    static: bool | None = None,
+) -> Guide:
+    """The guide that suits the device: one that stays there, if all grammars can be walked there, where steps can be recorded.
+
+    Args:
+        static: whether sizes are static on the device; by default that of the device.
+    """
+    static = devices.static_shapes(device) if static is None else static
+    on_device = DeviceGuide.of(grammars, vocabulary, device, compile) if static else None
+    return on_device if on_device is not None else HostGuide.of(grammars, vocabulary, device)

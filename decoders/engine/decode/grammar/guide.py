@@ -1,0 +1,109 @@
+"""Where every row of a call stands in its grammar, and which tokens may follow each node of a block.
+
+On the host (:mod:`~decoders.engine.decode.grammar.host_guide`) every grammar can be walked; on the device
+(:mod:`~decoders.engine.decode.grammar.device_guide`) those that are tables.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from ....sampling.processors import Masks
+from ....strategy import Sequences
+from ....tree import Topology, TreeTensors
+from ..core import StepOutput
+from ..criteria import Outcome
+
+#: Masks make it impossible to leave a grammar; a backend may be wrong.
+MASK_MISMATCH = "row {row}: the grammar's masks allowed a token that its matcher refuses: a defect of the backend"
+#: A text that may not go on may at least end.
+NOTHING_ALLOWED = "row {row}: the grammar's mask allows no token, not even a stop token: a defect of the backend"
+
+
+class Guide(ABC):
+    """Rows in their grammars, for one model of a call: the target, or a draft model that writes ahead of it.
+
+    Attributes:
+        on_device: whether nothing here waits for the device, so that a whole step can be recorded.
+    """
+
+    on_device: bool
+
+    @abstractmethod
+    def ahead(self) -> Guide:
+        """A guide for a draft model that writes ahead of this one's rows."""
+
+    @abstractmethod
+    def follow(self) -> None:
+        """Goes to where the rows are that this guide runs ahead of."""
+
+    @abstractmethod
+    def block(
+        self, draft_tokens: Tensor, shape: Topology | TreeTensors, depth: int | None = None
+    ) -> tuple[Tensor, Masks]:
+        """What may follow every node of a block.
+
+        Args:
+            draft_tokens: ``[B, N-1]`` int64.
+            shape: who continues whom; it may have fewer nodes than the block.
+            depth: bound of the tree's depth, if one is known. A guide on the device walks so far; the host sees for itself.
+
+        Returns:
+            the draft tokens, with -1 for those that are illegal after their parent, and masks for ``N`` nodes.
+        """
+
+    @abstractmethod
+    def end(self) -> Masks:
+        """What may follow every row, ``N`` is 1. The rows' ends become the roots of trees that :meth:`expand` continues."""
+
+    @abstractmethod
+    def expand(self, tokens: Tensor, parents: Tensor, before: int) -> Masks:
+        """What may follow further nodes of the rows' trees.
+
+        Args:
+            tokens: ``[B, Q]`` int64.
+            parents: ``[B, Q]`` int64, nodes in order of expansion, 0 is the root; all of them are among the nodes before.
+            before: how many nodes there are already, the root included; any more are forgotten.
+        """
+
+    @abstractmethod
+    def append(self, tokens: Tensor) -> None:
+        """Every row has got one more token, ``[B]``."""
+
+    @abstractmethod
+    def accept(self, out: StepOutput) -> None:
+        """The rows have got what a step made of the last block."""
+
+    @abstractmethod
+    def commit(self, out: StepOutput, ended: Tensor, outcome: Outcome | None = None) -> None:
+        """As :meth:`accept`, for tokens that stay: what was tried ahead of them is forgotten. ended: ``[B]`` bool, rows that are
+        through. outcome: the same for the host, where it knows.
+
+        Raises:
+            GrammarError: a row has left its grammar; on the device :meth:`check` says so.
+        """
+
+    @abstractmethod
+    def check(self) -> None:
+        """Reads the device: not for use between steps.
+
+        Raises:
+            GrammarError: a row has left its grammar.
+        """
+
+    def expect(self, sequences: Sequences) -> None:
+        """:meth:`forced` will be asked; `sequences` are the rows as they begin. What it needs is there before a step is recorded."""
+
+    @abstractmethod
+    def forced(self, sequences: Sequences, limit: int) -> Tensor:
+        """``[B, K]`` int64, tokens of the bytes that must come next, -1 behind the last one; ``K`` is at most `limit`.
+
+        Where several tokens would do, as each row has spelled such text before
+        (:mod:`~decoders.engine.decode.grammar.history`). The last bytes are left out where a row has no history of them and
+        the tokenizer might join them with what follows.
+
+        Args:
+            sequences: the rows as committed, as :meth:`Strategy.propose` gets them.
+        """

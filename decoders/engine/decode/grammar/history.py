@@ -1,0 +1,136 @@
+"""How rows spell: what a grammar forces is proposed in the tokens that the same text was written with before.
+
+Forced bytes are not forced tokens, and a target that would rather have written something else need not spell them as the tokenizer
+does. It tends to repeat itself: at each place the token is proposed that followed the same token last, else the one
+that last began with the same byte, else the one that the tokenizer itself would write.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ....constraints.base import Policy
+from ....constraints.vocabulary import Vocabulary
+from ....strategy import Sequences
+
+#: Last tokens of a row that are read before every proposal: more than a step writes, and what a draft model writes may have
+#: been taken back since. What was read first counts least. At first all of the text is read.
+WINDOW = 64
+
+
+class HostHistory:
+    """How one row spells, on the host."""
+
+    def __init__(self) -> None:
+        self.after: dict[int | None, int] = {}
+        self.begun: dict[int, int] = {}
+        self.last: int | None = None
+
+    def read(self, tokens: Tensor, length: int, vocabulary: Vocabulary) -> None:
+        """Learns from the row ``[L]``, `length` tokens of it committed."""
+        begin = 0 if self.last is None else max(length - WINDOW - 1, 0)
+        for before, token in pairwise(tokens[begin:length].tolist()):
+            self.after[before] = token
+            if text := vocabulary.tokens[token]:
+                self.begun[text[0]] = token
+        self.last = int(tokens[length - 1])
+
+    def spell(self, forced: bytes, vocabulary: Vocabulary, policy: Policy, limit: int) -> list[int]:
+        """`forced` in tokens, at most `limit` of them."""
+        run: list[int] = []
+        before, canonical = self.last, list[int]()  # what is left of the tokenizer's own spelling
+        while forced and len(run) < limit:
+            token = self._learnt(before, forced, vocabulary)
+            if policy == "canonical":  # there all others are illegal
+                canonical = vocabulary.canonical(forced)
+                token = canonical[0] if canonical else token
+            elif token is None:
+                canonical = canonical or vocabulary.canonical(forced)
+                token = canonical[0] if canonical else None
+            if token is None:
+                break
+            canonical = canonical[1:] if canonical[:1] == [token] else []
+            run.append(token)
+            before, forced = token, forced[len(vocabulary.tokens[token] or b"") :]
+        return run
+
+    def _learnt(self, before: int | None, forced: bytes, vocabulary: Vocabulary) -> int | None:
+        for token in (self.after.get(before), self.begun.get(forced[0])):
+            if token is not None and (text := vocabulary.tokens[token]) and forced.startswith(text):
+                return token
+        return None
+
+
+class DeviceHistory:
+    """How all rows spell, on the device.
+
+    Attributes:
+        after: ``[B, V]`` int64, ``time * V + token`` of what followed each token last; -1 for nothing.
+        begun: ``[B, 257]``, the same of what began with each byte; the last column is that of tokens without text.
+        sizes: ``[V]`` int64, bytes of each token.
+        leads: ``[V]`` int64, first byte of each; 256 without text.
+        time: int64, how many tokens have been read.
+    """
+
+    def __init__(self, rows: int, vocabulary: Vocabulary, device: torch.device) -> None:
+        texts = vocabulary.tokens
+        self.sizes = torch.tensor([len(text or b"") for text in texts], device=device)
+        self.leads = torch.tensor([text[0] if text else 256 for text in texts], device=device)
+        self.after = torch.full((rows, len(texts)), -1, device=device)
+        self.begun = torch.full((rows, 257), -1, device=device)
+        self.time = torch.zeros((), dtype=torch.int64, device=device)
+        self._window: int | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What has been learnt; the rest is the vocabulary's."""
+        return self.after, self.begun, self.time, self.sizes, self.leads
+
+    def read(self, sequences: Sequences) -> None:
+        """Learns from the rows as committed."""
+        tokens, length = sequences.tokens, sequences.length[:, None]
+        window, self._window = self._window or tokens.shape[1], WINDOW
+        index = torch.arange(window, device=tokens.device)
+        position = length - window + index
+        slot = position.clamp(0, tokens.shape[1] - 1)
+        new, before = tokens.gather(1, slot), tokens.gather(1, (slot - 1).clamp(min=0))
+        # The latest of equal ones is the largest, in whatever order they are written.
+        worth = torch.where(position >= 1, (self.time + index) * self.after.shape[1] + new, -1)
+        self.after.scatter_reduce_(1, before, worth, "amax")
+        self.begun.scatter_reduce_(1, self.leads[new], worth, "amax")
+        self.time.add_(window)
+
+
+def spell(
+    limit: int, position: Tensor, before: Tensor, after: Tensor, begun: Tensor, sizes: Tensor,
+    columns: Tensor, grammar: Tensor, entries: Tensor, room: Tensor, byte: Tensor, canonical: Tensor,
+) -> Tensor:  # fmt: skip
+    """What the grammars force, ``[B, limit]`` int64, -1 behind the last token.
+
+    Args:
+        position, before: ``[B]`` int64, where rows stand in `entries`, and their last tokens.
+        after, begun, sizes: see :class:`DeviceHistory`.
+        columns, grammar, entries: see ``device_guide.Automaton``.
+        room, byte, canonical: ``[S]`` int64 by state: how many bytes are forced, the first of them, and the token that the
+            tokenizer writes there; -1 for no byte and no token.
+    """
+    run = []
+    for _ in range(limit):
+        state = entries[position]
+        left, lead = room[state][:, None], byte[state][:, None]
+        learnt = torch.cat([after.gather(1, before[:, None]), begun.gather(1, lead.clamp(min=0))], dim=1)
+        tokens = torch.where(learnt >= 0, learnt % after.shape[1], 0)
+        leads = entries[position[:, None] + columns[grammar[:, None], tokens]]
+        size = sizes[tokens]
+        fits = (learnt >= 0) & (size > 0) & (size <= left) & (leads > 0)
+        token = torch.where(fits[:, 0], tokens[:, 0], torch.where(fits[:, 1], tokens[:, 1], canonical[state]))
+        token = torch.where(left[:, 0] > 0, token, -1)
+        run.append(token)
+        # Behind the last token rows stand in the dead state, where nothing is forced.
+        before = token.clamp(min=0)
+        following = entries[position + columns[grammar, before]]
+        position = torch.where(token >= 0, following, 0)
+    return torch.stack(run, dim=1)

@@ -1,0 +1,172 @@
+"""The guide on the host. A grammar is walked by numbers or by a matcher that goes down a path and comes back; both end in rows of
+one table of packed masks. Unpacked (:class:`~decoders.sampling.processors.Masks`), these are all that reaches the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....constraints.base import CompiledGrammar, Tabulated
+from ....errors import GrammarError
+from ....sampling.processors import Masks
+from ....strategy import Sequences
+from ....tree import Topology, TreeTensors, parents_by_row
+from ..core import StepOutput
+from ..criteria import Outcome
+from .guide import MASK_MISMATCH, NOTHING_ALLOWED, Guide
+from .history import HostHistory
+from .texts import FREE, FreeText, MaskTable, MatchedText, TabulatedText, Text
+
+
+class HostGuide(Guide):
+    """Rows in any grammars.
+
+    Attributes:
+        texts: one per row.
+        positions: where each row stands; None for rows that have ended.
+    """
+
+    on_device = False
+
+    def __init__(self, texts: Sequence[Text], table: MaskTable, outer: HostGuide | None = None) -> None:
+        self.texts, self.table, self.outer = texts, table, outer
+        self._shifts: dict[
+            int, tuple[Tabulated, int]
+        ] = {}  # grammars whose masks are in the table, and their first rows
+        self.positions: list[Any] = [text.begin for text in texts]
+        self._nodes: list[list[Any]] = []
+        self._history = [HostHistory() for _ in texts]
+
+    @staticmethod
+    def of(grammars: Sequence[CompiledGrammar | None], vocabulary: int, device: torch.device) -> HostGuide:
+        """A guide at the beginning of every row's text; None is a row that may write anything."""
+        return HostGuide([], MaskTable(vocabulary, device)).rebatch([-1] * len(grammars), grammars)
+
+    def rebatch(self, rows: Sequence[int], grammars: Sequence[CompiledGrammar | None]) -> HostGuide:
+        """A guide of other rows: each is the row of this one with that number, or for -1 a new one, at its text's beginning.
+
+        The masks of tabulated grammars stay in the table; a new guide drops those that nobody follows any more.
+        """
+        guide = HostGuide([], self.table)
+        guide._shifts = self._shifts
+        guide.texts = [
+            self.texts[row] if row >= 0 else guide._text(grammar) for row, grammar in zip(rows, grammars, strict=True)
+        ]
+        guide.positions = [
+            self.positions[row] if row >= 0 else text.begin for row, text in zip(rows, guide.texts, strict=True)
+        ]
+        guide._history = [self._history[row] if row >= 0 else HostHistory() for row in rows]
+        return guide
+
+    def _text(self, grammar: CompiledGrammar | None) -> Text:
+        if grammar is None:
+            return FreeText()
+        if not isinstance(grammar, Tabulated):
+            return MatchedText(grammar, self.table)
+        if id(grammar) not in self._shifts:
+            self._shifts[id(grammar)] = grammar, self.table.add(grammar.tables().masks)
+        return TabulatedText(*self._shifts[id(grammar)])
+
+    def ahead(self) -> HostGuide:
+        return HostGuide(self.texts, self.table, self)
+
+    def follow(self) -> None:
+        assert self.outer is not None, "the target's guide follows nobody"
+        self.positions = list(self.outer.positions)
+
+    def block(
+        self, draft_tokens: Tensor, shape: Topology | TreeTensors, depth: int | None = None
+    ) -> tuple[Tensor, Masks]:
+        tokens, illegal = draft_tokens.tolist(), False
+        parents = parents_by_row(shape, len(self.texts))
+        rows = [[FREE] * (len(tokens[0]) + 1) for _ in self.texts]
+        for row, text in enumerate(self.texts):
+            start, written, mask, above = self.positions[row], tokens[row], rows[row], parents[row]
+            if start is None or isinstance(text, FreeText):
+                continue
+            reached = [start, *(None for _ in written)]
+            mask[0] = text.mask(start)
+            if self.table.empty(mask[0]):
+                raise GrammarError(NOTHING_ALLOWED.format(row=row))
+            for node in range(1, len(above)):
+                parent, token = above[node], written[node - 1]
+                if parent < 0 or token < 0:
+                    continue
+                position = text.step(reached[parent], token) if reached[parent] is not None else None
+                if position is None:
+                    written[node - 1], illegal = -1, True
+                else:
+                    reached[node], mask[node] = position, text.mask(position)
+        return torch.tensor(tokens, device=draft_tokens.device) if illegal else draft_tokens, self._masks(rows)
+
+    def end(self) -> Masks:
+        self._nodes = [[position] for position in self.positions]
+        return self._masks([[self._mask(row, position)] for row, position in enumerate(self.positions)])
+
+    def expand(self, tokens: Tensor, parents: Tensor, before: int) -> Masks:
+        rows = []
+        for row, (mine, above) in enumerate(zip(tokens.tolist(), parents.tolist(), strict=True)):
+            reached, text = self._nodes[row], self.texts[row]
+            del reached[before:]
+            for token, parent in zip(mine, above, strict=True):
+                start = reached[parent]
+                reached.append(text.step(start, token) if start is not None and token >= 0 else None)
+            rows.append([self._mask(row, position) for position in reached[-len(mine) :]])
+        return self._masks(rows)
+
+    def append(self, tokens: Tensor) -> None:
+        self._go(tokens[:, None].tolist(), [1] * len(self.texts))
+
+    def accept(self, out: StepOutput) -> None:
+        self._go(out.new.tolist(), out.summary[0].tolist())
+
+    def commit(self, out: StepOutput, ended: Tensor, outcome: Outcome | None = None) -> None:
+        if outcome is None:
+            self.accept(out)
+            through = ended.tolist()
+        else:
+            self._go(outcome.new, outcome.emitted)
+            through = outcome.ended + [1] * (len(self.texts) - len(outcome.ended))
+        self.table.clear()
+        for row, text in enumerate(self.texts):
+            if through[row]:
+                self.positions[row] = None
+            elif self.positions[row] is None:
+                raise GrammarError(MASK_MISMATCH.format(row=row))
+            else:
+                self.positions[row] = text.settle(self.positions[row])
+
+    def check(self) -> None:
+        """Nothing is left to say: :meth:`commit` has raised."""
+
+    def forced(self, sequences: Sequences, limit: int) -> Tensor:
+        runs, lengths = [], sequences.length.tolist()
+        for row, (text, position) in enumerate(zip(self.texts, self.positions, strict=True)):
+            runs.append(self._spelled(row, text, position, sequences.tokens[row], lengths[row], limit))
+        longest = max(map(len, runs))
+        padded = [run + [-1] * (longest - len(run)) for run in runs]
+        return torch.tensor(padded, dtype=torch.int64, device=self.table.device).reshape(len(runs), longest)
+
+    def _spelled(self, row: int, text: Text, position: Any, tokens: Tensor, length: int, limit: int) -> list[int]:
+        grammar = text.grammar
+        if grammar is None or position is None:
+            return []
+        self._history[row].read(tokens, length, grammar.vocabulary)
+        return self._history[row].spell(text.forced_bytes(position), grammar.vocabulary, grammar.policy, limit)
+
+    def _go(self, new: Sequence[Sequence[int]], counts: Sequence[int]) -> None:
+        for row, tokens in enumerate(new):
+            position = self.positions[row]
+            for token in tokens[: counts[row]]:
+                position = self.texts[row].step(position, token) if position is not None else None
+            self.positions[row] = position
+
+    def _mask(self, row: int, position: Any) -> int:
+        return self.texts[row].mask(position) if position is not None else FREE
+
+    def _masks(self, rows: list[list[int]]) -> Masks:
+        return Masks(self.table.unpacked(rows))

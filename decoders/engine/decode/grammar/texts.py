@@ -1,0 +1,201 @@
+"""What one row may write, as the host walks it: by numbers or by a matcher, with masks as rows of one table."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ....constraints.base import CompiledGrammar, Tabulated, mask_words, unpack
+from ....constraints.lazy_masks import LazyMasks
+
+#: Row of every mask table that allows all tokens.
+FREE = 0
+#: Bytes of masks that are held unpacked during a call, one for each token.
+OPEN = 1 << 25
+
+
+class MaskTable:
+    """The masks of a call: row 0 allows everything, then those of tabulated grammars, then those made step by step."""
+
+    def __init__(self, vocabulary: int, device: torch.device) -> None:
+        self.vocabulary, self.device = vocabulary, device
+        self.words = torch.full((1, mask_words(vocabulary)), -1, dtype=torch.int32)
+        self.fixed = self.used = 1
+        self._open_rows: set[int] = {FREE}  # of those that stay, which are known to allow something
+        self._open = LazyMasks(vocabulary, np.bool_, max(OPEN // vocabulary, 1), self._unpack)
+
+    def add(self, masks: Tensor) -> int:
+        """Adds rows for the whole call; returns the first one's index. Not between :meth:`new` and :meth:`clear`."""
+        first = len(self.words)
+        self.words = torch.cat([self.words, masks])
+        self.used = self.fixed = len(self.words)
+        return first
+
+    def new(self) -> int:
+        """A row to be written until :meth:`clear`."""
+        if self.used == len(self.words):
+            more = self.words.new_full((max(len(self.words) - self.fixed, 16), self.words.shape[1]), -1)
+            self.words = torch.cat([self.words, more])
+        self.used += 1
+        return self.used - 1
+
+    def empty(self, row: int) -> bool:
+        """Whether a mask allows no token at all."""
+        if row in self._open_rows:
+            return False
+        whole, rest = divmod(self.vocabulary, 32)
+        words = self.words[row].numpy().view(np.uint32)
+        some = bool(words[:whole].any()) or (rest > 0 and bool(words[whole] & np.uint32((1 << rest) - 1)))
+        if some and row < self.fixed:
+            self._open_rows.add(row)
+        return not some
+
+    def clear(self) -> None:
+        """Gives back all rows that were handed out singly."""
+        self.used = self.fixed
+
+    def unpacked(self, rows: list[list[int]]) -> Tensor:
+        """``[B, N, V]`` bool, the masks of `rows` (``B`` lists of ``N``) on the call's device."""
+        if self.device.type != "cpu":  # an eighth of the bytes to send
+            words = self.words[rows].pin_memory() if self.device.type == "cuda" else self.words[rows]
+            return unpack(words.to(self.device, non_blocking=True), self.vocabulary)
+        flat = [row for some in rows for row in some]
+        open_rows = self._open.places(flat) if self.used == self.fixed else None
+        if open_rows is None:
+            masks = self._bits(flat)
+        else:
+            places, open = open_rows
+            masks = open.take(places, 0)
+        return torch.from_numpy(masks).view(len(rows), -1, self.vocabulary)
+
+    def _unpack(self, row: int, out: NDArray[np.bool_]) -> None:
+        out[:] = self._bits([row])[0]
+
+    def _bits(self, rows: list[int]) -> NDArray[np.bool_]:
+        packed = self.words.numpy().view(np.uint8)[rows]
+        return np.unpackbits(packed, axis=-1, count=self.vocabulary, bitorder="little").view(np.bool_)
+
+
+class Text(ABC):
+    """What one row may write. A position is whatever tells where a text has got to; None is nowhere.
+
+    Attributes:
+        grammar: whose text it is; None for a row that may write anything.
+    """
+
+    grammar: CompiledGrammar | None
+
+    @property
+    @abstractmethod
+    def begin(self) -> Any:
+        """The position of the empty text."""
+
+    @abstractmethod
+    def step(self, position: Any, token: int) -> Any:
+        """The position after one more token, None if it is illegal."""
+
+    @abstractmethod
+    def mask(self, position: Any) -> int:
+        """The row of the table that says what may follow."""
+
+    @abstractmethod
+    def settle(self, position: Any) -> Any:
+        """`position` is committed: nothing before it is asked for again. Returns how it is called from now on."""
+
+    @abstractmethod
+    def forced_bytes(self, position: Any) -> bytes:
+        """The bytes that must come next."""
+
+
+class FreeText(Text):
+    """A row without a grammar."""
+
+    grammar = None
+    begin = FREE
+
+    def step(self, position: Any, token: int) -> Any:
+        return position
+
+    def mask(self, position: Any) -> int:
+        return FREE
+
+    def settle(self, position: Any) -> Any:
+        return position
+
+    def forced_bytes(self, position: Any) -> bytes:
+        return b""
+
+
+class TabulatedText(Text):
+    """A grammar whose positions are states of an automaton. shift: first row of its masks in the table."""
+
+    def __init__(self, grammar: Tabulated, shift: int) -> None:
+        self.grammar: Tabulated = grammar
+        self.shift = shift
+
+    @property
+    def begin(self) -> int:
+        return self.grammar.first
+
+    def step(self, position: int, token: int) -> int | None:
+        return self.grammar.step(position, token) or None
+
+    def mask(self, position: int) -> int:
+        return self.shift + self.grammar.mask_rows[position]
+
+    def settle(self, position: int) -> int:
+        return position
+
+    def forced_bytes(self, position: int) -> bytes:
+        return self.grammar.forced_bytes(position)
+
+
+class MatchedText(Text):
+    """A grammar that a matcher walks. Positions are the tokens since the committed text."""
+
+    def __init__(self, grammar: CompiledGrammar, table: MaskTable) -> None:
+        self.grammar, self.matcher, self.table = grammar, grammar.start(), table
+        self.position: tuple[int, ...] = ()
+        self.known: dict[tuple[int, ...], int] = {}
+
+    begin = ()
+
+    def step(self, position: tuple[int, ...], token: int) -> tuple[int, ...] | None:
+        wanted = (*position, token)
+        return wanted if wanted in self.known or self._go(wanted) else None
+
+    def mask(self, position: tuple[int, ...]) -> int:
+        row = self.known.get(position)
+        if row is None:
+            self._go(position)
+            row = self.known[position] = self.table.new()
+            self.matcher.fill_mask(self.table.words[row])
+        return row
+
+    def settle(self, position: tuple[int, ...]) -> tuple[int, ...]:
+        self._go(position)
+        self.position = ()
+        self.known.clear()
+        return ()
+
+    def forced_bytes(self, position: tuple[int, ...]) -> bytes:
+        self._go(position)
+        return self.matcher.forced_bytes()
+
+    def _go(self, position: tuple[int, ...]) -> bool:
+        """Brings the matcher to `position`, or as near as is legal."""
+        common = 0
+        for here, there in zip(self.position, position, strict=False):
+            if here != there:
+                break
+            common += 1
+        if len(self.position) > common:
+            self.matcher.rollback(len(self.position) - common)
+        accepted = self.matcher.advance(position[common:])
+        self.position = position[: common + accepted]
+        return len(self.position) == len(position)

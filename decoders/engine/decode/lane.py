@@ -1,0 +1,317 @@
+"""Requests of one row that come and go while others are decoded: admitted, read and retired between two steps of a :class:`Call`."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Hashable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ...constraints.base import CompiledGrammar
+from ...strategy import PromptChunk, finish_all
+from ..model.buckets import row_bucket, slots_for
+from .admission import Admission, Seat
+from .engine import Engine
+from .grammar.guide import Guide
+from .grammar.host_guide import HostGuide
+from .loop import Call
+from .pool import RowPool
+from .request import Request
+from .request_output import RequestOutput, empty_report
+from .sharing import sampling_of, share_steps
+from .worth import DraftWorth
+
+#: Slots of a new pool; it grows with its texts.
+FIRST_SLOTS = 256
+
+
+class Lane:
+    """Requests that share their steps: of one strategy, one sampling plan, one verifier.
+
+    A request has the tokens of a call of its own (float32): its noise depends on its own seed and position, its parameters,
+    stop tokens, grammar and budget are its row's, and what others do changes nothing but when it is decoded.
+
+    Args:
+        engine: of the model.
+        request: the first one; it says what all have in common.
+        capacity: most requests at a time. A strategy that reads prompts and keeps no rows would have to be shown all texts anew
+            where one comes or goes: its requests come one at a time.
+
+    Attributes:
+        admission: where they wait until their prompts are read.
+        batch: the rows of the call, in its order; those that have left go before the next step.
+    """
+
+    def __init__(self, engine: Engine, request: Request, capacity: int) -> None:
+        capacity = 1 if request.strategy.reads_prompt and not request.strategy.rebatches else capacity
+        self.engine, self.template, self.capacity = engine, request, capacity
+        self.stack = ExitStack()
+        self.call = call = Call(engine, request, self.stack)
+        call.capacity = capacity
+        if request.runtime.prune:
+            call.worth = DraftWorth(engine.step_costs, grade_rates=request.strategy.grade_rates)
+        static = engine.target.static
+        # Where rows are padded to a bucket, the padding must not touch what is read or kept behind them.
+        reserved = row_bucket(capacity) if static else 0
+        slots, recordings = slots_for(FIRST_SLOTS, engine.target.static), engine.sessions.recordings()
+        self.pool = RowPool(engine.target, reserved + capacity, slots, recordings)
+        call.session = self.pool
+        self.admission = Admission(call, self.pool, reserved)
+        self.batch: list[Seat] = []
+        self._weights = engine.target.weights
+        self._tiers: set[Hashable] | None = None
+        self._clock = 0
+        self._begun = self._started = False  # the first batch was made; the strategy has a state that is not finished
+
+    @property
+    def seats(self) -> list[Seat]:
+        """The requests that are here, in the order in which they came."""
+        return self.admission.seats
+
+    @property
+    def free(self) -> int:
+        """How many more requests can come."""
+        return self.capacity - len(self.seats)
+
+    def fits(self, engine: Engine, request: Request) -> bool:
+        """Whether a request can share steps with those that are here."""
+        return engine is self.engine and share_steps(self.template, request)
+
+    def offer(self, request: Request) -> RequestOutput:
+        """Gives a request of one row a place; its prompt is read in the next steps."""
+        assert len(request.prompts) == 1 and self.free > 0
+        if not self.seats:
+            self._tiers = self.call.forward_pass.steady_tiers(self.template.runtime.compile)
+        if self._weights is not self.engine.target.weights:  # they were written to: what is kept is not theirs
+            self._weights = self.engine.target.weights
+            self.pool.forget()
+        member = RequestOutput(request, empty_report(request, self.engine.target))
+        seat = Seat(member, self.admission.take_place(request))
+        seat.turns = min((other.turns for other in self.seats if other.row is None), default=0)
+        self.seats.append(seat)
+        return member
+
+    def advance(self, pause: float) -> list[RequestOutput]:
+        """Reads prompts for about `pause` seconds, makes one step, and gives those that have ended; an error is theirs.
+
+        What belongs to all, a strategy that raises, say, is raised.
+        """
+        with self._running():
+            if self.template.runtime.compile is True and not self._begun:
+                self.call.forward_pass.compile_for(self.capacity, self.call.report)
+            # Decided once: what a pause is for is not read twice.
+            mixes = self.admission.mixes
+            if not mixes:
+                self.admission.read(pause)
+            self._settle()
+            if self.batch:
+                self._step(pause if mixes else None)
+            return self._leave()
+
+    def remove(self, member: RequestOutput) -> None:
+        """Takes a request out; what it has written stays with it. Between two steps."""
+        with self._running():
+            self._part([seat for seat in self.seats if seat.member is member])
+
+    def close(self, cause: Exception | None = None) -> None:
+        """Frees everything. cause: what has ended the lane; what the strategy's `finish` raises is told with it, or is a warning."""
+        with self._running(), self.stack:
+            for seat in self.seats:
+                seat.member.close(cause)
+            try:
+                self._finish(cause)
+            except Exception as error:
+                message = f"finish of {self.template.strategy.name!r} failed: {error!r}"
+                warnings.warn(f"decoders: {message}", stacklevel=2)
+        del self.call.session  # the call is part of a cycle: its buffers would wait for a collection
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """The model is this lane's for a step; calls take turns with it."""
+        engine = self.engine
+        with (
+            engine.lock,
+            engine.active(),
+            torch.autocast(engine.target.device.type, enabled=False),
+            torch.inference_mode(False),
+            torch.no_grad(),
+            self.call.forward_pass.during(self.template.runtime.compile, self.call.report, self._tiers),
+        ):
+            yield
+
+    def _settle(self) -> None:
+        """Those whose prompts are read join the batch, in the rows of those that have left it if there are any."""
+        rows = in_place([seat for seat in self.seats if seat.row is not None or seat.ready])
+        if rows != self.batch:
+            self._rebatch(rows)
+
+    def _step(self, pause: float | None) -> None:
+        """A step of the batch, which reads a piece of a prompt on the way if it can.
+
+        Args:
+            pause: how long that may take; None for not at all.
+        """
+        piece = self.admission.next_piece(pause) if pause is not None and self.admission.mixes else None
+        if piece is None:
+            self.call.advance()
+            return
+        seat, begin, count = piece
+        self._bring([*self.batch, seat])
+        self.call.next_piece = functools.partial(self.pool.piece, begin, count)
+        try:
+            self.call.advance()
+        finally:
+            self.call.next_piece = None
+        self.admission.was_read(seat, self.call.piece_seconds, count)
+
+    def _leave(self) -> list[RequestOutput]:
+        """Those that have ended leave; their rows go before the next step, in which others may have them."""
+        ended = [seat for seat in self.seats if seat.member.ended or seat.member.error is not None]
+        self._part(ended)
+        return [seat.member for seat in ended]
+
+    def _part(self, leaving: list[Seat]) -> None:
+        if not leaving:
+            return
+        for seat in leaving:
+            self.seats.remove(seat)
+            seat.member.close()
+            if seat.plan is not None:
+                self.pool.texts[seat.place] = self.admission.held(seat)
+                self._clock += 1
+                self.pool.used[seat.place] = self._clock
+        if not self.seats:
+            self._rebatch([])
+
+    def _rebatch(self, seats: list[Seat]) -> None:
+        """Makes `seats` the rows of the batch, in this order, and tells the strategy."""
+        call, pool, template, static = self.call, self.pool, self.template, self.engine.target.static
+        texts = [seat.member.text(0) for seat in seats]
+        self._bring(seats)
+        sources = [-1 if seat.row is None else seat.row for seat in seats]
+        for row, seat in enumerate(seats):
+            seat.row = row
+            pool.stored.tokens[row, : len(texts[row])] = texts[row]
+            pool.drop(row)
+        self.batch = seats
+        call.members[:] = [(seat.member, row) for row, seat in enumerate(seats)]
+        if not seats:
+            call.pending = 0
+            return
+        requests = [seat.member.request for seat in seats]
+        call.width = row_bucket(len(seats), static)
+        added = call.width - len(seats)
+        call.longest = max(len(request.prompts[0]) + request.new_tokens for request in requests)
+        lengths = [len(text) for text in texts] + [1] * added
+        prompts = [len(request.prompts[0]) for request in requests] + [1] * added
+        limits = [len(request.prompts[0]) + request.new_tokens for request in requests] + [1] * added
+        ended = [seat.member.ended for seat in seats] + [True] * added
+        sampling = pool.own(sampling_of(requests, added, self.engine.target.device))
+        pool.arrange(lengths, prompts, limits, ended, sampling)
+        call.noise_keys = pool.rows.sampling.keys.clone()
+        grammars = [request.grammars[0] if request.grammars else None for request in requests]
+        plan, before = (
+            replace(template.plan, masked=any(grammar is not None for grammar in grammars)),
+            call.request.plan,
+        )
+        call.request = replace(
+            template, plan=plan, grammars=tuple(grammars), salts=(*(seat.salt for seat in seats), *[""] * added),
+            prompts=[*texts, *[texts[0].new_zeros(1)] * added], new_tokens=max(request.new_tokens for request in requests),
+        )  # fmt: skip
+        sources += [-1] * added
+        if call.worth is not None:
+            call.worth.rebatch(sources[: len(seats)])
+        call.guide = self._guide(sources, [*grammars, *[None] * added])
+        if not self._begun or plan != before:
+            call.step = call.make_step()
+        self._inform(sources, restart=not self._begun or plan != before)
+        self._begun = True
+
+    def _bring(self, seats: list[Seat]) -> None:
+        """Brings what belongs to `seats` to the first places of the pool, in this order."""
+        beside = {seat.place: self._held(seat) for seat in self.seats if seat not in seats}
+        places = self.pool.reorder([seat.place for seat in seats], [self._held(seat) for seat in seats], beside)
+        for seat in self.seats:
+            seat.place = places.get(seat.place, seat.place)
+
+    def _held(self, seat: Seat) -> int:
+        """Slots of a seat that must not be lost; before it is read these are what an earlier text has left there."""
+        if seat.row is not None:
+            return seat.member.lengths[0]
+        return len(seat.prompt) if seat.plan is not None else len(self.pool.texts[seat.place].tokens)
+
+    def _guide(self, sources: list[int], grammars: list[CompiledGrammar | None]) -> Guide | None:
+        """Where the rows stand in their grammars. Rows that stay go on where they are."""
+        if all(grammar is None for grammar in grammars):
+            return None
+        guide, target = self.call.guide, self.engine.target
+        stays = any(source >= 0 and grammar is not None for source, grammar in zip(sources, grammars, strict=True))
+        if isinstance(guide, HostGuide) and stays:
+            return guide.rebatch(sources, grammars)
+        return HostGuide.of(grammars, target.vocab_size, target.device)
+
+    def _finish(self, cause: Exception | None = None) -> None:
+        """Tells the strategy that its state is given up. cause: see :func:`~decoders.strategy.finish_all`."""
+        if self._started:
+            self._started = False
+            finish_all([(self.template.strategy, self.call.state)], cause)
+
+    def _inform(self, sources: list[int], restart: bool) -> None:
+        """Tells the strategy, its draft models and modules which rows there are now, and shows it the prompts of the new ones."""
+        call, strategy = self.call, self.template.strategy
+        call.where, call.resources.costs = "rebatch", None
+        call.fit_blocks()
+        restart = restart or not strategy.keeps_rows(call.state)
+        if restart:
+            self._finish()
+            call.resources.close()
+            call.start()
+            self._started = True
+        else:
+            call.rebatch(sources)
+        if strategy.reads_prompt:
+            call.where = "prefill"
+            self._show_prompts(anew=restart and any(source >= 0 for source in sources))
+
+    def _show_prompts(self, anew: bool) -> None:
+        """Shows the strategy what was read of the prompts of new rows; `anew`, with a new state, the texts of all rows."""
+        call = self.call
+        if anew:
+            call.read_prompts(call.lengths, [0] * call.width)
+        for row, seat in enumerate(self.batch):
+            for chunk in seat.chunks if not anew else ():
+                if call.request.strategy.prompt_logits:
+                    chunk = replace(chunk, logits=self.engine.head(chunk.hidden))
+                call.show(among_rows(chunk, row, self.pool.rows.length), max(call.lengths))
+            seat.chunks.clear()
+
+
+def in_place(seats: list[Seat]) -> list[Seat]:
+    """`seats` as rows of a batch, with those whose place is a row of it there: what they hold need not be moved."""
+    by_place = {seat.place: seat for seat in seats if seat.place < len(seats)}
+    others = iter(seat for seat in seats if seat.place >= len(seats))
+    return [by_place[row] if row in by_place else next(others) for row in range(len(seats))]
+
+
+def among_rows(chunk: PromptChunk, row: int, lengths: Tensor) -> PromptChunk:
+    """A chunk of one row as one of a batch, whose other rows read nothing. lengths: ``[B]``, tokens of every row."""
+    rows = len(lengths)
+    if rows == 1:
+        return chunk
+    here = (torch.arange(rows, device=lengths.device) == row)[:, None]
+    index = torch.arange(chunk.tokens.shape[1], device=lengths.device)
+    positions = torch.where(here, chunk.positions[:, :1], lengths[:, None] - 1) + index
+
+    def of_all(values: Tensor) -> Tensor:
+        return values.expand(rows, *values.shape[1:])
+
+    # Drafters run the states of all rows: one layout, whether they are one row's or those of a batch.
+    layers = of_all(chunk.layers).contiguous() if chunk.layers is not None else None
+    logits = of_all(chunk.logits) if chunk.logits is not None else None
+    return PromptChunk(
+        of_all(chunk.tokens), positions, chunk.valid & here, of_all(chunk.hidden).contiguous(), layers, logits
+    )

@@ -1,0 +1,138 @@
+"""What a strategy may use during a call: draft models, modules of its own, what it keeps between calls, measured costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ...costs.steps import StepCosts
+from ...strategy import Context, Strategy, no_memory
+from .call_settings import CallSettings
+from .drafts.drafter import ModelDrafter, context_draft
+from .drafts.modules import SlotPasses
+
+if TYPE_CHECKING:
+    from .loop import Call
+
+
+class CallResources:
+    """Opens what the strategy of a call asks for, and says what it has opened.
+
+    Attributes:
+        drafters: draft models.
+        modules: drafters that are no language models.
+        costs: of a step, once the strategy has asked for them.
+
+    Args:
+        stack: closes what is opened here.
+    """
+
+    def __init__(self, call: Call, stack: ExitStack) -> None:
+        self.call = call
+        self._stack = stack.enter_context(ExitStack())
+        self.drafters: list[ModelDrafter] = []
+        self.modules: list[SlotPasses] = []
+        self.costs: StepCosts | None = None
+        self._measured = self._measured_rows = False
+
+    def close(self) -> None:
+        """Gives back what the strategy has opened; it may open more afterwards."""
+        self._stack.close()
+        self.drafters.clear()
+        self.modules.clear()
+
+    @property
+    def settings(self) -> CallSettings:
+        """What holds for all models that take part."""
+        call, request, rows = self.call, self.call.request, self.call.rows
+        return CallSettings(
+            request=request, engine=call.engine, session=call.session, read_rest=call.read_rest, longest=call.longest,
+            plan=replace(request.plan, keep_scores=call.verifier is not None and request.plan.sample), sampling=rows.sampling,
+            block_size=call.blocks.size, report=call.report, stack=self._stack, capacity=call.capacity,
+        )  # fmt: skip
+
+    def context(self) -> Context:
+        """What the strategy may prepare itself from."""
+        call, request, target, settings = self.call, self.call.request, self.call.target, self.settings
+        context = Context(
+            rows=call.width, slots=call.rows.slots, device=target.device, compile=settings.compiler(call.engine),
+            vocab_size=target.vocab_size, sequences=call.session.view(max(call.lengths))[1], coupled=call.verifier is None,
+            plan=request.plan, sampling=call.rows.sampling, guide=call.guide, model=request.model, tokenizer=request.tokenizer,
+            assistant_model=request.assistant_model, costs=self._costs, clock=target.ranks.clock,
+            new_tokens=None if call.capacity else request.new_tokens,
+            decoder_layers=target.decoder_layers, embed=target.embed, head=call.engine.head, module=self._module,
+            first_layers=partial(call.engine.first_layers, request.model),
+            memory=self._memory_of if request.runtime.memory else no_memory,
+        )  # fmt: skip
+        if request.resolve is not None:
+            context = replace(context, strategy=request.resolve)
+        if request.vocabulary_of is not None:
+            context = replace(context, vocabulary_of=request.vocabulary_of)
+        return replace(context, draft=context_draft(settings, context, call.guide, self.drafters))
+
+    def _module(
+        self, module: nn.Module, *, ahead: int, example: tuple[Tensor, ...], on_device: bool = True
+    ) -> SlotPasses:
+        """See :attr:`Context.module`."""
+        call = self.call
+        compile = partial(call.engine.function, compile=call.request.runtime.compile, report=call.report)
+        twin = call.engine.module(module, example)
+        self.modules.append(SlotPasses(twin, call.width, self._slots, ahead, compile))
+        self.modules[-1].on_device = on_device
+        return self.modules[-1]
+
+    @property
+    def _slots(self) -> int:
+        """What a row of the call may come to."""
+        return max(self.call.longest if self.call.target.static else max(self.call.lengths), self.call.rows.slots)
+
+    def rebatch(self, sources: Sequence[int]) -> Context:
+        """Tells what is open which rows there are now, and gives the strategy's new context.
+
+        Args:
+            sources: which row of the batch before each row is, -1 for one that is new.
+        """
+        context = self.context()
+        for drafter in list(self.drafters):
+            drafter.rebatch(sources, self.settings, context, self.call.guide)
+        for module in self.modules:
+            module.rebatch(sources, self._slots)
+        return context
+
+    def _memory_of(self, key: str, factory: Callable[[], Any], of: Strategy | None = None) -> Any:
+        """See :attr:`Context.memory`."""
+        request = self.call.request
+        return self.call.engine.memory(of or request.strategy, key, factory, request.memory_salt)
+
+    def _costs(self, measure: bool = False) -> StepCosts | None:
+        """See :attr:`Context.costs`."""
+        if self.costs is None or (measure and not self._measured):
+            call = self.call
+            calibration, folder = call.engine.calibration, call.request.cost_folder
+            context = max(call.lengths)
+            known = calibration.known(folder)
+            # Where rows come and go nobody is made to wait for every number of them: what lies between is in proportion.
+            if measure and not (call.capacity and self._measured_rows):
+                rows = sorted({1, call.capacity}) if call.capacity else [call.width]
+                known = calibration.measured(folder, rows, [context], call.request.runtime.compile)
+                self._measured_rows = True
+            if known is not None:
+                # Budgets of equal calls are equal: only who watches the clock learns from other calls.
+                ratios = calibration.ratios(call.width) if measure else None
+                self.costs, self._measured = StepCosts(known, call.width, context, call.blocks.size, ratios), measure
+        return self.costs
+
+    @property
+    def peak_memory(self) -> int:
+        """Bytes that the call has taken at most; beside a CPU those of the caches, which only grow."""
+        device = self.call.target.device
+        if device.type == "cuda":
+            return torch.cuda.max_memory_allocated(device)
+        own = self.call.rows.buffers.nbytes + sum(module.nbytes for module in self.modules)
+        return own + sum(drafter.nbytes for drafter in self.drafters)

@@ -1,0 +1,130 @@
+"""The rows of a call on the device: tokens, lengths, and the slots that hold their keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import IntFlag
+
+import torch
+from torch import Tensor
+
+from ...sampling.processors import SamplingInputs, row_keys
+from ...strategy import Sequences
+from ..model.buckets import round_up
+from ..model.cache import CacheBuffers
+from ..model.target import Target
+
+
+class Fault(IntFlag):
+    """What a strategy or a verifier can do wrong that only the device sees."""
+
+    TREE = 1
+    OUTCOMES = 2
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one call on the device; updated in place.
+
+    Attributes:
+        tokens: ``[B, L]`` int64, ``L`` cache slots.
+        length: ``[B]`` int64, committed tokens of each row.
+        prompt_length: ``[B]`` int64.
+        finished: ``[B]`` bool.
+        limit: ``[B]`` int64, the length at which a row ends.
+        faults: ``[B]`` int64, of :class:`Fault`.
+        buffers: the static cache.
+        sampling: noise keys and parameters of the plan.
+        range: ``[L]`` int64, 0 … L-1; its prefix of length `view` tells the graph how many slots attention looks at.
+    """
+
+    tokens: Tensor
+    length: Tensor
+    prompt_length: Tensor
+    finished: Tensor
+    limit: Tensor
+    faults: Tensor
+    buffers: CacheBuffers
+    sampling: SamplingInputs
+    range: Tensor
+
+    @staticmethod
+    def allocate(target: Target, batch: int, slots: int) -> Rows:
+        """Empty rows; :meth:`started` fills them."""
+        device = target.device
+
+        def numbers() -> Tensor:
+            return torch.zeros(batch, dtype=torch.int64, device=device)
+
+        return Rows(
+            torch.zeros(batch, slots, dtype=torch.int64, device=device), numbers(), numbers(), numbers().bool(), numbers(),
+            numbers(), CacheBuffers.allocate(target.layout, batch, slots), sampling_inputs((), 0, batch, (), device),
+            torch.arange(slots, device=device),
+        )  # fmt: skip
+
+    @property
+    def slots(self) -> int:
+        return self.tokens.shape[1]
+
+    @property
+    def place(self) -> tuple:
+        """Where they are: what was recorded on them works on these and no others."""
+        sampling = self.sampling
+        tensors = (
+            self.tokens, self.length, self.prompt_length, self.finished, self.limit, self.faults, sampling.values,
+            sampling.keys, sampling.stop_tokens,
+        )  # fmt: skip
+        return *((tensor.data_ptr(), tensor.shape) for tensor in tensors), self.buffers.place
+
+    def started(self, prompts: list[Tensor], new_tokens: int, sampling: SamplingInputs) -> Rows:
+        """These rows with `prompts` (1-D int64 tensors) in slots 0 …, each of which may grow by `new_tokens`.
+
+        Rows that are left over hold one token and have ended.
+        """
+        added = len(self.tokens) - len(prompts)
+        self.finished.copy_(torch.tensor([False] * len(prompts) + [True] * added))
+        prompts = [*prompts, *[self.tokens.new_zeros(1)] * added]
+        for row, prompt in enumerate(prompts):
+            self.tokens[row, : len(prompt)] = prompt
+        self.length.copy_(torch.tensor([len(prompt) for prompt in prompts]))
+        self.prompt_length.copy_(self.length)
+        self.faults.zero_()
+        torch.add(self.length, new_tokens, out=self.limit)
+        return replace(self, sampling=sampling)
+
+    def of_rows(self, begin: int, end: int) -> Rows:
+        """Views of some of the rows."""
+        rows = slice(begin, end)
+        return Rows(
+            self.tokens[rows], self.length[rows], self.prompt_length[rows], self.finished[rows], self.limit[rows],
+            self.faults[rows], self.buffers.of_rows(begin, end), self.sampling.of_rows(begin, end), self.range,
+        )  # fmt: skip
+
+    def enlarged(self, slots: int) -> Rows:
+        """The same rows with room for `slots` tokens each."""
+        tokens = self.tokens.new_zeros(len(self.tokens), slots)
+        tokens[:, : self.slots] = self.tokens
+        return replace(
+            self, tokens=tokens, buffers=self.buffers.enlarged(slots), range=torch.arange(slots, device=tokens.device)
+        )
+
+    def sequences(self, view: int) -> Sequences:
+        return Sequences(self.tokens[:, :view], self.length, self.prompt_length, self.finished, self.sampling.keys)
+
+
+def sampling_inputs(
+    values: tuple[float, ...], seed: int, rows: int, stop_tokens: tuple[int, ...], device: torch.device
+) -> SamplingInputs:
+    """The tensors of a plan."""
+    return SamplingInputs(
+        torch.tensor(values or (0.0,), dtype=torch.float32, device=device),
+        row_keys(seed, rows, device),
+        stop_tensor([stop_tokens], device)[0],
+    )
+
+
+def stop_tensor(stop_tokens: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """``[B, E]`` int64: the stop tokens of rows, padded to a multiple of 8 with -1, so that their number seldom matters."""
+    width = max(round_up(max(map(len, stop_tokens)), 8), 8)
+    return torch.tensor([[*stops, *[-1] * (width - len(stops))] for stops in stop_tokens], device=device)

@@ -1,0 +1,108 @@
+"""How much of a block is kept: by the target's own choices, or by a draw from what a verifier allows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...sampling.processors import first_best, gumbel_noise, mix64
+from ...tree import TreeTensors
+from ...verifiers.verifier import Outcomes
+
+# In place of a position, which is never negative: the two draws of a step and the draft's own noise stay independent.
+_END_NODE = -1
+_NEXT_TOKEN = -2
+#: How far the sum of a verifier's probabilities may be from 1.
+SUM_TOLERANCE = 1e-2
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What became of a block of ``N`` nodes.
+
+    Attributes:
+        path: ``[B, N]`` int64; entry ``d`` is the accepted node at depth ``d`` (0 is the root). Entries past the
+            accepted depth are ``d`` itself, so that moving slots along the path leaves them where they are.
+        depth: ``[B]`` int64, number of accepted proposals; ``depth + 1`` tokens come out of the step.
+    """
+
+    path: Tensor
+    depth: Tensor
+
+
+def follow_matches(nodes: Tensor, chosen: Tensor, tree: TreeTensors) -> Acceptance:
+    """Finds the deepest node all of whose path the target would have produced itself.
+
+    Exact for greedy and for sampling with position-keyed noise (Daliri et al. 2024, "Coupling without Communication
+    and Drafter-Invariant Speculative Decoding"): the target's choice at a position does not depend on the draft.
+
+    Args:
+        nodes: ``[B, N]`` int64, proposed tokens; node 0 is the last committed one, ``-1`` marks "no proposal".
+        chosen: ``[B, N]`` int64, the target's token after each node.
+    """
+    n = nodes.shape[1]
+    index = torch.arange(n, device=nodes.device)
+    match = nodes == chosen.gather(1, tree.parents)
+    match = match | (index == 0)
+    on_branch = tree.ancestors
+    accepted = (~on_branch | match[:, None]).all(-1) & on_branch.any(-1)
+    # Deepest first, then the lower index: ties (equal siblings) must not depend on how argmax breaks them.
+    best = torch.where(accepted, tree.offsets * n + (n - 1 - index), -1).argmax(-1, keepdim=True)  # [B, 1]
+    return _path_to(best, tree)
+
+
+def step_keys(keys: Tensor, positions: Tensor) -> Tensor:
+    """``[B]`` int64 keys for the draws of one step, from the rows' keys ``[B]`` and the tokens ``[B]`` they have so far.
+
+    A step always adds a token, so no two steps of a row share a key; nor does a step share one with the row.
+    """
+    return mix64(mix64(keys) + positions)
+
+
+def draw(nodes: Tensor, tree: TreeTensors, outcomes: Outcomes, keys: Tensor) -> tuple[Acceptance, Tensor, Tensor]:
+    """Draws what comes out of a step from the outcome distribution that a verifier gave.
+
+    Args:
+        nodes: ``[B, N]`` int64, as verified. A node without a draft token is never accepted, whatever a plug-in says.
+        outcomes: the outcome distribution.
+        keys: ``[B]`` int64, a key per row *and step* (:func:`step_keys`): equal keys give equal draws.
+
+    Returns:
+        the accepted path, the token after it ``[B]`` int64, and whether that could be drawn at all, ``[B]`` bool:
+        not where probabilities are negative, infinite or missing.
+    """
+    n = nodes.shape[1]
+    index = torch.arange(n, device=nodes.device)
+    possible = tree.candidates & ((nodes >= 0) | (index == 0))
+    end = torch.where(possible, outcomes.end, 0.0)
+    sound = _is_outcomes(outcomes.end) & _is_outcomes(end)
+    end = end.log()
+    best = first_best(end + gumbel_noise(keys, _salt(keys, _END_NODE), n)[:, 0])[:, None]  # [B, 1]
+    vocab = outcomes.next.shape[-1]
+    after = outcomes.next.gather(1, best[..., None].expand(-1, 1, vocab))[:, 0]
+    sound = sound & _is_outcomes(after)
+    token = first_best(after.log() + gumbel_noise(keys, _salt(keys, _NEXT_TOKEN), vocab)[:, 0])
+    return _path_to(best, tree), token, sound
+
+
+def _is_outcomes(mass: Tensor) -> Tensor:
+    """``[B]`` bool: whether ``[B, n]`` are probabilities, up to rounding."""
+    return (mass >= 0).all(-1) & ((mass.sum(-1) - 1).abs() < SUM_TOLERANCE)  # NaN is neither
+
+
+def _salt(keys: Tensor, value: int) -> Tensor:
+    """`value` as a position for every row, ``[B, 1]``."""
+    return torch.full_like(keys, value)[:, None]
+
+
+def _path_to(best: Tensor, tree: TreeTensors) -> Acceptance:
+    """The path from the root to node `best` ``[B, 1]``."""
+    n = len(tree)
+    index = torch.arange(n, device=best.device)
+    deepest = tree.offsets.gather(1, best)  # [B, 1]
+    on_path = tree.ancestors.gather(1, best[:, :, None].expand(-1, 1, n))  # [B, 1, N]
+    at_depth = tree.offsets[:, None, :] == index[None, :, None]  # [B, depth, node]
+    path = torch.where(on_path & at_depth, index, 0).sum(-1)
+    return Acceptance(torch.where(index[None] <= deepest, path, index), deepest[:, 0])

@@ -1,0 +1,288 @@
+"""Fused attention over the slot cache, which transformers knows as ``"decoders"`` (:mod:`.attention_functions`).
+
+The mask is made once per pass for every *kind* of layer a model has (full, sliding, chunked …) and stacked along the
+mask's head axis: ``[B, T, N, view]``. Model code hands it through untouched and each layer picks its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from ...errors import UnsupportedError
+from .buckets import ROWS, view_bucket
+from .text_blocks import LeadingText
+
+NAME = "decoders"
+KIND_ATTRIBUTE, KINDS_ATTRIBUTE = "decoders_layer_kind", "decoders_layer_kinds"
+#: Queries of long blocks are attended to in stretches of so many: each looks no further than its own end.
+STRETCH = 64
+
+
+#: Types of layers without attention, as transformers names them: with a recurrent state, or with no state at all.
+STATES_ONLY = {"linear_attention", "mamba", "conv", "moe", "mlp"}
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """How far a layer looks back: ``window`` positions (sliding), within blocks of ``chunk`` positions, or everything."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def within(self, reach: int) -> LayerKind:
+        """The same, looking back no further than `reach`; what sees everything still does."""
+        return LayerKind(self.window and min(self.window, reach), self.chunk and min(self.chunk, reach))
+
+    def narrow(self, allowed: Tensor, position_q: Tensor, position_k: Tensor) -> Tensor:
+        """`allowed`, less the pairs of positions that are too far apart for this kind of layer."""
+        if self.window is not None:
+            allowed = allowed & (position_q - position_k < self.window)
+        if self.chunk is not None:
+            allowed = allowed & (position_q // self.chunk == position_k // self.chunk)
+        return allowed
+
+
+def layer_kinds(config: PreTrainedConfig) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
+    """The distinct kinds of attention layer of a model and, per layer, the index of its kind.
+
+    The rule is transformers' own for building caches: ``layer_types`` if present, else one kind for all layers.
+
+    Layers without attention (:data:`STATES_ONLY`) count as of the first kind.
+
+    Raises:
+        UnsupportedError: a layer is of another type.
+    """
+    text = config.get_text_config(decoder=True)
+    window, chunk = getattr(text, "sliding_window", None), getattr(text, "attention_chunk_size", None)
+    types = getattr(text, "layer_types", None)
+    if types is None:
+        uniform = "sliding_attention" if window else "chunked_attention" if chunk else "full_attention"
+        types = [uniform] * text.num_hidden_layers
+    known = {
+        "full_attention": LayerKind(),
+        "sliding_attention": LayerKind(window=window),
+        "chunked_attention": LayerKind(chunk=chunk),
+        # Beside a recurrent state.
+        "hybrid": LayerKind(),
+        "hybrid_sliding": LayerKind(window=window),
+    }
+    unknown = sorted(set(types) - set(known) - STATES_ONLY)
+    if unknown:
+        raise UnsupportedError(
+            f"{type(config).__name__} has layers of type {', '.join(unknown)}; the shared loop verifies several tokens at "
+            "once and needs layers that keep keys and values or a recurrent state "
+            f"({', '.join([*known, *sorted(STATES_ONLY)])}). Call generate without strategy=."
+        )
+    kinds = tuple(dict.fromkeys(known[t] for t in types if t in known)) or (LayerKind(),)
+    return kinds, tuple(kinds.index(known.get(t, kinds[0])) for t in types)
+
+
+def tell_kinds(model: nn.Module, kinds: tuple[LayerKind, ...], kind_of_layer: Sequence[int]) -> None:
+    """Tells every layer of a private module tree its kind."""
+    for module in model.modules():
+        layer = getattr(module, "layer_idx", None)
+        if isinstance(layer, int) and layer < len(kind_of_layer):
+            setattr(module, KIND_ATTRIBUTE, kind_of_layer[layer])
+            setattr(module, KINDS_ATTRIBUTE, kinds)
+
+
+def kind_of(module: nn.Module) -> LayerKind:
+    """The kind of a layer that :func:`tell_kinds` has told."""
+    return getattr(module, KINDS_ATTRIBUTE, (LayerKind(),))[getattr(module, KIND_ATTRIBUTE, 0)]
+
+
+def refuse_position_bias(module: nn.Module, given: dict[str, Any]) -> None:
+    """Raises UnsupportedError if a model hands a bias to its attention that no mask of ours has."""
+    if given.get("position_bias") is not None:
+        raise UnsupportedError(
+            f"{type(module).__name__} adds a position bias to its attention, which has no tree form here"
+        )
+
+
+def build_mask(
+    kinds: tuple[LayerKind, ...], base: Tensor, offsets: Tensor, visible: Tensor, view: int, dtype: torch.dtype
+) -> Tensor:
+    """Additive mask of one pass: 0 where node ``q`` sees slot ``s``, the dtype's minimum elsewhere.
+
+    Node ``q`` sees slot ``s`` if ``s < base`` (committed) or ``s - base`` is a node it may see; sliding and chunked
+    layers narrow that by *position*: ``s`` itself for committed slots, ``base + offset`` for nodes.
+
+    Args:
+        base: ``[B]`` int64, slot of node 0.
+        offsets: ``[B, K]`` of all nodes of the block.
+        visible: ``[B, N, K]`` bool, for the ``N`` last of them: those before have been run and are in the cache already.
+
+    Returns:
+        ``[B, len(kinds), N, view]`` of `dtype`.
+    """
+    rows, n = offsets.shape
+    queries = visible.shape[1]
+    slot = torch.arange(view, device=base.device)
+    node = slot[None] - base[:, None]  # [B, view]: which node a slot holds, if any
+    in_block = (node >= 0) & (node < n)
+    inside = node.clamp(0, n - 1)
+    seen = (node < 0)[:, None] | (in_block[:, None] & visible.gather(2, inside[:, None].expand(rows, queries, view)))
+    position_k = torch.where(in_block, base[:, None] + offsets.gather(1, inside), slot[None])[:, None]
+    position_q = (base[:, None] + ending(offsets, queries))[:, :, None]
+    layers = [kind.narrow(seen, position_q, position_k) for kind in kinds]
+    bias = torch.zeros((), dtype=dtype, device=base.device)
+    return torch.where(torch.stack(layers, dim=1), bias, torch.finfo(dtype).min)
+
+
+def ending(values: Tensor, count: int) -> Tensor:
+    """The last `count` entries along dimension 1.
+
+    Compiled, they are gathered: the strides of a slice tell whole blocks from ends of blocks, which would be two graphs.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return values.index_select(1, torch.arange(count, device=values.device) + (values.shape[1] - count))
+    return values[:, -count:]
+
+
+@dataclass(frozen=True)
+class MaskShape:
+    """How a mask was made; it hangs on the mask tensor as ``decoders_shape``, since model code hands nothing else through.
+
+    Attributes:
+        group: query heads per key head for which the mask's rows are repeated already.
+        text: for blocks of several stretches, what they begin with; None: unknown.
+        parts: the mask of each stretch, by kind of layer, heads of a group and begin: made by the first layer that wants it.
+    """
+
+    group: int = 1
+    text: LeadingText | None = None
+    parts: dict[tuple[int, int, int], Tensor] = field(default_factory=dict, compare=False)
+
+    @staticmethod
+    def of(mask: Tensor, query: Tensor) -> MaskShape:
+        """That of `mask`. Designs that slice masks (those whose last layers share keys and values) lose the attribute: whether rows
+        are repeated shows in their number, and long blocks are then attended to in one stretch.
+        """
+        shape = getattr(mask, "decoders_shape", None)
+        return shape if shape is not None else MaskShape(mask.shape[2] // query.shape[2])
+
+    def note(self, query: Tensor, key: Tensor) -> None:
+        """Sees every layer's query and key heads."""
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, kind: int, kernel: Callable[..., Tensor]
+    ) -> Tensor:  # fmt: skip
+        """Attention of one layer of a `kind`, ``[B, N, Hq, Dv]``, by calls of `kernel`, which is :func:`_attend`."""
+        text = self.text
+        if text is None:
+            return kernel(query, key, value, mask, self.group)
+        group, n, stretches = query.shape[1] // key.shape[1], query.shape[2], []
+        for begin in range(0, n, STRETCH):
+            end = min(begin + STRETCH, n)
+            seen = mask.shape[-1] if end > text.length else min(view_bucket(text.latest_start + end), mask.shape[-1])
+            place = kind, group, begin
+            if place not in self.parts:
+                self.parts[place] = repeat_for_group(mask[:, :, begin:end, :seen], group)
+            part = query[:, :, begin:end], key[:, :, :seen], value[:, :, :seen], self.parts[place]
+            stretches.append(kernel(*part, group))
+        return torch.cat(stretches, dim=1)
+
+
+@dataclass(frozen=True)
+class Probe(MaskShape):
+    """The mask of a trial pass. groups: query heads per key head, of every layer whose attention is ours."""
+
+    groups: list[int] = field(default_factory=list)
+
+    def note(self, query: Tensor, key: Tensor) -> None:
+        self.groups.append(query.shape[1] // key.shape[1])
+
+
+def tell_shape(mask: Tensor, shape: MaskShape | Probe) -> None:
+    """Hangs on `mask` how it was made."""
+    setattr(mask, "decoders_shape", shape)  # noqa: B010  (by its annotations a tensor has no such attribute)
+
+
+def repeat_for_group(mask: Tensor, group: int) -> Tensor:
+    """``[B, T, N, view]`` → ``[B, T, group·N, view]``: the mask of queries that are packed as rows of one head."""
+    if group == 1:
+        return mask
+    rows, kinds, n, view = mask.shape
+    return mask.unsqueeze(2).expand(rows, kinds, group, n, view).reshape(rows, kinds, group * n, view)
+
+
+def tree_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of ``N`` nodes over the cache, queries of a GQA group packed as rows of one head.
+
+    Args:
+        query: ``[B, Hq, N, D]``.
+        key: ``[B, Hkv, view, D]``.
+        value: likewise.
+        attention_mask: ``[B, T, N, view]`` additive, or ``[B, T, group·N, view]`` (:func:`repeat_for_group`).
+        softcap: ``cap·tanh(scores/cap)`` before the mask (gemma2).
+        s_aux: ``[Hq]`` attention sinks (gpt-oss).
+
+    Returns:
+        ``[B, N, Hq, Dv]`` and None.
+    """
+    refuse_position_bias(module, kwargs)
+    kind = getattr(module, KIND_ATTRIBUTE, 0)
+    shape = MaskShape.of(attention_mask, query)
+    shape.note(query, key)
+    kernel = functools.partial(_attend, scaling=scaling, softcap=softcap, s_aux=s_aux)
+    return shape.attend(query, key, value, attention_mask[:, kind : kind + 1], kind, kernel), None
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, repeated: int, scaling: float | None, softcap: float | None,
+    s_aux: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """One call of a kernel, ``[B, N, Hq, Dv]``. mask: ``[B, 1, …]``, its rows `repeated` so many times."""
+    rows, q_heads, n, dim = query.shape
+    kv_heads = key.shape[1]
+    group = q_heads // kv_heads
+    packed = query.reshape(rows, kv_heads, group * n, dim)
+    if repeated != group:
+        mask = repeat_for_group(mask, group)
+    if spare := _spare_queries(packed, n):
+        packed, mask = F.pad(packed, (0, 0, 0, spare)), F.pad(mask, (0, 0, 0, spare))
+    if softcap is None and s_aux is None:
+        out = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
+    else:
+        scores = packed @ key.transpose(2, 3) * (dim**-0.5 if scaling is None else scaling)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.float() + mask.float()
+        if s_aux is not None:
+            sinks = s_aux.float().reshape(1, kv_heads, group, 1).expand(rows, -1, -1, n).reshape(rows, kv_heads, -1, 1)
+            scores = torch.cat([scores, sinks], dim=-1)
+        probabilities = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
+        out = probabilities @ value
+    out = out[:, :, : group * n]
+    return out.reshape(rows, q_heads, n, value.shape[-1]).transpose(1, 2).contiguous()
+
+
+def _spare_queries(packed: Tensor, nodes: int) -> int:
+    """How many queries more ``[B, H, Q, D]`` a kernel is given so that those there are have the same bits in every block.
+
+    Only blocks of few nodes per row lack some: others come in multiples (:mod:`.invariance`).
+    """
+    if packed.dtype not in (torch.bfloat16, torch.float16) or packed.device.type != "cpu":
+        return 0
+    if torch.compiler.is_dynamo_compiling() and nodes != 1:  # a multiple by themselves; asking would be a guard
+        return 0
+    return -packed.shape[2] % ROWS

@@ -1,0 +1,96 @@
+"""What stands between a draft and the step that verifies it: a block of nodes of a size that kernels like."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ...sampling.processors import Masks
+from ...strategy import Draft, check_draft
+from ...tree import Topology, TreeTensors
+from .buckets import node_bucket, pad_block
+from .mixed import PromptPiece
+from .text_blocks import LeadingText
+
+
+@dataclass(frozen=True)
+class NodeBlock:
+    """What one step verifies.
+
+    Attributes:
+        draft_tokens: ``[B, N-1]`` int64, the draft tokens, -1 where there is none.
+        tree: of the ``N`` nodes; node 0 is each row's last committed token.
+        view: ``[view]`` int64, ``range`` of the slots that attention looks at.
+        masks: what a grammar allows after each node, if there is one.
+        text: tokens in front of node 0 that are run with the block: the end of the prompts, which the first step reads, or a few
+            that were nodes before.
+        piece: what is read of another row's prompt meanwhile.
+    """
+
+    draft_tokens: Tensor
+    tree: TreeTensors
+    view: Tensor
+    masks: Masks | None = None
+    text: LeadingText = LeadingText()
+    piece: PromptPiece | None = None
+
+
+class Blocks:
+    """Drafts as the core wants them: checked, of a size that it is compiled for, topology per row.
+
+    A session has one: recorded steps read the tensors that are kept here.
+
+    Args:
+        static: of the :class:`Target`, see there.
+        multiple: likewise.
+
+    Attributes:
+        exact: whether blocks have the nodes that are proposed and no others. Several rows are many enough for kernels that give
+            every row the same bits; compiled code is made for blocks of some nodes.
+        single: the same for blocks of one node; with quantized weights also in one row.
+    """
+
+    def __init__(self, rows: int, device: torch.device, static: bool = False, multiple: int = 1) -> None:
+        self.rows, self.device, self.static, self.multiple = rows, device, static, multiple
+        self.exact = self.single = False
+        self.no_draft_token = torch.full((rows, self.size(1) - 1), -1, dtype=torch.int64, device=device)
+        self._trees: dict[tuple[Topology, int], TreeTensors] = {}
+
+    def of(self, draft: Draft, proposer: str) -> tuple[Tensor, TreeTensors]:
+        """Draft tokens ``[B, N-1]`` and the tree of ``N`` nodes, a :func:`~decoders.engine.model.buckets.node_bucket`.
+
+        Raises:
+            DraftError: `proposer` broke the contract.
+        """
+        check_draft(draft, proposer, self.rows)
+        tree, nodes = draft.topology, self.size(len(draft.topology))
+        if isinstance(tree, Topology):
+            tree = self.tensors(tree)
+        elif self.static:  # on a device, where a bad index ends the process before anybody can say so
+            tree = replace(tree, parents=tree.parents.clamp(0, len(tree) - 1))
+        if not draft.tokens.shape[1] and nodes == self.no_draft_token.shape[1] + 1:
+            return self.no_draft_token, tree.padded(nodes)
+        draft_tokens, _ = pad_block(draft.tokens, tree, nodes)
+        return draft_tokens, tree.padded(nodes)
+
+    def size(self, nodes: int) -> int:
+        """Nodes of the block that holds so many of a draft, the root included."""
+        return nodes if self.exact or (self.single and nodes == 1) else node_bucket(nodes, self.static, self.multiple)
+
+    def tensors(self, tree: Topology) -> TreeTensors:
+        """`tree`, padded, on the device; made once."""
+        size = self.size(len(tree))
+        if (tree, size) not in self._trees:
+            self._trees[tree, size] = tree.padded(size).tensors(self.rows, self.device)
+        return self._trees[tree, size]
+
+
+def without_empty_end(draft: Draft, finished: Tensor) -> Draft:
+    """`draft` without the nodes at its end that hold no draft token in any row that goes on. finished: ``[B]`` bool."""
+    width = draft.tokens.shape[1]
+    if not width or not isinstance(draft.topology, Topology):
+        return draft
+    drafted = (draft.tokens >= 0) & ~finished[:, None]
+    return draft.head(int((drafted.any(0) * torch.arange(1, width + 1)).amax()))

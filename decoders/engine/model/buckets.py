@@ -1,0 +1,125 @@
+"""Sizes that steps are recorded for: small ladders, so that their number is bounded.
+
+On CUDA every size is a recording of its own, so rows, nodes, slots and prefill chunks are rounded up to the next rung. Nothing is
+recorded on the CPU: there `static` is false and only the least sizes count. Compiled code has dynamic sizes on both.
+
+==============  ==========================================  =================================
+size            rungs on CUDA                               on the CPU
+==============  ==========================================  =================================
+rows            1, 2, 4, 8, …                               as they are
+nodes           4, 8, 16, 32, 64, 128, then 256, 384, …     as they are, at least 3
+slots           256, 512, 1024, …                           few multiples of 64
+prefill chunk   32, 64, … up to the call's chunk            as they are
+==============  ==========================================  =================================
+
+In low precision nodes and chunks on the CPU come in multiples of 4, and views there are of few sizes (:mod:`.invariance`). Plain steps
+of several rows, or with quantized weights, run one node where that has the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...tree import Topology, TreeTensors
+
+#: Least nodes of a block; 1 and 2 would get graphs of their own, and more cost nothing.
+LEAST_NODES, LEAST_STATIC_NODES = 3, 4
+#: From here on blocks grow by this many nodes: doubling would compute up to twice as much.
+NODE_STEP = 128
+LEAST_SLOTS, SLOT_STEP = 256, 64
+#: Blocks up to this size fit behind the longest row without growing the cache.
+BLOCK_MARGIN = 64
+LEAST_CHUNK = 32
+#: In low precision on the CPU, nodes of a block and tokens of a stretch of text come in multiples of this.
+ROWS = 4
+#: Of the last 512 slots that attention looks at, the numbers on which the CPU's kernels agree.
+VIEWS = (0, 64, 128, 192, 384, 448, 512)
+
+
+def row_bucket(rows: int, static: bool = True) -> int:
+    """Rows of a batch, rounded up to a power of two; the rows added have ended before they begin."""
+    return _power_of_two(rows) if static else rows
+
+
+def node_bucket(nodes: int, static: bool = True, multiple: int = 1) -> int:
+    """Nodes of a block, the root included; where sizes are not static a multiple of `multiple`."""
+    if not static:
+        return round_up(max(nodes, LEAST_NODES), multiple)
+    if nodes > NODE_STEP:
+        return -(-nodes // NODE_STEP) * NODE_STEP
+    return max(_power_of_two(nodes), LEAST_STATIC_NODES)
+
+
+def slot_bucket(slots: int, static: bool = True) -> int:
+    """Slots of a cache, or of attention's view of it."""
+    return max(_power_of_two(slots), LEAST_SLOTS) if static else max(-(-slots // SLOT_STEP), 1) * SLOT_STEP
+
+
+def view_bucket(length: int) -> int:
+    """The smallest number of slots from `length` up that attention may look at, where sizes are not static."""
+    full, rest = divmod(length, 512)
+    return full * 512 + next(size for size in VIEWS if size >= rest)
+
+
+def row_multiple(dtype: torch.dtype, device: torch.device, rounds: bool = False) -> int:
+    """Blocks and stretches of text come in multiples of this, where a last bit decides and kernels take rows together."""
+    return ROWS if device.type == "cpu" and low_precision(dtype, rounds) else 1
+
+
+def low_precision(dtype: torch.dtype, rounds: bool = False) -> bool:
+    """Whether a last bit may decide about a token; in float32 differences are far below any near-tie.
+
+    Args:
+        rounds: whether something is rounded to a lower precision on the way.
+    """
+    return rounds or dtype in (torch.bfloat16, torch.float16)
+
+
+def round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def slots_for(tokens: int, static: bool = True) -> int:
+    """Slots per row for `tokens` and a block behind them.
+
+    Where one dynamic graph serves all sizes, a view must stay smaller than the cache: the graph was made with two different sizes.
+    """
+    return slot_bucket(tokens + BLOCK_MARGIN) if static else view_bucket(tokens + BLOCK_MARGIN) + SLOT_STEP
+
+
+def prefill_chunks(tokens: int, chunk: int, static: bool = True) -> list[tuple[int, int]]:
+    """``(start, size)`` of the passes that read `tokens` tokens, at most `chunk` at once; only the last one is rounded up.
+
+    What it reads behind the prompt is written to slots that the next block overwrites before anything sees them. It needs
+    room: the last pass ends at most at ``start + size``.
+    """
+    passes = [(start, chunk) for start in range(0, tokens - tokens % chunk, chunk)]
+    if rest := tokens % chunk:
+        size = min(max(_power_of_two(rest), LEAST_CHUNK), chunk) if static else rest
+        passes.append((tokens - rest, size))
+    return passes
+
+
+def chunk_bucket(tokens: int, static: bool = True) -> int:
+    """The largest chunk of up to so many tokens; at least :data:`LEAST_CHUNK`."""
+    return max(1 << (tokens.bit_length() - 1), LEAST_CHUNK) if static else tokens
+
+
+def pad_block(draft_tokens: Tensor, tree: Topology | TreeTensors, nodes: int) -> tuple[Tensor, Topology | TreeTensors]:
+    """A block filled up to `nodes` nodes with "no draft token".
+
+    Args:
+        draft_tokens: ``[B, N-1]`` int64.
+        tree: of ``N`` nodes.
+
+    Returns:
+        ``[B, nodes-1]`` and the tree of as many nodes; both as they are if they are that large.
+    """
+    missing = nodes - 1 - draft_tokens.shape[1]
+    return (F.pad(draft_tokens, (0, missing), value=-1), tree.padded(nodes)) if missing > 0 else (draft_tokens, tree)
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << max(size - 1, 0).bit_length()

@@ -1,0 +1,332 @@
+"""The static slot cache: committed position ``p`` of a row lives in slot ``p``, tree node ``i`` in slot ``base + i``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from ...common.devices import host_reads
+
+if TYPE_CHECKING:
+    from .recurrent import StatePass
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """One recurrent state of a layer: what it keeps per row, however long the text is.
+
+    Attributes:
+        part: the list of transformers' ``LinearAttentionLayer`` that has it.
+        index: its place there.
+        shape: of one row.
+    """
+
+    part: Literal["conv_states", "recurrent_states"]
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What one layer stores, per token and per row.
+
+    Attributes:
+        key_heads: heads of the keys, 0 where a layer stores none.
+        key_dim: width of a head's keys.
+        value_heads: heads of the values.
+        value_dim: width of a head's values.
+        dtype: of what the layer computes.
+        device: likewise.
+        quantized: whether keys and values are kept as int8, with a scale of `dtype` per head and slot.
+        states: its recurrent states (:mod:`.recurrent`).
+    """
+
+    key_heads: int
+    key_dim: int
+    value_heads: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    quantized: bool = False
+    states: tuple[StateSpec, ...] = ()
+
+    @staticmethod
+    def without_keys(like: LayerSpec) -> LayerSpec:
+        """Of a layer that stores neither keys nor values; computed like another."""
+        return LayerSpec(0, 0, 0, 0, like.dtype, like.device)
+
+
+class LayoutProbe(Cache):
+    """A cache that stores nothing and notes what every layer asked it to store, and whether one asked how many tokens it holds."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.layouts: dict[int, LayerSpec] = {}
+        self.counted = False
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.layouts[layer_idx] = LayerSpec(
+            key_states.shape[1], key_states.shape[3], value_states.shape[1], value_states.shape[3],
+            key_states.dtype, key_states.device,
+        )  # fmt: skip
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        self.counted = True
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return query_length, 0
+
+    def watching(self, model: nn.Module) -> AbstractContextManager:
+        """Entered while `model` runs."""
+        return nullcontext()
+
+
+@dataclass
+class CacheBuffers:
+    """Keys and values of every layer: ``[B, heads, L, dim]`` each, ``L`` slots.
+
+    Attributes:
+        keys: one tensor per layer; int8 if they are quantized.
+        values: likewise.
+        key_scales: ``[B, heads, L, 1]``, what 1 stands for in a slot of a head. Empty if nothing is quantized.
+        value_scales: likewise.
+        states: the recurrent states of every layer, where there are any.
+    """
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    key_scales: list[Tensor] = field(default_factory=list)
+    value_scales: list[Tensor] = field(default_factory=list)
+    states: RowStates | None = None
+
+    @staticmethod
+    def allocate(layout: list[LayerSpec], rows: int, slots: int) -> CacheBuffers:
+        def buffers(sizes: list[tuple[int, int]], scales: bool = False) -> list[Tensor]:
+            tensors = []
+            for (heads, dim), spec in zip(sizes, layout, strict=True):
+                dtype = torch.int8 if spec.quantized and not scales else spec.dtype
+                shape = rows, heads, slots, 1 if scales else dim
+                if spec.quantized or not scales:
+                    tensors.append(torch.zeros(shape, dtype=dtype, device=spec.device))
+            return tensors
+
+        keys, values = [(s.key_heads, s.key_dim) for s in layout], [(s.value_heads, s.value_dim) for s in layout]
+        states = RowStates.allocate([spec.states for spec in layout], rows) if any(s.states for s in layout) else None
+        return CacheBuffers(buffers(keys), buffers(values), buffers(keys, True), buffers(values, True), states)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of them; slots are the third axis of each."""
+        return (*self.keys, *self.values, *self.key_scales, *self.value_scales)
+
+    def _each(self, function: Callable[[Tensor], Tensor], states: RowStates | None) -> CacheBuffers:
+        parts = self.keys, self.values, self.key_scales, self.value_scales
+        keys, values, key_scales, value_scales = ([function(tensor) for tensor in part] for part in parts)
+        return CacheBuffers(keys, values, key_scales, value_scales, states)
+
+    def enlarged(self, slots: int) -> CacheBuffers:
+        """The same keys and values with room for `slots` tokens."""
+
+        def wider(buffer: Tensor) -> Tensor:
+            wide = buffer.new_zeros(*buffer.shape[:2], slots, buffer.shape[3])
+            wide[:, :, : buffer.shape[2]] = buffer
+            return wide
+
+        return self._each(wider, self.states)
+
+    def of_row(self, row: int, count: int) -> CacheBuffers:
+        """A copy of the first `count` slots of a row, and of its states."""
+        states = self.states.of_row(row) if self.states is not None else None
+        return self._each(lambda tensor: tensor[row : row + 1, :, :count].clone(), states)
+
+    def of_rows(self, begin: int, end: int) -> CacheBuffers:
+        """Views of some rows."""
+        states = self.states.of_rows(begin, end) if self.states is not None else None
+        return self._each(lambda tensor: tensor[begin:end], states)
+
+    def gathered(self, rows: Tensor) -> CacheBuffers:
+        """Copies of `rows` ``[B]`` int64; without recurrent states, which drafters do not have."""
+        assert self.states is None
+        return self._each(lambda tensor: tensor[rows], None)
+
+    def first_layers(self, count: int) -> CacheBuffers:
+        """The same tensors, those of the first `count` layers."""
+        return CacheBuffers(self.keys[:count], self.values[:count], self.key_scales[:count], self.value_scales[:count])
+
+    def copy_row(self, row: int, source: CacheBuffers, source_row: int, count: int) -> None:
+        """The first `count` slots of a row of `source`, and its states, become those of `row`."""
+        for own, other in zip(self.tensors, source.tensors, strict=True):
+            own[row, :, :count] = other[source_row, :, :count]
+        if self.states is not None and source.states is not None:
+            self.states.copy_row(row, source.states, source_row)
+
+    @property
+    def slots(self) -> int:
+        return self.keys[0].shape[2]
+
+    @property
+    def place(self) -> tuple:
+        """Where they are: what was recorded on them works on these and no others."""
+        first = next(tensor for tensor in self.tensors if tensor.numel())
+        return first.data_ptr(), first.shape, first.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors) + (self.states.nbytes if self.states is not None else 0)
+
+
+@dataclass
+class RowStates:
+    """The recurrent states of rows: each stands behind the last token that was read or committed, and cannot be cut back.
+
+    Attributes:
+        layers: per layer, its states ``[B, …]``.
+        reached: ``[B]`` int64, how many tokens of each row its states have seen.
+        nodes: per layer, states behind every node of the block that was run last, ``[B, N+1, …]``; the last entry is that in
+            front of the block. Of no use once the block is decided.
+    """
+
+    layers: list[list[Tensor]]
+    reached: Tensor
+    nodes: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    @staticmethod
+    def allocate(layers: list[tuple[StateSpec, ...]], rows: int) -> RowStates:
+        zeros = [[torch.zeros(rows, *s.shape, dtype=s.dtype, device=s.device) for s in specs] for specs in layers]
+        device = next(state.device for states in zeros for state in states)
+        return RowStates(zeros, torch.zeros(rows, dtype=torch.int64, device=device))
+
+    def of_row(self, row: int) -> RowStates:
+        """A copy of a row."""
+        part = self.of_rows(row, row + 1)
+        return RowStates([[state.clone() for state in states] for states in part.layers], part.reached.clone())
+
+    def of_rows(self, begin: int, end: int) -> RowStates:
+        """Views of some rows."""
+        return RowStates([[state[begin:end] for state in states] for states in self.layers], self.reached[begin:end])
+
+    def copy_row(self, row: int, source: RowStates, source_row: int) -> None:
+        """Those of a row of `source` become those of `row`."""
+        for own, others in zip(self.layers, source.layers, strict=True):
+            for state, other in zip(own, others, strict=True):
+                state[row] = other[source_row]
+        self.reached[row] = source.reached[source_row]
+
+    def commit(self, path: Tensor, emitted: Tensor, length: Tensor) -> None:
+        """Takes the state behind the last token of every row whose keys and values are in its slots.
+
+        Args:
+            path: ``[B, N]`` int64, the accepted nodes.
+            emitted: ``[B]``, how many of them count; the states of a row with none stay.
+            length: ``[B]``, tokens of every row; the last one is node 0 of the next block.
+        """
+        last = path.gather(1, (emitted - 1).clamp(min=0)[:, None])[:, 0]
+        row = torch.arange(len(last), device=last.device)
+        for layer, behind in self.nodes.items():
+            for state, nodes in zip(self.layers[layer], behind, strict=True):
+                state.copy_(nodes[row, torch.where(emitted > 0, last, nodes.shape[1] - 1)])
+        self.reached.copy_(torch.where(emitted > 0, length - 1, self.reached))
+        self.nodes.clear()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(state.nbytes for states in self.layers for state in states)
+
+
+class SlotCache(Cache):
+    """transformers' cache interface over :class:`CacheBuffers` for one forward pass.
+
+    Args:
+        buffers: where keys and values live; written in place.
+        slots: ``[B, N]`` int64, the slot of each of the ``N`` tokens of this pass.
+        view: attention sees slots ``0 … view-1``, so that its cost follows the current length, not the capacity.
+        states: how recurrent layers run in this pass, where there are any.
+        counts: ``[N]``, what stands in front of each node of a single row, less its place in the pass, for designs that add the two
+            (:mod:`.counted_tokens`).
+    """
+
+    def __init__(
+        self, buffers: CacheBuffers, slots: Tensor, view: int, states: StatePass | None = None, counts: Tensor | None = None
+    ) -> None:  # fmt: skip
+        super().__init__(layers=[])
+        self.buffers, self.slots, self.view, self.states, self.counts = buffers, slots, view, states, counts
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = self.buffers.keys[layer_idx], self.buffers.values[layer_idx]
+        if self.buffers.key_scales:
+            key_scales, value_scales = self.buffers.key_scales[layer_idx], self.buffers.value_scales[layer_idx]
+            return self._quantized(keys, key_scales, key_states), self._quantized(values, value_scales, value_states)
+        write_slots(keys, self.slots, key_states)
+        write_slots(values, self.slots, value_states)
+        return keys[:, :, : self.view], values[:, :, : self.view]
+
+    def _quantized(self, buffer: Tensor, scales: Tensor, states: Tensor) -> Tensor:
+        """Writes `states` as int8 and gives all that attention sees, as later passes will see it: this pass's own included."""
+        levels, scale = quantize_slots(states)
+        write_slots(buffer, self.slots, levels)
+        write_slots(scales, self.slots, scale)
+        return buffer[:, :, : self.view].to(states.dtype) * scales[:, :, : self.view]
+
+    # Models ask these to number positions themselves; the loop always passes explicit positions and a ready mask.
+    def get_seq_length(self, layer_idx: int = 0) -> int | Tensor:  # type: ignore[override]
+        return 0 if self.counts is None else self.counts
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.view, 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int | Tensor:  # type: ignore[override]
+        return self.get_seq_length(layer_idx)
+
+
+def quantize_slots(states: Tensor) -> tuple[Tensor, Tensor]:
+    """``[B, h, N, d]`` as int8 and one scale per head and token, ``[B, h, N, 1]`` of the type of `states`."""
+    # Rounded to the type that it is kept in before it divides.
+    scale = (
+        (states.abs().amax(-1, keepdim=True).float() / 127).clamp_min(torch.finfo(states.dtype).tiny).to(states.dtype)
+    )
+    return (states.float() / scale.float()).round().clamp(-127, 127).to(torch.int8), scale
+
+
+def write_slots(buffer: Tensor, slots: Tensor, states: Tensor) -> None:
+    """``buffer[b, :, slots[b, n]] = states[b, :, n]`` in place; buffer ``[B, h, L, d]``, slots ``[B, N]``, states ``[B, h, N, d]``."""
+    if len(buffer) == 1 and not torch.compiler.is_dynamo_compiling():
+        buffer[:, :, slots[0]] = states.to(buffer.dtype)  # half the time; compiled, one graph serves any number of rows
+        return
+    # index_put, not scatter: inductor writes the former in place and copies the whole buffer for the latter.
+    rows = torch.arange(buffer.shape[0], device=buffer.device)[:, None]
+    buffer[rows, :, slots] = states.transpose(1, 2).to(buffer.dtype)
+
+
+def move_slots(buffers: CacheBuffers, base: Tensor, path: Tensor) -> None:
+    """Copies slot ``base[b] + path[b, n]`` to ``base[b] + n`` in every layer; all reads come before all writes.
+
+    Args:
+        base: ``[B]`` int64.
+        path: ``[B, N]`` int64.
+    """
+    index = torch.arange(path.shape[1], device=path.device)
+    if host_reads(path):  # elsewhere to look would be to wait
+        moved = (path != index).any(0).nonzero()
+        if not len(moved):
+            return
+        first, last = int(moved[0]), int(moved[-1]) + 1
+        path, index = path[:, first:last], index[first:last]
+    rows = torch.arange(path.shape[0], device=path.device)[:, None]
+    source, target = base[:, None] + path, base[:, None] + index
+    for buffer in buffers.tensors:
+        if buffer.shape[1]:
+            buffer[rows, :, target] = buffer[rows, :, source]

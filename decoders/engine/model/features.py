@@ -1,0 +1,195 @@
+"""What a strategy may take from inside the target: outputs of its decoder layers, its embedding, its head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from ...common.layers import decoder_layers
+from ...errors import SettingsError, UnsupportedError
+from .torch_compat import remove_hooks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ...strategy import Strategy
+    from .target import Target
+
+
+def layer_indices(target: Target, strategy: Strategy) -> tuple[int, ...]:
+    """The decoder layers that `strategy` asks for, counted from the first.
+
+    Raises:
+        SettingsError: they are no layers of the target. UnsupportedError: its layers cannot be told.
+    """
+    name, count = type(target.model).__name__, target.decoder_layers
+    if not count:
+        raise UnsupportedError(f"{strategy.name} reads hidden layers, and {name} has no list of decoder layers")
+    named = strategy.layers_for(target.model.config, count)
+    if not isinstance(named, tuple) or not all(isinstance(i, int) and not isinstance(i, bool) for i in named):
+        raise SettingsError(f"{strategy.name}: hidden_layers is a tuple of integers, not {named!r}")
+    wrong = [i for i in named if not -count <= i < count]
+    if wrong:
+        raise SettingsError(
+            f"{strategy.name}: hidden_layers asks for layer {wrong[0]}; {name} has layers 0 … {count - 1}, or -{count} … -1 from the "
+            "end"
+        )
+    return tuple(i % count for i in named)
+
+
+class HeadInputs:
+    """Notes what the head of a private tree reads in a pass, and lets it read a part of that.
+
+    The hidden states of a strategy are those that the head reads: no model has to be asked how it names or norms them.
+    """
+
+    def __init__(self, head: nn.Module) -> None:
+        # Dynamo follows what is put on lists and taken from them.
+        seen: list[Tensor] = []
+        kept: list[Tensor] = []
+
+        def note(_: nn.Module, args: tuple) -> tuple | None:
+            seen.append(args[0])
+            return (args[0].index_select(1, kept.pop()), *args[1:]) if kept else None
+
+        self._seen, self._kept = seen, kept
+        self._id = head.register_forward_pre_hook(note).id
+
+    def unwatch(self, head: nn.Module) -> None:
+        """Removes the hook from a copy of the head."""
+        remove_hooks(head, [self._id])
+
+    def let_read(self, nodes: Tensor | None) -> None:
+        """In the next pass the head reads these nodes, ``[K]`` int64, and no others; None: all."""
+        self._kept.clear()
+        if nodes is not None:
+            self._kept.append(nodes)
+
+    def taken(self) -> Tensor:
+        """``[B, N, H]``, what it was given in the pass before, those that it did not read included."""
+        states = self._seen[-1]
+        self._seen.clear()
+        return states
+
+    def forget(self) -> None:
+        """Drops what trial passes have left."""
+        self._seen.clear()
+
+
+class LayerStates:
+    """Notes what some decoder layers of a private tree give in a pass.
+
+    Args:
+        layers: their indices, from 0 on, in any order.
+    """
+
+    def __init__(self, model: nn.Module, layers: tuple[int, ...]) -> None:
+        self._order = sorted(set(layers))
+        self._places = [self._order.index(layer) for layer in layers]
+        self._seen: list[Tensor] = []
+        decoder = decoder_layers(model)
+        self._ids = [decoder[i].register_forward_hook(self._note()).id for i in self._order]
+
+    def unwatch(self, model: nn.Module) -> None:
+        """Removes these hooks from a copy of the tree."""
+        for module in model.modules():
+            remove_hooks(module, self._ids)
+
+    def taken(self) -> Tensor:
+        """``[B, N, T, H]``, what the layers gave in the pass before, in the order asked for."""
+        states = self._seen[-len(self._order) :]
+        self._seen.clear()
+        return torch.stack([states[place] for place in self._places], dim=2)
+
+    def forget(self) -> None:
+        """Drops what a pass has left that nobody asked."""
+        self._seen.clear()
+
+    def _note(self):  # type: ignore[no-untyped-def]
+        seen = self._seen
+
+        def note(module: nn.Module, args: tuple, output: Tensor | tuple) -> None:
+            states = output if isinstance(output, Tensor) else output[0]
+            if states.dim() != 3:
+                raise UnsupportedError(
+                    f"{type(module).__name__} gives {list(states.shape)}, which is no hidden state per token"
+                )
+            seen.append(states)
+
+        return note
+
+
+class OutputHead:
+    """The head of a model, a private tree of its own, and all that the model does to logits behind it.
+
+    The model's own forward runs, with a stand-in for everything in front of the head: no model has to be asked what it does.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        embeddings, head, given = model.get_input_embeddings(), model.get_output_embeddings(), _HiddenStates()
+        for name, child in list(model.named_children()):
+            if any(module is embeddings for module in child.modules()):
+                setattr(model, name, _Given(child, given))
+        head.register_forward_pre_hook(lambda _, args: (given.hidden, *args[1:]))
+        self._model, self._given = model, given
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Logits ``[B, N, V]`` float32 of what the head reads, ``[B, N, H]``."""
+        self._given.hidden = hidden
+        ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
+        try:
+            return self._model(input_ids=ids, use_cache=False).logits.float()
+        finally:
+            self._given.hidden = None
+
+    def check(self, hidden: Tensor, logits: Tensor) -> None:
+        """Raises UnsupportedError unless the head gives `logits` for `hidden`, up to rounding."""
+        gap, largest = (self(hidden) - logits).abs().max().item(), max(logits.abs().max().item(), 1.0)
+        tolerance = 1e-4 if hidden.dtype in (torch.float32, torch.float64) else 0.1
+        if not gap <= tolerance * largest:
+            raise UnsupportedError(
+                f"{type(self._model).__name__}: its output head by itself differs from the model by {gap:.2g} (largest logit "
+                f"{largest:.2g}), so nothing can be drafted with it"
+            )
+
+
+@dataclass
+class _Output(BaseModelOutputWithPast):
+    """Hidden states and, of whatever else a model looks for beside them, None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+
+@dataclass
+class _HiddenStates:
+    """``[B, N, H]``, in a call of the head; otherwise None."""
+
+    hidden: Tensor | None = None
+
+
+class _Given(nn.Module):
+    """Stands where a model computes hidden states, and gives those that it has been given.
+
+    What is called of the replaced part (OPT calls a module in it) gives the same; its settings (Falcon-H1 reads a multiplier of it)
+    are its own.
+    """
+
+    def __init__(self, replaced: Callable, given: _HiddenStates) -> None:
+        super().__init__()
+        vars(self).update(replaced=replaced, given=given)  # as no part of this module
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            return super().__getattr__(name)
+        value = getattr(self.replaced, name)
+        return _Given(value, self.given) if callable(value) else value
+
+    def forward(self, *args: object, **kwargs: object) -> _Output:
+        return _Output(last_hidden_state=self.given.hidden)

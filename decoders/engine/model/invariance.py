@@ -1,0 +1,186 @@
+"""The same bits for a node whatever else is in its block: the sizes on which CPU kernels agree, and a check of them.
+
+Measured with torch 2.13 on AVX512 (oneDNN, MKL, ATen), one to three threads; :func:`check` measures the model at hand:
+
+- oneDNN's packed products give a row the same bits for any number of rows from two up. A single row takes another kernel.
+- The products with quantized weights (:mod:`~decoders.engine.model.weights.quantized`) give a row the same bits for any number of rows,
+  one included.
+- Fused attention works on 32 query rows of a head at a time; one to three left over are summed in another order. Blocks
+  and stretches of text therefore come in multiples of four (:func:`~decoders.engine.model.buckets.row_multiple`).
+- Its last 512 slots are summed in another order if their number lies strictly between 192 and 384:
+  :func:`~decoders.engine.model.buckets.view_bucket`.
+- silu, sigmoid and tanh-gelu compute the last elements of every thread's share with scalar code, which rounds otherwise:
+  :func:`align_activations`. exp, tanh, gelu (erf), softmax and norms do not.
+- Softmax sums by slot modulo 16 and the product with the values by groups of slots, so that a path has its bits only where
+  its nodes lie in slots ``base + depth``, that is in a chain or on a tree's first branch. Tokens accepted on other branches
+  are run again in front of the next block (:func:`branch_length`). What was chosen there may be a near-tie's other token.
+- Experts that see a single row take that other kernel too, and how many rows an expert sees depends on the block.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import activations
+
+from ...tree import Topology
+from .buckets import low_precision, node_bucket, row_multiple, slot_bucket, view_bucket
+from .cache import CacheBuffers
+
+if TYPE_CHECKING:
+    from .target import Target
+
+#: ATen gives a thread at least so many elements, and whole multiples of two vectors are never computed one by one.
+GRAIN, TWO_VECTORS = 32768, 64
+#: Activations of torch that work by element and have both a vector form and another scalar one.
+ELEMENTWISE = (nn.SiLU, nn.Sigmoid, nn.GELU, nn.Softplus, nn.Mish)
+
+
+def align_activations(model: nn.Module) -> None:
+    """Makes the activations of a private twin give an element the same bits wherever it lies in its tensor."""
+    for module in model.modules():
+        plain = type(module)
+        elementwise = plain in ELEMENTWISE or sys.modules.get(plain.__module__) is activations
+        if elementwise and "forward" not in vars(module) and not any(True for _ in module.parameters()):
+            module.__class__ = _aligned(cast(Hashable, plain))
+
+
+@functools.cache
+def _aligned(plain: type[nn.Module]) -> type[nn.Module]:
+    """The class that stands in for `plain`: it pads what would leave a thread a part of a vector."""
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        if torch.compiler.is_dynamo_compiling():
+            return plain.forward(self, x)
+        count = x.numel()
+        threads = 1 if count <= GRAIN else min(torch.get_num_threads(), -(-count // GRAIN))
+        spare = -count % (TWO_VECTORS * threads)
+        # A strided input is computed row by row.
+        if not (spare if x.is_contiguous() else x.shape[-1] % TWO_VECTORS or threads > 1):
+            return plain.forward(self, x)
+        return plain.forward(self, F.pad(x.reshape(-1), (0, spare)))[:count].view(x.shape)
+
+    return type(plain.__name__, (plain,), {"forward": forward, "__module__": plain.__module__})
+
+
+def branch_length(path: Tensor, emitted: list[int]) -> int:
+    """How many of the last tokens of any row were accepted in other slots than ``base + depth``; path: ``[B, N]`` int64."""
+    longest = 0
+    for nodes, count in zip(path.tolist(), emitted, strict=True):
+        moved = next((depth for depth in range(count) if nodes[depth] != depth), count)
+        longest = max(longest, count - moved)
+    return longest
+
+
+@dataclass(frozen=True)
+class Invariance:
+    """What :func:`check` found.
+
+    Attributes:
+        holds: whether strategies that draft chains write the tokens of plain decoding, bit for bit.
+        differs: the comparisons in which some bits were not the same; one of other branches does not count for `holds`.
+        single: whether a block may have one node in one row; false where that was not compared.
+    """
+
+    holds: bool
+    differs: tuple[str, ...] = ()
+    single: bool = False
+
+    def __str__(self) -> str:
+        if not self.differs:
+            return "a token has the same bits in every block"
+        return f"bits depend on {', '.join(self.differs)}"
+
+
+#: The comparison of branches, whose nodes lie in other slots.
+BRANCHES = "the branch of a tree"
+#: That of a block of one node in one row, which quantized weights alone may have.
+SINGLE = "whether a block has one node"
+
+
+def brief_check(target: Target) -> Invariance | None:
+    """The comparisons that are most likely to differ, where bits matter; ``decoders doctor MODEL`` makes all of them.
+
+    None in float32, and of models with recurrent layers, whose steps keep to no sizes for it.
+    """
+    if target.recurrent or not low_precision(target.dtype, target.rounds):
+        return None
+    return check(target, length=16, comparisons=4)
+
+
+@torch.no_grad()
+def check(target: Target, length: int = 40, comparisons: int | None = None) -> Invariance:
+    """Reads made-up text in several ways and compares logits, keys and values bit for bit.
+
+    Args:
+        length: of the text, in tokens.
+        comparisons: how many are made; None is all.
+    """
+    compared: dict[str, bool] = {}
+    for what, left, right in islice(_comparisons(target, length), comparisons):
+        compared[what] = compared.get(what, True) and torch.equal(left, right)
+    single = compared.pop(SINGLE, False)
+    differs = tuple(what for what, equal in compared.items() if not equal)
+    return Invariance(not set(differs) - {BRANCHES}, differs, single)
+
+
+def _comparisons(target: Target, length: int) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """What is compared, and the two results. length: of the text, in tokens."""
+    device, multiple = target.device, row_multiple(target.dtype, target.device)
+    view_of = slot_bucket if target.static else view_bucket
+    slots = view_of(length + 64) + 512
+    generator = torch.Generator().manual_seed(0)
+    text = torch.randint(0, target.embeddings, (1, length + 8), generator=generator).to(device)
+    whole = torch.arange(slots, device=device)
+
+    def read(*chunks: int, rows: int = 1) -> CacheBuffers:
+        buffers, done = CacheBuffers.allocate(target.layout, rows, slots + 64), 0
+        for size in chunks:
+            tokens = text[:, done : done + size].expand(rows, -1)
+            start = torch.full((rows,), done, device=device)
+            target.prefill(tokens, start, buffers, whole[: view_of(done + size)], done)
+            done += size
+        return buffers
+
+    def run(
+        buffers: CacheBuffers, tree: Topology, path: list[int], rows: int = 1, spare: int = 0, padded: bool = True
+    ) -> Tensor:
+        """Logits ``[D, V]`` along `path`, whose nodes hold the text from `length` on."""
+        if padded:
+            tree = tree.padded(node_bucket(len(tree), target.static, multiple))
+        nodes = torch.arange(len(tree), device=device)[None] % target.embeddings
+        nodes[0, path] = text[0, length : length + len(path)]
+        base = torch.full((rows,), length, device=device)
+        view = whole[: view_of(length + len(tree) + spare)]
+        return target.forward(nodes.expand(rows, -1), base, tree.tensors(rows, device), buffers, view).logits[0, path]
+
+    def cached(buffers: CacheBuffers, until: int = length) -> Tensor:
+        return torch.cat([t[0, :, :until].reshape(-1) for t in buffers.tensors])
+
+    plain = read(length)
+    chain, depths = Topology.chain(3), [0, 1, 2, 3]
+    # What is most likely to differ comes first: a brief check stops here.
+    yield "how text is divided into passes", cached(read(12, length - 12)), cached(plain)
+    chained = run(plain, chain, depths)
+    if target.quantized.layers and target.dtype != torch.float32:  # there attention is not given spare queries
+        yield SINGLE, run(plain, Topology.chain(0), [0], padded=False), chained[:1]
+    yield "the size of the block", run(plain, Topology.chain(11), depths), chained
+    yield "the number of rows", run(read(length, rows=3), chain, depths, rows=3), chained
+    yield "the number of rows", cached(read(length, rows=3)), cached(plain)
+    yield "whether a token is read or decoded", cached(read(length + 4), length + 4), cached(plain, length + 4)
+    for draft in (0, 35):
+        longer = chained[: min(draft, 3) + 1]
+        yield "the size of the block", run(plain, Topology.chain(draft), depths[: len(longer)]), longer
+    for spare in (64, 200, 500):
+        yield "how many slots attention looks at", run(plain, chain, depths, spare=spare), chained
+    for branches in (2, 11):
+        tree = Topology.branches(branches, 3)
+        yield BRANCHES, run(read(length), tree, [0, *range(len(tree) - 3, len(tree))]), chained

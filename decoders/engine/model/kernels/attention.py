@@ -1,0 +1,217 @@
+"""Attention of a block of nodes to the slot cache, on CUDA: its cost follows each row's length, and no mask over all slots is made.
+
+What the layers need to know travels as a small 4-D tensor in the place of the mask, which model code hands through untouched
+(:func:`pack_mask`). The operator is opaque to the compiler: compiled steps call it, and CUDA graphs record its kernels.
+
+Keys are split among programs at fixed slots ("flash decoding", https://pytorch.org/blog/flash-decoding/) and the parts added in a fixed
+order, so a query's result does not depend on how many queries or rows there are, nor on the capacity of the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..attention import LayerKind, kind_of, refuse_position_bias
+from ..cache import LayerSpec
+from .launch import operator, runs_kernels
+
+NAME = "decoders_kernel"
+#: Bits of a word of visibility.
+WORD = 64
+#: Most nodes of a block whose visibility is read bit by bit.
+MOST_NODES = 1024
+#: Widths of heads that the kernel takes; the products of its tiles are 16 numbers wide at least, and padded to that.
+WIDEST_HEAD = 256
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+#: Slots of a split in the first two octaves, and splits per octave: parts of 32,768 slots have at most 1,024.
+FIRST_SPLIT, OCTAVE = 128, 16
+#: Rows of a tile: one tensor-core instruction's, so that a query's products are the same instructions in every block.
+ROWS = 16
+#: Rows of a tile of text: prompts are bound by their products.
+TEXT_ROWS = 64
+#: Text with so many programs keeps a device busy by its queries alone: its keys are not split.
+ENOUGH_PROGRAMS = 128
+#: Bytes of the parts that one launch may leave; several rows with long texts are attended to one after the other.
+MOST_SCRATCH = 256 << 20
+
+
+def preferred(device: torch.device) -> bool:
+    """Whether the kernel is what attention='auto' takes on `device`, where it fits."""
+    return device.type == "cuda"
+
+
+def unfit(layout: Sequence[LayerSpec], own_layers: int, device: torch.device) -> str | None:
+    """Why the kernel cannot attend for a model whose cache has this `layout`; None if it can.
+
+    Args:
+        own_layers: how many layers call the attention that they are told to, and not one of their own.
+    """
+    with_keys = [spec for spec in layout if spec.key_heads]
+    if not runs_kernels(device):
+        return (
+            f"Triton does not run on {device}"
+            if device.type == "cuda"
+            else f"it runs on CUDA, the model is on {device}"
+        )
+    if own_layers < len(with_keys):
+        return "its layers have an attention of their own"
+    widest = max(max(spec.key_dim, spec.value_dim) for spec in with_keys)
+    if widest > WIDEST_HEAD:
+        return f"its heads are {widest} wide, {WIDEST_HEAD} are possible"
+    dtypes = {spec.dtype for spec in with_keys} - set(DTYPES)
+    return f"it computes in {dtypes.pop()}, possible are float32, bfloat16 and float16" if dtypes else None
+
+
+def pack_mask(base: Tensor, offsets: Tensor, visible: Tensor | None) -> Tensor:
+    """``[B, 1, K, words + 2]`` int64: per node of a block the bits of the nodes that it sees, its offset, and its row's base.
+
+    Args:
+        base: ``[B]`` int64, slot and position of node 0. It may be negative.
+        offsets: ``[B, K]`` int64, positions of the nodes behind `base`.
+        visible: ``[B, N, K]`` bool, for the last ``N`` nodes; None for text, whose tokens see what is in front of them: no words.
+    """
+    rows, nodes = offsets.shape
+    columns = [offsets[..., None], base[:, None, None].expand(rows, nodes, 1)]
+    if visible is not None:
+        queries, spare = visible.shape[1], -nodes % WORD
+        bits = F.pad(visible, (0, spare)).view(rows, queries, -1, WORD).long()
+        words = (bits << torch.arange(WORD, device=base.device)).sum(-1)
+        columns.insert(0, F.pad(words, (0, 0, nodes - queries, 0)))
+    return torch.cat(columns, dim=-1)[:, None]
+
+
+def split_count(view: int) -> int:
+    """How many splits cover `view` slots; see :func:`~decoders.engine.model.kernels.attention_triton.split_start`."""
+    first = FIRST_SPLIT * OCTAVE
+    octave = max((view - 1) // first, 0).bit_length()
+    size = FIRST_SPLIT << max(octave - 1, 0)
+    start = first << (octave - 1) if octave else 0
+    return octave * OCTAVE + -(-(view - start) // size)
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor | None = None, kind: LayerKind = LayerKind(),
+    scale: float | None = None, softcap: float | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention of the last ``N`` nodes of a block, ``[B, N, Hq, Dv]``.
+
+    Args:
+        query: ``[B, Hq, N, D]``.
+        key: ``[B, Hkv, view, D]``, with the block's own keys in their slots.
+        value: ``[B, Hkv, view, Dv]``.
+        mask: of :func:`pack_mask`.
+        sinks: ``[Hq]``, one more score per head with no value behind it.
+        kind: how far the layer looks back.
+        scale: of the scores; ``D ** -0.5`` by default.
+        softcap: bound of the scores, by tanh.
+    """
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    return tree_attention(query, key, value, mask, sinks, kind.window or 0, kind.chunk or 0, scale, softcap or 0.0)
+
+
+def kernel_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Same contract as :func:`decoders.engine.model.attention.tree_attention`, with a mask of :func:`pack_mask`."""
+    refuse_position_bias(module, kwargs)
+    return attend(query, key, value, attention_mask, s_aux, kind_of(module), scaling, softcap), None
+
+
+def _tree_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor | None, window: int, chunk: int, scale: float,
+    softcap: float,
+) -> Tensor:  # fmt: skip
+    query, key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (query, key, value))
+    (rows, heads, queries, _), value_width = query.shape, value.shape[3]
+    out = query.new_empty(rows, queries, heads, value_width)
+    text = mask.shape[3] == 2
+    tile = TEXT_ROWS if text else ROWS
+    tiles = -(-queries * heads // key.shape[1] // tile)
+    splits = split_count(key.shape[2])
+    if text and tiles * rows * key.shape[1] >= ENOUGH_PROGRAMS:
+        splits = 0
+    at_once = max(MOST_SCRATCH // max(tiles * tile * key.shape[1] * splits * (value_width + 2) * 4, 1), 1)
+    for begin in range(0, rows, at_once):
+        part = slice(begin, begin + at_once)
+        _launch(
+            query[part],
+            key[part],
+            value[part],
+            mask[part],
+            sinks,
+            out[part],
+            tile,
+            tiles,
+            splits,
+            window,
+            chunk,
+            scale,
+            softcap,
+        )
+    return out
+
+
+def _launch(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor | None, out: Tensor, tile: int, tiles: int,
+    splits: int, window: int, chunk: int, scale: float, softcap: float,
+) -> None:  # fmt: skip
+    """Attention of some rows, written to `out`. splits: of the keys, 0 where they are not split."""
+    from .attention_triton import attend_kernel, merge_kernel
+
+    (rows, heads, queries, width), (_, kv_heads, view, value_width) = query.shape, value.shape
+    nodes, columns = mask.shape[2:]
+    wide, value_wide = (max(1 << (size - 1).bit_length(), 16) for size in (width, value_width))
+    keys_per_tile = 64 if wide * query.element_size() <= 256 else 32
+    stages = max(min(3, 98304 // (keys_per_tile * (wide + value_wide) * query.element_size())), 1)
+    pairs, per_pair = rows * kv_heads, tiles * tile
+    parts = out.new_empty(pairs * per_pair * max(splits, 1) * (value_width + 2) if splits else 1, dtype=torch.float32)
+    count = pairs * per_pair * splits
+    part_out, part_max, part_sum = (
+        parts[: count * value_width],
+        parts[count * value_width :],
+        parts[count * (value_width + 1) :],
+    )
+    shared: dict[str, Any] = dict(
+        HEADS=kv_heads, G=heads // kv_heads, DV=value_width, VWIDTH=value_wide, WORDS=columns - 2, M=tile, BN=keys_per_tile,
+        FIRST=FIRST_SPLIT, OCTAVE=OCTAVE, TEXT=columns == 2, WINDOW=window > 0, CHUNK=chunk > 0, SINK=sinks is not None,
+    )  # fmt: skip
+    attend_kernel[(max(splits, 1), tiles, pairs)](
+        query, key, value, mask, sinks, out, part_out, part_max, part_sum,
+        scale, softcap, window, chunk, view, nodes, queries, splits,
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], mask.stride(0), mask.stride(2), *out.stride()[:3],
+        D=width, WIDTH=wide, SPLIT=splits > 0, CAP=softcap > 0, IEEE=query.dtype == torch.float32,
+        num_warps=4, num_stages=stages, enable_fp_fusion=True, **shared,
+    )  # fmt: skip
+    if splits:
+        merge_kernel[(queries * heads // kv_heads, pairs)](
+            mask, sinks, out, part_out, part_max, part_sum, window, chunk, view, nodes, queries, splits, per_pair,
+            mask.stride(0), *out.stride()[:3], num_warps=1, enable_fp_fusion=True, **shared,
+        )  # fmt: skip
+
+
+def _fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    rows, heads, queries, _width = query.shape
+    return query.new_empty(rows, queries, heads, value.shape[3])
+
+
+tree_attention = operator(
+    "tree_attention(Tensor query, Tensor key, Tensor value, Tensor mask, Tensor? sinks, int window, int chunk, float scale, "
+    "float softcap) -> Tensor",
+    _tree_attention,
+    _fake,
+)

@@ -1,0 +1,162 @@
+"""What a model is made of: its backbone, its sizes, and what its layers store, learnt by running one token."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ...common.transformers_compat import cache_keyword, keeps_recurrent_state
+from ...errors import UnsupportedError
+from . import attention
+from .cache import LayerSpec, LayoutProbe
+from .counted_tokens import PROBED, CountedTokens, CountingProbe, counted_tokens
+from .fitness import refusing
+from .state_probe import Recurrent, StateProbe, may_keep_states
+from .weights.fused import Group, SharedInputs
+from .weights.packing import packable
+
+
+def backbone_of(model: PreTrainedModel) -> nn.Module:
+    """The model without its output head: the child that holds the input embeddings."""
+    embeddings = model.get_input_embeddings()
+    return next(child for child in model.children() if any(module is embeddings for module in child.modules()))
+
+
+def embeddings_of(model: PreTrainedModel) -> int:
+    """How many token ids the model can read. What adapters put around an embedding may not say so: its weight does, or the config."""
+    embeddings = model.get_input_embeddings()
+    told = getattr(embeddings, "num_embeddings", None)
+    if isinstance(told, int):
+        return told
+    return _rows_of(embeddings) or int(model.config.get_text_config(decoder=True).vocab_size)
+
+
+def vocabulary_of(model: PreTrainedModel) -> int:
+    """How many logits the model gives; a head that has neither a weight nor a size is asked by running one token.
+
+    Raises:
+        UnsupportedError: it gives none.
+    """
+    head = model.get_output_embeddings()
+    told = _rows_of(head) or getattr(head, "out_features", None)
+    if isinstance(told, int):
+        return told
+    try:
+        with torch.no_grad():
+            output = model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=False)
+        return int(output.logits.shape[-1])
+    except Exception as error:  # whatever a head of the user's own raises
+        raise UnsupportedError(
+            f"{type(model).__name__}: the size of its vocabulary cannot be told from its head, a {type(head).__name__} without weight, "
+            f"nor by running a token ({type(error).__name__}: {error}). Give the head out_features, or call generate without strategy=."
+        ) from error
+
+
+def _rows_of(layer: nn.Module | None) -> int | None:
+    """How many rows its matrix has, None where it has none."""
+    weight = getattr(layer, "weight", None)
+    return weight.shape[0] if isinstance(weight, Tensor) and weight.dim() == 2 else None
+
+
+def context_length(model: PreTrainedModel) -> int:
+    """How many positions the model can express; unbounded if its config does not say."""
+    text = model.config.get_text_config(decoder=True)
+    return getattr(text, "max_position_embeddings", None) or (1 << 31)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a model is made of, as it shows when tokens are run.
+
+    Attributes:
+        layers: what each stores.
+        groups: query heads per key head, of every layer whose attention is ours.
+        recurrent: what keeps states.
+        counted: what it does with the number of tokens in its cache, None if nothing.
+    """
+
+    layers: list[LayerSpec]
+    groups: list[int]
+    recurrent: list[Recurrent]
+    counted: CountedTokens | None
+
+
+@torch.no_grad()
+def probe_layout(model: PreTrainedModel, kinds: int) -> Layout:
+    """Runs one token; and some more with a model that asks how many tokens there are.
+
+    Raises:
+        UnsupportedError: it cannot be run with a cache and a mask of the loop's, or keeps what the loop has no place for.
+    """
+    probe = StateProbe(model) if may_keep_states(model) else LayoutProbe()
+    name = type(model).__name__
+    trouble = (
+        "keeps recurrent states in a cache of its own"
+        if isinstance(probe, StateProbe)
+        else "does not run with a cache and a mask of the loop's"
+    )
+    with refusing(model, trouble), probe.watching(model):
+        shape = _run_one_token(model, kinds, probe)
+    layouts = probe.layouts
+    recurrent = probe.recurrent if isinstance(probe, StateProbe) else []
+    if keeps_recurrent_state(model) and not recurrent:
+        raise UnsupportedError(
+            f"{name} keeps a recurrent state outside of the cache, where nodes of a block cannot be given their own. "
+            "Call generate without strategy=."
+        )
+    if not layouts or (not recurrent and sorted(layouts) != list(range(len(layouts)))):
+        raise UnsupportedError(
+            f"{name} stored keys and values for layers {sorted(layouts)}: every layer must go through "
+            "the cache. Call generate without strategy=."
+        )
+    states = {entry.layer: entry.states for entry in recurrent}
+    nothing = LayerSpec.without_keys(next(iter(layouts.values())))
+    layers = range(1 + max(*layouts, *states, -1))
+    specs = [replace(layouts.get(i, nothing), states=states.get(i, ())) for i in layers]
+    counted = None
+    if probe.counted and not recurrent:
+        counted = counted_tokens(functools.partial(_run_some_tokens, model, kinds), context_length(model), model.device)
+    return Layout(specs, shape.groups, recurrent, counted)
+
+
+@torch.no_grad()
+def shared_inputs(model: PreTrainedModel, kinds: int) -> list[Group]:
+    """Which of its plain linear layers read the same input, learnt by running one token that is not multiplied."""
+    layers = {path: module for path, module in model.named_modules() if packable(module, smallest=0)}
+    if not layers or may_keep_states(model):  # what keeps states may look at values
+        return []
+    with SharedInputs(layers) as shared:
+        try:
+            _run_one_token(model, kinds, LayoutProbe())
+        except Exception:  # a model that cannot run on zeros; whether it can run at all is seen by `probe_layout`
+            return []
+    return shared.groups()
+
+
+def _run_one_token(model: PreTrainedModel, kinds: int, cache: LayoutProbe | StateProbe) -> attention.Probe:
+    """Runs token 0 with `cache`."""
+    shape = attention.Probe()
+    _run(model, kinds, cache, torch.zeros(1, 1, dtype=torch.int64, device=model.device), shape)
+    return shape
+
+
+def _run_some_tokens(model: PreTrainedModel, kinds: int, cache: CountingProbe) -> Tensor:
+    """The logits of a short text that is run with `cache`."""
+    text = torch.arange(PROBED, device=model.device)[None] % embeddings_of(model)
+    return cast(Tensor, _run(model, kinds, cache, text, attention.MaskShape()).logits)
+
+
+def _run(model: PreTrainedModel, kinds: int, cache: LayoutProbe, text: Tensor, shape: attention.MaskShape) -> Any:
+    dtype, n = next(p.dtype for p in model.parameters() if p.is_floating_point()), text.shape[1]
+    mask = torch.full((n, n), torch.finfo(dtype).min, dtype=dtype, device=model.device).triu(1)
+    mask = mask.expand(1, kinds, n, n).clone()
+    attention.tell_shape(mask, shape)
+    positions = torch.arange(n, device=model.device)[None]
+    return model(
+        input_ids=text, attention_mask=mask, position_ids=positions, use_cache=True, **{cache_keyword(model): cache}
+    )

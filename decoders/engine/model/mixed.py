@@ -1,0 +1,144 @@
+"""Mixed passes (chunked prefill): rows that are decoded, and a piece of the prompt of another row, run as one.
+
+The weights are read once for both, and nobody waits for a pass of the prompt's own (Agrawal et al. 2023, "SARATHI", arXiv 2308.16369).
+All tokens stand in one line, ``[1, R·N + C]``: layers treat every token alike, and only attention and the cache have to know whose
+each is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...tree import TreeTensors
+from .attention import MaskShape, build_mask, repeat_for_group, tell_shape
+from .cache import CacheBuffers, SlotCache
+from .text_blocks import causal_block
+
+if TYPE_CHECKING:
+    from .target import ForwardResult, Target
+
+
+@dataclass(frozen=True)
+class PromptPiece:
+    """Tokens of a prompt that a step of other rows reads.
+
+    Attributes:
+        tokens: ``[1, C]`` int64.
+        start: ``[1]`` int64, slot of the first of them.
+        latest: the same for the host.
+        view: ``[view]``, whose length is the number of slots that their attention looks at.
+        buffers: of the rows of the step and of one more, whose prompt it is.
+    """
+
+    tokens: Tensor
+    start: Tensor
+    latest: int
+    view: Tensor
+    buffers: CacheBuffers
+
+    @property
+    def alone(self) -> tuple[Tensor, Tensor, CacheBuffers, Tensor, int]:
+        """It as a pass of its own, see :meth:`Target.prefill`."""
+        rows = len(self.buffers.keys[0])
+        return self.tokens, self.start, self.buffers.of_rows(rows - 1, rows), self.view, self.latest
+
+
+def inputs(target: Target, nodes: Tensor, base: Tensor, tree: TreeTensors, view: Tensor, piece: PromptPiece) -> dict:
+    """What the model is called with. nodes, base, tree, view: of the rows, as of :meth:`Target.forward`."""
+    (rows, n), count, device = nodes.shape, piece.tokens.shape[1], nodes.device
+    text = causal_block(1, count, device)
+    decoded = build_mask(target.kinds, base, tree.offsets, tree.visible, view.shape[0], target.dtype)
+    read = build_mask(target.kinds, piece.start, text.offsets, text.visible, piece.view.shape[0], target.dtype)
+    parts = [repeat_for_group(mask, target.group).transpose(0, 1).flatten(1) for mask in (decoded, read)]
+    mask = torch.cat(parts, dim=1)[None, :, None]
+    tell_shape(mask, MixedShape(target.group, rows=rows, nodes=n, views=(view.shape[0], piece.view.shape[0])))
+    stretch = piece.start[:, None] + text.offsets
+    slots = torch.cat([(base[:, None] + torch.arange(n, device=device)).reshape(1, -1), stretch], dim=1)
+    positions = torch.cat([(base[:, None] + tree.offsets).reshape(1, -1), stretch], dim=1)
+    # Which row each token is of; the last one reads.
+    row = torch.arange(rows * n + count, device=device).div(n, rounding_mode="floor").clamp(max=rows)
+    cache = MixedCache(piece.buffers, row, slots[0], max(view.shape[0], piece.view.shape[0]))
+    return target.arguments(torch.cat([nodes.reshape(1, -1), piece.tokens], dim=1), positions, mask, cache)
+
+
+def with_logits(rows: int, n: int, text: int, device: torch.device) -> Tensor:
+    """``[R · (N - text)]`` int64, the tokens of the line that are nodes behind their row's first `text` tokens."""
+    index = torch.arange(rows * n, device=device).view(rows, n)
+    return index[:, text:].reshape(-1)
+
+
+def by_row(result: ForwardResult, rows: int, n: int) -> ForwardResult:
+    """What a pass gave for the line of tokens, as the rows' own; the logits are those of some tokens of each."""
+
+    def split(states: Tensor) -> Tensor:
+        return states[0, : rows * n].view(rows, n, *states.shape[2:])
+
+    logits = result.logits[0].view(rows, -1, result.logits.shape[-1])
+    layers = split(result.layers) if result.layers is not None else None
+    return type(result)(logits, split(result.hidden), layers)
+
+
+def forward(
+    target: Target, nodes: Tensor, base: Tensor, tree: TreeTensors, view: Tensor, text: int, piece: PromptPiece
+) -> ForwardResult:
+    """As :meth:`Target.forward` for the rows; writes keys and values of `piece` as well.
+
+    Args:
+        text: how many of each row's nodes are text, for which there are no results.
+    """
+    rows, n = nodes.shape
+    result = target.results(inputs(target, nodes, base, tree, view, piece), with_logits(rows, n, text, nodes.device))
+    return by_row(result, rows, n).behind(text)
+
+
+@dataclass(frozen=True)
+class MixedShape(MaskShape):
+    """The mask of a mixed pass, in one line: that of the rows ``[R, group·N, view]``, then that of the piece.
+
+    Attributes:
+        rows: that are decoded.
+        nodes: of each.
+        views: slots that attention looks at, for the rows and for the piece.
+    """
+
+    rows: int = 0
+    nodes: int = 0
+    views: tuple[int, int] = (0, 0)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, kind: int, kernel: Callable[..., Tensor]
+    ) -> Tensor:  # fmt: skip
+        rows, n, line, (seen, read) = self.rows, self.nodes, mask[0, 0, 0], self.views
+        end = rows * self.group * n * seen
+        decoded = query[0, :, : rows * n].unflatten(1, (rows, n)).transpose(0, 1)
+        of_rows = line[:end].view(rows, 1, -1, seen)
+        of_piece = line[end:].view(1, 1, -1, read)
+        ours = kernel(decoded, key[:rows, :, :seen], value[:rows, :, :seen], of_rows, self.group)
+        others = kernel(query[:, :, rows * n :], key[rows:, :, :read], value[rows:, :, :read], of_piece, self.group)
+        return torch.cat([ours.flatten(0, 1)[None], others], dim=1)
+
+
+class MixedCache(SlotCache):
+    """The slots of several rows for tokens that stand in one line.
+
+    Args:
+        row: ``[T]`` int64, whose each token is.
+        slots: ``[T]`` int64, where it goes.
+    """
+
+    def __init__(self, buffers: CacheBuffers, row: Tensor, slots: Tensor, view: int) -> None:
+        super().__init__(buffers, slots, view)
+        self.row = row
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = self.buffers.keys[layer_idx], self.buffers.values[layer_idx]
+        keys[self.row, :, self.slots] = key_states[0].transpose(0, 1)
+        values[self.row, :, self.slots] = value_states[0].transpose(0, 1)
+        return keys, values

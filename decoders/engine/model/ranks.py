@@ -1,0 +1,214 @@
+"""The processes that run one model together, each with a part of its weights (tensor parallelism), and how they stay in step.
+
+A collective ends when every process has entered it, so all of them must run the same passes over blocks of the same sizes. They
+do, as long as whatever decides about that is the same everywhere:
+
+- Committed tokens: logits are gathered or summed over the processes, which gives all of them the same bits, and the noise depends
+  on seed, position and token alone. Nobody has to send tokens.
+- What may differ is that of the first process: a seed that the call does not give, the clock of whatever weighs costs, measured
+  costs, what stopping criteria say. Whether weights have changed is asked of all.
+- Passes run uncompiled: which process has its compiler ready first is up to chance, and tiers round differently.
+- Calls, and every step's draft, are compared before anything of theirs runs. A difference is an error in every process and not a
+  wait without end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...common.transformers_compat import device_mesh_of
+from ...errors import RanksError, UnsupportedError
+from ...strategy import Draft
+from ...tree import Topology
+from . import torch_compat
+
+if TYPE_CHECKING:
+    from ..decode.request import Request
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that share a model; a model of one process has one, and nothing below costs it anything.
+
+    Attributes:
+        group: their process group; None for one.
+        size: how many they are.
+        device: where tensors that they exchange live.
+    """
+
+    group: Any = None
+    size: int = 1
+    device: torch.device = torch.device("cpu")
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Ranks:
+        """Those that share `model`.
+
+        Raises:
+            UnsupportedError: its weights are shared out in another way than by tensor or expert parallelism.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            return ALONE
+        from torch.distributed.fsdp import FSDPModule  # a second's worth of imports, for those who share models
+        from torch.distributed.tensor import DTensor
+
+        shards = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
+        if not shards:
+            return ALONE
+        name = type(model).__name__
+        advice = (
+            'Load it with tp_plan="auto" (or DistributedConfig(tp_plan="auto")), or call generate without strategy=.'
+        )
+        if any(isinstance(module, FSDPModule) for module in model.modules()):
+            raise UnsupportedError(
+                f"{name} is sharded by FSDP, whose processes hold different batches; the shared loop decodes where all of them hold "
+                f"the same one. {advice}"
+            )
+        mesh = device_mesh_of(model)
+        sizes = dict(zip(getattr(mesh, "mesh_dim_names", None) or (), getattr(mesh, "shape", ()), strict=False))
+        for part, what in (("pp", "its layers are divided between processes"), ("fsdp", "it is sharded by FSDP")):
+            if sizes.get(part, 1) > 1:
+                raise UnsupportedError(
+                    f"{name}: {what} ({part}_size={sizes[part]}), which the shared loop does not drive. {advice}"
+                )
+        meshes = {shard.device_mesh for shard in shards}
+        all_groups = [group for mesh in meshes for group in mesh.get_all_groups()]
+        groups = {tuple(dist.get_process_group_ranks(group)): group for group in all_groups}
+        groups = {members: group for members, group in groups.items() if len(members) > 1}
+        if not groups:
+            return ALONE
+        if len(groups) > 1:
+            raise UnsupportedError(
+                f"{name} is shared by several groups of processes ({', '.join(map(str, groups))}): take ep_size equal to tp_size. "
+                f"{advice}"
+            )
+        ((members, group),) = groups.items()
+        device = torch_compat.local_part(shards[0]).device
+        return cls(group, len(members), device)
+
+    @property
+    def several(self) -> bool:
+        return self.size > 1
+
+    def first(self, values: Sequence[int]) -> list[int]:
+        """`values` of the first process."""
+        return [int(value) for value in self._first(list(values), torch.int64)] if self.several else list(values)
+
+    def first_number(self, value: float) -> float:
+        """`value` of the first process."""
+        return float(self._first([value], torch.float64)[0]) if self.several else value
+
+    def clock(self) -> float:
+        """Seconds of the first process's clock."""
+        return self.first_number(time.perf_counter())
+
+    def first_object(self, make: Callable[[], Value]) -> Value:
+        """What `make` gives in the first process, which alone calls it."""
+        if not self.several:
+            return make()
+        held = [make() if dist.get_rank(self.group) == 0 else None]
+        dist.broadcast_object_list(held, group=self.group, group_src=0, device=self.device)
+        return cast(Value, held[0])
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process writes the files that all of them share."""
+        return not self.several or dist.get_rank(self.group) == 0
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is so in any process."""
+        if not self.several:
+            return flag
+        held = torch.tensor([int(flag)], device=self.device)
+        dist.all_reduce(held, dist.ReduceOp.MAX, group=self.group)
+        return bool(held.item())
+
+    def check(self, what: str, *parts: object) -> None:
+        """Raises RanksError, in every process, unless `parts` are the same in all of them.
+
+        Args:
+            what: differs, as a message says it.
+            parts: tensors, and what has the same ``repr`` everywhere.
+        """
+        if not self.several:
+            return
+        number = _digest(parts)
+        held = torch.tensor([number, -number], device=self.device)
+        dist.all_reduce(held, dist.ReduceOp.MAX, group=self.group)
+        if held[0] != -held[1]:
+            raise RanksError(
+                f"the {self.size} processes that share the model differ in {what}. All of them make the same calls in the same order, "
+                "with the same prompts and arguments; a strategy that decides by time asks Context.clock, and draws no random numbers "
+                "of its own"
+            )
+
+    def check_draft(self, draft: Draft, lengths: Sequence[int]) -> None:
+        """As :meth:`check`, of what a step is about to run; lengths: tokens per row."""
+        if self.several:
+            tree = draft.topology
+            shape = tree.parents if isinstance(tree, Topology) else (tree.parents, tree.visible)
+            self.check("what a step drafts", draft.tokens, shape, list(lengths))
+
+    def agreed(self, request: Request) -> Request:
+        """`request` as all of them decode it.
+
+        Raises:
+            RanksError: they were asked for different things. UnsupportedError: for compiled passes.
+        """
+        if not self.several:
+            return request
+        runtime = request.runtime
+        if runtime.compile is True:
+            raise UnsupportedError(
+                f"compile=True: {self.size} processes share this model, and what they share runs uncompiled. Leave compile='auto'"
+            )
+        self.check(
+            "what generate is asked for", *request.prompts, request.new_tokens, request.stop_tokens, request.seed, request.values,
+            request.plan.sample, request.strategy.name, request.strategy.settings, runtime.compile, runtime.reuse, runtime.memory,
+            runtime.prune, runtime.prefill_chunk, runtime.slots, request.keep_logits, request.keep_scores, request.criteria is None,
+            request.processors is None, [grammar is None for grammar in request.grammars],
+            [request.verifier.name, request.verifier.settings_in_force()] if request.verifier is not None else None,
+        )  # fmt: skip
+        return replace(request, runtime=runtime.model_copy(update={"compile": False}))
+
+    def _first(self, values: list, dtype: torch.dtype) -> list:
+        held = torch.tensor(values, dtype=dtype, device=self.device)
+        dist.broadcast(held, group=self.group, group_src=0)
+        return held.tolist()
+
+
+#: A model of this process alone.
+ALONE = Ranks()
+
+
+def _digest(parts: Sequence[object]) -> int:
+    """62 bits that differ if `parts` do."""
+    digest = hashlib.blake2b(digest_size=8)
+    for part in _flat(parts):
+        if isinstance(part, Tensor):
+            digest.update(repr(tuple(part.shape)).encode())
+            digest.update(part.detach().cpu().contiguous().numpy().tobytes())
+        else:
+            digest.update(repr(part).encode())
+        digest.update(b"\0")
+    return int.from_bytes(digest.digest(), "little") >> 2
+
+
+def _flat(parts: Sequence[object]) -> list[object]:
+    flat: list[object] = []
+    for part in parts:
+        if isinstance(part, list | tuple) and any(isinstance(entry, Tensor) for entry in part):
+            flat += _flat(part)
+        else:
+            flat.append(part)
+    return flat

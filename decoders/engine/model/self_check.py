@@ -1,0 +1,242 @@
+"""A target checked against its model before anything is decoded with it."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ...common.transformers_compat import cache_keyword, cache_of
+from ...errors import UnsupportedError
+from ...tree import Topology
+from . import mixed, own_masks
+from .buckets import BLOCK_MARGIN, slots_for
+from .cache import CacheBuffers, LayerSpec
+from .fitness import refusing
+from .mixed import PromptPiece
+from .weights.freed import ReadParameters
+from .weights.quantization import quantize
+from .weights.twin import share_weights
+
+if TYPE_CHECKING:
+    from .target import Target
+
+
+#: Tokens of a branch behind the text, for which there are logits to compare.
+LONGEST_BRANCH = 3
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of what a check runs.
+
+    Attributes:
+        texts: tokens of each row, the longest first.
+        trees: branches and their length of each block that is verified.
+        reach: longest window or chunk of a layer; longer ones are shortened while the check runs, so that texts pass their borders.
+    """
+
+    texts: tuple[int, ...]
+    trees: tuple[tuple[int, int], ...]
+    reach: int
+
+    def within(self, context: int) -> Sizes:
+        """The same for a model that has so many positions: texts that leave room for a branch behind them."""
+        longest = max(context - LONGEST_BRANCH, 2)
+        return replace(self, texts=tuple(min(count, longest - row) for row, count in enumerate(self.texts)))
+
+
+#: On the CPU a check is a part of every process's first second: two short texts, a block of 16 nodes.
+ON_CPU = Sizes((16, 8), ((5, 3),), 6)
+#: On CUDA texts are longer than a bucket and than a split of the attention kernel, and blocks have up to 64 nodes, as those of calls:
+#: a kernel that was right at eight slots was wrong there.
+ON_CUDA = Sizes((300, 41), ((3, 1), (5, 3), (21, 3)), 30)
+
+
+@torch.no_grad()
+def check_tree_logits(target: Target, model: PreTrainedModel, layout: list[LayerSpec]) -> int | None:
+    """Reads texts, verifies trees behind them, and compares with plain forwards: catches whatever no flag of the config tells.
+
+    Args:
+        target: made of `model`.
+        layout: of a cache in the model's own precision.
+
+    Returns:
+        how long texts may be for the verdict to hold; None: however long.
+
+    Raises:
+        UnsupportedError: the logits differ by more than rounding.
+    """
+    reference = share_weights(model)  # as in evaluation, whatever mode the user's model is in
+    quantize(reference, target.precision.weights, reference.get_output_embeddings(), groups=target.groups)
+    sizes = ON_CPU if target.device.type == "cpu" else ON_CUDA
+    sizes = sizes.within(target.max_positions)
+    if target.recurrent:  # rows of several lengths are read one by one there
+        sizes = replace(sizes, texts=sizes.texts[-1:])
+    if target.counted and target.counted.harmless < sizes.texts[0]:  # only a single row can pass that border
+        sizes = replace(sizes, texts=sizes.texts[:1])
+    with refusing(model, "cannot verify a token tree"):
+        difference, longest = _difference(target, reference, layout, sizes), None
+        if difference and not _follows_its_config(reference, target, sizes):
+            difference = _difference(target, reference, layout, replace(sizes, reach=sys.maxsize))
+            longest = min((reach for kind in target.kinds if (reach := kind.window or kind.chunk)), default=None)
+    if difference:
+        raise UnsupportedError(
+            f"{type(model).__name__}: {difference}, so strategies would not be exact. Call generate without strategy=."
+        )
+    return longest
+
+
+def _difference(target: Target, reference: PreTrainedModel, layout: list[LayerSpec], sizes: Sizes) -> str | None:
+    """How the target's logits differ from those of `reference`; None if by rounding alone."""
+    exact = target.dtype in (torch.float32, torch.float64) and not target.rounds
+    ids = _texts(target, sizes)
+    with _short_windows(target, reference, sizes):
+        expected = [_plain_logits(reference, text) for text in ids]
+        for nodes, ours in _tree_logits(target, layout, ids, sizes):
+            for row, text in enumerate(ids):
+                count = ours.shape[1]
+                plain = expected[row][:count]
+                gap, scale = (ours[row] - plain).abs().max().item(), max(plain.abs().max().item(), 1.0)
+                if not gap <= (1e-4 if exact else 0.1) * scale and target.recurrent:
+                    token_by_token = _by_token(reference, text[None], len(text) - LONGEST_BRANCH - 1, count)
+                    gap = min(gap, (ours[row] - token_by_token).abs().max().item())
+                if not gap <= (1e-4 if exact else 0.1) * scale:
+                    return (
+                        f"logits verified through a token tree of {nodes} nodes behind {len(text) - LONGEST_BRANCH} tokens differ from "
+                        f"a plain forward by {gap:.2g} (largest logit {scale:.2g})"
+                    )
+    return None
+
+
+def _texts(target: Target, sizes: Sizes) -> list[Tensor]:
+    """Made-up token ids: each row's text and what the longest branch continues it with."""
+    ids = (torch.arange(len(sizes.texts) * 1000, device=target.device) * 37 + 11) % 97 + 3
+    return [ids[row * 1000 :][: count + LONGEST_BRANCH] % target.embeddings for row, count in enumerate(sizes.texts)]
+
+
+def _plain_logits(reference: PreTrainedModel, text: Tensor) -> Tensor:
+    """``[LONGEST_BRANCH + 1, V]`` float32, after the last tokens of `text`."""
+    count = LONGEST_BRANCH + 1
+    keep = (
+        {"logits_to_keep": count} if "logits_to_keep" in inspect.signature(type(reference).forward).parameters else {}
+    )
+    return reference(input_ids=text[None], use_cache=False, **keep).logits[0, -count:].float()
+
+
+def _tree_logits(
+    target: Target, layout: list[LayerSpec], ids: list[Tensor], sizes: Sizes
+) -> Iterator[tuple[int, Tensor]]:
+    """Nodes of a block, and the logits ``[B, D, V]`` float32 along its last branch, from the root on."""
+    device, rows, longest = target.device, len(ids), sizes.texts[0]
+    slots = slots_for(longest, target.static)
+    view, start = torch.arange(slots, device=device), torch.zeros(rows, dtype=torch.int64, device=device)
+    buffers = CacheBuffers.allocate(layout, rows, slots + BLOCK_MARGIN)
+    tokens = torch.zeros(rows, longest, dtype=torch.int64, device=device)
+    for row, text in enumerate(ids):  # behind the end of a shorter one there is padding, as in a call
+        tokens[row, : len(text)] = text[:longest]
+    pieces = [0, longest - 1] if target.recurrent else [0, longest * 3 // 4, longest - 1]
+    for begin, end in pairwise(dict.fromkeys(pieces)):
+        target.prefill(tokens[:, begin:end], start + begin, buffers, view, begin)
+    base = torch.tensor(sizes.texts, device=device) - 1
+    for branches, length in sizes.trees:
+        tree = Topology.branches(branches, length)
+        path = [0, *range(len(tree) - length, len(tree))]
+        nodes = (torch.arange(rows * len(tree), device=device).view(rows, -1) * 5) % target.embeddings
+        for row, (text, count) in enumerate(zip(ids, sizes.texts, strict=True)):
+            nodes[row, path] = text[count - 1 : count + length]
+        yield len(tree), target.forward(nodes, base, tree.tensors(rows, device), buffers, view).logits[:, path]
+
+
+#: Fields of a config that say how far layers look back, as :func:`~decoders.engine.model.attention.layer_kinds` reads them.
+REACHES = ("sliding_window", "attention_chunk_size")
+
+
+@contextmanager
+def _short_windows(target: Target, reference: PreTrainedModel, sizes: Sizes) -> Iterator[None]:
+    """Windows and chunks of both are at most `sizes.reach` inside. `reference` is private, and so is its config."""
+    reach, config = sizes.reach, reference.config.get_text_config(decoder=True)
+    usual = {name: value for name in REACHES if (value := getattr(config, name, None)) and value > reach}
+    kinds = target.kinds
+    try:
+        for name in usual:
+            setattr(config, name, reach)
+        target.tell_kinds(tuple(kind.within(reach) for kind in kinds))
+        with own_masks.within(reference, reach, sizes.texts[0] + LONGEST_BRANCH):
+            yield
+    finally:
+        target.tell_kinds(kinds)
+        for name, value in usual.items():
+            setattr(config, name, value)
+
+
+def _follows_its_config(reference: PreTrainedModel, target: Target, sizes: Sizes) -> bool:
+    """Whether shorter windows in the config of `reference` change its logits: some designs read theirs once, when they are made."""
+    text = _texts(target, sizes)[0]
+    usual = _plain_logits(reference, text)
+    with _short_windows(target, reference, sizes):
+        return not torch.equal(usual, _plain_logits(reference, text))
+
+
+@torch.no_grad()
+def parameters_read(target: Target) -> set[int]:
+    """The ids of the parameters whose values its passes read. Those of packed layers are read by others: a recurrent layer or an
+    adapter that multiplies by them itself.
+    """
+    sizes = Sizes((5,), ((2, 2),), sys.maxsize)
+    with ReadParameters() as reads:
+        for _ in _tree_logits(target, target.layout, _texts(target, sizes), sizes):
+            pass
+    return reads.ids
+
+
+@torch.no_grad()
+def can_mix(target: Target) -> bool:
+    """Whether a mixed pass (:mod:`~decoders.engine.model.mixed`) gives what passes of the rows and of the prompt by themselves give.
+
+    It does for designs whose attention is transformers' function by name. Those that have attention of their own look at whole rows.
+    """
+    if target.static or target.attends == "triton" or target.recurrent or target.precision.cache is not None:
+        return False
+    device, vocab = target.device, min(target.vocab_size, target.embeddings)
+    prompts = torch.arange(3, 39, device=device).view(3, 12) % vocab
+    rows, start = CacheBuffers.allocate(target.layout, 3, 32), torch.zeros(3, dtype=torch.int64, device=device)
+    view, base = torch.arange(16, device=device), torch.tensor([8, 4], device=device)
+    target.prefill(prompts[:, :8], start, rows, view, 0)
+    nodes, tree = prompts[:2, 8:], Topology.chain(3).tensors(2, device)
+    piece = PromptPiece(prompts[2:, 8:], start[:1] + 8, 8, view, rows)
+    try:
+        ours = mixed.forward(target, nodes, base, tree, view, 0, piece)
+    except Exception:  # whatever the model's own attention says of such a mask
+        return False
+    written = [tensor[2:].clone() for tensor in rows.tensors]
+    plain = target.forward(nodes, base, tree, rows.of_rows(0, 2), view)
+    target.prefill(*piece.alone)
+    pairs = [(ours.logits, plain.logits), *zip(written, (tensor[2:] for tensor in rows.tensors), strict=True)]
+    tolerance = 1e-4 if target.dtype == torch.float32 and not target.rounds else 0.1
+    return all(
+        (one - other).abs().max() <= tolerance * other.abs().max().clamp(min=1.0) for one, other in pairs if one.numel()
+    )
+
+
+def _by_token(model: PreTrainedModel, ids: Tensor, begin: int, count: int) -> Tensor:
+    """``[count, V]`` float32, the model's own logits after `count` of `ids` ``[1, T]`` from `begin` on, each in a pass of its own.
+
+    Recurrent layers may read a text in one pass by other equations than token by token: Nemotron-H bounds time steps in the former
+    alone. Token by token is how texts are written, here and by transformers.
+    """
+    out, logits = model(input_ids=ids[:, :begin], use_cache=True), []
+    for place in range(begin, begin + count):
+        positions = torch.full((1, 1), place, device=ids.device)
+        cache = {cache_keyword(model): cache_of(out)}
+        out = model(input_ids=ids[:, place : place + 1], position_ids=positions, use_cache=True, **cache)
+        logits.append(out.logits[0, -1].float())
+    return torch.stack(logits)

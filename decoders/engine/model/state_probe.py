@@ -1,0 +1,233 @@
+"""Which modules of a model keep recurrent states, seen in a trial pass, and whether they continue them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
+
+from ...common.transformers_compat import keeps_recurrent_state
+from ...errors import UnsupportedError
+from .cache import LayoutProbe, StateSpec
+from .compiled import hoisting
+from .recurrent import CONTINUES_ATTRIBUTE, LAYER_ATTRIBUTE, by_node, cache_of, on_others, states_in, tokens_of
+
+#: Layers of a cache that is looked through from its first to its last.
+MOST_LAYERS = 4096
+#: Tokens that a layer is tried on.
+TRIED = 6
+#: How far two ways of reading them may differ, relative to the largest number: in one piece and in two, in float32 and in less.
+IN_PIECES, LOW_IN_PIECES = 1e-3, 2e-2
+#: The same in one piece and token by token. Some designs have two sets of equations for these: Nemotron-H and Zamba2 are 3e-2 apart.
+TOKEN_BY_TOKEN = 0.1
+
+
+@dataclass(frozen=True)
+class Recurrent:
+    """A module that keeps states, as it was called in a trial pass.
+
+    Attributes:
+        layer: the number that its states have in the cache.
+        states: what it keeps.
+    """
+
+    layer: int
+    module: nn.Module
+    states: tuple[StateSpec, ...]
+    args: tuple
+    keywords: dict[str, Any]
+
+    def __call__(self, hidden: Tensor, cache: Cache) -> Tensor:
+        """What the module gives for `hidden` ``[1, n, H]``, called as it was."""
+        first = self.tokens
+
+        def tensor(value: Tensor) -> Tensor:
+            if value is first:
+                return hidden
+            return value.expand(1, hidden.shape[1], *value.shape[2:]) if value.shape[:2] == (1, 1) else value
+
+        args, keywords = on_others(self.args, self.keywords, StateProbe, cache, tensor)
+        return cast(Tensor, self.module(*args, **keywords))
+
+    @property
+    def tokens(self) -> Tensor:
+        """The hidden states that it was called with, ``[1, 1, H]``."""
+        return tokens_of(self.args, self.keywords)
+
+    def projections(self) -> tuple[tuple[str, ...], str | None]:
+        """See :func:`.hoisting.projections`."""
+        hidden = self.tokens.expand(1, 2, -1).contiguous()
+        return hoisting.projections(self.module, lambda hidden: self(hidden, cache_of(self.states, None)[0]), hidden)
+
+    def check(self) -> bool:
+        """Whether a text that it has begun can go on with several tokens at once.
+
+        Raises:
+            UnsupportedError: it gives something else if it reads a text token by token.
+        """
+        like, generator = self.tokens, torch.Generator().manual_seed(0)
+        hidden = torch.randn(1, TRIED, like.shape[2], generator=generator).to(like)
+        zero = [torch.zeros(1, *spec.shape, dtype=spec.dtype, device=spec.device) for spec in self.states]
+
+        def read(counts: list[int], states: list[Tensor] | None = None) -> list[Tensor]:
+            given, done = [], 0
+            for count in counts:
+                cache, own = cache_of(self.states, states)
+                given.append(self(hidden[:, done : done + count], cache))
+                if not isinstance(given[-1], Tensor):
+                    raise UnsupportedError(
+                        f"{type(self.module).__name__} keeps a recurrent state and gives more than hidden states, which nodes of a "
+                        "block would need of their parent. Call generate without strategy=."
+                    )
+                states, done = states_in(own, self.states), done + count
+            return [torch.cat(given, dim=1), *(states or ())]
+
+        whole = read([TRIED])
+
+        def same(other: list[Tensor], tolerance: float) -> bool:
+            return all(
+                a.shape == b.shape and bool((a - b).abs().max() <= tolerance * b.abs().max().clamp(min=1e-6))
+                for a, b in zip(other, whole, strict=True)
+            )
+
+        half = TRIED // 2
+        one_by_one = read([1] * TRIED, zero), read([half, *[1] * (TRIED - half)])
+        if not all(same(other, TOKEN_BY_TOKEN) for other in one_by_one):
+            raise UnsupportedError(
+                f"{type(self.module).__name__} does not continue its own recurrent state token by token, so nodes of a block cannot be "
+                "given their parent's. Call generate without strategy=."
+            )
+        return same(
+            read([half, TRIED - half]), IN_PIECES if like.dtype in (torch.float32, torch.float64) else LOW_IN_PIECES
+        )
+
+
+class StateProbe(LayoutProbe):
+    """Notes which modules update which states, besides what layers store per token."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self._running: list[tuple[nn.Module, tuple, dict[str, Any]]] = []
+        self._calls: dict[int, tuple[nn.Module, tuple, dict[str, Any]]] = {}
+        self.layers = _Noting(self, model.config.get_text_config(decoder=True))
+
+    @property
+    def recurrent(self) -> list[Recurrent]:
+        """All modules that keep states, with what they left."""
+        modules = []
+        for layer, (module, args, keywords) in sorted(self._calls.items()):
+            states = []
+            for part in ("conv_states", "recurrent_states"):
+                for index, state in getattr(self.layers[layer], part).items():
+                    if state is not None:
+                        states.append(StateSpec(part, index, tuple(state.shape[1:]), state.dtype, state.device))
+            modules.append(Recurrent(layer, module, tuple(states), args, keywords))
+        return modules
+
+    def note(self, layer: int) -> None:
+        """The module that runs has updated a state of this layer."""
+        self._calls[layer] = self._running[-1]
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Knows meanwhile which module runs."""
+
+        def begins(module: nn.Module, args: tuple, keywords: dict[str, Any]) -> None:
+            self._running.append((module, args, keywords))
+
+        def ends(*_: Any) -> None:
+            self._running.pop()
+
+        handles = []
+        for module in model.modules():
+            handles.append(module.register_forward_pre_hook(begins, with_kwargs=True))
+            handles.append(module.register_forward_hook(ends, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+class _Noting(list):
+    """The layers of a :class:`StateProbe`, made when they are asked for."""
+
+    def __init__(self, probe: StateProbe, config: Any) -> None:
+        super().__init__()
+        self._probe, self._config, self._made = probe, config, dict[int, LinearAttentionLayer]()
+
+    @functools.cached_property
+    def _usual(self) -> list[Any]:
+        """The layers of transformers' own cache, where it makes them in advance."""
+        try:
+            return list(DynamicCache(config=self._config).layers)
+        except (KeyError, TypeError, ValueError):
+            return []
+
+    def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        if index not in self._made:
+            like = self._usual[index] if index < len(self._usual) else None
+            self._made[index] = _noting_layer(self._probe, index, getattr(like, "number_of_states", 1))
+        return self._made[index]
+
+    def __len__(self) -> int:
+        return MOST_LAYERS
+
+
+def _noting_layer(probe: StateProbe, index: int, states: int) -> LinearAttentionLayer:
+    class NotingLayer(LinearAttentionLayer):
+        def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
+            probe.note(index)
+            return super().update_conv_state(*args, **kwargs)
+
+        def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor:
+            probe.note(index)
+            return super().update_recurrent_state(*args, **kwargs)
+
+    return NotingLayer(number_of_states=states)
+
+
+def may_keep_states(model: PreTrainedModel) -> bool:
+    """Whether a model's config, or transformers, says that some layers keep a recurrent state."""
+    types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
+    return keeps_recurrent_state(model) or bool(
+        {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"} & set(types)
+    )
+
+
+def adopt(entries: Sequence[Recurrent]) -> bool:
+    """Makes modules of a private tree run as the pass says that they are called in.
+
+    Returns:
+        whether all of them read a text in pieces of several tokens.
+
+    Raises:
+        UnsupportedError: one of them does not fit.
+    """
+    tried: dict[tuple, tuple[bool, tuple[tuple[str, ...], str | None]]] = {}
+    for recurrent in entries:
+        module = recurrent.module
+        if "forward" in vars(module):
+            raise UnsupportedError(
+                f"the forward of {type(module).__name__}, which keeps a recurrent state, was replaced: nodes of a block cannot be "
+                "given their own states. Call generate without strategy=."
+            )
+        kind = type(module), recurrent.states
+        if kind not in tried:
+            tried[kind] = recurrent.check(), recurrent.projections()
+        setattr(module, LAYER_ATTRIBUTE, recurrent.layer)
+        setattr(module, CONTINUES_ATTRIBUTE, tried[kind][0])
+    for recurrent in entries:
+        module = recurrent.module
+        hoisting.hoist(module, tried[type(module), recurrent.states][1])
+        module.__class__ = by_node(cast(Hashable, type(module)))
+    return all(continues for continues, _ in tried.values())

@@ -1,0 +1,426 @@
+"""The target model as the loop sees it: many nodes in, logits out, keys and values in numbered slots."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ...common import devices
+from ...common.layers import decoder_layers
+from ...common.transformers_compat import cache_keyword
+from ...errors import ContextLengthError, UnsupportedError
+from ...settings import Attention
+from ...tree import TreeTensors
+from . import attention, attention_functions, buckets, invariance, own_masks, recurrent
+from .cache import CacheBuffers, SlotCache
+from .features import HeadInputs, LayerStates, OutputHead
+from .fitness import refuse_unfit
+from .kernels import attention as kernel
+from .layout import backbone_of, context_length, embeddings_of, probe_layout, shared_inputs, vocabulary_of
+from .ranks import Ranks
+from .self_check import can_mix, check_tree_logits
+from .state_probe import adopt
+from .text_blocks import LeadingText, causal_block
+from .weights.fingerprints import Fingerprints
+from .weights.packing import pack
+from .weights.quantization import Precision, quantize, rounds_activations
+from .weights.quantized import LONG_TEXT, dequantized_products
+from .weights.twin import WeightState, share_weights, tensors_of
+
+#: Most prompt tokens per row and pass; and where each pass makes matrices anew, of which longer ones make fewer.
+PREFILL_CHUNK, DEQUANTIZED_CHUNK = 512, 2048
+
+
+@dataclass(frozen=True)
+class ForwardResult:
+    """What a pass over a block of nodes gives.
+
+    Attributes:
+        logits: ``[B, N, V]`` float32.
+        hidden: ``[B, N, H]``, what the output head has read.
+        layers: ``[B, N, T, H]``, what the watched layers gave, None where none is watched.
+    """
+
+    logits: Tensor
+    hidden: Tensor
+    layers: Tensor | None = None
+
+    def behind(self, count: int) -> ForwardResult:
+        """The same without the states of the first `count` nodes; the logits are those of the others alone."""
+        if not count:
+            return self
+        layers = self.layers[:, count:] if self.layers is not None else None
+        return ForwardResult(self.logits, self.hidden[:, count:], layers)
+
+
+class Target:
+    """A causal language model whose weights are the user's and whose module tree is private.
+
+    The private tree shares every parameter with `model` but has its own config, so that choosing our attention
+    function never shows in a plain ``model.generate`` that another thread may be running. Its matrices are packed for the
+    CPU's kernels once; whatever runs the model runs on that copy.
+
+    Attributes:
+        static: whether steps are recorded, for one size each, so that sizes are rounded to buckets.
+        attends: what computes attention: "triton", the kernel for CUDA, or "sdpa".
+        rejected: what was wrong with kernels of ours that were tried and left (:func:`target_of`), None elsewhere.
+        precision: of the matrices and of the cache, where it is not the model's own.
+        groups: layers that read the same input, by path; they are multiplied as one where they are packed or quantized alike.
+        packing: the packed matrices.
+        quantized: the quantized ones.
+        weights: what they were packed from.
+        samples: fingerprints of these values, by which a change is noticed.
+        rounds: whether activations, keys or values are rounded on the way, so that a last bit may decide about a step of theirs.
+        layers: decoder layers whose outputs its results hold, see :meth:`watching`.
+        recurrent: the layers that keep a state per row (:mod:`.recurrent`); such a model runs uncompiled.
+        continues: whether these read a text in several passes.
+        counted: what its layers do with the number of tokens in its cache, None if nothing.
+        multiple: blocks and stretches of text have a multiple of so many nodes.
+        invariance: in low precision, whether a node has the same bits in every block.
+        ranks: the processes that share its weights.
+
+    Raises:
+        UnsupportedError: the model's design does not fit the loop, or a self-check shows that its tree-verified logits
+            differ from those of a plain forward. Kernels that do not run raise what they like.
+    """
+
+    rejected: str | None = None
+
+    def __init__(self, model: PreTrainedModel, attends: Attention = "auto", precision: Precision = Precision()) -> None:
+        refuse_unfit(model)
+        precision.check(model.device)
+        self.precision, self.ranks = precision, Ranks.of(model)
+        if self.ranks.several and precision.weights is not None:
+            raise UnsupportedError(
+                f"weights={precision.weights!r}: the weights of {type(model).__name__} are shared by {self.ranks.size} processes, and "
+                "parts of matrices are not quantized here. Leave weights='keep'; kv_cache='int8' works"
+            )
+        attention_functions.register()
+        self.static = devices.static_shapes(model.device)
+        kinds, self._kind_of_layer = attention.layer_kinds(model.config)
+        self.model = share_weights(model)
+        self._attend_by("sdpa")
+        self.tell_kinds(own_masks.take_over(self.model, kinds))
+        self.embeddings = embeddings_of(model)
+        self.vocab_size = vocabulary_of(model)
+        self.max_positions = context_length(model)
+        self.backbone = backbone_of(self.model)
+        self.layers: tuple[int, ...] = ()
+        self._layer_states: LayerStates | None = None
+        self._watch_head()
+        self.groups = shared_inputs(self.model, len(self.kinds))
+        self.quantized = quantize(self.model, precision.weights, self.model.get_output_embeddings(), groups=self.groups)
+        self.packing = pack(self.model, groups=self.groups, exact_products=precision.exact_products)
+        self.remember(model)
+        layout = probe_layout(self.model, len(self.kinds))
+        self.layout, self.counted = layout.layers, layout.counted
+        self.recurrent = tuple(entry.layer for entry in layout.recurrent)
+        self.continues = adopt(layout.recurrent)
+        self.static = self.static and not self.recurrent
+        if precision.cache is not None:
+            self.layout = [replace(spec, quantized=True) for spec in self.layout]
+        self.group = layout.groups[0] if len(set(layout.groups)) == 1 else 1
+        self._cache_keyword = cache_keyword(self.model)
+        self._head.forget()
+        self.dtype = self.layout[0].dtype
+        self.device = self.layout[0].device
+        self.rounds = precision.rounds or rounds_activations(model)
+        # A token whose state is there cannot be run again, as the same bits in every block would want it.
+        self.multiple = 1 if self.recurrent else buckets.row_multiple(self.dtype, self.device, self.rounds)
+        if self.multiple > 1:
+            invariance.align_activations(self.model)
+        if self._takes_kernel(attends, len(layout.groups)):
+            self._attend_by("triton")
+        self._checked = check_tree_logits(self, model, layout.layers)
+        self.invariance = invariance.brief_check(self)
+
+    def _takes_kernel(self, wanted: Attention, own_layers: int) -> bool:
+        """Whether attention is the kernel's. own_layers: how many layers call the attention that they are told to.
+
+        Raises:
+            UnsupportedError: it was asked for by name and does not fit.
+        """
+        if wanted == "sdpa" or (wanted == "auto" and not kernel.preferred(self.device)):
+            return False
+        unfit = kernel.unfit(self.layout, own_layers, self.device)
+        if unfit is not None and wanted == "triton":
+            raise UnsupportedError(
+                f"attention='triton' does not fit {type(self.model).__name__}: {unfit}; leave 'auto'"
+            )
+        return unfit is None
+
+    def check_lengths(self, longest: int, rows: int) -> None:
+        """Raises ContextLengthError if texts of up to `longest` tokens cannot be decoded as the model would, in so many rows."""
+        name = type(self.model).__name__
+        if self._checked is not None and longest > self._checked:
+            raise ContextLengthError(
+                f"{name} sees other tokens than the window in its config says, so no more than the {self._checked} tokens of that "
+                f"window can be decoded as it would, and {longest} are asked for: ask for fewer, or call generate without strategy=."
+            )
+        if self.counted is not None:
+            self.counted.check(name, longest, rows)
+
+    def tell_kinds(self, kinds: tuple[attention.LayerKind, ...]) -> None:
+        """Says how far each kind of layer looks back."""
+        self.kinds = kinds
+        attention.tell_kinds(self.model, kinds, self._kind_of_layer)
+
+    def _attend_by(self, attends: Literal["sdpa", "triton"]) -> None:
+        self.attends = attends
+        self.model.set_attn_implementation(kernel.NAME if attends == "triton" else attention.NAME)
+
+    @functools.cached_property
+    def decoder_layers(self) -> int:
+        """How many decoder layers it has; 0 if they cannot be told."""
+        return len(decoder_layers(self.model))
+
+    @functools.cached_property
+    def mixes(self) -> bool:
+        """Whether rows and a piece of another one's prompt may be run as one pass (:mod:`~decoders.engine.model.mixed`)."""
+        return can_mix(self)
+
+    @property
+    def prefill_chunk(self) -> int:
+        """Most prompt tokens per row and pass, where no setting says so."""
+        return DEQUANTIZED_CHUNK if self._dequantizable else PREFILL_CHUNK
+
+    @property
+    def _dequantizable(self) -> bool:
+        """False in float32, where a text has the same bits whatever is read beside it."""
+        return self.dtype != torch.float32 and self.quantized.dequantizable
+
+    def dequantizes(self, tokens: int) -> bool:
+        """Whether a text of so many tokens, of all rows, is read with 4-bit matrices that are made wider ones first, uncompiled."""
+        return tokens >= LONG_TEXT and self._dequantizable
+
+    def _products(self, text: Tensor) -> AbstractContextManager:
+        return dequantized_products() if self.dequantizes(text.numel()) else nullcontext()
+
+    @property
+    def matrices(self) -> list[Tensor]:
+        """The tensors of all packed and quantized matrices."""
+        return [
+            *(tensor for weight in self.packing.weights for tensor in weight.tensors),
+            *(tensor for weight in self.quantized.weights for tensor in weight.tensors),
+        ]
+
+    def takes_single_nodes(self, rows: int) -> bool:
+        """Whether blocks of so many rows may have one node in each, which then has the bits that it has in longer blocks.
+
+        Where sizes are static they are those of buckets.
+        """
+        if self.static:
+            return False
+        return (rows > 1 and not self.rounds) or (self.invariance is not None and self.invariance.single)
+
+    def _watch_head(self) -> None:
+        self._head = HeadInputs(self.model.get_output_embeddings())
+
+    def sibling(self) -> Target:
+        """The same model on a module tree of its own, with the same weights, packed ones included."""
+        twin = copy.copy(self)
+        twin.model = self._copied()
+        twin.backbone = backbone_of(twin.model)
+        twin._watch_head()
+        if self._layer_states is not None:
+            twin._layer_states = LayerStates(twin.model, self.layers)
+        return twin
+
+    def _copied(self) -> PreTrainedModel:
+        """Another module tree, which nothing watches."""
+        model = share_weights(self.model, self.matrices)
+        self._head.unwatch(model.get_output_embeddings())
+        if self._layer_states is not None:
+            self._layer_states.unwatch(model)
+        return model
+
+    @torch.no_grad()
+    def output_head(self) -> OutputHead:
+        """The head by itself.
+
+        Raises:
+            UnsupportedError: what it gives is not what the model gives.
+        """
+        head = OutputHead(self._copied())
+        rows = CacheBuffers.allocate(self.layout, 1, 16)
+        start = torch.zeros(1, dtype=torch.int64, device=self.device)
+        tokens = torch.tensor([[3, 5, 7, 11]], device=self.device) % self.embeddings
+        tree = causal_block(1, 4, self.device)
+        result = self.forward(tokens, start, tree, rows, torch.arange(16, device=self.device)[:8])
+        head.check(result.hidden, result.logits)
+        return head
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """What the input embedding gives for `tokens`, ids outside of it taken for some token."""
+        return cast(Tensor, self.model.get_input_embeddings()(tokens.clamp(0, self.embeddings - 1)))
+
+    def watching(self, layers: tuple[int, ...]) -> Target:
+        """A :meth:`sibling` whose results hold what these decoder layers gave; it costs keeping them, and a graph of its own."""
+        twin = self.sibling()
+        twin.layers, twin._layer_states = layers, LayerStates(twin.model, layers)
+        return twin
+
+    def repack(self, model: PreTrainedModel) -> None:
+        """Packs again what has been written since; compiled code and recorded steps see the new values."""
+        self.packing.repack()
+        self.quantized.repack()
+        self.remember(model)
+
+    def remember(self, model: PreTrainedModel) -> None:
+        """Notes the present weights of `model` as those that were packed."""
+        self.weights, self.samples = WeightState.of(model), Fingerprints(tensors_of(model))
+
+    def _quick(self) -> AbstractContextManager:
+        """Inference mode for a pass that neither the compiler nor a recording sees: operations cost less there."""
+        seen = self.static or torch.compiler.is_dynamo_compiling()
+        return nullcontext() if seen else torch.inference_mode()  # mode=False would switch gradients on
+
+    def forward(
+        self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor,
+        text: LeadingText = LeadingText(),
+    ) -> ForwardResult:  # fmt: skip
+        """One pass over a block of nodes; writes their keys and values to slots ``base … base+N-1``.
+
+        Args:
+            nodes: ``[B, N]`` int64 token ids; ids outside the vocabulary (-1, "no draft token") are run as some token. If
+                `tree` has more nodes, these are its last ones, and the others have been run before.
+            base: ``[B]`` int64, position and slot of the tree's node 0. Negative if a block starts before the row does:
+                the nodes in front of position 0 are run for nothing, in slots counted from the end of the cache.
+            view: ``[view]``, any values: its length is the number of slots that attention looks at, at least ``base + N``.
+            text: nodes that the block begins with, for which there are no results.
+        """
+        inputs = self.inputs(nodes, base, tree, buffers, view, text if text.length else None)
+        kept = torch.arange(text.length, nodes.shape[1], device=nodes.device) if text.length else None
+        return self.results(inputs, kept).behind(text.length)
+
+    def prefill(self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int) -> None:
+        """Writes the keys and values of ``tokens`` ``[B, N]`` to slots ``start …`` without computing logits."""
+        with self._quick(), self._products(tokens):
+            tree = causal_block(tokens.shape[0], tokens.shape[1], tokens.device)
+            text, text_pass = LeadingText(tokens.shape[1], latest), self._text_pass(tokens, start, buffers)
+            self.backbone(**self.inputs(tokens, start, tree, buffers, view, text, text_pass))
+        if self._layer_states is not None:
+            self._layer_states.forget()
+
+    def features(
+        self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int, *, logits: bool,
+        valid: Tensor | None = None,
+    ) -> ForwardResult:  # fmt: skip
+        """As :meth:`prefill`, with results of all tokens; without `logits` these are those of the first token alone.
+
+        Args:
+            valid: ``[B, N]`` bool, the tokens that are no padding behind a row's text.
+        """
+        tree = causal_block(tokens.shape[0], tokens.shape[1], tokens.device)
+        text, text_pass = LeadingText(tokens.shape[1], latest), self._text_pass(tokens, start, buffers, valid)
+        inputs = self.inputs(tokens, start, tree, buffers, view, text, text_pass)
+        with self._products(tokens):
+            return self.results(inputs, None if logits else torch.zeros(1, dtype=torch.int64, device=tokens.device))
+
+    def results(self, inputs: dict, kept: Tensor | None = None) -> ForwardResult:
+        """What the model gives for `inputs`, as tensors that strategies and compiled functions may do anything with.
+
+        Args:
+            kept: ``[K]`` int64, the nodes that get logits; None: all.
+        """
+        self._head.let_read(kept)
+        with self._quick():
+            output = self.model(**inputs)
+        layers = self._layer_states.taken() if self._layer_states is not None else None
+        return ForwardResult(_ordinary(output.logits.float()), _ordinary(self._head.taken()), layers)
+
+    def _text_pass(
+        self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, valid: Tensor | None = None
+    ) -> recurrent.TextPass | None:
+        """How recurrent layers read a stretch of text."""
+        if buffers.states is None:
+            return None
+        counts = valid.sum(1).tolist() if valid is not None else [tokens.shape[1]] * len(tokens)
+        return recurrent.TextPass(buffers.states, [spec.states for spec in self.layout], start.tolist(), counts)
+
+    def inputs(
+        self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor,
+        text: LeadingText | None = None, text_pass: recurrent.TextPass | None = None,
+    ) -> dict:  # fmt: skip
+        n = nodes.shape[1]
+        states: recurrent.StatePass | None = text_pass
+        if text_pass is None and buffers.states is not None:
+            specs = [spec.states for spec in self.layout]
+            states = recurrent.NodePass(buffers.states, specs, tree.visible, nodes, base)
+        offsets, visible = attention.ending(tree.offsets, n), attention.ending(tree.visible, n)
+        slots = base[:, None] + attention.ending(torch.arange(tree.offsets.shape[1], device=nodes.device)[None], n)
+        if self.attends == "triton":
+            whole_text = text is not None and text.length == n
+            mask = kernel.pack_mask(base, tree.offsets, None if whole_text else visible)
+        else:
+            mask = attention.build_mask(self.kinds, base, tree.offsets, visible, view.shape[0], self.dtype)
+            if text is not None and n > attention.STRETCH:
+                attention.tell_shape(mask, attention.MaskShape(text=text))
+            elif self.group > 1:
+                mask = attention.repeat_for_group(mask, self.group)
+                attention.tell_shape(mask, attention.MaskShape(self.group))
+        positions, counts = base[:, None] + offsets, None
+        if self.counted is not None and self.counted.by_node and len(positions) == 1:
+            counts = positions[0] - torch.arange(n, device=nodes.device)
+        return self.arguments(nodes, positions, mask, SlotCache(buffers, slots, view.shape[0], states, counts))
+
+    def arguments(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache) -> dict:
+        """What the model is called with. tokens, positions: ``[B, N]`` int64."""
+        return {
+            "input_ids": tokens.clamp(0, self.embeddings - 1),
+            "attention_mask": mask,
+            # Draft tokens may reach past the context; the loop never commits them, but embeddings would be out of range.
+            "position_ids": positions.clamp(0, self.max_positions - 1),
+            "use_cache": True,
+            self._cache_keyword: cache,
+        }
+
+
+def target_of(model: PreTrainedModel, attends: Attention, precision: Precision) -> Target:
+    """The target with kernels of ours where they are wanted, fit and give right logits, and with PyTorch's where they do not.
+
+    What was left for PyTorch's is one warning, and noted in :attr:`Target.rejected`.
+
+    Raises:
+        UnsupportedError: see :class:`Target`.
+    """
+    with devices.current(model.device):
+        if attends == "triton" or not kernel.preferred(model.device):
+            return Target(model, attends, precision)
+        inexact = replace(precision, exact_products=precision.exact_products and model.dtype.itemsize > 2)
+        every: list[tuple[Attention, Precision]]
+        every = [(attends, precision), (attends, inexact), ("sdpa", precision), ("sdpa", inexact)]
+        *tries, last = dict.fromkeys(every)
+        rejected: str | None = None
+        for attention_of, products_of in tries:
+            try:
+                target = Target(model, attention_of, products_of)
+                break
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # Triton raises whatever it likes, without a C compiler for instance
+                rejected = rejected or f"{type(error).__name__}: {error}"
+        else:
+            target = Target(model, *last)  # raises what is wrong with the model itself
+        if rejected is not None:
+            target.rejected = (
+                f"attention is {target.attends}, exact_products {target.precision.exact_products}: {rejected}"
+            )
+            warnings.warn(
+                f"a kernel for CUDA does not work here and was left for PyTorch's: {target.rejected}", stacklevel=2
+            )
+        return target
+
+
+def _ordinary(tensor: Tensor) -> Tensor:
+    """`tensor`, or a copy if it was made in inference mode."""
+    inference = not torch.compiler.is_dynamo_compiling() and tensor.is_inference()
+    return tensor.clone() if inference else tensor
