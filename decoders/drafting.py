@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-    from .constraints.vocabulary import Vocabulary
+    from .constraints import Vocabulary
     from .context import Sequences
     from .strategy import Step, Strategy
 
