@@ -243,9 +243,7 @@ def test_settings_files_load(page: str, reader: Path, monkeypatch: pytest.Monkey
 
 def test_every_variable_that_is_named_is_read() -> None:
     """Variables of strategies that a page invents itself are left out."""
-    known = {
-        f"DECODERS_{name.upper()}" for name in (*settings.RuntimeSettings.model_fields, *settings.NOT_SETTINGS)
-    }
+    known = {f"DECODERS_{name.upper()}" for name in (*settings.RuntimeSettings.model_fields, *settings.NOT_SETTINGS)}
     for name, entry in registry().strategies().items():
         known |= {f"DECODERS_{name}_{field}".upper() for field in entry.cls.settings_class.model_fields}
     for page in PAGES:
