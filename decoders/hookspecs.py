@@ -13,7 +13,7 @@ import pluggy
 
 if TYPE_CHECKING:
     from .constraints.base import Backend
-    from .observer import Observer
+    from .report import Observer
     from .strategy import Strategy
     from .verifiers.verifier import Verifier
 

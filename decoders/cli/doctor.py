@@ -140,8 +140,7 @@ def settings() -> Iterator[Finding]:
     """Whether the environment and the configuration file can be read, for every strategy."""
     from ..errors import SettingsError
     from ..plugins import registry
-    from ..setting_sources import load_settings, unknown_variables
-    from ..settings import RuntimeSettings, Settings
+    from ..settings import RuntimeSettings, Settings, load_settings, unknown_variables
 
     entries = registry().strategies()
     sections: list[tuple[type[Settings], str | None]] = [(RuntimeSettings, None)]

@@ -12,9 +12,8 @@ from typing import Any, Generic, TypeVar
 
 from ..constraints.base import Backend
 from ..errors import PluginError, suggest
-from ..observer import Observer
-from ..setting_sources import OWN_VARIABLES, variable_of
-from ..settings import Settings
+from ..report import Observer
+from ..settings import OWN_VARIABLES, Settings, variable_of
 from ..strategy import Strategy
 from ..verifiers.verifier import Verifier
 

@@ -19,7 +19,7 @@ from .. import __version__, hookspecs
 from ..constraints.base import Backend
 from ..errors import PluginError, UnknownNameError, suggest
 from ..hookspecs import PROJECT
-from ..observer import Observer
+from ..report import Observer
 from ..strategy import Strategy
 from ..verifiers.verifier import Verifier
 from . import builtin
