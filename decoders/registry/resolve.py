@@ -10,8 +10,7 @@ from typing import Any, cast
 
 from ..constraints import Backend, CompiledGrammar, Spec, as_spec, spec_of_file, spec_of_library, unknown_grammar
 from ..errors import GrammarError, SettingsError, UnknownNameError, UnsupportedError
-from ..setting_sources import load_settings
-from ..settings import Settings
+from ..settings import Settings, load_settings
 from ..strategies.merged import Merged, MergedSettings
 from ..strategy import Strategy
 from ..verifiers.verifier import Verifier
