@@ -14,14 +14,14 @@ from .patterns.deadline import deadline, left
 from .python_types import schema_of
 from .schemas import limits, notation
 from .schemas.document import document, members
-from .schemas.ignored import ignored
-from .schemas.left_out import droppable
-from .schemas.lenient import Validation
+from .schemas.judge import Validation
+from .schemas.no_effect import ignored
 from .schemas.nodes import Node
 from .schemas.normaliser import Normaliser
 from .schemas.notation import Expr
+from .schemas.rules import WHITESPACE
 from .schemas.spelling import spell
-from .schemas.writing import WHITESPACE, Writer
+from .schemas.writing import Writer
 from .specs import Spec
 
 #: Keywords that are left out of one schema, and the work of finding them in units of what one attempt may do.
@@ -143,14 +143,13 @@ class JsonSchema(Spec):
             except GrammarError as problem:
                 steps += normaliser.steps
                 needed = problem.keyword in (None, *_NEEDED)  # None: no schema at all, or too large as a whole
-                cause = None if self.strict or needed else droppable(normaliser, problem)
+                cause = None if self.strict or needed else normaliser.droppable(problem)
                 if cause is None or len(dropped) == _MOST_DROPPED or steps > _MOST_ATTEMPTS * limits.STEPS:
                     raise
                 dropped.append(cause)
         if not rules:
             raise GrammarError("no value that can be written is valid under this schema", path="$")
-        places = (content for kind, content in normaliser.nodes.terms if kind == "schema")
-        return rules, dropped, [*writer.warnings, *dict.fromkeys(ignored(places))]
+        return rules, dropped, [*writer.warnings, *dict.fromkeys(ignored(normaliser.places))]
 
     def _read(self, dropped: Iterable[tuple[str, str]]) -> tuple[Normaliser, Node]:
         """The schema without what is left out."""

@@ -1,23 +1,22 @@
-"""Whether a value is valid under a schema: every keyword of every draft, in bounded time.
+"""Whether a value, or a finished text, is valid under a schema: every keyword of every draft, in bounded time.
 
-A schema is asked once for each value, so that references that fan out cost what there is, not what there are ways to it;
+A schema is evaluated once for each value, so references that fan out cost no more than the number of pairs of schema and value;
 patterns are matched by automata. Formats are annotations here, as the drafts since 2019 have them.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...errors import GrammarError
-from ..patterns.deadline import check
+from ...errors import GrammarError, shortened
+from ..patterns.deadline import check, deadline
 from ..patterns.search import Search
 from . import keywords
-from .document import Place
-from .drafts import known
-from .equality import canonical
-from .numbers import fraction
+from .document import Place, document, known, step
+from .numbers import canonical, fraction
 
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "null": type(None), "boolean": bool, "string": str, "array": list, "object": dict, "number": (int, float),
@@ -271,3 +270,43 @@ def _out_of_bounds(read: dict[str, Any], least: str, most: str, size: int) -> It
         yield least
     if high is not None and size > high:
         yield most
+
+
+#: Most time on the processor that validating one text may take.
+SECONDS = 0.5
+_LIMIT = f"the limit SECONDS of {__name__}: simplify the schema"
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Judges texts under a schema. Nothing is fetched."""
+
+    schema: Any = field(repr=False)
+
+    def __call__(self, text: str) -> None:
+        """Nothing, if `text` is JSON that is valid.
+
+        Raises:
+            GrammarError: it is not; names the keyword that it breaks and the place in the text. Or nobody can tell.
+        """
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as problem:
+            raise GrammarError(f"the text is not JSON: {problem}") from problem
+        try:
+            with deadline(SECONDS, _LIMIT), Search() as search:
+                failure = Judge(search).verdict(document(json.dumps(self.schema)), value).failure
+        # A schema that makes no sense, a text nested deeper than the stack, an infinite float.
+        except Exception as problem:
+            why = str(problem) if isinstance(problem, GrammarError) else f"{type(problem).__name__}: {problem}"
+            raise GrammarError(f"the text cannot be judged: {why[:300]}") from problem
+        if failure is not None:
+            path = "$" + "".join(map(step, failure.path))
+            raise GrammarError(f"the text is JSON, but not valid: {path}: {_reason(failure)}", failure.keyword, path)
+
+
+def _reason(failure: Failure) -> str:
+    value = shortened(json.dumps(failure.value, ensure_ascii=False), 120)
+    if failure.keyword is None:
+        return f"nothing is allowed here, not even {value}"
+    return f"{value} breaks {failure.keyword}: {shortened(json.dumps(failure.wanted, ensure_ascii=False), 120)}"

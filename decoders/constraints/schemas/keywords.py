@@ -9,11 +9,9 @@ from typing import Any
 from ...errors import GrammarError
 from ..patterns import ecma
 from . import formats, limits, numbers, strings
-from .algebra import NodeAlgebra
 from .arrays import Arrays, Count, Items
-from .document import Place
-from .drafts import known
-from .nodes import FALSE, TRUE, Node
+from .document import Place, known
+from .nodes import FALSE, TRUE, Node, NodeAlgebra
 from .numbers import Numbers
 from .objects import Keys, Objects, Property
 from .shapes import Shapes

@@ -6,6 +6,7 @@ Recursion through ``$ref`` is no problem, since a node names a schema and does n
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable
 from typing import Any, TypeAlias
 
@@ -72,3 +73,25 @@ class Nodes:
             self._known[key] = len(self.terms)
             self.terms.append(term)
         return self._known[key]
+
+
+class NodeAlgebra(ABC):
+    """The expressions, which of them are known to be empty, and a count of the work.
+
+    Attributes:
+        nodes: the table of expressions.
+    """
+
+    nodes: Nodes
+
+    @abstractmethod
+    def empty(self, node: Node) -> bool:
+        """Whether `node` has no values, as far as a look of bounded depth tells; False where it does not."""
+
+    @abstractmethod
+    def step(self, count: int = 1) -> None:
+        """Counts work against the limit.
+
+        Raises:
+            GrammarError: too much of it.
+        """

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from . import limits, strings
-from .algebra import NodeAlgebra
-from .nodes import FALSE, TRUE, Node
+from .nodes import FALSE, TRUE, Node, NodeAlgebra
 from .strings import Strings
 
 

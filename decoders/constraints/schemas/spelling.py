@@ -7,12 +7,11 @@ from itertools import permutations, product
 from typing import Any
 
 from .arrays import Arrays
-from .equality import canonical
-from .json_text import quoted
 from .nodes import FALSE, Node
 from .normaliser import Normaliser
-from .numbers import fraction
+from .numbers import canonical, fraction
 from .objects import Objects
+from .string_text import quoted
 
 
 def spell(normaliser: Normaliser, node: Node, value: Any) -> str | None:
