@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import GrammarError
 from .base import Language
 from .json_spec import JsonSchema
-from .patterns.deadline import deadline, left
+from .patterns.limits import deadline, left
 from .patterns.writer import quoted, slashed
 from .schemas.document import document
 from .schemas.nodes import Node

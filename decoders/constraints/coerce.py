@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from ..errors import GrammarError, UnknownNameError, shortened
-from . import files, library
+from . import library
 from .base import CompiledGrammar
 from .constructors import grammar, json_schema, regex
 from .python_types import is_json, listed
@@ -70,7 +70,7 @@ def spec_of_file(path: Path) -> Spec:
     if path.suffix == ".json":
         return json_schema(path)
     if path.suffix == ".regex":
-        return dataclasses.replace(regex(files.pattern(path)), label=path.name)
+        return dataclasses.replace(regex(library.file_pattern(path)), label=path.name)
     return grammar(path)
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from ..common.files import write_whole
 from ..errors import GrammarError
 from .base import Backend, CompiledGrammar, Language, Policy
-from .patterns.deadline import deadline
+from .patterns.limits import deadline
 from .vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Cache:
 
         Args:
             directory: where compiled grammars are kept from one process to the next; none by default.
-            seconds: that compiling may take on the processor; None: :data:`~decoders.constraints.patterns.deadline.SECONDS`.
+            seconds: that compiling may take on the processor; None: :data:`~decoders.constraints.patterns.limits.SECONDS`.
 
         Raises:
             GrammarError: it cannot be expressed or compiled, or not in time. Nothing is kept then.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import GrammarError, shortened
-from . import files
+from . import library
 from .base import Policy
 from .json_spec import JsonSchema
 from .python_types import schema_of
@@ -67,7 +67,7 @@ def grammar(text: str | Path, *, backend: str | None = None, policy: Policy = "f
     """
     if not isinstance(text, (str, Path)):
         raise GrammarError(f"grammar: text or a path is needed, not {type(text).__name__}", "grammar")
-    file = text if isinstance(text, Path) else files.named(text)
+    file = text if isinstance(text, Path) else library.file_named(text)
     if file is None:
         return Lark(str(text), backend=backend, policy=policy)
     if file.suffix == ".gbnf":
@@ -76,7 +76,7 @@ def grammar(text: str | Path, *, backend: str | None = None, policy: Policy = "f
             "of Lark take as much text as they can and those of GBNF do not",
             "gbnf",
         )
-    return Lark(files.content(file), backend=backend, policy=policy, label=file.name)
+    return Lark(library.file_content(file), backend=backend, policy=policy, label=file.name)
 
 
 def choice(
@@ -126,9 +126,9 @@ def json_schema(
             and what would handle it.
     """
     is_schema = isinstance(schema, (Mapping, str, bool, Path))
-    file = schema if isinstance(schema, Path) else files.named(schema) if isinstance(schema, str) else None
+    file = schema if isinstance(schema, Path) else library.file_named(schema) if isinstance(schema, str) else None
     if file is not None:
-        schema = files.schema(file)
+        schema = library.file_schema(file)
     if isinstance(schema, Mapping):
         schema = dict(schema)
     elif not isinstance(schema, bool) and (file is not None or isinstance(schema, _NO_SCHEMA)):

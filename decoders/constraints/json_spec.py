@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import GrammarError, suggest
 from .base import Language
-from .patterns.deadline import deadline, left
+from .patterns.limits import deadline, left
 from .python_types import schema_of
 from .schemas import limits, notation
 from .schemas.document import document, members
@@ -20,7 +20,6 @@ from .schemas.nodes import Node
 from .schemas.normaliser import Normaliser
 from .schemas.notation import Expr
 from .schemas.rules import WHITESPACE
-from .schemas.spelling import spell
 from .schemas.writing import Writer
 from .specs import Spec
 
@@ -113,14 +112,6 @@ class JsonSchema(Spec):
         title = json.loads(self.text).get("title") if self.text.lstrip().startswith("{") else None
         name = self.label or (f"JSON schema {title!r}" if isinstance(title, str) else "JSON schema")
         return Language(name, _regex(rules), notation.lark(rules), tuple(warnings), whole)
-
-    def spell(self, value: Any) -> str | None:
-        """`value` as a text of the language (keys in its order), with blanks as ``json.dumps`` has them; None if it is none.
-
-        Raises:
-            GrammarError: there is no such language.
-        """
-        return spell(*self._read(self._grammar[1]), value)
 
     @cached_property
     def _grammar(self) -> tuple[dict[str, Expr], list[tuple[str, str]], list[str]]:

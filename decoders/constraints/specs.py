@@ -8,6 +8,7 @@ import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import cached_property
+from os.path import commonprefix
 from typing import get_args
 
 from ..errors import GrammarError, UnknownNameError, shortened
@@ -142,9 +143,9 @@ class Choice(Spec):
         The rest is a plain list: automaton builders fold literals themselves, faster than they read a nested pattern.
         """
         ordered = sorted(self.texts)
-        front = _shared(ordered)
+        front = len(commonprefix(ordered))  # noqa: RUF071 -- no files
         rests = [text[front:] for text in ordered]
-        behind = _shared(sorted(rest[::-1] for rest in rests))
+        behind = len(commonprefix([rest[::-1] for rest in rests]))  # noqa: RUF071 -- no files
         middles = (quoted(rest[: len(rest) - behind]) for rest in rests)
         begin, end = quoted(ordered[0][:front]), quoted(rests[0][len(rests[0]) - behind :])
         return f"{begin}(?:{'|'.join(middles)}){end}" if len(ordered) > 1 else quoted(ordered[0])
@@ -156,12 +157,3 @@ class Choice(Spec):
     def language(self) -> Language:
         shown = ", ".join(map(repr, self.texts[:3])) + (", …" if len(self.texts) > 3 else "")
         return Language(self.label or f"choice of {shortened(shown)}", regex=self.whole)
-
-
-def _shared(ordered: list[str]) -> int:
-    """How many characters all of `ordered`, which is sorted, begin with: as many as the first and the last do."""
-    first, last = ordered[0], ordered[-1]
-    return next(
-        (place for place, (one, other) in enumerate(zip(first, last, strict=False)) if one != other),
-        min(len(first), len(last)),
-    )

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 from ..constraints import LEFT_OUT
 from ..engine.decode.request_output import TokenLogprobs
 from .bodies import Body
-from .jobs import Choice, Job
 from .service import Service
-from .texts import ChoiceText, Span, Spelling
+from .texts import Choice, ChoiceText, Job, Span, Spelling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -22,10 +22,9 @@ from ..errors import suggest
 from ..registry.registry import registry
 from . import chat, completions
 from .answers import Answer
-from .arrivals import CLIENT, Arrival
-from .bodies import Body, ChatBody, CompletionBody, parsed
-from .limits import App, Gate, Receive, Scope
-from .refusals import Refusal
+from .bodies import Body, ChatBody, CompletionBody
+from .limits import CLIENT, App, Arrival, Gate, Receive, Scope
+from .refusals import Refusal, parsed
 from .service import Service
 from .streaming import EventStream, gone, settled
 

@@ -20,16 +20,14 @@ from ..generate import OwnDefaults, enable
 from ..plugins import resolve_strategy
 from ..serving.generation import Generation
 from .arguments import callbacks, sampling, wrapped
-from .arrivals import Arrival, digest
 from .bodies import Body
 from .client_settings import ClientSettings
-from .jobs import Choice, Job
-from .limits import Limits
+from .limits import Arrival, Limits, digest
 from .metrics import Metrics
 from .pool import SchedulerPool
 from .prompts import Conversations
 from .refusals import Refusal, log, refusal
-from .texts import Spelling
+from .texts import Choice, Job, Spelling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -19,6 +19,8 @@ from decoders.constraints.json_spec import JsonSchema
 from decoders.constraints.schemas.judge import Validation
 from decoders.errors import GrammarError
 
+from .spelling import spell
+
 
 class Colour(enum.Enum):
     RED = "red"
@@ -290,8 +292,8 @@ def test_languages_do_not_depend_on_hashes() -> None:
 
 def test_value_is_spelled_in_the_order_of_the_grammar() -> None:
     spec = JsonSchema({"properties": {"b": {}, "a": {"type": "integer"}}, "type": "object"})
-    assert spec.spell({"x": 1, "a": 2.0, "b": [{"é": 1}]}) == '{"b": [{"é": 1}], "a": 2, "x": 1}'
-    assert spec.spell({"a": 1.5}) is None
+    assert spell(spec, {"x": 1, "a": 2.0, "b": [{"é": 1}]}) == '{"b": [{"é": 1}], "a": 2, "x": 1}'
+    assert spell(spec, {"a": 1.5}) is None
 
 
 def test_unknown_white_space_suggests() -> None:

@@ -15,8 +15,8 @@ from typing import TypeAlias
 
 from ...errors import GrammarError
 from . import characters, limits
-from .deadline import check
 from .dialect import Dialect, Problem, single
+from .limits import check
 from .reader import read
 from .tree import (
     ANYTHING,

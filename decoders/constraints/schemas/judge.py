@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...errors import GrammarError, shortened
-from ..patterns.deadline import check, deadline
+from ..patterns.limits import check, deadline
 from ..patterns.search import Search
 from . import keywords
 from .document import Place, document, known, step

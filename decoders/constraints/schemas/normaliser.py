@@ -9,7 +9,7 @@ from os.path import commonprefix
 from typing import Any
 
 from ...errors import GrammarError
-from ..patterns.deadline import check
+from ..patterns.limits import check
 from . import keywords, limits, no_effect, shapes
 from .applicators import APPLICATORS, SchemaAlgebra, one_of_as_any_of
 from .document import Place, known

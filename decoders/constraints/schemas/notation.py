@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ..patterns.deadline import check
+from ..patterns.limits import check
 from ..patterns.writer import slashed
 from . import limits
 

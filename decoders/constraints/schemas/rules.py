@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..patterns.deadline import check
+from ..patterns.limits import check
 from . import limits
 from .nodes import FALSE, Node
 from .normaliser import Normaliser

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ...errors import GrammarError
 from ..patterns import characters, writer
 from ..patterns.characters import Ranges
-from ..patterns.deadline import check
+from ..patterns.limits import check
 from ..patterns.tree import NOTHING, Cat, Chars, Or, Pattern, Repeat, cat, either, irregular, repeat
 from ..patterns.writer import slashed
 from . import limits

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...errors import GrammarError
-from ..patterns.deadline import check
+from ..patterns.limits import check
 from . import notation, number_text
 from .array_text import write_array
 from .nodes import Node
