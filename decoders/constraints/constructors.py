@@ -148,7 +148,7 @@ def json_schema(
 
 
 def _text_of(option: Any, place: int) -> str:
-    """The text that an option of a choice stands for. place: which one it is, for messages."""
+    """The text of an option of a choice, the one at index `place`."""
     if isinstance(option, Enum):
         option = option.value
     if isinstance(option, str):

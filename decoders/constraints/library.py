@@ -85,7 +85,7 @@ def joined(content: str) -> str:
 
 
 def _description(content: str, kind: Kind) -> str:
-    """The first sentence or sentences that fit the first line."""
+    """The schema's description, or the comment in the first line."""
     if kind == "json_schema":
         return str(json.loads(content).get("description", ""))
     first = content.split("\n", 1)[0]

@@ -27,7 +27,7 @@ class Spec(ABC):
     Attributes:
         backend: registry name of what compiles it; ``auto`` takes the table automaton where it can.
         policy: which tokens may spell a legal text, see :data:`~decoders.constraints.base.Policy`.
-        label: what messages and reports call it; none of its meaning.
+        label: its name in messages and reports; specifications that differ in it alone are equal.
     """
 
     backend: str | None = field(default=None)
@@ -52,7 +52,7 @@ class Spec(ABC):
         """
 
     def _keyed(self, content: str) -> str:
-        """The :attr:`key` of a specification that `content` says all about."""
+        """The :attr:`key` of a specification whose content, besides these options, is `content`."""
         options = f"{type(self).__name__}/{self.backend or '-'}/{self.policy}"
         return f"{options}/{hashlib.sha256(content.encode()).hexdigest()}"
 

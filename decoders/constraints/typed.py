@@ -42,7 +42,7 @@ _TOLD: dict[str, frozenset[str]] = {
         "call": "arguments_schema function", "arguments": "arguments_schema",
     }.items()
 }  # fmt: skip
-#: Names in core schemas that no value has to meet, or that JSON schemas always tell.
+#: Names in core schemas that put no condition on values, or one that JSON schemas always tell.
 _IDLE = frozenset((
     "type", "ref", "metadata", "serialization", "strict", "cls", "cls_name", "generic_origin", "frozen", "slots",
     "computed_fields", "extra_behavior", "title", "revalidate_instances", "from_attributes", "custom_error_type",
@@ -53,13 +53,13 @@ _IDLE = frozenset((
     "serialize_by_alias", "ser_json_timedelta", "ser_json_temporal", "ser_json_bytes", "ser_json_inf_nan",
     "polymorphic_serialization",
 ))  # fmt: skip
-#: Values of others by which they ask for nothing; None is one for all.
+#: Values of other names that put no condition either; None is one for all.
 _DEFAULTS = {
     "init": True, "allow_inf_nan": True, "validate_by_alias": True, "microseconds_precision": "truncate",
     "val_json_bytes": "utf8", "custom_init": False, "post_init": False, "strip_whitespace": False, "to_lower": False, "to_upper": False,
     "ascii_only": False, "validate_default": False, "str_strip_whitespace": False, "str_to_lower": False, "str_to_upper": False,
 }  # fmt: skip
-#: What else stands in core schemas and holds no schema of the JSON that is read.
+#: Names whose content holds no schema of the JSON that is read.
 _NO_PARTS = frozenset((
     "metadata", "serialization", "default", "config", "function", "python_schema", "expected", "members", "discriminator",
     "computed_fields", "return_schema", "custom_error_context",
@@ -96,7 +96,7 @@ class OfType(JsonSchema):
 
 @dataclass(frozen=True)
 class _Checker:
-    """Refuses texts that the language has and the type has not. Keeps the type, whose identity is in keys, alive."""
+    """Refuses texts of the language that the type does not validate. Keeps the type alive, since keys have its id."""
 
     base: Language
     kind: Any
@@ -153,7 +153,7 @@ def _more(node: dict[str, Any]) -> bool:
 
 
 def _conditions(node: dict[str, Any]) -> set[str]:
-    """Names by which `node`, or the config of one, may ask for something."""
+    """Names in `node`, or in the config of a node, that may put a condition on values."""
     return {name for name, value in node.items() if value is not None and value != _DEFAULTS.get(name)} - _IDLE
 
 
@@ -176,7 +176,7 @@ def _nodes(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def _uncalled(schema: Any) -> Any:
-    """`schema`; if it is that of a function, the function is not called with the arguments that are read."""
+    """`schema`, in which a function that would be called with the validated arguments is replaced by one that does nothing."""
     if schema["type"] == "definitions":
         return {**schema, "schema": _uncalled(schema["schema"])}
     if schema["type"] != "call":
@@ -189,7 +189,7 @@ def _called(kind: Any) -> str:
 
 
 def _identity(kind: Any) -> str:
-    """Tells types apart that have one name; the same for equal ones such as two of ``list[int]``."""
+    """A text that differs for types of one name, and is the same for equal types such as two ``list[int]``."""
     if arguments := typing.get_args(kind):
         return f"{typing.get_origin(kind)}[{', '.join(map(_identity, arguments))}]"
     return f"{kind!r}@{id(kind)}" if isinstance(kind, type) else repr(kind)
@@ -224,7 +224,7 @@ def _completed(new: Any, old: Any) -> Any:
 
 
 class _Schemas(GenerateJsonSchema):
-    """Schemas of Pydantic that say more where they can."""
+    """Pydantic's schemas with conditions that it leaves out."""
 
     def datetime_schema(self, schema: core_schema.DatetimeSchema) -> dict[str, Any]:
         """Date and time; without an offset for those that must have none."""

@@ -31,7 +31,7 @@ HEAD_BYTES = 32 << 10
 BACKLOG = 64
 #: Descriptors that are left for everything else.
 SPARE_DESCRIPTORS = 32
-#: Seconds in which a log shows a message once, if it is one that strangers can bring about.
+#: Seconds in which a message that strangers can cause is logged once.
 SELDOM = 60.0
 
 log = logging.getLogger("decoders.server")
@@ -109,7 +109,7 @@ class _Bounded:
             self._wait()
 
     def _phase(self) -> object:
-        """What is still to come of a request: differs for its head and its body, and from request to request. None: nothing."""
+        """The part of a request that is still to come: a value for its head or body that differs between requests; None for nothing."""
         raise NotImplementedError
 
     def _wait(self) -> None:
@@ -133,7 +133,7 @@ class _Bounded:
         self._end(b"408 Request Timeout", f"the request did not arrive within {self.seconds:g} seconds")
 
     def _end(self, status: bytes, message: str) -> None:
-        """Says what was wrong, unless an answer has begun, and closes the connection."""
+        """Sends an error, unless an answer has begun, and closes the connection."""
         self._stop()
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             content = message.encode()
@@ -143,9 +143,9 @@ class _Bounded:
 
 
 class _OfHttpTools(_Bounded):
-    """Knows from the parser's callbacks what has come. The parser bounds no head by itself.
+    """Follows the parser's callbacks. The parser bounds no head by itself.
 
-    Of a header that has not come whole it says nothing, so bytes are counted twice: as they come, and as they are called back.
+    It reports no header before all of it has come, so bytes are counted twice: as they arrive, and as they are reported.
     """
 
     _state = "idle"
@@ -214,7 +214,7 @@ class _OfH11(_Bounded):
 
 
 class Seldom(logging.Filter):
-    """Lets the same message through once in a while, since strangers can bring these about as often as they like."""
+    """Lets the same message through once in :data:`SELDOM` seconds, since strangers can cause it as often as they like."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ class Seldom(logging.Filter):
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Within it, uvicorn and asyncio say seldom what strangers can make them say: malformed requests, no more descriptors."""
+    """Within it, messages of uvicorn and asyncio that strangers can cause (malformed requests, say) are logged seldom."""
     seldom = Seldom()
     loggers = [logging.getLogger(name) for name in ("uvicorn.error", "asyncio")]
     for each in loggers:
@@ -244,7 +244,7 @@ def quiet() -> Iterator[None]:
             each.removeFilter(seldom)
 
 
-#: Seconds that cancelled requests have to send their last words.
+#: Seconds that cancelled requests have to send their last events.
 LAST_WORDS = 5
 
 

@@ -206,7 +206,7 @@ def _format_beside_calls(body: ChatBody, style: CallStyle) -> Spec | None:
 
 
 def _call(name: str, arguments: Any) -> dict[str, Any]:
-    """Raises ValueError for numbers that are none of JSON's."""
+    """A call in OpenAI's form. Raises ValueError for numbers that JSON does not have."""
     try:
         written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         written.encode()

@@ -13,18 +13,18 @@ from typing import Any
 from ..errors import CancelledError, DeadlineError
 from .refusals import Refusal
 
-#: Where a scope says which key it came with, as a digest.
+#: The entry of a scope that holds the digest of the request's key.
 CLIENT = "decoders.client"
 
 
 @dataclass
 class Arrival:
-    """What is known of a request before its body is.
+    """What is known of a request before its body has come.
 
     Attributes:
         client: digest of its key; empty without one.
         moment: when it came, in seconds of ``time.monotonic()``.
-        gone: whether nobody waits for it any more. Set by the event loop, looked at by threads.
+        gone: whether the client has gone, or has been answered. Set by the event loop, read by threads.
     """
 
     client: str = ""
@@ -32,29 +32,29 @@ class Arrival:
     gone: bool = False
 
     def left(self, seconds: float) -> float:
-        """What is left of so many seconds."""
+        """What is left of `seconds` since its arrival."""
         return seconds - (time.monotonic() - self.moment)
 
     def check(self, seconds: float) -> None:
-        """Raises CancelledError if nobody waits, DeadlineError if its `seconds` are over."""
+        """Raises CancelledError if it is `gone`, DeadlineError if its `seconds` are over."""
         if self.gone:
             raise CancelledError("the request was cancelled")
         if self.left(seconds) <= 0:
             raise self.late(seconds)
 
     def late(self, seconds: float) -> DeadlineError:
-        """What a request is told whose `seconds` are over."""
+        """The error of a request whose `seconds` are over."""
         return DeadlineError(f"the request was not done within the {seconds:.3g} seconds that it was given")
 
     def salt(self, given: str | None) -> str:
-        """What keeps its texts and those of other keys, or with another ``cache_salt`` than `given`, apart."""
+        """The salt that keeps its cached texts apart from those of other keys, or with another ``cache_salt`` than `given`."""
         if not self.client and given is None:
             return ""
         return digest(f"{self.client}\0{given or ''}")
 
 
 def digest(text: str) -> str:
-    """A name for `text` that does not tell it."""
+    """A name for `text` that does not reveal it."""
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

@@ -27,7 +27,7 @@ class _Entry:
 
     Attributes:
         key: of its strategy and settings.
-        used: a count that grows with every request of the pool.
+        used: number of the pool's request that used it last.
     """
 
     key: str
@@ -129,7 +129,7 @@ class SchedulerPool:
         return name, settings
 
     def _make_room(self) -> None:
-        """Closes the scheduler that has rested longest, if there are as many as there may be; never the default strategy's."""
+        """Closes the idle scheduler that was used longest ago, if the pool is full; never that of the default strategy."""
         others = [each for each in self._entries.values() if each.key != self._default_key]
         self._closing = [each for each in self._closing if each.is_alive()]
         if len(others) < self.most:
@@ -198,7 +198,6 @@ def _key(strategy: str, settings: Mapping[str, Any]) -> str:
 
 
 def _closed(scheduler: Scheduler) -> None:
-    """Closes a scheduler that nobody uses, and gives its memory to the system."""
     scheduler.close()
     give_back()
 
@@ -213,6 +212,6 @@ def _library() -> Any:
 
 
 def give_back() -> None:
-    """Gives what is freed to the system. Every thread that has decoded leaves a heap of its own behind."""
+    """Returns freed memory to the system. Every thread that has decoded leaves a heap of its own behind."""
     if (library := _library()) is not None:
         library.malloc_trim(0)

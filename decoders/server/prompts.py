@@ -117,7 +117,6 @@ class Conversations:
         return str(text)
 
     def _plain(self, message: Message, place: int) -> dict[str, Any]:
-        """A message as templates expect it."""
         role = "system" if message.role == "developer" else message.role
         content = _text_of(message.content, place)
         plain: dict[str, Any] = {"role": role, "content": content}
@@ -152,7 +151,7 @@ def _introduced(
 
 
 def _told_by_users(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation with texts of system messages in front of what the user says next."""
+    """The conversation with each system message put in front of the next user message."""
     told, waiting = list[dict[str, Any]](), list[str]()
     for message in messages:
         if message["role"] == "system":
@@ -298,7 +297,6 @@ def call_style(render: Render, messages: MessageStyle, specials: Sequence[str]) 
 
 
 def _conversation(role: str, style: MessageStyle) -> list[dict[str, Any]]:
-    """One with a text in a message of `role`."""
     user, text = style.message("user", "probe"), style.message(role, _TEXT)
     match role:
         case "user":

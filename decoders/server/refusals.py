@@ -67,7 +67,7 @@ class Refusal(Exception):
 
 
 def refusal(error: BaseException, retry_after: int = 1) -> Refusal:
-    """What a client is told of `error`. Of an unexpected one it learns nothing but that it happened; the log has the rest.
+    """The refusal for `error`. Of an unexpected one the client learns only that it happened; the log has the rest.
 
     Args:
         retry_after: seconds after which a request that found the queue full may come again.
@@ -116,7 +116,7 @@ def parsed(kind: type[B], content: bytes) -> B:
 
 
 def _most_telling(every: list[dict[str, Any]]) -> dict[str, Any]:
-    """The error to explain: of a union, that of the branch that read furthest."""
+    """The error to explain: of a union's branches, that of the one that validated furthest."""
     unknown = next((each for each in every if each["type"] == "extra_forbidden"), None)
     if unknown is not None:  # a field that is missing may be there under a wrong name: that is what helps
         return unknown
@@ -174,7 +174,6 @@ def _is_label(step: Any) -> bool:
 
 
 def _fields(kind: type[BaseModel], place: list[str]) -> list[str]:
-    """The fields of what stands at `place`."""
     models = [kind]
     for step in place:
         inner: list[type[BaseModel]] = []
@@ -186,7 +185,6 @@ def _fields(kind: type[BaseModel], place: list[str]) -> list[str]:
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
-    """The classes of ours that an annotation speaks of."""
     if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
         return [annotation] if issubclass(annotation, BaseModel) else []
     return [model for inner in typing.get_args(annotation) for model in _models(inner)]

@@ -100,7 +100,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Span:
-    """A piece of text that one token, or several alike, brought.
+    """A piece of text from one token, or from several that share it.
 
     Attributes:
         text: the piece.
@@ -187,7 +187,7 @@ class ChoiceText:
         return self._released(ended)
 
     def _settle(self, piece: str) -> None:
-        """`piece` is the text of the open tokens: one begins where their text was right before it came."""
+        """Divides `piece`, the text of the tokens that are still open, among them: a token begins where the text before it ended."""
         before, begin = len(self.written), 0
         self.written += piece
         for place, (text, flag) in enumerate(self._unsettled, 1):

@@ -68,7 +68,7 @@ class LLGuidanceGrammar(CompiledGrammar):
 
     @property
     def nbytes(self) -> int:
-        """Of what is held on this side. llguidance does not tell: about 1 MB, and 0.5 kB for each state its lexer meets."""
+        """Without llguidance's own memory, which it does not tell: about 1 MB, and 0.5 kB for each state that its lexer meets."""
         return len(self._text) + self.ends.nbytes
 
     def fresh(self, broken: int | None = None) -> tuple[Any, int]:
@@ -85,8 +85,8 @@ class LLGuidanceGrammar(CompiledGrammar):
 
 T = TypeVar("T")
 
-#: Time on the processor that a question may take, in seconds, and what all questions of a text together may take beyond it: whoever
-#: shares the steps waits for them. llguidance's own limits bound one mask, to 0.1 to 0.7 seconds for the most ambiguous grammars.
+#: CPU seconds that a question may take, and what all questions of a text together may take beyond it: all rows of a batch wait for
+#: them. llguidance's own limits bound one mask, to 0.1 to 0.7 seconds for the most ambiguous grammars.
 QUESTION_SECONDS, OVERTIME = 0.005, 1.0
 
 
@@ -218,7 +218,8 @@ class LLGuidanceMatcher(Matcher):
     def _ask(self, question: Callable[[Any], T], moves: bool = False, copy: bool = False) -> T:
         """What the ``LLMatcher`` answers.
 
-        One that meets an error never leaves it. A new lexer may know the answer: the old one had met too many states.
+        An ``LLMatcher`` never recovers from an error. The question is asked once more with a new lexer, since the old one may have met
+        its limit of states.
 
         Args:
             question: what is asked.
@@ -248,13 +249,13 @@ class LLGuidanceMatcher(Matcher):
         raise self._failure(message)
 
     def _renew(self) -> None:
-        """Another ``LLMatcher`` at this position; one that cannot get here is in error, which the next question shows."""
+        """Replaces the ``LLMatcher`` by a new one at this position; if it cannot get here, the next question finds it in error."""
         self._inner, self._generation = self.grammar.fresh(self._generation)
         self._inner.consume_tokens(self._taken)
         self._asked, self._unasked = False, None
 
     def _restore(self) -> None:
-        """An ``LLMatcher`` at this position that has not been asked."""
+        """Replaces the ``LLMatcher`` by one at this position that has not been asked."""
         ahead = self._taken[self._behind :]
         if not ahead or self._unasked.try_consume_tokens(ahead) == len(ahead):
             self._behind = len(self._taken)

@@ -131,7 +131,7 @@ _stack_lock = threading.Lock()
 
 
 def _with_stack(size: int, call: Callable[[], None]) -> None:
-    """`call` in a thread with a stack of `size` bytes. Another thread that starts meanwhile gets as much: no harm."""
+    """Runs `call` in a thread with a stack of `size` bytes. Others that start meanwhile get one as large."""
     thread = threading.Thread(target=call, name="llguidance-compile")
     with _stack_lock:
         before = threading.stack_size(size)
@@ -168,7 +168,7 @@ def depth(lark: str) -> int:
 
 
 def _uses(lark: str) -> dict[str, dict[str, int]]:
-    """For every definition the terminals it uses and how deep in it they stand; "" is what stands in it anyway."""
+    """For every definition the terminals that it uses, by depth of nesting; the depth of "" is that of its own brackets."""
     uses: dict[str, dict[str, int]] = {}
     inside: dict[str, int] = {}
     level = negations = 0

@@ -210,10 +210,10 @@ def refined(
     successors: Sequence[Sequence[int]],
     predecessors: Sequence[Sequence[int]],
 ) -> list[int]:
-    """The coarsest partition, finer than `blocks`, whose blocks' members lead to the same blocks.
+    """The coarsest partition, finer than `blocks`, in which all members of a block lead to the same blocks.
 
-    From the states before those that have just been told apart: as a bounded text is told apart character by character, rounds
-    over all states would be quadratic. A block's largest part keeps its name: what leads there needs no second look.
+    Each round looks only at the predecessors of states that have just been told apart: rounds over all states would be quadratic for
+    texts of bounded length. A block's largest part keeps its number, so its predecessors need not be looked at again.
 
     Args:
         blocks: block of each state, -1 for those that do not count.
@@ -226,7 +226,7 @@ def refined(
     changed = {*states}
     for state in changed:
         size[blocks[state]] += 1
-    # Where each block's members lead, but for those about to be looked at.
+    # Where the members of each block lead, apart from those that are looked at in this round.
     targets_of_block: list[tuple[int, ...]] = [()] * len(size)
     block_of = blocks.__getitem__
     while changed:

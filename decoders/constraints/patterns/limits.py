@@ -1,7 +1,7 @@
-"""Bounds on size and on time. A pattern that exceeds one is refused with the limit's name; nothing is left half done.
+"""Bounds on size and on time. A pattern that exceeds one is refused with the limit's name.
 
-Time is that of the thread on the processor, so that what is refused does not depend on what else the machine does. Loops whose
-length nobody can tell in advance call :func:`check`.
+Time is CPU time of the thread, so that what is refused does not depend on the load of the machine. Loops whose length is not
+known in advance call :func:`check`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def exceeded(limit: str, most: int, what: str, keyword: str | None = None) -> No
     )
 
 
-#: Seconds for compiling one grammar, where nobody says otherwise.
+#: Default seconds for compiling one grammar.
 SECONDS = 2.0
 _COMPILING = (
     "the setting constraint_seconds: simplify it, raise the setting or, for schemas, take strict=False, which validates it "
@@ -50,7 +50,7 @@ _COMPILING = (
 
 
 class _Deadline:
-    """The time of some work, within that of other work."""
+    """The deadline of some work, no later than that of the work around it."""
 
     def __init__(self, seconds: float, limit: str, outer: _Deadline | None) -> None:
         ends = time.thread_time() + seconds
@@ -65,10 +65,10 @@ _current: ContextVar[_Deadline | None] = ContextVar("deadline", default=None)
 
 @contextmanager
 def deadline(seconds: float | None = None, limit: str = _COMPILING) -> Iterator[None]:
-    """Bounds what is done inside to `seconds`, and to what is left where it is bounded already.
+    """Bounds the work inside to `seconds`, and to what an outer deadline leaves.
 
     Args:
-        seconds: None: :data:`SECONDS`, if it is not bounded yet.
+        seconds: None: :data:`SECONDS`, unless there is an outer deadline.
         limit: what messages say of the bound.
     """
     outer = _current.get()
@@ -83,7 +83,7 @@ def deadline(seconds: float | None = None, limit: str = _COMPILING) -> Iterator[
 
 
 def left() -> float:
-    """Seconds that are left; infinite where nothing bounds them."""
+    """Seconds that are left; infinite without a deadline."""
     current = _current.get()
     return float("inf") if current is None else current.ends - time.thread_time()
 

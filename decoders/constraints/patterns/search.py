@@ -1,6 +1,6 @@
-"""Whether a pattern is found in a text: by an automaton in linear time where the pattern is regular, else in a process of its own.
+"""Whether a pattern is found in a text: by an automaton in linear time where the pattern is regular, else by ``re`` in a child process.
 
-Python's ``re`` may take exponential time and holds the interpreter meanwhile; a process that does the same can be ended.
+Python's ``re`` may take exponential time and holds the interpreter meanwhile; a child process can be ended.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ _VALID = Verdict()
 
 
 class Judge:
-    """Judges the values of one text, all of which are kept alive by whoever asks."""
+    """Judges the values of one text. The caller keeps them alive, since verdicts are remembered by their ids."""
 
     def __init__(self, search: Search) -> None:
         self.search = search
@@ -73,7 +73,7 @@ class Judge:
         """Whether the schema at `place` allows `value`.
 
         Raises:
-            GrammarError: nobody can tell: the schema makes no sense, a reference leads to itself, or time is up.
+            GrammarError: it cannot be judged: the schema makes no sense, a reference leads to itself, or time is up.
         """
         if isinstance(place, bool):
             return _VALID if place else Verdict(Failure(None, False, value))
@@ -112,7 +112,7 @@ class Judge:
         return Verdict(evaluated=frozenset(evaluated))
 
     def _each(self, place: Place | bool, value: Any, keys: list[Any]) -> Verdict:
-        """All parts of `value` under `keys`, which are evaluated by it."""
+        """The verdict on the parts of `value` under `keys`, which count as evaluated."""
         for key in keys:
             if (failure := self.verdict(place, value[key]).failure) is not None:
                 return Verdict(failure.within(key))
@@ -121,7 +121,7 @@ class Judge:
     # Keywords that say something of the value itself.
 
     def _broken(self, read: dict[str, Any], value: Any) -> Iterator[str]:
-        """Keywords that `value` breaks, without those that apply schemas."""
+        """Keywords that `value` breaks, apart from those that apply schemas."""
         if "type" in read:
             names = read["type"] if isinstance(read["type"], list) else [read["type"]]
             if not any(_is_of(name, value) for name in names):
@@ -249,7 +249,7 @@ def _keys(value: Any) -> list[Any]:
 
 
 def _deepest(keyword: str, read: dict[str, Any], value: Any, every: list[Verdict]) -> Verdict:
-    """Of alternatives that all fail, the one that goes furthest into the value, or else all of them."""
+    """Of alternatives that all fail, the failure deepest inside the value; if none is inside of it, a failure of `keyword`."""
     deepest = max((v for v in every if v.failure), key=lambda v: len(v.failure.path) if v.failure else 0, default=None)
     if deepest is not None and deepest.failure is not None and deepest.failure.path:
         return deepest
@@ -284,10 +284,10 @@ class Validation:
     schema: Any = field(repr=False)
 
     def __call__(self, text: str) -> None:
-        """Nothing, if `text` is JSON that is valid.
+        """Returns if `text` is valid JSON under the schema.
 
         Raises:
-            GrammarError: it is not; names the keyword that it breaks and the place in the text. Or nobody can tell.
+            GrammarError: it is not; names the keyword that it breaks and the place in the text. Or it cannot be judged.
         """
         try:
             value = json.loads(text)

@@ -21,7 +21,7 @@ EVALUATING = frozenset((
     "prefixItems", "items", "additionalItems", "contains", "properties", "patternProperties", "additionalProperties", "allOf",
     "anyOf", "oneOf", "if", "dependentSchemas", "unevaluatedItems", "unevaluatedProperties",
 ))  # fmt: skip
-#: Keywords that bring about what another one is about, through ``not`` and the like, those first that are left out at least cost.
+#: Keywords that cause a problem that is reported of another one, through ``not`` and the like; those come first that are least missed.
 CAUSES = {
     "minProperties": ("maxProperties", "dependentRequired", "dependentSchemas", "dependencies"),
     "contains": ("maxContains", "items", "additionalItems", "unevaluatedItems"),
@@ -29,7 +29,7 @@ CAUSES = {
     "maxProperties": ("minProperties",),
     "minimum": ("maximum", "exclusiveMinimum", "exclusiveMaximum", "const", "enum"),
 }
-#: What to leave out where nobody knows what a schema is too much for, those first that are seldom needed.
+#: What to leave out where the cause of a problem is not known; those come first that are least needed.
 COARSE = (
     "not", "if", "oneOf", "contains", "unevaluatedItems", "unevaluatedProperties", "dependentSchemas", "dependentRequired",
     "dependencies", "anyOf", "allOf", "patternProperties", "propertyNames", "const", "enum",
@@ -37,7 +37,7 @@ COARSE = (
 
 
 def without(shapes: Shapes, left_out: Iterable[str]) -> Shapes:
-    """The values of `shapes` that are of no type of which a keyword of `left_out` says something."""
+    """The values of `shapes` without the types that keywords of `left_out` are about."""
     for keyword in left_out:
         if keyword in keywords.NUMBERS:
             shapes = replace(shapes, numbers=())
@@ -73,7 +73,7 @@ _MOST_COMPARED = 500
 
 
 def ignored(places: Iterable[Place]) -> Iterator[str]:
-    """Warnings about the schemas at `places`, one sentence each."""
+    """Warnings of names without effect in the schemas at `places`, one sentence each."""
     compared = 0
     for place in places:
         for name in place.schema:

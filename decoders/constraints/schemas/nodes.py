@@ -29,7 +29,7 @@ class Nodes:
         self._known: dict[Hashable, Node] = {}
 
     def leaf(self, kind: str, key: Hashable, content: Any) -> Node:
-        """The node of a schema or value; `key` tells them apart."""
+        """The node of a schema or value, the same one for equal keys."""
         return self._intern((kind, key), (kind, content))
 
     def complement(self, node: Node) -> Node:
@@ -76,7 +76,7 @@ class Nodes:
 
 
 class NodeAlgebra(ABC):
-    """The expressions, which of them are known to be empty, and a count of the work.
+    """What sets of arrays and objects have to know of the expressions inside them.
 
     Attributes:
         nodes: the table of expressions.
@@ -86,7 +86,7 @@ class NodeAlgebra(ABC):
 
     @abstractmethod
     def empty(self, node: Node) -> bool:
-        """Whether `node` has no values, as far as a look of bounded depth tells; False where it does not."""
+        """Whether `node` is known to have no values: schemas are followed to a bounded depth."""
 
     @abstractmethod
     def step(self, count: int = 1) -> None:

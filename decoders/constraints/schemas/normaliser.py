@@ -23,7 +23,7 @@ _WORK = "the work of multiplying out allOf, anyOf, oneOf, not, …"
 
 
 class _CycleError(Exception):
-    """A node refers to itself with nothing in between."""
+    """A node is defined by itself, with no array or object in between."""
 
 
 class Normaliser(SchemaAlgebra):
@@ -96,7 +96,7 @@ class Normaliser(SchemaAlgebra):
             raise GrammarError(f"{path}: $ref refers to itself without anything in between", "$ref", path) from problem
 
     def with_location(self, node: Node, problem: GrammarError) -> GrammarError:
-        """`problem`, which arose in writing `node`, with the place of its keyword, or of one that may have brought it about."""
+        """`problem`, which arose in writing `node`, with the place of its keyword, or of a keyword that may have caused it."""
         seen, queue = {node}, [node]
         places: list[Place] = []
         for queued in queue:
@@ -196,7 +196,7 @@ class Normaliser(SchemaAlgebra):
         return current
 
     def _without_dropped(self, place: Place, current: Shapes) -> Shapes:
-        """`current` as far as keywords that are left out leave it; they may have evaluated anything."""
+        """`current` with regard to the keywords of `place` that are left out, which may have evaluated anything."""
         dropped = [keyword for keyword in place.schema if (place.path, keyword) in self.dropped]
         if place.subtracted:
             return no_effect.without(current, dropped)
@@ -211,7 +211,7 @@ class Normaliser(SchemaAlgebra):
 
     @contextmanager
     def locating_errors(self, place: Place, keyword: str, group: tuple[str, ...] = ()) -> Iterator[None]:
-        """Adds keyword and place to errors that have none; another keyword of `group` if the error names one."""
+        """Adds keyword and place to errors without a path; the keyword is that of the error if it is one of `group`."""
         try:
             yield
         except GrammarError as problem:

@@ -182,7 +182,7 @@ def _size(regex: str) -> int:
 
 
 def _recursive(rules: dict[str, Expr]) -> bool:
-    """Whether some rule uses itself: whether some are left after removing, again and again, rules that use none of those left."""
+    """Whether some rule uses itself, maybe through others: some are left when rules that use no remaining one are removed in turn."""
     open_calls = {name: set(calls(rule)) for name, rule in rules.items()}
     callers = _callers(rules)
     done = [name for name, called in open_calls.items() if not called]
@@ -256,8 +256,8 @@ def prune(rules: dict[str, Expr]) -> dict[str, Expr]:
 class _Productive:
     """The rules that have a text.
 
-    Every expression counts the parts that it still needs, and tells the one around it when there are none, so that the work is
-    in proportion to the grammar.
+    Every expression counts the parts that it still needs and reports to the one around it when the count is zero, so that the work is
+    linear in the size of the grammar.
     """
 
     def __init__(self, rules: dict[str, Expr]) -> None:

@@ -59,14 +59,13 @@ def expression(numbers: Numbers) -> str | None:
 
 
 def _rounds(bound: Fraction | None, is_open: bool) -> bool:
-    """Whether a decimal beyond `bound` may become the bound, or pass it, as a float, however few digits it has."""
+    """Whether rounding a decimal beyond `bound` to a float may give the bound or pass it, however few digits it has."""
     if bound is None or abs(bound) < _LARGE:
         return False
     return is_open or abs(bound) > _LARGEST or Fraction(float(bound)) != bound
 
 
 def _within(numbers: Numbers, most: int) -> Numbers | None:
-    """Those of `numbers` from -`most` to `most`."""
     return intersection(numbers, Numbers(Fraction(-most), False, Fraction(most), False))
 
 
@@ -136,7 +135,7 @@ def _json_number(value: Fraction) -> int | float:
 
 
 def _remainders(step: Fraction) -> str | None:
-    """Multiples of a decimal: an automaton whose states are decimal places and remainders, as an expression."""
+    """Multiples of a decimal: the expression of an automaton whose states are decimal places and remainders."""
     places = next((places for places in range(5) if (step * 10**places).denominator == 1), None)
     if places is None or (size := int(step * 10**places)) > _MOST_ENUMERATED:
         return None
@@ -169,7 +168,7 @@ def _remainders(step: Fraction) -> str | None:
 
 
 def _multiples(step: Fraction) -> str | None:
-    """All multiples of a tenth, a hundredth, …, and of twice or five times that; None for other steps."""
+    """All multiples of 0.1, 0.01, …, or of twice or five times that; None for other steps."""
     value, places = step, 0
     while value.denominator != 1 and places < _MOST_DECIMALS:
         value, places = value * 10, places + 1
@@ -204,7 +203,7 @@ def integers(low: int | None, high: int | None) -> str:
 
 
 def _magnitudes(low: int, high: int | None) -> list[str]:
-    """Integers from `low` to `high`, none below zero."""
+    """Integers from `low`, 0 or more, to `high`."""
     if max(len(str(low)), len(str(high or 0))) > 400:
         limits.exceeded("digits of a bound", 400, "a bound of numbers", "minimum")
     if high is None:
@@ -245,12 +244,10 @@ def _same_size(low: str, high: str) -> list[str]:
 
 
 def _digits(count: int) -> str:
-    """Any `count` digits."""
     return "" if count == 0 else "[0-9]" if count == 1 else f"[0-9]{{{count}}}"
 
 
 def _span(first: int, last: int) -> str:
-    """One digit from `first` to `last`."""
     return str(first) if first == last else f"[{first}-{last}]"
 
 
@@ -338,7 +335,6 @@ def _following_digits(
 
 
 def _digits_behind_point(value: Fraction) -> str:
-    """The digits behind the point of `value`."""
     part = value - int(value)
     digits = ""
     while part:

@@ -134,7 +134,7 @@ class _ObjectWriter:
         left = None if self.high is None else self.high - count
         if count:
             return rep(seq(self.comma, item), needed, left)
-        # That there is nothing at all is dealt with elsewhere.
+        # The empty object is written elsewhere.
         return seq(item, rep(seq(self.comma, item), max(0, needed - 1), None if left is None else left - 1))
 
     def several_undeclared(self) -> Expr:

@@ -142,7 +142,6 @@ def expression(machine: FSM) -> str | None:
 
 
 def _as_part(text: str) -> str:
-    """`text` as one part of a longer expression."""
     return f"(?:{text})" if "|" in text else text
 
 

@@ -59,7 +59,7 @@ class MaskedAutomaton:
         return sum(part.nbytes for part in (self.next, self.classes, self.mask_of, self.rows, self.accepting))
 
     def tables(self) -> Tables:
-        """The automaton as tensors; the masks are expanded anew by each call."""
+        """The automaton as tensors; each call expands the masks."""
         next, classes, mask_of = map(torch.from_numpy, (self.next, self.classes, self.mask_of))
         return Tables(next, classes, mask_of, self.rows.all(), start=self.start, stopped=self.stopped)
 

@@ -157,7 +157,7 @@ def _without_end(automaton: ByteAutomaton) -> ByteAutomaton:
 
 
 def _reason(regex: str, message: str) -> str:
-    """The reason why the child has returned no automaton."""
+    """Why the child has returned no automaton."""
     if message.startswith("states: "):
         return f"the automaton of {shown(regex)} has {message[8:].strip()} states; {_limit(f'{RAW_STATES} states')}"
     if not message.startswith("refused: "):
@@ -226,7 +226,6 @@ def distinct(rows: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 def _grouped(keys: NDArray[np.integer[Any]], values: NDArray[np.integer[Any]], count: int) -> list[list[int]]:
-    """The values of each of `count` keys, in their order."""
     order = np.argsort(keys, kind="stable")
     flat = values[order].tolist()
     bounds = np.searchsorted(keys[order], np.arange(count + 1)).tolist()

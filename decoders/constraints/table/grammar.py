@@ -102,7 +102,7 @@ class TableGrammar(Tabulated):
         return dumped(self.automaton)
 
     def step(self, state: int, token: int) -> int:
-        """The state after a token; 0 if it is illegal, as everything is after that."""
+        """The state after a token; 0 if it is illegal. From state 0 everything is illegal."""
         remembered = self._steps[state]
         after = remembered.get(token)
         if after is None:

@@ -102,8 +102,8 @@ FIRST = 4
 class EquivalentStates:
     """The states of an automaton ``[S, C]`` by what up to `depth` bytes lead to: nowhere, into strings, or elsewhere.
 
-    Where they lead into strings, the class of the state there says all about what may follow: states of one part take
-    the same tokens if of these no more than `depth` bytes are read outside of strings.
+    What may follow inside of a string depends on the class of the state there alone. So states of one part take the same tokens,
+    as far as these read at most `depth` bytes outside of strings.
 
     Attributes:
         strings: ``[S]`` int64, class of the states inside strings, -1 of the others.
@@ -251,7 +251,7 @@ def _by_walking(
 
 
 class _Distinct:
-    """Masks, each once; the first is ones."""
+    """Distinct masks; the first is all ones."""
 
     def __init__(self, lexicon: Lexicon) -> None:
         self.rows = [Row.of(np.full(lexicon.words, -1, np.int32))]
