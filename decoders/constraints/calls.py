@@ -10,13 +10,12 @@ from typing import Any
 
 from ..errors import GrammarError
 from .base import Language
-from .json_spec import JsonSchema
 from .patterns.limits import deadline, left
 from .patterns.writer import quoted, slashed
 from .schemas.document import document
 from .schemas.nodes import Node
 from .schemas.normaliser import Normaliser
-from .specs import Spec
+from .specs import JsonSchema, Spec
 
 _ANY = r"(?:.|\n)*"
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}

@@ -13,9 +13,8 @@ from typing import Any
 from ..errors import GrammarError, shortened
 from . import library
 from .base import Policy
-from .json_spec import JsonSchema
 from .python_types import schema_of
-from .specs import Choice, Lark, Regex
+from .specs import Choice, JsonSchema, Lark, Regex
 from .typed import OfType, asks_more
 
 #: What to write instead of a flag.

@@ -17,9 +17,9 @@ from pydantic_core import core_schema
 
 from ..errors import GrammarError, shortened
 from .base import Language
-from .json_spec import JsonSchema
 from .python_types import readable, translated
 from .schemas.formats import FORMATS
+from .specs import JsonSchema
 
 _WARNING = "What the type asks for beyond its schema (validators, say) is left to the validation of the finished text."
 

@@ -6,13 +6,13 @@ import json
 from itertools import permutations, product
 from typing import Any
 
-from decoders.constraints.json_spec import JsonSchema
 from decoders.constraints.schemas.arrays import Arrays
 from decoders.constraints.schemas.nodes import FALSE, Node
 from decoders.constraints.schemas.normaliser import Normaliser
 from decoders.constraints.schemas.numbers import canonical, fraction
 from decoders.constraints.schemas.objects import Objects
 from decoders.constraints.schemas.string_text import quoted
+from decoders.constraints.specs import JsonSchema
 
 
 def spell(spec: JsonSchema, value: Any) -> str | None:

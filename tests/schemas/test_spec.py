@@ -15,8 +15,8 @@ import pydantic
 import pytest
 import typing_extensions
 
-from decoders.constraints.json_spec import JsonSchema
 from decoders.constraints.schemas.judge import Validation
+from decoders.constraints.specs import JsonSchema
 from decoders.errors import GrammarError
 
 from .spelling import spell

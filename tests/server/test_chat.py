@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("fastapi")
 
 from decoders.constraints.constructors import regex
-from decoders.constraints.json_spec import JsonSchema
+from decoders.constraints.specs import JsonSchema
 from decoders.errors import GrammarError
 from decoders.server.bodies import ChatBody, Tool
 from decoders.server.grammars import Calling
