@@ -1,4 +1,4 @@
-"""What a strategy proposes: draft tokens and the tree that they stand in, checked before anything is run on them."""
+"""What passes between the loop and a strategy: the rows, the draft that it proposes for them, and what became of it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,41 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .common.devices import host_reads
 from .errors import DraftError
 from .tree import MAX_NODES, NO_PARENT, Topology, TreeTensors, described, parents_by_row
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The rows as committed so far; device tensors, updated in place by the loop between steps.
+
+    Attributes:
+        tokens: ``[B, L]`` int64, prompt and output from slot 0 on; what lies behind a row's length is undefined. ``L``
+            covers the longest row and may grow from step to step.
+        length: ``[B]`` int64, committed tokens per row.
+        prompt_length: ``[B]`` int64, how many of them are prompt.
+        finished: ``[B]`` bool, rows that generate no more.
+        noise_keys: ``[B]`` int64, keys of the noise that drafts are drawn with
+            (:func:`decoders.sampling.gumbel_noise`). With the coupled verifier they are those of the call and the
+            target's own draws; with others they are fresh in every step.
+    """
+
+    tokens: Tensor
+    length: Tensor
+    prompt_length: Tensor
+    finished: Tensor
+    noise_keys: Tensor
+
+    @property
+    def last(self) -> Tensor:
+        """``[B, 1]`` int64, the last committed token of each row: node 0 of the next block."""
+        return self.tokens.gather(1, self.length[:, None] - 1)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether Python may look at these values, and those of the step, without waiting: on a CPU, unless the hook is recorded."""
+        return host_reads(self.length)
 
 
 @dataclass(frozen=True)
@@ -125,6 +158,63 @@ class Draft:
             if not fits or self.scores.dtype != torch.float32:
                 wanted = ", ".join(map(str, (*self.tokens.shape, "V")))
                 raise DraftError(f"draft scores must be float32 [{wanted}], not {described(self.scores)}")
+
+
+@dataclass(frozen=True)
+class Step:
+    """What became of a draft.
+
+    Attributes:
+        nodes: ``[B, N]`` int64, the block as run: node 0 and the draft tokens. ``N`` may exceed the draft's (padding).
+        chosen: ``[B, N]`` int64, the target's token after each node; -2 for nodes off the path when logits processors
+            run on the host.
+        path: ``[B, N]`` int64, accepted node at each depth; valid up to `accepted`.
+        accepted: ``[B]`` int64, how many draft tokens were accepted.
+        emitted: ``[B]`` int64, tokens committed by this step: accepted draft tokens and one more, cut at the end of a row.
+        logits: ``[B, N, V]`` float32, the target's raw logits after each node.
+        hidden: ``[B, N, H]``, the hidden states that the output head read.
+        sequences: the rows with this step's tokens committed.
+        own_nodes: None: the block is your draft, or begins with it. n: only its first n nodes, root included, are your draft,
+            in its order. 0: none can be told apart.
+        layers: ``[B, N, T, H]``, what the ``T`` decoder layers of :attr:`Strategy.hidden_layers` gave, in that order; None
+            where none was asked for.
+    """
+
+    nodes: Tensor
+    chosen: Tensor
+    path: Tensor
+    accepted: Tensor
+    emitted: Tensor
+    logits: Tensor
+    hidden: Tensor
+    sequences: Sequences
+    own_nodes: int | None = None
+    layers: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class PromptChunk:
+    """A stretch of the rows' prompts that the target has just read.
+
+    Together the chunks of a call hold every prompt token but each row's last, which is node 0 of the first step; a call whose
+    prompts have one token each has none. Where requests come and go (:meth:`Strategy.rebatch`) a chunk is of the prompts of rows that
+    are new. In rows that stay no token of it is valid, and all lie behind what they have committed.
+
+    Attributes:
+        tokens: ``[B, N]`` int64.
+        positions: ``[B, N]`` int64, where in its row each of them is; one after the other in every row.
+        valid: ``[B, N]`` bool, which of them are such tokens; the others lie behind their row's text and mean nothing.
+        hidden: ``[B, N, H]``, the hidden states that the output head reads, as in :class:`Step`.
+        layers: ``[B, N, T, H]``, as in :class:`Step`.
+        logits: ``[B, N, V]`` float32, the raw logits; None unless :attr:`Strategy.prompt_logits` asks for them.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    valid: Tensor
+    hidden: Tensor
+    layers: Tensor | None = None
+    logits: Tensor | None = None
 
 
 def check_draft(draft: object, proposer: str, rows: int) -> None:

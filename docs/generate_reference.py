@@ -34,6 +34,7 @@ from decoders import (
     setting_sources,
     settings,
     strategies,
+    strategy,
     testing,
     verifiers,
 )
@@ -104,6 +105,7 @@ def api() -> Iterator[str]:
         "demo": "below",
     }
     yield "Modules: " + ", ".join(f"`decoders.{name}` ({links[name]})" for name in submodules) + ".\n"
+    yield from section("decoders.strategy", {"Traits": strategy.Traits})
     yield from section("decoders.report", {"Timings": report.Timings, "GrammarUse": report.GrammarUse})
     yield from section("decoders.settings", {"RuntimeSettings": settings.RuntimeSettings})
     yield from section("decoders.setting_sources", {"load_settings": setting_sources.load_settings})

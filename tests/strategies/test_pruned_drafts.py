@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import decoders
-from decoders.context import Context, Sequences
+from decoders.context import Context
 from decoders.costs import Looks
-from decoders.draft import Draft
+from decoders.draft import Draft, Sequences
 from decoders.engine.decode.worth import DraftWorth
 from decoders.strategies import Ngram, PromptLookup, Speculative, Suffix, TokenRecycling
 from decoders.strategies.auto_candidates import Candidate, Experience
