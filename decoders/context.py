@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from .costs import StepCosts
-    from .draft import Sequences
     from .drafting import Forced, OpensDraft, OpensModule, OtherVocabulary
     from .sampling import SamplingInputs, SamplingPlan
     from .settings import Configured
+    from .tree.draft import Sequences
 
 
 def _outside_a_call(*args: Any, **kwargs: Any) -> Any:

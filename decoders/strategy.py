@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from .context import Context, no_costs, no_memory
-from .draft import Draft, PromptChunk, Sequences, Step, check_draft
 from .settings import Configured
+from .tree.draft import Draft, PromptChunk, Sequences, Step, check_draft
 
 __all__ = [
     "Context", "Draft", "PromptChunk", "Sequences", "Step", "Strategy", "Traits", "check_draft", "finish_all", "finishing",

@@ -31,7 +31,6 @@ from decoders import (
     report,
     sampling,
     serving,
-    setting_sources,
     settings,
     strategies,
     strategy,
@@ -107,8 +106,8 @@ def api() -> Iterator[str]:
     yield "Modules: " + ", ".join(f"`decoders.{name}` ({links[name]})" for name in submodules) + ".\n"
     yield from section("decoders.strategy", {"Traits": strategy.Traits})
     yield from section("decoders.report", {"Timings": report.Timings, "GrammarUse": report.GrammarUse})
-    yield from section("decoders.settings", {"RuntimeSettings": settings.RuntimeSettings})
-    yield from section("decoders.setting_sources", {"load_settings": setting_sources.load_settings})
+    loop = {"RuntimeSettings": settings.RuntimeSettings, "load_settings": settings.load_settings}
+    yield from section("decoders.settings", loop)
     names = ("registry", "reset_registry", "Registry", "PluginInfo", "Entry")
     yield from section("decoders.plugins", {n: getattr(plugins, n) for n in names})
     yield from section("decoders.strategies.merged", {"Merged": merged.Merged})
@@ -182,8 +181,6 @@ def entry(module: str, name: str, value: Any) -> Iterator[str]:
         yield from fields(value, None, variables=False)
     for method, raw in vars(value).items():
         if method.startswith("_") or (not isinstance(raw, property | staticmethod | classmethod) and not callable(raw)):
-            continue
-        if isinstance(raw, property) and raw.fget is not None and raw.fget.__module__ == "decoders.deprecated":
             continue
         if inspect.isclass(raw) or method in getattr(value, "__dataclass_fields__", {}):
             continue  # a field is described under Attributes, whatever its default
@@ -382,7 +379,7 @@ def verifier_page() -> Iterator[str]:
 
 def settings_page() -> Iterator[str]:
     yield "# Settings\n"
-    yield body(setting_sources, "decoders.setting_sources")
+    yield body(settings, "decoders.settings")
     yield "Each setting is taken from the first place that has it:\n"
     yield "1. the call (`strategy=`, `strategy_config=`, `decoders_config=`);"
     yield "2. the generation config (`strategy`, `strategy_config`);"
@@ -406,7 +403,7 @@ def settings_page() -> Iterator[str]:
         "plugins_strict": "`1`: a plugin that fails to load, or a name claimed twice, is an error.",
         "api_key": "Keys of which clients of `decoders serve` must send one, with blanks between them.",
     }
-    for name in setting_sources.NOT_SETTINGS:
+    for name in settings.NOT_SETTINGS:
         if name not in described:
             raise UndocumentedError(f"DECODERS_{name.upper()} is not described in {Path(__file__).name}")
         yield f"| `DECODERS_{name.upper()}` | {described[name]} |"
@@ -422,7 +419,7 @@ def fields(cls: type[settings.Settings], section: str | None, variables: bool = 
             raise UndocumentedError(f"{cls.__name__}.{name} has no description")
         default = "required" if field.is_required() else f"`{field.get_default(call_default_factory=True)!r}`"
         row = f"| `{name}` | {default} | {allowed(schema[name])} | {field.description} |"
-        yield row + (f" `{setting_sources.variable_of(section, name)}` |" if variables else "")
+        yield row + (f" `{settings.variable_of(section, name)}` |" if variables else "")
     yield ""
 
 

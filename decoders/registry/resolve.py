@@ -12,8 +12,7 @@ from ..constraints import coerce
 from ..constraints.base import Backend, CompiledGrammar
 from ..constraints.specs import Spec
 from ..errors import GrammarError, SettingsError, UnknownNameError, UnsupportedError
-from ..setting_sources import load_settings
-from ..settings import Settings
+from ..settings import Settings, load_settings
 from ..strategies.merged import Merged, MergedSettings
 from ..strategy import Strategy
 from ..verifiers.verifier import Verifier

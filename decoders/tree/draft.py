@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .common.devices import host_reads
-from .errors import DraftError
-from .tree import MAX_NODES, NO_PARENT, Topology, TreeTensors, described, parents_by_row
+from ..common.devices import host_reads
+from ..errors import DraftError
+from .tensors import MAX_NODES, NO_PARENT, TreeTensors, described
+from .topology import Topology, parents_by_row
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import os
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from .errors import DecodersError
+from ..errors import DecodersError
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,7 @@ def load_model(path: str | os.PathLike[str], dtype: torch.dtype | str) -> PreTra
     """
     from transformers import AutoModelForCausalLM
 
-    from .common.transformers_compat import without_progress_bars
+    from .transformers_compat import without_progress_bars
 
     folder, arguments = _source(path)
     if arguments:
@@ -54,7 +54,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     """
     from transformers import AutoTokenizer
 
-    from .common.transformers_compat import without_progress_bars
+    from .transformers_compat import without_progress_bars
 
     folder, arguments = _source(path)
     if arguments:
