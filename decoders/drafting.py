@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-    from .constraints.vocabulary import Vocabulary
+    from .constraints import Vocabulary
     from .settings import Configured
     from .tree.draft import Sequences, Step
 

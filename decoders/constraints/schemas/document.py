@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ..errors import GrammarError
+from ...errors import GrammarError
 from . import limits
 
 if TYPE_CHECKING:

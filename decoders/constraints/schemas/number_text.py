@@ -13,7 +13,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from ..errors import GrammarError
+from ...errors import GrammarError
 from ..patterns import automata, ecma
 from . import json_text, limits
 from .digits import DIGITS, EXPONENT, decimals, integers

@@ -13,7 +13,7 @@ import threading
 import time
 from typing import Any, Self
 
-from ..errors import GrammarError
+from ...errors import GrammarError
 from . import automata, deadline, ecma
 
 #: Answers lines of JSON, a pattern and a text, with 1 or 0, or with what is wrong with the pattern.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..errors import GrammarError
+from ...errors import GrammarError
 from . import arrays, objects, shapes
 from .document import Place
 from .nodes import FALSE, TRUE, Node

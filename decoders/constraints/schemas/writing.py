@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..errors import GrammarError
+from ...errors import GrammarError
 from ..patterns.deadline import check
 from ..patterns.writer import slashed
 from . import json_text, limits, notation, number_text

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..errors import GrammarError
+from ...errors import GrammarError
 from ..patterns.deadline import check
 from ..patterns.search import Search
 from . import keywords

@@ -2,5 +2,5 @@
 
 The way through it: ``document`` (references) → ``nodes`` (boolean expressions) → ``normaliser`` (shapes: sets of values by type) →
 ``writing`` (rules) → ``notation`` (Lark, or one regular expression). README.md tells more. Nothing of the package is imported but its
-errors and :mod:`decoders.patterns`.
+errors and :mod:`decoders.constraints.patterns`.
 """

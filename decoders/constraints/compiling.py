@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import threading
 import time
+import warnings
 from collections import OrderedDict
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ..patterns.deadline import deadline
-from . import stored
-from .base import Backend, CompiledGrammar
+from ..common.files import write_whole
+from ..errors import GrammarError
+from .base import Backend, CompiledGrammar, Language, Policy
+from .patterns.deadline import deadline
 from .vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from .specs import Spec
+
 
 #: Most grammars kept in memory, and most bytes of them, the longest unused given up first.
 KEPT = 64
@@ -67,7 +72,7 @@ class Cache:
 
         Args:
             directory: where compiled grammars are kept from one process to the next; none by default.
-            seconds: that compiling may take on the processor; None: :data:`~decoders.patterns.deadline.SECONDS`.
+            seconds: that compiling may take on the processor; None: :data:`~decoders.constraints.patterns.deadline.SECONDS`.
 
         Raises:
             GrammarError: it cannot be expressed or compiled, or not in time. Nothing is kept then.
@@ -98,9 +103,9 @@ class Cache:
         grammar = entry.grammar.result()
         if folder is not None and folder not in entry.folders:
             entry.folders.add(folder)
-            path = stored.path_of(folder, grammar.language, vocabulary, spec.policy, backend)
+            path = stored_path(folder, grammar.language, vocabulary, spec.policy, backend)
             if source == "compiled" or not path.exists():
-                stored.write(grammar, path)
+                store(grammar, path)
         return Compilation(grammar, time.perf_counter() - begin, source)
 
     def _bound(self, newest: _Entry) -> None:
@@ -136,27 +141,75 @@ def _made(
     """From `directory` or, where it is not there, compiled."""
     language = spec.language()
     if directory is not None:
-        path = stored.path_of(directory, language, vocabulary, spec.policy, backend)
-        grammar = stored.read(path, language, vocabulary, spec.policy, backend)
+        path = stored_path(directory, language, vocabulary, spec.policy, backend)
+        grammar = restored(path, language, vocabulary, spec.policy, backend)
         if grammar is not None:
             return grammar, "disk"
     return backend.compile(language, vocabulary, spec.policy), "compiled"
 
 
 _shared = Cache()
+#: :meth:`Cache.compiled` and :meth:`Cache.clear` of the cache that this process has.
+compiled, forget = _shared.compiled, _shared.clear
 
 
-def compiled(
-    spec: Spec,
-    vocabulary: Vocabulary,
-    backend: Backend,
-    directory: Path | str | None = None,
-    seconds: float | None = None,
-) -> Compilation:
-    """As :meth:`Cache.compiled`, from the grammars of this process."""
-    return _shared.compiled(spec, vocabulary, backend, directory, seconds)
+# Files: a line that says what it is, then what :meth:`CompiledGrammar.dump` gave. Nothing in them is run. A file is named after all
+# that its content follows from, so another version of the language or vocabulary has another file. Tables are kept. Of
+# llguidance there is nothing to keep: it compiles in a millisecond, and cannot write what it has.
+
+#: Raised when the files or the automata in them change their meaning. Files of another version are made anew.
+VERSION = 2
+_KIND = "compiled grammar of hf-decoders"
+SUFFIX = ".grammar"
 
 
-def forget() -> None:
-    """Empties the cache of this process."""
-    _shared.clear()
+def stored_path(directory: Path, language: Language, vocabulary: Vocabulary, policy: Policy, backend: Backend) -> Path:
+    """Where `language`, compiled for `vocabulary` by `backend`, is kept."""
+    content = [backend.name, policy, vocabulary.fingerprint, language.regex, language.lark]
+    return directory / (hashlib.sha256(json.dumps(content).encode()).hexdigest() + SUFFIX)
+
+
+def store(grammar: CompiledGrammar, path: Path) -> bool:
+    """Keeps `grammar` as `path`, whole or not at all; returns whether it has a form that can be kept.
+
+    A file that cannot be written is a warning: the grammar is there all the same.
+    """
+    content = grammar.dump()
+    if content is None:
+        return False
+    head = {"kind": _KIND, "version": VERSION, "key": path.stem, "sha256": hashlib.sha256(content).hexdigest()}
+    try:
+        write_whole(path, json.dumps(head).encode() + b"\n" + content)
+    except OSError as error:
+        warnings.warn(f"compiled grammar not kept as {path}: {error}", stacklevel=2)
+        return False
+    return True
+
+
+def restored(
+    path: Path, language: Language, vocabulary: Vocabulary, policy: Policy, backend: Backend
+) -> CompiledGrammar | None:
+    """The grammar kept as `path`; None if there is none of this version. A file that is damaged or something else warns."""
+    try:
+        with path.open("rb") as file:
+            line = file.readline(4096)
+            content = file.read()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        warnings.warn(f"compiled grammar {path} cannot be read, compiling anew: {error}", stacklevel=2)
+        return None
+    try:
+        head = json.loads(line)
+        if not isinstance(head, dict) or head.get("kind") != _KIND:
+            raise ValueError("it is no compiled grammar")
+        if head.get("version") != VERSION:
+            return None
+        if head.get("key") != path.stem:
+            raise ValueError("it was made for something else")
+        if head.get("sha256") != hashlib.sha256(content).hexdigest():
+            raise ValueError("it is damaged")
+        return backend.restore(content, language, vocabulary, policy)
+    except (ValueError, GrammarError) as error:
+        warnings.warn(f"compiled grammar {path} is ignored, compiling anew: {error}", stacklevel=2)
+        return None

@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import product
 from typing import TypeAlias
 
-from ..errors import GrammarError
+from ...errors import GrammarError
 from . import characters, limits
 from .deadline import check
 from .dialect import Dialect, Problem, single

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from ..errors import GrammarError
+from ...errors import GrammarError
 from . import characters, writer
 from .dialect import Dialect, Problem, property_in_rust, single
 from .ecma import ECMA

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from ..errors import GrammarError
+from ...errors import GrammarError
 from . import json_text, limits, strings
 from .nodes import FALSE, TRUE, Node
 from .notation import EMPTY, NOTHING, Expr, alt, rep, seq, text

@@ -8,16 +8,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..constraints.base import Language
-from ..constraints.json_schema import JsonSchema
-from ..constraints.specs import Spec
 from ..errors import GrammarError
-from ..patterns.deadline import deadline, left
-from ..patterns.writer import quoted, slashed
-from ..schemas.document import document
-from ..schemas.nodes import Node
-from ..schemas.normaliser import Normaliser
-from .bodies import Function
+from .base import Language
+from .json_spec import JsonSchema
+from .patterns.deadline import deadline, left
+from .patterns.writer import quoted, slashed
+from .schemas.document import document
+from .schemas.nodes import Node
+from .schemas.normaliser import Normaliser
+from .specs import Spec
 
 _ANY = r"(?:.|\n)*"
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -40,8 +39,8 @@ class Called:
     strict: bool | None
 
     @staticmethod
-    def of(function: Function) -> Called:
-        return Called(function.name, json.dumps(function.parameters or _NO_PARAMETERS), function.strict)
+    def of(name: str, parameters: dict[str, Any] | None, strict: bool | None) -> Called:
+        return Called(name, json.dumps(parameters or _NO_PARAMETERS), strict)
 
     def language(self) -> Language:
         """The arguments.

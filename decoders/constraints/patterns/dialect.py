@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from ..errors import GrammarError
+from ...errors import GrammarError
 from . import characters
 from .characters import Ranges
 from .tree import Anchor, Chars, Class

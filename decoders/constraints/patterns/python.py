@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from ..errors import GrammarError
+from ...errors import GrammarError
 from . import characters
 from .dialect import Dialect, Problem, property_in_rust, single
 from .reader import read

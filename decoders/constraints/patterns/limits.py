@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from ..errors import GrammarError
+from ...errors import GrammarError
 
 #: Characters of a pattern.
 PATTERN_CHARACTERS = 20_000

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import GrammarError, shortened
+from ...errors import GrammarError, shortened
 from ..patterns.deadline import deadline
 from ..patterns.search import Search
 from .document import document, step

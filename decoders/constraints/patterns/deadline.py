@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from ..errors import GrammarError
+from ...errors import GrammarError
 
 #: Seconds for compiling one grammar, where nobody says otherwise.
 SECONDS = 2.0

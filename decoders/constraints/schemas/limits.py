@@ -1,13 +1,13 @@
 """Bounds on time and memory. A schema that exceeds one is refused with the limit's name; nothing is left half done.
 
-Those of patterns and their automata are in :mod:`decoders.patterns.limits`.
+Those of patterns and their automata are in :mod:`decoders.constraints.patterns.limits`.
 """
 
 from __future__ import annotations
 
 from typing import NoReturn
 
-from ..errors import GrammarError
+from ...errors import GrammarError
 
 #: Characters of a schema as JSON text.
 SCHEMA_CHARACTERS = 1_000_000

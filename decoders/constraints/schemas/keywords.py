@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..errors import GrammarError
+from ...errors import GrammarError
 from ..patterns import ecma
 from . import formats, limits, numbers, strings
 from .algebra import NodeAlgebra

@@ -9,19 +9,19 @@ from functools import cached_property
 from typing import Any
 
 from ..errors import GrammarError, suggest
-from ..patterns.deadline import deadline, left
-from ..schemas import limits, notation
-from ..schemas.document import document, members
-from ..schemas.ignored import ignored
-from ..schemas.left_out import droppable
-from ..schemas.lenient import Validation
-from ..schemas.nodes import Node
-from ..schemas.normaliser import Normaliser
-from ..schemas.notation import Expr
-from ..schemas.spelling import spell
-from ..schemas.writing import WHITESPACE, Writer
 from .base import Language
+from .patterns.deadline import deadline, left
 from .python_types import schema_of
+from .schemas import limits, notation
+from .schemas.document import document, members
+from .schemas.ignored import ignored
+from .schemas.left_out import droppable
+from .schemas.lenient import Validation
+from .schemas.nodes import Node
+from .schemas.normaliser import Normaliser
+from .schemas.notation import Expr
+from .schemas.spelling import spell
+from .schemas.writing import WHITESPACE, Writer
 from .specs import Spec
 
 #: Keywords that are left out of one schema, and the work of finding them in units of what one attempt may do.

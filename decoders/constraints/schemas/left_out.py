@@ -7,7 +7,7 @@ from dataclasses import replace
 from os.path import commonprefix
 from typing import TYPE_CHECKING
 
-from ..errors import GrammarError
+from ...errors import GrammarError
 from . import keywords
 from .shapes import NONE, Shapes
 

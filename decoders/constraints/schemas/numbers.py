@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from ..errors import GrammarError
+from ...errors import GrammarError
 
 #: From here on not every integer is a float.
 EXACT = 2**53

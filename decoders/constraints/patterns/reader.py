@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from ..errors import shortened
+from ...errors import shortened
 from . import characters, limits
 from .classes import ClassReader
 from .dialect import Dialect, Problem

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from ..errors import GrammarError
+from ...errors import GrammarError
 from ..patterns.deadline import check
 from . import keywords, left_out, limits, shapes
 from .algebra import NodeAlgebra

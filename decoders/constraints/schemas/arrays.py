@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..errors import GrammarError
+from ...errors import GrammarError
 from .algebra import NodeAlgebra
 from .nodes import FALSE, TRUE, Node
 

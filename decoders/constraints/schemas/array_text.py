@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 from typing import TYPE_CHECKING
 
-from ..errors import GrammarError
+from ...errors import GrammarError
 from . import limits
 from .arrays import Arrays
 from .finite import values

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from ..errors import GrammarError
+from ...errors import GrammarError
 from ..patterns import automata
 from ..patterns import limits as pattern_limits
 from ..patterns.tree import NOTHING, Pattern, words
