@@ -34,6 +34,7 @@ from decoders import (
     serving,
     settings,
     strategies,
+    strategy,
     testing,
     verifiers,
 )
@@ -103,6 +104,7 @@ def api() -> Iterator[str]:
         "demo": "below",
     }
     yield "Modules: " + ", ".join(f"`decoders.{name}` ({links[name]})" for name in submodules) + ".\n"
+    yield from section("decoders.strategy", {"Traits": strategy.Traits})
     yield from section("decoders.report", {"Timings": report.Timings, "GrammarUse": report.GrammarUse})
     loop = {"RuntimeSettings": settings.RuntimeSettings, "load_settings": settings.load_settings}
     yield from section("decoders.settings", loop)
