@@ -22,7 +22,7 @@ ALLOWED = {
     "schemas": {"errors", "patterns"},
     "patterns": {"errors"},
     "strategies": {
-        "strategy", "drafting", "sampling", "costs", "constraints", "tree", "settings", "errors", "medusa", "eagle3", "dflash",
+        "strategy", "drafting", "sampling", "costs", "constraints", "tree", "settings", "errors", "heads",
     },
 }  # fmt: skip
 
