@@ -82,9 +82,9 @@ MUTATIONS = (
         ("engine/test_self_check.py",),
     ),
     Mutation(
-        "a-strategy-is-not-told-that-its-draft-was-cut", "decoders/engine/decode/loop.py",
-        "            strategy.observe(state, step if self._verified is None else replace(step, own_nodes=self._verified))\n",
-        "            strategy.observe(state, step)\n",
+        "a-strategy-is-not-told-that-its-draft-was-cut", "decoders/engine/decode/batch.py",
+        "            strategy.observe(self.state, step if self._verified is None else replace(step, own_nodes=self._verified))\n",
+        "            strategy.observe(self.state, step)\n",
         ("strategies/test_pruned_drafts.py",),
     ),
     Mutation(
@@ -191,7 +191,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rows-go-on-without-the-prompt-that-they-read", "decoders/engine/decode/lane.py",
-        "        self._bring([*self.batch, seat])\n",
+        "        self._bring([*self.rows, seat])\n",
         "",
         ("serving/test_prompts_in_steps.py",),
     ),
@@ -227,8 +227,8 @@ MUTATIONS = (
     ),
     Mutation(
         "wrong-noise-position", "decoders/engine/decode/core.py",
-        "+ tree.offsets\n        chosen, scores = self.draw(",
-        "+ tree.offsets.clamp(max=2)\n        chosen, scores = self.draw(",
+        "+ block.tree.offsets\n        return Verdict(",
+        "+ block.tree.offsets.clamp(max=2)\n        return Verdict(",
         ("exactness/test_architectures.py", "strategies/test_conformance.py"),
     ),
     Mutation(

@@ -75,7 +75,7 @@ class ModelDrafter(Drafter):
         slots = (call.longest if target.static else context.slots) + 2 * ahead
         layouts = target.layout, call.engine.target.layout
         shared = context.level == 0 and call.engine.is_part(model) and fits(*layouts)
-        opened = self._open(slots) if call.capacity == 0 and not shared else None
+        opened = self._open(slots) if not call.shared and not shared else None
         self.session: Session
         if shared:
             call.read_rest()
