@@ -136,7 +136,7 @@ MUTATIONS = (
         ("exactness/test_architectures.py",),
     ),
     Mutation(
-        "a-draft-in-shared-slots-runs-what-is-committed-again", "decoders/engine/decode/drafts/pending.py",
+        "a-draft-in-shared-slots-runs-what-is-committed-again", "decoders/engine/decode/drafts/counts.py",
         "pending = 0 if self.shared else max(min(self.count, reach), MIN_PENDING)",
         "pending = max(min(self.count, reach), MIN_PENDING)",
         ("strategies/test_early_exit.py",),
@@ -382,13 +382,13 @@ MUTATIONS = (
         ("engine/grammar/test_guide.py", "generate/test_grammar.py"),
     ),
     Mutation(
-        "drafter-reads-too-few-pending-tokens", "decoders/engine/decode/drafts/pending.py",
+        "drafter-reads-too-few-pending-tokens", "decoders/engine/decode/drafts/counts.py",
         "self.count = self.level + behind\n",
         "self.count = self.level\n",
         ("strategies/test_draft_model_calls.py",),
     ),
     Mutation(
-        "drafter-reads-two-pending-tokens-too-few", "decoders/engine/decode/drafts/pending.py",
+        "drafter-reads-two-pending-tokens-too-few", "decoders/engine/decode/drafts/counts.py",
         "self.count = self.level + behind\n",
         "self.count = self.level + behind - 2\n",
         ("strategies/test_draft_model_calls.py",),

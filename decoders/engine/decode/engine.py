@@ -35,7 +35,7 @@ from ..model.weights.quantization import Precision
 from ..model.weights.twin import WeightState
 from .calibration import Calibrator
 from .core import Core
-from .drafts.draft_core import DraftCore
+from .drafts.core import DraftCore
 from .drafts.modules import ModuleTwin
 from .session import Sessions
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from ...costs.steps import StepCosts
 from ...strategy import Context, Strategy, no_memory
 from .call_settings import CallSettings
-from .drafts.drafter import ModelDrafter, context_draft
+from .drafts.drafter import ModelDrafter
 from .drafts.modules import SlotPasses
+from .drafts.staged import context_draft
 
 if TYPE_CHECKING:
     from .batch import Batch

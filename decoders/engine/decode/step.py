@@ -2,7 +2,7 @@
 
 What is timed, counted, stopped and streamed hangs on a step from outside, as its :class:`Watch`. A device that records whole steps
 records :func:`step` itself (:mod:`~decoders.engine.decode.recording`), and a strategy that drafts for a draft model has its steps
-made by it as well (:mod:`~decoders.engine.decode.drafts.draft_stage`).
+made by it as well (:mod:`~decoders.engine.decode.drafts.staged`).
 """
 
 from __future__ import annotations
