@@ -341,8 +341,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a-row-reuses-the-text-of-another", "decoders/engine/decode/session.py",
-        "moves.append((row, other.rows.buffers, source_row, reused[row]))",
-        "moves.append((row, other.rows.buffers, 0, reused[row]))",
+        "moves.append((row, session.stored.buffers, source_row, reused[-1]))",
+        "moves.append((row, session.stored.buffers, 0, reused[-1]))",
         ("engine/test_session.py",),
     ),
     Mutation(

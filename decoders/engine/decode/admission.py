@@ -14,11 +14,11 @@ from ...strategy import PromptChunk
 from ..model.buckets import LEAST_CHUNK, chunk_bucket
 from ..model.weights.twin import WeightState
 from .batch import Batch
-from .pool import RowPool
 from .prefill_plan import PrefillPlan
 from .prefixes import NOTHING, KeptText
 from .request import Request
 from .request_output import RequestOutput
+from .session import Session
 
 #: Most tokens of a pass that several prompts share; longer ones keep the processor busy by themselves.
 SHARED_PASS = 512
@@ -73,7 +73,7 @@ class Admission:
         seats: the requests that are here, in the order in which they came.
     """
 
-    def __init__(self, batch: Batch, pool: RowPool, reserved: int) -> None:
+    def __init__(self, batch: Batch, pool: Session, reserved: int) -> None:
         self.batch, self.pool, self.reserved = batch, pool, reserved
         self.seats: list[Seat] = []
         self._pace = 0.0  # seconds per prompt token, as measured
@@ -207,8 +207,8 @@ class Admission:
             request = seat.member.request
             reuse = request.runtime.reuse and not request.strategy.reads_prompt  # which is shown all of it
             self.pool.put(seat.place, seat.prompt)
-            prompt, texts = seat.prompt.cpu(), self._texts(seat)
-            kept.append(self.pool.take_over(seat.place, prompt, texts, seat.salt) if reuse else 0)
+            prompt = {seat.place: seat.prompt.cpu()}
+            kept += self.pool.take_over(prompt, self._texts(seat), seat.salt) if reuse else [0]
             self.pool.drop(seat.place)
         chunk = min(seat.member.request.runtime.prefill_chunk or self.pool.target.prefill_chunk for seat in seats)
         if self._rows:
@@ -231,13 +231,13 @@ class Admission:
 
         return run
 
-    def _texts(self, seat: Seat) -> list[KeptText]:
+    def _texts(self, seat: Seat) -> list[tuple[Session, int, KeptText]]:
         """What every place holds, those in use included; the place of `seat` holds what was there before."""
         texts = list(self.pool.texts)
         for other in self.seats:
             if other is not seat and other.plan is not None:
                 texts[other.place] = self.held(other)
-        return texts
+        return [(self.pool, place, text) for place, text in enumerate(texts)]
 
     def held(self, seat: Seat) -> KeptText:
         """The text whose keys and values are in a seat's slots; nothing if weights were written to since it came."""

@@ -152,9 +152,8 @@ class Batch:
         """Reads what was left to the first step: a draft in the target's own slots begins behind it."""
         if not self.prompt_left:
             return
-        begin = (self.rows.length - 1 - self.prompt_left).clamp(min=0)
-        latest = max(max(self.lengths) - 1 - self.prompt_left, 0)
-        self.session.read(self.rows, begin, latest, 0, self.prompt_left, self.prefill)
+        starts = [max(length - 1 - self.prompt_left, 0) for length in self.lengths]
+        self.session.read_rows(0, starts, 0, self.prompt_left, self.prefill)
         self.pending = self.prompt_left = 0
 
     @property

@@ -37,7 +37,7 @@ from .calibration import Calibrator
 from .core import Core
 from .drafts.core import DraftCore
 from .drafts.modules import ModuleTwin
-from .session import Sessions
+from .sessions import Sessions
 
 #: Compiled functions of strategies that an engine keeps.
 KEPT_FUNCTIONS = 64

@@ -16,9 +16,9 @@ from ..model.buckets import row_bucket, slots_for
 from .admission import Admission, Seat
 from .batch import Batch
 from .engine import Engine
-from .pool import RowPool
 from .request import Request
 from .request_output import RequestOutput, empty_report
+from .session import Session
 from .sharing import sampling_of, share_steps
 from .step import step
 from .watch import StepWatch
@@ -57,7 +57,7 @@ class Lane:
         # Where rows are padded to a bucket, the padding must not touch what is read or kept behind them.
         reserved = row_bucket(capacity) if static else 0
         slots, recordings = slots_for(FIRST_SLOTS, engine.target.static), engine.sessions.recordings()
-        self.pool = RowPool(engine.target, reserved + capacity, slots, recordings)
+        self.pool = Session(engine.target, reserved + capacity, slots, recordings)
         batch.session = self.pool
         self.admission = Admission(batch, self.pool, reserved)
         self.rows: list[Seat] = []

@@ -22,11 +22,10 @@ from ...model.buckets import row_bucket, slots_for
 from ...model.cuda_graphs.static_inputs import SameObject
 from ..call_settings import CallSettings
 from ..grammar.guide import Guide
-from ..pool import RowPool
 from ..rows import Rows
-from ..session import OpenSession, Session
+from ..session import Session
+from ..sessions import OpenSession
 from .counts import DraftCounts, PendingTokens
-from .draft_rows import seat_rows
 from .shared_slots import SharedSlots, fits
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ class ModelDrafter(Drafter):
         else:
             recordings = self.engine.sessions.recordings()
             capacity = row_bucket(call.capacity, target.static)
-            self.session = RowPool(target, capacity, slots_for(slots, target.static), recordings)
+            self.session = Session(target, capacity, slots_for(slots, target.static), recordings)
             self._seat(context, [-1] * len(call.request.prompts))
         self.guide = guide.ahead() if guide is not None else None
         self._begun = self.rows.length.clone()
@@ -136,14 +135,35 @@ class ModelDrafter(Drafter):
         self._drafting = False
 
     def _seat(self, context: Context, rows: Sequence[int]) -> None:
-        if isinstance(self.session, SharedSlots):
-            self.session.restart()
+        """Brings its rows in the order of the target's and reads those that are new.
+
+        Args:
+            rows: which row of the batch before each row is, -1 for one that is new.
+        """
+        session, call, sequences = self.session, self.call, context.sequences
+        if isinstance(session, SharedSlots):
+            session.restart()
             return
-        assert isinstance(self.session, RowPool) and context.sequences is not None
-        # Ids that only the target has would be out of range.
-        most = self.vocab_size - 1 if self.core.padding else None
+        assert sequences is not None
+        request = call.request
+        finished = sequences.finished.tolist()
+        session.reorder(rows, [len(text) for text in request.prompts])
         with self._running():
-            seat_rows(self.session, self.call, context.sequences, rows, self.ahead, most, self._prefill)
+            for place, (row, text) in enumerate(zip(rows, request.prompts, strict=True)):
+                if row >= 0 or finished[place]:
+                    continue
+                if self.core.padding:  # ids that only the target has would be out of range
+                    text = text.clamp(max=self.vocab_size - 1)
+                session.put(place, text)
+                prompt, salt = text.cpu(), request.salt_of(place)
+                held = [(session, other, kept) for other, kept in enumerate(session.texts)]
+                reused = session.take_over({place: prompt}, held, salt) if request.runtime.reuse else [0]
+                session.prefill([len(text)], reused, request.runtime.prefill_chunk, self._prefill, first=place)
+                # Behind it a draft's slots may hold other nodes than those accepted.
+                session.texts[place] = session.kept(place, prompt[:-1], salt)
+        lengths = [len(text) for text in request.prompts]
+        limits = [length + self.ahead for length in lengths]
+        session.arrange(lengths, sequences.prompt_length.tolist(), limits, finished, call.sampling)
 
     @property
     def _prefill(self) -> Callable[..., None]:
