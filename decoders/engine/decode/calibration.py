@@ -16,9 +16,9 @@ from ...common.devices import processor_name
 from ...costs.curve import CostCurve, CostPoint, Subject
 from ...costs.steps import SizeRatios
 from ...costs.store import read, write
-from ...draft import Draft
 from ...report import Report
 from ...sampling.processors import SamplingPlan
+from ...strategy import Draft
 from ...tree import Topology
 from ..model import torch_compat
 from ..model.blocks import NodeBlock

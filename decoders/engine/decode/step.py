@@ -24,17 +24,21 @@ from .verify import Verdict
 
 
 def step(batch: Steps, watch: Watch | None = None) -> StepOutput:
-    """One step of all rows of `batch`, each of which accepts its own number of draft tokens. Nobody watches while it is recorded."""
+    """One step of all rows of `batch`, each of which accepts its own number of draft tokens.
+
+    Args:
+        watch: None where the host must not look: while a step is recorded.
+    """
     watch = watch or UNWATCHED
     draft = batch.propose()
     block = batch.block_of(draft)
     watch.proposed()
     block = batch.mask(draft, block)
     watch.masked()
-    out = batch.decide(draft, block, batch.rows)  # forward_verify_commit, or what a device has recorded of it
-    outcome = watch.committed(
-        draft, block, out
-    )  # the host learns what was accepted; stopping criteria may take some back
+    # forward_verify_commit, or the one launch that a device has recorded of it
+    out = batch.decide(draft, block, batch.rows)
+    # Here the host learns what was accepted, and stopping criteria may take some of it back.
+    outcome = watch.committed(draft, block, out)
     batch.settle(out, outcome)
     watch.settled()
     batch.observe(out)

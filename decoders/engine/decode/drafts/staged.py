@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ....draft import Draft
 from ....drafting import Advance, Drafter, Expansion
 from ....errors import UnsupportedError
 from ....report import Stopwatch
-from ....strategy import Context, Sequences, Strategy, finish_all, no_costs, no_memory
+from ....strategy import Context, Draft, Sequences, Strategy, finish_all, no_costs, no_memory
 from ...model.blocks import NodeBlock
 from ..call_settings import CallSettings
 from ..core import StepOutput
