@@ -9,6 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from ..costs import draft_budget
 from ..errors import SettingsError, UnsupportedError
 from ..medusa.files import check_fit, find_heads, load_heads
 from ..medusa.heads import HeadWeights, MedusaHeads, head_scores
@@ -17,7 +18,6 @@ from ..sampling import SamplingInputs, SamplingPlan, candidates
 from ..settings import Settings
 from ..strategy import Context, Draft, Sequences, Step, Strategy
 from ..tree import Topology
-from .budget import draft_budget
 
 
 class MedusaSettings(Settings):
@@ -102,7 +102,7 @@ class Medusa(Strategy):
         # The authors' tree is four levels deep; heads may be fewer, or the tree of a user's shallower than the heads.
         if s.tree is None:
             paths = tuple(path for path in paths if len(path) <= heads.config.heads)
-        nodes = draft_budget(context, s.nodes, len(paths))
+        nodes = draft_budget(context.costs, s.nodes, len(paths))
         topology, picks = Topology.from_paths(budgeted(paths, nodes))
         plan, drawn = context.plan or SamplingPlan(), context.plan is not None and context.plan.sample
         _check_tree(topology, picks, heads)
