@@ -48,7 +48,7 @@ class Generation:
         self.cancelled = False
         self._on_cancel = on_cancel
         self._renew_conditions()
-        self._tokens: list[int] = []
+        self._count = 0  # tokens that the scheduler has shown
         self._times: list[tuple[float, int]] = []
         self._done = False
         self._value: Any = None
@@ -118,8 +118,7 @@ class Generation:
     @property
     def tokens(self) -> list[int]:
         """The new tokens so far."""
-        with self._changed:
-            return list(self._tokens)
+        return self._so_far("generated")
 
     @property
     def drafted(self) -> list[bool]:
@@ -139,8 +138,7 @@ class Generation:
 
     def _so_far(self, name: str) -> list[Any]:
         with self._changed:
-            every = getattr(self.member, name)[0] if self.member is not None else []
-            return list(every[: len(self._tokens)])
+            return getattr(self.member, name)[0][: self._count] if self.member is not None else []
 
     @property
     def text(self) -> str:
@@ -164,7 +162,13 @@ class Generation:
         return self._report
 
     def __iter__(self) -> Iterator[Any]:
-        yield from self._pieces_of(self._wait)
+        seen, done, pieces = 0, False, self._new_pieces()
+        while not done:
+            tokens, done = self._wait(seen)
+            yield from _cut(tokens, seen, done, pieces)
+            seen = len(tokens)
+        if self._error is not None:
+            raise self._error
 
     def __await__(self) -> Generator[Any, None, Any]:
         return self._result_async().__await__()
@@ -193,7 +197,7 @@ class Generation:
             with self.telling(news.set):
                 while True:
                     news.clear()
-                    tokens, done = self._state()
+                    tokens, done = self._wait(-1)
                     yield tokens, done
                     if done:
                         break
@@ -228,51 +232,36 @@ class Generation:
             with suppress(RuntimeError):  # the loop has been closed
                 loop.call_soon_threadsafe(function)
 
-        self._listen(listener)
+        with self._changed:
+            self._listeners.append(listener)
         try:
             yield
         finally:
             with self._changed:
                 self._listeners.remove(listener)
 
-    def _listen(self, listener: Callable[[], None]) -> None:
-        with self._changed:
-            self._listeners.append(listener)
-
     def _new_pieces(self) -> TextPieces | None:
         return TextPieces(self.tokenizer, self.prompt) if self.tokenizer is not None else None
 
-    def _state(self) -> tuple[list[int], bool]:
-        with self._changed:
-            return list(self._tokens), self._done
-
     def _wait(self, seen: int) -> tuple[list[int], bool]:
+        """All tokens and whether they are all there will be, once there are more than `seen`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._done or len(self._tokens) > seen)
-            return list(self._tokens), self._done
-
-    def _pieces_of(self, wait: Callable[[int], tuple[list[int], bool]]) -> Iterator[Any]:
-        seen, done, pieces = 0, False, self._new_pieces()
-        while not done:
-            tokens, done = wait(seen)
-            yield from _cut(tokens, seen, done, pieces)
-            seen = len(tokens)
-        if self._error is not None:
-            raise self._error
+            self._changed.wait_for(lambda: self._done or self._count > seen)
+            return self.tokens, self._done
 
     # What the scheduler says:
 
     def _show(self) -> None:
-        """Its member may have written more."""
+        """A step is over: what it has written for this request is shown."""
         assert self.member is not None
-        written = self.member.generated[0]
-        if len(written) == len(self._tokens):
+        count = len(self.member.generated[0])
+        if count == self._count:
             return
-        if not self._tokens:
+        if not self._count:
             self.member.report.time_to_first_token = time.monotonic() - self.submitted
         with self._changed:
-            self._tokens += written[len(self._tokens) :]
-            self._times.append((time.monotonic(), len(self._tokens)))
+            self._count = count
+            self._times.append((time.monotonic(), count))
             self._changed.notify_all()
         self._tell()
 
@@ -281,10 +270,9 @@ class Generation:
         value: Any = None
         if self.member is not None:
             self._show()
-            decoded = self.member.decoded()
-            self._report = decoded.report
+            self._report = self.member.report
             try:
-                value = self.call.result(decoded) if error is None else self.call.partial(decoded)
+                value = self.call.result(self.member) if error is None else self.call.partial(self.member)
                 if self.tokenizer is not None:
                     value = self.text
             except Exception as own:  # a streamer, say

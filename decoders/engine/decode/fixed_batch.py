@@ -12,13 +12,13 @@ from ..model.compiled.openmp import release_threads
 from .engine import Engine
 from .loop import Call
 from .recording import CallRecording, recordable
-from .request import Decoded, Request
+from .request import Request
 from .request_output import RequestOutput
 from .rows import sampling_inputs
 from .worth import DraftWorth
 
 
-def decode(engine: Engine, request: Request) -> Decoded:
+def decode(engine: Engine, request: Request) -> RequestOutput:
     """Runs a call to its end. Calls on one engine run one after the other."""
     # Packed weights, compiled code and kept texts are in the model's own precision, in whatever context the call is made.
     own_precision = torch.autocast(engine.target.device.type, enabled=False)
@@ -61,7 +61,7 @@ class FixedBatch:
             ends = [len(prompt) + request.new_tokens for prompt in request.prompts]
             self.call.worth = DraftWorth(engine.step_costs, self.call.batch, ends, request.strategy.grade_rates)
 
-    def run(self) -> Decoded:
+    def run(self) -> RequestOutput:
         """Decodes to the end. An exception on the way gets a note, and ``partial``: what was committed before."""
         try:
             self._run()
@@ -70,16 +70,15 @@ class FixedBatch:
             error.add_note(
                 f"decoders: {call.culprit}, {call.where}, after {call.report.steps} steps; error.partial is what was written."
             )
-            error.partial = self._decoded()  # type: ignore[attr-defined]
-            self.written.close(error)
+            error.partial = self.written  # type: ignore[attr-defined]
+            self._close(error)
             raise
-        decoded = self._decoded()
-        self.written.close()
-        return decoded
+        self._close()
+        return self.written
 
-    def _decoded(self) -> Decoded:
+    def _close(self, error: BaseException | None = None) -> None:
         self.call.report.stages = [drafter.report() for drafter in self.call.drafters]
-        return self.written.decoded()
+        self.written.close(error)
 
     def _run(self) -> None:
         call, request, target = self.call, self.request, self.call.target
