@@ -18,8 +18,7 @@ from ..errors import DecodersError, SettingsError, UnsupportedError
 from ..registry.registry import registry
 from ..registry.resolve import resolve_strategy
 from ..report import Report
-from ..setting_sources import load_settings
-from ..settings import RuntimeSettings
+from ..settings import RuntimeSettings, load_settings
 from ..strategy import Strategy
 from .assistants import draft_scheme
 from .wrapper import Generate

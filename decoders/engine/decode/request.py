@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from ...constraints.base import CompiledGrammar
+from ...constraints import CompiledGrammar
 from ...costs.store import default_folder
-from ...observer import Observer
+from ...report import Observer
 from ...sampling.processors import SamplingPlan
 from ...settings import RuntimeSettings
 from ...strategy import Strategy

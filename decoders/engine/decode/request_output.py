@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...observer import ObservedCall
-from ...report import Report
+from ...report import ObservedCall, Report
 from ..model.ranks import ALONE, Ranks
 from ..model.target import Target
 from .core import StepOutput
