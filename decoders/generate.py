@@ -68,7 +68,7 @@ def _ready_to_unload(wrapper: PreTrainedModel) -> Callable[[Any], Any]:
 
 
 def enabled(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Generate:
-    """What stands in the place of ``model.generate``, for whoever prepares calls and decodes them; :func:`enable` puts it there."""
+    """Enables `model` and gives what stands in the place of ``model.generate``, for schedulers, which decode calls themselves."""
     enable(model, tokenizer)
     present: Generate = vars(model)["generate"]
     return present

@@ -76,7 +76,7 @@ class PreparedCall:
         return assemble(self.input_ids, written, self.config)
 
     def partial(self, written: RequestOutput) -> Tensor | DecodersOutput:
-        """The same of a call that has not come to its end."""
+        """What a call that was cut short has written, in transformers' form."""
         return assemble(self.input_ids, written, self.config)
 
 

@@ -21,7 +21,7 @@ from .attached import is_peft
 
 #: Keywords of ``generate`` that are ours.
 OWN = ("strategy", "strategy_config", "decoders_config", "grammar", "verifier", "verifier_config", "seed", "generator")
-#: Those that may stand in a generation config, which takes what JSON can hold.
+#: Keywords that may stand in a generation config, which takes what JSON can hold.
 _CONFIGURABLE: dict[str, tuple[type, ...]] = {
     "strategy": (str,),
     "strategy_config": (Mapping,),

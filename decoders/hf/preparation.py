@@ -91,7 +91,7 @@ class Preparation:
         return not on_host and self.config.min_new_tokens is None and "min_new_tokens" not in self.plan.operations
 
     def of_length(self, prompt: int, new_tokens: int) -> Preparation:
-        """The same for a prompt of so many tokens, and so many new ones."""
+        """This preparation for a prompt and an output of other lengths."""
         config, length = copy.copy(self.config), prompt + new_tokens
         config.max_length, config.max_new_tokens = length, new_tokens
         return replace(self, config=config, length=length)

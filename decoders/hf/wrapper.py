@@ -177,7 +177,7 @@ class Generate:
 
 
 def _formats(runtime: RuntimeSettings) -> tuple[Precision, Literal["keep", "packed"]]:
-    """The number formats that an engine computes in, and what becomes of the model's own weights."""
+    """The number formats that an engine computes in, and whether the model's own weights are kept."""
     cache = runtime.kv_cache if runtime.kv_cache != "keep" else None
     precision = Precision(scheme_of(runtime.weights), cache, runtime.exact_products)
     return precision, "packed" if runtime.weights == "packed" else "keep"

@@ -1,4 +1,4 @@
-"""What a caller holds of a request: its result to come, its tokens as they come, and the means to end it."""
+"""The handle of a request: its result, its tokens as they are written, and a way to cancel it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Generation:
         """Waits for the end: the new text for a prompt that was text, else what ``generate`` returns for that prompt.
 
         Raises:
-            TimeoutError: it has not come to its end within `timeout` seconds; it goes on.
+            TimeoutError: it is not done within `timeout` seconds; it goes on.
             CancelledError, DeadlineError: it was ended before. Whatever ``generate`` raises. ``partial`` of the error is what was
                 written.
         """
@@ -86,7 +86,7 @@ class Generation:
             raise TimeoutError(f"not done after {timeout} seconds")
 
     def done(self) -> bool:
-        """Whether it has come to its end, in whatever way."""
+        """Whether it has ended: completed, failed or cancelled."""
         return self._done
 
     def add_done_callback(self, function: Callable[[Generation], None]) -> None:
@@ -107,7 +107,7 @@ class Generation:
             log.exception("decoders: a callback of a request raised (add_done_callback(%r))", function)
 
     def cancel(self) -> bool:
-        """Ends it: its row is free after the step that is running. False if it has come to its end before."""
+        """Ends it: its row is free after the step that is running. False if it has ended before."""
         with self._changed:
             if self._done:
                 return False
@@ -191,7 +191,7 @@ class Generation:
                 seen = len(tokens)
 
     async def _progress(self) -> AsyncGenerator[tuple[list[int], bool]]:
-        """All tokens so far and whether they are all there are, whenever there are more; at last raises what went wrong."""
+        """All tokens so far and whether they are all there will be, whenever there are more; raises the error at the end, if any."""
         news = asyncio.Event()
         try:
             with self.telling(news.set):
@@ -202,7 +202,7 @@ class Generation:
                     if done:
                         break
                     await news.wait()
-        except (asyncio.CancelledError, GeneratorExit):  # nobody listens any more
+        except (asyncio.CancelledError, GeneratorExit):  # the caller has stopped listening
             self.cancel()
             raise
         if self._error is not None:
@@ -225,7 +225,7 @@ class Generation:
 
     @contextmanager
     def telling(self, function: Callable[[], object]) -> Iterator[None]:
-        """Within it, the running event loop calls `function` soon after there are more tokens, or all: once per step."""
+        """Within it, the running event loop calls `function` once per step that wrote tokens, and at the end."""
         loop = asyncio.get_running_loop()
 
         def listener() -> None:
@@ -266,7 +266,7 @@ class Generation:
         self._tell()
 
     def _end(self, error: BaseException | None = None) -> None:
-        """It has come to its end, by itself or by `error`."""
+        """It has ended: completed, or by `error`."""
         value: Any = None
         if self.member is not None:
             self._show()
@@ -285,7 +285,7 @@ class Generation:
             if self._done:
                 return
             self._value, self._error, self._done = value, error, True
-            # Whoever keeps a result keeps neither the scheduler nor what was to be called.
+            # A caller that keeps the result does not keep the scheduler and the callbacks alive.
             self._on_cancel, callbacks, self._callbacks = _nothing, self._callbacks, []
             self._changed.notify_all()
             self._over.notify_all()
@@ -301,7 +301,7 @@ class Generation:
             self._error, self._done, self._on_cancel = error, True, _nothing
 
     def _renew_conditions(self) -> None:
-        """What tokens and the end are waited for with. Whoever waits for the end alone is not woken in every step."""
+        """Makes the conditions that readers of tokens, woken by every step, and of the result, woken at the end, wait for."""
         lock = threading.RLock()
         self._changed, self._over = threading.Condition(lock), threading.Condition(lock)
 

@@ -86,7 +86,7 @@ class CallResources:
 
     @property
     def _slots(self) -> int:
-        """What a row of the call may come to."""
+        """Room for a row of the call."""
         return max(self.call.longest if self.call.target.static else max(self.call.lengths), self.call.rows.slots)
 
     def rebatch(self, sources: Sequence[int]) -> Context:
@@ -114,7 +114,7 @@ class CallResources:
             calibration, folder = call.engine.calibration, call.request.cost_folder
             context = max(call.lengths)
             known = calibration.known(folder)
-            # Where rows come and go nobody is made to wait for every number of them: what lies between is in proportion.
+            # Where rows join and leave, measuring every number of them would take too long: what lies between is in proportion.
             if measure and not (call.capacity and self._measured_rows):
                 rows = sorted({1, call.capacity}) if call.capacity else [call.width]
                 known = calibration.measured(folder, rows, [context], call.request.runtime.compile)
