@@ -15,8 +15,8 @@ from ..common.transformers_compat import pad_token_of
 from ..engine.decode.criteria import Criteria
 from ..engine.decode.host_processors import Processors
 from ..engine.model.weights.config_state import config_state
-from ..sampling.nucleus import MOST_OF_TOP_K
 from ..sampling.processors import SamplingPlan
+from ..sampling.top import MOST_OF_TOP_K
 
 #: Score of a token that an operation of the step takes out.
 REMOVED = float("-inf")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from ...constraints import CompiledGrammar
-from ...costs.store import default_folder
+from ...costs.curve import default_folder
 from ...report import Observer
 from ...sampling.processors import SamplingPlan
 from ...settings import RuntimeSettings
