@@ -17,8 +17,8 @@ from transformers import (
     StopStringCriteria,
 )
 
+from ..engine.decode.call import decode
 from ..engine.decode.engine import Engine
-from ..engine.decode.fixed_batch import decode
 from ..engine.decode.request import Request
 from ..engine.decode.request_output import RequestOutput
 from ..errors import SettingsError, UnsupportedError
