@@ -111,7 +111,7 @@ class Service:
         self.pool.submit(None, None, [0], lambda _: None, max_new_tokens=1, grammar=grammar).result()
 
     def check(self, body: Body) -> None:
-        """Checks what can be told without a look at the rest of the body.
+        """Checks what needs no look at the rest of the body.
 
         Raises:
             Refusal: another model; the server is being shut down.
@@ -239,9 +239,9 @@ class Service:
 
     def refused(self, endpoint: str, error: BaseException) -> Refusal:
         """The refusal for `error`, counted in the metrics."""
-        told = refusal(error, self.retry_after)
-        self.metrics.requests.labels(endpoint, told.outcome).inc()
-        return told
+        answer = refusal(error, self.retry_after)
+        self.metrics.requests.labels(endpoint, answer.outcome).inc()
+        return answer
 
     @property
     def retry_after(self) -> int:

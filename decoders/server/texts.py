@@ -116,7 +116,7 @@ class Spelling:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer, self._tokens = tokenizer, tuple[bytes | None, ...]()
-        with suppress(UnsupportedError):  # its tokens are characters, or nobody knows
+        with suppress(UnsupportedError):  # its tokens are no bytes
             self._tokens = Vocabulary.of(tokenizer, len(tokenizer), ()).tokens
 
     def of(self, token: int) -> bytes:
