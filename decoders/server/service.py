@@ -168,7 +168,7 @@ class Service:
 
     def start(
         self, kind: str, body: Body, prompts: Sequence[list[int]], arrival: Arrival, grammar: Any = None,
-        top_logprobs: int | None = None, default_tokens: int | None = None,
+        default_tokens: int | None = None,
     ) -> Job:  # fmt: skip
         """Submits everything that a body asks for, or nothing. Takes a millisecond or more: not for the event loop.
 
@@ -195,7 +195,7 @@ class Service:
                 most = new[index // (body.n or 1)]
                 generation = self.pool.submit(
                     body.strategy, body.strategy_config, prompt, self._ended, deadline=arrival.left(seconds), cache_salt=salt,
-                    top_logprobs=top_logprobs, max_new_tokens=most, seed=own, grammar=grammar, **shared,
+                    top_logprobs=body.listed, max_new_tokens=most, seed=own, grammar=grammar, **shared,
                     **callbacks(body, self.tokenizer, len(prompt)),
                 )  # fmt: skip
                 job.choices.append(Choice(index, own, generation, prompt))
