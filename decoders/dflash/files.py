@@ -11,8 +11,17 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from transformers import LlamaConfig
 
-from ..common.file_configs import Count, FileConfig, LlamaLayerConfig, Whole
-from ..common.weights import Stamp, filled, read_json, read_tensors, stamp_of
+from ..common.network_files import (
+    Count,
+    FileConfig,
+    LlamaLayerConfig,
+    Stamp,
+    Whole,
+    filled,
+    read_json,
+    read_tensors,
+    stamp_of,
+)
 from ..errors import SettingsError, UnsupportedError
 from .network import DFlashConfig, DFlashNetwork
 

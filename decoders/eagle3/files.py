@@ -9,8 +9,17 @@ from typing import Any
 
 import torch
 
-from ..common.file_configs import Count, FileConfig, LlamaLayerConfig, Whole
-from ..common.weights import Stamp, filled, read_json, read_tensors, stamp_of
+from ..common.network_files import (
+    Count,
+    FileConfig,
+    LlamaLayerConfig,
+    Stamp,
+    Whole,
+    filled,
+    read_json,
+    read_tensors,
+    stamp_of,
+)
 from ..drafting import DraftVocabulary
 from ..errors import SettingsError, UnsupportedError
 from .eagle1 import EagleConfig, EagleHead

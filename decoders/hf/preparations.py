@@ -12,7 +12,7 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList,
 from transformers.generation import stopping_criteria
 
 from ..engine.decode.request import Request
-from ..engine.model.weights.config_state import config_state
+from ..engine.model.weights.state import config_state
 
 #: Arguments of ``generate`` that are a request's own, or that transformers is not given.
 _OWN = frozenset(

@@ -18,6 +18,7 @@ from decoders.engine.decode.core import Core
 from decoders.engine.model import invariance, target
 from decoders.engine.model.blocks import Blocks, NodeBlock
 from decoders.engine.model.buckets import row_multiple, slots_for, view_bucket
+from decoders.engine.model.self_check import target_of
 from decoders.engine.model.target import Target
 from decoders.engine.model.weights.packing import pack
 from decoders.strategy import Draft
@@ -37,12 +38,12 @@ def tiny_matrices_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("design", DESIGNS)
 def test_a_chain_has_the_same_bits_in_every_block(design: str) -> None:
-    found = invariance.check(Target(tiny_model(design).bfloat16()))
+    found = invariance.check(target_of(tiny_model(design).bfloat16()))
     assert found.holds, str(found)
 
 
 def test_bits_that_depend_on_the_view_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    odd = Target(tiny_model("llama").bfloat16())
+    odd = target_of(tiny_model("llama").bfloat16())
     forward = odd.forward
 
     def rounded_by_view(*args: Any) -> Any:
@@ -61,7 +62,7 @@ def test_bits_are_compared_where_sizes_are_buckets(
     dtype: torch.dtype, expected: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "static_shapes", lambda device: True)
-    found = Target(tiny_model("llama").to(dtype)).invariance
+    found = target_of(tiny_model("llama").to(dtype)).invariance
     assert (found and found.holds) is expected
 
 
@@ -181,7 +182,7 @@ def test_a_real_model_writes_the_same_tokens_in_bfloat16(name: str) -> None:
     folder = Path(os.environ["DECODERS_REAL_MODELS"]) / name
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    found = invariance.check(Target(model))
+    found = invariance.check(target_of(model))
     assert found.holds, str(found)
     model = decoders.enable(model, tokenizer=tokenizer)
     texts = ["def add(a, b):\n    return a + b\n\ndef", "The capital of France is"]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...strategy import PromptChunk
 from ..model.buckets import LEAST_CHUNK, chunk_bucket
-from ..model.weights.twin import WeightState
+from ..model.weights.state import WeightState
 from .loop import Call
 from .pool import RowPool
 from .prefill_plan import PrefillPlan

@@ -14,12 +14,10 @@ from ...sampling.processors import Masks, SamplingInputs, SamplingPlan
 from ...strategy import Sequences, Step
 from ...tree import TreeTensors
 from ...verifiers.verifier import Block, Verifier, check_outcomes
-from ..model.blocks import NodeBlock
+from ..model.blocks import LeadingText, NodeBlock, PromptPiece, after_text
 from ..model.cache import CacheBuffers, move_slots
-from ..model.cuda_graphs.capture import Recordings
-from ..model.mixed import PromptPiece
+from ..model.recordings import Recordings
 from ..model.target import ForwardResult, Target
-from ..model.text_blocks import LeadingText, after_text
 from .rows import Fault, Rows
 from .verify import Acceptance, draw, follow_matches
 

@@ -8,7 +8,8 @@ import torch
 
 from ...report import Stopwatch
 from ...strategy import finishing
-from ..model.compiled.openmp import release_threads
+from ..model.locks import release_threads
+from .agreement import agreed
 from .engine import Engine
 from .loop import Call
 from .recording import CallRecording, recordable
@@ -31,7 +32,7 @@ def decode(engine: Engine, request: Request) -> Decoded:
             torch.no_grad(),
             ExitStack() as stack,
         ):
-            request = engine.target.ranks.agreed(request)
+            request = agreed(request, engine.target.ranks)
             return FixedBatch(engine, request, stack).run()  # the stack gives sessions back, whatever happens
     finally:
         release_threads()  # the next call may be another thread's

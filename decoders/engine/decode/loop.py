@@ -14,12 +14,10 @@ from torch import Tensor
 from ...report import Stopwatch
 from ...strategy import Draft, PromptChunk, check_draft
 from ...tree import TreeTensors
-from ..model.blocks import Blocks, NodeBlock, without_empty_end
+from ..model.blocks import Blocks, LeadingText, NodeBlock, PromptPiece, without_empty_end
 from ..model.buckets import round_up, row_bucket
 from ..model.cache import CacheBuffers
 from ..model.invariance import branch_length
-from ..model.mixed import PromptPiece
-from ..model.text_blocks import LeadingText
 from . import guard
 from .core import StepOutput
 from .criteria import Outcome

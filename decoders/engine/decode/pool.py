@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from ...sampling.processors import SamplingInputs
-from ..model.blocks import Blocks
-from ..model.cuda_graphs.capture import Recordings
-from ..model.mixed import PromptPiece
+from ..model.blocks import Blocks, PromptPiece
+from ..model.recordings import Recordings
 from ..model.target import Target
 from .prefixes import NOTHING, KeptText, PrefixIndex
 from .rows import Rows

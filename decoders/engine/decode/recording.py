@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
-from ..model.cuda_graphs.capture import WARM_UP_STEPS, RecordedCapacity, Recording, as_parts
-from ..model.cuda_graphs.static_inputs import StaticInputs
+from ..model.recordings import WARM_UP_STEPS, RecordedCapacity, Recording, as_parts
+from ..model.static_inputs import StaticInputs
 from .core import StepOutput
 from .criteria import Outcome
 

@@ -15,8 +15,7 @@ from ...sampling.processors import SamplingInputs
 from ...strategy import Sequences
 from ..model.blocks import Blocks
 from ..model.buckets import row_bucket, slots_for, view_bucket
-from ..model.cuda_graphs.capture import Recordings
-from ..model.cuda_graphs.recorder import Recorder
+from ..model.recordings import Recorder, Recordings
 from ..model.target import Target
 from .prefill_plan import PrefillPlan
 from .prefixes import NOTHING, KeptText, PrefixIndex

@@ -14,12 +14,12 @@ from ...strategy import Draft
 from ...tree import Topology, TreeTensors
 from ...verifiers.verifier import Verifier
 from ..model.blocks import NodeBlock
-from ..model.compiled.tiers import ForwardPass
-from ..model.cuda_graphs.capture import Recordings
+from ..model.recordings import Recordings
 from ..model.target import ForwardResult
 from .core import StepOutput
 from .engine import Engine
 from .host_processors import NOT_REACHED, choose_along_path
+from .passes import StepPass
 from .rows import Rows
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ StepFunction = Callable[[Draft, NodeBlock, Rows], StepOutput]
 
 
 def make_step(
-    engine: Engine, forward_pass: ForwardPass, request: Request, verifier: Verifier | None,
+    engine: Engine, forward_pass: StepPass, request: Request, verifier: Verifier | None,
     members: Sequence[tuple[RequestOutput, int]], recordings: Recordings | None,
 ) -> StepFunction:  # fmt: skip
     """The step of one call: its core, or where something decides on the host its forward pass, is replayed once it is recorded.

@@ -89,5 +89,5 @@ class DraftStage:
             self.strategy.observe(self.state, step)
 
     def static_parts(self) -> tuple:
-        """What a recorded round reads of it; see :mod:`~decoders.engine.model.cuda_graphs.static_inputs`."""
+        """What a recorded round reads of it; see :mod:`~decoders.engine.model.static_inputs`."""
         return type(self.strategy), repr(self.strategy), self.state
