@@ -10,13 +10,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import deprecated
-
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from . import demo, strategies, testing, verifiers
-    from .constraints.constructors import choice, grammar, json_schema, regex
+    from .constraints import choice, grammar, json_schema, regex
     from .errors import DecodersError
     from .generate import (
         Calibration,
@@ -32,8 +30,7 @@ if TYPE_CHECKING:
         warmup,
     )
     from .hookspecs import hookimpl
-    from .observer import ObservedCall, Observer
-    from .report import Report
+    from .report import ObservedCall, Observer, Report
     from .serving.generation import Generation
     from .serving.many import Completion, generate_many
     from .serving.scheduler import Scheduler
@@ -62,8 +59,8 @@ _HOME = {
     "Completion": "serving.many",
     "generate_many": "serving.many",
     "Settings": "settings",
-    "ObservedCall": "observer",
-    "Observer": "observer",
+    "ObservedCall": "report",
+    "Observer": "report",
     "Strategy": "strategy",
     "Draft": "strategy",
     "Step": "strategy",
@@ -76,10 +73,10 @@ _HOME = {
     "Block": "verifiers",
     "Outcomes": "verifiers",
     "hookimpl": "hookspecs",
-    "choice": "constraints.constructors",
-    "grammar": "constraints.constructors",
-    "json_schema": "constraints.constructors",
-    "regex": "constraints.constructors",
+    "choice": "constraints",
+    "grammar": "constraints",
+    "json_schema": "constraints",
+    "regex": "constraints",
 }
 _MODULES = ("demo", "strategies", "testing", "verifiers")
 
@@ -94,14 +91,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f".{name}", __name__)
-    if f"{__name__}.{name}" in deprecated.MODULES:
-        return importlib.import_module(f".{name}", __name__)
     if name in _HOME:
         return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-deprecated.install()
 
 
 def __dir__() -> list[str]:

@@ -6,14 +6,14 @@ the very same hooks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import pluggy
 
 if TYPE_CHECKING:
-    from .constraints.base import Backend
-    from .observer import Observer
+    from .constraints import Backend
+    from .report import Observer
     from .strategy import Strategy
     from .verifiers.verifier import Verifier
 
@@ -69,4 +69,15 @@ def decoders_observers() -> Iterable[type[Observer]]:  # type: ignore[empty-body
 
     Subclasses of :class:`decoders.Observer` with a ``snake_case`` name, made once without arguments. Called once. The rules for
     names are those of strategies; observers have a namespace of their own. Where no plugin has one, calls pay nothing.
+    """
+
+
+@hookspec
+def decoders_commands() -> Mapping[str, Callable[..., None]]:  # type: ignore[empty-body]
+    """Commands that this plugin adds to ``decoders``, by name: ``"weigh"``, or ``"bench weigh"`` in the group ``bench`` or ``train``.
+
+    A value is a function as Typer takes it: its parameters are the arguments and options, its docstring is the help. What it
+    needs is imported in its body, since ``decoders --help`` reads every function. Called once. A command of this package
+    keeps its name; a name that two plugins claim belongs to neither until one of them is blocked. A function that Typer
+    cannot read is listed by ``decoders plugins`` and ``decoders doctor``, and the other commands work.
     """

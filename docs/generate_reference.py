@@ -22,6 +22,7 @@ from rich.text import Text
 import decoders
 from decoders import (
     cli,
+    constraints,
     costs,
     demo,
     drafting,
@@ -31,14 +32,13 @@ from decoders import (
     report,
     sampling,
     serving,
-    setting_sources,
     settings,
     strategies,
+    strategy,
     testing,
     verifiers,
 )
-from decoders.constraints import base as constraints
-from decoders.constraints import library, vocabulary
+from decoders.constraints import library
 from decoders.hf import arguments, options
 from decoders.sampling.processors import OPERATIONS
 from decoders.strategies import merged, mtp, ngram_table, ngram_training
@@ -104,9 +104,10 @@ def api() -> Iterator[str]:
         "demo": "below",
     }
     yield "Modules: " + ", ".join(f"`decoders.{name}` ({links[name]})" for name in submodules) + ".\n"
+    yield from section("decoders.strategy", {"Traits": strategy.Traits})
     yield from section("decoders.report", {"Timings": report.Timings, "GrammarUse": report.GrammarUse})
-    yield from section("decoders.settings", {"RuntimeSettings": settings.RuntimeSettings})
-    yield from section("decoders.setting_sources", {"load_settings": setting_sources.load_settings})
+    loop = {"RuntimeSettings": settings.RuntimeSettings, "load_settings": settings.load_settings}
+    yield from section("decoders.settings", loop)
     names = ("registry", "reset_registry", "Registry", "PluginInfo", "Entry")
     yield from section("decoders.plugins", {n: getattr(plugins, n) for n in names})
     yield from section("decoders.strategies.merged", {"Merged": merged.Merged})
@@ -125,9 +126,10 @@ def api() -> Iterator[str]:
     for module, names in HEADS.items():
         members = {name: getattr(importlib.import_module(module), name) for name in names}
         yield from section(module, members)
-    names = ("Policy", "Language", "Backend", "CompiledGrammar", "Matcher", "Tabulated", "Tables", "pack", "unpack")
-    yield from section("decoders.constraints.base", {n: getattr(constraints, n) for n in names})
-    yield from section("decoders.constraints.vocabulary", {"Vocabulary": vocabulary.Vocabulary})
+    names = (
+        "Policy", "Language", "Backend", "CompiledGrammar", "Matcher", "Tabulated", "Tables", "pack", "unpack", "Vocabulary",
+    )  # fmt: skip
+    yield from section("decoders.constraints", {n: getattr(constraints, n) for n in names})
     yield from section(
         "decoders.constraints.library", {n: getattr(library, n) for n in ("names", "find", "read", "Ready")}
     )
@@ -181,8 +183,6 @@ def entry(module: str, name: str, value: Any) -> Iterator[str]:
     for method, raw in vars(value).items():
         if method.startswith("_") or (not isinstance(raw, property | staticmethod | classmethod) and not callable(raw)):
             continue
-        if isinstance(raw, property) and raw.fget is not None and raw.fget.__module__ == "decoders.deprecated":
-            continue
         if inspect.isclass(raw) or method in getattr(value, "__dataclass_fields__", {}):
             continue  # a field is described under Attributes, whatever its default
         function = raw.fget if isinstance(raw, property) else getattr(value, method)
@@ -206,7 +206,7 @@ CONSTANTS = {
     "decoders.testing.RECURRENT": "Names of the tiny models with recurrent layers that the loop decodes: {}.",
     "decoders.testing.UNSUPPORTED": "Names of the tiny models that it must refuse: {}.",
     "decoders.demo.MODELS": "Names of the demo models: {}.",
-    "decoders.constraints.base.Policy": "How text that a grammar forces may be spelled: `full` in any tokens, `canonical` only in "
+    "decoders.constraints.Policy": "How text that a grammar forces may be spelled: `full` in any tokens, `canonical` only in "
     "the tokenizer's own; see [grammars](../how-to/grammars.md).",
     "decoders.costs.CAUTION": "How many times the tokens that its time would bring a draft token has to be expected to bring: "
     "what seems to pay is, on average, what is overrated. 1.15.",
@@ -380,7 +380,7 @@ def verifier_page() -> Iterator[str]:
 
 def settings_page() -> Iterator[str]:
     yield "# Settings\n"
-    yield body(setting_sources, "decoders.setting_sources")
+    yield body(settings, "decoders.settings")
     yield "Each setting is taken from the first place that has it:\n"
     yield "1. the call (`strategy=`, `strategy_config=`, `decoders_config=`);"
     yield "2. the generation config (`strategy`, `strategy_config`);"
@@ -404,7 +404,7 @@ def settings_page() -> Iterator[str]:
         "plugins_strict": "`1`: a plugin that fails to load, or a name claimed twice, is an error.",
         "api_key": "Keys of which clients of `decoders serve` must send one, with blanks between them.",
     }
-    for name in setting_sources.NOT_SETTINGS:
+    for name in settings.NOT_SETTINGS:
         if name not in described:
             raise UndocumentedError(f"DECODERS_{name.upper()} is not described in {Path(__file__).name}")
         yield f"| `DECODERS_{name.upper()}` | {described[name]} |"
@@ -420,7 +420,7 @@ def fields(cls: type[settings.Settings], section: str | None, variables: bool = 
             raise UndocumentedError(f"{cls.__name__}.{name} has no description")
         default = "required" if field.is_required() else f"`{field.get_default(call_default_factory=True)!r}`"
         row = f"| `{name}` | {default} | {allowed(schema[name])} | {field.description} |"
-        yield row + (f" `{setting_sources.variable_of(section, name)}` |" if variables else "")
+        yield row + (f" `{settings.variable_of(section, name)}` |" if variables else "")
     yield ""
 
 

@@ -12,10 +12,9 @@ from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..draft import Draft
 from ..errors import ContextLengthError, DecodersError
 from ..settings import Settings
-from ..strategy import Context, Sequences, Strategy
+from ..strategy import Context, Draft, Sequences, Strategy
 from . import bandwidth
 from .batches import Workload
 from .call import decode, vocabulary_size

@@ -254,7 +254,7 @@ def _load(job: Job) -> PreTrainedModel:
 
         model = demo.load("target", dtype)[0]
     else:
-        from ..checkpoints import load_model
+        from ..common.checkpoints import load_model
 
         model = load_model(job.subject, dtype)
     device = job.device or ("cuda" if torch.cuda.is_available() else "cpu")

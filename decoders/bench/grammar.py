@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from ..constraints.base import Backend, CompiledGrammar, Language, Tabulated, mask_words, unpack
-from ..constraints.vocabulary import Vocabulary
+from ..constraints import Backend, CompiledGrammar, Language, Tabulated, Vocabulary, mask_words, unpack
 from ..engine.decode.grammar.host_guide import HostGuide
 from ..errors import GrammarError
 from ..tree import NO_PARENT, Topology

@@ -10,16 +10,12 @@ from typing import TYPE_CHECKING, Any, Self
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.transformers_compat import compiled_on_any_device
-from ..constraints.base import CompiledGrammar
-from ..constraints.constructors import regex
-from ..constraints.specs import Spec
-from ..deprecated import warn
+from ..constraints import CompiledGrammar, Spec, regex
 from ..errors import SettingsError, UnknownNameError
 from ..generate import enable
 from ..plugins import grammar_or_file, registry, resolve_strategy, resolve_verifier
 from ..registry.names import canonical
-from ..setting_sources import load_settings
-from ..settings import RuntimeSettings
+from ..settings import RuntimeSettings, load_settings
 from .grammar_subjects import subjects
 from .variants import Variant, assistant_tokens, parse
 
@@ -109,11 +105,6 @@ class Method:
     def skip_reason(self, rows: int) -> str:
         """Why it cannot decode `rows` rows and is skipped; empty if it can."""
         return self.impossible or (self.one_row_only if rows > 1 else "")
-
-    def refusal(self, rows: int) -> str:
-        """Old name of :meth:`skip_reason`."""
-        warn("Method.refusal", "Method.skip_reason")
-        return self.skip_reason(rows)
 
     @property
     def incomparable(self) -> str:

@@ -8,13 +8,13 @@ import sys
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from ..errors import DecodersError
 from .console import plain_console
+from .extensions import ExtensibleGroup
 
 
-class Group(TyperGroup):
+class Group(ExtensibleGroup):
     """Commands whose expected errors end in one red line: a :class:`DecodersError` with exit code 2, what the system refuses with 1."""
 
     def invoke(self, ctx: Any) -> Any:  # a context of click, or of typer's own copy of it, depending on the version

@@ -10,8 +10,9 @@ import typer
 from ..errors import SettingsError
 from .bench_options import by_strategy, numbers, pieces
 from .bench_output import consoles, footnote, importing, write_json
+from .extensions import ExtensibleGroup
 
-app = typer.Typer(invoke_without_command=True)
+app = typer.Typer(invoke_without_command=True, cls=ExtensibleGroup)
 
 
 @app.callback()

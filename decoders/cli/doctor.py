@@ -122,11 +122,14 @@ def compiler() -> Iterator[Finding]:
 def plugins() -> Iterator[Finding]:
     """Plugins that are not used."""
     from ..plugins import registry
+    from .extensions import unusable_commands
 
     infos = registry().plugins()
     for info in infos:
         if info.status in ("failed", "conflict"):
             yield Finding("plugin", "problem", f"{info.name} ({info.provider} {info.version}): {info.error}")
+    for key, problem in unusable_commands().items():
+        yield Finding("plugin", "problem", f"{key}: {problem}")
     for problem in registry().unmatched():
         yield Finding("plugins", "warning", problem)
     loaded = ", ".join(info.name for info in infos if info.status == "loaded")
@@ -137,8 +140,7 @@ def settings() -> Iterator[Finding]:
     """Whether the environment and the configuration file can be read, for every strategy."""
     from ..errors import SettingsError
     from ..plugins import registry
-    from ..setting_sources import load_settings, unknown_variables
-    from ..settings import RuntimeSettings, Settings
+    from ..settings import RuntimeSettings, Settings, load_settings, unknown_variables
 
     entries = registry().strategies()
     sections: list[tuple[type[Settings], str | None]] = [(RuntimeSettings, None)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -120,8 +120,14 @@ def plugins(
 ) -> None:
     """List the plugins found, with the reason where one is not used."""
     from ..plugins import registry
+    from ..registry.names import BUILTIN
+    from .extensions import unusable_commands
 
-    infos = registry().plugins()
+    unusable = unusable_commands()
+    infos = [
+        replace(info, status="failed", error=unusable[info.key]) if info.key in unusable else info
+        for info in registry().plugins()
+    ]
     if as_json:
         typer.echo(json.dumps([asdict(info) for info in infos], indent=2))
     else:
@@ -140,7 +146,11 @@ def plugins(
                 Text(", ".join(info.grammars) if len(info.grammars) <= 8 else f"{len(info.grammars)} grammars"),
                 Text(
                     ", ".join(
-                        [*(f"backend {n}" for n in info.grammar_backends), *(f"observer {n}" for n in info.observers)]
+                        [
+                            *(f"backend {n}" for n in info.grammar_backends),
+                            *(f"observer {n}" for n in info.observers),
+                            *(f"command {n}" for n in info.commands if info.name != BUILTIN),
+                        ]
                     )
                 ),
             )

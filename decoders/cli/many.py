@@ -227,8 +227,7 @@ def options_of_texts(
 ) -> dict[str, Any]:  # fmt: skip
     """What decides the texts of a run, beside the prompts. What has its default is left out."""
     from ..plugins import registry
-    from ..setting_sources import load_settings
-    from ..settings import RuntimeSettings
+    from ..settings import RuntimeSettings, load_settings
 
     options: dict[str, Any] = {"model": str(Path(model).resolve()) if Path(model).exists() else model, "dtype": dtype}
     options["max_new_tokens"] = max_new_tokens

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoints import is_gguf, load_model, load_tokenizer
+from ..common.checkpoints import is_gguf, load_model, load_tokenizer
 from ..errors import DecodersError, UnknownNameError
 
 if TYPE_CHECKING:

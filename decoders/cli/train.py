@@ -11,8 +11,9 @@ from ..common.files import regular, write_whole
 from ..demo.shapes import LOOP_STEPS, TOKENS
 from ..errors import SettingsError
 from .console import plain_console, waiting
+from .extensions import ExtensibleGroup
 
-app = typer.Typer(no_args_is_help=True, help="Train models.")
+app = typer.Typer(no_args_is_help=True, help="Train models.", cls=ExtensibleGroup)
 
 
 @app.callback()

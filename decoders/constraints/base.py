@@ -9,18 +9,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ..deprecated import renamed, warn
 from ..errors import GrammarError
-from .vocabulary import Vocabulary
-
-#: "full": every token that leaves the text completable may come next. "canonical": where the grammar forces the next
-#: bytes, only the token that the tokenizer itself would begin them with: other tokens, hence another distribution.
-Policy = Literal["full", "canonical"]
+from .vocabulary import Policy, Vocabulary
 
 
 @dataclass(frozen=True)
@@ -40,8 +35,6 @@ class Language:
     lark: str | None = None
     warnings: tuple[str, ...] = ()
     whole: Callable[[str], None] | None = None
-
-    remarks = renamed("Language", "remarks", "warnings")
 
 
 @dataclass(frozen=True)
@@ -218,10 +211,3 @@ def unpack(masks: Tensor, vocabulary: int) -> Tensor:
     eighths = masks.contiguous().view(torch.uint8)  # little-endian, as is whatever PyTorch runs on
     bits = (eighths[..., None] >> torch.arange(8, dtype=torch.uint8, device=masks.device)) & 1
     return bits.view(torch.bool).flatten(-2)[..., :vocabulary]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Grammar":
-        warn(f"{__name__}.Grammar", "CompiledGrammar")
-        return CompiledGrammar
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

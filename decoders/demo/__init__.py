@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..checkpoints import load_model
+from ..common.checkpoints import load_model
 from ..errors import DecodersError, UnknownNameError
 
 if TYPE_CHECKING:

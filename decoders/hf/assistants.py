@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..checkpoints import load_model
+from ..common.checkpoints import load_model
 from ..drafting import OtherVocabulary
 from ..engine.decode.engine import Engine
 from ..engine.model.fitness import refuse_unfit

@@ -16,8 +16,7 @@ from ..engine.model.layout import embeddings_of
 from ..errors import DecodersError, SettingsError
 from ..registry.registry import registry
 from ..registry.resolve import resolve_strategy
-from ..setting_sources import load_settings
-from ..settings import RuntimeSettings
+from ..settings import RuntimeSettings, load_settings
 from .assistants import draft_scheme
 from .warmup import PROMPT
 from .wrapper import Generate

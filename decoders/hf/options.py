@@ -12,8 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from ..errors import SettingsError, UnsupportedError
 from ..registry.registry import registry
 from ..registry.resolve import resolve_strategy, resolve_verifier, strategy_name, with_hints
-from ..setting_sources import load_settings
-from ..settings import RuntimeSettings
+from ..settings import RuntimeSettings, load_settings
 from ..strategy import Strategy
 from ..verifiers.verifier import Verifier
 from .arguments import HINTS, TRANSLATED, first_of, hints_of, loop_options, of_config, said_in, shown

@@ -15,8 +15,7 @@ from ..errors import SettingsError, UnsupportedError
 from ..registry.registry import registry
 from ..registry.resolve import resolve_strategy
 from ..report import Report
-from ..setting_sources import load_settings
-from ..settings import RuntimeSettings
+from ..settings import RuntimeSettings, load_settings
 from ..strategy import Strategy
 from .wrapper import Generate
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..deprecated import warn
 from ..errors import SettingsError
 
 Projection = Literal["tied", "low_rank", "full"]
@@ -89,10 +88,3 @@ class HeadsTraining:
             heads=self.heads, layers=self.layers, projection=self.projection, rank=self.rank, hidden_size=hidden_size,
             vocab_size=vocab_size,
         )  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Run":
-        warn(f"{__name__}.Run", "HeadsTraining")
-        return HeadsTraining
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,14 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..deprecated import warn
-from ..training import TrainingError
 from ..training.texts import Progress, Texts, digest, evaluating
 
 #: Label of a position whose token is not known: behind the end of a row or of the text.
@@ -87,10 +84,3 @@ class HiddenStates:
                     progress(rows.stop - rows.start)
         finally:
             hook.remove()
-
-
-def __getattr__(name: str) -> Any:
-    if name == "MedusaTrainingError":
-        warn(f"{__name__}.MedusaTrainingError", "decoders.training.TrainingError")
-        return TrainingError
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,11 +7,17 @@ from functools import partial
 from typing import Any
 
 from .. import constraints, strategies, verifiers
-from ..constraints import coerce, library
-from ..constraints.base import Backend
+from ..constraints import Backend, library, spec_of_library
 from ..hookspecs import hookimpl
 from ..strategy import Strategy
 from ..verifiers.verifier import Verifier
+
+#: Commands of this package; the command line has them itself, without loading plugins.
+COMMANDS = (
+    "demo", "generate", "warmup", "calibrate", "strategies", "verifiers", "grammar-backends", "plugins", "grammars", "serve",
+    "doctor", "bench", "bench device", "bench fresh", "bench grammar", "bench load", "bench precision", "bench sampling",
+    "bench serve", "train", "train demo", "train ngram", "train medusa", "train eagle3", "train draft",
+)  # fmt: skip
 
 
 @hookimpl
@@ -31,4 +37,13 @@ def decoders_grammar_backends() -> tuple[type[Backend], ...]:
 
 @hookimpl
 def decoders_grammars() -> Mapping[str, Callable[[], Any]]:
-    return {name: partial(coerce.of_library, name) for name in library.plain_names()}
+    return {name: partial(spec_of_library, name) for name in library.plain_names()}
+
+
+@hookimpl
+def decoders_commands() -> Mapping[str, Callable[[], None]]:
+    return dict.fromkeys(COMMANDS, _of_the_command_line)
+
+
+def _of_the_command_line() -> None:
+    """Keeps a name for a command of this package."""

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from ..constraints.base import Backend
+from ..constraints import Backend
 from ..errors import PluginError, suggest
-from ..observer import Observer
-from ..setting_sources import OWN_VARIABLES, variable_of
-from ..settings import Settings
+from ..report import Observer
+from ..settings import OWN_VARIABLES, Settings, variable_of
 from ..strategy import Strategy
 from ..verifiers.verifier import Verifier
 
@@ -90,6 +89,24 @@ class GrammarKind(Kind[Any]):
         return dict(provided)
 
 
+class CommandKind(Kind[Any]):
+    """Commands: functions in the place of classes, given by name."""
+
+    def collect(self, provided: Any) -> dict[str, Any]:
+        if not isinstance(provided, Mapping):
+            raise PluginError(f"{self.hook} must return a dict of functions by name, not {type(provided).__name__}")
+        for name, value in provided.items():
+            if not isinstance(name, str) or not COMMAND_NAME.fullmatch(name):
+                raise PluginError(
+                    f"a command is called like 'weigh' or 'bench weigh' (groups: bench, train), not {name!r}"
+                )
+            if not inspect.isroutine(value):
+                raise PluginError(f"command {name!r} must be a function, not {value!r}")
+            if not inspect.getdoc(value):
+                raise PluginError(f"command {name!r} has no docstring, which is its help")
+        return dict(provided)
+
+
 def is_maker(value: object) -> bool:
     """Whether a plugin gave a function that makes a grammar. Types, and ``list[int]``, can be called too and are grammars."""
     return inspect.isroutine(value) or isinstance(value, partial)
@@ -97,6 +114,8 @@ def is_maker(value: object) -> bool:
 
 #: What is looked up by its name has one of this form.
 SNAKE_CASE = re.compile("[a-z][a-z0-9]*(_[a-z0-9]+)*")
+#: A command as it is typed, in a group of commands or not.
+COMMAND_NAME = re.compile("((bench|train) )?[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
 
 def _snake_case(name: object, what: str) -> str:
@@ -139,5 +158,6 @@ BACKEND = Kind("grammar backend", "grammar backends", Backend, "decoders_grammar
 
 GRAMMAR = GrammarKind("grammar", "grammars", ABC, "decoders_grammars", lambda cls, shown: None)
 OBSERVER = Kind("observer", "observers", Observer, "decoders_observers", _check_made_by_name)
+COMMAND = CommandKind("command", "commands", ABC, "decoders_commands", lambda cls, shown: None)
 
-KINDS: tuple[Kind[Any], ...] = (STRATEGY, VERIFIER, BACKEND, GRAMMAR, OBSERVER)
+KINDS: tuple[Kind[Any], ...] = (STRATEGY, VERIFIER, BACKEND, GRAMMAR, OBSERVER, COMMAND)

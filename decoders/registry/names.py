@@ -33,6 +33,7 @@ class PluginInfo:
         grammar_backends: likewise.
         grammars: likewise.
         observers: likewise.
+        commands: likewise.
         status: "loaded", "blocked" (by a list), "failed" (nothing of it is used), "conflict" (a name is also claimed by
             another plugin; its other names are usable).
         error: why it is not simply loaded.
@@ -47,6 +48,7 @@ class PluginInfo:
     grammar_backends: tuple[str, ...] = ()
     grammars: tuple[str, ...] = ()
     observers: tuple[str, ...] = ()
+    commands: tuple[str, ...] = ()
     status: Status = "loaded"
     error: str | None = None
 
@@ -61,7 +63,7 @@ class PluginInfo:
 
 @dataclass(frozen=True)
 class Entry(Generic[Provided]):
-    """What is usable under a name: its class (of a grammar what the plugin gave), and the distribution and version of it."""
+    """What is usable under a name: its class (of a grammar or command what the plugin gave), and its distribution and version."""
 
     name: str
     cls: type[Provided]

@@ -16,14 +16,14 @@ from typing import Any
 import pluggy
 
 from .. import __version__, hookspecs
-from ..constraints.base import Backend
+from ..constraints import Backend
 from ..errors import PluginError, UnknownNameError, suggest
 from ..hookspecs import PROJECT
-from ..observer import Observer
+from ..report import Observer
 from ..strategy import Strategy
 from ..verifiers.verifier import Verifier
 from . import builtin
-from .kinds import BACKEND, GRAMMAR, KINDS, OBSERVER, STRATEGY, VERIFIER, Kind, Provided
+from .kinds import BACKEND, COMMAND, GRAMMAR, KINDS, OBSERVER, STRATEGY, VERIFIER, Kind, Provided
 from .names import BUILTIN, DISTRIBUTION, THIS_PROCESS, Entry, Names, PluginInfo, canonical, settle
 
 
@@ -95,6 +95,10 @@ class Registry:
             UnknownNameError: nobody does.
         """
         return self._find(GRAMMAR, name)
+
+    def commands(self) -> dict[str, Entry[Any]]:
+        """Every command by name; under a name of this package stands no function, since the command line has it itself."""
+        return dict(self._names[COMMAND].usable)
 
     def observers(self) -> dict[str, Entry[Observer]]:
         """Every observer by name."""
@@ -220,6 +224,7 @@ class Registry:
         self._plugins[info.key] = replace(
             info, hooks=hooks, strategies=tuple(classes[STRATEGY]), verifiers=tuple(classes[VERIFIER]),
             grammar_backends=tuple(classes[BACKEND]), grammars=tuple(classes[GRAMMAR]), observers=tuple(classes[OBSERVER]),
+            commands=tuple(classes[COMMAND]),
         )  # fmt: skip
 
     def _settle(self) -> None:

@@ -49,10 +49,9 @@ class ClientSettings:
         """
         for cls, values, place in _parts(strategy, config):
             fields = cls.settings_class.model_fields
-            for given, value in values.items():
-                name = cls.settings_class.renamed.get(given, given)
+            for name, value in values.items():
                 if name in fields:
-                    self._check(cls, name, value, f"{place}.{given}")
+                    self._check(cls, name, value, f"{place}.{name}")
 
     def _check(self, cls: type[Strategy], name: str, value: Any, place: str) -> None:
         settings = cls.settings_class

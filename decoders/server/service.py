@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ..constraints.specs import Regex
+from ..constraints import Regex
 from ..engine.model.layout import context_length
 from ..engine.model.locks import release_threads
 from ..errors import QueueFull

@@ -34,8 +34,6 @@ class LookaheadSettings(Settings):
     n-grams by itself (W above 1) this is among the fastest on the demo target.
     """
 
-    renamed = {"guesses": "candidates"}
-
     window: int | None = Field(
         None,
         ge=1,

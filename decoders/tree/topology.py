@@ -8,12 +8,10 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from ..deprecated import renamed, renamed_keyword
 from ..errors import DraftError
 from .tensors import NO_PARENT, TreeTensors
 
 
-@renamed_keyword("extra_sight", "extra_visible")
 @dataclass(frozen=True)
 class Topology:
     """The static shape of a block of ``N`` nodes; hashable, so that its tensors are made once per device.
@@ -28,8 +26,6 @@ class Topology:
     parents: tuple[int, ...]
     offsets: tuple[int, ...]
     extra_visible: tuple[tuple[int, ...], ...] = ()
-
-    extra_sight = renamed("Topology", "extra_sight", "extra_visible")
 
     def __post_init__(self) -> None:
         n = len(self.parents)

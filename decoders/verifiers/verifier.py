@@ -16,7 +16,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..deprecated import renamed
 from ..errors import VerifierError
 from ..settings import Configured
 from ..tree import TreeTensors, described
@@ -53,8 +52,6 @@ class Block:
         tokens = self.nodes[:, 1:]
         mass = self.draft.gather(2, tokens.clamp(min=0)[..., None])[..., 0]
         return torch.where(tokens >= 0, mass, 0.0)
-
-    guesses = renamed("Block", "guesses", "drafted")
 
     @property
     def drafted(self) -> Tensor:

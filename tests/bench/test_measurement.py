@@ -203,8 +203,6 @@ def test_transformers_assisted_ways_say_why_they_do_not_run(model: Any, tokenize
     lookup = next(c for c in methods if c.name == "transformers-prompt-lookup")
     assert "--draft" in assisted.skip_reason(1)
     assert not lookup.skip_reason(1)
-    with pytest.warns(FutureWarning, match="Method.skip_reason"):
-        assert lookup.refusal(1) == ""
     assert "one row" in lookup.skip_reason(2)
 
 

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers import decoders as token_decoders
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from decoders import demo, setting_sources, settings
+from decoders import demo, settings
 from decoders.eagle3.recipe import HeadTraining, default_layers
 from decoders.eagle3.train import head_config, new_head
 from decoders.eagle3.writing import save_head
@@ -30,8 +30,7 @@ from decoders.medusa.config import HeadsConfig
 from decoders.medusa.files import save_heads
 from decoders.medusa.heads import MedusaHeads
 from decoders.plugins import registry, reset_registry
-from decoders.setting_sources import load_settings
-from decoders.settings import RuntimeSettings
+from decoders.settings import RuntimeSettings, load_settings
 from decoders.testing import ARCHITECTURES, kit
 
 ROOT = Path(__file__).parents[2]
@@ -244,9 +243,7 @@ def test_settings_files_load(page: str, reader: Path, monkeypatch: pytest.Monkey
 
 def test_every_variable_that_is_named_is_read() -> None:
     """Variables of strategies that a page invents itself are left out."""
-    known = {
-        f"DECODERS_{name.upper()}" for name in (*settings.RuntimeSettings.model_fields, *setting_sources.NOT_SETTINGS)
-    }
+    known = {f"DECODERS_{name.upper()}" for name in (*settings.RuntimeSettings.model_fields, *settings.NOT_SETTINGS)}
     for name, entry in registry().strategies().items():
         known |= {f"DECODERS_{name}_{field}".upper() for field in entry.cls.settings_class.model_fields}
     for page in PAGES:

@@ -21,6 +21,7 @@ from decoders.engine.model.buckets import row_multiple, slots_for, view_bucket
 from decoders.engine.model.self_check import target_of
 from decoders.engine.model.target import Target
 from decoders.engine.model.weights.packing import pack
+from decoders.engine.model.weights.same_bits import align_activations
 from decoders.strategy import Draft
 from decoders.testing.exactness import decode, prompts
 from decoders.testing.models import tiny_draft, tiny_model
@@ -115,7 +116,7 @@ def test_text_is_read_in_multiples_of_four_tokens(length: int, chunk: int, monke
 def test_an_activation_gives_an_element_the_same_bits_wherever_it_lies(activation: str, strided: bool) -> None:
     model = torch.nn.Sequential(ACT2FN[activation])
     plain = type(model[0])
-    invariance.align_activations(model)
+    align_activations(model)
     x = torch.randn(300, 48, generator=torch.Generator().manual_seed(0)).bfloat16() * 3
     x = x[:, ::2] if strided else x[:, :24].contiguous()
     whole = model(x)
@@ -128,7 +129,7 @@ def test_an_activation_gives_an_element_the_same_bits_wherever_it_lies(activatio
 def test_activations_that_are_no_function_of_single_elements_stay() -> None:
     model = torch.nn.Sequential(torch.nn.Softmax(-1), torch.nn.PReLU())
     kinds = [type(module) for module in model]
-    invariance.align_activations(model)
+    align_activations(model)
     assert [type(module) for module in model] == kinds
 
 

@@ -169,13 +169,13 @@ def test_a_pass_is_mixed_where_its_tier_allows_it(monkeypatch: pytest.MonkeyPatc
 
 def test_a_long_piece_that_other_products_read_faster_has_a_pass_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = Rows(target_of(tiny_model("llama")), [5, 40, 23])
-    assert self_check.can_mix(rows.target)
+    forward = ForwardPass(rows.target)
+    assert forward.mixes(2, single=False)
     nodes, base, tree, view = rows.block(*BLOCKS["chain"])
     read: list[int] = []
     monkeypatch.setattr(Target, "dequantizes", lambda _, tokens: tokens >= 20)
     monkeypatch.setattr(Target, "prefill", lambda _, tokens, *rest: read.append(tokens.numel()))
     monkeypatch.setattr(mixed, "forward", lambda *given: given[-1])
-    forward = ForwardPass(rows.target)
     with forward.during(False, Report(strategy="autoregressive")):
         for count in (19, 20):
             own = rows.buffers.of_rows(0, 2)

@@ -198,8 +198,3 @@ def test_what_the_kernel_cannot_do_is_named() -> None:
         assert "attention of their own" in str(kernel.unfit(layout, count - 1, cpu))
         assert "512 wide" in str(kernel.unfit([replace(spec, key_dim=512) for spec in layout], count, cpu))
         assert "float64" in str(kernel.unfit([replace(spec, dtype=torch.float64) for spec in layout], count, cpu))
-
-
-def test_attention_flex_is_gone_with_a_warning() -> None:
-    with pytest.warns(UserWarning, match="'flex' is gone"):
-        assert decoders.settings.RuntimeSettings(attention="flex").attention == "auto"

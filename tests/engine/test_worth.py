@@ -10,8 +10,8 @@ import torch
 
 import decoders
 from decoders.costs.fitted import FittedStepCosts
-from decoders.draft import Draft
 from decoders.engine.decode.worth import DraftWorth
+from decoders.strategy import Draft
 from decoders.testing import Replay, decode, prompts, tiny_model
 from decoders.testing.models import VOCAB
 from decoders.tree import Topology, TreeTensors

@@ -10,9 +10,8 @@ import torch
 
 import decoders
 from decoders.errors import PluginError
-from decoders.observer import ObservedCall, Observer
 from decoders.plugins import registry, reset_registry
-from decoders.report import Report
+from decoders.report import ObservedCall, Observer, Report
 from decoders.testing import tiny_model
 
 EAGER = {"compile": False}

@@ -114,7 +114,9 @@ def fail_to_import() -> object:
 def test_built_ins_come_through_the_same_hook() -> None:
     info = registry().plugins()[0]
     assert (info.name, info.provider, info.status) == ("builtin", "hf-decoders", "loaded")
-    assert info.hooks == ("decoders_grammar_backends", "decoders_grammars", "decoders_strategies", "decoders_verifiers")
+    assert info.hooks == tuple(
+        f"decoders_{what}" for what in ("commands", "grammar_backends", "grammars", "strategies", "verifiers")
+    )
     assert "autoregressive" in info.strategies
     assert "coupled" in info.verifiers
     assert "llguidance" in info.grammar_backends

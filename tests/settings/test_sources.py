@@ -11,8 +11,7 @@ import pytest
 from pydantic import Field, model_validator
 
 from decoders.errors import SettingsError
-from decoders.setting_sources import load_settings, unknown_variables
-from decoders.settings import RuntimeSettings, Settings
+from decoders.settings import RuntimeSettings, Settings, load_settings, unknown_variables
 
 
 class LookupSettings(Settings):

@@ -119,12 +119,3 @@ def test_a_cosine_schedule_warms_up_and_falls_to_nothing() -> None:
     cosine = [warmup_cosine(step, 100, 2.0, warmup_share=0.1) for step in range(101)]
     assert cosine[0] == pytest.approx(0.2) and cosine[50] == pytest.approx(1.0) and cosine[100] == pytest.approx(0)
     assert max(cosine) == cosine[9]
-
-
-def test_old_names_still_work() -> None:
-    from decoders.medusa import config, hidden_states
-
-    with pytest.warns(FutureWarning, match="HeadsTraining"):
-        assert config.Run is config.HeadsTraining
-    with pytest.warns(FutureWarning, match="decoders.training.TrainingError"):
-        assert hidden_states.MedusaTrainingError is TrainingError

@@ -6,8 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from ...observer import ObservedCall, Observer
-from ...report import Report
+from ...report import ObservedCall, Observer, Report
 from .request import Request
 
 
@@ -24,11 +23,11 @@ class Observation:
         self._tell("start", lambda observer: observer.start(self._call))
 
     def step(self, tokens: list[list[int]]) -> None:
-        """See :meth:`~decoders.observer.Observer.step`."""
+        """See :meth:`~decoders.report.Observer.step`."""
         self._tell("step", lambda observer: observer.step(self._call, [list(row) for row in tokens]))
 
     def end(self, report: Report, error: BaseException | None) -> None:
-        """See :meth:`~decoders.observer.Observer.end`. Only the first time counts."""
+        """See :meth:`~decoders.report.Observer.end`. Only the first time counts."""
         if not self._over:
             self._over = True
             self._tell("end", lambda observer: observer.end(self._call, report, error))

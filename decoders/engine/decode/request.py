@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ...constraints.base import CompiledGrammar
-from ...observer import Observer
-from ...report import Report
+from ...constraints import CompiledGrammar
+from ...report import Observer, Report
 from ...sampling.processors import SamplingPlan
 from ...settings import RuntimeSettings
 from ...strategy import Strategy

@@ -8,7 +8,7 @@ from ...costs.acceptance import CAUTION, AcceptanceRates, Follower, Proposals
 from ...costs.fitted import FittedStepCosts
 from ...costs.looks import Looks, affordable, mean_seconds
 from ...costs.rows import row_weights
-from ...draft import Draft
+from ...strategy import Draft
 
 #: The only drafter's bit.
 SOURCE = 1

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ....draft import Draft
 from ....errors import UnsupportedError
-from ....strategy import Context, Sequences, Step, Strategy, finish_all
+from ....strategy import Context, Draft, Sequences, Step, Strategy, finish_all
 from ..call_settings import CallSettings
 from ..grammar.guide import Guide
 from ..guard import untouched

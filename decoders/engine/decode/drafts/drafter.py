@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ....common.devices import host_reads
-from ....deprecated import warn
 from ....drafting import Advance, Drafter, Expansion
 from ....errors import UnsupportedError
 from ....report import Stage
@@ -325,11 +324,6 @@ class ModelDrafter(Drafter):
         stage = self.stage.strategy.name if self.stage is not None else None
         weights = self.engine.precision.weights or "keep"
         return self.counts.report(self._name, weights, stage, [drafter.report() for drafter in self.inner])
-
-    def grow(self, nodes: Tensor, tree: TreeTensors) -> Expansion:
-        """Old name of :meth:`expand`."""
-        warn("Drafter.grow", "Drafter.expand")
-        return self.expand(nodes, tree)
 
     def _running(self) -> AbstractContextManager:
         """A pass of the draft model, which others may have as well: calls and lanes compile as each says, and book what it costs."""

@@ -1,0 +1,86 @@
+"""Loading a checkpoint from disk or hub without progress bars: it happens inside commands and calls whose output is theirs.
+
+A checkpoint is a folder, a name on the hub, or a GGUF file: ``folder/model.gguf``, ``owner/name/model.gguf``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+from ..errors import DecodersError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+class GgufError(DecodersError, ImportError):
+    """A GGUF file cannot be read since a package is missing."""
+
+
+def load_model(path: str | os.PathLike[str], dtype: torch.dtype | str) -> PreTrainedModel:
+    """The causal language model at `path`, in evaluation mode; transformers' progress bars are left as they were.
+
+    The weights of a GGUF file are dequantized: what comes back is an ordinary dense model.
+
+    Raises:
+        OSError, ValueError: as transformers: there is no such model, or it is not a causal language model.
+        GgufError: a package that reads GGUF files is missing.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from .transformers_compat import without_progress_bars
+
+    folder, arguments = _source(path)
+    if arguments:
+        _need_gguf(path)
+        # Where transformers could keep the blocks packed it does so unless told otherwise, and decoding wants matrices.
+        with contextlib.suppress(ImportError):
+            from transformers.utils.quantization_config import GgufConfig
+
+            arguments["quantization_config"] = GgufConfig(dequantize=True)
+    with without_progress_bars():
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **arguments).eval()
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
+    """The tokenizer of the checkpoint at `path`.
+
+    Raises:
+        OSError, ValueError: as transformers. GgufError: a package that reads GGUF files is missing.
+    """
+    from transformers import AutoTokenizer
+
+    from .transformers_compat import without_progress_bars
+
+    folder, arguments = _source(path)
+    if arguments:
+        _need_gguf(path)
+    with without_progress_bars():
+        return AutoTokenizer.from_pretrained(folder, **arguments)
+
+
+def is_gguf(path: str | os.PathLike[str]) -> bool:
+    """Whether `path` names a GGUF file."""
+    return os.fspath(path).lower().endswith(".gguf")
+
+
+def _source(path: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
+    """Folder or hub name, and the further arguments of ``from_pretrained``."""
+    if not is_gguf(path):
+        return os.fspath(path), {}
+    return str(PurePath(path).parent), {"gguf_file": PurePath(path).name}
+
+
+def _need_gguf(path: str | os.PathLike[str]) -> None:
+    from importlib.util import find_spec
+
+    missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
+    if missing:
+        raise GgufError(
+            f"{os.fspath(path)} is a GGUF file, and reading one needs {' and '.join(missing)}: "
+            "pip install 'hf-decoders[gguf]'"
+        )
