@@ -88,7 +88,7 @@ MUTATIONS = (
         ("strategies/test_pruned_drafts.py",),
     ),
     Mutation(
-        "rows-that-others-wait-for-count-no-more", "decoders/costs/rows.py",
+        "rows-that-others-wait-for-count-no-more", "decoders/costs/acceptance.py",
         "    likely = [math.exp((steps - longest) / spread) for steps in left]\n",
         "    likely = [1.0 for steps in left]\n",
         ("strategies/test_auto_choosing.py", "engine/test_worth.py"),
@@ -268,25 +268,25 @@ MUTATIONS = (
         ("sampling/test_processors.py",),
     ),
     Mutation(
-        "rejection-swaps-p-and-q", "decoders/verifiers/rejection.py",
+        "rejection-swaps-p-and-q", "decoders/verifiers/rules.py",
         "normalised((p - q).clamp(min=0), p)",
         "normalised((q - p).clamp(min=0), p)",
         ("verifiers/test_rules.py",),
     ),
     Mutation(
-        "rejection-ends-a-chain-too-often", "decoders/verifiers/rejection.py",
+        "rejection-ends-a-chain-too-often", "decoders/verifiers/rules.py",
         "Outcomes(reach * (1 - pad(accept, (0, 1)))",
         "Outcomes(reach * (1 - pad(accept, (0, 1)) ** 2)",
         ("verifiers/test_rules.py",),
     ),
     Mutation(
-        "block-verification-forgets-what-was-accepted-before", "decoders/verifiers/block.py",
+        "block-verification-forgets-what-was-accepted-before", "decoders/verifiers/rules.py",
         "weight[:, :-1, None] * p - q",
         "p - q",
         ("verifiers/test_rules.py",),
     ),
     Mutation(
-        "siblings-are-judged-as-drawn-with-replacement", "decoders/verifiers/tree_rejection.py",
+        "siblings-are-judged-as-drawn-with-replacement", "decoders/verifiers/rules.py",
         "tried = tried | (proposed & (vocabulary == token))",
         "tried = tried & False",
         ("verifiers/test_rules.py",),
@@ -412,7 +412,7 @@ MUTATIONS = (
         ("strategies/test_medusa.py",),
     ),
     Mutation(
-        "pool-keeps-one-ngram-too-many-per-key", "decoders/strategies/lookahead_pool.py",
+        "pool-keeps-one-ngram-too-many-per-key", "decoders/strategies/lookahead.py",
         "alive = torch.cat([first, stays], 1) & (ranks < per_key)",
         "alive = torch.cat([first, stays], 1) & (ranks <= per_key)",
         ("strategies/test_lookahead_pool.py",),

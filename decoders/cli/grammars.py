@@ -19,7 +19,7 @@ def grammars(
     """List the ready grammars that ``generate(grammar=…)`` takes by name, or print one."""
     from ..constraints import library
     from ..plugins import registry, resolve_grammar
-    from ..registry.names import canonical
+    from ..registry.kinds import canonical
 
     others = {n: entry for n, entry in registry().grammars().items() if n not in library.plain_names()}
     if name is not None:

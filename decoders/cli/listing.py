@@ -120,7 +120,7 @@ def plugins(
 ) -> None:
     """List the plugins found, with the reason where one is not used."""
     from ..plugins import registry
-    from ..registry.names import BUILTIN
+    from ..registry.kinds import BUILTIN
     from .extensions import unusable_commands
 
     unusable = unusable_commands()

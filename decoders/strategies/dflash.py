@@ -18,7 +18,7 @@ from ..errors import SettingsError, UnsupportedError
 from ..settings import Settings
 from ..strategy import Context, PromptChunk, Sequences, Step
 from ..tree import TreeTensors
-from .draft_tree import Beam, Children, DraftTree, NodeBudget, shape_of
+from .draft_model import Beam, Children, DraftTree, NodeBudget, shape_of
 from .feature_drafter import FeatureWindow, ReadsFeatures, dtype_of, embeddings_of
 
 

@@ -15,8 +15,8 @@ from decoders.engine.model.self_check import target_of
 from decoders.medusa.config import HeadsConfig
 from decoders.medusa.heads import MedusaHeads
 from decoders.sampling import SamplingInputs, SamplingPlan, candidates, gumbel_noise
-from decoders.sampling.nucleus import MOST_OF_TOP_K
 from decoders.sampling.processors import process, row_keys
+from decoders.sampling.top import MOST_OF_TOP_K
 from decoders.strategies.lookahead import first_window
 from decoders.strategies.medusa import draft_tokens
 from decoders.testing.models import tiny_model

@@ -12,9 +12,8 @@ import torch
 
 from ... import __version__
 from ...common.devices import processor_name
-from ...costs.curve import CostCurve, CostPoint, Subject
+from ...costs.curve import CostCurve, CostPoint, Subject, read, write
 from ...costs.steps import SizeRatios
-from ...costs.store import read, write
 from ...report import Report
 from ...sampling.processors import SamplingPlan
 from ...tree import Topology
