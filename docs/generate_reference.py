@@ -64,11 +64,10 @@ def pages() -> dict[str, str]:
 
 #: Where the public names about Medusa heads live.
 HEADS = {
-    "decoders.medusa.files": ("load_heads", "save_heads"),
-    "decoders.medusa.train": ("train_medusa",),
-    "decoders.medusa.config": ("HeadsTraining", "HeadsConfig"),
-    "decoders.medusa.trees": ("search_tree", "accepted_length", "picture"),
-    "decoders.training": ("TrainingError",),
+    "decoders.heads.medusa": ("load_heads", "save_heads", "HeadsConfig"),
+    "decoders.heads.medusa_trees": ("search_tree", "accepted_length", "picture"),
+    "decoders.training.medusa": ("train_medusa",),
+    "decoders.training.recipes": ("Recipe", "HeadsTraining"),
 }
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from ..distillation.recipe import DraftTraining
+from ..training.recipes import DraftTraining
 from .console import plain_console
 from .training_options import (
     AsJson,
@@ -80,7 +80,7 @@ def draft(
         own_share=own_share, epochs=epochs, rows=rows, rate=rate, bf16=bf16, checks=checks, patience=patience, seed=seed,
     )  # fmt: skip
 
-    from ..distillation.train import train_draft
+    from ..training.draft import train_draft
     from .demo_texts import EDIT_TASKS
     from .models import load
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from ..eagle3.recipe import HeadTraining
 from ..errors import UnknownNameError
+from ..training.recipes import HeadTraining
 from .console import plain_console
 from .training_options import (
     AsJson,
@@ -99,7 +99,7 @@ def eagle3(
         checks=checks, patience=patience, seed=seed,
     )  # fmt: skip
 
-    from ..eagle3.train import train_eagle3
+    from ..training.eagle3 import train_eagle3
     from .demo_texts import EDIT_TASKS
     from .models import load
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from ..medusa.config import HeadsTraining
+from ..training.recipes import HeadsTraining
 from .console import plain_console
 from .training_options import (
     AsJson,
@@ -74,8 +74,8 @@ def medusa(
     """Train Medusa heads for a model, which stays frozen, and find their tree."""
     import json
 
-    from ..medusa.files import load_heads
-    from ..medusa.train import train_medusa
+    from ..heads.medusa import load_heads
+    from ..training.medusa import train_medusa
     from .models import load
 
     loaded, tokenizer = load(model, dtype)

@@ -11,10 +11,9 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from ..dflash.files import load_network, read_config
-from ..dflash.network import DFlashConfig, DFlashNetwork
 from ..drafting import DraftVocabulary, Expansion, ModulePasses
 from ..errors import SettingsError, UnsupportedError
+from ..heads.dflash import DFlashConfig, DFlashNetwork, load_network, read_config
 from ..settings import Settings
 from ..strategy import Context, PromptChunk, Sequences, Step
 from ..tree import TreeTensors

@@ -12,8 +12,7 @@ from decoders.engine.decode.core import settle
 from decoders.engine.decode.verify import draw
 from decoders.engine.model.compiled import regions
 from decoders.engine.model.self_check import target_of
-from decoders.medusa.config import HeadsConfig
-from decoders.medusa.heads import MedusaHeads
+from decoders.heads.medusa import HeadsConfig, MedusaHeads
 from decoders.sampling import SamplingInputs, SamplingPlan, candidates, gumbel_noise
 from decoders.sampling.processors import process, row_keys
 from decoders.sampling.top import MOST_OF_TOP_K

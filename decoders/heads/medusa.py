@@ -1,31 +1,143 @@
-"""Heads on disk: ours (``config.json`` and ``model.safetensors`` in a folder), and the authors' own format, read only."""
+"""Medusa heads (Cai et al. 2024, "Medusa", section 2.1) and their files: ours, and the authors' own format, read only.
+
+Letters: ``K`` heads, ``H`` hidden size, ``V`` vocabulary, ``R`` rank of a low-rank projection.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import ValidationError, field_validator
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..common.files import write_whole
 from ..common.network_files import Count, FileConfig, Stamp, Whole, read_json, read_tensors, stamp_of
 from ..errors import SettingsError, UnsupportedError
-from .config import HeadsConfig, Projection
-from .heads import MedusaHeads
 
+Projection = Literal["tied", "low_rank", "full"]
 FOLDER = "medusa"
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 #: What the authors' code and the servers that read its heads call the weights.
 UPSTREAM = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 DEMO = "demo"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadsConfig:
+    """Shape of the heads, the tree they are verified in, and where they come from.
+
+    Attributes:
+        heads: ``K``; head k predicts the token k places behind the one that the output head gives.
+        layers: residual blocks of each head.
+        hidden_size: of the model they belong to.
+        vocab_size: of the model they belong to.
+        projection: ``tied``: the model's own output head, nothing is stored; ``low_rank``: that plus a difference of rank
+            `rank`; ``full``: a projection of each head's own, as in the paper.
+        rank: of the difference; 0 with the other projections.
+        tree: paths in Medusa's notation, best first, so that its first n paths are the tree of n nodes; None: the default.
+        figures: what training measured, for the model card.
+    """
+
+    heads: int
+    layers: int
+    hidden_size: int
+    vocab_size: int
+    projection: Projection = "full"
+    rank: int = 0
+    tree: tuple[tuple[int, ...], ...] | None = None
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if min(self.heads, self.layers, self.hidden_size, self.vocab_size) < 1:
+            raise SettingsError("Medusa heads: heads, layers, hidden_size and vocab_size must be at least 1")
+        if self.projection not in ("tied", "low_rank", "full"):
+            raise SettingsError(f"Medusa heads: projection must be tied, low_rank or full, not {self.projection!r}")
+        if (self.projection == "low_rank") != (self.rank > 0):
+            raise SettingsError("Medusa heads: a rank goes with projection low_rank, and only with that")
+
+
+class HeadWeights(NamedTuple):
+    """The tensors of all heads, stacked: what compiled code is given. None: a projection that has no such part.
+
+    Attributes:
+        linear: ``[K, layers, H, H]``.
+        bias: ``[K, layers, H]``.
+        projection: ``[K, V, H]``.
+        down: ``[K, R, H]``.
+        up: ``[K, V, R]``.
+    """
+
+    linear: Tensor
+    bias: Tensor
+    projection: Tensor | None
+    down: Tensor | None
+    up: Tensor | None
+
+
+class MedusaHeads(nn.Module):
+    """``K`` heads beside a model whose weights stay as they are.
+
+    Head k maps a hidden state x to ``proj_k(block(… block(x)))`` with ``block(x) = x + SiLU(W·x + b)``. W and b begin as
+    zero and the projection as the model's, so that an untrained head says what the output head says. Every block has
+    weights of its own (the authors' code repeats one object).
+
+    Args:
+        lm_head: ``[V, H]``, the model's output projection; needed for new heads with a full projection only.
+    """
+
+    def __init__(self, config: HeadsConfig, lm_head: Tensor | None = None) -> None:
+        super().__init__()
+        self.config = config
+        k, h, v, r = config.heads, config.hidden_size, config.vocab_size, config.rank
+        self.linear = nn.Parameter(torch.zeros(k, config.layers, h, h))
+        self.bias = nn.Parameter(torch.zeros(k, config.layers, h))
+        self.projection = self.down = self.up = None
+        if config.projection == "full":
+            start = torch.zeros(v, h) if lm_head is None else lm_head.detach().float().cpu()
+            self.projection = nn.Parameter(start.expand(k, v, h).clone())
+        elif config.projection == "low_rank":
+            # One factor random, the other zero: the product is zero, and its gradient is not.
+            generator = torch.Generator().manual_seed(0)
+            self.down = nn.Parameter(torch.randn(k, r, h, generator=generator) * h**-0.5)
+            self.up = nn.Parameter(torch.zeros(k, v, r))
+
+    def weights(self) -> HeadWeights:
+        """All tensors, for compiled code."""
+        return HeadWeights(self.linear, self.bias, self.projection, self.down, self.up)
+
+    def forward(self, hidden: Tensor, lm_head: Tensor, lm_bias: Tensor | None = None) -> Tensor:
+        """``hidden`` ``[P, H]`` to scores ``[P, K, V]``, before softmax. lm_head, lm_bias: the model's, ``[V, H]``, ``[V]``."""
+        return head_scores(hidden, self.weights(), lm_head, lm_bias)
+
+    def of_head(self, k: int, hidden: Tensor, lm_head: Tensor, lm_bias: Tensor | None = None) -> Tensor:
+        """Scores ``[P, V]`` of head `k` alone: all heads at once can be too much for memory."""
+        stacked, head = self.weights(), slice(k, k + 1)
+        projection, down, up = (None if part is None else part[head] for part in stacked[2:])
+        weights = HeadWeights(stacked.linear[head], stacked.bias[head], projection, down, up)
+        return head_scores(hidden, weights, lm_head, lm_bias)[:, 0]
+
+
+def head_scores(hidden: Tensor, weights: HeadWeights, lm_head: Tensor, lm_bias: Tensor | None) -> Tensor:
+    """What :class:`MedusaHeads` computes, as a function of tensors: ``[P, H]`` to ``[P, K, V]``."""
+    states = hidden[:, None].expand(-1, weights.linear.shape[0], -1).to(weights.linear.dtype)
+    for linear, bias in zip(weights.linear.unbind(1), weights.bias.unbind(1), strict=True):
+        states = states + nn.functional.silu(torch.einsum("pkh,kgh->pkg", states, linear) + bias)
+    if weights.projection is not None:
+        return torch.einsum("pkh,kvh->pkv", states, weights.projection)
+    scores = states @ lm_head.to(states.dtype).T
+    if lm_bias is not None:
+        scores = scores + lm_bias
+    if weights.down is not None and weights.up is not None:
+        scores = scores + torch.einsum("pkr,kvr->pkv", torch.einsum("pkh,krh->pkr", states, weights.down), weights.up)
+    return scores
 
 
 def find_heads(named: str | None, model: PreTrainedModel) -> Path:

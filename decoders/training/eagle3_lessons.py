@@ -1,4 +1,5 @@
-"""Training-time test (Li et al. 2025, section 3): a draft of several tokens at every position of a text, all at once.
+"""What an EAGLE-3 head learns from: what the frozen target computes over text, and training-time test (Li et al. 2025, section 3):
+a draft of several tokens at every position, all at once.
 
 At index ``t`` of a row the draft begins at slot ``t``, whose feature is the target's. Simulated token ``k`` sits at slot ``t + k``; its
 feature is what the head gave for token ``k - 1`` of the same index. The attention of the draft at ``t`` sees what was read with the
@@ -10,15 +11,81 @@ target's features.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from .head import DecoderLayer, Eagle3Head
+from ..common.layers import decoder_layers
+from ..errors import TrainingError
+from ..heads.eagle3 import DecoderLayer, Eagle3Head
+from .texts import Texts, counted
 
 Keys = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """Rows of text, as the target reads them.
+
+    Attributes:
+        features: ``[B, T, F]``, outputs of the target's layers side by side.
+        embedded: ``[B, T, H]``, of the tokens themselves.
+        logits: ``[B, T, V]`` float32, the target's after every token.
+        counted: ``[B, T]`` bool, after which tokens a prediction counts.
+    """
+
+    features: Tensor
+    embedded: Tensor
+    logits: Tensor
+    counted: Tensor
+
+
+class Teacher:
+    """The frozen target.
+
+    Args:
+        layers: indices of the decoder layers that are read.
+        bf16: compute in bfloat16.
+    """
+
+    def __init__(self, model: PreTrainedModel, layers: Sequence[int], bf16: bool) -> None:
+        decoder = decoder_layers(model)
+        if not decoder:
+            raise TrainingError(f"eagle3 reads hidden layers, and {type(model).__name__} has no list of decoder layers")
+        self.model, self.layers, self.bf16 = model, [decoder[layer] for layer in layers], bf16
+
+    @torch.no_grad()
+    def lesson(self, texts: Texts, stops: Sequence[int]) -> Lesson:
+        """Reads all rows of `texts` at once. stops: what ends the model's own text; nothing behind it counts."""
+        model, ids = self.model, texts.ids.to(self.model.device)
+        with self._noting() as noted, self.precision():
+            logits = model(input_ids=ids, use_cache=False).logits
+        features = torch.cat([noted[layer].float() for layer in self.layers], dim=-1)
+        embedded = model.get_input_embeddings()(ids).float()
+        return Lesson(features, embedded, logits.float(), counted(texts, stops).to(ids.device))
+
+    def precision(self) -> torch.autocast | nullcontext:
+        """What the target, and the head, compute in."""
+        return torch.autocast(self.model.device.type, torch.bfloat16) if self.bf16 else nullcontext()
+
+    @contextmanager
+    def _noting(self) -> Iterator[dict[torch.nn.Module, Tensor]]:
+        noted: dict[torch.nn.Module, Tensor] = {}
+
+        def note(layer: torch.nn.Module, _: object, output: Tensor | tuple) -> None:
+            noted[layer] = output if isinstance(output, Tensor) else output[0]
+
+        hooks = [layer.register_forward_hook(note) for layer in dict.fromkeys(self.layers)]
+        try:
+            yield noted
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 def unrolled(
