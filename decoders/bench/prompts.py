@@ -13,7 +13,7 @@ from collections.abc import Callable
 from importlib import resources
 from typing import TYPE_CHECKING
 
-from ..server.templates import prompt_text
+from ..server.prompts import prompt_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

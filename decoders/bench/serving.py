@@ -45,8 +45,8 @@ def overhead(
     """
     from ..server.app import make_app
     from ..server.bodies import Message
+    from ..server.connections import Server
     from ..server.limits import Limits
-    from ..server.running import Server
     from ..server.service import Service
 
     limits = Limits(slots=4096)

@@ -33,10 +33,10 @@ from ..model.weights.state import WeightState
 from ..model.weights.twin import first_layers
 from .calibration import Calibrator
 from .core import Core
-from .drafts.draft_core import DraftCore
+from .drafts.core import DraftCore
 from .drafts.modules import ModuleTwin
 from .passes import StepPass
-from .session import Sessions
+from .sessions import Sessions
 
 #: Compiled functions of strategies that an engine keeps.
 KEPT_FUNCTIONS = 64

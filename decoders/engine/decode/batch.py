@@ -1,9 +1,9 @@
-"""The loop that all strategies share: a step is propose, forward + verify + commit, observe."""
+"""Rows that are decoded together, in steps of :mod:`~decoders.engine.decode.step`; between two steps they join and leave."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,13 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...report import Stopwatch
-from ...strategy import Draft, PromptChunk, check_draft
+from ...strategy import Draft, PromptChunk, check_draft, finish_all
 from ...tree import TreeTensors
 from ..model.blocks import Blocks, LeadingText, NodeBlock, PromptPiece, without_empty_end
-from ..model.buckets import round_up, row_bucket
+from ..model.buckets import row_bucket
 from ..model.cache import CacheBuffers
-from ..model.invariance import branch_length
 from . import guard
 from .core import StepOutput
 from .criteria import Outcome
@@ -25,68 +23,78 @@ from .drafts.drafter import ModelDrafter
 from .engine import Engine
 from .grammar.device_guide import guide_of
 from .grammar.guide import Guide
+from .grammar.host_guide import HostGuide
 from .guard import check_tree, untouched
 from .request import Request
 from .request_output import RequestOutput, empty_report
 from .resources import CallResources
 from .rows import Rows
+from .rules import decider
 from .session import Session
-from .steps import StepFunction, make_step
 from .verify import step_keys
 from .worth import DraftWorth
 
 
-class Call:
-    """Rows that are decoded together, and what belongs to their steps; what belongs to a request is its :class:`RequestOutput`.
+class Batch:
+    """Rows that are decoded together, and what their steps need; what belongs to one request is its :class:`RequestOutput`.
 
-    In :class:`~decoders.engine.decode.fixed_batch.FixedBatch` it is one request whose rows come and go together. In
-    :class:`~decoders.engine.decode.lane.Lane` requests of one row come and go between two steps.
+    A call of ``generate`` has one to itself (:mod:`~decoders.engine.decode.call`). In a scheduler's
+    (:mod:`~decoders.engine.decode.lane`) requests of one row join and leave.
 
     Attributes:
+        request: what the members have in common; its prompts are the rows' texts.
         members: the requests and the first row of each, in the order of rows; every row is a member's.
-        capacity: most rows there can be, where requests come and go; 0 elsewhere.
+        capacity: most rows there can be.
+        shared: whether requests join and leave, so that errors and reports are one request's and not the batch's.
+        width: rows of a step; where sizes are static there are more than asked for, which have ended.
         worth: says how much of a draft is verified, where it is counted.
         resources: what the strategy may use.
         where: what is being done, for notes on errors.
-        step: forward, verification and commit of a block.
+        decide: forward, verification and commit of a block.
         session: where the rows' tokens, keys and values are.
         longest: most tokens that a row can come to.
         noise_keys: ``[B]``, the keys of the rows' noise.
+        arranged: whether there have been any rows.
+        skipped: whether this step goes without a draft, because making one does not pay.
+        pending: committed tokens that the next step runs once more in front of the root.
+        prompt_left: how many of these are the end of the prompts, which nothing has read yet.
         next_piece: gives what the next step reads of another row's prompt, where it does.
         piece_seconds: what such a step has spent on that.
+        learning_seconds: what the strategy has spent on observing what became of its last draft, where that goes with making one.
 
     Args:
         stack: closes what is opened here.
+        capacity: given where requests join and leave.
     """
 
-    step: StepFunction
+    decide: Callable[[Draft, NodeBlock, Rows], StepOutput]
     session: Session
     longest: int
     noise_keys: Tensor
 
-    def __init__(self, engine: Engine, request: Request, stack: ExitStack) -> None:
+    def __init__(self, engine: Engine, request: Request, stack: ExitStack, capacity: int | None = None) -> None:
         self.engine, self.request, self.stack = engine, request, stack
         self.forward_pass = engine.forward_pass_for(request.strategy)
         self.target = self.forward_pass.target
-        self.width = row_bucket(len(request.prompts), self.target.static)  # rows nobody has asked for have ended
+        self.width = row_bucket(len(request.prompts), self.target.static)
+        self.shared, self.capacity = capacity is not None, self.width if capacity is None else capacity
         chosen = request.verifier
         # Where nothing is drawn, all exact rules are one: keep what matches.
         built_in = chosen is None or chosen.coupled or (chosen.exact and not request.plan.sample)
         self.verifier = None if built_in else chosen
-        self.where = "while the prompt was read"  # for notes on errors
+        self.where = "while the prompt was read"
         self.report = empty_report(request, self.target)
         self.members: list[tuple[RequestOutput, int]] = []
-        self.capacity = 0
         self.worth: DraftWorth | None = None
         self.next_piece: Callable[[], PromptPiece] | None = None
-        self.piece_seconds = 0.0
+        self.piece_seconds = self.learning_seconds = 0.0
         self.may_err = self.verifier is not None  # whether a hook can do wrong what only the device sees
         self.resources = CallResources(self, stack)
         self.state: Any = None  # the strategy's
         self.guide: Guide | None = None
         self.pending = self.prompt_left = 0
+        self.skipped = self.arranged = self._started = False
         self._verified: int | None = None  # the nodes of a draft that was cut off
-        self._learning = 0.0  # seconds that the last draft's strategy has observed, where that goes with its draft
 
     @property
     def rows(self) -> Rows:
@@ -142,9 +150,8 @@ class Call:
         """Reads what was left to the first step: a draft in the target's own slots begins behind it."""
         if not self.prompt_left:
             return
-        begin = (self.rows.length - 1 - self.prompt_left).clamp(min=0)
-        latest = max(max(self.lengths) - 1 - self.prompt_left, 0)
-        self.session.read(self.rows, begin, latest, 0, self.prompt_left, self.prefill)
+        starts = [max(length - 1 - self.prompt_left, 0) for length in self.lengths]
+        self.session.read_rows(0, starts, 0, self.prompt_left, self.prefill)
         self.pending = self.prompt_left = 0
 
     @property
@@ -182,26 +189,63 @@ class Call:
         )
         return PromptChunk(tokens, positions, valid, result.hidden, result.layers, result.logits if logits else None)
 
-    def start(self) -> None:
-        """Has the strategy begin with the rows as they are."""
-        strategy, context = self.request.strategy, self.resources.context()
-        with untouched("start", strategy, context.sequences):
-            self.state = strategy.start(context)
-
-    def rebatch(self, sources: list[int]) -> None:
-        """Tells the strategy, its draft models and modules which rows there are now.
+    def arrange(self, request: Request, members: list[tuple[RequestOutput, int]], sources: list[int]) -> bool:
+        """Makes the rows those of `members`, with their tokens, keys and values in the session already, and tells the strategy.
 
         Args:
+            request: what they have in common.
             sources: which row of the batch before each row is, -1 for one that is new.
-        """
-        strategy, context = self.request.strategy, self.resources.rebatch(sources)
-        with untouched("rebatch", strategy, context.sequences):
-            self.state = strategy.rebatch(self.state, torch.tensor(sources, device=self.target.device), context)
 
-    def make_step(self) -> StepFunction:
-        return make_step(
-            self.engine, self.forward_pass, self.request, self.verifier, self.members, self.session.recordings
+        Returns:
+            whether the strategy has begun anew.
+        """
+        strategy, same = request.strategy, self.arranged and request.plan == self.request.plan
+        self.request, self.members[:], self.width, self.arranged = request, members, len(sources), True
+        self.longest = max(
+            len(prompt) + member.request.new_tokens for member, _ in members for prompt in member.request.prompts
         )
+        self.noise_keys = self.rows.sampling.keys.clone()
+        self.where = "rebatch" if self.shared else "start"
+        if self.worth is not None:
+            self.worth.rebatch(sources[: self.batch])
+        self.guide = self._guide(sources)
+        if not same:
+            core = self.engine.core(request.plan, self.forward_pass)
+            self.decide = decider(core, request, self.verifier, self.members, self.session.recordings)
+        self.resources.costs = None
+        self.fit_blocks()
+        if same and strategy.keeps_rows(self.state):
+            context = self.resources.rebatch(sources)
+            with untouched("rebatch", strategy, context.sequences):
+                self.state = strategy.rebatch(self.state, torch.tensor(sources, device=self.target.device), context)
+            return False
+        self.finish()
+        self.resources.close()
+        context = self.resources.context()
+        with untouched("start", strategy, context.sequences):
+            self.state = strategy.start(context)
+        self._started = True
+        return True
+
+    def _guide(self, sources: list[int]) -> Guide | None:
+        """Where the rows stand in their grammars; those that stay go on where they are."""
+        request, target = self.request, self.target
+        if not request.plan.masked:
+            return None
+        grammars = [*request.grammars, *[None] * (self.width - len(request.grammars))]
+        stays = any(source >= 0 and grammar is not None for source, grammar in zip(sources, grammars, strict=True))
+        if isinstance(self.guide, HostGuide) and stays:
+            return self.guide.rebatch(sources, grammars)
+        if self.shared:
+            return HostGuide.of(grammars, target.vocab_size, target.device)
+        compile = self.resources.settings.compiler(self.engine)
+        return guide_of(grammars, target.vocab_size, target.device, compile, target.static)
+
+    def finish(self, cause: BaseException | None = None) -> None:
+        """Tells the strategy that its state is given up. cause: see :func:`~decoders.strategy.finish_all`."""
+        if self._started:
+            self._started = False
+            finish_all([(self.request.strategy, self.state)], cause)
 
     def fit_blocks(self) -> None:
         """Says how blocks are padded, by what the next pass runs as. Budgets depend on it: a strategy starts with it."""
@@ -209,105 +253,6 @@ class Call:
         # Text that is run in front of a block is a multiple of nodes, and then the block is one as well.
         if self.pending:
             self.blocks.single = False
-
-    def advance(self) -> None:
-        """One step of all rows: propose, mask, forward + verify + commit, observe."""
-        state, timings = self.state, self.report.timings
-        before = replace(timings)
-        stopwatch = Stopwatch(timings)
-        self.renew_keys()
-        self.where = "propose"
-        skipped = self._prunes and self.worth is not None and not self.worth.due()
-        draft = Draft.nothing(self.width, self.target.device) if skipped else self.propose(state, max(self.lengths))
-        self.fit_blocks()
-        draft = self.pruned(draft)
-        if skipped:
-            self._verified = 0
-        block = self.block_of(draft)
-        self.target.ranks.check_draft(draft, self.lengths)
-        self.where = "forward pass and verification"
-        drafting = stopwatch.next()
-        timings.propose += drafting
-        block = self.masked(draft, block)
-        timings.mask += stopwatch.next()
-        passes, replays = self.engine.compiled_passes, self.session.replays
-        out = self.step(draft, block, self.rows)
-        self.raise_faults(wait=False)
-        compiled, replayed = self.engine.compiled_passes > passes, self.session.replays > replays
-        self.report.compiled_steps += compiled
-        self.report.replayed_steps += replayed
-        # The one place where the host waits for the device.
-        summary, new = self.session.lists(out.summary, out.new)
-        outcome = Outcome.of(summary, new, self.batch)
-        core = stopwatch.next()
-        if replayed:
-            self.book_replay(drafting + core)
-        if self.prompt_left and not self.report.steps:
-            self.report.prefill_steps = 1
-            timings.prefill += core  # says nothing of what nodes cost
-        else:
-            self.learn_cost(core, draft, block, outcome, compiled, replayed, None if skipped else drafting)
-        if self.worth is not None:
-            self.worth.follow([tokens[:count] for tokens, count in zip(outcome.new, outcome.emitted, strict=True)])
-        if not self.report.steps:
-            self.report.time_to_first_token = timings.prefill + timings.steps
-        for member, first in self.members:
-            if member.criteria is not None:
-                self.where = "stopping criteria"
-                with self.callback_of(member):
-                    part, end = outcome.part(first, member.rows), first + member.rows
-                    member.criteria.apply(part, out.of_rows(first, end), self.rows.of_rows(first, end), member.finished)
-                    outcome.put(first, part)
-        if (states := self.rows.buffers.states) is not None:  # cannot be cut back: only now is it known how far rows go
-            timings.host += stopwatch.next()
-            states.commit(out.path, out.summary[0], self.rows.length)
-            timings.core += stopwatch.next()
-        if self.guide is not None:
-            self.guide.commit(out, self.rows.finished, outcome)
-        timings.mask += stopwatch.next()
-        self.where = "observe"
-        goes_with_draft = self.request.strategy.misses_steps
-        if not (skipped and goes_with_draft):
-            self.observe(state, out)
-        observing = stopwatch.next()
-        timings.observe += observing
-        if goes_with_draft and not skipped:
-            self._learning = observing
-        self.where = "streamer"
-        self.book(outcome, out)
-        if self.target.multiple > 1:
-            self.pending = round_up(branch_length(out.path, outcome.emitted), self.target.multiple)
-        timings.host += stopwatch.next()
-        spent = timings.since(before)
-        for member, _ in self.members:
-            if member.report is not self.report:
-                member.report.share(spent, self.report.nodes, compiled, replayed)
-
-    def learn_cost(
-        self, core: float, draft: Draft, block: NodeBlock, outcome: Outcome, compiled: bool, replayed: bool,
-        drafting: float | None,
-    ) -> None:  # fmt: skip
-        """Books the `core` seconds of a step. drafting: what its draft took, None if none was to be made."""
-        nodes = block.draft_tokens.shape[1] + 1 + block.text.length
-        if block.piece is not None:  # says nothing of what nodes cost
-            read = block.piece.tokens.shape[1]
-            self.piece_seconds = core * read / (read + nodes * self.width)
-            self.report.timings.core += core - self.piece_seconds
-            return
-        self.report.timings.core += core
-        if not draft.tokens.shape[1]:
-            self.forward_pass.book_single(core, self.batch)
-        if self.worth is None and self.resources.costs is None:
-            return
-        if self.session.recordings is not None and not replayed:  # the next steps of this size will be
-            return
-        agreed = self.target.ranks.first_number
-        seconds = agreed(core)
-        if self.worth is not None:
-            own = None if drafting is None else agreed(drafting + self._learning)
-            self.worth.observe(nodes, seconds, compiled, outcome.emitted, own)
-        if self.resources.costs is not None:
-            self.resources.costs.observe(nodes, seconds, max(self.lengths), compiled)
 
     @property
     def tiers(self) -> tuple:
@@ -322,35 +267,23 @@ class Call:
         for drafter in self.drafters:
             drafter.book_replay(share)
 
-    def renew_keys(self) -> None:
-        """Other verifiers than the coupled one want noise that no step has seen before."""
-        if self.verifier is not None:
+    def propose(self) -> Draft:
+        """What the strategy proposes, without the nodes at its end that are not worth verifying."""
+        if self.verifier is not None:  # other rules than the coupled one want noise that no step has seen before
             self.rows.sampling.keys.copy_(step_keys(self.noise_keys, self.rows.length))
-
-    @contextmanager
-    def callback_of(self, member: RequestOutput) -> Iterator[None]:
-        """Where requests share steps, what a callback raises ends the request that it belongs to."""
-        try:
-            yield
-        except Exception as error:
-            if not self.capacity:
-                raise
-            error.add_note(f"decoders: {self.where} of one request, after {member.report.steps} steps")
-            member.error = member.error or error
-
-    def new_guide(self) -> Guide | None:
-        """A guide at the beginning of every row's text."""
-        if not self.request.plan.masked:
-            return None
-        grammars = [*self.request.grammars, *[None] * (self.width - len(self.request.grammars))]
-        compile = self.resources.settings.compiler(self.engine)
-        return guide_of(grammars, self.target.vocab_size, self.target.device, compile, self.target.static)
-
-    def propose(self, state: Any, length: int) -> Draft:
-        """What the strategy proposes, shown `length` slots of the rows."""
-        strategy, sequences = self.request.strategy, self.session.view(length)[1]
-        with untouched("propose", strategy, sequences):
-            return strategy.propose(state, sequences)
+        strategy = self.request.strategy
+        self.skipped = self._prunes and self.worth is not None and not self.worth.due()
+        if self.skipped:
+            draft = Draft.nothing(self.width, self.target.device)
+        else:
+            sequences = self.session.view(max(self.lengths))[1]
+            with untouched("propose", strategy, sequences):
+                draft = strategy.propose(self.state, sequences)
+        self.fit_blocks()
+        draft = self._pruned(draft)
+        if self.skipped:
+            self._verified = 0
+        return draft
 
     @property
     def _prunes(self) -> bool:
@@ -358,7 +291,7 @@ class Call:
         strategy = self.request.strategy
         return not self.target.static and self.verifier is None and (strategy.rests or not strategy.observes)
 
-    def pruned(self, draft: Draft) -> Draft:
+    def _pruned(self, draft: Draft) -> Draft:
         """`draft` without the nodes at its end that no row has a draft token for, or that are not worth verifying."""
         strategy, self._verified = self.request.strategy, None
         if not self._prunes:
@@ -383,6 +316,7 @@ class Call:
     def block_of(self, draft: Draft) -> NodeBlock:
         """A checked draft as the core wants it."""
         draft_tokens, tree = self.blocks.of(draft, self.request.strategy.name)
+        self.target.ranks.check_draft(draft, self.lengths)
         if isinstance(draft.topology, TreeTensors):
             self.may_err = self.target.static or self.may_err
             check_tree(draft.topology, self.rows, self.culprit, wait=not self.target.static)
@@ -397,7 +331,7 @@ class Call:
         piece = self.next_piece() if self.next_piece is not None else None
         return NodeBlock(draft_tokens, tree, self.session.view(end)[0], text=text, piece=piece)
 
-    def masked(self, draft: Draft, block: NodeBlock) -> NodeBlock:
+    def mask(self, draft: Draft, block: NodeBlock) -> NodeBlock:
         """`block` with what the grammars allow after each node, and without the draft tokens that they forbid."""
         if self.guide is None:
             return block
@@ -405,21 +339,19 @@ class Call:
         # Other verifiers know what a draft token was drawn from: taking one out would change the distribution.
         return replace(block, draft_tokens=legal if self.verifier is None else block.draft_tokens, masks=masks)
 
-    def observe(self, state: Any, out: StepOutput) -> None:
+    def settle(self, out: StepOutput, outcome: Outcome | None) -> None:
+        """Recurrent states, which cannot be cut back, and grammars follow what was committed."""
+        if (states := self.rows.buffers.states) is not None:
+            states.commit(out.path, out.summary[0], self.rows.length)
+        if self.guide is not None:
+            self.guide.commit(out, self.rows.finished, outcome)
+
+    def observe(self, out: StepOutput) -> None:
         """Shows the strategy what became of its draft."""
         strategy = self.request.strategy
-        if not strategy.observes:
+        if not strategy.observes or (self.skipped and strategy.misses_steps):
             return
         sequences = self.session.view(max(self.lengths) + out.nodes.shape[1])[1]
         step = out.observed(sequences)
         with untouched("observe", strategy, sequences, step):
-            strategy.observe(state, step if self._verified is None else replace(step, own_nodes=self._verified))
-
-    def book(self, outcome: Outcome, out: StepOutput | None) -> None:
-        """Books a step; `out` is needed for logits and scores only."""
-        if self.capacity:
-            self.report.steps += 1  # elsewhere its only request counts them
-        for member, first in self.members:
-            new = member.book(outcome.part(first, member.rows), out, first)
-            with self.callback_of(member):
-                member.tell(new)
+            strategy.observe(self.state, step if self._verified is None else replace(step, own_nodes=self._verified))

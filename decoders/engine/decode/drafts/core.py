@@ -10,7 +10,7 @@ from ....drafting import Expansion
 from ....sampling.choice import Candidates, candidates
 from ....sampling.processors import Masks, SamplingPlan, grammar_first
 from ....tree import TreeTensors
-from ...model.blocks import after_text, causal_block
+from ...model.blocks import NodeBlock, after_text, causal_block
 from ...model.buckets import LEAST_NODES, node_bucket
 from ...model.target import ForwardResult, Target
 from ..core import Core, RunsForward, StepOutput
@@ -70,7 +70,9 @@ class DraftCore(Core):
         result = self.run(nodes, base, block, rows.buffers, view)
         cut = ForwardResult(result.logits[:, u:, : self.vocab], result.hidden[:, u:])
         expansion = self._expanded(cut.logits, rows, (rows.length - rows.prompt_length)[:, None] + tree.offsets, masks)
-        return self.decide(nodes[:, u:], cut, tree, rows, masks), expansion
+        own = nodes[:, u:]
+        verdict = self.choose(None, NodeBlock(own[:, 1:], tree, view, masks), own, cut, rows)
+        return self.commit(own, tree, rows, cut, verdict), expansion
 
     def root(self, rows: Rows, view: Tensor, pending: Tensor, masks: Masks | None = None) -> Expansion:
         """The first level of a tree: continuations of every row's last token. ``Q`` is 1."""
