@@ -12,7 +12,7 @@ from .agreement import agreed
 from .batch import Batch
 from .engine import Engine
 from .recording import StepRecording, recordable
-from .request import Decoded, Request
+from .request import Request
 from .request_output import RequestOutput
 from .rows import sampling_inputs
 from .step import step
@@ -23,7 +23,7 @@ from .worth import DraftWorth
 SLOTS_AHEAD = 2048
 
 
-def decode(engine: Engine, request: Request) -> Decoded:
+def decode(engine: Engine, request: Request) -> RequestOutput:
     """Runs a call to its end. Calls on one engine run one after the other.
 
     An exception on the way gets a note, and ``partial``: what was committed before.
@@ -56,12 +56,11 @@ def decode(engine: Engine, request: Request) -> Decoded:
                 error.add_note(
                     f"decoders: {batch.culprit}, {batch.where}, after {batch.report.steps} steps; error.partial is what was written."
                 )
-                error.partial = decoded(batch, output)  # type: ignore[attr-defined]
-                output.close(error)
+                error.partial = output  # type: ignore[attr-defined]
+                close(batch, output, error)
                 raise
-            result = decoded(batch, output)
-            output.close()
-            return result
+            close(batch, output)
+            return output
     finally:
         release_threads()  # the next call may be another thread's
 
@@ -110,6 +109,7 @@ def end(batch: Batch) -> None:
     batch.finish()
 
 
-def decoded(batch: Batch, output: RequestOutput) -> Decoded:
+def close(batch: Batch, output: RequestOutput, error: BaseException | None = None) -> None:
+    """Completes the report, and tells observers that the call is over."""
     batch.report.stages = [drafter.report() for drafter in batch.drafters]
-    return output.decoded()
+    output.close(error)

@@ -114,7 +114,7 @@ class Engine:
     def serves(
         self, model: PreTrainedModel, attention: str, precision: Precision, weights: Literal["keep", "packed"]
     ) -> bool:
-        """Whether :meth:`refresh` and :meth:`settle_originals` would find nothing to do; asked without waiting for whoever decodes.
+        """Whether :meth:`refresh` and :meth:`set_originals` would find nothing to do; asked without waiting for a call that runs.
 
         Where processes share the weights, they have to talk to each other about it.
         """
@@ -132,7 +132,7 @@ class Engine:
         """Passes that ran compiled so far."""
         return sum(forward.compiled_passes for forward in (self.forward_pass, *self._watching.values()))
 
-    def settle_originals(self, model: PreTrainedModel, weights: Literal["keep", "packed"]) -> None:
+    def set_originals(self, model: PreTrainedModel, weights: Literal["keep", "packed"]) -> None:
         """Frees the dense weights of `model`, or gives them back."""
         with self.lock:
             if weights == "packed" and self._freed is None:
@@ -147,7 +147,7 @@ class Engine:
     def release(self, model: PreTrainedModel) -> None:
         """Frees what no call uses: buffers, compiled code, recorded steps. Gives `model` its dense weights back."""
         with self.lock:
-            self.settle_originals(model, "keep")
+            self.set_originals(model, "keep")
             self.sessions.release()
             self._forget_compiled()
             self._functions.clear()
