@@ -6,6 +6,7 @@ from contextlib import ExitStack
 
 import torch
 
+from ...costs.worth import DraftWorth
 from ...report import Stopwatch
 from ..model.locks import release_threads
 from .agreement import agreed
@@ -17,7 +18,6 @@ from .request_output import RequestOutput
 from .rows import sampling_inputs
 from .step import step
 from .watch import StepWatch
-from .worth import DraftWorth
 
 #: Slots behind the prompts that a call takes at once. It grows with texts that come to more: most end sooner than they may.
 SLOTS_AHEAD = 2048
@@ -73,7 +73,7 @@ def begin(batch: Batch, output: RequestOutput, stack: ExitStack) -> None:
     longest = max(batch.lengths) + request.new_tokens
     if request.runtime.prune and batch.batch > 1:  # one row waits for no other
         ends = [length + request.new_tokens for length in batch.lengths]
-        batch.worth = DraftWorth(engine.step_costs, batch.batch, ends, strategy.grade_rates)
+        batch.worth = DraftWorth(batch.resources.step_costs, batch.batch, ends, strategy.grade_rates)
     timings.pack, engine.preparing = engine.preparing, 0.0
     stack.enter_context(batch.forward_pass.during(request.runtime.compile, batch.report))
     stopwatch = Stopwatch(timings)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...common import devices
-from ...costs.fitted import FittedStepCosts
 from ...errors import UnsupportedError
 from ...report import Report
 from ...sampling.processors import SamplingPlan
@@ -55,8 +54,7 @@ class Engine:
         target: the model as the loop sees it, its weights packed.
         forward_pass: its forward pass, uncompiled or compiled.
         sessions: buffers and the texts they hold.
-        calibration: what its steps cost, as far as that was measured.
-        step_costs: what those of several rows cost, as the calls so far have shown.
+        calibration: what its steps cost, as far as that was measured or seen.
 
     Raises:
         UnsupportedError: see :class:`Target`.
@@ -87,7 +85,6 @@ class Engine:
         self._modules: weakref.WeakKeyDictionary[nn.Module, ModuleTwin] = weakref.WeakKeyDictionary()
         self._head: OutputHead | None = None
         self.calibration = Calibrator(self)
-        self.step_costs = FittedStepCosts()
         self._memories: dict[MemoryKey, Any] = {}
         self._functions: dict[Callable, TieredFunction] = {}
         self._freed: FreedWeights | None = None

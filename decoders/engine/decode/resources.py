@@ -28,7 +28,7 @@ class CallResources:
     Attributes:
         drafters: draft models.
         modules: drafters that are no language models.
-        costs: of a step, once the strategy has asked for them.
+        costs: of a step, once the strategy or :meth:`step_costs` was asked for them.
 
     Args:
         stack: closes what is opened here.
@@ -111,7 +111,7 @@ class CallResources:
 
     def _costs(self, measure: bool = False) -> StepCosts | None:
         """See :attr:`Context.costs`."""
-        if self.costs is None or (measure and not self._measured):
+        if self.costs is None or self.costs.curve is None or (measure and not self._measured):
             call = self.call
             calibration, folder = call.engine.calibration, call.request.cost_folder
             context = max(call.lengths)
@@ -125,7 +125,16 @@ class CallResources:
                 # Budgets of equal calls are equal: only who watches the clock learns from other calls.
                 ratios = calibration.ratios(call.width) if measure else None
                 self.costs, self._measured = StepCosts(known, call.width, context, call.blocks.size, ratios), measure
-        return self.costs
+        return self.costs if self.costs is not None and self.costs.curve is not None else None
+
+    def step_costs(self) -> StepCosts:
+        """What steps of the batch cost: by the curve, or by the steps that were seen if nothing was measured."""
+        costs = self.costs or self._costs()
+        if costs is None:
+            call = self.call
+            line = call.engine.calibration.line
+            costs = self.costs = StepCosts(None, call.width, max(call.lengths), call.blocks.size, line=line)
+        return costs
 
     @property
     def peak_memory(self) -> int:
