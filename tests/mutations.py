@@ -220,7 +220,7 @@ MUTATIONS = (
         ("engine/test_replays.py",),
     ),
     Mutation(
-        "a-replay-reads-what-was-given-when-it-was-recorded", "decoders/engine/model/cuda_graphs/capture.py",
+        "a-replay-reads-what-was-given-when-it-was-recorded", "decoders/engine/model/recordings.py",
         "                recording.inputs.take(tensors, self.recorder.copy)\n",
         "                pass\n",
         ("engine/test_replays.py",),
